@@ -26,6 +26,7 @@ _PUBLISHED = {
         "vision_tower.encoder.patch_embed.": "vision_tower.patch_embed.",
         "model.mm_projector.": "mm_projector.",
     },
+    "qianfan_ocr": {"language_model.model.encoder.layers.": "language_model.model.layers."},
 }
 """Model type -> parts of names that transformers 5.23 stores, and those of the published files, which it reads and we
 write.

@@ -32,6 +32,12 @@ _FILLED: dict[str, dict[str, Any]] = {
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
     "hunyuan_v1_moe": {"head_dim": 8},
     "deepseek_v4": {"o_groups": 2, "o_lora_rank": 6, "index_n_heads": 3, "index_head_dim": 10},
+    "granite_speech_encoder": {
+        "hidden_dim": 32, "dim_head": 8, "input_dim": 20, "max_pos_emb": 12, "context_size": 8, "output_dim": 14,
+    },
+    "granite_speech_plus_encoder": {
+        "hidden_dim": 32, "dim_head": 8, "input_dim": 20, "max_pos_emb": 12, "context_size": 8, "output_dim": 14,
+    },
     "kimi_k25": {"projection_hidden_size": 32},
     "minimax_m3_vl": {"projector_hidden_size": 20, "merged_hidden_size": 128},
     "minimax_m3_vl_text": {"shared_intermediate_size": 12, "index_head_dim": 10, "rotary_dim": 4},

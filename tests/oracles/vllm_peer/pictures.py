@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from tests.oracles.vllm_peer.model import Config, Model, model
-from tests.oracles.vllm_peer.text import ALL_HEADS, BALANCED, EXPERTS, FOUR, NARROW, NET, NET_EXPERTS
+from tests.oracles.vllm_peer.text import ALL_HEADS, BALANCED, EXPERTS, FOUR, LATENT, NARROW, NET, NET_EXPERTS
 
 _TOWER = {
     "depth": 2,
@@ -155,6 +156,12 @@ _OCR_THREE = {"rope_parameters": {**_ROPE, "mrope_section": [8, 12, 12]}}
 _GLM = {**_TOWER, "image_size": 16, "out_hidden_size": 128, "intermediate_size": 80}
 _OCR = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 16}
 
+_KIMI = {
+    "language_model.model.blocks.": "language_model.model.layers.",
+    "vision_tower.encoder.patch_embed.": "vision_tower.patch_embed.",
+    "model.mm_projector.": "mm_projector.",
+}
+
 PICTURES |= {
     "glm4v": pictured(
         "Glm4vForConditionalGeneration", "glm4v", "glm4v_text", NARROW, _GLM_NARROW, {"attention_bias": True},
@@ -168,5 +175,23 @@ PICTURES |= {
     "paddleocr_vl": pictured(
         "PaddleOCRVLForConditionalGeneration", "paddleocr_vl", "paddleocr_vl_text", _OCR_THREE,
         vision={**_OCR, "patch_size": 4},
+    ),
+    "kimi_k25": replace(
+        pictured(
+            "KimiK25ForConditionalGeneration", "kimi_k25", "deepseek_v3", LATENT, {"topk_method": "noaux_tc"},
+            vision={**_OCR, "pos_emb_height": 4, "pos_emb_width": 6, "patch_size": 4}, projection_hidden_size=64,
+        ),
+        kind="Kimi_K25ForConditionalGeneration", mended=_KIMI,
+    ),
+    "qianfan_ocr": replace(
+        pictured(
+            "QianfanOCRForConditionalGeneration", "qianfan_ocr", "qwen3", vision={**_OCR, "patch_size": 4},
+            downsample_ratio=0.5,
+        ),
+        mended={"language_model.model.encoder.layers.": "language_model.model.layers."},
+        more={
+            "force_image_size": 16,
+            "vision_config": {**_OCR, "patch_size": 4, "model_type": "qianfan_ocr_vision", "qkv_bias": True},
+        },
     ),
 }  # fmt: skip

@@ -52,4 +52,23 @@ SOUND = {
             "num_attention_heads": 8, "num_key_value_heads": 2, "num_mel_bins": 16,
         },
     ),
+    "granite_speech": Model(
+        "GraniteSpeechForConditionalGeneration",
+        {
+            "model_type": "granite_speech", "has_lora_adapter": False, "downsample_rate": 5, "window_size": 15,
+            "tie_word_embeddings": False,
+            "text_config": model("GraniteForCausalLM", "granite", {"head_dim": None}).config,
+            "encoder_config": {
+                "model_type": "granite_speech_encoder", "input_dim": 20, "num_layers": 2, "hidden_dim": 64,
+                "feedforward_mult": 3, "num_heads": 4, "dim_head": 12, "output_dim": 44, "context_size": 6,
+                "max_pos_emb": 8, "conv_kernel_size": 5, "conv_expansion_factor": 2,
+            },
+            "projector_config": {
+                "model_type": "blip_2_qformer", "hidden_size": 48, "intermediate_size": 56, "num_hidden_layers": 2,
+                "num_attention_heads": 4, "encoder_hidden_size": 64, "vocab_size": 30, "max_position_embeddings": 16,
+            },
+        },
+        kind="GraniteSpeechForConditionalGeneration",
+        mended=_TWICE,
+    ),
 }  # fmt: skip

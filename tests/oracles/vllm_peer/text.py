@@ -30,7 +30,7 @@ _LATENT_HEADS = {
     "qk_rope_head_dim": 6,
     "v_head_dim": 12,
 }
-_LATENT = {**BALANCED, **_LATENT_HEADS}
+LATENT = {**BALANCED, **_LATENT_HEADS}
 _BY_BIAS = {"topk_method": "noaux_tc"}
 NET = {
     "linear_num_key_heads": 4,
@@ -124,8 +124,8 @@ TEXT = {
     "mixtral": model("MixtralForCausalLM", "mixtral", _LOCAL),
     "gemma3": model("Gemma3ForCausalLM", "gemma3_text", _TIED),
     "phi3": model("Phi3ForCausalLM", "phi3", hidden_size=512),
-    "deepseek_v3": model("DeepseekV3ForCausalLM", "deepseek_v3", _LATENT, more=_BY_BIAS),
-    "deepseek_v3-q": model("DeepseekV3ForCausalLM", "deepseek_v3", _LATENT, q_lora_rank=None, more=_BY_BIAS),
+    "deepseek_v3": model("DeepseekV3ForCausalLM", "deepseek_v3", LATENT, more=_BY_BIAS),
+    "deepseek_v3-q": model("DeepseekV3ForCausalLM", "deepseek_v3", LATENT, q_lora_rank=None, more=_BY_BIAS),
     "gpt_oss": model("GptOssForCausalLM", "gpt_oss", FOUR, _LOCAL, num_local_experts=8),
     "glm4_moe": model("Glm4MoeForCausalLM", "glm4_moe", BALANCED, use_qk_norm=True, attention_bias=True),
     "afmoe": model(
@@ -141,7 +141,7 @@ TEXT = {
         "Cohere2MoeForCausalLM", "cohere2_moe", _WIDE, _TIED, num_shared_experts=2, first_k_dense_replace=1,
         prefix_dense_intermediate_size=112, expert_selection_fn="softmax",
     ),
-    "deepseek_v32": model("DeepseekV32ForCausalLM", "deepseek_v32", _LATENT, _INDEXED, more=_BY_BIAS),
+    "deepseek_v32": model("DeepseekV32ForCausalLM", "deepseek_v32", LATENT, _INDEXED, more=_BY_BIAS),
     "ernie4_5": model("Ernie4_5ForCausalLM", "ernie4_5"),
     "ernie4_5_moe": model("Ernie4_5_MoeForCausalLM", "ernie4_5_moe", _ERNIE, NARROW),
     "exaone4": model("Exaone4ForCausalLM", "exaone4"),
@@ -160,7 +160,7 @@ TEXT = {
     "gemma2": model("Gemma2ForCausalLM", "gemma2", _TIED),
     "glm4": model("Glm4ForCausalLM", "glm4", attention_bias=True),
     "glm4_moe_lite": model(
-        "Glm4MoeLiteForCausalLM", "glm4_moe_lite", _LATENT, mlp_layer_types=["dense", "sparse"], more=_BY_BIAS
+        "Glm4MoeLiteForCausalLM", "glm4_moe_lite", LATENT, mlp_layer_types=["dense", "sparse"], more=_BY_BIAS
     ),
     "gpt2": model("GPT2LMHeadModel", "gpt2", _GPT, _TIED),
     "gpt_bigcode": model("GPTBigCodeForCausalLM", "gpt_bigcode", _GPT, _TIED),
@@ -230,7 +230,7 @@ TEXT = {
     "vaultgemma": model("VaultGemmaForCausalLM", "vaultgemma", _TIED),
     "glm": model("GlmForCausalLM", "glm", attention_bias=True),
     "axk1": model(
-        "AXK1ForCausalLM", "axk1", _LATENT, mlp_layer_types=["dense", "sparse"], more=_BY_BIAS,
+        "AXK1ForCausalLM", "axk1", LATENT, mlp_layer_types=["dense", "sparse"], more=_BY_BIAS,
         stored={"model.layers.0.post_mlp_layernorm.weight": (128,)},
     ),
     "internlm3": model(
