@@ -26,6 +26,17 @@ _PUBLISHED = {
         "vision_tower.encoder.patch_embed.": "vision_tower.patch_embed.",
         "model.mm_projector.": "mm_projector.",
     },
+    "cosmos3_edge": {
+        f"model.visual.encoder.layers.{layer}.{old}.": f"model.visual.encoder.layers.{layer}.{new}."
+        for layer in range(30)
+        for old, new in (
+            ("mlp.up_proj", "mlp.fc1"),
+            ("mlp.down_proj", "mlp.fc2"),
+            ("self_attn.to_q", "self_attn.q_proj"),
+            ("self_attn.to_k", "self_attn.k_proj"),
+            ("self_attn.to_v", "self_attn.v_proj"),
+        )
+    },
     "qianfan_ocr": {"language_model.model.encoder.layers.": "language_model.model.layers."},
 }
 """Model type -> parts of names that transformers 5.23 stores, and those of the published files, which it reads and we

@@ -31,6 +31,8 @@ class Model:
     """Beginnings of names that transformers stores -> those that vLLM reads, of the hub's own files."""
     transposed: str = ""
     """Ends the names of experts that vLLM reads with their last dims exchanged, as the hub's first files have them."""
+    inside: str = ""
+    """The folder of the hub's repository in which vLLM looks for tensors, where it is not the uppermost one."""
     left: str = ""
     """Parameters that vLLM itself leaves as they were: a part of their names."""
     unread: tuple[str, ...] = ()

@@ -156,6 +156,16 @@ _OCR_THREE = {"rope_parameters": {**_ROPE, "mrope_section": [8, 12, 12]}}
 _GLM = {**_TOWER, "image_size": 16, "out_hidden_size": 128, "intermediate_size": 80}
 _OCR = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 16}
 
+_COSMOS = {**{key: value for key, value in _OCR.items() if key != "image_size"}, "patch_size": 4, "num_patches": 16}
+_MERGES = {"input_hidden_size": 64, "merger_intermediate_size": 112, "out_hidden_size": 128, "spatial_merge_size": 2}
+_SIGLIP2 = {
+    f"model.visual.encoder.layers.{layer}.{old}.": f"model.visual.encoder.layers.{layer}.{new}."
+    for layer in (0, 1)
+    for old, new in (
+        ("mlp.up_proj", "mlp.fc1"), ("mlp.down_proj", "mlp.fc2"), ("self_attn.to_q", "self_attn.q_proj"),
+        ("self_attn.to_k", "self_attn.k_proj"), ("self_attn.to_v", "self_attn.v_proj"),
+    )
+}  # fmt: skip
 _KIMI = {
     "language_model.model.blocks.": "language_model.model.layers.",
     "vision_tower.encoder.patch_embed.": "vision_tower.patch_embed.",
@@ -193,5 +203,14 @@ PICTURES |= {
             "force_image_size": 16,
             "vision_config": {**_OCR, "patch_size": 4, "model_type": "qianfan_ocr_vision", "qkv_bias": True},
         },
+    ),
+    "cosmos3_edge": replace(
+        pictured(
+            "Cosmos3EdgeForConditionalGeneration", "cosmos3_edge", "cosmos3_edge_text", _THREE, vision=_COSMOS,
+            projector_hidden_size=112,
+        ),
+        mended=_SIGLIP2,
+        inside="transformer",
+        more={"projector_config": _MERGES},
     ),
 }  # fmt: skip

@@ -117,16 +117,16 @@ def _config_class(model_type: str) -> None:
 
 def _published(model: Model, folder: Path) -> Path:
     """The folder that vLLM reads: tensors as in the hub's own files, where transformers stores them otherwise."""
-    if not model.renamed and not model.transposed:
+    if not (model.renamed or model.transposed or model.inside):
         return folder
     target = folder.with_name("published")
-    target.mkdir()
+    (target / model.inside).mkdir(parents=True)
     stored: Tensors = {}
     for name, value in load_file(folder / "model.safetensors").items():
         name = _beginning(name, model.renamed)
         turned = model.transposed and ".experts." in name and name.endswith(model.transposed)
         stored[name] = value.transpose(1, 2).contiguous() if turned else value
-    save_file(stored, target / "model.safetensors", metadata={"format": "pt"})
+    save_file(stored, target / model.inside / "model.safetensors", metadata={"format": "pt"})
     shutil.copy(folder / "config.json", target)
     return target
 
