@@ -21,6 +21,7 @@ _PUBLISHED = {
         "model.norm.": "norm.",
         ".attn.norm.": ".attn.kv_norm.",
     },
+    "kimi_linear": {f".block_sparse_moe.{name}_proj.": f".mlp.{name}_proj." for name in ("gate", "up", "down")},
     "kimi_k25": {
         "language_model.model.blocks.": "language_model.model.layers.",
         "vision_tower.encoder.patch_embed.": "vision_tower.patch_embed.",

@@ -46,6 +46,7 @@ _FILLED: dict[str, dict[str, Any]] = {
     "muse_glimmer": {"out_hidden_size": 128, "projector_hidden_size": 24},
     "step3p5": {"share_expert_dim": 12},
     "step3p5_vision": {"mlp_ratio": 1.5, "intermediate_size": 48},
+    "llama4_vision_model": {"projector_input_dim": 24, "projector_output_dim": 24, "vision_output_dim": 24},
     "nemotron": {"num_key_value_heads": 2},
     "gemma3n_text": {
         "num_kv_shared_layers": 0, "intermediate_size": [32, 32], "activation_sparsity_pattern": [0.5, 0.0],

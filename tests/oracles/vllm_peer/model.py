@@ -77,6 +77,7 @@ def model(
     more: Config | None = None,
     kind: str = "",
     stored: Mapping[str, tuple[int, ...]] | None = None,
+    mended: Mapping[str, str] | None = None,
     left: str = "",
     most: int = 4,
     **config: Any,
@@ -92,6 +93,7 @@ def model(
         more or {},
         kind or architecture,
         stored or {},
+        mended or {},
         left=left,
         most=most,
     )

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from tests.oracles.vllm_peer.model import Config, Model, model
-from tests.oracles.vllm_peer.text import ALL_HEADS, BALANCED, EXPERTS, FOUR, LATENT, NARROW, NET, NET_EXPERTS
+from tests.oracles.vllm_peer.text import ALL_HEADS, BALANCED, EXPERTS, FOUR, LATENT, LOCAL, NARROW, NET, NET_EXPERTS
 
 _TOWER = {
     "depth": 2,
@@ -212,5 +212,24 @@ PICTURES |= {
         mended=_SIGLIP2,
         inside="transformer",
         more={"projector_config": _MERGES},
+    ),
+    "llama4_whole": pictured(
+        "Llama4ForConditionalGeneration", "llama4", "llama4_text", LOCAL,
+        {"num_experts_per_tok": 1, "intermediate_size_mlp": 112, "interleave_moe_layer_step": 2},
+        vision={
+            "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "image_size": 16, "patch_size": 4, "vision_output_dim": 48, "projector_input_dim": 48,
+            "projector_output_dim": 48, "pixel_shuffle_ratio": 0.5,
+        },
+    ),
+    "muse_glimmer": pictured(
+        "MuseGlimmerForConditionalGeneration", "muse_glimmer", "muse_glimmer_text",
+        vision={
+            "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "patch_size": 4, "patch_temporal": 2, "pos_emb_height": 4, "pos_emb_width": 4,
+            "merge_kernel_size": 2, "merge_size": 2, "output_dim": 256, "adapter_dim": 40,
+            "layer_types": ["full_attention", "full_attention"],
+        },
+        out_hidden_size=256, projector_hidden_size=40,
     ),
 }  # fmt: skip

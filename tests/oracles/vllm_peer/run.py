@@ -141,6 +141,7 @@ def _stand_ins() -> None:
     from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as experts
     from vllm.model_executor.layers.fused_moe.oracle.unquantized import backend_to_kernel_cls
     from vllm.model_executor.models import registry
+    from vllm.models.kimi_k3.nvidia import model as kimi
     from vllm.platforms.cpu import CpuPlatform
 
     registry._LazyRegisteredModel.inspect_model_cls = lambda self: registry._ModelInfo.from_model_cls(
@@ -163,6 +164,18 @@ def _stand_ins() -> None:
         return backend(cls, selected_backend, attn_selector_config._replace(use_sparse=False), num_heads)
 
     CpuPlatform.get_attn_backend_cls = classmethod(dense)
+    for name in ("Event", "Stream"):
+        setattr(torch.cuda, name, _Idle)
+    kimi.maybe_init_gemm_rs_ar = _Idle
+
+
+class _Idle:
+    """What only a CUDA device has: events, streams, a product that runs beside the communication."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None: ...
+
+    def __bool__(self) -> bool:
+        return False
 
 
 class _Platform:
@@ -207,6 +220,16 @@ def _pretend(rank: int, ranks: int) -> None:
             group.world_size, group.rank_in_group = ranks, rank
 
 
+def _pad(model: torch.nn.Module) -> None:
+    """Put zeros where a model has put them when it was built: into experts that are wider than those of the files."""
+    for module in model.modules():
+        sizes = getattr(module, "moe_config", None)
+        width = getattr(sizes, "intermediate_size_per_partition_unpadded", None)
+        if sizes is not None and width not in (None, sizes.intermediate_size_per_partition):
+            for parameter in module.parameters():
+                parameter.data.zero_()
+
+
 def _held(folder: Path, rank: int, ranks: int, *, experts: bool) -> Tensors:
     """What vLLM holds on one rank."""
     from vllm.config import (
@@ -232,7 +255,7 @@ def _held(folder: Path, rank: int, ranks: int, *, experts: bool) -> Tensors:
         ),
         load_config=LoadConfig(load_format="safetensors", use_tqdm_on_load=False),
         device_config=DeviceConfig("cpu"),
-        cache_config=CacheConfig(),
+        cache_config=CacheConfig(enable_prefix_caching=False),
     )
     config.parallel_config.rank = rank
     _pretend(rank, ranks)
@@ -241,6 +264,7 @@ def _held(folder: Path, rank: int, ranks: int, *, experts: bool) -> Tensors:
         model = initialize_model(config, model_config=model_config)
         for parameter in model.parameters():  # what is not loaded shows
             parameter.data.fill_(float("nan") if parameter.is_floating_point() else -1)
+        _pad(model)
         DefaultModelLoader(config.load_config).load_weights(model, model_config)
     buffers = {f"{BUFFER}{name}": value for name, value in model.named_buffers() if name in model.state_dict()}
     return {name: value.detach().clone() for name, value in (*model.named_parameters(), *buffers.items())}

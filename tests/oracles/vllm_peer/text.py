@@ -12,7 +12,7 @@ ALL_HEADS = {"head_dim": None, "num_key_value_heads": None}
 _GPT = {**ALL_HEADS, "n_embd": 128, "n_layer": 2, "n_head": 8, "n_positions": 64}
 EXPERTS = {"num_experts": 10, "moe_intermediate_size": 24, "num_experts_per_tok": 2}
 _WIDE = {"num_experts": 10, "num_experts_per_tok": 2}
-_LOCAL = {"num_local_experts": 10, "num_experts_per_tok": 2}
+LOCAL = {"num_local_experts": 10, "num_experts_per_tok": 2}
 BALANCED = {
     "n_routed_experts": 10,
     "n_shared_experts": 2,
@@ -121,12 +121,12 @@ TEXT = {
     "qwen2": model("Qwen2ForCausalLM", "qwen2", NARROW),
     "qwen3": model("Qwen3ForCausalLM", "qwen3"),
     "qwen3_moe": model("Qwen3MoeForCausalLM", "qwen3_moe", EXPERTS, mlp_only_layers=[0]),
-    "mixtral": model("MixtralForCausalLM", "mixtral", _LOCAL),
+    "mixtral": model("MixtralForCausalLM", "mixtral", LOCAL),
     "gemma3": model("Gemma3ForCausalLM", "gemma3_text", _TIED),
     "phi3": model("Phi3ForCausalLM", "phi3", hidden_size=512),
     "deepseek_v3": model("DeepseekV3ForCausalLM", "deepseek_v3", LATENT, more=_BY_BIAS),
     "deepseek_v3-q": model("DeepseekV3ForCausalLM", "deepseek_v3", LATENT, q_lora_rank=None, more=_BY_BIAS),
-    "gpt_oss": model("GptOssForCausalLM", "gpt_oss", FOUR, _LOCAL, num_local_experts=8),
+    "gpt_oss": model("GptOssForCausalLM", "gpt_oss", FOUR, LOCAL, num_local_experts=8),
     "glm4_moe": model("Glm4MoeForCausalLM", "glm4_moe", BALANCED, use_qk_norm=True, attention_bias=True),
     "afmoe": model(
         "AfmoeForCausalLM", "afmoe", EXPERTS, _SLIDES, num_shared_experts=1, num_dense_layers=1,
@@ -167,12 +167,12 @@ TEXT = {
     "gpt_neox": model("GPTNeoXForCausalLM", "gpt_neox", ALL_HEADS),
     "gptj": model("GPTJForCausalLM", "gptj", _GPT, rotary_dim=8),
     "granite": model("GraniteForCausalLM", "granite", NARROW),
-    "granitemoe": model("GraniteMoeForCausalLM", "granitemoe", _LOCAL, NARROW),
+    "granitemoe": model("GraniteMoeForCausalLM", "granitemoe", LOCAL, NARROW),
     "granitemoeshared": model(
-        "GraniteMoeSharedForCausalLM", "granitemoeshared", _LOCAL, NARROW, shared_intermediate_size=40
+        "GraniteMoeSharedForCausalLM", "granitemoeshared", LOCAL, NARROW, shared_intermediate_size=40
     ),
     "granitemoehybrid": model(
-        "GraniteMoeHybridForCausalLM", "granitemoehybrid", _LOCAL, NARROW, _SCAN, shared_intermediate_size=40,
+        "GraniteMoeHybridForCausalLM", "granitemoehybrid", LOCAL, NARROW, _SCAN, shared_intermediate_size=40,
         layer_types=["mamba", "attention"],
     ),
     "helium": model("HeliumForCausalLM", "helium"),
@@ -190,7 +190,7 @@ TEXT = {
         "Lfm2MoeForCausalLM", "lfm2_moe", EXPERTS, _CONVOLVES, num_dense_layers=1, use_expert_bias=True
     ),
     "llama4": model(
-        "Llama4ForCausalLM", "llama4_text", _LOCAL, num_experts_per_tok=1, intermediate_size_mlp=112,
+        "Llama4ForCausalLM", "llama4_text", LOCAL, num_experts_per_tok=1, intermediate_size_mlp=112,
         interleave_moe_layer_step=2,
     ),
     "mamba": model("MambaForCausalLM", "mamba", NARROW, state_size=16, conv_kernel=4, expand=2, time_step_rank=8),
@@ -201,7 +201,7 @@ TEXT = {
         num_experts_per_tok=2, n_group=1, topk_group=1, more=_MIMO,
     ),
     "minimax_m2": model(
-        "MiniMaxM2ForCausalLM", "minimax_m2", _LOCAL,
+        "MiniMaxM2ForCausalLM", "minimax_m2", LOCAL,
         more={"rotary_dim": 32, "scoring_func": "sigmoid", "use_routing_bias": True},
     ),
     "ministral3": model("Ministral3ForCausalLM", "ministral3"),
@@ -215,7 +215,7 @@ TEXT = {
     "opt": model("OPTForCausalLM", "opt", ALL_HEADS, _TIED, ffn_dim=96, word_embed_proj_dim=128),
     "phi": model("PhiForCausalLM", "phi", NARROW),
     "phimoe": model(
-        "PhiMoEForCausalLM", "phimoe", _LOCAL, NARROW, attention_bias=True, lm_head_bias=True, kind="PhimoeForCausalLM"
+        "PhiMoEForCausalLM", "phimoe", LOCAL, NARROW, attention_bias=True, lm_head_bias=True, kind="PhimoeForCausalLM"
     ),
     "qwen2_moe": model(
         "Qwen2MoeForCausalLM", "qwen2_moe", EXPERTS, NARROW, shared_expert_intermediate_size=40, mlp_only_layers=[0]
@@ -238,6 +238,34 @@ TEXT = {
     ),
     "hrm_text": model("HrmTextForCausalLM", "hrm_text", ALL_HEADS, num_layers_per_stack=2),
     "minicpm3": model("MiniCPM3ForCausalLM", "minicpm3", _LATENT_HEADS, NARROW),
+    "kimi_linear": model(
+        "KimiLinearForCausalLM", "kimi_linear", EXPERTS, _LATENT_HEADS, NARROW, q_lora_rank=None,
+        moe_intermediate_size=64, n_shared_experts=2, first_k_dense_replace=1,
+        linear_head_dim=16, linear_num_heads=8, linear_conv_kernel_dim=4,
+        layer_types=["linear_attention", "full_attention"], mlp_layer_types=["dense", "sparse"],
+        mended={"model.layers.0.block_sparse_moe.": "model.layers.0.mlp."},
+        more={
+            "num_shared_experts": 2, "num_expert_group": 1, "mla_use_nope": True,
+            "linear_attn_config": {
+                "kda_layers": [1], "full_attn_layers": [2], "head_dim": 16, "num_heads": 8, "short_conv_kernel_size": 4
+            },
+        },
+    ),
+    "deepseek_v4": model(
+        "DeepseekV4ForCausalLM", "deepseek_v4", EXPERTS, num_key_value_heads=1, n_routed_experts=12, num_experts=None,
+        n_shared_experts=1, q_lora_rank=14, head_dim=512, qk_rope_head_dim=64, o_groups=4, o_lora_rank=10,
+        index_n_heads=4, index_head_dim=128, index_topk=8, hc_mult=4, num_hidden_layers=4,
+        layer_types=[*["sliding_attention"] * 2, "compressed_sparse_attention", "heavily_compressed_attention"],
+        mlp_layer_types=["hash_moe", "moe", "moe", "moe"],
+        mended={
+            "model.embed_tokens.": "embed.", "model.hc_head.hc_": "hc_head_", "model.": "",
+            **{f"layers.{layer}.attn.norm.": f"layers.{layer}.attn.kv_norm." for layer in range(4)},
+        },
+        more={
+            **_BY_BIAS, "num_hash_layers": 1, "compress_ratios": [0, 0, 4, 128], "mlp_layer_types": None,
+            "layer_types": None,
+        },
+    ),
     "flex_olmo": model("FlexOlmoForCausalLM", "flex_olmo", _WIDE, NARROW, most=2),
     "hunyuan_v1_moe": model("HunYuanMoEV1ForCausalLM", "hunyuan_v1_moe", num_experts=10, moe_topk=2, most=2),
     "mellum": model("MellumForCausalLM", "mellum", EXPERTS, most=2),
