@@ -59,7 +59,7 @@ OTHERS: dict[str, tuple[str, ...]] = {
     "whisper": ("WhisperForConditionalGeneration",),
 }
 """Model type -> classes besides the one that the automatic classes choose first, where the table has these too."""
-_PARTS = ("text_config", "vision_config")
+_PARTS = ("text_config", "vision_config", "audio_config", "encoder_config", "projector_config")
 SENSELESS: tuple[tuple[str, str, Any], ...] = (
     ("mimo_v2_flash", "num_key_value_heads", 4),
     ("olmo_hybrid", "linear_num_value_heads", 2),

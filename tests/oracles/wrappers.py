@@ -39,6 +39,7 @@ _FILLED: dict[str, dict[str, Any]] = {
         "hidden_dim": 32, "dim_head": 8, "input_dim": 20, "max_pos_emb": 12, "context_size": 8, "output_dim": 14,
     },
     "cosmos3_edge_text": {"head_dim": 128},
+    "hunyuan_vl_vision": {"text_hidden_size": 32, "max_image_size": 56},
     "kimi_k25": {"projection_hidden_size": 32},
     "minimax_m3_vl": {"projector_hidden_size": 20, "merged_hidden_size": 128},
     "minimax_m3_vl_text": {"shared_intermediate_size": 12, "index_head_dim": 10, "rotary_dim": 4},

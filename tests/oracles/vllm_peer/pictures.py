@@ -232,4 +232,8 @@ PICTURES |= {
         },
         out_hidden_size=256, projector_hidden_size=40,
     ),
+    "hunyuan_vl": pictured(
+        "HunYuanVLForConditionalGeneration", "hunyuan_vl", "hunyuan_vl_text",
+        vision={**_OCR, "patch_size": 4, "max_image_size": 16, "text_hidden_size": 128},
+    ),
 }  # fmt: skip

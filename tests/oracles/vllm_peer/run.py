@@ -18,6 +18,7 @@ import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -141,6 +142,7 @@ def _stand_ins() -> None:
     from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as experts
     from vllm.model_executor.layers.fused_moe.oracle.unquantized import backend_to_kernel_cls
     from vllm.model_executor.models import registry
+    from vllm.model_executor.models.transformers import multimodal
     from vllm.models.kimi_k3.nvidia import model as kimi
     from vllm.platforms.cpu import CpuPlatform
 
@@ -167,6 +169,8 @@ def _stand_ins() -> None:
     for name in ("Event", "Stream"):
         setattr(torch.cuda, name, _Idle)
     kimi.maybe_init_gemm_rs_ar = _Idle
+    processor = SimpleNamespace(image_processor=None)  # its files are not there, and loading asks nothing of it
+    multimodal.MultiModalProcessingInfo.get_hf_processor = lambda _, **_options: processor
 
 
 class _Idle:
