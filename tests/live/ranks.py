@@ -176,12 +176,13 @@ class Ranks:
         """Run it everywhere and return what the ranks return.
 
         Raises:
-            TransaxleError: what a rank raised; AssertionError with the traceback for any other exception.
+            TransaxleError: what a rank raised; AssertionError with the tracebacks of all ranks for any other exception.
         """
         answers = self.answers(task, *args)
-        for rank, (fine, value) in enumerate(answers):
-            if not fine and not isinstance(value, TransaxleError):
-                raise AssertionError(f"rank {rank} of {self.world}:\n{value}")
+        failed = {rank: value for rank, (fine, value) in enumerate(answers) if not fine}
+        if any(not isinstance(value, TransaxleError) for value in failed.values()):
+            told = "\n".join(f"rank {rank} of {self.world}:\n{value}" for rank, value in failed.items())
+            raise AssertionError(told)  # one that waited in vain says less than the one that it waited for
         for fine, value in answers:
             if not fine:
                 raise value
