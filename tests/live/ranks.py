@@ -38,6 +38,8 @@ _MOST = 6
 _ATTEMPTS = 3
 _UNCONNECTED = "connectFullMesh failed"
 """What gloo says where the ranks of a group did not find each other: it cuts one in some thousands of connections."""
+_STALLED = ("Timed out waiting", "/torch/distributed/fsdp/")
+"""What a rank says, and where, that waits in vain in torch's own collectives while all ranks live: seen once."""
 Task = Callable[..., Any]
 """A function of a module under `tests`, at its top."""
 _TESTS = "tests"
@@ -94,6 +96,11 @@ def _unconnected(found: dict[int, tuple[bool, Any]]) -> bool:
     return any(not fine and _UNCONNECTED in str(value) for fine, value in found.values())
 
 
+def _stalled(found: dict[int, tuple[bool, Any]]) -> bool:
+    failures = [str(value) for fine, value in found.values() if not fine]
+    return DIED not in failures and any(all(part in each for part in _STALLED) for each in failures)
+
+
 class Ranks:
     """Processes that act as the ranks of one world."""
 
@@ -118,15 +125,16 @@ class Ranks:
     def answers(self, task: Task, *args: Any) -> list[tuple[bool, Any]]:
         """Run `task(rank, world, *args)` on every rank; return (whether it returned, what it returned or raised).
 
-        It is run again on new processes where gloo did not connect the ranks of a group that the task made.
+        It is run again on new processes where gloo did not connect the ranks of a group that the task made, and once
+        where a collective of torch's own training did not end.
         """
-        for _ in range(_ATTEMPTS):
+        for attempt in range(_ATTEMPTS):
             with tempfile.TemporaryDirectory() as folder:
                 self.meet(folder)
                 for pipe in self.pipes:
                     pipe.send((_module(task), task.__name__, args))
                 found = self._collected(task.__name__)
-            if not _unconnected(found):
+            if not (_unconnected(found) or (_stalled(found) and attempt == 0)):
                 return [found[rank] for rank in range(self.world)]
             self.stop()
             self._start()

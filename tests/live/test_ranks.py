@@ -19,12 +19,31 @@ def _cut_once(rank: int, world: int, folder: str) -> int:
     return rank
 
 
+def _stalls(rank: int, world: int, folder: str, times: int) -> int:
+    """Fail as torch's own training does where a message of gloo's is lost."""
+    mark = Path(folder, f"stalled-{rank}")
+    said = mark.read_text("utf-8") if mark.exists() else ""
+    if rank == 0 and len(said) < times:
+        mark.write_text(f"{said}.", "utf-8")
+        exec(compile("raise RuntimeError('Timed out waiting 600000ms')", "/torch/distributed/fsdp/made.py", "exec"))  # noqa: S102 - so that the traceback has a file of torch's
+    return rank
+
+
 def _fails(rank: int, world: int) -> None:
     raise RuntimeError(f"rank {rank} of {world} fails")
 
 
 def test_a_group_that_did_not_connect_is_made_again(tmp_path: Path) -> None:
     assert run(2, _cut_once, str(tmp_path)) == [0, 1]
+
+
+def test_training_that_stalls_is_done_once_more(tmp_path: Path) -> None:
+    assert run(2, _stalls, str(tmp_path), 1) == [0, 1]
+
+
+def test_training_that_stalls_twice_fails(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="Timed out waiting"):
+        run(2, _stalls, str(tmp_path), 2)
 
 
 def test_any_other_failure_is_told_of_each_rank() -> None:

@@ -136,18 +136,21 @@ class Requests(threading.Thread):
 
 
 def _rounds(rank: int, world: int, name: str, folder: str, server: Server) -> tuple[list[Answers], Answers]:
-    """Train, save and push; return what the server says after each push, and to somebody who asks all the time."""
+    """Push, then train, save and push; return what the server says after each push, and to somebody who asks all the
+    time from the first push on.
+    """
     model = _trainer(name)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-2, foreach=False)
-    found: list[Answers] = []
     asked: Answers = []
     with tx.refit.VllmRefit(model, server.url, dtype="bf16", timeout=SECONDS) as refit, ExitStack() as stack:
+        refit.push()
+        found = [server.answers()] if rank == 0 else []
         if rank == 0:
             asked = stack.enter_context(Requests(server, PROMPTS[0]))
         for step in range(ROUNDS):
             train(model, optimizer, 1, FSDP, begin=step)
-            tx.save(model, f"{folder}/{step}", to="hf")
-            assert refit.push().version == refit.version == step + 1
+            tx.save(model, f"{folder}/{step}", to="hf", overwrite=True)
+            assert refit.push().version == refit.version == step + 2
             found += [server.answers()] if rank == 0 else []
             dist.barrier()
     return found, asked
@@ -171,8 +174,9 @@ def test_ten_rounds_the_other_way(name: str, workers: int, trainers: int, tmp_pa
 def _ten_rounds(name: str, trainers: int, engines: Engines) -> None:
     server, folder = engines.servers[name], engines.folder / f"steps-{name}"
     folder.mkdir()
-    first = server.answers()
-    said, asked = run(trainers, _rounds, name, str(folder), server)[0]
+    served = server.answers()
+    (first, *said), asked = run(trainers, _rounds, name, str(folder), server)[0]
+    assert served != first
     steps = [str(folder / str(step)) for step in range(ROUNDS)]
     if name == "llama":
         truth = engines.said(name, steps[-1], steps)
