@@ -38,6 +38,13 @@ _PUBLISHED = {
             ("self_attn.to_v", "self_attn.v_proj"),
         )
     },
+    "hy_v4": {
+        ".mlp.linear_gate.": ".mlp.gate_proj.",
+        ".mlp.shared_experts.linear_gate.": ".mlp.shared_experts.gate_proj.",
+        ".hc_pre.hc_attn_layer.": ".hc_attn_layer.hc_pre.",
+        ".hc_pre.hc_mlp_layer.": ".hc_mlp_layer.hc_pre.",
+        ".hc_pre.hc_head.": ".hc_head.",
+    },
     "qianfan_ocr": {"language_model.model.encoder.layers.": "language_model.model.layers."},
 }
 """Model type -> parts of names that transformers 5.23 stores, and those of the published files, which it reads and we

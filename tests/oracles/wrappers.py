@@ -40,6 +40,7 @@ _FILLED: dict[str, dict[str, Any]] = {
     },
     "cosmos3_edge_text": {"head_dim": 128},
     "hunyuan_vl_vision": {"text_hidden_size": 32, "max_image_size": 56},
+    "hy_v4": {"index_n_heads": 3, "index_head_dim": 10, "n_shared_experts": 2, "hc_mult": 3},
     "kimi_k25": {"projection_hidden_size": 32},
     "minimax_m3_vl": {"projector_hidden_size": 20, "merged_hidden_size": 128},
     "minimax_m3_vl_text": {"shared_intermediate_size": 12, "index_head_dim": 10, "rotary_dim": 4},

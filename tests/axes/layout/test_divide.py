@@ -333,3 +333,11 @@ def test_what_does_not_divide_over_an_engine_is_refused() -> None:
     for rule, ranks in (("q[(g r c) d]", 3), ("q[(g r c) d]", 16), ("down[e d f]", 3), ("[[x:(m w) | b:(y w)] d]", 16)):
         with pytest.raises(TransaxleError, match=f"does not divide over {ranks} ranks"):
             shares(rule, tp=ranks)
+
+
+def test_a_size_that_is_not_known_is_asked_for() -> None:
+    (family,) = tables.read(FAMILY)
+    sizes = {axis: count for axis, count in ENGINE_SIZES.items() if axis != "f"}
+    with pytest.raises(TransaxleError, match="the size of axis f is needed") as caught:
+        rank_shares(parse("[e [gate:f | up:f] d]"), family, "engine", sizes, tp=2)
+    assert caught.value.code == "UNKNOWN_AXIS"

@@ -133,6 +133,13 @@ def test_sizes_of_a_table() -> None:
     assert sizes.giving({"n": 9, "f": 5}).given == {"n": 7, "f": 5}
 
 
+def test_a_fraction_of_a_config_gives_a_size_where_it_is_whole() -> None:
+    ratio = only("family toy\naxes d=width f=ratio*width\nup : f d\ndialect hf\nup = up[f d]")
+    assert Sizes(ratio, {"width": 1536, "ratio": 8960 / 1536}).at({}) == {"d": 1536, "f": 8960}
+    assert Sizes(ratio, {"width": 10, "ratio": 0.25}).at({}) == {"d": 10}
+    assert type(Sizes(ratio, {"width": 64, "ratio": 1.5}).at({})["f"]) is int
+
+
 def test_a_size_that_layers_may_have_of_their_own_is_not_one_of_all() -> None:
     uneven = only("""
 family uneven

@@ -172,6 +172,30 @@ _KIMI = {
     "model.mm_projector.": "mm_projector.",
 }
 
+_CHOSEN = {"index_n_heads": 2, "index_head_dim": 64, "mlp_layer_types": ["dense", "sparse"]}
+_M3 = pictured(
+    "MiniMaxM3SparseForConditionalGeneration", "minimax_m3_vl", "minimax_m3_vl_text", LOCAL, _CHOSEN,
+    {
+        "dense_intermediate_size": 112, "shared_intermediate_size": 24, "intermediate_size": 24, "rotary_dim": 32,
+        "layer_types": ["full_attention", "minimax_m3_sparse"],
+    },
+    vision={**_OCR, "patch_size": 4}, projector_hidden_size=56,
+)  # fmt: skip
+_M3_TEXT = {
+    **{key: value for key, value in _M3.config["text_config"].items() if key not in {*_CHOSEN, "layer_types"}},
+    "model_type": "minimax_m3_text",
+    "moe_layer_freq": [0, 1],
+    "sparse_attention_config": {
+        "sparse_index_dim": 64, "sparse_num_index_heads": 2, "sparse_topk_blocks": 16, "sparse_block_size": 128,
+        "sparse_attention_freq": [0, 1], "sparse_disable_index_value": [0, 1], "sparse_score_type": "max",
+        "sparse_init_block": 0, "sparse_local_block": 1,
+    },
+}  # fmt: skip
+_M3_TOWER = {
+    **_OCR, "model_type": "clip_vision_model", "patch_size": 4, "num_channels": 3, "hidden_act": "gelu",
+    "layer_norm_eps": 1e-5, "rope_theta": 1e4,
+    "img_token_compression_config": {"temporal_patch_size": 2, "spatial_merge_size": 2},
+}  # fmt: skip
 PICTURES |= {
     "glm4v": pictured(
         "Glm4vForConditionalGeneration", "glm4v", "glm4v_text", NARROW, _GLM_NARROW, {"attention_bias": True},
@@ -235,5 +259,16 @@ PICTURES |= {
     "hunyuan_vl": pictured(
         "HunYuanVLForConditionalGeneration", "hunyuan_vl", "hunyuan_vl_text",
         vision={**_OCR, "patch_size": 4, "max_image_size": 16, "text_hidden_size": 128},
+    ),
+    "minimax_m3_vl": replace(
+        _M3,
+        mended={
+            f"{root}.block_sparse_moe.": f"{root}.mlp."
+            for root in (
+                "language_model.model.layers.0",
+                *(f"vision_tower.vision_model.encoder.layers.{layer}" for layer in (0, 1)),
+            )
+        },
+        more={"text_config": _M3_TEXT, "vision_config": _M3_TOWER},
     ),
 }  # fmt: skip

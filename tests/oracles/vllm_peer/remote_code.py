@@ -80,7 +80,7 @@ _LING_STORED = {
     **_in_layers([1], _gated("mlp.shared_experts", 24)),
     **_in_layers([1], {k: v for e in range(10) for k, v in _gated(f"mlp.experts.{e}", 24).items()}),
 }
-_STEP = {
+STEP = {
     **DENSE,
     "model_type": "step3p5",
     "num_attention_groups": 2,
@@ -101,7 +101,7 @@ _STEP = {
     },
     "num_nextn_predict_layers": 0,
 }
-_STEP_STORED = {
+STEP_STORED = {
     "model.embed_tokens.weight": (90, 128),
     "model.norm.weight": (128,),
     "lm_head.weight": (90, 128),
@@ -116,6 +116,6 @@ _STEP_STORED = {
 
 REMOTE_CODE = {
     "bailing_moe_v2": Model("BailingMoeV2ForCausalLM", _LING, stored=_LING_STORED),
-    "step3p5": Model("Step3p5ForCausalLM", _STEP, stored=_STEP_STORED),
+    "step3p5": Model("Step3p5ForCausalLM", STEP, stored=STEP_STORED),
 }
 """Models of their makers' code."""

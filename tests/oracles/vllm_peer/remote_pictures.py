@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tests.oracles.vllm_peer.model import Config, Model
+from tests.oracles.vllm_peer.remote_code import STEP, STEP_STORED
 
 _Stored = Iterator[tuple[str, tuple[int, ...]]]
 """Names and shapes of tensors."""
@@ -123,4 +124,75 @@ def molmo2(**text: object) -> Model:
     return Model("Molmo2ForConditionalGeneration", config, stored=stored)
 
 
-REMOTE_PICTURES = {"molmo2": molmo2(), "molmo2-olmo": molmo2(qk_norm_type="olmo", qkv_bias=True)}
+def _step_pictures(tower: Config, text: int) -> _Stored:
+    width, inner, root = tower["width"], int(tower["width"] * tower["mlp_ratio"]), "vision_model"
+    patch = tower["patch_size"]
+    yield f"{root}.conv1.weight", (width, 3, patch, patch)
+    yield f"{root}.positional_embedding", ((tower["image_size"] // patch) ** 2, width)
+    yield from _norm(f"{root}.ln_pre", width)
+    for layer in range(tower["layers"]):
+        block = f"{root}.transformer.resblocks.{layer}"
+        yield from _norm(f"{block}.ln_1", width)
+        yield from _norm(f"{block}.ln_2", width)
+        yield f"{block}.attn.in_proj_weight", (3 * width, width)
+        yield f"{block}.attn.in_proj_bias", (3 * width,)
+        yield from _linear(f"{block}.attn.out_proj", width, width)
+        yield f"{block}.ls_1.gamma", (width,)
+        yield f"{block}.ls_2.gamma", (width,)
+        yield from _linear(f"{block}.mlp.c_fc", inner, width)
+        yield from _linear(f"{block}.mlp.c_proj", width, inner)
+    for number, size in ((1, width), (2, 2 * width)):
+        yield f"{root}.vit_downsampler{number}.weight", (2 * size, size, 3, 3)
+        yield f"{root}.vit_downsampler{number}.bias", (2 * size,)
+    yield "vit_large_projector.weight", (text, 4 * width)
+
+
+_STEP_TEXT: Config = {
+    **STEP,
+    "architectures": ["Step3p5ForCausalLM"],
+    "att_impl_type": "GQA",
+    "norm_expert_weight": True,
+    "use_moe_router_bias": True,
+    "need_fp32_gate": True,
+    "moe_router_scaling_factor": 1.0,
+    "swiglu_limits": [],
+    "swiglu_limits_shared": [],
+    "rope_theta": 1e4,
+    "rms_norm_eps": 1e-6,
+}
+_STEP_TOWER: Config = {
+    "model_type": "perception_encoder",
+    "width": 64,
+    "layers": 2,
+    "heads": 4,
+    "patch_size": 4,
+    "image_size": 16,
+    "mlp_ratio": 1.25,
+    "output_dim": None,
+    "hidden_act": "quick_gelu",
+    "ls_init_value": 0.1,
+    "use_ln_pre": True,
+    "use_ln_post": False,
+    "use_abs_posemb": True,
+    "use_cls_token": False,
+    "use_rope2d": True,
+}
+_STEP_WHOLE: Config = {
+    "model_type": "step3p7",
+    "projector_bias": False,
+    "tie_word_embeddings": False,
+    "image_token_id": 5,
+    "understand_projector_stride": 2,
+    "text_config": _STEP_TEXT,
+    "vision_config": _STEP_TOWER,
+}
+
+REMOTE_PICTURES = {
+    "molmo2": molmo2(),
+    "molmo2-olmo": molmo2(qk_norm_type="olmo", qkv_bias=True),
+    "step3p7": Model(
+        "Step3p7ForConditionalGeneration",
+        _STEP_WHOLE,
+        stored={**STEP_STORED, **dict(_step_pictures(_STEP_TOWER, STEP["hidden_size"]))},
+    ),
+}

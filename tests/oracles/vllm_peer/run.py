@@ -141,6 +141,7 @@ def _stand_ins() -> None:
     from vllm.model_executor.layers.fused_moe import config
     from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as experts
     from vllm.model_executor.layers.fused_moe.oracle.unquantized import backend_to_kernel_cls
+    from vllm.model_executor.layers.mamba.gdn import olmo_gdn_linear_attn as olmo
     from vllm.model_executor.models import registry
     from vllm.model_executor.models.transformers import multimodal
     from vllm.models.kimi_k3.nvidia import model as kimi
@@ -169,12 +170,25 @@ def _stand_ins() -> None:
     for name in ("Event", "Stream"):
         setattr(torch.cuda, name, _Idle)
     kimi.maybe_init_gemm_rs_ar = _Idle
+    olmo.set_triton_allocator = _Idle
+    _name_convolutions(olmo)
     processor = SimpleNamespace(image_processor=None)  # its files are not there, and loading asks nothing of it
     multimodal.MultiModalProcessingInfo.get_hf_processor = lambda _, **_options: processor
 
 
+def _name_convolutions(olmo: Any) -> None:
+    """Tell OLMo Hybrid's loader which of three convolutions it gets: vLLM 0.32 does not, and so loads no checkpoint."""
+    make = olmo._make_fused_conv1d_weight_loader
+
+    def made(*sizes: Any) -> Any:
+        load = make(*sizes)
+        return lambda parameter, loaded, shard=None: load(parameter, loaded, getattr(loaded, "shard_id", shard))
+
+    olmo._make_fused_conv1d_weight_loader = made
+
+
 class _Idle:
-    """What only a CUDA device has: events, streams, a product that runs beside the communication."""
+    """What only a CUDA device has: events, streams, Triton's memory, a product that runs beside the communication."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None: ...
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tests.oracles.vllm_peer.model import model
 
 _TIED = {"tie_word_embeddings": True}
@@ -269,4 +271,41 @@ TEXT = {
     "flex_olmo": model("FlexOlmoForCausalLM", "flex_olmo", _WIDE, NARROW, most=2),
     "hunyuan_v1_moe": model("HunYuanMoEV1ForCausalLM", "hunyuan_v1_moe", num_experts=10, moe_topk=2, most=2),
     "mellum": model("MellumForCausalLM", "mellum", EXPERTS, most=2),
+    "olmo_hybrid": replace(
+        model(
+            "OlmoHybridForCausalLM", "olmo_hybrid", NARROW, linear_num_key_heads=4, linear_num_value_heads=8,
+            linear_key_head_dim=16, linear_value_head_dim=8, linear_conv_kernel_dim=4,
+            layer_types=["linear_attention", "full_attention"],
+        ),
+        renamed={
+            "model.layers.0.attention_layer_norm.": "model.layers.0.input_layernorm.",
+            **{
+                f"model.layers.{layer}.feedforward_layer_norm.": f"model.layers.{layer}.post_attention_layernorm."
+                for layer in (0, 1)
+            },
+        },
+    ),
+    "gemma3n": model(
+        "Gemma3nForCausalLM", "gemma3n_text", _TIED, num_hidden_layers=4, num_kv_shared_layers=2,
+        layer_types=["sliding_attention", "full_attention"] * 2, intermediate_size=[96, 80, 96, 80],
+        activation_sparsity_pattern=[0.5, 0.0, 0.0, 0.0], hidden_size_per_layer_input=12, laurel_rank=20,
+        vocab_size_per_layer_input=70,
+    ),
+    "hy_v4": model(
+        "HYV4ForCausalLM", "hy_v4", LATENT, _INDEXED, n_group=1, num_hidden_layers=3, first_k_dense_replace=None,
+        mlp_layer_types=["dense", "sparse", "sparse"], indexer_types=["full", "full", "shared"], hc_mult=4,
+        mended={
+            "model.hc_pre.hc_head.": "model.hc_head.",
+            **{
+                f"model.layers.{layer}.{old}.": f"model.layers.{layer}.{new}."
+                for layer in range(3)
+                for old, new in (
+                    ("mlp.linear_gate", "mlp.gate_proj"),
+                    ("mlp.shared_experts.linear_gate", "mlp.shared_experts.gate_proj"),
+                    ("hc_pre.hc_attn_layer", "hc_attn_layer.hc_pre"), ("hc_pre.hc_mlp_layer", "hc_mlp_layer.hc_pre"),
+                )
+            },
+        },
+        more={"layer_types": ["deepseek_sparse_attention"] * 3},
+    ),
 }  # fmt: skip

@@ -143,7 +143,7 @@ def rank_shares(
         expression: what it holds.
         family: has the `cut` statements.
         dialect: name of the dialect; what it says itself goes before what holds in every one.
-        sizes: axis -> size in the whole model; every size is known.
+        sizes: axis -> size in the whole model.
         tp: number of tensor-parallel ranks.
         ep: number of ranks that share out experts, the first of them having one more where they do not divide.
 
@@ -152,6 +152,7 @@ def rank_shares(
 
     Raises:
         Refused: UNSUPPORTED where an axis does not divide.
+        UsageError: UNKNOWN_AXIS where a dim to cut has an axis without a size.
     """
     for mesh, ranks in (("ep", ep), ("tp", tp)):
         applying = [
@@ -164,6 +165,8 @@ def rank_shares(
                 return None
             for dim, node in enumerate(expression.dims):
                 if axes_in(node).issuperset(cut.axes):
+                    if unsized := unknown(node, sizes):
+                        raise unknown_axis(unsized[0], f"{expression.text}\n{cut.text}")
                     spans = _spans(expression, cut, node, family.within, sizes, ranks)
                     if spans is None:
                         step = size(node, sizes) // ranks

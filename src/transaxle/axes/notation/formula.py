@@ -189,7 +189,9 @@ class Formula:
             if left % right_value:
                 raise refuse("SHAPE_MISMATCH", f"{self.text}: {left} is not divisible by {right_value}")
             return left // right_value
-        return _ARITHMETIC[type(op)](left, right_value)
+        result = _ARITHMETIC[type(op)](left, right_value)
+        whole = isinstance(result, float) and result.is_integer()  # `mlp_ratio * width`
+        return int(result) if whole else result
 
 
 def _is_length(node: ast.Call) -> bool:
