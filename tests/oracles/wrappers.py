@@ -40,6 +40,13 @@ _FILLED: dict[str, dict[str, Any]] = {
     },
     "cosmos3_edge_text": {"head_dim": 128},
     "hunyuan_vl_vision": {"text_hidden_size": 32, "max_image_size": 56},
+    "glm5_next_text": {
+        "num_key_value_heads": 4, "qk_rope_head_dim": 0, "head_dim": 0, "index_n_heads": 3, "index_head_dim": 10,
+        "index_topk": 8, "index_kpool": 4, "linear_head_dim": 5, "linear_num_heads": 6, "hc_mult": 3,
+        "layer_types": ["linear_attention", "indexed_attention"], "mlp_layer_types": ["dense", "sparse"],
+        "indexer_types": ["full", "full"],
+    },
+    "glm5_next_vision": {"projection_intermediate_size": 20},
     "hy_v4": {"index_n_heads": 3, "index_head_dim": 10, "n_shared_experts": 2, "hc_mult": 3},
     "kimi_k25": {"projection_hidden_size": 32},
     "minimax_m3_vl": {"projector_hidden_size": 20, "merged_hidden_size": 128},

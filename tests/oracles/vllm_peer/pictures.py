@@ -7,7 +7,18 @@ from dataclasses import replace
 from typing import Any
 
 from tests.oracles.vllm_peer.model import Config, Model, model
-from tests.oracles.vllm_peer.text import ALL_HEADS, BALANCED, EXPERTS, FOUR, LATENT, LOCAL, NARROW, NET, NET_EXPERTS
+from tests.oracles.vllm_peer.text import (
+    ALL_HEADS,
+    BALANCED,
+    EXPERTS,
+    FOUR,
+    LATENT,
+    LATENT_HEADS,
+    LOCAL,
+    NARROW,
+    NET,
+    NET_EXPERTS,
+)
 
 _TOWER = {
     "depth": 2,
@@ -196,6 +207,25 @@ _M3_TOWER = {
     "layer_norm_eps": 1e-5, "rope_theta": 1e4,
     "img_token_compression_config": {"temporal_patch_size": 2, "spatial_merge_size": 2},
 }  # fmt: skip
+_NEXT = pictured(
+    "Glm5NextForConditionalGeneration", "glm5_next", "glm5_next_text", BALANCED, LATENT_HEADS,
+    {
+        "qk_rope_head_dim": 0, "head_dim": None, "n_group": 1, "layer_types": ["linear_attention", "indexed_attention"],
+        "mlp_layer_types": ["dense", "sparse"], "indexer_types": ["full", "full"], "linear_head_dim": 16,
+        "linear_num_heads": 8, "linear_conv_kernel_dim": 4, "index_n_heads": 4, "index_head_dim": 128,
+        "index_topk": 8, "index_kpool": 4,
+    },
+    vision={**_GLM, "projection_intermediate_size": 112},
+)  # fmt: skip
+_NEXT_TEXT = {
+    **_NEXT.config["text_config"],
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "mhc": True,
+    "mla_use_nope": True,
+    "indexer_rope_interleave": True,
+}
+
 PICTURES |= {
     "glm4v": pictured(
         "Glm4vForConditionalGeneration", "glm4v", "glm4v_text", NARROW, _GLM_NARROW, {"attention_bias": True},
@@ -271,4 +301,5 @@ PICTURES |= {
         },
         more={"text_config": _M3_TEXT, "vision_config": _M3_TOWER},
     ),
+    "glm5_next": replace(_NEXT, more={"text_config": _NEXT_TEXT}),
 }  # fmt: skip

@@ -24,7 +24,7 @@ BALANCED = {
     "topk_group": 1,
     "first_k_dense_replace": 1,
 }
-_LATENT_HEADS = {
+LATENT_HEADS = {
     "num_key_value_heads": 8,
     "q_lora_rank": 14,
     "kv_lora_rank": 18,
@@ -32,7 +32,7 @@ _LATENT_HEADS = {
     "qk_rope_head_dim": 6,
     "v_head_dim": 12,
 }
-LATENT = {**BALANCED, **_LATENT_HEADS}
+LATENT = {**BALANCED, **LATENT_HEADS}
 _BY_BIAS = {"topk_method": "noaux_tc"}
 NET = {
     "linear_num_key_heads": 4,
@@ -239,9 +239,9 @@ TEXT = {
         "InternLM3ForCausalLM", "llama", more={"model_type": "internlm3"}, kind="LlamaForCausalLM"
     ),
     "hrm_text": model("HrmTextForCausalLM", "hrm_text", ALL_HEADS, num_layers_per_stack=2),
-    "minicpm3": model("MiniCPM3ForCausalLM", "minicpm3", _LATENT_HEADS, NARROW),
+    "minicpm3": model("MiniCPM3ForCausalLM", "minicpm3", LATENT_HEADS, NARROW),
     "kimi_linear": model(
-        "KimiLinearForCausalLM", "kimi_linear", EXPERTS, _LATENT_HEADS, NARROW, q_lora_rank=None,
+        "KimiLinearForCausalLM", "kimi_linear", EXPERTS, LATENT_HEADS, NARROW, q_lora_rank=None,
         moe_intermediate_size=64, n_shared_experts=2, first_k_dense_replace=1,
         linear_head_dim=16, linear_num_heads=8, linear_conv_kernel_dim=4,
         layer_types=["linear_attention", "full_attention"], mlp_layer_types=["dense", "sparse"],
