@@ -47,6 +47,11 @@ _FILLED: dict[str, dict[str, Any]] = {
         "indexer_types": ["full", "full"],
     },
     "glm5_next_vision": {"projection_intermediate_size": 20},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 3, "indexer_kv_heads": 1, "indexer_head_dim": 10, "indexer_budget": 8,
+        "indexer_compress_ratio": 4, "hc_count": 3, "hc_lowrank": 6, "shared_expert_intermediate_size": 20,
+        "layer_types": ["linear_attention", "indexed_attention"],
+    },
     "hy_v4": {"index_n_heads": 3, "index_head_dim": 10, "n_shared_experts": 2, "hc_mult": 3},
     "kimi_k25": {"projection_hidden_size": 32},
     "minimax_m3_vl": {"projector_hidden_size": 20, "merged_hidden_size": 128},

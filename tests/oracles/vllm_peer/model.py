@@ -37,6 +37,8 @@ class Model:
     """Parameters that vLLM itself leaves as they were: a part of their names."""
     unread: tuple[str, ...] = ()
     """Tensors of the hub that vLLM has nothing for: parts of their names."""
+    dtype: str = "float32"
+    """What vLLM loads it as, of models that it runs in one type only."""
     most: int = 4
     """The largest number of ranks: vLLM takes long to put experts into transformers' modules."""
 

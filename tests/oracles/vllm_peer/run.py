@@ -45,17 +45,26 @@ BUFFER = "buffer "
 """Stands before the names of stored buffers."""
 _MOST = 2**24
 """Integers up to here are float32 numbers."""
+_COARSE = 2**8
+"""Integers up to here are bfloat16 numbers."""
 _EXPONENTS = "A_log"
 """Ends the names of what is stored as a logarithm."""
 
 
-def _number(tensors: Tensors, start: int = 1) -> int:
-    """Give every element of the model a number of its own, from one on; return the one after the last."""
+def _number(tensors: Tensors, start: int = 1, *, coarse: bool = False) -> int:
+    """Give every element of the model a number of its own, from one on; return the one after the last.
+
+    Coarse ones are drawn instead, of those that bfloat16 has: few enough that some are equal, and too many for a row or
+    a block to be in the place of another unseen.
+    """
+    drawn = torch.Generator().manual_seed(1)
     for name, value in sorted(tensors.items()):
         if not value.is_floating_point():
             continue
         if name.endswith(_EXPONENTS):
             value.copy_(torch.linspace(0, 2, value.numel()).reshape(value.shape))
+        elif coarse:
+            value.copy_(torch.randint(-_COARSE, _COARSE + 1, value.shape, generator=drawn))
         else:
             value.copy_(torch.arange(start, start + value.numel()).reshape(value.shape))
             start += value.numel()
@@ -85,7 +94,7 @@ def _made(model: Model, folder: Path) -> tuple[int, dict[str, Any]]:
     configuration = transformers.AutoConfig.for_model(model.config["model_type"], **keys)
     made = getattr(transformers, model.kind)(configuration).float().eval()
     with torch.no_grad():
-        start = _number(made.state_dict())
+        start = _number(made.state_dict(), coarse=model.dtype == "bfloat16")
     made.tie_weights()
     made.save_pretrained(folder)
     if model.mended:
@@ -145,6 +154,8 @@ def _stand_ins() -> None:
     from vllm.model_executor.models import registry
     from vllm.model_executor.models.transformers import multimodal
     from vllm.models.kimi_k3.nvidia import model as kimi
+    from vllm.models.qwen4_exp.nvidia import model as exp
+    from vllm.models.qwen4_exp.nvidia import qsa
     from vllm.platforms.cpu import CpuPlatform
 
     registry._LazyRegisteredModel.inspect_model_cls = lambda self: registry._ModelInfo.from_model_cls(
@@ -171,6 +182,8 @@ def _stand_ins() -> None:
         setattr(torch.cuda, name, _Idle)
     kimi.maybe_init_gemm_rs_ar = _Idle
     olmo.set_triton_allocator = _Idle
+    assert exp.Qwen4ExpQSAAttention is qsa.Qwen4ExpQSAAttention
+    qsa.Qwen4ExpQSAFlashAttentionImpl = _Idle
     _name_convolutions(olmo)
     processor = SimpleNamespace(image_processor=None)  # its files are not there, and loading asks nothing of it
     multimodal.MultiModalProcessingInfo.get_hf_processor = lambda _, **_options: processor
@@ -188,7 +201,7 @@ def _name_convolutions(olmo: Any) -> None:
 
 
 class _Idle:
-    """What only a CUDA device has: events, streams, Triton's memory, a product that runs beside the communication."""
+    """What only a CUDA device has: events, streams, Triton's memory, attention, a product beside the communication."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None: ...
 
@@ -239,8 +252,13 @@ def _pretend(rank: int, ranks: int) -> None:
 
 
 def _pad(model: torch.nn.Module) -> None:
-    """Put zeros where a model has put them when it was built: into experts that are wider than those of the files."""
+    """Put zeros where a model has put them when it was built, into experts that are wider than those of the files, and
+    into rows that nothing loads or reads.
+    """
     for module in model.modules():
+        if getattr(module, "pad_size", 0):  # of a product of Qwen4-Exp
+            for parameter in module.parameters():
+                parameter.data.zero_()
         sizes = getattr(module, "moe_config", None)
         width = getattr(sizes, "intermediate_size_per_partition_unpadded", None)
         if sizes is not None and width not in (None, sizes.intermediate_size_per_partition):
@@ -248,7 +266,7 @@ def _pad(model: torch.nn.Module) -> None:
                 parameter.data.zero_()
 
 
-def _held(folder: Path, rank: int, ranks: int, *, experts: bool) -> Tensors:
+def _held(folder: Path, rank: int, ranks: int, *, experts: bool, dtype: str) -> Tensors:
     """What vLLM holds on one rank."""
     from vllm.config import (
         CacheConfig,
@@ -263,7 +281,7 @@ def _held(folder: Path, rank: int, ranks: int, *, experts: bool) -> Tensors:
     from vllm.model_executor.model_loader.utils import initialize_model
 
     model_config = ModelConfig(
-        model=str(folder), tokenizer=str(folder), skip_tokenizer_init=True, dtype="float32", max_model_len=64,
+        model=str(folder), tokenizer=str(folder), skip_tokenizer_init=True, dtype=dtype, max_model_len=64,
         enforce_eager=True,
     )  # fmt: skip
     config = VllmConfig(
@@ -278,7 +296,7 @@ def _held(folder: Path, rank: int, ranks: int, *, experts: bool) -> Tensors:
     config.parallel_config.rank = rank
     _pretend(rank, ranks)
     with set_current_vllm_config(config):
-        torch.set_default_dtype(torch.float32)
+        torch.set_default_dtype(getattr(torch, dtype))
         model = initialize_model(config, model_config=model_config)
         for parameter in model.parameters():  # what is not loaded shows
             parameter.data.fill_(float("nan") if parameter.is_floating_point() else -1)
@@ -294,7 +312,7 @@ def _one(model: Model, folder: Path) -> None:
     read = _published(model, folder / HUB)
     for ranks, sharing in model.degrees:
         for rank in range(ranks):
-            held = _held(read, rank, ranks, experts=sharing > 1)
+            held = _held(read, rank, ranks, experts=sharing > 1, dtype=model.dtype)
             save_file({n: v.contiguous() for n, v in held.items()}, folder / f"{ranks}-{sharing}-{rank}.safetensors")
 
 

@@ -308,4 +308,13 @@ TEXT = {
         },
         more={"layer_types": ["deepseek_sparse_attention"] * 3},
     ),
+    "qwen4_exp_text": replace(
+        model(
+            "Qwen4ExpForCausalLM", "qwen4_exp_text", NET_EXPERTS, shared_expert_intermediate_size=24,
+            layer_types=["linear_attention", "indexed_attention"], full_attention_interval=None, hc_count=4,
+            hc_lowrank=10, indexer_n_heads=4, indexer_kv_heads=1, indexer_head_dim=128, indexer_budget=64,
+            indexer_compress_ratio=4, output_gate_type="silu",
+        ),
+        dtype="bfloat16",
+    ),
 }  # fmt: skip
