@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from transaxle.formats.storage.strided_reads import read_strided
+from transaxle.formats.storage.strided_reads import read_strided, transposed
 from transaxle.move.endpoint import Bytes, Readable
 from transaxle.move.transfer import Transfer
 
@@ -165,6 +165,8 @@ def scatter(held: Bytes, transfer: Transfer, out: Bytes, at: int) -> None:
     width = transfer.width
     if not transfer.loops:
         out[at : at + width] = held[:width]
+        return
+    if transposed(held, out, at, width, transfer.loops):
         return
     steps = [at, width, *(value for _, source, target in transfer.loops for value in (source, target))]
     # Every offset, width and step must be a multiple of the word; then numpy moves 8 bytes at a time instead of one.

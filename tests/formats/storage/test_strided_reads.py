@@ -23,6 +23,9 @@ from transaxle.formats.storage import strided_reads as strided
 from transaxle.formats.storage.local import LocalStorage
 from transaxle.formats.storage.storage import VirtualFiles
 from transaxle.formats.storage.strided_reads import read_strided
+from transaxle.move.endpoint import Bytes
+from transaxle.move.strided_fill import scatter
+from transaxle.move.transfer import Transfer
 
 FILE, MADE = "a.bin", "made"
 DATA = np.random.default_rng(0).integers(1, 256, 1 << 16, np.uint8).tobytes()
@@ -226,3 +229,72 @@ def test_the_loop_compiles_without_a_warning() -> None:
     command = [compilers[0], *strict, "-fsyntax-only", "-DSTAMP=1u", str(strided.SOURCE)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+needs_transpose = pytest.mark.skipif(strided.load_transpose() is None, reason="the transpose is not built here")
+SIDES = [(8, 8), (31, 33), (32, 32), (32, 64), (64, 40), (65, 70)]
+
+
+def copied_by_index(held: Bytes, size: int, at: int, width: int, loops: Sequence[Loop]) -> Bytes:
+    """Copy every byte from its own index to its own."""
+    sources, targets = np.zeros((), np.intp), np.full((), at, np.intp)
+    for count, step, into in (*loops, (width, 1, 1)):
+        sources = sources[..., None] + np.arange(count) * step
+        targets = targets[..., None] + np.arange(count) * into
+    out = np.zeros(size, np.uint8)
+    out[targets] = held[sources]
+    return out
+
+
+@needs_transpose
+@pytest.mark.parametrize("width", [1, 2, 4, 8])
+@pytest.mark.parametrize(("rows", "columns"), SIDES)
+@pytest.mark.parametrize("gap", [0, 3])
+@pytest.mark.parametrize("around", [(), (2, 3)])
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_transpose_moves_every_element(
+    width: int, rows: int, columns: int, gap: int, around: tuple[int, ...], turned: bool
+) -> None:
+    step, into = (columns + gap) * width, (rows + 2 * gap) * width
+    loops = [(columns, width, into), (rows, step, width)]
+    source_end, target_end = rows * step, columns * into
+    for count in around:
+        loops.insert(0, (count, source_end, target_end + gap))
+        source_end, target_end = source_end * count, (target_end + gap) * count
+    if turned:
+        loops.reverse()
+    held = np.random.default_rng(rows).integers(1, 256, source_end, np.uint8)
+    out = np.zeros(target_end + 5, np.uint8)
+    assert strided.transposed(held, out, 5, width, loops)
+    assert np.array_equal(out, copied_by_index(held, len(out), 5, width, loops))
+
+
+@needs_transpose
+@pytest.mark.parametrize(
+    ("width", "at", "loops"),
+    {
+        "one loop": (2, 0, ((64, 2, 2),)),
+        "not a transpose": (2, 0, ((8, 16, 16), (8, 2, 2))),
+        "an element of three bytes": (3, 0, ((8, 3, 24), (8, 24, 3))),
+        "few rows": (2, 0, ((8, 2, 14), (7, 16, 2))),
+        "beyond the source": (2, 0, ((8, 2, 16), (9, 16, 2))),
+        "beyond the target": (2, 1, ((8, 2, 16), (8, 16, 2))),
+        "before the target": (2, -1, ((8, 2, 16), (8, 16, 2))),
+        "backwards": (2, 0, ((8, 2, 16), (8, 16, 2), (2, -2, 0))),
+    }.values(),
+)
+def test_anything_else_is_left_alone(width: int, at: int, loops: tuple[Loop, ...]) -> None:
+    held, out = np.ones(128 if width == 2 else 192, np.uint8), np.zeros(128 if width == 2 else 192, np.uint8)
+    assert not strided.transposed(held, out, at, width, loops)
+    assert not out.any()
+
+
+def test_without_the_transpose_numpy_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = np.random.default_rng(1).integers(1, 256, 4 * 40 * 50, np.uint8)
+    transfer = Transfer(FILE, 0, 0, 4, ((50, 4, 4 * 40), (40, 4 * 50, 4)))
+    built, plain = np.zeros(len(held), np.uint8), np.zeros(len(held), np.uint8)
+    scatter(held, transfer, built, 0)
+    monkeypatch.setattr(strided, "load_transpose", lambda: None)
+    scatter(held, transfer, plain, 0)
+    expected = np.ascontiguousarray(held.view(np.uint32).reshape(40, 50).T)
+    assert built.tobytes() == plain.tobytes() == expected.tobytes()

@@ -1,4 +1,5 @@
-/* Strided reads: runs of one file, equally long, each read by one `pread` into its place.
+/* Strided reads: runs of one file, equally long, each read by one `pread` into its place. Transposed copies: runs of a
+   single element.
 
    A column cut of a matrix is a run of a few kB in each row. Asked for one by one from Python, every run costs several
    times its copy; here it costs the system call. Plain C11 and POSIX; no state, no allocation, no dependency. */
@@ -7,7 +8,12 @@
 #define _FILE_OFFSET_BITS 64
 
 #include <stdint.h>
+#include <string.h>
 #include <unistd.h>
+
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
 
 /* `loops`: count, step in the file and step in memory of each loop, in bytes, the outermost first; memory has room for
    all runs. Reads the runs from number `first` on and returns the number of the one that could not be read whole at
@@ -34,5 +40,108 @@ int64_t transaxle_runs(int fd, int64_t offset, uint8_t *out, int64_t width, int 
     return total;
 }
 
-/* Which source this was built from: strided.py loads no other. */
+/* A transpose goes through square tiles: of each, the lines of the source and those of the target stay in the cache, so
+   that every line of memory is fetched once. Element (row, column) is `column` elements and `row` steps from the begin of
+   the source, and the other way round in the target. */
+enum { SIDE = 32 };
+
+/* A full tile of elements of 16 or 32 bits, in squares as wide as a register; 0 where there are no such registers. */
+#if defined(__SSE2__)
+static int full_16(const uint8_t *source, int64_t step, uint16_t tile[SIDE][SIDE]) {
+    for (int row = 0; row < SIDE; row += 8)
+        for (int column = 0; column < SIDE; column += 8) {
+            __m128i a[8], b[8];
+            for (int i = 0; i < 8; i++) a[i] = _mm_loadu_si128((const __m128i *)(source + (row + i) * step + 2 * column));
+            for (int i = 0; i < 4; i++) {
+                b[2 * i] = _mm_unpacklo_epi16(a[i], a[i + 4]);
+                b[2 * i + 1] = _mm_unpackhi_epi16(a[i], a[i + 4]);
+            }
+            for (int i = 0; i < 4; i++) {
+                a[2 * i] = _mm_unpacklo_epi16(b[i], b[i + 4]);
+                a[2 * i + 1] = _mm_unpackhi_epi16(b[i], b[i + 4]);
+            }
+            for (int i = 0; i < 4; i++) {
+                b[2 * i] = _mm_unpacklo_epi16(a[i], a[i + 4]);
+                b[2 * i + 1] = _mm_unpackhi_epi16(a[i], a[i + 4]);
+            }
+            for (int i = 0; i < 8; i++) _mm_storeu_si128((__m128i *)&tile[column + i][row], b[i]);
+        }
+    return 1;
+}
+
+static int full_32(const uint8_t *source, int64_t step, uint32_t tile[SIDE][SIDE]) {
+    for (int row = 0; row < SIDE; row += 4)
+        for (int column = 0; column < SIDE; column += 4) {
+            __m128i a[4], b[4];
+            for (int i = 0; i < 4; i++) a[i] = _mm_loadu_si128((const __m128i *)(source + (row + i) * step + 4 * column));
+            for (int i = 0; i < 2; i++) {
+                b[2 * i] = _mm_unpacklo_epi32(a[i], a[i + 2]);
+                b[2 * i + 1] = _mm_unpackhi_epi32(a[i], a[i + 2]);
+            }
+            for (int i = 0; i < 2; i++) {
+                a[2 * i] = _mm_unpacklo_epi32(b[i], b[i + 2]);
+                a[2 * i + 1] = _mm_unpackhi_epi32(b[i], b[i + 2]);
+            }
+            for (int i = 0; i < 4; i++) _mm_storeu_si128((__m128i *)&tile[column + i][row], a[i]);
+        }
+    return 1;
+}
+#else
+#define full_16(source, step, tile) 0
+#define full_32(source, step, tile) 0
+#endif
+
+#define TRANSPOSE(TYPE, FULL)                                                                                          \
+    static void transpose_##TYPE(const uint8_t *from, uint8_t *to, int64_t rows, int64_t columns, int64_t step,        \
+                                 int64_t into) {                                                                       \
+        TYPE line[SIDE], tile[SIDE][SIDE];                                                                             \
+        for (int64_t row = 0; row < rows; row += SIDE) {                                                               \
+            int64_t high = rows - row < SIDE ? rows - row : SIDE;                                                      \
+            for (int64_t column = 0; column < columns; column += SIDE) {                                               \
+                int64_t wide = columns - column < SIDE ? columns - column : SIDE;                                      \
+                const uint8_t *source = from + row * step + column * (int64_t)sizeof(TYPE);                            \
+                uint8_t *target = to + column * into + row * (int64_t)sizeof(TYPE);                                    \
+                if (high < SIDE || wide < SIDE || !FULL(source, step, tile))                                           \
+                    for (int64_t r = 0; r < high; r++) {                                                               \
+                        memcpy(line, source + r * step, (size_t)wide * sizeof(TYPE));                                  \
+                        for (int64_t c = 0; c < wide; c++) tile[c][r] = line[c];                                       \
+                    }                                                                                                  \
+                for (int64_t c = 0; c < wide; c++) memcpy(target + c * into, tile[c], (size_t)high * sizeof(TYPE));    \
+            }                                                                                                          \
+        }                                                                                                              \
+    }
+
+#define NONE(source, step, tile) 0
+
+TRANSPOSE(uint8_t, NONE)
+TRANSPOSE(uint16_t, full_16)
+TRANSPOSE(uint32_t, full_32)
+TRANSPOSE(uint64_t, NONE)
+
+/* `loops`: count, step in the source and step in the target of each loop around the transpose, in bytes; `width`: bytes
+   of an element; the rest as above. The caller has checked that all of it lies inside the two buffers. */
+void transaxle_transpose(const uint8_t *from, uint8_t *to, int64_t width, int64_t rows, int64_t columns, int64_t step,
+                         int64_t into, int depth, const int64_t *loops) {
+    int64_t total = 1;
+    for (int level = 0; level < depth; level++) total *= loops[3 * level];
+    for (int64_t number = 0; number < total; number++) {
+        const uint8_t *source = from;
+        uint8_t *target = to;
+        int64_t rest = number;
+        for (int level = depth - 1; level >= 0; level--) {
+            int64_t index = rest % loops[3 * level];
+            rest /= loops[3 * level];
+            source += index * loops[3 * level + 1];
+            target += index * loops[3 * level + 2];
+        }
+        switch (width) {
+        case 1: transpose_uint8_t(source, target, rows, columns, step, into); break;
+        case 2: transpose_uint16_t(source, target, rows, columns, step, into); break;
+        case 4: transpose_uint32_t(source, target, rows, columns, step, into); break;
+        case 8: transpose_uint64_t(source, target, rows, columns, step, into); break;
+        }
+    }
+}
+
+/* Which source this was built from: strided_reads.py loads no other. */
 uint32_t transaxle_stamp(void) { return STAMP; }

@@ -4,6 +4,9 @@ A column cut of a matrix is a run of a few kB in each of its rows. Read one by o
 its copy. `runs.c`, built like the kernel of the encodings when the package is installed, reads them in a loop without
 the interpreter lock. A storage that offers this is `Strided`; any other reads run by run, as does every storage if the
 loop was not built.
+
+Runs of a single element, as those of a transposed matrix, are read together with what lies between them, and put into
+their places in memory: `runs.c` does that tile by tile, where numpy would fetch every line of memory again and again.
 """
 
 from __future__ import annotations
@@ -14,17 +17,23 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from math import prod
 from pathlib import Path
-from typing import Protocol, cast, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
+import numpy.typing as npt
 
 from transaxle.axes.geometry.strided import Loop
 
 SOURCE = Path(__file__).with_name("runs.c")
 LIBRARY = Path(__file__).with_name("libruns.so")
-_ARGUMENTS = (
-    ctypes.c_int, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_void_p, ctypes.c_int64
-)  # fmt: skip
+_Bytes = npt.NDArray[np.uint8]
+_INT64, _POINTER = ctypes.c_int64, ctypes.c_void_p
+_ARGUMENTS = (ctypes.c_int, _INT64, _POINTER, _INT64, ctypes.c_int, _POINTER, _INT64)
+_OF_TRANSPOSE = (_POINTER, _POINTER, _INT64, _INT64, _INT64, _INT64, _INT64, ctypes.c_int, _POINTER)
+_ELEMENTS = frozenset({1, 2, 4, 8})
+"""Bytes of elements that can be transposed."""
+_FEWEST = 8
+"""Rows and columns that a transpose has at least; numpy is as fast with fewer."""
 
 
 class _Plain(Protocol):
@@ -121,17 +130,60 @@ def _place(loops: Sequence[Loop], number: int) -> tuple[int, int]:
     return source, target
 
 
+def transposed(held: _Bytes, out: _Bytes, at: int, width: int, loops: Sequence[Loop]) -> bool:
+    """Copy single elements from one buffer to another, if that is a transpose and the compiled loop is there.
+
+    Args:
+        held: the source, from its first element on.
+        out: the target.
+        at: byte of the target at which the first element goes.
+        width: bytes of an element.
+        loops: `(count, step in the source, step in the target)` in bytes.
+
+    Returns:
+        Whether it was done; if not, nothing was.
+    """
+    if width not in _ELEMENTS or len(loops) < 2:
+        return False
+    across = next((number for number, loop in enumerate(loops) if loop[1] == width), None)
+    along = next((number for number, loop in enumerate(loops) if loop[2] == width), None)
+    if across is None or along is None or across == along or min(loops[across][0], loops[along][0]) < _FEWEST:
+        return False
+    compiled = load_transpose()
+    if compiled is None or any(count < 1 or step < 0 or into < 0 for count, step, into in loops):
+        return False
+    ends = [width + sum((loop[0] - 1) * loop[side] for loop in loops) for side in (1, 2)]
+    are_plain = held.flags.c_contiguous and out.flags.c_contiguous and held.ndim == out.ndim == 1
+    if not are_plain or at < 0 or ends[0] > len(held) or at + ends[1] > len(out):
+        return False
+    (columns, _, into), (rows, step, _) = loops[across], loops[along]
+    around = np.array([loop for number, loop in enumerate(loops) if number not in (across, along)], np.int64)
+    place = out.ctypes.data + at
+    compiled(held.ctypes.data, place, width, rows, columns, step, into, len(around), around.ctypes.data)
+    return True
+
+
 @cache
 def load() -> Callable[..., int] | None:
     """Return the compiled loop; None if it was not built, cannot be loaded here, or was built from another source."""
+    return _function("transaxle_runs", _ARGUMENTS, _INT64)
+
+
+@cache
+def load_transpose() -> Callable[..., None] | None:
+    """Return the compiled transpose; otherwise as `load`."""
+    return _function("transaxle_transpose", _OF_TRANSPOSE, None)
+
+
+def _function(name: str, arguments: Sequence[type], result: type | None) -> Callable[..., Any] | None:
     try:
         library = ctypes.CDLL(str(LIBRARY))
         stamp = library.transaxle_stamp
         stamp.restype = ctypes.c_uint32
         if stamp() != zlib.crc32(SOURCE.read_bytes()):
             return None
-        call = library.transaxle_runs
+        call = getattr(library, name)
     except (OSError, AttributeError):
         return None
-    call.argtypes, call.restype = _ARGUMENTS, ctypes.c_int64
-    return cast("Callable[..., int]", call)
+    call.argtypes, call.restype = arguments, result
+    return cast("Callable[..., Any]", call)
