@@ -26,7 +26,7 @@ STORED, INDEX = "storage_data", "offset"
 Change = Callable[[dict[str, Any]], object]
 
 
-def described() -> Object:
+def described(*, with_paths: bool = True) -> Object:
     """Two tensors of a chunk for each expert and half, and an object for each of them."""
     tensors: ChunksByTensor = []
     for number, name in enumerate(("fc1.weight", "fc2.weight")):
@@ -42,7 +42,7 @@ def described() -> Object:
     objects: PlacedObjects = [
         ((f"fc1._extra_state/shard_{at}",), Payload("__0_0.distcp", 10**12, 1500)) for at in range(EXPERTS)
     ]
-    return metadata_of(tensors, objects)
+    return metadata_of(tensors, objects, with_paths=with_paths)
 
 
 def read(folder: Path, made: Object) -> tuple[list[SavedItem] | None, list[Refusal]]:
@@ -83,6 +83,18 @@ def test_they_are_read_as_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert sum(seen) > 0.9 * len(chunks)
     assert all(chunk.payload is not None for chunk in chunks)
     assert sum(item.payload is not None for item in items) == EXPERTS
+
+
+def test_without_paths_each_key_is_its_own(tmp_path: Path) -> None:
+    bare = described(with_paths=False)
+    assert isinstance(bare.state, dict)
+    assert bare.state["planner_data"] is None
+    items, refusals = read(tmp_path, bare)
+    assert not refusals
+    assert items == read(tmp_path, described())[0]
+    del bare.state[STORED][[*bare.state[STORED]][-1]]
+    _, (refusal,) = read(tmp_path, bare)
+    assert (refusal.code, refusal.where.tensor) == ("INCOMPLETE", f"fc1._extra_state/shard_{EXPERTS - 1}")
 
 
 def place_of(state: dict[str, Any], number: int) -> tuple[Object, Object]:

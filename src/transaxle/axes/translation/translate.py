@@ -235,6 +235,7 @@ class _Translator:
             Refused: SHAPE_MISMATCH for an index that has no number.
         """
         numbering: Numbering | None = None
+        named, bare = line.name.format, join_slot("", slot) == ""
         for key in keys:
             if numbering is None:
                 numbering = line.name.numbering(self.sizes.at({}))
@@ -242,10 +243,10 @@ class _Translator:
                 numbers = key
             else:
                 numbers = tuple([-1 if number is None else number for number in numbering.numbers(key)])
-            if numbers and min(numbers) < 0:
+            if not numbering.is_index and min(numbers) < 0:
                 at = ", ".join(f"{axis}={i}" for axis, i in self._index(line, key).items())
                 raise refuse("SHAPE_MISMATCH", f"{line.text}\nthe name would get the number {min(numbers)} for {at}")
-            yield key, join_slot(line.name.format(numbers), slot)
+            yield key, named(numbers) if bare else join_slot(named(numbers), slot)
 
     def _forms(self, name: str, stored: Collection[NumberFormat]) -> list[NumberFormat]:
         """Return the forms in which the parts of a target tensor would be written; one, unless they do not fit."""

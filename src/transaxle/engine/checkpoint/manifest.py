@@ -160,11 +160,15 @@ def _tensor_ranges(container: Container) -> dict[str, list[tuple[int, int]]]:
     copies = (twin.second for twin in container.twins)
     for entry in (*container.entries.values(), *container.left.values(), *copies, *container.uncompared):
         dtype = entry.dtype
+        file, of_file = "", list[tuple[int, int]]()
         for extent in entry.extents:
             size = nbytes(dtype, extent.shape)
             if size:
+                if extent.file != file:
+                    file = extent.file
+                    of_file = ranges.setdefault(file, [])
                 offset = extent.offset
-                ranges.setdefault(extent.file, []).append((offset, offset + size))
+                of_file.append((offset, offset + size))
     return ranges
 
 

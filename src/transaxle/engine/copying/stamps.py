@@ -33,6 +33,10 @@ class _Stamp(NamedTuple):
     base: int
     """Byte offset of the chunk."""
     transfer: Transfer
+    chunks: Mapping[Shape, Extent]
+    """The chunks of the stored tensor, by their first index."""
+    leading: tuple[str, ...] | None
+    """The axes of the target's name, where they are the first dims of the stored tensor, in order."""
 
 
 class Stamps:
@@ -56,12 +60,17 @@ class Stamps:
         stamp = self._stamps.get((id(target.layout), id(origin), target.dtype))
         if stamp is None or len(stamp.pinned) != len(index):
             return None
-        start = list(stamp.start)
-        for dim, axis in stamp.pinned:
-            if axis not in index:
-                return None
-            start[dim] = index[axis]
-        chunk = self._chunks[origin.name].get(tuple(start))
+        try:
+            if stamp.leading is not None:
+                start = (*[index[axis] for axis in stamp.leading], *stamp.start[len(stamp.leading) :])
+            else:
+                starts = list(stamp.start)
+                for dim, axis in stamp.pinned:
+                    starts[dim] = index[axis]
+                start = tuple(starts)
+        except KeyError:
+            return None
+        chunk = stamp.chunks.get(start)
         if chunk is None or chunk.shape != stamp.shape or chunk.strides != stamp.strides:
             return None
         transfer = stamp.transfer
@@ -89,9 +98,11 @@ class Stamps:
             if len(chunks) != len(extents):  # some are empty, and begin where others do
                 return
             self._chunks[origin.name] = chunks
+        leading = tuple(axis for _, axis in pinned) if all(at == dim for at, (dim, _) in enumerate(pinned)) else None
         self._stamps[id(target.layout), id(origin), target.dtype] = _Stamp(
-            target.layout, origin, pinned, chunk.start, chunk.shape, chunk.strides, chunk.offset, transfers[0]
-        )
+            target.layout, origin, pinned, chunk.start, chunk.shape, chunk.strides, chunk.offset, transfers[0],
+            self._chunks[origin.name], leading,
+        )  # fmt: skip
 
 
 def _only_origin(target: Target) -> Origin | None:

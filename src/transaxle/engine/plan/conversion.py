@@ -302,11 +302,13 @@ def _outputs(view: View, names: Iterable[str], encoding: str) -> list[OutputTens
 def _by_name(written: Iterable[OutputTensor], problems: list[Refusal]) -> dict[str, OutputTensor]:
     """Return output tensors by name; duplicates, and sizes that no machine can hold, are problems."""
     outputs: dict[str, OutputTensor] = {}
+    checked: set[tuple[int, ...]] = set()
     for product in written:
-        if prod(product.shape) > _LARGEST:  # else laying it out would never end
+        if product.shape not in checked and prod(product.shape) > _LARGEST:  # else laying it out would never end
             message = f"the tensor would have the shape {list(product.shape)}: a size in the config is not plausible"
             problems.append(Refusal("CORRUPT", message, Where(None, product.name)))
             continue
+        checked.add(product.shape)
         if product.name in outputs:
             message = f"{product.target.rule}\nwrites the same name as {outputs[product.name].target.rule}"
             problems.append(Refusal("NAME_COLLISION", message, Where(None, product.name)))

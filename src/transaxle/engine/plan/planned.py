@@ -64,7 +64,7 @@ class Measured:
         return {**data, "shape": list(self.what.shape), **error_data}
 
 
-class OutputTensor(msgspec.Struct, frozen=True):
+class OutputTensor(msgspec.Struct, frozen=True, gc=False):
     """One tensor to be written."""
 
     name: str

@@ -167,6 +167,11 @@ class _ItemReader:
                 continue
             if value is not bare:
                 bare = value if _fields(value, "BytesStorageMetadata", bare=True) is not None else None
+            if bare is not None and not paths:  # the usual case of very many: Megatron has some for each expert
+                places = self._places.get(key)
+                if places is not None and len(places) == 1 and None in places:
+                    items.append(SavedItem(key, (key,), None, (), (), places[None]))
+                    continue
             item = self._item(key, value, paths, is_object=bare is not None)
             if item is not None:
                 items.append(item)

@@ -173,7 +173,10 @@ def _items(storage: Storage, files: Sequence[str], conventions: Conventions, fau
             faults.add("INCOMPLETE", message, f"__{rank}{METADATA}", hint="Copy the missing files.")
             break
         try:
-            for item in conventions.wanted(read_metadata(storage, file, faults)):
+            items = conventions.wanted(read_metadata(storage, file, faults))
+            if len(files) == 1:  # each key is there once
+                return [_ItemOfRanks(item, file) for item in items]
+            for item in items:
                 items_by_key.setdefault(item.key, []).append((item, file))
         except TransaxleError as error:
             if error.exit_code != TransaxleError.exit_code:

@@ -210,8 +210,14 @@ ChunksByTensor = list[tuple[TorchTensor, list[PlacedChunk]]]
 PlacedObjects = list[tuple[KeyPath, Payload]]
 
 
-def metadata_of(tensors: ChunksByTensor, objects: PlacedObjects) -> Object:
-    """Return the description of everything, as torch's classes hold it."""
+def metadata_of(tensors: ChunksByTensor, objects: PlacedObjects, *, with_paths: bool = True) -> Object:
+    """Return the description of everything, as torch's classes hold it.
+
+    Args:
+        tensors: with their chunks.
+        objects: pickled values.
+        with_paths: note the path of each key in the state dict, as torch's planners do; Megatron's keys are no paths.
+    """
     properties = {tensor.dtype: _properties(tensor.dtype) for tensor, _ in tensors}
     described, paths, stored = {}, {}, {}
     for tensor, chunks in tensors:
@@ -233,7 +239,7 @@ def metadata_of(tensors: ChunksByTensor, objects: PlacedObjects) -> Object:
     return _made(
         "Metadata",
         state_dict_metadata=described,
-        planner_data=paths,
+        planner_data=paths if with_paths else None,
         storage_data=stored,
         storage_meta=about,
         version=VERSION,

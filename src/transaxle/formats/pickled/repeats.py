@@ -155,9 +155,13 @@ def _take_alike(function: Global, machine: Machine, made: Object) -> bool:
         if data[end : end + width] != tail or not text.isascii():
             break
         key = text.decode("ascii")
-        kept = ((made, of_object), (key, of_text)) if of_object is not None else ((key, of_text),)
-        if not _remembered(memo, kept, of_class):
-            break
+        if of_object == of_text == _COUNTED and not memo.is_numbered:  # the usual case
+            number = memo.end
+            memo[number], memo[number + 1] = made, key
+        else:
+            kept = ((made, of_object), (key, of_text)) if of_object is not None else ((key, of_text),)
+            if not _remembered(memo, kept, of_class):
+                break
         stack[-1] = made
         stack += (key, function)
         at = machine.at = end + width

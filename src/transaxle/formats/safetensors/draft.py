@@ -23,6 +23,9 @@ from transaxle.formats.training_state.state_groups import KEPT, ParamGroup, enco
 
 _STEM = "model"
 _RANK = {code: rank for rank, code in enumerate(BITS)}
+_WHOLE_BYTES = frozenset(code for code, bits in BITS.items() if bits % 8 == 0)
+_STARTS = tuple((0,) * dims for dims in range(MAX_DIMS + 1))
+"""First index of a whole tensor, by its dims."""
 
 
 def draft(
@@ -53,13 +56,18 @@ def draft(
     names_so_far: set[str] = set()
     sized: list[tuple[Spec, int]] = []
     for spec in tensors:
-        size = _size(spec, names_so_far, faults)
-        names_so_far.add(spec.name)
+        name, shape = spec.name, spec.shape
+        if name.isascii() and name not in names_so_far and spec.dtype in _WHOLE_BYTES and len(shape) <= MAX_DIMS:
+            size = nbytes(spec.dtype, shape) if name != METADATA else _size(spec, names_so_far, faults)
+        else:
+            size = _size(spec, names_so_far, faults)
+        names_so_far.add(name)
         sized.append((spec, size))
     if faults:
         raise faults.error()
     beside = {KEPT: encode(groups)} if groups else {}
-    if any(spec.name.startswith(OPTIMIZER) for spec in tensors) and (facts := facts_as_text(run or {})) is not None:
+    facts = facts_as_text(run or {})
+    if facts is not None and any(spec.name.startswith(OPTIMIZER) for spec in tensors):
         beside[KEPT_RUN] = facts
     first_file_metadata = iter([beside])
     room = blank_seal(sum(size > 0 for _, size in sized)) if sealed else {}
@@ -77,9 +85,6 @@ def draft(
 
 def _size(spec: Spec, names_so_far: set[str], faults: Faults) -> int:
     """Return the bytes of a tensor; whatever forbids writing it is a fault."""
-    name, shape, whole_bytes = spec.name, spec.shape, BITS.get(spec.dtype, 1) % 8 == 0
-    if whole_bytes and name.isascii() and name != METADATA and name not in names_so_far and len(shape) <= MAX_DIMS:
-        return nbytes(spec.dtype, shape)  # nothing can be wrong with it
     shown = spec.name.encode("utf-8", "backslashreplace").decode()
     if spec.name == METADATA:
         faults.add("NAME_COLLISION", "safetensors uses this name for its metadata", None, shown)
@@ -114,9 +119,8 @@ def _lay_out(file: str, shard: Iterable[Sized], metadata: Mapping[str, str]) -> 
             end += size
     header = encode_header(rows, metadata)
     base = len(header)
-    starts = {len(spec.shape): (0,) * len(spec.shape) for spec, _, _ in rows}
     placed = [
-        Entry(spec.name, spec.dtype, spec.shape, (Extent(starts[len(spec.shape)], spec.shape, file, base + begin),))
+        Entry(spec.name, spec.dtype, spec.shape, (Extent(_STARTS[len(spec.shape)], spec.shape, file, base + begin),))
         for spec, begin, _ in rows
     ]
     return placed, [Fragment(file, 0, header)], base + end

@@ -113,7 +113,7 @@ def draft(
         MEGATRON_TRACKER: (RELEASE if optimizer is None else str(facts["iteration"])).encode(),
         f"{folder}/{BACKEND_FILE}": json.dumps(_BACKEND).encode(),
         f"{folder}/{COMMON_FILE}": common_state(shapes, config or {}, vocabulary, facts, optimizer),
-        f"{folder}/{METADATA}": write_pickle(metadata_of(chunks, objects)),
+        f"{folder}/{METADATA}": write_pickle(metadata_of(chunks, objects, with_paths=False)),
     }
     return Draft(
         TORCH_DIST.name,
