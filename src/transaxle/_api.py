@@ -44,6 +44,7 @@ from transaxle.engine.plan.planned import Plan
 from transaxle.engine.views.encode import Encode
 from transaxle.formats.staging.leftovers import Leftover, leftovers
 from transaxle.formats.staging.leftovers import clean as _clean
+from transaxle.formats.staging.location import takes_parts
 from transaxle.move.workers import Limits, Progress, limits, unwatched
 
 if TYPE_CHECKING:
@@ -282,7 +283,10 @@ def convert(
     if items is not None:
         raise TypeError("items needs on: nothing else is divided")
     with _planned(src, dst, to, options) as (prepared, target, limit):
-        report = execute(
+        carry_out = execute
+        if takes_parts(target):
+            from transaxle.engine.distribute.one_process import convert_in_parts as carry_out
+        report = carry_out(
             prepared, target, overwrite=overwrite, resume=resume, sync=sync, limit=limit, progress=progress
         )
         return _verified(prepared, target, report, src, options, limit) if verify else report

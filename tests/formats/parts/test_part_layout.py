@@ -57,6 +57,27 @@ def test_every_byte_is_in_one_part(file: tuple[int, list[Extent], list[tuple[int
         assert stop - start < 3 * LEAST or alone >= stop - start - 2 * LEAST
 
 
+@given(files())
+def test_even_parts_have_one_length(file: tuple[int, list[Extent], list[tuple[int, int]]]) -> None:
+    """Whoever has all bytes of one sends it, and nobody sends one of which others have bytes."""
+    size, extents, unknown = file
+    if not extents:
+        return
+    found = laid_out(size, extents, unknown, USUAL, file="f", least=LEAST, even=True)
+    assert [(part.start, part.stop) for part in found.parts] == [
+        (start, min(size, start + USUAL)) for start in range(0, size, USUAL)
+    ]
+    for part in found.parts:
+        items = {item for start, stop, item in extents if start < part.stop and part.start < stop}
+        late = any(start < part.stop and part.start < stop for start, stop in unknown)
+        if part.item is not None:
+            assert items <= {part.item}
+            assert not late
+        alone = {item for start, stop, item in extents if start <= part.start and part.stop <= stop}
+        assert not alone or part.item in alone
+        assert {item for _, _, item in found.shares(part)} == items
+
+
 def test_headers_go_with_the_first_tensors() -> None:
     found = laid_out(100, [(3, 40, 0), (40, 100, 1)], [], 20, file="f", least=5)
     assert found.parts == (Part(0, 20, 0), Part(20, 40, 0), Part(40, 60, 1), Part(60, 80, 1), Part(80, 100, 1))

@@ -22,6 +22,7 @@ from transaxle.engine.execute.preflight import preflight
 from transaxle.engine.execute.read_back import read_back
 from transaxle.engine.plan.conversion import Prepared, make_plan, ready
 from transaxle.errors import TransaxleError
+from transaxle.formats.staging.location import takes_parts
 from transaxle.formats.storage.storage import unpinned
 from transaxle.move.workers import Limits
 
@@ -112,8 +113,11 @@ def command(
             with screen.workers() as watch:
                 report = convert_on(work[0], prepared, replace(work[1], watch=watch))
         else:
+            carry_out = execute
+            if takes_parts(dst):
+                from transaxle.engine.distribute.one_process import convert_in_parts as carry_out
             with screen.progress(sum(tensor.nbytes for tensor in prepared.plan.tensors), stays=True) as progress:
-                report = execute(
+                report = carry_out(
                     prepared, dst, overwrite=overwrite, resume=resume, sync=not no_sync, limit=limit, progress=progress
                 )
         return _told(screen, _verified(screen, prepared, report, dst, source_options, limit) if check else report)

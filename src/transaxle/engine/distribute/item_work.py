@@ -38,7 +38,7 @@ from transaxle.formats.storage.storage import Storage, is_url, layer
 from transaxle.move.endpoint import Writable
 from transaxle.move.hashing import digest
 from transaxle.move.journal import Done, ItemResult, Task, written_error
-from transaxle.move.workers import Limits, limits
+from transaxle.move.workers import Limits, Progress, limits, unwatched
 
 
 class OpenedPlan:
@@ -87,13 +87,15 @@ class Hand:
     Args:
         plan: what was planned.
         prepared: the same, where its source is open in this process already; it stays open.
+        progress: told the bytes of each block.
 
     Raises:
         TransaxleError: what opening the source raises; CORRUPT where it has changed since.
     """
 
-    def __init__(self, plan: WorkPlan, prepared: Prepared | None = None) -> None:
+    def __init__(self, plan: WorkPlan, prepared: Prepared | None = None, progress: Progress = unwatched) -> None:
         self.plan = plan
+        self._progress = progress
         self._lock = Lock()
         self._stack = ExitStack()
         self._opened = None if prepared is None else self._stack.enter_context(OpenedPlan(plan, prepared))
@@ -140,7 +142,8 @@ class Hand:
             earlier = place.results([number]).get(number)
             if earlier is not None and Known.of([earlier], self.plan.task).has(item, moves):
                 return earlier
-            return writer.keep(_carried_out(self.plan, item, moves, storage, limit, writer.files))
+            writing = writer.files, self._progress
+            return writer.keep(_carried_out(self.plan, item, moves, storage, limit, *writing))
 
     def _ready(self, item: WorkItem, place: WorkPlace) -> tuple[Moves, Storage, Limits]:
         """Return what an item does, of which source, and with how much memory."""
@@ -181,13 +184,19 @@ def write_moves(plan: WorkPlan, prepared: Prepared, scratch: Path) -> None:
 
 
 def _carried_out(
-    plan: WorkPlan, item: WorkItem, moves: Moves, storage: Storage, limit: Limits, writer: Writable
+    plan: WorkPlan,
+    item: WorkItem,
+    moves: Moves,
+    storage: Storage,
+    limit: Limits,
+    writer: Writable,
+    progress: Progress,
 ) -> ItemResult:
     begin = time.monotonic()
     if differing := unequal(moves.checks, storage, limit):
         raise gathered(differing)
     measured = _measured(moves, storage, limit)
-    done = Copying.of(moves.tensors, storage, limit).copy(moves.tensors, writer)
+    done = Copying.of(moves.tensors, storage, limit).copy(moves.tensors, writer, progress=progress)
     witness = layer(storage, Witness)
     tallies = {} if witness is None else witness.hand_over()
     storage.recheck()

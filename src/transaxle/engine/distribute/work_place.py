@@ -28,6 +28,7 @@ from transaxle.move.transfer import Transfer
 if TYPE_CHECKING:
     from transaxle.formats.parts.shared_upload import SharedUpload
     from transaxle.formats.remote.hidden_objects import BegunUpload
+    from transaxle.formats.remote.multipart import StoredPart
     from transaxle.move.endpoint import Writable
 
 _BEGIN = "Begin it:  transaxle work PLAN --begin."
@@ -154,6 +155,7 @@ class _ServicePlace:
         self._known = prepared.draft.early()
         self._opened: tuple[int, SharedUpload] | None = None
         self._layout: dict[str, FileParts] | None = None
+        self._stored: dict[tuple[str, str], Mapping[int, StoredPart]] = {}
 
     @property
     def _upload(self) -> SharedUpload:
@@ -194,11 +196,20 @@ class _ServicePlace:
         if begun.layout != layout_digest(self._layout):
             message = "the work that has begun is divided otherwise"
             raise refuse("INCOMPLETE", message, file=self._plan.order.target, hint=_BEGIN)
-        files = PartSender(upload.calls, upload.hidden, begun, self._layout, item.number, self._known)
+        stored = self._stored_parts(begun, item) if begun.continued else {}
+        files = PartSender(upload.calls, upload.hidden, begun, self._layout, item.number, self._known, stored)
         try:
             yield _PartWriter(files, upload, begun.token)
         finally:
             files.close()
+
+    def _stored_parts(self, begun: BegunUpload, item: WorkItem) -> Mapping[str, Mapping[int, StoredPart]]:
+        """Ask once for each file which parts there are: those of workers that left no result."""
+        for file in item.files:
+            if (begun.token, file) not in self._stored and file in begun.uploads:
+                found = self._upload.calls.stored_parts(begun.places[file], begun.uploads[file], file)
+                self._stored[begun.token, file] = found or {}
+        return {file: self._stored.get((begun.token, file), {}) for file in item.files}
 
 
 class _PartWriter:
@@ -257,7 +268,9 @@ def layout_of(plan: WorkPlan, prepared: Prepared) -> dict[str, FileParts]:
             unknown.setdefault(fragment.file, []).append(ends)
     sizes: Mapping[str, int] = prepared.draft.files
     return {
-        file: laid_out(sizes[file], own, unknown.get(file, ()), PART, file=file) for file, own in extents.items() if own
+        file: laid_out(sizes[file], own, unknown.get(file, ()), PART, file=file, even=plan.even)
+        for file, own in extents.items()
+        if own
     }
 
 

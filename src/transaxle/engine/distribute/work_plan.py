@@ -49,6 +49,8 @@ class WorkPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of the buffers of each worker."""
     items: tuple[WorkItem, ...]
     """The work."""
+    even: bool = False
+    """Parts of a file that are sent to a service have one length, but for the last."""
     files: tuple[str, ...] = ()
     """The source files whose state is that of the task, where workers need not plan."""
     seal: str = ""

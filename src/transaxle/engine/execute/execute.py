@@ -23,8 +23,9 @@ from transaxle.engine.plan.planned import Measured, Plan, PlannedTensor
 from transaxle.engine.views.cast import CASTING, casting_errors, casts_of, refuse_infinite
 from transaxle.errors import gathered
 from transaxle.formats.catalog.checksums import Witness
+from transaxle.formats.registry import is_one_file
 from transaxle.formats.staging.leftovers import sweep_beside
-from transaxle.formats.staging.location import shown, staging_at
+from transaxle.formats.staging.location import shown, staging_at, takes_parts
 from transaxle.formats.storage.local import LocalStorage
 from transaxle.formats.storage.storage import Storage, layer
 from transaxle.move.endpoint import Writable
@@ -145,7 +146,8 @@ def execute(
     casts = _casts(prepared, limit)
     errors = dict(cleared.errors)
     if cleared.finished:
-        resumed, single = len(plan.tensors), not Path(target).is_dir()
+        resumed = len(plan.tensors)
+        single = is_one_file(target) if takes_parts(target) else not Path(target).is_dir()
         found = sweep_beside(target)
         recoded = _measured(prepared, limit, errors, casts)
     else:

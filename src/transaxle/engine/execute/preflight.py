@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -21,16 +22,19 @@ from transaxle.encodings.arithmetic.codec import Error
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.execute.resume_check import is_finished
 from transaxle.engine.plan.conversion import Prepared
-from transaxle.errors import Refusal, TransaxleError, Where, gathered
+from transaxle.errors import Refusal, TransaxleError, UsageError, Where, gathered
 from transaxle.formats.parts.shared_location import shared_staging_at
 from transaxle.formats.remote.url import address, local_path
-from transaxle.formats.staging.location import shown, staging_at
+from transaxle.formats.staging.location import shown, staging_at, takes_parts
 from transaxle.formats.staging.staging import Staging
 from transaxle.formats.storage.storage import Storage, is_url
 from transaxle.move.hashing import digest
 from transaxle.move.journal import Task, refuse_other
 from transaxle.move.workers import Limits, Progress, limits, unwatched
 from transaxle.spans import stage
+
+if TYPE_CHECKING:
+    from transaxle.formats.staging.location import Stage
 
 _HINT = "Choose another target; once the new checkpoint is verified, you can remove the old one."
 
@@ -103,23 +107,56 @@ def preflight(
     errors: dict[str, Error] = {}
     finished = False
 
+    def is_done() -> bool:
+        return resume and not overwrite and not problems and is_finished(prepared, target, limit, progress, errors)
+
     def look() -> None:
         nonlocal finished
-        if resume and not overwrite and not problems and is_finished(prepared, target, limit, progress, errors):
-            finished = True
-            return
-        staging = (shared_staging_at if several else staging_at)(target, overwrite=overwrite, resume=resume)
-        if running and not overwrite and isinstance(staging, Staging) and staging.moved_aside:
-            with staging:  # puts back what was there, and is refused
-                pass
-        staging.look(prepared.plan.files, prepared.draft.files)
-        if resume and isinstance(staging, Staging):
-            refuse_other(staging.scratch, task, shown(target))
+        begin = shared_staging_at if several or takes_parts(target) else staging_at
+        finished = _looked(prepared, task, asked, begin, is_done, running=running)
 
     if not target or not found(lambda: refuse_together(prepared.checkpoint, target)):
         found(look)
     plan = msgspec.structs.replace(prepared.plan, refusals=tuple(dict.fromkeys(problems)))
     return Cleared(plan, prepared.checkpoint, prepared.draft, asked, task, finished, errors)
+
+
+def _looked(
+    prepared: Prepared,
+    task: Task,
+    asked: tuple[str, Overwrite, bool],
+    begin: Callable[..., Stage],
+    is_done: Callable[[], bool],
+    *,
+    running: bool,
+) -> bool:
+    """Refuse what a run would meet at a place before it writes there; tell whether there is nothing left to do.
+
+    Args:
+        prepared: the plan.
+        task: what a journal of it belongs to.
+        asked: target, whether it may be replaced, and whether an interrupted run is continued.
+        begin: starts a checkpoint there.
+        is_done: reads the target, and tells whether it is complete.
+        running: as for `preflight`.
+    """
+    target, overwrite, resume = asked
+    in_parts = takes_parts(target)
+    if not in_parts and is_done():
+        return True
+    staging = begin(target, overwrite=overwrite, resume=resume)
+    if running and not overwrite and isinstance(staging, Staging) and staging.moved_aside:
+        with staging:  # puts back what was there, and is refused
+            pass
+    try:
+        staging.look(prepared.plan.files, prepared.draft.files)
+    except UsageError:
+        if in_parts and is_done():  # it is not read before: what a dead commit has let appear is known by its tags
+            return True
+        raise
+    if resume and isinstance(staging, Staging):
+        refuse_other(staging.scratch, task, shown(target))
+    return False
 
 
 def task_of(prepared: Prepared, problems: list[Refusal]) -> Task:

@@ -22,7 +22,7 @@ from transaxle.engine.plan.planned import PlannedTensor
 from transaxle.formats.catalog.catalog import Fragment
 from transaxle.formats.catalog.sidecar_files import MANIFEST
 from transaxle.formats.registry import is_one_file
-from transaxle.formats.storage.local import LocalStorage
+from transaxle.formats.staging.location import storage_at, takes_parts
 from transaxle.formats.storage.storage import Storage
 from transaxle.move.hashing import WHOLE, HashingFiles
 from transaxle.move.mover import Movement
@@ -34,7 +34,7 @@ def is_finished(prepared: Prepared, target: str, limit: Limits, progress: Progre
 
     Args:
         prepared: the plan.
-        target: where it may be.
+        target: where it may be; what a URL denotes must be there.
         limit: workers and memory.
         progress: told the bytes of each block compared.
         errors: gets how far each tensor is that is encoded, by table name.
@@ -43,9 +43,9 @@ def is_finished(prepared: Prepared, target: str, limit: Limits, progress: Progre
         TransaxleError: what reading the source or the target raises.
     """
     path = Path(target)
-    if not path.is_dir() and not (path.is_file() and is_one_file(target)):
+    if not takes_parts(target) and not path.is_dir() and not (path.is_file() and is_one_file(target)):
         return False
-    storage = LocalStorage(target)
+    storage = storage_at(target)
     try:
         if not _alike(prepared, storage) or unequal(prepared.plan.checks, _source(prepared), limit):
             return False
@@ -58,7 +58,7 @@ def _source(prepared: Prepared) -> Storage:
     return prepared.checkpoint.container.storage
 
 
-def _alike(prepared: Prepared, storage: LocalStorage) -> bool:
+def _alike(prepared: Prepared, storage: Storage) -> bool:
     """Compare the names, the sizes and the headers."""
     plan, single = prepared.plan, storage.single
     if single is None:
@@ -74,12 +74,12 @@ def _alike(prepared: Prepared, storage: LocalStorage) -> bool:
     return all(_holds(storage, fragment) for fragment in prepared.draft.early())
 
 
-def _holds(storage: LocalStorage, fragment: Fragment) -> bool:
+def _holds(storage: Storage, fragment: Fragment) -> bool:
     file = storage.single or fragment.file
     return storage.read(file, fragment.offset, len(fragment.data)) == fragment.data
 
 
-def _files(storage: LocalStorage, folder: str = "") -> Iterator[str]:
+def _files(storage: Storage, folder: str = "") -> Iterator[str]:
     """Yield the names of all files, those in sub-folders included."""
     found = storage.listing(folder)
     begin = f"{folder}/" if folder else ""
@@ -89,7 +89,7 @@ def _files(storage: LocalStorage, folder: str = "") -> Iterator[str]:
 
 
 def _same_bytes(
-    prepared: Prepared, storage: LocalStorage, limit: Limits, progress: Progress, errors: dict[str, Error]
+    prepared: Prepared, storage: Storage, limit: Limits, progress: Progress, errors: dict[str, Error]
 ) -> bool:
     """Produce every tensor and every carried file once more, and compare; then the manifest."""
     plan, single = prepared.plan, storage.single

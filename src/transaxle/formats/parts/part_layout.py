@@ -4,6 +4,8 @@ Services take parts of unequal lengths, but none below a least one, except the l
 without a gap is cut into parts that only this item sends. Where it writes less, or where bytes stand that are known at
 the very end, a part is shared: each item leaves its bytes of it as an object beside the target, and the driver joins
 them. A tensor is never divided between workers.
+
+Some services want parts of one length. Where one process sends all, and joins little, all parts but the last have it.
 """
 
 from __future__ import annotations
@@ -98,6 +100,7 @@ def laid_out(
     *,
     file: str,
     least: int = LEAST,
+    even: bool = False,
 ) -> FileParts:
     """Divide a file into parts.
 
@@ -108,6 +111,7 @@ def laid_out(
         usual: bytes of a usual part.
         file: name of the file, for errors.
         least: bytes that every part but the last must have.
+        even: all parts but the last have one length.
 
     Raises:
         Refused: UNSUPPORTED where two items write one byte, or a part would be too large.
@@ -118,7 +122,8 @@ def laid_out(
             raise refuse("UNSUPPORTED", f"two items of work write byte {start}", file=file, hint="Use one worker.")
     least = max(least, -(-size // MOST))
     usual = max(usual, least)
-    parts = tuple(_parts(_runs(size, own, sorted(unknown)), size, usual, least))
+    runs = _runs(size, own, sorted(unknown))
+    parts = tuple(_even_parts(runs, size, usual) if even else _parts(runs, size, usual, least))
     if any(part.stop - part.start > LARGEST for part in parts):
         message = f"a part would have more than the {LARGEST:,} bytes that services take"
         raise refuse("UNSUPPORTED", message, file=file, hint="Write smaller files: --shard-size (shard_size=).")
@@ -181,6 +186,18 @@ def _parts(runs: Iterable[tuple[int, int, int | None]], size: int, usual: int, l
         begun = stop
     if items:
         yield _of(begun, size, items)
+
+
+def _even_parts(runs: Sequence[tuple[int, int, int | None]], size: int, usual: int) -> Iterator[Part]:
+    first = 0
+    for start in range(0, size, usual):
+        stop = min(size, start + usual)
+        while runs[first][1] <= start:
+            first += 1
+        last = first
+        while runs[last][1] < stop:
+            last += 1
+        yield _of(start, stop, {item for _, _, item in runs[first : last + 1]})
 
 
 def _of(start: int, stop: int, items: set[int | None]) -> Part:

@@ -1,7 +1,8 @@
 """What a worker sends of files that several workers write: whole parts, and its bytes of those that it shares.
 
 Bytes may come in any order and from several threads. A part is sent when it is full, by threads of their own, while the
-next one is filled.
+next one is filled. One that a dead worker has sent, and the service tags with the sum of just these bytes, is not sent
+again.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import xxhash
 from transaxle.formats.catalog.catalog import Fragment
 from transaxle.formats.parts.part_layout import FileParts, KeptShare, Part, SentPart
 from transaxle.formats.remote.hidden_objects import BegunUpload, HiddenObjects
-from transaxle.formats.remote.multipart import Multipart, gone
+from transaxle.formats.remote.multipart import Multipart, StoredPart, gone
 
 SENDERS = 4
 """Parts that a worker sends at once."""
@@ -32,6 +33,7 @@ class PartSender:
         layout: file -> its parts, of files that items write.
         item: number of the item.
         known: bytes that no item writes and that are known before any tensor is.
+        stored: file -> parts that the service has already.
     """
 
     def __init__(
@@ -42,9 +44,10 @@ class PartSender:
         layout: Mapping[str, FileParts],
         item: int,
         known: Iterable[Fragment],
+        stored: Mapping[str, Mapping[int, StoredPart]],
     ) -> None:
         self._calls, self._hidden, self._begun = calls, hidden, begun
-        self._layout, self._item = layout, item
+        self._layout, self._item, self._stored = layout, item, stored
         self._known: dict[str, list[Fragment]] = {}
         for fragment in known:
             self._known.setdefault(fragment.file, []).append(fragment)
@@ -120,6 +123,9 @@ class PartSender:
             upload = self._begun.uploads.get(file)
             if upload is None:
                 raise gone(file)
+            stored = self._stored.get(file, {}).get(number)
+            if stored is not None and stored.is_of(data):
+                return SentPart(file, number, stored.etag, len(data), found)
             etag = self._calls.send_part(self._begun.places[file], upload, number, data, file)
             return SentPart(file, number, etag, len(data), found)
         finally:

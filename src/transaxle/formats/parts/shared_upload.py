@@ -112,12 +112,16 @@ class SharedUpload(Upload):
         info = self._service.info(self._place(name), name)
         return "" if info is None else str(info.get("ETag", "")).strip('"')
 
-    def begin_or_continue(self, layout: Mapping[str, FileParts], task: str) -> None:
+    def begin_or_continue(
+        self, layout: Mapping[str, FileParts], task: str, items: int = 0, *, even: bool = False
+    ) -> None:
         """Begin the uploads, or find those that an earlier run has begun.
 
         Args:
             layout: file -> its parts, of all files that workers write.
             task: what the work belongs to, as text.
+            items: how many items of work there are.
+            even: all parts of a file but the last have one length.
 
         Raises:
             UsageError: EXISTS where other work has begun, or this one without `resume`.
@@ -140,27 +144,42 @@ class SharedUpload(Upload):
                 self._remove(begun)
                 begun = None
         if begun is None:
-            uploads = self._uploads(layout)
             places = {file: self._place(file) for file in layout}
             token = secrets.token_hex(8)
-            begun = BegunUpload(token=token, task=task, layout=digest, uploads=uploads, places=places)
+            begun = BegunUpload(
+                token=token, task=task, layout=digest, uploads={}, places=places, items=items, even=even
+            )
+            self.hidden.begin(begun)  # before there are uploads, which nobody would know of if this run died
             self._stored = {file: {} for file in layout}
+            try:
+                self._begun = self._with_uploads(begun, layout)
+            except BaseException:
+                with suppress(TransaxleError):
+                    self.hidden.delete()
+                raise
         else:
-            before, begun = begun.uploads, self._continued(begun)
-            uploads = {file: each for file, each in begun.uploads.items() if before.get(file) != each}
+            self._begun = begun
+            self._remains = self._interrupted()
+            self._remove_unnamed(begun)
+            self._begun = self._with_uploads(msgspec.structs.replace(begun, continued=True), self.look_again())
+
+    def _with_uploads(self, begun: BegunUpload, files: Iterable[str]) -> BegunUpload:
+        """Begin uploads of files, and say so beside the target."""
+        uploads = self._uploads(files)
+        begun = msgspec.structs.replace(begun, uploads={**begun.uploads, **uploads})
         try:
             self.hidden.begin(begun)
         except BaseException:
             self._abandon(begun.places, uploads)
             raise
-        self._begun = begun
+        return begun
 
-    def _continued(self, begun: BegunUpload) -> BegunUpload:
-        """Look what is there of uploads that have begun; begin those again that are gone."""
-        self._begun = begun
-        self._remains = self._interrupted()
-        again = self._uploads(self.look_again())
-        return msgspec.structs.replace(begun, uploads={**begun.uploads, **again})
+    def _remove_unnamed(self, begun: BegunUpload) -> None:
+        """Remove uploads of the files that a run began, and did not live to say so."""
+        places, named = frozenset(begun.places.values()), frozenset(begun.uploads.values())
+        for each in list(self.calls.list_uploads(self._service.path, self._shown)):
+            if each.path in places and each.upload not in named:
+                self.calls.abort(each.path, each.upload, self._shown)
 
     def _uploads(self, files: Iterable[str]) -> dict[str, str]:
         """Begin uploads, all or none."""
@@ -197,6 +216,10 @@ class SharedUpload(Upload):
         self._stored = {file: parts or {} for file, parts in found.items()}
         return [file for file in ended if file not in self._over]
 
+    def stored(self, file: str, number: int) -> StoredPart | None:
+        """Return a part that the service had when it was asked."""
+        return self._stored.get(file, {}).get(number)
+
     def holds(self, sent: Iterable[SentPart], shares: Iterable[KeptShare], names: frozenset[str] | None = None) -> bool:
         """Tell whether the service has what a worker has sent.
 
@@ -208,7 +231,7 @@ class SharedUpload(Upload):
         for each in sent:
             if self.has_gone(each.file):
                 continue  # it is known by its tag
-            if self._stored.get(each.file, {}).get(each.number) != StoredPart(each.etag, each.size):
+            if self.stored(each.file, each.number) != StoredPart(each.etag, each.size):
                 return False
         return names is None or all(f"shares/{each.name}" in names for each in shares)
 
@@ -376,6 +399,10 @@ class _SharedFile:
             left -= stop - start
         if left:
             raise ValueError(f"{self.name}: {left} bytes of part {number} were not written")
+        stored = self._upload.stored(self.name, number)
+        if stored is not None and stored.is_of(data):  # a commit that died had joined it
+            self.tags[number] = stored.etag
+            return
         upload = self._upload.begun.uploads[self.name]
         self.tags[number] = self._upload.calls.send_part(self._place, upload, number, data, self.name)
 

@@ -36,6 +36,12 @@ class BegunUpload(msgspec.Struct, frozen=True, kw_only=True):
     """File -> its upload."""
     places: dict[str, str]
     """File -> what the client calls it."""
+    items: int = 0
+    """How many items of work there are."""
+    even: bool = False
+    """All parts of a file but the last have one length."""
+    continued: bool = False
+    """Somebody has gone on with it: parts may be there that no result tells of."""
 
 
 class BegunCommit(msgspec.Struct, frozen=True, kw_only=True):

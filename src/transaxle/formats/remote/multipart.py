@@ -39,6 +39,10 @@ class StoredPart:
     size: int
     """Its bytes."""
 
+    def is_of(self, data: Buffer) -> bool:
+        """Tell whether its tag says that it has these bytes; tags that are no MD5 sums say nothing."""
+        return self.size == len(data) and self.etag == hashlib.md5(data, usedforsecurity=False).hexdigest()
+
 
 @dataclass(frozen=True)
 class OpenUpload:

@@ -177,8 +177,9 @@ def sweep_beside(target: str) -> tuple[str, ...]:
         StorageError: IO.
     """
     notes = []
+    place = without_secrets(target).rstrip("/") if is_url(target) else os.path.realpath(target)
     for leftover in leftovers(target):
-        if os.path.realpath(target) == leftover.target:
+        if leftover.target == place != leftover.path.partition("?")[0]:  # not an upload of the target itself
             cleaned = clean(leftover) if leftover.outcome == "found" else leftover
             why = f": {cleaned.why}" if cleaned.why else ""
             notes.append(f"{cleaned.path}, left by a killed run ({cleaned.what}), was {cleaned.outcome}{why}")

@@ -53,6 +53,15 @@ def staging_at(
     return Staging(target, overwrite=overwrite, resume=resume, sync=sync)
 
 
+def takes_parts(target: str) -> bool:
+    """Tell whether a target is on a service to which any process can send parts of a file that another has begun."""
+    if not is_url(target):
+        return False
+    from transaxle.formats.remote.multipart import S3
+
+    return scheme(target).lower() in S3
+
+
 def on_this_machine(path: str) -> str:
     """Return the local path of a `file://` URL; any other path or URL unchanged."""
     if not is_url(path) or scheme(path).lower() != "file":
