@@ -23,7 +23,7 @@ from transaxle.engine.compare.verification import Verification
 from transaxle.errors import Refused, StorageError, TransaxleError
 from transaxle.formats.remote.read_ahead import LEAST
 from transaxle.formats.remote.remote_storage import RemoteStorage
-from transaxle.formats.remote.service import Service
+from transaxle.formats.remote.service import Info, Service
 from transaxle.formats.staging.location import storage_at
 from transaxle.formats.storage.local import LocalStorage
 
@@ -50,6 +50,28 @@ def refused(read: Callable[[], object]) -> TransaxleError:
     with pytest.raises(TransaxleError) as caught:
         read()
     return caught.value
+
+
+def test_a_tag_is_the_same_with_quotation_marks(
+    memory: Memory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Azure's client gives tags in them, but not in listings."""
+    local = tiny(tmp_path / "local", shards=3)
+    url = upload(local, memory, "ck")
+    members, info, tag = Service.members, Service.info, '"0x1"'
+
+    def listed(self: Service, path: str, file: str) -> list[Info]:
+        return [{**each, "etag": "0x1"} for each in members(self, path, file)]
+
+    def known(self: Service, path: str, file: str) -> Info | None:
+        found = info(self, path, file)
+        return None if found is None else {**found, "etag": tag}
+
+    monkeypatch.setattr(Service, "members", listed)
+    monkeypatch.setattr(Service, "info", known)
+    assert tx.diff(local, url).equal
+    tag = '"0x2"'
+    assert refused(lambda: tx.diff(local, url)).code == "CORRUPT"
 
 
 @pytest.mark.parametrize("shards", [1, 3])

@@ -212,7 +212,8 @@ def _stamp(info: Info) -> ObjectStamp:
         message = "the service does not tell the file's length"
         raise refuse("UNSUPPORTED", message, file=str(info.get("name", "")).partition("?")[0])
     tag = next((info[key] for key in (*_TAGS, *_TIMES) if info.get(key)), "")
-    return ObjectStamp(size, str(tag.timestamp() if isinstance(tag, datetime) else tag))
+    # Azure's client gives tags in quotation marks, but not in listings.
+    return ObjectStamp(size, str(tag.timestamp() if isinstance(tag, datetime) else tag).strip('"'))
 
 
 def _is_text(name: str) -> bool:
