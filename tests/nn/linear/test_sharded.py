@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -19,8 +20,9 @@ import transaxle as tx
 from tests.live.ranks import run
 from tests.nn.layers import EXPERTS, SPLITS, expected, layer, rows
 from tests.nn.layers import run as ran
-from tests.quant.kinds import MORE, raw
+from tests.quant.kinds import MORE, raw, values
 from transaxle.nn import GroupedLinear, GroupedTensor
+from transaxle.quant import MasterWeights
 
 WORLD = 2
 FORMS = {"experts": {}, "packed": {"single_grouped_weight": True, "single_grouped_bias": True}}
@@ -199,3 +201,74 @@ def _initial(rank: int, world: int) -> list[str]:
 def test_initial_values_are_those_of_the_whole_layer() -> None:
     """Whatever ranks have of the experts, with one seed; and what is drawn afterwards is the same too."""
     assert run(4, _initial) == [[]] * 4
+
+
+def _experts(kind: str, count: int, seed: int, mesh: DeviceMesh | None = None, *, meta: bool = False) -> GroupedLinear:
+    torch.manual_seed(seed)
+    said: dict[str, Any] = {"bias": False, "params_dtype": torch.bfloat16, "single_grouped_weight": True}
+    made = GroupedLinear(count, 256, 256, **said, device="meta" if meta else None)
+    if mesh is not None:
+        made.divide(mesh)
+    return made.quantize_(MORE[kind])
+
+
+def _quantized_experts(rank: int, world: int, kind: str, count: int, folder: str) -> None:
+    """Experts in one parameter, divided over ranks, quantized, and cut by FSDP2 along each dim."""
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("ep_shard", "ep"))
+    splits = torch.arange(3, 3 + count)
+    ends = [0, *splits.cumsum(0).tolist()]
+
+    def cut(seed: int, dim: int, *, meta: bool = False) -> GroupedLinear:
+        made = _experts(kind, count, seed, mesh["ep"], meta=meta)
+        fully_shard(made, mesh=mesh["ep_shard"], shard_placement_fn=lambda _: Shard(dim))
+        return made
+
+    alone = _experts(kind, count, 1)
+    _trained(alone, values(ends[-1], 256), splits)
+    wanted, source = alone.state_dict(), _experts(kind, count, 1).state_dict()
+    for dim in range(3):
+        made = cut(1, dim)
+        assert _same(made.state_dict(), source)
+        start, stop = made.experts.start, made.experts.stop
+        _trained(made, values(ends[-1], 256)[ends[start] : ends[stop]], splits[start:stop])
+        assert _same(made.state_dict(), wanted)
+        saved = Path(folder, str(dim))
+        saved.mkdir(exist_ok=True)
+        tx.save(made, saved / "ours", to="safetensors:identity")
+        dcp_save({"model": made.state_dict()}, checkpoint_id=str(saved / "dcp"))
+        for place, fresh in (("ours", cut(7, dim)), ("dcp", cut(8, (dim + 1) % 3, meta=True))):
+            tx.load(fresh, saved / place)
+            assert _same(fresh.state_dict(), wanted)
+        fresh = cut(9, (dim + 1) % 3)
+        fresh.load_state_dict(made.state_dict())
+        assert _same(fresh.state_dict(), wanted)
+        fresh.load_state_dict(source)
+        assert _same(fresh.state_dict(), source)
+
+
+def _trained(made: GroupedLinear, x: torch.Tensor, splits: torch.Tensor) -> None:
+    optimizer = MasterWeights(made.parameters(), partial(torch.optim.AdamW, lr=1e-2, foreach=False))
+    made(x, splits).float().square().sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("kind", ["float8 delayed", "nvfp4, both ways"])
+def test_quantized_experts_in_one_parameter_are_divided_and_cut(kind: str, tmp_path: Path) -> None:
+    """Bit for bit those of one rank, trained, saved and loaded."""
+    count = 5
+    run(4, _quantized_experts, kind, count, str(tmp_path))
+    for form in ("experts", "packed"):
+        made = GroupedLinear(count, 256, 256, False, params_dtype=torch.bfloat16, **WEIGHTS[form], recipe=MORE[kind])
+        tx.load(made, tmp_path / "0" / "ours")
+        source = tx.open(tmp_path / "1" / "ours")
+        codes = torch.stack([raw(each) for each in _codes(made, form)])
+        assert codes.numpy().tobytes() == source["weight"].tobytes()
+
+
+WEIGHTS: dict[str, dict[str, Any]] = {"experts": {}, "packed": {"single_grouped_weight": True}}
+
+
+def _codes(made: GroupedLinear, form: str) -> list[torch.Tensor]:
+    """The codes of each expert."""
+    state = made.state_dict()
+    return list(state["weight"]) if form == "packed" else [state[f"weight{place}"] for place in range(made.num_gemms)]

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from tests.live.ranks import run
 from tests.quant.kinds import MORE, raw, same, values
-from transaxle.errors import TransaxleError
 from transaxle.quant import MasterWeights, QuantizedTensor, quantize_
 
 ROWS = 4
@@ -57,19 +55,3 @@ def _train(rank: int, world: int, kind: str) -> None:
 @pytest.mark.parametrize("kind", MORE)
 def test_a_rank_without_rows_takes_part(kind: str) -> None:
     run(3, _train, kind)
-
-
-def _columns(rank: int, world: int, stacked: bool) -> None:
-    model = nn.Module()
-    x = values(64, 128)
-    model.weight = nn.Parameter(MORE["mxfp8"].quantize(torch.stack([x, x]) if stacked else x))
-    mesh = init_device_mesh("cpu", (world,))
-    sharded: Any = fully_shard(model, mesh=mesh, shard_placement_fn=lambda _: Shard(1))
-    sharded.unshard()
-
-
-@pytest.mark.parametrize("stacked", [False, True], ids=["columns of a matrix", "rows of a stack's matrices"])
-def test_cuts_that_torch_cannot_gather_are_refused(stacked: bool) -> None:
-    with pytest.raises(TransaxleError) as refused:
-        run(2, _columns, stacked)
-    assert refused.value.code == ("BLOCK_MISALIGNED" if stacked else "UNSUPPORTED")

@@ -70,7 +70,12 @@ OPERATIONS: dict[str, list[Operation]] = {
         lambda q: _three(q).view(-1),
     ],
     "`torch.cat` of stacks": [lambda q: torch.cat([_three(q), _three(q)[:1]])],
-    "`s[:, a:b]`, `s.unbind(1)`": [lambda q: _three(q)[:, :64], lambda q: _three(q).unbind(1)],
+    "`s[:, a:b]`, `s[:, :, a:b]` on tiles": [
+        lambda q: torch.stack([q, q])[:, 128:],
+        lambda q: _three(q)[1:, :, 128:256],
+    ],
+    "`s[:, :, a:b]` across tiles": [lambda q: _three(q)[:, :, 4:22]],
+    "`s.unbind(1)`": [lambda q: _three(q).unbind(1)],
     "`s[index]`, `s.transpose(1, 2)`": [lambda q: _three(q)[torch.tensor([2, 0])], lambda q: _three(q).transpose(1, 2)],
     "`F.pad` with rows of zeros": [lambda q: functional.pad(q, (0, 0, 0, 7))],
     "`F.pad` of anything else": [

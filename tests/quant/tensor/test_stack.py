@@ -134,15 +134,25 @@ def test_histories_are_of_each_matrix() -> None:
 @pytest.mark.parametrize(
     "act",
     [
-        lambda q: q[:, 1:],
-        lambda q: q[:, :, 32:],
+        lambda q: q[:, :, 16:],
+        lambda q: q[:, 32:][:, :, 32:],
+        lambda q: q[:, :32].copy_(MXFP8().quantize(stack(2, 64, 64))),
         lambda q: q.unbind(1),
         lambda q: torch.cat([q, q], 1),
         lambda q: q[0].copy_(q[0].dequantize()[:1].expand(5, 64)),
         lambda q: q.copy_(q[:1]),
         lambda q: torch.cat([q, q[0]]),
     ],
-    ids=["rows", "columns", "unbind rows", "cat of rows", "a matrix of another shape", "one into two", "cat of dims"],
+    ids=[
+        "part of a tile",
+        "rows and columns",
+        "another shape",
+        "unbind rows",
+        "cat of rows",
+        "a matrix of another shape",
+        "one into two",
+        "cat of dims",
+    ],
 )
 def test_what_has_no_exact_result_raises(act: object) -> None:
     made = MXFP8().quantize(stack(2, 64, 64))

@@ -18,6 +18,7 @@ from math import prod
 import torch
 
 from transaxle.encodings.encoding import Encoding
+from transaxle.quant.frame.band import Band
 from transaxle.quant.frame.buffers import (
     AMAX,
     COLUMN_DATA,
@@ -58,8 +59,8 @@ class Frame:
     """Rows that belong to the matrix; those after them are padding. All of them if None."""
     matrix: tuple[int, int] | None = field(default=None, kw_only=True)
     """Rows and columns of each matrix of a stack; None for one matrix, whose rows are cut."""
-    width: int | None = field(default=None, kw_only=True)
-    """Columns of the whole matrix, where these are some of them."""
+    band: Band | None = field(default=None, kw_only=True)
+    """Which columns these are, where they are some of the whole matrix's; of a stack, which rows or columns."""
     of: Frame | None = field(default=None, kw_only=True)
     """The stack that this is one matrix of, as a view."""
     share: Share | None = field(default=None, kw_only=True)
@@ -112,6 +113,11 @@ class Frame:
             of=None,
         )
 
+    def common(self, skip: int, rows: int, band: Band | None) -> dict[str, torch.Tensor]:
+        """Return the buffers of some of the rows that other rows, or other bands, have values under too."""
+        whole = () if band is None else [name for name in self.cut if not band.step(self.quantizer, name)]
+        return {**self.shared, **{name: self.cut[name][skip : skip + rows] for name in whole}}
+
     def is_cut(self, name: str) -> bool:
         """Whether a buffer has a row for each row held here."""
         return is_cut(self.encoding, name, 1 + len(self.row))
@@ -129,6 +135,7 @@ class Frame:
             blank=self.blank,
             of=self,
             share=None if self.share is None else self.share.member,
+            band=None if self.band is None else self.band.member,
         )
 
     def drop(self, name: str) -> None:

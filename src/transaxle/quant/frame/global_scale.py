@@ -33,19 +33,38 @@ class Place:
     """Rows of the matrix."""
     group: dist.ProcessGroup | None = None
     """Ranks that have its rows; None where all of them are here."""
-    others: dist.ProcessGroup | None = None
-    """Ranks that have other tiles of what this matrix is a share of, and one scale, amax and history with it."""
+    others: tuple[dist.ProcessGroup, ...] = ()
+    """Ranks that have other tiles of what this matrix is a share or a band of, and one scale, amax and history with it.
+    """
 
 
 def place(
-    x: torch.Tensor, group: dist.ProcessGroup | None, start: int | None, whole: int | None, share: Share | None = None
+    x: torch.Tensor,
+    group: dist.ProcessGroup | None,
+    start: int | None,
+    whole: int | None,
+    share: Share | None = None,
+    *,
+    banded: bool = False,
 ) -> Place:
     """Return where rows lie in the whole matrix; what is not given follows from the row counts of all ranks.
+
+    Args:
+        x: the rows.
+        group: ranks that have the others; if these rows are banded, those that have the other bands of them.
+        start: the first of them.
+        whole: how many the matrix has.
+        share: what the matrix is a part of.
+        banded: whether these are bands of rows.
 
     Raises:
         Refused: `SHAPE_MISMATCH` for rows that are not inside.
     """
     rows = x.shape[0]
+    common = None if share is None else share.common
+    others = tuple(each for each in (common, group if banded else None) if each is not None)
+    if banded:
+        group = None
     if group is not None and (start is None or whole is None):
         counts = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=x.device)
         counts[dist.get_rank(group)] = rows
@@ -55,7 +74,7 @@ def place(
     first, total = start or 0, rows if whole is None else whole
     if first < 0 or first + rows > total:
         raise refuse("SHAPE_MISMATCH", f"rows {first} to {first + rows} lie outside a matrix of {total} rows")
-    return Place(first, total, group, None if share is None else share.group)
+    return Place(first, total, group, others)
 
 
 def frame_of(
@@ -79,7 +98,7 @@ def frame_of(
     if quantizer.encoding.tile == (WHOLE, WHOLE):
         return _per_tensor(quantizer, x, at, old, most)
     if quantizer.encoding.has_global and most is None:
-        most = _of_all(kernels.amax(x), at)
+        most = _of_all(kernels.amax(x), (at.group, *at.others))
     grain = quantizer.grain[0]
     if at.group is not None and (grain > 1 or quantizer.columnwise):
         return _shared(quantizer, x, at, most)
@@ -100,8 +119,9 @@ def _stack(quantizer: Quantizer, x: torch.Tensor, at: Place) -> Frame:
         buffers = {name: buffer.view(wanted[name][1]) for name, buffer in (flat.cut | flat.shared).items()}
     else:
         most: Sequence[torch.Tensor | None] = [None] * count
-        if count and at.others is not None and (quantizer.encoding.has_global or not grain):
-            most = _largest(torch.cat([kernels.amax(matrix) for matrix in x]), at.others).split(1)
+        if count and at.others and (quantizer.encoding.has_global or not grain):
+            amaxes = torch.cat([kernels.amax(matrix) for matrix in x])
+            most = _of_all(amaxes, at.others).split(1)
         each = [frame_of(quantizer, matrix, Place(0, rows), most=amax) for matrix, amax in zip(x, most, strict=True)]
         parts = [frame.cut | frame.shared for frame in each]
         empty = blank(quantizer, (0, rows, columns), x.device).cut
@@ -128,15 +148,17 @@ def _largest(amax: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tenso
     return amax
 
 
-def _of_all(amax: torch.Tensor, at: Place) -> torch.Tensor:
-    """The largest of all ranks that have any of the whole matrix."""
-    return _largest(_largest(amax, at.group), at.others)
+def _of_all(amax: torch.Tensor, groups: Sequence[dist.ProcessGroup | None]) -> torch.Tensor:
+    """The largest of all ranks of several groups."""
+    for group in groups:
+        _largest(amax, group)
+    return amax
 
 
 def _per_tensor(
     quantizer: Quantizer, x: torch.Tensor, at: Place, old: Frame | None, most: torch.Tensor | None
 ) -> Frame:
-    most = _of_all(kernels.amax(x), at) if most is None else most
+    most = _of_all(kernels.amax(x), (at.group, *at.others)) if most is None else most
     if not quantizer.state_sizes:
         return _frame(quantizer, x, at, kernels.quantize(x, quantizer.encoding, amax=most).present())
     # A rank that FSDP2 gave no rows never has any copied into its frame, but knows the history like the others.

@@ -51,6 +51,11 @@ class Share:
         return tuple(count_positions(self.held) if dim == self.dim else size for dim, size in enumerate(self.shape))
 
     @property
+    def common(self) -> dist.ProcessGroup | None:
+        """The ranks that share a scale, an amax or a history; None where a stack is cut between its matrices."""
+        return None if self.dim - len(self.shape) < -_MATRIX else self.group
+
+    @property
     def member(self) -> Share | None:
         """The share of one matrix of the stack; None where matrices are whole."""
         return replace(self, shape=self.shape[1:], dim=self.dim - 1) if self.dim else None
@@ -62,15 +67,7 @@ class Share:
 
     def step(self, quantizer: Quantizer, name: str) -> int:
         """Return how many elements of the cut dim one position of a buffer stands for; 0 if it is not cut."""
-        axis = self.dim - len(self.shape)
-        if axis < -_MATRIX or name == ORIGIN:
-            return 1
-        if name in (AMAX, *STATE):
-            return WHOLE
-        encoding = _encoding(quantizer, name)
-        if name in (DATA, COLUMN_DATA):
-            return 1 if axis == -_MATRIX else 8 // encoding.code_bits
-        return encoding.tile[axis]
+        return step_of(quantizer, name, self.dim - len(self.shape))
 
     def whole_of(self, quantizer: Quantizer, name: str) -> tuple[int, ...]:
         """Return the shape of a whole buffer."""
@@ -99,6 +96,24 @@ def _encoding(quantizer: Quantizer, name: str) -> Encoding:
     if name in (COLUMN_DATA, COLUMN_SCALE) and turned is not None:
         return turned
     return quantizer.encoding
+
+
+def step_of(quantizer: Quantizer, name: str, axis: int) -> int:
+    """Return how many elements along an axis one position of a buffer stands for; 0 if it stands for all of them.
+
+    Args:
+        quantizer: of the matrix, or of the stack.
+        name: of the buffer.
+        axis: -1 for columns, -2 for rows, -3 for the matrices of a stack.
+    """
+    if axis < -_MATRIX or name == ORIGIN:
+        return 1
+    if name in (AMAX, *STATE):
+        return WHOLE
+    encoding = _encoding(quantizer, name)
+    if name in (DATA, COLUMN_DATA):
+        return 1 if axis == -_MATRIX else 8 // encoding.code_bits
+    return encoding.tile[axis]
 
 
 def tile_of(quantizer: Quantizer, shape: Sequence[int], dim: int, *, columnwise: bool) -> int:

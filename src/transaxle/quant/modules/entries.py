@@ -87,10 +87,17 @@ def _lies(
     parameter: DTensor, inner: QuantizedTensor, name: str, local: tuple[int, ...]
 ) -> tuple[tuple[Placement, ...], tuple[int, ...]]:
     """Return how a buffer of a parameter lies on its mesh, and its shape there."""
+    band, share, along = inner.frame.band, inner.frame.share, cut_along(parameter)
     cut = name == ORIGIN or inner.frame.is_cut(name)
+    if band is not None:
+        cut = bool(band.step(inner.quantizer, name))
     placements: list[Placement] = [placement if cut else Replicate() for placement in parameter.placements]
-    share, along = inner.frame.share, cut_along(parameter)
     if share is None or along is None:
+        if band is not None:
+            whole = {ORIGIN: tuple(parameter.shape)}.get(name) or layout_of(parameter)[
+                suffix_of(name, inner.quantizer)
+            ][1]
+            return tuple(placements), whole
         return tuple(placements), (parameter.shape[0], *local[1:]) if cut else local
     placements[along] = Shard(share.dim) if share.step(inner.quantizer, name) else Replicate()
     return tuple(placements), share.whole_of(inner.quantizer, name)
@@ -284,6 +291,7 @@ def _anew(weight: torch.Tensor, values: torch.Tensor) -> QuantizedTensor:
         start=start,
         whole=rows,
         share=inner.frame.share,
+        band=inner.frame.band,
     )
 
 
@@ -304,7 +312,7 @@ def _loaded(key: str, weight: torch.Tensor, loaded_entries: dict[str, Any]) -> t
         if name in STATE and name not in buffers:  # none in the checkpoint: what was here is of other values
             buffers[name] = torch.zeros(size, dtype=dtype, device=buffers[DATA].device)
     tensor = from_components(frame.quantizer, buffers, shape, inner.dtype, start=start, whole=rows)
-    tensor.frame.share = frame.share
+    tensor.frame.share, tensor.frame.band = frame.share, frame.band
     return tensor
 
 
@@ -360,6 +368,8 @@ def _part(entry: torch.Tensor, weight: torch.Tensor, name: str) -> torch.Tensor:
             return values.to(where)
         values = share.part(inner.quantizer, name, values)
     start, _ = _rows(weight)
+    if inner.frame.band is not None:
+        values = inner.frame.band.part(inner.quantizer, name, values)
     cut = name == ORIGIN or inner.frame.is_cut(name)
     return (values[start : start + inner.height] if cut else values).to(where)
 

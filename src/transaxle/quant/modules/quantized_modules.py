@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from transaxle.errors import Refusal, TransaxleError, Where, gathered
 from transaxle.quant.frame.buffers import ORIGIN
@@ -20,6 +20,7 @@ from transaxle.quant.frame.tp_share import Share
 from transaxle.quant.modules.entries import give_entries, is_quantized
 from transaxle.quant.tensor.tensor import quantized
 from transaxle.torch_tensors.local_tensor import placed_like, stored_local
+from transaxle.torch_tensors.placement import held_by
 
 Filter = Callable[[str, nn.Module], bool]
 """Says by name and module whether a linear layer, or experts in stacks, are to be quantized."""
@@ -118,7 +119,7 @@ def quantize_(
     for _, key, module in kept:
         old = getattr(module, key)
         if id(old) not in replacements:
-            share = None if (cut := _cut(module, key)) is None else cut.share
+            share = _dealt(old) if (cut := _cut(module, key)) is None else cut.share
             replacements[id(old)] = _parameter(old, recipe, share, keep=preserve_high_precision_init)
     for _, key, module in kept:
         setattr(module, key, replacements[id(getattr(module, key))])
@@ -145,14 +146,21 @@ def _cut(module: nn.Module, key: str) -> Cut | None:
     return cuts.get(key)
 
 
+def _dealt(weight: torch.Tensor) -> Share | None:
+    """Return which experts of a stack this rank has, where expert parallelism has divided them; None of any other."""
+    if not isinstance(weight, DTensor) or weight.dim() != _STACK or weight.placements != (Shard(0),):
+        return None
+    return Share(weight.device_mesh.get_group(), tuple(weight.shape), 0, held_by(weight)[0])
+
+
 def _faults(name: str, key: str, module: nn.Module, recipe: Quantizer) -> list[Refusal]:
     """Return the reasons why a weight cannot be quantized."""
     problems = []
     weight, cut = getattr(module, key).data, _cut(module, key)
     kind = type(weight)
     sharded = isinstance(weight, DTensor) and (cut is None or weight.device_mesh != cut.mesh)
-    if sharded or kind not in (torch.Tensor, DTensor):
-        hint = "Quantize the model before it is sharded; with expert parallelism, give each expert its own parameter."
+    if (sharded and _dealt(weight) is None) or kind not in (torch.Tensor, DTensor):
+        hint = "Quantize the model before it is sharded; only experts in stacks may be divided over ranks before."
         problems.append(
             Refusal(
                 "UNSUPPORTED", f"a weight of the class {kind.__name__} cannot be quantized", Where(tensor=name), hint

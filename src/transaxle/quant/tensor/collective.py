@@ -38,7 +38,7 @@ def all_gather(tensor: QuantizedTensor, group_size: int, group: Any) -> Quantize
             tensor parallelism has cut.
     """
     frame = tensor.frame
-    if not is_whole(tensor) or frame.width is not None:
+    if not is_whole(tensor) or frame.band is not None:
         raise refused("all_gather", tensor, "it must be whole rows of a matrix")
     if frame.share is not None:
         raise refuse(

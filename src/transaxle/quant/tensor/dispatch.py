@@ -18,8 +18,10 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from transaxle.errors import refuse
-from transaxle.quant.frame.buffers import COLUMN_DATA, COLUMN_SCALE, DATA, ORIGIN, SCALE, STATE
+from transaxle.quant.frame.band import Band
+from transaxle.quant.frame.buffers import STATE
 from transaxle.quant.frame.frame import blank
+from transaxle.quant.frame.tp_share import tile_of
 from transaxle.quant.tensor.collective import all_gather, padded
 from transaxle.quant.tensor.join import cat, is_whole, refused, stack
 from transaxle.quant.tensor.parts import check_common
@@ -140,9 +142,7 @@ def _slice(
         raise refused("slice", tensor, "it is a view of another shape")
     if along == 0:
         return _rows(tensor, first, size)
-    if tensor.frame.matrix is not None:
-        raise refused("slice", tensor, "a stack can only be cut between matrices, along dim 0")
-    return _columns(tensor, first, size)
+    return _band(tensor, along, first, size)
 
 
 def _select(tensor: QuantizedTensor, dim: int, index: int) -> torch.Tensor:
@@ -163,31 +163,28 @@ def _unbind(tensor: QuantizedTensor, dim: int = 0) -> list[torch.Tensor]:
     return [_select(tensor, 0, place) for place in range(tensor.height)]
 
 
-def _columns(tensor: QuantizedTensor, first: int, size: int) -> QuantizedTensor:
-    """Some columns, as a view: they have to be whole tiles."""
-    frame, encoding = tensor.frame, tensor.frame.encoding
-    step = max(tensor.quantizer.grain[1], encoding.tile[1])
-    last = first + size
-    if step and (first % step or (last % step and last != frame.columns)):
-        raise refused("slice", tensor, f"columns {first} to {last} would cut tiles of {step} columns")
-    per_byte = 8 // encoding.code_bits
-
-    def cut(name: str, buffer: torch.Tensor) -> torch.Tensor:
-        if name in (DATA, COLUMN_DATA):
-            return buffer[..., first // per_byte : last // per_byte]
-        if name == SCALE:
-            return buffer[..., first // step : -(-last // step)] if step else buffer
-        return buffer[..., first:last] if name in (COLUMN_SCALE, ORIGIN) else buffer
-
+def _band(tensor: QuantizedTensor, dim: int, first: int, size: int) -> QuantizedTensor:
+    """Some columns, or some rows of every matrix of a stack, as a view: they have to be whole tiles."""
+    frame, shape, last = tensor.frame, list(tensor.shape), first + size
+    what = "columns" if dim == tensor.dim() - 1 else "rows of each matrix"
+    step = tile_of(tensor.quantizer, shape, dim, columnwise=frame.columnwise)
+    if first % step or (last % step and last != shape[dim]):
+        raise refused("slice", tensor, f"{what} {first} to {last} would cut tiles of {step}")
+    other = frame.band
+    if other is not None and other.dim != dim:
+        raise refused("slice", tensor, f"it is {other.size} of {other.whole} along dim {other.dim} already")
+    cut = Band(dim, tensor.dim(), first, size, shape[dim])
+    shape[dim] = size
     made = replace(
         frame,
-        columns=size,
-        cut={name: cut(name, buffer) for name, buffer in frame.cut.items()},
-        shared={name: cut(name, buffer) for name, buffer in frame.shared.items()},
+        columns=prod(shape[1:]),
+        cut={name: cut.part(frame.quantizer, name, buffer) for name, buffer in frame.cut.items()},
+        shared={name: cut.part(frame.quantizer, name, buffer) for name, buffer in frame.shared.items()},
+        matrix=None if frame.matrix is None else (shape[1], shape[2]),
         blank=False,
         of=None,
-        width=frame.width or frame.columns,
-        used=frame.rows + 1,  # other columns are under the same scales: no copy into these covers them
+        band=cut if other is None else replace(cut, start=other.start + first, whole=other.whole),
+        used=frame.rows + 1,  # the others are under the same scales: no copy into these covers them
     )
     return QuantizedTensor(made, tensor.skip, tensor.height, tensor.dtype)
 
@@ -286,7 +283,7 @@ def _new(tensor: QuantizedTensor, size: Sequence[int], device: Any, pin_memory: 
         if old.device.type != "meta":
             shared = {name: buffer.to(target, copy=True) for name, buffer in old.shared.items()}
         start = old.start + tensor.skip if shape[0] == tensor.height else 0
-        frame = replace(frame, whole=old.whole, shared=shared, start=start, share=old.share)
+        frame = replace(frame, whole=old.whole, shared=shared, start=start, share=old.share, band=old.band)
     if pin_memory:
         frame = replace(
             frame,

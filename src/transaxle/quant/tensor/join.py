@@ -175,10 +175,10 @@ def _cat_columns(parts: list[QuantizedTensor]) -> QuantizedTensor:
     frame_of_all = replace(
         frame,
         columns=(columns := sum(part.frame.columns for part in parts)),
-        width=frame.width if columns != frame.width else None,
+        band=None if frame.band is None or columns == frame.band.whole else replace(frame.band, size=columns),
         cut={name: buffer for name, buffer in joined.items() if name in frame.cut},
         shared={name: buffer for name, buffer in joined.items() if name in frame.shared},
         start=frame.start + first.skip,
-        share=None if frame.width is None else frame.share,
+        share=None if frame.band is None else frame.share,
     )
     return QuantizedTensor(replace(frame_of_all, used=None, blank=False, of=None), 0, first.height, first.dtype)

@@ -34,6 +34,9 @@ def check_common(target: QuantizedTensor, source: QuantizedTensor) -> None:
         rows = frame.rows if frame.used is None else frame.used
         known = frame.blank or rows >= frame.whole or source.frame.whole == frame.whole
         common = [name for name in frame.shared if not known]
+        band = frame.band
+        if band is not None and source.frame.band != band and not frame.blank:
+            common = [name for name in (*COMPONENTS, *STATE) if not band.step(target.quantizer, name)]
     else:
         known = _is_of(share, source.frame)
         common = [name for name in (*COMPONENTS, *STATE) if not known and not share.step(target.quantizer, name)]
@@ -51,5 +54,7 @@ def _is_of(share: Share, frame: Frame) -> bool:
     """Whether a frame is of the same part, or of the whole that the part is of."""
     other = frame.share
     if other is None:
-        return (frame.whole, frame.width or frame.columns) == share.shape
+        band = frame.band
+        width = band.whole if band is not None and band.dim == 1 and band.dims == 2 else frame.columns
+        return (frame.whole, width) == share.shape
     return (other.shape, other.dim, other.held) == (share.shape, share.dim, share.held)

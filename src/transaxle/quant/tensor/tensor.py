@@ -21,6 +21,7 @@ from transaxle.encodings.encoding import WHOLE
 from transaxle.errors import Refusal, Where, gathered, refuse
 from transaxle.quant import kernels
 from transaxle.quant.frame import gather, usage
+from transaxle.quant.frame.band import Band
 from transaxle.quant.frame.buffers import (
     COLUMN_DATA,
     COLUMN_SCALE,
@@ -132,7 +133,8 @@ class QuantizedTensor(torch.Tensor):
 
         Args:
             values: a plain tensor of this shape.
-            group: the ranks that hold the other rows of the matrix; all of them must call this. None: there are none.
+            group: the ranks that hold the other rows of the matrix, or its other bands; all of them must call this.
+                None: there are none.
 
         Raises:
             Refused: `SHAPE_MISMATCH`; `UNSUPPORTED` for a shard without `group` whose scales depend on other rows.
@@ -144,10 +146,15 @@ class QuantizedTensor(torch.Tensor):
         alone = self.height == frame.whole
         grain = frame.quantizer.grain[0]
         reduced = frame.matrix is None and (frame.tall or grain != 1 or frame.encoding.has_global)
-        if reduced and group is None and not (alone or frame.blank):
+        band = frame.band
+        banded = band is not None and (not grain or frame.encoding.has_global)
+        if group is None and (banded or (reduced and not (alone or frame.blank))):
+            part = f"{self.height} of {frame.whole} rows, and their scales depend on the other rows"
+            if band is not None and banded:
+                part = f"{band.size} of {band.whole} positions of dim {band.dim}, and its scales depend on the others"
             raise refuse(
                 "UNSUPPORTED",
-                f"this tensor has {self.height} of {frame.whole} rows, and their scales depend on the other rows",
+                f"this tensor has {part}",
                 hint="Call quantize_(values, group=...) on every rank of the group, or use MasterWeights.",
             )
         wide = values.detach().reshape(self.height, *frame.row)
@@ -155,13 +162,15 @@ class QuantizedTensor(torch.Tensor):
             wide = wide.to(self.dtype)
         if frame.matrix is not None and frame.quantizer.state_sizes:  # a history for each matrix
             for place_, matrix in enumerate(wide, self.skip):
-                QuantizedTensor(frame.member(place_), 0, frame.matrix[0], self.dtype).quantize_(matrix)
+                own = QuantizedTensor(frame.member(place_), 0, frame.matrix[0], self.dtype)
+                own.quantize_(matrix, group=None if band is None else group)
             frame.blank = False
             return self
         if frame.blank and group is None:
             at = place(wide, None, 0, self.height, frame.share)
         else:
-            at = place(wide, group, frame.start + self.skip, frame.whole, frame.share)
+            start = frame.start + self.skip
+            at = place(wide, group, start, frame.whole, frame.share, banded=band is not None)
         self.adopt(frame_of(frame.quantizer, wide.to(frame.device), at, frame), 0, self.height)
         return self
 
@@ -205,7 +214,10 @@ class QuantizedTensor(torch.Tensor):
                 f"rows from {there} of {source.whole} cannot begin at row {self.skip}: the rows above would be outside",
                 hint="Copy the values that source.dequantize() gives.",
             )
-        if not covers and not same_buffers(frame.shared, source.shared):
+        here_common, there_common = (
+            one.common(first, rows, frame.band) for one, first in ((frame, self.skip), (source, skip))
+        )
+        if not covers and not same_buffers(here_common, there_common):
             raise refuse(
                 "UNEQUAL_COPIES",
                 f"copying {self.height} of {used} rows would leave the other rows with scales that are not theirs",
@@ -215,11 +227,7 @@ class QuantizedTensor(torch.Tensor):
         if any(frame.cut[name].shape[1:] != source.cut[name].shape[1:] for name in lengths):
             raise refuse("SHAPE_MISMATCH", f"a history of {source.quantizer} does not fit {frame.quantizer}")
         if frame.blank:
-            frame.start, frame.whole, frame.blank = there - self.skip, source.whole, False
-            frame.width = source.width
-            frame.used = 0
-            if ORIGIN in source.cut:
-                frame.cut[ORIGIN] = source.cut[ORIGIN].new_zeros((frame.rows, *frame.row))
+            _begin(frame, source, there - self.skip)
         if frame.used is not None:
             frame.used = max(frame.used, self.skip + self.height)
         for name in list(frame.cut):
@@ -329,6 +337,15 @@ def same_buffers(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.T
     return first.keys() == second.keys() and all(same_bytes(first[name], second[name]) for name in first)
 
 
+def _begin(frame: Frame, source: Frame, start: int) -> None:
+    """Give a frame that nothing was written into its place in the whole, which another's buffers are copied from."""
+    frame.start, frame.whole, frame.blank, frame.used = start, source.whole, False, 0
+    if source.band is not None:
+        frame.band, frame.share = source.band, frame.share or source.share
+    if ORIGIN in source.cut:
+        frame.cut[ORIGIN] = source.cut[ORIGIN].new_zeros((frame.rows, *frame.row))
+
+
 def _refresh(frame: Frame, source: Frame) -> None:
     """Bring the shared buffers of a frame to what another's are, in place where they fit."""
     for name in list(frame.shared):
@@ -371,10 +388,12 @@ def quantized(
     start: int | None = None,
     whole: int | None = None,
     share: Share | None = None,
+    band: Band | None = None,
 ) -> QuantizedTensor:
     """Quantize a matrix, a stack of them or, with a group, this rank's part of one; see `Quantizer.quantize`.
 
     With a share the matrix, or stack, is that part of a whole one, and every rank of the share's group calls this.
+    With a band it is that part of every row, and the ranks of the group have the others.
     """
     if x.dim() not in (2, 3):
         raise refuse(
@@ -387,8 +406,8 @@ def quantized(
             hint="Quantize x.dequantize() to do it again.",
         )
     plain = x.detach()
-    frame = frame_of(quantizer, plain, place(plain, group, start, whole, share))
-    frame.share = share
+    frame = frame_of(quantizer, plain, place(plain, group, start, whole, share, banded=band is not None))
+    frame.share, frame.band = share, band
     return QuantizedTensor(frame, 0, x.shape[0], x.dtype)
 
 
