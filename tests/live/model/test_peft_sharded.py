@@ -1,0 +1,124 @@
+"""Models of peft under FSDP2: a base and adapters are loaded and saved as on one rank; the oracle is peft."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import transaxle as tx
+from tests.live.ranks import run
+from tests.oracles.quiet import quiet
+
+with quiet():
+    import peft
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+SIZES = {
+    "hidden_size": 16, "intermediate_size": 25, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 33,
+}  # fmt: skip
+"""Sizes that two and three ranks do not cut evenly."""
+TARGETS = ["q_proj", "down_proj"]
+ADAPTERS: dict[str, Any] = {
+    "plain": {},
+    "heads": {"modules_to_save": ["lm_head"]},
+    "rank of three": {"r": 3, "target_modules": ["v_proj", "gate_proj"]},
+}
+
+
+def _scrambled(model: nn.Module, seed: int) -> Any:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def _base(seed: int) -> Any:
+    with quiet():
+        return _scrambled(LlamaForCausalLM(LlamaConfig(**SIZES)), seed)
+
+
+def _adapted(kind: str, seed: int, mesh: Any = None) -> Any:
+    with quiet():
+        config = peft.LoraConfig(**{"r": 2, "target_modules": TARGETS, **ADAPTERS[kind]})
+        model = _scrambled(peft.get_peft_model(_base(seed), config), seed)
+    if mesh is not None:
+        for layer in model.base_model.model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    return model
+
+
+def _whole(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+        for name, tensor in model.named_parameters(remove_duplicate=False)
+    }
+
+
+def _differing(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> list[str]:
+    """Names of what only one has, or what is not equal."""
+    return [
+        name for name in sorted({*one, *two}) if name not in one or name not in two or not one[name].equal(two[name])
+    ]
+
+
+def _loaded(rank: int, world: int, kind: str, folder: str) -> None:
+    mesh = init_device_mesh("cpu", (world,))
+    alone, made = _adapted(kind, 2), _adapted(kind, 2, mesh)
+    assert _differing(_whole(made), _whole(alone)) == []
+    # The base, into what is below the adapters.
+    tx.load(made, Path(folder, "base"))
+    peft.set_base_model_state_dict(alone, _base(1).state_dict())
+    with torch.no_grad():  # and into a head that is trained beside them, which peft leaves
+        for name, parameter in alone.named_parameters():
+            if ".modules_to_save." in name:
+                parameter.copy_(_base(1).lm_head.weight)
+    assert _differing(_whole(made), _whole(alone)) == []
+    # The files of an adapter, which peft wrote, into the one that is active.
+    tx.load(made, Path(folder, "adapter"))
+    with quiet():
+        alone.load_adapter(Path(folder, "adapter"), "default", is_trainable=True)
+    assert _differing(_whole(made), _whole(alone)) == []
+    tokens = torch.arange(12).view(2, 6)
+    assert torch.equal(made(tokens).logits, alone(tokens).logits)
+    # The whole, which another number of ranks reads.
+    tx.save(made, Path(folder, "whole"), to="dcp:identity")
+    again = _adapted(kind, 5, mesh)
+    tx.load(again, Path(folder, "whole"))
+    assert _differing(_whole(again), _whole(alone)) == []
+    # The adapter alone, by the names that peft's files have.
+    state = peft.get_peft_model_state_dict(made, save_embedding_layers=False)
+    tx.save(dict(state), Path(folder, "saved"), to="safetensors:identity")
+
+
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_bases_and_adapters_reach_sharded_models(kind: str, tmp_path: Path) -> None:
+    with quiet():
+        _base(1).save_pretrained(tmp_path / "base")
+        given = _adapted(kind, 3)
+        given.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    run(2, _loaded, kind, str(tmp_path))
+    written = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    saved = tx.open(tmp_path / "saved")
+    assert set(saved) == set(written)
+    assert all(saved[name].tobytes() == tensor.numpy().tobytes() for name, tensor in written.items())
+    alone = _adapted(kind, 7)
+    tx.load(alone, tmp_path / "whole")
+    given.load_state_dict(alone.state_dict())
+    assert _differing(_whole(given), _whole(alone)) == []
+    assert all(torch.equal(tensor, _base(1).state_dict()[name]) for name, tensor in _unadapted(alone).items())
+
+
+def _unadapted(model: Any) -> dict[str, torch.Tensor]:
+    """What peft finds below its adapters, under the base's own names."""
+    return dict(peft.get_base_model_state_dict(model))
