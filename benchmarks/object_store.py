@@ -6,20 +6,27 @@ steps: begin, items, commit; and of all but the completion of the uploads, since
 hashes all bytes anew for it. Efficiency is the time of one worker over that of n workers times n, without that
 completion. Connections are slow, so that the machine's own processors are not what is measured.
 
+They are all the same where many parts end at one time, and proxy and server take them one by one. So beside it stands
+what this arrangement allows: as many processes with as many connections that send the same bytes by plain requests, and
+do nothing else. That is the floor; *of the floor* is its time over that of the conversion.
+
     python benchmarks/object_store.py [--mebibytes 512] [--files 8] [--rate 1] [--latency 0.03]
 """
 
 from __future__ import annotations
 
 import argparse
+import http.client
 import os
+import re
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import fsspec
 import numpy as np
@@ -30,7 +37,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import transaxle as tx
 from tests.formats.faulty_proxy import proxied
 from tests.formats.s3_server import ENVIRONMENT, _started, _stop
+from transaxle.formats.parts.part_sender import SENDERS
 from transaxle.formats.parts.shared_upload import SharedUpload
+from transaxle.formats.staging.upload import PART
 
 LEAST = 0.9
 """Efficiency that is promised."""
@@ -61,6 +70,35 @@ def seconds(source: Path, small: Path, url: str, given: argparse.Namespace, work
         begun = time.monotonic()
         tx.convert(source, f"{url}-{workers}", to="safetensors", on=pool, items=workers, jobs=1, shard_size=shard)
         return time.monotonic() - begun, sum(completing)
+
+
+def send_parts(url: str, key: str, count: int) -> None:
+    """Send parts by plain requests, over as many connections as a worker has; the upload is abandoned then."""
+    where, data = urlsplit(url).netloc, bytes(PART)
+
+    def ask(method: str, query: str, body: bytes | None = None) -> bytes:
+        connection = http.client.HTTPConnection(where, timeout=600)
+        connection.request(method, f"/{BUCKET}/{key}?{query}", body, {"Authorization": "AWS testing:testing"})
+        answer = connection.getresponse().read()
+        connection.close()
+        return answer
+
+    (upload,) = re.findall(rb"<UploadId>(.*?)</UploadId>", ask("POST", "uploads"))
+    named = f"uploadId={upload.decode()}"
+    with ThreadPoolExecutor(SENDERS) as threads:
+        list(threads.map(lambda number: ask("PUT", f"partNumber={number + 1}&{named}", data), range(count)))
+    ask("DELETE", named)
+
+
+def floor_seconds(url: str, given: argparse.Namespace, workers: int) -> float:
+    """Return how long as many processes take that only send."""
+    count = (given.mebibytes << 20) // PART // workers
+    with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
+        list(pool.map(abs, range(4 * workers)))  # so that all of them have started
+        begun = time.monotonic()
+        for each in [pool.submit(send_parts, url, f"floor-{number}", count) for number in range(workers)]:
+            each.result()
+        return time.monotonic() - begun
 
 
 completing: list[float] = []
@@ -109,9 +147,10 @@ def main() -> int:
                 efficiency = first / (took * workers)
                 kept = kept and efficiency >= LEAST
                 rate = given.mebibytes / took
+                floor = floor_seconds(proxy.url, given, workers)
                 print(
                     f"  {workers:3} workers {whole:7.1f} s, without completion {took:7.1f} s {rate:7.1f} MiB/s  "
-                    f"efficiency {efficiency:.2f}",
+                    f"efficiency {efficiency:.2f}, of the floor {floor / took:.2f}",
                     flush=True,
                 )
     finally:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -91,11 +93,8 @@ def test_nodes_write_to_a_service(cluster: Any, source: Path, bucket: Bucket, tm
     assert bucket.uploads() == []
 
 
-@pytest.mark.parametrize("after", [0.1, 0.5, 1.0])
-def test_a_node_that_is_lost_is_replaced_by_the_others(
-    cluster: Any, after: float, source: Path, tmp_path: Path
-) -> None:
-    killed.convert(source, tmp_path / "wanted")
+def lose_a_node(cluster: Any, after: float, source: Path, tmp_path: Path) -> None:
+    """Convert while a node is lost after some seconds; demand the bytes of one process, and nothing else."""
     node = started(cluster)
 
     class Losing(Slow):
@@ -106,6 +105,23 @@ def test_a_node_that_is_lost_is_replaced_by_the_others(
     tx.convert(source, tmp_path / "out", on=Losing(0.2), items=24, **HOW)
     assert contents(tmp_path / "out") == contents(tmp_path / "wanted")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source", "wanted"]
+
+
+@pytest.mark.parametrize("after", [0.1, 0.5, 1.0])
+def test_a_node_that_is_lost_is_replaced_by_the_others(
+    cluster: Any, after: float, source: Path, tmp_path: Path
+) -> None:
+    killed.convert(source, tmp_path / "wanted")
+    lose_a_node(cluster, after, source, tmp_path)
+
+
+@pytest.mark.oracle
+def test_nodes_that_are_lost_at_twenty_moments(cluster: Any, source: Path, tmp_path: Path) -> None:
+    killed.convert(source, tmp_path / "wanted")
+    moments = random.Random(20)
+    for _ in range(20):
+        lose_a_node(cluster, moments.uniform(0, 2), source, tmp_path)
+        shutil.rmtree(tmp_path / "out")
 
 
 def test_a_straggler_is_done_twice(cluster: Any, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
