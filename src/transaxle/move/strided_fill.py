@@ -166,7 +166,7 @@ def scatter(held: Bytes, transfer: Transfer, out: Bytes, at: int) -> None:
     if not transfer.loops:
         out[at : at + width] = held[:width]
         return
-    if transposed(held, out, at, width, transfer.loops):
+    if width in _WORDS and len(transfer.loops) > 1 and transposed(held, out, at, width, transfer.loops):
         return
     steps = [at, width, *(value for _, source, target in transfer.loops for value in (source, target))]
     # Every offset, width and step must be a multiple of the word; then numpy moves 8 bytes at a time instead of one.

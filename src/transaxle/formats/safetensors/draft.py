@@ -66,8 +66,7 @@ def draft(
     if faults:
         raise faults.error()
     beside = {KEPT: encode(groups)} if groups else {}
-    facts = facts_as_text(run or {})
-    if facts is not None and any(spec.name.startswith(OPTIMIZER) for spec in tensors):
+    if any(spec.name.startswith(OPTIMIZER) for spec in tensors) and (facts := facts_as_text(run or {})) is not None:
         beside[KEPT_RUN] = facts
     first_file_metadata = iter([beside])
     room = blank_seal(sum(size > 0 for _, size in sized)) if sealed else {}
