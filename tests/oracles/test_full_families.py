@@ -55,6 +55,8 @@ OTHERS: dict[str, tuple[str, ...]] = {
     "electra": ("ElectraModel", "ElectraForMaskedLM"),
     "distilbert": ("DistilBertForMaskedLM",),
     "modernbert": ("ModernBertForMaskedLM",),
+    "nomic_bert": ("NomicBertForMaskedLM",),
+    "gte": ("GteForMaskedLM",),
     "bart": ("BartForConditionalGeneration",),
     "whisper": ("WhisperForConditionalGeneration",),
 }

@@ -102,7 +102,13 @@ _MIXED: dict[str, dict[str, Any]] = {
     "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"]},
 }
 """Layers of every kind, where a tiny config would not have them."""
-AUTO = ("AutoModelForImageTextToText", "AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModel")
+AUTO = (
+    "AutoModelForImageTextToText",
+    "AutoModelForCausalLM",
+    "AutoModelForSeq2SeqLM",
+    "AutoModel",
+    "AutoModelForPreTraining",
+)
 
 
 def types() -> list[str]:

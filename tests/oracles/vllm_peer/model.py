@@ -31,6 +31,8 @@ class Model:
     """Beginnings of names that transformers stores -> those that vLLM reads, of the hub's own files."""
     transposed: str = ""
     """Ends the names of experts that vLLM reads with their last dims exchanged, as the hub's first files have them."""
+    mistral: bool = False
+    """vLLM reads Mistral's own files of it."""
     inside: str = ""
     """The folder of the hub's repository in which vLLM looks for tensors, where it is not the uppermost one."""
     left: str = ""
@@ -39,6 +41,10 @@ class Model:
     """Tensors of the hub that vLLM has nothing for: parts of their names."""
     dtype: str = "float32"
     """What vLLM loads it as, of models that it runs in one type only."""
+    spared: tuple[str, ...] = ()
+    """Such tensors that the model may lack: it comes back, and these with it."""
+    bare: str = ""
+    """What names begin with in a model with a head: without its head, which vLLM lacks, they come back without it."""
     most: int = 4
     """The largest number of ranks: vLLM takes long to put experts into transformers' modules."""
 

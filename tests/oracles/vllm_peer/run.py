@@ -17,14 +17,16 @@ import re
 import shutil
 import sys
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import distributed as dist
 
+from tests.oracles.vllm_peer.mistral_format import mistral_format
 from tests.oracles.vllm_peer.model import Model
 from tests.oracles.vllm_peer.models import MODELS
 
@@ -127,7 +129,7 @@ def _config_class(model_type: str) -> None:
 
 def _published(model: Model, folder: Path) -> Path:
     """The folder that vLLM reads: tensors as in the hub's own files, where transformers stores them otherwise."""
-    if not (model.renamed or model.transposed or model.inside):
+    if not (model.renamed or model.transposed or model.inside or model.mistral):
         return folder
     target = folder.with_name("published")
     (target / model.inside).mkdir(parents=True)
@@ -136,6 +138,7 @@ def _published(model: Model, folder: Path) -> Path:
         name = _beginning(name, model.renamed)
         turned = model.transposed and ".experts." in name and name.endswith(model.transposed)
         stored[name] = value.transpose(1, 2).contiguous() if turned else value
+    stored = mistral_format(stored, model.config["text_config"]) if model.mistral else stored
     save_file(stored, target / model.inside / "model.safetensors", metadata={"format": "pt"})
     shutil.copy(folder / "config.json", target)
     return target
@@ -187,6 +190,18 @@ def _stand_ins() -> None:
     _name_convolutions(olmo)
     processor = SimpleNamespace(image_processor=None)  # its files are not there, and loading asks nothing of it
     multimodal.MultiModalProcessingInfo.get_hf_processor = lambda _, **_options: processor
+    _without_filters()
+
+
+def _without_filters() -> None:
+    """Import what hears for Cohere's transcriber, whose filters, which loading does not need, are not installed."""
+    filters: Any = ModuleType("torchaudio.functional")
+    filters.melscale_fbanks = _Idle
+    stand_ins = {"torchaudio": ModuleType("torchaudio"), filters.__name__: filters}
+    sys.modules.update(stand_ins)
+    import_module("vllm.transformers_utils.processors.cohere_asr")
+    for name in stand_ins:
+        del sys.modules[name]
 
 
 def _name_convolutions(olmo: Any) -> None:

@@ -20,11 +20,67 @@ _TWICE = {"language_model.model.model.": "language_model.model."}
 """transformers 5.19 stores the text model under this name, 5.23 does not."""
 
 
+_VOICE: Config = {
+    "model_type": "voxtral_encoder",
+    "hidden_size": 64,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_mel_bins": 16,
+    "max_source_positions": 12,
+}
+
+
 def heard(architecture: str, model_type: str, text: str, *parts: Config, audio: Config, **config: Any) -> Model:
     """A model of text and sound."""
     inner = model(architecture, text, *parts).config
     whole = {"model_type": model_type, **config, "text_config": inner, "audio_config": audio}
     return Model(architecture, whole, kind=architecture, mended=_TWICE)
+
+
+def _voxtral() -> Model:
+    """Voxtral; what its makers' config has besides, stands in the parts."""
+    made = heard("VoxtralForConditionalGeneration", "voxtral", "mistral", audio=_VOICE).config
+    more = {
+        "text_config": {**made["text_config"], "architectures": ["MistralForCausalLM"]},
+        "audio_config": {
+            **_VOICE, "downsample_factor": 4, "window_size": 400, "sampling_rate": 16000, "hop_length": 160,
+            "global_log_mel_max": 1.5, "is_encoder_decoder": False,
+        },
+    }  # fmt: skip
+    architecture = "VoxtralForConditionalGeneration"
+    return Model(architecture, made, more, kind=architecture, mended=_TWICE, mistral=True, left="embed_positions")
+
+
+def _cohere_asr() -> Model:
+    """Cohere's transcriber; its makers' config says the same in other words."""
+    ears = {
+        "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 8, "intermediate_size": 96,
+        "conv_kernel_size": 5, "subsampling_conv_channels": 14, "num_mel_bins": 16, "max_position_embeddings": 40,
+    }  # fmt: skip
+    config = {
+        "model_type": "cohere_asr", "vocab_size": 90, "hidden_size": 64, "num_hidden_layers": 3,
+        "num_attention_heads": 8, "intermediate_size": 80, "max_position_embeddings": 70, "encoder_config": ears,
+    }  # fmt: skip
+    more = {
+        "encoder": {
+            "feat_in": 16, "n_layers": 2, "d_model": 48, "feat_out": -1, "causal_downsampling": False,
+            "subsampling": "dw_striding", "subsampling_factor": 8, "subsampling_conv_channels": 14,
+            "ff_expansion_factor": 2, "self_attention_model": "rel_pos", "n_heads": 8, "att_context_size": [-1, -1],
+            "xscaling": False, "untie_biases": True, "pos_emb_max_len": 40, "conv_kernel_size": 5,
+            "conv_norm_type": "batch_norm", "conv_context_size": None,
+        },
+        "transf_decoder": {
+            "config_dict": {
+                "hidden_size": 64, "inner_size": 80, "num_attention_heads": 8, "num_layers": 3, "hidden_act": "relu",
+                "max_sequence_length": 70,
+            },
+        },
+        "head": {"num_classes": 90, "hidden_size": 64},
+        "preprocessor": {"sample_rate": 16000, "window_stride": 0.01},
+    }  # fmt: skip
+    kind = "CohereAsrForConditionalGeneration"
+    return Model(kind, config, more, kind=kind, renamed={"model.": ""})
 
 
 SOUND = {
@@ -52,6 +108,8 @@ SOUND = {
             "num_attention_heads": 8, "num_key_value_heads": 2, "num_mel_bins": 16,
         },
     ),
+    "voxtral": _voxtral(),
+    "cohere_asr": _cohere_asr(),
     "granite_speech": Model(
         "GraniteSpeechForConditionalGeneration",
         {
