@@ -17,11 +17,13 @@ import numpy as np
 import pytest
 
 import transaxle as tx
-from tests.checkpoints import TENSORS, tensors, tiny, write
+from tests.checkpoints import CONFIG, TENSORS, tensors, tiny, write
 from tests.reports.test_checkpoint_page import HOSTILE
 
 WIDTHS, SCHEMES = (1440, 390), ("light", "dark")
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
+OTHERS = ("differing",)
+"""Pages of the same parts, each in either width and either scheme."""
 TREE = "document.querySelector('[data-figure]').report"
 Open = Callable[..., Any]
 
@@ -65,6 +67,31 @@ def planned(page: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
+def differing(page: Path) -> Path:
+    """The report of its difference from a model in which one layer was trained."""
+    random = np.random.default_rng(1)
+    trained = {
+        name: (values.astype("f4") + 1e-2 * random.standard_normal(values.shape)).astype(values.dtype)
+        if name.startswith("model.layers.1.") and "norm" not in name
+        else values
+        for name, values in tensors().items()
+    }
+    write(page.parent / "trained" / "tiny", trained, config=CONFIG)
+    compared = tx.diff(page.parent / "tiny", page.parent / "trained" / "tiny", numeric=True)
+    return tx.report(compared, page.parent / "difference.html")
+
+
+@pytest.fixture(scope="module")
+def hostile_difference(hostile: Path) -> Path:
+    """The report of its difference from one that wants to run something else."""
+    held = {name: np.zeros(size, np.uint8) for name, size in HOSTILE.items()} | {
+        "<script>alert(3)</script>": np.ones(1)
+    }
+    compared = tx.diff(hostile.parent / "</script><i>", write(hostile.parent / "<b>", held), numeric=True)
+    return tx.report(compared, hostile.parent / "difference.html")
+
+
+@pytest.fixture(scope="module")
 def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The report of a checkpoint that wants to run something."""
     folder = tmp_path_factory.mktemp("hostile")
@@ -101,9 +128,10 @@ def opened(browser: Any) -> Iterator[Open]:
     assert said == []
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("which", ["page", "planned"])
+@pytest.mark.parametrize(("which", "width", "scheme"), [
+    *((which, width, scheme) for which in ("page", "planned") for width in WIDTHS for scheme in SCHEMES),
+    *((which, *look) for which in OTHERS for look in zip(WIDTHS, SCHEMES, strict=True)),
+])  # fmt: skip
 def test_a_page_fits_and_everyone_can_use_it(
     which: str, width: int, scheme: str, opened: Open, request: pytest.FixtureRequest
 ) -> None:
@@ -113,6 +141,7 @@ def test_a_page_fits_and_everyone_can_use_it(
     shown = opened(request.getfixturevalue(which), width, scheme)
     assert shown.evaluate("document.documentElement.scrollWidth") <= width
     assert shown.locator("h1").inner_text().endswith("/tiny")
+    assert shown.locator("canvas").count() == shown.locator("[data-figure]").count() >= 1
     drawn = shown.evaluate(
         "(() => { const c = document.querySelector('canvas');"
         " const pixels = c.getContext('2d').getImageData(0, 0, c.width, c.height).data;"
@@ -226,6 +255,46 @@ def test_hostile_names_are_shown_and_do_nothing(hostile: Path, opened: Open) -> 
         shown.get_by_role("button", name="Download Tensors by rule as JSON").click()
     rows = json.loads(download.value.path().read_bytes())
     assert {row["example"] for row in rows} == set(HOSTILE)
+
+
+def test_hostile_names_of_differences_do_nothing(hostile_difference: Path, opened: Open) -> None:
+    shown = opened(hostile_difference)
+    assert shown.title() != "x"
+    names = shown.locator("[data-table=worst] td.name").all_inner_texts()
+    assert "</script><script>document.title='x'</script>" in names
+    assert "\\u202egnp.tier\\u2066 bidi" in names
+    assert shown.locator("[data-table=alone] td.name").all_inner_texts() == ["<script>alert(3)</script>"]
+    assert shown.locator("main img, main b:not(.hint b)").count() == 0
+    shown.locator("[data-figure=map] .chart").hover(position={"x": 250, "y": 12})
+    assert shown.locator(".hint").first.inner_text()
+
+
+def test_equal_cells_have_no_colour(differing: Path, opened: Open) -> None:
+    """What is drawn is what the table says: no colour where bits are equal, and more of it where more changed."""
+    shown = opened(differing)
+    cells = shown.evaluate(f"{TREE}.cells.map((cell, at) => [cell[1], cell[2], ({TREE}).colour(at)])")
+    rows = shown.evaluate("JSON.parse(document.getElementById('data').textContent).figures.map.data.rows")
+    states = {(rows[row], state) for row, state, _ in cells}
+    assert {("down", ""), ("down", "equal"), ("norm", "equal")} <= states
+    assert ("norm", "") not in states
+    assert len({colour for _, state, colour in cells if not state}) >= 1
+    painted = shown.evaluate(
+        "(() => { const c = document.querySelector('[data-figure=map] canvas');"
+        " const pixels = c.getContext('2d').getImageData(0, 0, c.width, c.height).data, found = {};"
+        " for (let at = 0; at < pixels.length; at += 4) {"
+        "   const hex = (from) => pixels[at + from].toString(16).padStart(2, '0'), key = hex(0) + hex(1) + hex(2);"
+        "   if (pixels[at + 3] === 255) found['#' + key] = (found['#' + key] || 0) + 1; }"
+        " return found; })()"
+    )
+    for colour in {colour for _, state, colour in cells if not state}:
+        assert painted[colour] > 500
+    shown.get_by_role("button", name="Changed elements").click()
+    assert shown.locator(".legend li").all_inner_texts()[-1] == "all"
+    shown.get_by_role("button", name="|A - B| / |B|", exact=True).click()
+    drawn = shown.evaluate("document.querySelectorAll('[data-figure]')[1].report.drawn.getOption().series[0].data")
+    assert sum(drawn) == sum(int(row[5]) for row in shown.evaluate(
+        "JSON.parse(document.getElementById('data').textContent).tables.find((table) => table.id === 'cells').rows"
+    ))  # fmt: skip
 
 
 def test_nothing_else_may_run(page: Path, opened: Open, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -38,7 +39,8 @@ class Column:
     title: str
     """Its heading."""
     kind: str = "text"
-    """`text`, `name` (set as code), `count`, `bytes`, or `share` (bytes, with a bar of their share of all)."""
+    """`text`, `name` (set as code), `count`, `bytes`, `share` (bytes, with a bar of their share of all), or `number`
+    (any other number)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,7 @@ class Figure:
     """What is drawn, as data for the script of the same name."""
 
     kind: str
-    """`treemap` or `sankey`."""
+    """`treemap`, `sankey`, `heat` (a map of cells) or `bars`."""
     label: str
     """What it shows, for those who do not see it."""
     data: Mapping[str, Any]
@@ -90,7 +92,7 @@ class Page:
     """A page before it is HTML."""
 
     kind: str
-    """What is reported on, in a word: `checkpoint`, `plan`."""
+    """What is reported on, in a word: `checkpoint`, `plan`, `difference`."""
     title: str
     """Its name."""
     headline: str
@@ -147,7 +149,7 @@ def as_html(page: Page) -> bytes:
         loader=jinja2.FunctionLoader(_asset), autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined
     )
     environment.filters["visible"] = visible
-    style, scripts = _asset("page.css"), [_asset("echarts.min.js"), _asset("page.js")]
+    style, scripts = _asset("page.css"), [_asset(name) for name in ("echarts.min.js", "maps.js", "page.js")]
     text = environment.get_template("page.html.jinja").render(
         mark=MARK.decode(),
         page=page,
@@ -179,9 +181,10 @@ def _embedded(page: Page) -> str:
     tables = [asdict(table) for section in page.sections for table in section.tables]
     figures = {section.id: asdict(section.figure) for section in page.sections if section.figure is not None}
     data: Any = {"kind": page.kind, "title": page.title, "facts": page.facts, "tables": tables, "figures": figures}
+    data = _plain(data)
     if _characters(data) > _MOST_TEXT:
         data = _cut(data)
-    text = json.dumps(data, separators=(",", ":"), default=_number)
+    text = json.dumps(data, separators=(",", ":"), default=str, allow_nan=False)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
@@ -202,9 +205,16 @@ def _cut(data: Any) -> Any:
     return [_cut(value) for value in data] if isinstance(data, list | tuple) else data
 
 
-def _number(value: Any) -> object:
-    """Return a numpy scalar as a plain number; anything else as its text."""
-    return value.item() if hasattr(value, "item") else str(value)
+def _plain(data: Any) -> Any:
+    """Return the data with numpy's scalars as plain numbers, and with those that JSON lacks as JavaScript's words."""
+    if isinstance(data, Mapping):
+        return {key: _plain(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_plain(value) for value in data]
+    value = data.item() if hasattr(data, "item") else data
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
 
 
 def check_destination(path: str, *, overwrite: bool) -> None:

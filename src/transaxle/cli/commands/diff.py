@@ -34,6 +34,7 @@ _UNCOMPARED = _ALONE | {"encoding"}
         ("transaxle diff run-a/ run-b/", "which tensors differ"),
         ("transaxle diff run-a/ run-b/ --stat", "counts per logical tensor, with the largest difference"),
         ("transaxle diff run-a/ run-b/ --numeric", "which tensors differ, and by how much"),
+        ("transaxle diff run-a/ run-b/ --report diff.html", "the same as a page to look at in a browser"),
     ),
     help="""Show where two checkpoints differ, across formats and dialects.
 
@@ -42,7 +43,10 @@ _UNCOMPARED = _ALONE | {"encoding"}
 
     With --numeric, values are compared instead: quantized tensors are decoded, and the two checkpoints may store a
     tensor in different number formats. For each tensor that differs, the largest absolute difference, the root mean
-    square of the difference, and the norm of the difference divided by the norm of B's tensor are printed.""",
+    square of the difference, and the norm of the difference divided by the norm of B's tensor are printed.
+
+    --report FILE compares values as well, and writes an HTML page: where in the model the two differ, by how much, the
+    tensors that differ most, and the names that only one of them has.""",
 )
 @click.argument("a", type=click.Path())
 @click.argument("b", type=click.Path())
@@ -50,18 +54,36 @@ _UNCOMPARED = _ALONE | {"encoding"}
 @click.option(
     "--numeric", is_flag=True, help="Compare decoded values, also across number formats, and measure the differences."
 )
+@click.option("--report", metavar="FILE", type=click.Path(), help="Write an HTML page; FILE must not exist.")
 @options.reading
 @options.decoding
 @options.working
 @options.printing
 def command(
-    screen: Screen, a: str, b: str, stat: bool, numeric: bool, source_options: dict[str, Any], limit: Limits
+    screen: Screen,
+    a: str,
+    b: str,
+    stat: bool,
+    numeric: bool,
+    report: str | None,
+    source_options: dict[str, Any],
+    limit: Limits,
 ) -> int:
     """Compare two checkpoints."""
+    if report is not None:
+        from transaxle.reports.html_page import check_destination, check_jinja
+
+        check_jinja()
+        check_destination(report, overwrite=False)
     with opened_pair(a, b, source_options) as (first, second):
         with screen.progress(first.container.nbytes, "comparing") as progress:
-            comparison = compare(first, second, numeric=numeric or stat, limit=limit, progress=progress)
+            measured = numeric or stat or report is not None
+            comparison = compare(first, second, numeric=measured, limit=limit, progress=progress)
         components = _components(second) if stat else {}
+    if report is not None:
+        from transaxle.reports.reporting import report as write_report
+
+        write_report(comparison, report)
     if screen.as_json:
         screen.document(comparison.as_json())
     elif comparison.equal:
@@ -70,6 +92,8 @@ def command(
         _print_stat(screen, comparison, components)
     else:
         _print_names(screen, comparison)
+    if report is not None and not screen.as_json:
+        screen.line(f"  shown in {report}")
     return 0 if comparison else 1
 
 

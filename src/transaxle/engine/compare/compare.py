@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, Literal
 
-import numpy as np
-
 from transaxle.encodings.encoding import Encoded
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, StoredTensor
 from transaxle.engine.checkpoint.recognise import IDENTITY
+from transaxle.engine.compare.distance import Distance
+from transaxle.engine.compare.survey import Survey, Surveyed
 from transaxle.engine.copying.duplicate_checks import plan_checks, unequal
 from transaxle.engine.number_text import notebook, plural, size
 from transaxle.engine.plan.training_beside import beside
 from transaxle.errors import Refusal, TransaxleError
-from transaxle.formats.dtype import ITEM_BITS, numpy_dtype
+from transaxle.formats.dtype import ITEM_BITS
 from transaxle.formats.training_state.state import OPTIMIZER
 from transaxle.move.workers import Limits, Pair, Progress, limits, share, unwatched
 from transaxle.spans import stage
@@ -83,6 +82,8 @@ class Comparison:
     """Everything that differs, by name."""
     across: Mapping[str, int] = field(default_factory=dict)
     """Two number formats, as one text -> number of tensors whose values were compared across them."""
+    survey: Surveyed | None = None
+    """What was measured of every tensor, those that are equal too; None where values were not measured."""
 
     @property
     def tensors(self) -> int:
@@ -191,6 +192,7 @@ def compare(
     differences += _only_in_one(view, second, explained)
     common = [name for name in view if name in second and name not in explained]
     across: dict[str, int] = {}
+    survey = Survey(view, second) if numeric else None
 
     def look(pair: Pair, name: str) -> None:
         first_side, two = view[name], second[name]
@@ -198,7 +200,10 @@ def compare(
         by_value = numeric and (
             formats[0] != first_side.dtype or formats[1] != two.dtype or first_side.dtype != two.dtype
         )
-        difference = _difference(first_side, two, pair, numeric=numeric, by_value=by_value, progress=progress)
+        distance = Distance() if survey is None else survey.distance(name)
+        difference = _difference(first_side, two, pair, distance, numeric=numeric, by_value=by_value, progress=progress)
+        if survey is not None:
+            survey.add(name, distance, difference is not None)
         if by_value:
             both_formats = " and ".join(dict.fromkeys(formats))
             across[both_formats] = across.get(both_formats, 0) + 1
@@ -218,6 +223,7 @@ def compare(
         sum(view[name].nbytes + second[name].nbytes for name in common),
         tuple(sorted(differences, key=lambda difference: difference.name)),
         dict(sorted(across.items())),
+        None if survey is None else survey.surveyed(),
     )
 
 
@@ -302,7 +308,14 @@ def _unequal_copies(view: Checkpoint, limit: Limits) -> list[Refusal]:
 
 
 def _difference(
-    first: StoredTensor, second: StoredTensor, pair: Pair, *, numeric: bool, by_value: bool, progress: Progress
+    first: StoredTensor,
+    second: StoredTensor,
+    pair: Pair,
+    distance: Distance,
+    *,
+    numeric: bool,
+    by_value: bool,
+    progress: Progress,
 ) -> Difference | None:
     """Compare two tensors.
 
@@ -310,6 +323,7 @@ def _difference(
         first: a tensor.
         second: its counterpart.
         pair: does the reading.
+        distance: accumulates how far they are apart, where that is measured.
         numeric: measure how far they are apart.
         by_value: numbers are equal where they are the same number, whatever their bits.
         progress: told the bytes of each block.
@@ -319,7 +333,7 @@ def _difference(
         return Difference(first.name, component, "shape", f"{list(first.shape)} and {list(second.shape)}")
     if first.dtype != second.dtype and not (by_value and {first.dtype, second.dtype} <= _REALS):
         return Difference(first.name, component, "dtype", f"{first.dtype} and {second.dtype}")
-    distance, differs = Distance(), False
+    differs = False
     measurable = numeric and ITEM_BITS.get(first.dtype, 8) >= 8
     for first_block, second_block in pair.blocks(first.transfers(), second.transfers(), first.nbytes, second.nbytes):
         progress(len(first_block))
@@ -339,68 +353,3 @@ def _difference(
     return Difference(
         first.name, component, "values", detail, distance.elements, distance.largest, distance.rms, distance.relative
     )
-
-
-class Distance:
-    """How far the values of two tensors are apart, accumulated block by block."""
-
-    def __init__(self) -> None:
-        self.elements = 0
-        """How many differ."""
-        self.largest = 0.0
-        """The largest absolute difference; inf where only one of two is NaN."""
-        self._count = 0
-        self._squares = 0.0
-        self._of = 0.0
-
-    @property
-    def rms(self) -> float:
-        """Root of the mean squared difference."""
-        return math.sqrt(self._squares / self._count) if self._count else 0.0
-
-    @property
-    def relative(self) -> float:
-        """Norm of the difference over the norm of the second; inf where that is 0 and the first is not."""
-        if not self._of:
-            return math.inf if self._squares else 0.0
-        return math.sqrt(self._squares / self._of) if math.isfinite(self._of) else math.nan
-
-    def skip(self, block: memoryview, dtype: str, *, measured: bool) -> None:
-        """Add a block in which nothing differs."""
-        if measured:
-            self._sum(_wide(block, dtype))
-
-    def add(
-        self, first_block: memoryview, second_block: memoryview, first_dtype: str, second_dtype: str, *, by_value: bool
-    ) -> None:
-        """Add a block of the two tensors, which are of these types."""
-        x, y = _wide(first_block, first_dtype), _wide(second_block, second_dtype)
-        self._sum(y)
-        if by_value:
-            unequal = (x != y) & ~(np.isnan(x) & np.isnan(y))
-        else:
-            kind = numpy_dtype(first_dtype)
-            words = f"u{kind.itemsize}"
-            bits = kind.itemsize <= 8
-            a, b = (np.frombuffer(block, words if bits else kind) for block in (first_block, second_block))
-            unequal = a != b
-        x, y = x[unequal], y[unequal]
-        with np.errstate(invalid="ignore"):
-            distance = np.abs(x - y)
-        one_nan = np.isnan(x) != np.isnan(y)
-        distance[np.isnan(distance)] = 0.0
-        distance[one_nan] = np.inf
-        self.elements += int(unequal.sum())
-        self.largest = max(self.largest, float(distance.max(initial=0.0)))
-        self._squares += float(np.square(distance).sum())
-
-    def _sum(self, values: np.ndarray) -> None:
-        self._count += values.size
-        with np.errstate(over="ignore"):
-            self._of += float(np.nansum(np.square(np.abs(values))))
-
-
-def _wide(block: memoryview, dtype: str) -> np.ndarray:
-    """Return values in double precision; complex ones stay complex."""
-    kind = numpy_dtype(dtype)
-    return np.frombuffer(block, kind).astype(np.complex128 if kind.kind == "c" else np.float64)

@@ -79,6 +79,12 @@ def products(positions: Iterable[Position]) -> list[Indices]:
     return [(tuple(indices), *following) for inner, indices in alike.items() for following in products(inner)]
 
 
+def taken_apart(name: str) -> tuple[tuple[str, ...], Position]:
+    """Return the text of a name around its indices, and the indices."""
+    parts = _INDEX.split(name, maxsplit=_MOST)
+    return tuple(parts[::2]), tuple(map(int, parts[1::2]))
+
+
 def fold(names: Iterable[str], keys: Iterable[Hashable] | None = None) -> list[FoldedRow]:
     """Fold names that differ only in their indices.
 
@@ -92,8 +98,8 @@ def fold(names: Iterable[str], keys: Iterable[Hashable] | None = None) -> list[F
     groups: dict[tuple[tuple[str, ...], Hashable], dict[Position, str]] = {}
     listed = list(names)
     for name, key in zip(listed, [None] * len(listed) if keys is None else keys, strict=True):
-        parts = _INDEX.split(name, maxsplit=_MOST)
-        groups.setdefault((tuple(parts[::2]), key), {})[tuple(map(int, parts[1::2]))] = name
+        literals, position = taken_apart(name)
+        groups.setdefault((literals, key), {})[position] = name
     rows = []
     for (literals, key), names_by_position in groups.items():
         for sets in products(names_by_position):

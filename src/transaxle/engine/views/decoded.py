@@ -154,6 +154,19 @@ class Decoder:
         begin = offset - first_element * item
         out[:] = elements.view(np.uint8)[begin : begin + len(out)]
 
+    def scales(self, first: int, last: int) -> npt.NDArray[np.float64]:
+        """Return the scale of each of a range of elements: that of its tile, times the global one if there is one."""
+        out = np.empty(last - first, np.float64)
+        at = 0
+        for row, rows, column, columns in self._boxes(first, last):
+            scale, phase = self._scales_of(row, rows, column, columns)
+            tall = (np.arange(rows) + phase[0]) // self._tile_rows
+            wide = (np.arange(columns) + phase[1]) // self._tile_columns
+            factors = scale.astype(np.float64) * self._factors[row // self._rows]
+            out[at : at + rows * columns] = factors[np.ix_(tall, wide)].reshape(-1)
+            at += rows * columns
+        return out
+
     def error(self) -> Error:
         """Return how far the decoded values are from the exact products, over the whole tensor."""
         total = Error()
@@ -206,12 +219,15 @@ class Decoder:
         else:
             begin = (row * self._columns + column) * self._bits // 8
             codes = self._codes.read(begin, begin + columns * self._bits // 8)
-        codes = codes.reshape(rows, columns * self._bits // 8)
+        return codes.reshape(rows, columns * self._bits // 8), *self._scales_of(row, rows, column, columns)
+
+    def _scales_of(self, row: int, rows: int, column: int, columns: int) -> tuple[ScaleArray, tuple[int, int]]:
+        """Read the scales of a box that lies in one matrix, and return its phase in its first tile."""
         number, inside = divmod(row, self._rows)
         top = self._grids[number] * self._grid_rows
         scale = self._scales(top + inside // self._tile_rows, top + (inside + rows - 1) // self._tile_rows + 1)
         left, right = column // self._tile_columns, (column + columns - 1) // self._tile_columns + 1
-        return codes, scale[:, left:right], (inside % self._tile_rows, column % self._tile_columns)
+        return scale[:, left:right], (inside % self._tile_rows, column % self._tile_columns)
 
     @cached_property
     def _codes(self) -> RowMajorBytes:

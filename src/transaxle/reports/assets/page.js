@@ -86,7 +86,17 @@
     setTimeout(() => (button.textContent = "Copy"), 1500);
   }
 
-  const numeric = (kind) => kind === "count" || kind === "bytes" || kind === "share";
+  const numeric = (kind) => ["count", "bytes", "share", "number"].includes(kind);
+  // Any number, in three digits; what JSON lacks comes as a word, of which `Number` makes the number again.
+  const shortly = (value) => {
+    const given = Number(value);
+    if (!Number.isFinite(given)) return Number.isNaN(given) ? "NaN" : given > 0 ? "∞" : "-∞";
+    if (given === 0 || (Math.abs(given) >= 1e-3 && Math.abs(given) < 1e5)) return String(Number(given.toPrecision(3)));
+    return given.toExponential(2).replace(/\.?0+e/, "e").replace("e+", "e");
+  };
+  // What is no number comes before all others where the largest come first.
+  const comparable = (value) => (Number.isNaN(Number(value)) ? Infinity : Number(value));
+  const compared = (a, b) => (comparable(a) === comparable(b) ? 0 : comparable(a) < comparable(b) ? -1 : 1);
 
   function cell(kind, value, whole) {
     if (kind === "share") {
@@ -98,6 +108,7 @@
       const title = kind === "bytes" ? { title: count(value) + " bytes" } : {};
       return element("td", { class: "number", ...title }, kind === "bytes" ? size(value) : count(value));
     }
+    if (kind === "number") return element("td", { class: "number", title: String(value) }, shortly(value));
     const text = visible(value);
     const made = element("td", { class: kind === "name" ? "name" : "text", dir: "auto" });
     made.append(text.length > LONG ? element("span", { class: "long", tabindex: "0" }, text) : text);
@@ -115,7 +126,7 @@
       if (by < 0) return found;
       const sign = down ? -1 : 1;
       return [...found].sort((a, b) =>
-        sign * (numeric(table.columns[by].kind) ? a[by] - b[by] : String(a[by]).localeCompare(String(b[by]), "en", { numeric: true })));
+        sign * (numeric(table.columns[by].kind) ? compared(a[by], b[by]) : String(a[by]).localeCompare(String(b[by]), "en", { numeric: true })));
     };
     const title = element("h3", { id: "title-" + table.id }, table.title);
     const copying = element("button", { type: "button", onclick: () => copy(copying, csv(table, rows())) }, "Copy");
@@ -395,7 +406,7 @@
     host.report = { all, drawn };
   }
 
-  const FIGURES = { treemap, sankey };
+  const FIGURES = { treemap, sankey, ...window.maps({ chart, charts, count, css, cut, element, listeners, matches, percent, shortly, size, tooltip }) };
   for (const host of document.querySelectorAll("[data-figure]")) {
     const figure = data.figures[host.dataset.figure];
     FIGURES[figure.kind](host, figure);
