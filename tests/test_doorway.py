@@ -19,6 +19,7 @@ CORE = {
     "Plan",
     "Refusal",
     "Report",
+    "Sharding",
     "StoredTensor",
     "Table",
     "TransaxleError",
@@ -58,6 +59,7 @@ LIVE = {
     "refit",
     "reshard",
     "save",
+    "sharding",
     "state_dict_as",
 }
 

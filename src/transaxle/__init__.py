@@ -31,6 +31,7 @@ _ELSEWHERE = {
     "SaveJob": "live.background.asynchronous",
     "SavePlanner": "live.integrations.dcp_planners",
     "SaveReport": "live.model.report",
+    "Sharding": "engine.facts.sharding_facts",
     "Table": "derivation.sources",
     "TrainerCheckpoints": "live.integrations.callbacks",
     "as_runs": "live.sharding.dcp_chunks",
@@ -41,6 +42,7 @@ _ELSEWHERE = {
     "report": "reports.reporting",
     "reshard": "live.reexpress.reshard",
     "save": "live.save.save",
+    "sharding": "live.reexpress.model_sharding",
     "state_dict_as": "live.reexpress.state_dict_adapter",
 }
 """What few programs use -> its module: what works on live models, which imports torch, derived tables, executors."""
@@ -71,11 +73,13 @@ if TYPE_CHECKING:
     from transaxle.derivation.sources import Table
     from transaxle.engine.distribute.executors.executor import Executor
     from transaxle.engine.explanations import Explanation, explain
+    from transaxle.engine.facts.sharding_facts import Sharding
     from transaxle.live.background.asynchronous import SaveJob, async_save
     from transaxle.live.integrations.callbacks import AccelerateHooks, TrainerCheckpoints
     from transaxle.live.integrations.dcp_planners import LoadPlanner, SavePlanner
     from transaxle.live.load.load import load
     from transaxle.live.model.report import LoadReport, SaveReport
+    from transaxle.live.reexpress.model_sharding import sharding
     from transaxle.live.reexpress.reshard import ReshardReport, reshard
     from transaxle.live.reexpress.state_dict_adapter import loadable_as, state_dict_as
     from transaxle.live.save.save import save
@@ -139,6 +143,7 @@ __all__ = [
     "SaveJob",
     "SavePlanner",
     "SaveReport",
+    "Sharding",
     "StoredTensor",
     "Table",
     "TrainerCheckpoints",
@@ -165,6 +170,7 @@ __all__ = [
     "report",
     "reshard",
     "save",
+    "sharding",
     "state_dict_as",
     "verify",
 ]

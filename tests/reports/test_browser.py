@@ -19,10 +19,11 @@ import pytest
 import transaxle as tx
 from tests.checkpoints import CONFIG, TENSORS, tensors, tiny, write
 from tests.reports.test_checkpoint_page import HOSTILE
+from transaxle.engine.facts.sharding_facts import HeldTensor, Sharding
 
 WIDTHS, SCHEMES = (1440, 390), ("light", "dark")
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
-OTHERS = ("differing",)
+OTHERS = ("differing", "sharded")
 """Pages of the same parts, each in either width and either scheme."""
 TREE = "document.querySelector('[data-figure]').report"
 Open = Callable[..., Any]
@@ -79,6 +80,28 @@ def differing(page: Path) -> Path:
     write(page.parent / "trained" / "tiny", trained, config=CONFIG)
     compared = tx.diff(page.parent / "tiny", page.parent / "trained" / "tiny", numeric=True)
     return tx.report(compared, page.parent / "difference.html")
+
+
+@pytest.fixture(scope="module")
+def sharded(page: Path) -> Path:
+    """The report of its sharding: experts over eight ranks, everything else over the two halves of them."""
+    held = []
+    for name, values in tensors().items():
+        ways = 8 if "experts" in name else 4
+        rows = values.shape[0] // ways
+        parts = {rank: rank % ways for rank in range(8)} if values.shape[0] % ways == 0 else {}
+        rest = [((0, n),) for n in values.shape[1:]]
+        share = {rank: (((at * rows, at * rows + rows),), *rest) for rank, at in parts.items()}
+        whole = tuple(((0, n),) for n in values.shape)
+        held.append(HeldTensor(name, "BF16", values.shape, share or dict.fromkeys(range(7), whole)))
+    return tx.report(Sharding(tuple(range(8)), tuple(held)), page.parent / "sharding.html")
+
+
+@pytest.fixture(scope="module")
+def hostile_sharding(hostile: Path) -> Path:
+    """The report of a sharding of names that want to run something."""
+    held = tuple(HeldTensor(name, "U8", (size,), {0: (((0, size),),)}) for name, size in HOSTILE.items())
+    return tx.report(Sharding((0, 1), held, {"<b>alias</b>": next(iter(HOSTILE))}), hostile.parent / "sharding.html")
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +163,7 @@ def test_a_page_fits_and_everyone_can_use_it(
 
     shown = opened(request.getfixturevalue(which), width, scheme)
     assert shown.evaluate("document.documentElement.scrollWidth") <= width
-    assert shown.locator("h1").inner_text().endswith("/tiny")
+    assert shown.locator("h1").inner_text().endswith(("/tiny", "Live model"))
     assert shown.locator("canvas").count() == shown.locator("[data-figure]").count() >= 1
     drawn = shown.evaluate(
         "(() => { const c = document.querySelector('canvas');"
@@ -267,6 +290,27 @@ def test_hostile_names_of_differences_do_nothing(hostile_difference: Path, opene
     assert shown.locator("main img, main b:not(.hint b)").count() == 0
     shown.locator("[data-figure=map] .chart").hover(position={"x": 250, "y": 12})
     assert shown.locator(".hint").first.inner_text()
+
+
+def test_hostile_names_of_shardings_do_nothing(hostile_sharding: Path, opened: Open) -> None:
+    shown = opened(hostile_sharding)
+    assert shown.title() != "x"
+    names = shown.locator("[data-table=tensors] td:last-child").all_inner_texts()
+    assert "</script><script>document.title='x'</script>" in names
+    assert "\\u202egnp.tier\\u2066 bidi" in names
+    assert shown.locator("main img, main b:not(.hint b)").count() == 0
+
+
+def test_a_rank_has_a_column_and_a_bar(sharded: Path, opened: Open) -> None:
+    """Cells without bytes are said to have none, and bars are as high as the ranks' bytes."""
+    shown = opened(sharded)
+    page = shown.evaluate("JSON.parse(document.getElementById('data').textContent)")
+    drawn = shown.evaluate("document.querySelector('[data-figure=ranks]').report.drawn.getOption().series[0].data")
+    assert drawn == [page["facts"]["rank_bytes"][str(rank)] for rank in range(8)]
+    assert "nothing on this rank" in shown.locator("[data-figure=map] .legend").inner_text()
+    shares = shown.locator("[data-figure=map] .legend li").all_inner_texts()
+    shown.get_by_role("button", name="Ranks with the same part").click()
+    assert shown.locator("[data-figure=map] .legend li").all_inner_texts() != shares
 
 
 def test_equal_cells_have_no_colour(differing: Path, opened: Open) -> None:

@@ -92,7 +92,7 @@ class Page:
     """A page before it is HTML."""
 
     kind: str
-    """What is reported on, in a word: `checkpoint`, `plan`, `difference`."""
+    """What is reported on, in a word: `checkpoint`, `plan`, `difference`, `sharding`."""
     title: str
     """Its name."""
     headline: str

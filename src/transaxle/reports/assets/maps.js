@@ -17,10 +17,17 @@ window.maps = ({ chart, charts, count, css, cut, element, listeners, matches, pe
     const given = Number(value);
     return Number.isNaN(given) ? bounds.length : bounds.filter((bound) => given >= bound).length;
   };
-  const ranges = ({ bounds, kind }) => {
+  const ranges = ({ bounds, kind, labels }) => {
+    if (labels) return labels;
     const shown = bounds.map(WAYS[kind]);
     const all = kind === "share" && bounds.at(-1) === 1;
     return ["below " + shown[0], ...shown.slice(1).map((bound, at) => shown[at] + " to " + bound), all ? "all" : shown.at(-1) + " or more"];
+  };
+
+  // The end of a long name tells more than its beginning; what most of them end with tells nothing.
+  const ending = (name, most) => {
+    const text = cut(name.replace(/(.)\.weight$/, "$1"), 400);
+    return text.length <= most ? text : "…" + text.slice(1 - most);
   };
 
   const redrawn = (drawn) => charts.find((each) => each.drawn === drawn).draw();
@@ -43,7 +50,7 @@ window.maps = ({ chart, charts, count, css, cut, element, listeners, matches, pe
     const used = new Set(cells.map(([, , state]) => state).filter(Boolean));
     function describe() {
       const measure = measures[chosen], colours = ramp(measure.bounds);
-      const shades = measure.bounds.length ? ranges(measure) : [];
+      const shades = ranges(measure);
       const swatch = (text, colour, state) => {
         const box = element("i", state ? { class: state } : {});
         if (colour) box.style.background = colour;
@@ -76,7 +83,7 @@ window.maps = ({ chart, charts, count, css, cut, element, listeners, matches, pe
         type: "category", data: names, axisTick: { show: false }, axisLine: { show: false }, splitLine: { show: false },
         axisLabel: { color: css("--ink"), fontSize: 11, hideOverlap: true },
       });
-      const left = axis(rows.map((name) => cut(name, narrow ? 15 : 32)));
+      const left = axis(rows.map((name) => ending(name, narrow ? 12 : 29)));
       Object.assign(left.axisLabel, { interval: tall < 12 ? "auto" : 0, width: room - 8, overflow: "truncate" });
       return {
         animation: false,
@@ -106,29 +113,34 @@ window.maps = ({ chart, charts, count, css, cut, element, listeners, matches, pe
     host.report = { cells, drawn, choose, colour: (at) => ramp(measures[chosen].bounds)[binOf(cells[at][3][chosen], measures[chosen].bounds)] };
   }
 
-  // --- bars of one of several series: (from, below, how many)
+  // --- bars of one of several series
 
   function bars(host, figure) {
     const { series } = figure.data;
     let chosen = 0;
     const area = element("div", { class: "chart low" });
     const { made, press } = choices(series.map((each) => each.title), choose);
-    host.replaceChildren(element("div", { class: "bar" }, ...made), area);
-    const name = ([low, high]) => (low === "Infinity" ? "∞" : !Number(high) ? "0" : shortly(low));
-    const range = ([low, high]) => (low === "Infinity" || !Number(high) ? name([low, high]) : shortly(low) + " to " + shortly(high));
+    host.replaceChildren(element("div", { class: "bar" }, ...(series.length > 1 ? made : [])), area);
+    const value = (bar) => bar.at(-1);
+    const way = () => WAYS[series[chosen].kind || "count"];
+    // (from, below, how many), or (label, how much)
+    const name = (bar) => (bar.length === 2 ? cut(bar[0], 40) : bound(bar));
+    const bound = ([low, high]) => (low === "Infinity" ? "∞" : !Number(high) ? "0" : shortly(low));
+    const range = (bar) => (bar.length === 2 || bar[0] === "Infinity" || !Number(bar[1]) ? name(bar) : shortly(bar[0]) + " to " + shortly(bar[1]));
     const options = () => ({
       animation: false,
       tooltip: tooltip(({ dataIndex: at }) => {
         const bar = series[chosen].bars[at];
-        return bar && [series[chosen].title + " " + range(bar), count(bar[2]) + (bar[2] === 1 ? " element" : " elements")];
+        const unit = series[chosen].kind ? "" : value(bar) === 1 ? " element" : " elements";
+        return bar && [series[chosen].title + " " + range(bar), way()(value(bar)) + unit];
       }),
       grid: { left: 64, right: 8, top: 10, bottom: 42 },
       xAxis: { type: "category", data: series[chosen].bars.map(name), axisTick: { show: false }, axisLine: { lineStyle: { color: css("--line") } },
         axisLabel: { color: css("--ink"), fontSize: 11, hideOverlap: true }, name: series[chosen].title, nameLocation: "middle", nameGap: 26,
         nameTextStyle: { color: css("--faint"), fontSize: 11 } },
-      yAxis: { type: "value", minInterval: 1, axisLabel: { color: css("--ink"), fontSize: 11, formatter: (value) => (value < 1e4 ? count(value) : shortly(value)) },
+      yAxis: { type: "value", minInterval: 1, axisLabel: { color: css("--ink"), fontSize: 11, formatter: (each) => (series[chosen].kind ? way()(each) : each < 1e4 ? count(each) : shortly(each)) },
         splitLine: { lineStyle: { color: css("--line") } } },
-      series: [{ type: "bar", data: series[chosen].bars.map((bar) => bar[2]), itemStyle: { color: css("--bar") }, barCategoryGap: "12%" }],
+      series: [{ type: "bar", data: series[chosen].bars.map(value), itemStyle: { color: css("--bar") }, barCategoryGap: "12%" }],
     });
     const { drawn } = chart(area, figure.label, options);
     function choose(at) {

@@ -1,0 +1,220 @@
+"""The page of a live model's sharding: which rank holds how much of what, and what there are copies of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transaxle.engine.facts.fold import ranges, taken_apart
+from transaxle.engine.facts.sharding_facts import HeldTensor, Sharding
+from transaxle.engine.number_text import plural, size
+from transaxle.reports.html_page import Column, Figure, Page, Section, capped
+
+_MOST_GROUPS, _MOST_RANKS = 60, 256
+"""Rows and columns of the map; what is beyond is in the tables."""
+_UNEVEN = 0.1
+"""From which imbalance on it is said."""
+_COLOURS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Tensors whose names differ in numbers only."""
+
+    name: str
+    """Their name, with `*` for numbers."""
+    tensors: Sequence[HeldTensor]
+    """All of them."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one copy of each."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def held(self) -> dict[int, tuple[int, float]]:
+        """Return rank -> bytes that it holds, and on how many ranks these are, on average."""
+        found: dict[int, tuple[int, int]] = {}
+        for tensor in self.tensors:
+            for rank, count in tensor.rank_bytes.items():
+                before, copied = found.get(rank, (0, 0))
+                found[rank] = before + count, copied + count * tensor.copies[rank]
+        return {rank: (count, copied / count) for rank, (count, copied) in found.items()}
+
+
+def sharding_page(sharding: Sharding, title: str = "Live model") -> Page:
+    """Return the page of a live model's sharding.
+
+    Args:
+        sharding: what the ranks have told.
+        title: what the page is called.
+    """
+    groups, held = _groups(sharding), sharding.rank_bytes
+    most = max(held.values(), default=0)
+    return Page(
+        kind="sharding",
+        title=title,
+        headline=f"{plural(len(sharding.tensors), 'tensor')} on {plural(len(sharding.ranks), 'rank')}",
+        tiles=(
+            (size(sharding.nbytes), "of the model, once"),
+            (size(most), "on the fullest rank"),
+            (f"{100 * sharding.imbalance:.1f} %", "above the mean there"),
+            (size(sharding.spare_bytes), "of copies on all ranks"),
+        ),
+        first="What to look at",
+        notices=tuple(_notices(sharding)),
+        quiet=(
+            f"Looked for: ranks with nothing, ranks more than {_UNEVEN:.0%} above the mean, and tensors that are whole "
+            "on every rank. Plain tensors that several ranks have under one name count as copies. Gradients, optimizer "
+            "states and activations are not counted."
+        ),
+        sections=tuple(_sections(sharding, groups)),
+        facts={
+            "bytes": sharding.nbytes, "rank_bytes": {str(rank): count for rank, count in held.items()},
+            "imbalance": sharding.imbalance, "spare_bytes": sharding.spare_bytes,
+        },
+    )  # fmt: skip
+
+
+def _groups(sharding: Sharding) -> list[_Group]:
+    by_name: dict[str, list[HeldTensor]] = {}
+    for tensor in sharding.tensors:
+        by_name.setdefault("*".join(taken_apart(tensor.name)[0]), []).append(tensor)
+    return [_Group(name, tensors) for name, tensors in by_name.items()]
+
+
+def _notices(sharding: Sharding) -> Iterator[tuple[str, str]]:
+    held = sharding.rank_bytes
+    empty = [rank for rank, count in held.items() if not count]
+    if empty:
+        yield "Ranks with nothing", f"{'rank' if len(empty) == 1 else 'ranks'} {ranges(empty)}."
+    if sharding.imbalance > _UNEVEN:
+        fullest = max(held, key=lambda rank: held[rank])
+        mean = size(round(sum(held.values()) / len(held)))
+        yield "Uneven", f"Rank {fullest} holds {size(held[fullest])}; the mean is {mean}."
+    ranks = set(sharding.ranks)
+    whole = [
+        tensor
+        for tensor in sharding.tensors
+        if len(ranks) > 1 and tensor.rank_bytes.keys() == ranks and set(tensor.rank_bytes.values()) == {tensor.nbytes}
+    ]
+    if whole:
+        largest = max(whole, key=lambda tensor: tensor.nbytes)
+        amount = size(sum(tensor.nbytes for tensor in whole))
+        text = f"{plural(len(whole), 'tensor')} of {amount} together, the largest of which is {largest.name}."
+        yield "Whole on every rank", text
+
+
+def _sections(sharding: Sharding, groups: Sequence[_Group]) -> Iterator[Section]:
+    yield _map(sharding, groups)
+    yield _ranks(sharding)
+    yield _tensors(groups)
+    if sharding.aliases:
+        columns = Column("name", "name"), Column("is the same tensor as", "name")
+        table = capped("aliases", "Names", columns, list(sharding.aliases.items()))
+        yield Section("aliases", "Tied tensors", tables=(table,))
+
+
+def _map(sharding: Sharding, groups: Sequence[_Group]) -> Section:
+    """Return the map: a row for tensors of one kind, a column for each rank."""
+    largest = sorted(groups, key=lambda group: -group.nbytes)[:_MOST_GROUPS]
+    kept = set(map(id, largest))
+    shown = [group for group in groups if id(group) in kept]
+    ranks = sharding.ranks[:_MOST_RANKS]
+    cells: list[Any] = []
+    for row, group in enumerate(shown):
+        held = group.held()
+        for column, rank in enumerate(ranks):
+            count, copies = held.get(rank, (0, 0.0))
+            lines = (f"{size(count)} of {size(group.nbytes)}", plural(len(group.tensors), "tensor"))
+            share = count / group.nbytes if group.nbytes else 0.0
+            cells.append((column, row, "" if count else "none", (share, copies), lines if count else ()))
+    measured = [[values[at] for _, _, state, values, _ in cells if not state] for at in (0, 1)]
+    data = {
+        "columns": [str(rank) for rank in ranks],
+        "rows": [group.name for group in shown],
+        "across": "rank",
+        "measures": [
+            {"title": "Share of the tensors", "kind": "share", **_bounds(measured[0], "{:.4g} %", 100)},
+            {"title": "Ranks with the same part", "kind": "number", **_bounds(measured[1], "{:.4g}", 1)},
+        ],
+        "states": {"none": "nothing on this rank"},
+        "cells": cells,
+    }
+    text = (
+        "A row stands for all tensors whose names differ in numbers only, a column for a rank; the colour says which "
+        "share of their bytes the rank holds, or how many ranks hold the same."
+    )
+    if len(shown) < len(groups) or len(ranks) < len(sharding.ranks):
+        text += f" The figure has the largest {len(shown)} rows and the first {len(ranks)} ranks; the tables have all."
+    label = f"Map of {plural(len(shown), 'kind')} of tensors on {plural(len(ranks), 'rank')}; a table has its numbers."
+    heads = (
+        Column("tensors", "name"), Column("rank"), Column("bytes", "bytes"), Column("share of them", "number"),
+        Column("ranks with the same", "number"),
+    )  # fmt: skip
+    rows = [
+        (group.name, rank, count, count / group.nbytes, copies)
+        for group in groups
+        for rank, (count, copies) in sorted(group.held().items())
+    ]
+    table = capped("held", "What each rank holds", heads, rows, 2)
+    return Section("map", "Who holds what", text, Figure("heat", label, data), (table,))
+
+
+def _bounds(values: Sequence[float], words: str, times: int) -> dict[str, Any]:
+    """Return bounds between colours, and labels: a colour for each value where they are few, or for as many of them.
+
+    Args:
+        values: what is drawn.
+        words: how a value is written.
+        times: what it is multiplied by then.
+    """
+    distinct = sorted({round(value, 6) for value in values})
+    if len(distinct) <= _COLOURS:
+        return {"bounds": distinct[1:], "labels": [words.format(times * value) for value in distinct]}
+    lowest = [distinct[at * len(distinct) // _COLOURS] for at in range(_COLOURS)]
+    highest = [distinct[(at + 1) * len(distinct) // _COLOURS - 1] for at in range(_COLOURS)]
+    pairs = [(words.format(times * low), words.format(times * high)) for low, high in zip(lowest, highest, strict=True)]
+    return {"bounds": lowest[1:], "labels": [low if low == high else f"{low} to {high}" for low, high in pairs]}
+
+
+def _ranks(sharding: Sharding) -> Section:
+    held = sharding.rank_bytes
+    mean = sum(held.values()) / len(held) if held else 0.0
+    rows = [(rank, count, count, count / mean - 1 if mean else 0.0) for rank, count in held.items()]
+    columns = Column("rank"), Column("bytes", "bytes"), Column("share", "share"), Column("above the mean", "number")
+    data = {
+        "series": [{"title": "rank", "kind": "bytes", "bars": [(str(rank), count) for rank, count in held.items()]}]
+    }
+    label = f"Bars: bytes of parameters on each of {plural(len(held), 'rank')}; a table has the numbers."
+    table = capped("ranks", "Ranks", columns, rows)
+    return Section("ranks", "Bytes by rank", "", Figure("bars", label, data), (table,))
+
+
+def _tensors(groups: Sequence[_Group]) -> Section:
+    rows = []
+    for group in groups:
+        alike: dict[tuple[Any, ...], list[HeldTensor]] = {}
+        for tensor in group.tensors:
+            copies = sorted(set(tensor.copies.values()))
+            alike.setdefault((tensor.dtype, tensor.shape, tensor.parts, tuple(copies)), []).append(tensor)
+        for (dtype, shape, parts, copies), tensors in alike.items():
+            ranks = sorted({rank for tensor in tensors for rank in tensor.rank_bytes})
+            cuts = ", ".join(f"dim {dim} in {count}" for dim, count in enumerate(parts) if count > 1) or "whole"
+            total = sum(tensor.nbytes for tensor in tensors)
+            rows.append(
+                (
+                    group.name, dtype, " x ".join(map(str, shape)) or "1", cuts,
+                    " or ".join(map(str, copies)) or "none", ranges(ranks).strip("[]") if ranks else "none",
+                    len(tensors), total, total, tensors[0].name,
+                )
+            )  # fmt: skip
+    columns = (
+        Column("tensors", "name"), Column("type"), Column("shape"), Column("cut"), Column("copies"), Column("ranks"),
+        Column("count", "count"), Column("bytes", "bytes"), Column("share", "share"), Column("example", "name"),
+    )  # fmt: skip
+    text = (
+        "How each kind of tensor is cut, into how many different parts along which dims, and on how many ranks there "
+        "is the same part."
+    )
+    return Section("tensors", "How tensors are cut", text, None, (capped("tensors", "Tensors", columns, rows, 7),))
