@@ -283,7 +283,7 @@ def convert(
     if items is not None:
         raise TypeError("items needs on: nothing else is divided")
     with _planned(src, dst, to, options) as (prepared, target, limit):
-        carry_out = execute
+        carry_out: Callable[..., Report] = execute
         if takes_parts(target):
             from transaxle.engine.distribute.one_process import convert_in_parts as carry_out
         report = carry_out(

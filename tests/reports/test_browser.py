@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,11 +20,12 @@ import pytest
 import transaxle as tx
 from tests.checkpoints import CONFIG, TENSORS, tensors, tiny, write
 from tests.reports.test_checkpoint_page import HOSTILE
+from transaxle.cli.program import program
 from transaxle.engine.facts.sharding_facts import HeldTensor, Sharding
 
 WIDTHS, SCHEMES = (1440, 390), ("light", "dark")
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
-OTHERS = ("differing", "sharded")
+OTHERS = ("differing", "sharded", "finished")
 """Pages of the same parts, each in either width and either scheme."""
 TREE = "document.querySelector('[data-figure]').report"
 Open = Callable[..., Any]
@@ -95,6 +97,26 @@ def sharded(page: Path) -> Path:
         whole = tuple(((0, n),) for n in values.shape)
         held.append(HeldTensor(name, "BF16", values.shape, share or dict.fromkeys(range(7), whole)))
     return tx.report(Sharding(tuple(range(8)), tuple(held)), page.parent / "sharding.html")
+
+
+@pytest.fixture(scope="module")
+def finished(page: Path) -> Path:
+    """The report of a conversion that is done, with its plan."""
+    source, to = page.parent / "tiny", ("--to", "torchtitan", "--shard-size", "10kB", "--no-sync")
+    path = page.parent / "finished.html"
+    with pytest.raises(SystemExit) as ended:
+        program(["convert", str(source), str(page.parent / "done" / "tiny"), *to, "--report", str(path), "--quiet"])
+    assert not ended.value.code
+    return path
+
+
+@pytest.fixture(scope="module")
+def hostile_conversion(page: Path) -> Path:
+    """The report of a conversion that kept names which want to run something."""
+    report = tx.convert(page.parent / "tiny", page.parent / "kept", to="hf", sync=False)
+    names = tuple(HOSTILE)
+    report = replace(report, kept=names, notes=names, path="</script><script>document.title='x'</script>")
+    return tx.report(report, page.parent / "kept.html")
 
 
 @pytest.fixture(scope="module")
@@ -290,6 +312,16 @@ def test_hostile_names_of_differences_do_nothing(hostile_difference: Path, opene
     assert shown.locator("main img, main b:not(.hint b)").count() == 0
     shown.locator("[data-figure=map] .chart").hover(position={"x": 250, "y": 12})
     assert shown.locator(".hint").first.inner_text()
+
+
+def test_hostile_names_of_conversions_do_nothing(hostile_conversion: Path, opened: Open) -> None:
+    shown = opened(hostile_conversion)
+    assert shown.title() != "x"
+    assert shown.locator("h1").inner_text() == "</script><script>document.title='x'</script>"
+    names = shown.locator("[data-table=others] td.name").all_inner_texts()
+    assert "</script><script>document.title='x'</script>" in names
+    assert "\\u202egnp.tier\\u2066 bidi" in names
+    assert shown.locator("main img, main i:not(.share i), main b:not(.hint b)").count() == 0
 
 
 def test_hostile_names_of_shardings_do_nothing(hostile_sharding: Path, opened: Open) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
@@ -10,12 +11,14 @@ from typing import Any
 
 from transaxle.axes.notation.name import natural
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
+from transaxle.engine.compare.survey import place_of, places
 from transaxle.engine.facts.checkpoint_facts import JsonFacts, checkpoint_facts
 from transaxle.engine.facts.fold import fold, ranges
 from transaxle.engine.facts.legend import axes_of
+from transaxle.engine.facts.value_facts import CheckpointValues, TensorValues
 from transaxle.engine.number_text import parameters, plural, size
 from transaxle.errors import shortened
-from transaxle.reports.html_page import MOST_ROWS, Column, Figure, Page, Section, Table, capped
+from transaxle.reports.html_page import MOST_ROWS, Column, Figure, Page, Section, Table, capped, shades
 from transaxle.reports.layout_rows import LayoutRow, layout_rows
 from transaxle.reports.unusual import LOOKED_FOR, unusual
 
@@ -26,16 +29,19 @@ _FACTS = (
     "axes",
 )  # fmt: skip
 """What programs find in the page under the keys of `transaxle info --json`."""
+_MOST_GROUPS, _MOST_LAYERS, _SHOWN = 60, 256, 12
+"""Rows and columns of the map of values, and channels that are named of a tensor."""
 _ONE_OF = {"layers": "layer", "experts": "expert"}
 """What an axis counts -> what one of them is called; others go by their letter."""
 _AMOUNTS = (Column("tensors", "count"), Column("bytes", "bytes"), Column("share", "share"))
 
 
-def checkpoint_page(opened: Checkpoint) -> Page:
+def checkpoint_page(opened: Checkpoint, values: CheckpointValues | None = None) -> Page:
     """Return the page of a checkpoint; only headers are read.
 
     Args:
         opened: in any view; the page shows it as it is stored.
+        values: what values it has, where they were measured.
 
     Raises:
         TransaxleError: the user named the family or the dialect, and the names are not of it.
@@ -46,6 +52,7 @@ def checkpoint_page(opened: Checkpoint) -> Page:
     tensor_bytes = {file: count for file, (_, count) in in_files.items()}
     sections = (
         _bytes(checkpoint, facts, rows),
+        *(() if values is None else _values(values)),
         _layout(checkpoint, facts, rows),
         _formats(facts),
         _files(facts, in_files),
@@ -225,6 +232,88 @@ def _beside(checkpoint: Checkpoint, facts: JsonFacts) -> Iterator[Section]:
             heads = Column("key", "name"), Column("value", "name")
             cells = [(str(key), _value(value)) for key, value in values.items()]
             yield Section(label, title, tables=(capped(label, title, heads, cells),))
+
+
+def _values(found: CheckpointValues) -> Iterator[Section]:
+    """Yield the values: a map of their sizes by tensor and layer, those of each tensor, and channels that stand out."""
+    where = places(found.seen)
+    cells: dict[tuple[str, int | None], list[TensorValues]] = {}
+    for name, each in found.tensors.items():
+        place = where.get(name) or place_of(name)
+        cells.setdefault((place.group, place.layer), []).append(each)
+    layers: list[int | None] = [*sorted({layer for _, layer in cells if layer is not None})]
+    columns = [*([None] if any(layer is None for _, layer in cells) else []), *layers][:_MOST_LAYERS]
+    groups = list(dict.fromkeys(group for group, _ in cells))[:_MOST_GROUPS]
+    drawn: list[Any] = []
+    for (group, layer), inside in cells.items():
+        if group in groups and layer in columns:
+            drawn.append((columns.index(layer), groups.index(group), *_value_cell(inside)))
+    measured = [[each[3][at] for each in drawn if not each[2]] for at in (0, 1)]
+    data = {
+        "columns": ["no layer" if layer is None else str(layer) for layer in columns],
+        "rows": groups,
+        "across": "layer",
+        "measures": [
+            {"title": "Largest absolute value", "kind": "number", **shades(measured[0], "{:.3g}", 1)},
+            {"title": "RMS", "kind": "number", **shades(measured[1], "{:.3g}", 1)},
+        ],
+        "states": {"none": "no finite value"},
+        "cells": drawn,
+    }
+    text = (
+        "NaN and infinite values are counted and left out of the other numbers; quantized tensors are decoded. A "
+        "channel is a position along the last dim; it stands out where its largest value is more than six times that "
+        "of the median channel."
+    )
+    if found.unmeasured:
+        text += f" Not measured: {plural(len(found.unmeasured), 'tensor')} of types without numbers of whole bytes."
+    label = f"Map of the largest values of {plural(len(found.tensors), 'tensor')} by layer; a table has their numbers."
+    yield Section("values", "Values", text, Figure("heat", label, data), tuple(_value_tables(found.tensors)))
+
+
+def _value_cell(inside: Sequence[TensorValues]) -> tuple[str, tuple[float, float], tuple[str, ...]]:
+    """Return the state, the measures and the words of a cell."""
+    finite = [(each, each.elements - each.nans - each.infinite) for each in inside]
+    count = sum(number for _, number in finite)
+    odd = sum(each.nans + each.infinite for each in inside)
+    words = [plural(len(inside), "tensor"), *([f"{odd:,} NaN or infinite"] if odd else [])]
+    if not count:
+        return "none", (0.0, 0.0), tuple(words)
+    squares = sum(each.rms**2 * number for each, number in finite if number)
+    return "", (max(each.absmax for each, number in finite if number), math.sqrt(squares / count)), tuple(words)
+
+
+def _value_tables(tensors: Mapping[str, TensorValues]) -> Iterator[Table]:
+    numbers = tuple(Column(title, "number") for title in ("min", "max", "mean", "RMS"))
+    counts = tuple(Column(title, "count") for title in ("elements", "zeros", "NaN", "infinite"))
+    rows = [
+        (
+            name, each.least, each.largest, each.mean, each.rms, each.elements, each.zeros, each.nans, each.infinite,
+            len(each.outstanding),
+        )
+        for name, each in tensors.items()
+    ]  # fmt: skip
+    # Those with NaN, then with the largest values.
+    rows.sort(key=lambda row: (-(row[7] + row[8]), -max(-row[1], row[2]) if row[1] == row[1] else 0.0))
+    columns = (Column("name", "name"), *numbers, *counts, Column("channels that stand out", "count"))
+    yield capped("tensor-values", "Values of each tensor", columns, rows)
+    standing = [(name, each) for name, each in tensors.items() if each.outstanding]
+    standing.sort(key=lambda item: -item[1].times)
+    channels = [
+        (
+            name,
+            each.channels,
+            len(each.outstanding),
+            each.times,
+            ", ".join(map(str, each.outstanding[:_SHOWN])),
+        )
+        for name, each in standing
+    ]
+    heads = (
+        Column("name", "name"), Column("channels", "count"), Column("stand out", "count"),
+        Column("times the median", "number"), Column("which, the largest first"),
+    )  # fmt: skip
+    yield capped("channels", "Channels that stand out", heads, channels, 3)
 
 
 def _value(value: Any) -> str:

@@ -12,6 +12,7 @@ from transaxle.engine.facts.moves import AxisMove, axis_moves, rules, words
 from transaxle.engine.number_text import plural, size
 from transaxle.engine.plan.planned import Plan, Route
 from transaxle.errors import Refusal
+from transaxle.reports.finished_page import Finished, finished_page
 from transaxle.reports.html_page import Column, Figure, Page, Section, capped
 
 _MOST_LINKS = 40
@@ -20,8 +21,13 @@ _MOST_REFUSALS = 50
 _AMOUNTS = (Column("tensors", "count"), Column("bytes", "bytes"), Column("share", "share"))
 
 
-def conversion_page(plan: Plan) -> Page:
-    """Return the page of a plan."""
+def conversion_page(plan: Plan, done: Finished | None = None) -> Page:
+    """Return the page of a plan.
+
+    Args:
+        plan: what is to be done.
+        done: what was done of it.
+    """
     contiguous = round(100 * plan.contiguous / plan.copies) if plan.copies else 100
     before = f"{plan.source_format}:{plan.from_dialect or 'own names'}"
     notices: list[tuple[str, str]] = [(each.code, _told(each)) for each in plan.refusals[:_MOST_REFUSALS]]
@@ -30,7 +36,7 @@ def conversion_page(plan: Plan) -> Page:
         ("Counted", f"No config says the size of axis {axis}; the names show {count}.")
         for axis, count in plan.counted.items()
     ]
-    return Page(
+    page = Page(
         kind="plan",
         title=plan.source,
         headline=f"{before} -> {plan.format}:{plan.dialect}" + (f" · {plan.family}" if plan.family else ""),
@@ -49,6 +55,7 @@ def conversion_page(plan: Plan) -> Page:
             "copies": plan.copies, "contiguous": plan.contiguous,
         },
     )  # fmt: skip
+    return page if done is None else finished_page(done, page)
 
 
 def _told(refusal: Refusal) -> str:

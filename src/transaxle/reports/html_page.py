@@ -29,6 +29,8 @@ _MOST_TEXT, _LONG_TEXT = 2_000_000, 240
 """Characters of all names of a page, and of each where there are more."""
 MOST_ROWS = 4000
 """Rows of a table; a checkpoint of 70,000 tensors has some twenty, one without rhyme or reason one for each."""
+SHADES = 6
+"""Colours of a map, from little to much."""
 _ASSETS = "assets"
 
 
@@ -92,7 +94,7 @@ class Page:
     """A page before it is HTML."""
 
     kind: str
-    """What is reported on, in a word: `checkpoint`, `plan`, `difference`, `sharding`."""
+    """What is reported on, in a word: `checkpoint`, `plan`, `conversion`, `difference`, `sharding`."""
     title: str
     """Its name."""
     headline: str
@@ -121,6 +123,23 @@ def capped(
     which = "first" if by is None else "largest"
     left_out = f"The {which} {MOST_ROWS:,} of {len(rows):,} rows; --json of the command line has all."
     return Table(label, title, columns, kept[:MOST_ROWS], left_out)
+
+
+def shades(values: Sequence[float], words: str, times: int) -> dict[str, Any]:
+    """Return bounds between colours, and labels: a colour for each value where they are few, or for as many of them.
+
+    Args:
+        values: what is drawn.
+        words: how a value is written.
+        times: what it is multiplied by then.
+    """
+    distinct = sorted({round(value, 6) for value in values})
+    if len(distinct) <= SHADES:
+        return {"bounds": distinct[1:], "labels": [words.format(times * value) for value in distinct]}
+    lowest = [distinct[at * len(distinct) // SHADES] for at in range(SHADES)]
+    highest = [distinct[(at + 1) * len(distinct) // SHADES - 1] for at in range(SHADES)]
+    pairs = [(words.format(times * low), words.format(times * high)) for low, high in zip(lowest, highest, strict=True)]
+    return {"bounds": lowest[1:], "labels": [low if low == high else f"{low} to {high}" for low, high in pairs]}
 
 
 def check_jinja() -> None:

@@ -10,35 +10,43 @@ from transaxle.arguments import Overwrite, PathLike, check_keywords, read_path, 
 from transaxle.engine.checkpoint.checkpoint import CheckpointLike, opened
 from transaxle.engine.checkpoint.settings import Reading
 from transaxle.engine.compare.compare import Comparison
+from transaxle.engine.execute.execute import Report
 from transaxle.engine.facts.sharding_facts import Sharding
+from transaxle.engine.facts.value_facts import measure_values
 from transaxle.engine.plan.planned import Plan
+from transaxle.move.workers import Progress, limits, unwatched
 from transaxle.reports.html_page import Page, as_html, check_destination, check_jinja, write_page
 
-Made: TypeAlias = Plan | Comparison | Sharding
+Made: TypeAlias = Plan | Report | Comparison | Sharding
 """What other functions return, and a report shows."""
 
 
 @shows(Reading, average=False)
 def report(
-    src: CheckpointLike | Plan | Comparison | Sharding,
+    src: CheckpointLike | Made,
     dst: PathLike,
     *,
     overwrite: Overwrite = False,
+    values: bool = False,
+    progress: Progress = unwatched,
     **reading: Unpack[Reading],
 ) -> Path:
     """Write a report: one HTML file that opens in a browser and needs nothing else.
 
     Of a checkpoint it shows where the bytes are, the layout in the notation, types, files, ties, and what is unusual;
-    of a plan what becomes what, how axes move, what is left out, and what stands against it. Only headers are read.
+    of a plan what becomes what, how axes move, what is left out, and what stands against it. Only headers are read, but
+    for `values`. Of a finished conversion it shows what was written, left out and changed in value.
     Of a comparison it shows where in the model values differ, and by how much; of a live model's sharding which rank
     holds what.
     Needs Jinja2: `pip install 'transaxle[report]'`.
 
     Args:
-        src: path, an opened checkpoint, which is shown under its own names, a plan, or what `diff(..., numeric=True)`
-            or `sharding` returned.
+        src: path, an opened checkpoint, which is shown under its own names, a plan, or what `convert`,
+            `diff(..., numeric=True)` or `sharding` returned.
         dst: the file to write, on this machine; it must not exist unless `overwrite`.
         overwrite: replace a report; another file is never replaced.
+        values: of a checkpoint: read all of it, and show what values each tensor has.
+        progress: called with the bytes of each block read for that, from several threads.
         **reading: as for `open`: `format`, `family`, `dialect`, `config`, `axes`, `rules`, `weights`, `optimizer` and
             `average`.
 
@@ -57,11 +65,14 @@ def report(
     path = read_path("dst", dst)
     check_jinja()
     check_destination(path, overwrite=bool(overwrite))
+    if values and isinstance(src, Made):
+        raise TypeError("values is for a checkpoint")
     if isinstance(src, Made):
         html = as_html(_made(src, reading))
     else:
         with opened("src", src, reading) as checkpoint:
-            html = as_html(checkpoint_page(checkpoint))
+            found = measure_values(checkpoint.stored, limits(), progress) if values else None
+            html = as_html(checkpoint_page(checkpoint, found))
     write_page(html, path, overwrite=bool(overwrite))
     return Path(path)
 
@@ -70,12 +81,17 @@ def _made(src: Made, reading: Mapping[str, Any]) -> Page:
     """Return the page of what another function has made."""
     from transaxle.reports.conversion_page import conversion_page
     from transaxle.reports.difference_page import difference_page
+    from transaxle.reports.finished_page import Finished, finished_page
     from transaxle.reports.sharding_page import sharding_page
 
     if isinstance(src, Sharding):
         if reading:
             raise TypeError(f"{', '.join(reading)}: a sharding is not read from files")
         return sharding_page(src)
+    if isinstance(src, Report):
+        if reading:
+            raise TypeError(f"{', '.join(reading)}: the conversion is already done")
+        return finished_page(Finished(src))
     if isinstance(src, Plan):
         if reading:
             raise TypeError(f"{', '.join(reading)}: pass this to plan() instead; the plan is already made")

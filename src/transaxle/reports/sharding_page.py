@@ -9,13 +9,12 @@ from typing import Any
 from transaxle.engine.facts.fold import ranges, taken_apart
 from transaxle.engine.facts.sharding_facts import HeldTensor, Sharding
 from transaxle.engine.number_text import plural, size
-from transaxle.reports.html_page import Column, Figure, Page, Section, capped
+from transaxle.reports.html_page import Column, Figure, Page, Section, capped, shades
 
 _MOST_GROUPS, _MOST_RANKS = 60, 256
 """Rows and columns of the map; what is beyond is in the tables."""
 _UNEVEN = 0.1
 """From which imbalance on it is said."""
-_COLOURS = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +134,8 @@ def _map(sharding: Sharding, groups: Sequence[_Group]) -> Section:
         "rows": [group.name for group in shown],
         "across": "rank",
         "measures": [
-            {"title": "Share of the tensors", "kind": "share", **_bounds(measured[0], "{:.4g} %", 100)},
-            {"title": "Ranks with the same part", "kind": "number", **_bounds(measured[1], "{:.4g}", 1)},
+            {"title": "Share of the tensors", "kind": "share", **shades(measured[0], "{:.4g} %", 100)},
+            {"title": "Ranks with the same part", "kind": "number", **shades(measured[1], "{:.4g}", 1)},
         ],
         "states": {"none": "nothing on this rank"},
         "cells": cells,
@@ -159,23 +158,6 @@ def _map(sharding: Sharding, groups: Sequence[_Group]) -> Section:
     ]
     table = capped("held", "What each rank holds", heads, rows, 2)
     return Section("map", "Who holds what", text, Figure("heat", label, data), (table,))
-
-
-def _bounds(values: Sequence[float], words: str, times: int) -> dict[str, Any]:
-    """Return bounds between colours, and labels: a colour for each value where they are few, or for as many of them.
-
-    Args:
-        values: what is drawn.
-        words: how a value is written.
-        times: what it is multiplied by then.
-    """
-    distinct = sorted({round(value, 6) for value in values})
-    if len(distinct) <= _COLOURS:
-        return {"bounds": distinct[1:], "labels": [words.format(times * value) for value in distinct]}
-    lowest = [distinct[at * len(distinct) // _COLOURS] for at in range(_COLOURS)]
-    highest = [distinct[(at + 1) * len(distinct) // _COLOURS - 1] for at in range(_COLOURS)]
-    pairs = [(words.format(times * low), words.format(times * high)) for low, high in zip(lowest, highest, strict=True)]
-    return {"bounds": lowest[1:], "labels": [low if low == high else f"{low} to {high}" for low, high in pairs]}
 
 
 def _ranks(sharding: Sharding) -> Section:

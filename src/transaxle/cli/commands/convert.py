@@ -21,6 +21,7 @@ from transaxle.engine.execute.execute import Report, execute
 from transaxle.engine.execute.preflight import preflight
 from transaxle.engine.execute.read_back import read_back
 from transaxle.engine.plan.conversion import Prepared, make_plan, ready
+from transaxle.engine.plan.planned import Plan
 from transaxle.errors import TransaxleError
 from transaxle.formats.staging.location import takes_parts
 from transaxle.formats.storage.storage import unpinned
@@ -61,14 +62,18 @@ if TYPE_CHECKING:
 
     --resume continues an interrupted conversion, and can itself be interrupted and resumed. If there is nothing to
     continue it starts from the beginning. Unfinished work with other options or from another source is refused, and
-    left as it is.""",
+    left as it is.
+
+    --report FILE writes an HTML page of what was done, or, if it is refused, of every reason against it.""",
 )
+@click.option("--report", "page", metavar="FILE", type=click.Path(), help="Write an HTML page; FILE must not exist.")
 @options.converting
 def command(
     screen: Screen,
     src: str,
     dst: str,
     to: str,
+    page: str | None,
     on: str | None,
     items: int | None,
     overwrite: Overwrite,
@@ -83,6 +88,7 @@ def command(
     if items is not None and on is None:
         raise click.UsageError("--items needs --on: nothing else is divided")
     screen.consequence = "nothing was written"
+    shown = _shown(page, on)
     work = None
     if on is not None:
         from transaxle.engine.distribute.conversion_order import order
@@ -104,6 +110,7 @@ def command(
             prepared = make_plan(source, to, target=dst, **shaping)
             if work is None:
                 prepared = preflight(prepared, dst, overwrite=overwrite, resume=resume, running=True, limit=limit)
+                _refused(prepared, shown)
                 ready(prepared)
         if resume:
             screen.way_on = "run the same command again to continue"
@@ -113,14 +120,65 @@ def command(
             with screen.workers() as watch:
                 report = convert_on(work[0], prepared, replace(work[1], watch=watch))
         else:
-            carry_out = execute
-            if takes_parts(dst):
-                from transaxle.engine.distribute.one_process import convert_in_parts as carry_out
             with screen.progress(sum(tensor.nbytes for tensor in prepared.plan.tensors), stays=True) as progress:
-                report = carry_out(
-                    prepared, dst, overwrite=overwrite, resume=resume, sync=not no_sync, limit=limit, progress=progress
-                )
-        return _told(screen, _verified(screen, prepared, report, dst, source_options, limit) if check else report)
+                written: dict[str, Any] = {"overwrite": overwrite, "resume": resume, "sync": not no_sync}
+                report = _carried_out(prepared, dst, {**written, "limit": limit, "progress": progress}, shown)
+        if check:
+            report = _verified(screen, prepared, report, dst, source_options, limit)
+        if shown is not None:
+            shown.write(prepared.plan, report)
+        return _told(screen, report, page)
+
+
+def _carried_out(prepared: Prepared, dst: str, how: Mapping[str, Any], shown: _Shown | None) -> Report:
+    """Carry a plan out in this process; only whole files have times."""
+    if takes_parts(dst):
+        from transaxle.engine.distribute.one_process import convert_in_parts
+
+        return convert_in_parts(prepared, dst, **how)
+    return execute(prepared, dst, **how, times=None if shown is None else shown.times)
+
+
+def _shown(page: str | None, on: str | None) -> _Shown | None:
+    """Return the page that the user asked for, if there is one."""
+    if page is not None and on is not None:
+        raise click.UsageError("--report is for a conversion in this process: not with --on")
+    return None if page is None else _Shown(page)
+
+
+def _refused(prepared: Prepared, shown: _Shown | None) -> None:
+    """Write the page of a plan that is refused."""
+    if shown is not None and prepared.plan.refusals:
+        shown.write(prepared.plan)
+
+
+class _Shown:
+    """The page that the user asked for.
+
+    Args:
+        path: the file to write.
+
+    Raises:
+        TransaxleError: EXISTS for a file that is there; UNSUPPORTED for a URL, and without Jinja2.
+    """
+
+    def __init__(self, path: str) -> None:
+        from transaxle.engine.execute.file_times import FileTimes
+        from transaxle.reports.html_page import check_destination, check_jinja
+
+        check_jinja()
+        check_destination(path, overwrite=False)
+        self.times = FileTimes()
+        self._path = path
+
+    def write(self, plan: Plan, report: Report | None = None) -> None:
+        """Write the page of a plan, or of what was done."""
+        from transaxle.reports.conversion_page import conversion_page
+        from transaxle.reports.finished_page import Finished
+        from transaxle.reports.html_page import as_html, write_page
+
+        done = None if report is None else Finished(report, self.times.files)
+        write_page(as_html(conversion_page(plan, done)), self._path, overwrite=False)
 
 
 def _together(screen: Screen, asked: ConversionOrder, how: Launch) -> Report:
@@ -140,8 +198,8 @@ def _together(screen: Screen, asked: ConversionOrder, how: Launch) -> Report:
         raise click.exceptions.Exit(error.exit_code) from None
 
 
-def _told(screen: Screen, report: Report) -> int:
-    """Print what was done, and return the exit code."""
+def _told(screen: Screen, report: Report, page: str | None = None) -> int:
+    """Print what was done, and the file that shows it; return the exit code."""
     found = report.verification
     code = 0 if found is None or found.ok else 1
     if screen.as_json:
@@ -154,6 +212,8 @@ def _told(screen: Screen, report: Report) -> int:
         print_verification(screen, found)
         if found.comparison is not None:
             print_comparison(screen, found.comparison)
+    if page is not None:
+        screen.line(f"  shown in {page}")
     return code
 
 

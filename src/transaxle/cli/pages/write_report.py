@@ -21,13 +21,15 @@ from transaxle.reports.reporting import report
     examples=(
         ("transaxle report Qwen3-30B-A3B/", "write Qwen3-30B-A3B.html"),
         ("transaxle report Qwen3-30B-A3B/ --open", "and show it in the browser"),
+        ("transaxle report Qwen3-30B-A3B/ --values", "with what values each tensor has"),
         ("transaxle report out/ -o out.html --overwrite", "replace an older report"),
     ),
     help="""Write a report of a checkpoint: one HTML file to look at in a browser.
 
     SRC is a folder or a file. The page shows where the bytes are, by tensor, layer and expert, the layout in the
     notation of tables, types, encodings, files and ties, and what is unusual. It loads nothing from the network. Reads
-    only headers. Needs Jinja2 (pip install 'transaxle[report]').""",
+    only headers, unless --values is given: then it reads every tensor once, and shows minimum, maximum, mean and RMS,
+    zeros, NaN and infinite values, and channels that stand out. Needs Jinja2 (pip install 'transaxle[report]').""",
 )
 @click.argument("src", type=click.Path())
 @click.option(
@@ -38,15 +40,22 @@ from transaxle.reports.reporting import report
     help="File to write.  [default: the name of SRC, with .html]",
 )
 @click.option("--overwrite", is_flag=True, help="Replace the report that is there; other files are never replaced.")
+@click.option("--values", is_flag=True, help="Read all tensors, and show what values each has.")
 @click.option("--open", "shows", is_flag=True, help="Show it in the browser.")
 @options.reading
 @options.printing
 def command(
-    screen: Screen, src: str, output: str | None, overwrite: bool, shows: bool, source_options: dict[str, Any]
+    screen: Screen,
+    src: str,
+    output: str | None,
+    overwrite: bool,
+    values: bool,
+    shows: bool,
+    source_options: dict[str, Any],
 ) -> int:
     """Report on a checkpoint."""
     with screen.working("writing the report"):
-        path = report(src, output or _named_after(src), overwrite=overwrite, **source_options)
+        path = report(src, output or _named_after(src), overwrite=overwrite, values=values, **source_options)
     amount = path.stat().st_size
     if screen.as_json:
         screen.document({"path": str(path), "bytes": amount})

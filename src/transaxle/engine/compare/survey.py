@@ -102,7 +102,7 @@ class Survey:
 
     def add(self, name: str, distance: Distance, differs: bool) -> None:
         """Add what was measured of a tensor."""
-        place = self._places.get(name) or _unknown(name)
+        place = self._places.get(name) or place_of(name)
         elements = self._sides[1][name].parameters
         measure = Measure(place, elements, differs, distance.elements, distance.largest, distance.squares)
         with self._lock:
@@ -162,6 +162,7 @@ def places(checkpoint: Checkpoint) -> dict[str, Place]:
     return found
 
 
-def _unknown(name: str) -> Place:
+def place_of(name: str) -> Place:
+    """Return where a tensor is that no table reads: its first number is its layer."""
     literals, position = taken_apart(name)
     return Place("*".join(literals), position[0] if position else None)

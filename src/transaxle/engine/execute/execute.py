@@ -15,6 +15,7 @@ from transaxle.engine.compare.verification import Verification
 from transaxle.engine.copying.duplicate_checks import unequal
 from transaxle.engine.copying.replica_mean import averages_of
 from transaxle.engine.execute.commit import write_known, write_rest
+from transaxle.engine.execute.file_times import FileTimes
 from transaxle.engine.execute.preflight import Cleared, preflight
 from transaxle.engine.execute.tensor_stream import Sizes, decoding_errors, items_of, measured_sizes
 from transaxle.engine.number_text import duration, plural, size
@@ -119,6 +120,7 @@ def execute(
     sync: bool = True,
     limit: Limits | None = None,
     progress: Progress = unwatched,
+    times: FileTimes | None = None,
 ) -> Report:
     """Carry a plan out.
 
@@ -131,6 +133,7 @@ def execute(
         sync: make everything durable before the rename.
         limit: workers and memory.
         progress: told the bytes of each block written.
+        times: notes when the tensors of each file are written.
 
     Raises:
         TransaxleError: every refusal of the plan, before anything is written; UNEQUAL_COPIES where copies differ;
@@ -153,7 +156,7 @@ def execute(
     else:
         with staging_at(target, overwrite=overwrite, resume=resume, sync=sync) as staging:
             single = staging.single is not None
-            resumed = _write(cleared, staging, limit, progress, errors)
+            resumed = _write(cleared, staging, limit, progress, errors, times)
             recoded = _measured(prepared, limit, errors, casts)
             with span("commit"):
                 staging.commit()
@@ -242,7 +245,14 @@ def _measured(
     )
 
 
-def _write(prepared: Cleared, staging: Stage, limit: Limits, progress: Progress, errors: dict[str, Error]) -> int:
+def _write(
+    prepared: Cleared,
+    staging: Stage,
+    limit: Limits,
+    progress: Progress,
+    errors: dict[str, Error],
+    times: FileTimes | None,
+) -> int:
     """Write everything but the commit; return how many tensors an earlier run had finished.
 
     Args:
@@ -251,6 +261,7 @@ def _write(prepared: Cleared, staging: Stage, limit: Limits, progress: Progress,
         limit: workers and memory.
         progress: told the bytes of each block written.
         errors: gets how far each tensor is that is encoded, by table name.
+        times: notes when tensors are written.
     """
     plan, storage = prepared.plan, prepared.checkpoint.container.storage
     single = staging.single is not None
@@ -273,7 +284,8 @@ def _write(prepared: Cleared, staging: Stage, limit: Limits, progress: Progress,
         first = staging.ordered and prepared.draft.sealed_first
         if first:  # a stream cannot go back to them: everything is read twice
             write_known(staging, prepared.draft.late(_hashes(tensors | copying.copy(todo, None))))
-        tensors |= copying.copy(todo, staging, record=journal.add, progress=progress)
+        files = staging if times is None else times.watching(staging)
+        tensors |= copying.copy(todo, files, record=journal.add, progress=progress)
         carried = {} if single else copying.copy(plan.carried_files, staging, span_size=WHOLE)
     finally:
         journal.close()
