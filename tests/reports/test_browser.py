@@ -25,7 +25,7 @@ from transaxle.engine.facts.sharding_facts import HeldTensor, Sharding
 
 WIDTHS, SCHEMES = (1440, 390), ("light", "dark")
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
-OTHERS = ("differing", "sharded", "finished")
+OTHERS = ("differing", "sharded", "finished", "valued")
 """Pages of the same parts, each in either width and either scheme."""
 TREE = "document.querySelector('[data-figure]').report"
 Open = Callable[..., Any]
@@ -100,6 +100,12 @@ def sharded(page: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
+def valued(page: Path) -> Path:
+    """The report of its values."""
+    return tx.report(page.parent / "tiny", page.parent / "values.html", values=True)
+
+
+@pytest.fixture(scope="module")
 def finished(page: Path) -> Path:
     """The report of a conversion that is done, with its plan."""
     source, to = page.parent / "tiny", ("--to", "torchtitan", "--shard-size", "10kB", "--no-sync")
@@ -142,7 +148,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("hostile")
     held = {name: np.ones(size, np.uint8) for name, size in HOSTILE.items()}
     source = write(folder / "</script><i>", held, config={"</script><script>alert(2)</script>": "<img src=x>"})
-    return tx.report(source, folder / "page.html")
+    return tx.report(source, folder / "page.html", values=True)
 
 
 @pytest.fixture
@@ -295,7 +301,8 @@ def test_hostile_names_are_shown_and_do_nothing(hostile: Path, opened: Open) -> 
     assert "</script><script>document.title='x'</script>" in names
     assert "\\u202egnp.tier\\u2066 bidi" in names
     assert any(len(name) == 4000 for name in names)
-    assert shown.locator("main img, main i:not(.share i)").count() == 0
+    assert set(names) == set(shown.locator("[data-table=tensor-values] td.name").all_inner_texts())
+    assert shown.locator("main img, main i:not(.share i):not(.legend i)").count() == 0
     with shown.expect_download() as download:
         shown.get_by_role("button", name="Download Tensors by rule as JSON").click()
     rows = json.loads(download.value.path().read_bytes())
