@@ -1,4 +1,4 @@
-"""What a conversion has written, read back: held against its manifest, and against its source."""
+"""What a conversion or a save has written, read back: against its manifest and, where there is one, its source."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transaxle.engine.compare.verification import Verification, verify
 from transaxle.engine.execute.resume_check import reproduced
 from transaxle.engine.plan.conversion import Prepared
 from transaxle.errors import Refusal, Where, gathered
-from transaxle.move.workers import Limits, Progress, unwatched
+from transaxle.move.workers import Limits, Progress, limits, unwatched
 
 _OF_SOURCE = ("decode", "lenient")
 """Options of reading the source that do not hold for what was made of it, beside those that never hold for a second."""
@@ -47,6 +47,18 @@ def read_back(
             if prepared.plan.band:
                 return replace(found, comparison=reproduced(prepared, written, limit, progress))
             return replace(found, comparison=compare(prepared.checkpoint, written, limit=limit, progress=progress))
+
+
+def check_saved(target: str) -> Verification:
+    """Check what was saved against the hashes that were taken of memory while it was written.
+
+    Raises:
+        Refused: CORRUPT with every problem.
+    """
+    with open_checkpoint(target) as written:
+        found = verify(written, limits(), unwatched)
+    refuse_unequal(found, target)
+    return found
 
 
 def refuse_unequal(found: Verification, target: str) -> None:

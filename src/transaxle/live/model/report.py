@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transaxle.engine.number_text import duration, plural, size
 from transaxle.live.tensors.type_change import Conversion
+
+if TYPE_CHECKING:
+    from transaxle.engine.compare.verification import Verification
 
 
 @dataclass(frozen=True)
@@ -100,10 +103,12 @@ class SaveReport:
     """What was left behind."""
     untrained: tuple[str, ...] = ()
     """Parameters with gradients that are in none of the given optimizers, on this rank."""
+    verification: Verification | None = None
+    """What reading the checkpoint back has shown, if that was asked for."""
     seconds: float = 0.0
     """Wall time of this rank."""
     stages: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of it by stage: `plan`, `check`, `write`, `hash`, `commit`."""
+    """Seconds of it by stage: `plan`, `check`, `write`, `hash`, `commit`, `verify`."""
 
     def as_json(self) -> dict[str, Any]:
         """Return it as plain JSON data."""
@@ -111,7 +116,8 @@ class SaveReport:
 
     def __str__(self) -> str:
         rest = f", {len(self.kept):,} under their own names" if self.kept else ""
+        proved = "" if self.verification is None else ", read back"
         return (
             f"{self.path} · {self.format} · {self.dialect} · {plural(self.tensors, 'tensor')}{rest} · "
-            f"{size(self.bytes_written)}, {duration(self.seconds)}"
+            f"{size(self.bytes_written)}{proved}, {duration(self.seconds)}"
         )

@@ -6,7 +6,7 @@ All ranks compute the same plan from what they hold together; nothing is consoli
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from transaxle.arguments import Overwrite, PathLike, check_keywords, shows
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
@@ -24,6 +24,9 @@ from transaxle.live.sharding.replica_check import compare_copies
 from transaxle.live.training.optimizers import AnyOptimizer
 from transaxle.live.transport.world import Clock, World
 from transaxle.torch_tensors.torch_arguments import Ranks
+
+if TYPE_CHECKING:
+    from transaxle.engine.compare.verification import Verification
 
 
 @shows(Saving, **UNSAID)
@@ -56,11 +59,12 @@ def save(
             mapping or an object with `to_dict()`; None: `model.config`, where it has one), `axes` (axis -> size),
             `rules` (path of a table of your own), `shard_size` (bytes of tensors per file, 5_000_000_000 or "5GB"),
             `sync` (sync everything to disk before `dst` appears), `check_copies` (compare copies that several ranks
-            have and no mesh keeps equal, and refuse those that differ).
+            have and no mesh keeps equal, and refuse those that differ), `verify` (read the checkpoint back on one rank
+            once it is there, and compare every byte with what was written; the report has the verification).
 
     Raises:
         TypeError: an argument of a type that it cannot have.
-        TransaxleError: on every rank; the target is then as it was.
+        TransaxleError: on every rank; the target is then as it was, unless `verify` found the error.
     """
     check_keywords("save", options, Saving.__annotations__)
     request = SaveRequest(state, dst, to, optimizer, extra, overwrite=overwrite, **options)
@@ -80,7 +84,7 @@ def write_checkpoint(settings: SaveSettings, state: CollectedState, world: World
         clock: takes the time of the stages.
 
     Raises:
-        TransaxleError: on every rank; the target is then as it was.
+        TransaxleError: on every rank; the target is then as it was, unless it was read back and is wrong.
     """
     with clock.stage("plan"), world.together():
         prepared = _planned(settings, state, world.rank)
@@ -89,6 +93,10 @@ def write_checkpoint(settings: SaveSettings, state: CollectedState, world: World
         with clock.stage("check"):
             compare_copies(state.global_tensors, state.own, world)
     received, own = write(prepared, settings.dst, world, clock, overwrite=settings.overwrite, sync=settings.sync)
+    verification = None
+    if settings.verify:
+        with clock.stage("verify"):
+            verification = _read_back(settings.dst, world)
     return SaveReport(
         path=settings.dst,
         format=plan.format,
@@ -100,9 +108,27 @@ def write_checkpoint(settings: SaveSettings, state: CollectedState, world: World
         kept=plan.kept,
         ignored=(*plan.ignored, *settings.left),
         untrained=settings.untrained,
+        verification=verification,
         seconds=clock.total,
         stages=clock.stages,
     )
+
+
+def _read_back(target: str, world: World) -> Verification:
+    """Read on the first rank what all have written; collective.
+
+    Raises:
+        Refused: CORRUPT, on every rank.
+    """
+
+    def read() -> Verification | None:
+        from transaxle.engine.execute.read_back import check_saved
+
+        return check_saved(target) if world.rank == world.ranks[0] else None
+
+    found = world.pool(read)[0]
+    assert found is not None  # of the first rank
+    return found
 
 
 def _planned(settings: SaveSettings, state: CollectedState, rank: int) -> Prepared:

@@ -48,9 +48,11 @@ class Saving(TypedDict, total=False):
     """Make everything durable before the target appears."""
     check_copies: bool
     """Compare what several ranks hold without a mesh that keeps it equal, and refuse what differs."""
+    verify: bool
+    """Read the checkpoint back once it is there, and compare every byte with what was written."""
 
 
-UNSAID: dict[str, Any] = {"shard_size": SHARD_SIZE, "sync": True, "check_copies": True}
+UNSAID: dict[str, Any] = {"shard_size": SHARD_SIZE, "sync": True, "check_copies": True, "verify": False}
 """Where options stand that are not given, if not at None."""
 
 
@@ -78,6 +80,8 @@ class SaveSettings:
     """Make everything durable first."""
     check_copies: bool
     """Compare what several ranks hold."""
+    verify: bool = False
+    """Read it back."""
     left: tuple[str, ...] = ()
     """Entries that are held and not written."""
     untrained: tuple[str, ...] = ()
@@ -120,6 +124,8 @@ class SaveRequest:
     """Make everything durable first."""
     check_copies: bool = True
     """Compare what several ranks hold."""
+    verify: bool = False
+    """Read it back."""
 
     def settings(self, config: Mapping[str, Any] | None) -> SaveSettings:
         """Return it without the tensors.
@@ -141,6 +147,7 @@ class SaveRequest:
             self.overwrite,
             self.sync,
             self.check_copies,
+            self.verify,
             axes=read_axes(self.axes),
             rules=None if self.rules is None else read_path("rules", self.rules),
         )
@@ -154,7 +161,7 @@ def check_options(function: str, to: str, options: Saving) -> None:
         TransaxleError: a format, family or dialect that there is not; a config that cannot be read.
     """
     check_keywords(function, options, Saving.__annotations__)
-    for name in ("sync", "check_copies"):
+    for name in ("sync", "check_copies", "verify"):
         if not isinstance(options.get(name, True), bool):
             raise wrong_type(name, "a bool: True or False", options[name])
     asked = SaveRequest({}, "", to, **options).settings(model_config(options.get("config")))
