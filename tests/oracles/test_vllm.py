@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from subprocess import DEVNULL, PIPE
 
@@ -40,12 +41,13 @@ DEGREES = [(name, tp, ep) for name, model in MODELS.items() for tp, ep in model.
 
 
 @pytest.fixture(scope="session")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What vLLM made of all models, in as many processes as there are cores here, one at least."""
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What vLLM made of the models of the tests that were chosen, in as many processes as there are cores here."""
     folder = tmp_path_factory.mktemp("vllm")
     cleared = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VLLM"))}
     command = [str(PYTHON), "-m", "tests.oracles.vllm_peer.run", str(folder)]
-    names, jobs = list(MODELS), min(len(os.sched_getaffinity(0)), MOST_JOBS)
+    names = _chosen(request.session.items)
+    jobs = min(len(os.sched_getaffinity(0)), MOST_JOBS, len(names))
     running = [
         subprocess.Popen([*command, *names[job::jobs]], cwd=ROOT, env=cleared, stdout=DEVNULL, stderr=PIPE, text=True)
         for job in range(jobs)
@@ -54,6 +56,12 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         _, errors = process.communicate(timeout=SECONDS)
         assert process.returncode == 0, errors[-4000:]
     return folder
+
+
+def _chosen(items: Sequence[pytest.Item]) -> list[str]:
+    """The models that tests of this file ask for."""
+    asked = [item.callspec.params for item in items if item.path == Path(__file__) and hasattr(item, "callspec")]
+    return [name for name in MODELS if any(params["name"] == name for params in asked)]
 
 
 def _whole(name: str, hub: Path, target: Path, tp: int) -> tuple[str, dict[str, object], Tensors]:
