@@ -57,6 +57,7 @@ _FILLED: dict[str, dict[str, Any]] = {
     "minimax_m3_vl": {"projector_hidden_size": 20, "merged_hidden_size": 128},
     "minimax_m3_vl_text": {"shared_intermediate_size": 12, "index_head_dim": 10, "rotary_dim": 4},
     "nemotron_h_omni": {"projector_hidden_size": 20},
+    "radio": {"patch_size": 16, "image_size": 32, "max_img_size": 64},
     "muse_glimmer": {"out_hidden_size": 128, "projector_hidden_size": 24},
     "step3p5": {"share_expert_dim": 12},
     "step3p5_vision": {"mlp_ratio": 1.5, "intermediate_size": 48},

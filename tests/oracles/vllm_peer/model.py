@@ -33,6 +33,8 @@ class Model:
     """Ends the names of experts that vLLM reads with their last dims exchanged, as the hub's first files have them."""
     mistral: bool = False
     """vLLM reads Mistral's own files of it."""
+    described: bool = False
+    """vLLM reads the maker's own config, where transformers would read another one of this type."""
     inside: str = ""
     """The folder of the hub's repository in which vLLM looks for tensors, where it is not the uppermost one."""
     left: str = ""

@@ -15,6 +15,7 @@ from tests.oracles.vllm_peer.text import (
     LATENT,
     LATENT_HEADS,
     LOCAL,
+    MIXED,
     NARROW,
     NET,
     NET_EXPERTS,
@@ -70,7 +71,32 @@ def pictured(
     return Model(architecture, whole, kind=architecture, renamed=renamed or {}, transposed=transposed, unread=unread)
 
 
+def _nemotron_omni() -> Model:
+    """Nemotron 3 Omni; what its makers' config has besides, stands in it and in its parts."""
+    kind = "NemotronH_Omni_Reasoning_V3"
+    tower = {
+        "model_type": "radio", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "patch_size": 4,
+        "image_size": 16, "max_img_size": 32, "num_cls_tokens": 1, "num_registers": 9, "video_temporal_patch_size": 2,
+        "mlp_ratio": 4.0,
+    }  # fmt: skip
+    text = {**model("NemotronHForCausalLM", "nemotron_h", MIXED).config, "dtype": "float32"}
+    config = {
+        "model_type": "nemotron_h_omni", "text_config": text, "vision_config": tower, "vision_hidden_size": 64,
+        "projector_hidden_size": 40, "video_temporal_patch_size": 2, "tie_word_embeddings": False,
+    }  # fmt: skip
+    args = {"model": "vit_tiny", "cpe_max_size": 32, "register_multiple": 10}
+    more = {
+        "text_config": {**text, "architectures": ["NemotronHForCausalLM"]}, "vit_hidden_size": 64,
+        "vision_config": {**tower, "args": args, "preferred_resolution": [16, 16]}, "force_image_size": 16,
+        "patch_size": 4, "template": "", "ps_version": "v2", "image_tag_type": "internal", "norm_mean": [0.5] * 3,
+        "norm_std": [0.5] * 3,
+    }  # fmt: skip
+    unread = ("summary_idxs",)
+    return Model(kind, config, more, kind=kind, unread=unread, left=".ls", described=True)
+
+
 PICTURES = {
+    "nemotron_h_omni": _nemotron_omni(),
     "gemma3_whole": pictured(
         "Gemma3ForConditionalGeneration", "gemma3", "gemma3_text", vision=_SIGLIP, mm_tokens_per_image=4,
         renamed={"vision_tower.": "vision_tower.vision_model."},

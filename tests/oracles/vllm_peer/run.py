@@ -80,8 +80,8 @@ def _hub(model: Model, folder: Path) -> None:
     path, weights = folder / "config.json", folder / "model.safetensors"
     folder.mkdir(exist_ok=True)
     path.write_text(json.dumps({**config, "architectures": [model.architecture], **model.more}), "utf-8")
-    if not model.kind and "text_config" in config:
-        _config_class(model.model_type)
+    if model.described or (not model.kind and "text_config" in config):
+        _config_class(model.model_type, known=model.described)
     if model.stored:
         more = {name: torch.empty(shape) for name, shape in model.stored.items()}
         _number(more, start)
@@ -113,14 +113,20 @@ def _beginning(name: str, renamed: Mapping[str, str]) -> str:
     return name
 
 
-def _config_class(model_type: str) -> None:
-    """Let transformers read configs of a type that it does not know: the parts in them are configs too."""
+def _config_class(model_type: str, *, known: bool) -> None:
+    """Let transformers read configs of a type that it does not know: the parts in them are configs too, of their own
+    types where these are known.
+    """
     import transformers
 
     base: Any = transformers.PreTrainedConfig
 
+    def part(value: dict[str, Any]) -> Any:
+        own = known and value.get("model_type") in transformers.CONFIG_MAPPING
+        return transformers.AutoConfig.for_model(**value) if own else base(**value)
+
     def filled(self: Any, **keys: Any) -> None:
-        parts = {key: base(**value) for key, value in keys.items() if key.endswith("_config")}
+        parts = {key: part(value) for key, value in keys.items() if key.endswith("_config") and value}
         base.__init__(self, **{**keys, **parts})
 
     made = type("PublishedConfig", (base,), {"model_type": model_type, "__init__": filled})
@@ -154,12 +160,13 @@ def _stand_ins() -> None:
     from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as experts
     from vllm.model_executor.layers.fused_moe.oracle.unquantized import backend_to_kernel_cls
     from vllm.model_executor.layers.mamba.gdn import olmo_gdn_linear_attn as olmo
-    from vllm.model_executor.models import registry
+    from vllm.model_executor.models import nano_nemotron_vl, registry
     from vllm.model_executor.models.transformers import multimodal
     from vllm.models.kimi_k3.nvidia import model as kimi
     from vllm.models.qwen4_exp.nvidia import model as exp
     from vllm.models.qwen4_exp.nvidia import qsa
     from vllm.platforms.cpu import CpuPlatform
+    from vllm.transformers_utils.configs import radio
 
     registry._LazyRegisteredModel.inspect_model_cls = lambda self: registry._ModelInfo.from_model_cls(
         self.load_model_cls()
@@ -191,6 +198,8 @@ def _stand_ins() -> None:
     processor = SimpleNamespace(image_processor=None)  # its files are not there, and loading asks nothing of it
     multimodal.MultiModalProcessingInfo.get_hf_processor = lambda _, **_options: processor
     _without_filters()
+    nano_nemotron_vl.cached_tokenizer_from_config = lambda _: SimpleNamespace(encode=lambda _, **_options: [])
+    radio.VIT_TIMM_DIM_BY_NAME["vit_tiny"] = (64, 2, 4, 256)
 
 
 def _without_filters() -> None:

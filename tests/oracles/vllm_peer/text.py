@@ -96,7 +96,7 @@ _JAMBA = {
 _LFM = {"conv_dim": 128, "conv_dim_out": 128, "block_dim": 128, "block_ff_dim": 96, "conv_bias": False}
 _HY = {"expert_hidden_dim": 24, "moe_router_enable_expert_bias": True, "route_norm": True, "qk_norm": True}
 
-_MIXED = {
+MIXED = {
     "hybrid_override_pattern": "M*E-",
     "layers_block_type": ["mamba", "attention", "moe", "mlp"],
     "num_hidden_layers": 4,
@@ -209,7 +209,7 @@ TEXT = {
     "ministral3": model("Ministral3ForCausalLM", "ministral3"),
     "mistral": model("MistralForCausalLM", "mistral"),
     "nemotron": model("NemotronForCausalLM", "nemotron"),
-    "nemotron_h": model("NemotronHForCausalLM", "nemotron_h", _MIXED),
+    "nemotron_h": model("NemotronHForCausalLM", "nemotron_h", MIXED),
     "olmo": model("OlmoForCausalLM", "olmo", NARROW),
     "olmo2": model("Olmo2ForCausalLM", "olmo2", NARROW),
     "olmo3": model("Olmo3ForCausalLM", "olmo3", NARROW),
