@@ -157,6 +157,10 @@ _EVEN = 96
 _CUT_DIMS = {"colwise": -2, "packed_colwise": -2, "rowwise": -1, "packed_rowwise": -1}
 _AROUND = ("_gather_output", "_split_input")
 """Ends of the styles that gather what is not theirs: there, parts of a fused tensor need not be the ranks' own."""
+_IN_TURN = {"inkling_mm_model": "experts.gate_up_proj"}
+"""Model type -> end of the name of a tensor whose stored rows are gate and up in turn: transformers cuts it as it is
+stored, so that in memory each rank has some of both.
+"""
 
 
 def _peer_cut(style: str, tensor: torch.Tensor, is_bias: bool) -> torch.Tensor | None:
@@ -208,6 +212,8 @@ def check_cuts(model_type: str, folder: Path) -> int:
     compared, wrong = 0, []
     for name, tensor in tensors.items():
         style = _style(plan, name)
+        if style == "colwise" and name.endswith(_IN_TURN.get(model_type, "\0")):
+            style = "packed_colwise"
         numbered = torch.arange(tensor.numel()).reshape(tensor.shape)
         held = None if style is None else _peer_cut(style, numbered, name.endswith("bias"))
         if style is None or held is None or held.shape == tensor.shape:

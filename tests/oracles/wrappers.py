@@ -57,6 +57,13 @@ _FILLED: dict[str, dict[str, Any]] = {
     "minimax_m3_vl": {"projector_hidden_size": 20, "merged_hidden_size": 128},
     "minimax_m3_vl_text": {"shared_intermediate_size": 12, "index_head_dim": 10, "rotary_dim": 4},
     "nemotron_h_omni": {"projector_hidden_size": 20},
+    "inkling_text": {
+        "swa_num_attention_heads": 6, "swa_num_key_value_heads": 3, "swa_head_dim": 10, "sliding_window_size": 12,
+        "d_rel": 5, "rel_extent": 14, "layer_types": ["hybrid_sliding", "hybrid"],
+        "mlp_layer_types": ["dense", "sparse"],
+    },
+    "inkling_audio": {"n_mel_bins": 5, "mel_vocab_size": 7, "text_hidden_size": 32},
+    "inkling_vision": {"n_layers": 4, "patch_size": 4, "text_hidden_size": 32},
     "radio": {"patch_size": 16, "image_size": 32, "max_img_size": 64},
     "muse_glimmer": {"out_hidden_size": 128, "projector_hidden_size": 24},
     "step3p5": {"share_expert_dim": 12},

@@ -26,7 +26,7 @@ _LARGE = """
     dia_decoder dinov3_convnext donut-swin dots3_note dots3_note_audio_encoder dots3_note_vision_encoder
     edgetam_video efficientloftr efficientnet emu3_vqgan encodec ernie4_5_vl_moe ernie4_5_vl_moe_text esmfold2
     fastspeech2_conformer fastspeech2_conformer_hifigan fastspeech2_conformer_with_hifigan florence2 florence_vision
-    gemma3n_text gemma4 gemma4_text hgnet_v2 inkling2 inkling2_vision inkling_mm_model inkling_vision janus
+    gemma3n_text gemma4 gemma4_text hgnet_v2 inkling2 inkling2_vision janus
     janus_vqgan levit llama4 llama4_vision_model luke mask2former maskformer maskformer-swin mimi mimi_decoder
     mimi_encoder minimax_m3_vl muse_glimmer muse_spark muse_spark_audio musicgen musicgen_melody
     neucodec omdet-turbo pe_audio pe_audio_encoder perceiver phi4_multimodal phi4_multimodal_audio

@@ -95,7 +95,36 @@ def _nemotron_omni() -> Model:
     return Model(kind, config, more, kind=kind, unread=unread, left=".ls", described=True)
 
 
+def _inkling() -> Model:
+    """Inkling; in the published config, which vLLM reads, `intermediate_size` is the width of the experts."""
+    text = {
+        "model_type": "inkling_text", "hidden_size": 128, "num_hidden_layers": 3, "vocab_size": 90,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16, "swa_num_attention_heads": 8,
+        "swa_num_key_value_heads": 8, "swa_head_dim": 24, "d_rel": 6, "rel_extent": 20, "sliding_window_size": 12,
+        "local_layer_ids": [0, 2], "sconv_kernel_size": 4, "intermediate_size": 96, "moe_intermediate_size": 40,
+        "dense_mlp_idx": 1, "n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 2,
+        "shared_expert_sink": True, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
+    vision = {"model_type": "inkling_vision", "patch_size": 4, "temporal_patch_size": 2, "n_layers": 3}
+    audio = {"model_type": "inkling_audio", "n_mel_bins": 5, "mel_vocab_size": 7}
+    config = {"model_type": "inkling_mm_model", "text_config": text, "vision_config": vision, "audio_config": audio}
+    flags = ("use_embed_norm", "use_sconv", "use_gate_bias", "use_global_scale")
+    seen = {"vision_encoder_type": "hmlp", "decoder_dmodel": 128, "n_channels": 3, "use_vision_norm": True}
+    heard = {
+        "decoder_dmodel": 128, "dmel_min_value": -7.0, "dmel_max_value": 2.0, "use_audio_norm": True,
+        "audio_mode": "dmel",
+    }  # fmt: skip
+    widths = {"dense_intermediate_size": 96, "intermediate_size": 40, "moe_intermediate_size": None}
+    more = {
+        "text_config": {**text, **widths, **dict.fromkeys(flags, True)}, "vision_config": {**vision, **seen},
+        "audio_config": {**audio, **heard},
+    }  # fmt: skip
+    kind = "InklingForConditionalGeneration"
+    return Model(kind, config, more, kind=kind, dtype="bfloat16")
+
+
 PICTURES = {
+    "inkling": _inkling(),
     "nemotron_h_omni": _nemotron_omni(),
     "gemma3_whole": pictured(
         "Gemma3ForConditionalGeneration", "gemma3", "gemma3_text", vision=_SIGLIP, mm_tokens_per_image=4,

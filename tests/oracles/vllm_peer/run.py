@@ -156,12 +156,14 @@ def _stand_ins() -> None:
     for name in ("nms", "qnms"):
         library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     _stand_ins.library = library  # type: ignore[attr-defined]
+    from transformers.models.inkling import modeling_inkling
     from vllm.model_executor.layers.fused_moe import config
     from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as experts
     from vllm.model_executor.layers.fused_moe.oracle.unquantized import backend_to_kernel_cls
     from vllm.model_executor.layers.mamba.gdn import olmo_gdn_linear_attn as olmo
     from vllm.model_executor.models import nano_nemotron_vl, registry
     from vllm.model_executor.models.transformers import multimodal
+    from vllm.models.inkling.common import towers
     from vllm.models.kimi_k3.nvidia import model as kimi
     from vllm.models.qwen4_exp.nvidia import model as exp
     from vllm.models.qwen4_exp.nvidia import qsa
@@ -200,6 +202,7 @@ def _stand_ins() -> None:
     _without_filters()
     nano_nemotron_vl.cached_tokenizer_from_config = lambda _: SimpleNamespace(encode=lambda _, **_options: [])
     radio.VIT_TIMM_DIM_BY_NAME["vit_tiny"] = (64, 2, 4, 256)
+    modeling_inkling.plan_out_scales = lambda *sizes: torch.tensor(towers.plan_out_scales(*sizes))  # scipy is not there
 
 
 def _without_filters() -> None:
