@@ -45,6 +45,7 @@ OTHERWISE = {
     "shape": "of a matrix; of a matrix or a stack of them",
     "src": "a checkpoint; of a report also a plan",
     "tensor": "what is converted, from one package to another",
+    "values": "of a report, whether they are measured; of a quantized tensor, what it takes",
 }
 """Names that mean two things, and which."""
 
@@ -222,6 +223,7 @@ def calls(tmp_path: Path) -> dict[str, Callable[..., Any]]:
         "Refit": given(src_state=state, dst_state=state),
         "Refit.push": given(self=tx.Refit(state, state)),
         "named_tensors": given(state=state),
+        "sharding": given(state=state),
         "VllmRefit": given(src_state=state, engine="http://127.0.0.1:1"),
         "VllmRefit.push": given(self=None),
         "VllmSource": given(state=state),

@@ -16,7 +16,7 @@ _SECTIONS = {
     "Ranks of the target": ("tp", "pp", "ep", "make_vocab_size_divisible_by"),
     "Changing numbers": ("decode", "encode", "dtype", "merge", "only", "skip"),
     "Writing": ("overwrite", "resume", "check", "no_sync"),
-    "Working": ("jobs", "memory", "on", "items", "write", "report", "profile"),
+    "Working": ("jobs", "memory", "on", "items", "write", "report", "page", "profile"),
     "Refits, live into an engine": ("meshes", "together", "ranks_per_node"),
 }  # fmt: skip
 """Title of a section in the help of a command with many options -> the options in it; the others come last."""

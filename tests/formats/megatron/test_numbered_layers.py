@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import transaxle as tx
@@ -54,9 +55,10 @@ def _together(run: Path, states: tuple[str, ...]) -> None:
     """Put the layers of a release into one tensor each, and add what an optimizer has of them."""
     folder = run / "release"
     items = FileSystemReader(folder).read_metadata().state_dict_metadata.items()
-    named = {name for name, item in items if hasattr(item, "size")}
+    tensors = {name: item for name, item in items if isinstance(item, TensorStorageMetadata)}
+    state = {name: torch.empty(item.size, dtype=item.properties.dtype) for name, item in tensors.items()}
     with warnings.catch_warnings(action="ignore"):
-        state = _load_state_dict_from_keys(named, checkpoint_id=folder)
+        load(state, checkpoint_id=folder, no_dist=True)
     first = {name for name in state if name.startswith("decoder.layers.0.")}
     for name in first:
         layers = [state.pop(name.replace(".0.", f".{layer}.", 1)) for layer in range(2)]

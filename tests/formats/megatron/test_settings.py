@@ -15,7 +15,8 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import transaxle as tx
@@ -120,10 +121,11 @@ def test_the_settings_of_nemo_are_the_sizes(run: Path, source: Path, tmp_path: P
     """Its names begin with that of the module that holds the model."""
     folder = tmp_path / "nemo"
     shutil.copytree(run / "iter_0000007", folder / "weights")
-    metadata = FileSystemReader(folder / "weights").read_metadata()
-    named = {name for name, item in metadata.state_dict_metadata.items() if hasattr(item, "size")}
+    items = FileSystemReader(folder / "weights").read_metadata().state_dict_metadata.items()
+    tensors = {name: item for name, item in items if isinstance(item, TensorStorageMetadata)}
+    state = {name: torch.empty(item.size, dtype=item.properties.dtype) for name, item in tensors.items()}
     with warnings.catch_warnings(action="ignore"):
-        state = _load_state_dict_from_keys(named, checkpoint_id=folder / "weights")
+        load(state, checkpoint_id=folder / "weights", no_dist=True)
     for file in (*folder.glob("weights/*.distcp"), folder / "weights/.metadata", folder / "weights/run_config.yaml"):
         file.unlink()
     writer = FileSystemWriter(folder / "weights", overwrite=True)

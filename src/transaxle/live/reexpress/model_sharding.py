@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from transaxle.live.model.state_tensors import State
 
 
-def sharding(model: State, *, group: Ranks | None = None) -> Sharding:
+def sharding(state: State, *, group: Ranks | None = None) -> Sharding:
     """Tell who holds what of a live model; collective: all ranks call it, and all get the same.
 
     Only names, types, shapes and placements are exchanged. `tx.report(found, "sharding.html")` draws it, on one rank.
 
     Args:
-        model: a module, or a state dict of tensors and DTensors; of any placements, also on the meta device.
+        state: a module, or a state dict of tensors and DTensors; of any placements, also on the meta device.
         group: the ranks; None: all, or this process alone where there is no process group.
 
     Returns:
@@ -34,7 +34,7 @@ def sharding(model: State, *, group: Ranks | None = None) -> Sharding:
     """
     world = World(group)
     with world.together():
-        tensors = leaves(model).tensors
+        tensors = leaves(state).tensors
         names: dict[int, str] = {}
         own: dict[str, torch.Tensor] = {}
         aliases: dict[str, str] = {}
