@@ -68,14 +68,6 @@ def test_what_no_rank_sees_whole_is_not_hashed() -> None:
     assert files.digests == {}
 
 
-def test_where_an_item_goes_on_in_another_file() -> None:
-    turns = tuple(Transfer("ab"[number % 2], number, 10 * number, 10) for number in range(4))
-    copies = (Transfer("c", 0, 0, 10), Transfer("a", 500, 20, 10))
-    files = HashingFiles(None, [turns, turns[::-1], PLACES, PLACES[:1], (*turns, *copies)], range(5))
-    assert [files.borders(key) for key in range(4)] == [[10, 20, 30], [10, 20, 30], [100, 101], []]
-    assert {*files.borders(4)} <= {10, 20, 30}
-
-
 def test_parts_of_places() -> None:
     data = bytes(range(99, 103))
     found = [(file, at, bytes(part)) for file, at, part in Places(PLACES).laid(99, memoryview(data))]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from threading import Lock, get_ident
 from time import sleep
 
@@ -230,32 +229,6 @@ def test_a_large_item_is_laid_by_several_workers_and_followed_in_order(jobs: int
     assert sink.counts == [size - 1, 10]
     assert sorted(sink.ended) == [0, 1]
     assert len(sink.threads) == (jobs if jobs > 1 else 0)
-
-
-@pytest.mark.parametrize("border", [(700 << 10) + 3, (5 << 20) + 1, 1 << 10])
-def test_blocks_end_where_another_file_begins(border: int) -> None:
-    size = 33 << 20
-    borders = range(border, size, border)
-    blocks: list[tuple[int, int]] = []
-
-    class Bordered(_InTurns):
-        def borders(self, key: int) -> Sequence[int]:
-            assert key == 0
-            return borders
-
-        def follow(self, key: int, start: int, data: memoryview) -> None:
-            super().follow(key, start, data)
-            blocks.append((start, len(data)))
-
-    content = np.random.default_rng(4).integers(0, 256, size, np.uint8)
-    sink, limit = Bordered([size]), Limits(2, 16 << 20)
-    assert (
-        Movement([Item(0, size, [Transfer("0", 0, 0, size)], (0,))], _Files(content.tobytes()), sink, limit).run() == 0
-    )
-    assert np.array_equal(sink.out[0], content)
-    assert all(length <= limit.block for _, length in blocks)
-    inside = [at for start, length in blocks for at in borders if start < at < start + length]
-    assert bool(inside) == (border == 1 << 10), "so many files that blocks would be too small"
 
 
 def test_an_error_ends_those_who_wait_for_their_turn() -> None:

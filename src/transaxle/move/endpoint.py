@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -62,10 +61,6 @@ class Sink(ABC):
 
     def lay(self, _key: int, _start: int, _data: memoryview) -> None:  # noqa: B027 - only where there are turns
         """Put an item's bytes where they belong: one half of `take`."""
-
-    def borders(self, _key: int) -> Sequence[int]:
-        """Return the bytes of an item at which it goes on in another file; asked for only where there are turns."""
-        return ()
 
     def follow(self, _key: int, _start: int, _data: memoryview) -> None:  # noqa: B027 - only where there are turns
         """Note an item's bytes in order, before or after they are laid: the other half of `take`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Container, Iterator, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import numpy as np
 import xxhash
@@ -110,12 +110,6 @@ class HashingFiles(Sink):
             with span("write", len(data)):
                 for file, offset, part in self.laid(key, start, data):
                     self._files.pwrite(file, offset, part)
-
-    def borders(self, key: int) -> Sequence[int]:
-        """See `Sink`."""
-        places = sorted(self._places[key], key=lambda place: place.target)
-        found = {place.target for before, place in pairwise(places) if place.file != before.file}
-        return sorted(found - {0})
 
     def follow(self, key: int, _start: int, data: memoryview) -> None:
         """See `Sink`."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from itertools import pairwise
 from threading import Condition, Event
 
 import numpy as np
@@ -26,8 +25,6 @@ _Work = tuple[Item, int, int, list[Transfer] | None]
 """Bytes of an item: `(item, start, stop, the parts of its transfers if it is moved in turns)`."""
 _LARGE = 32 << 20
 """Bytes of an item that all workers move together, in turns: else one would be left with the largest."""
-_LEAST_BLOCK = 1 << 18
-"""Bytes, on average, of blocks that end where another file begins."""
 _TURN = 0.1
 """Seconds after which a worker that waits for its turn looks whether another one failed."""
 
@@ -93,7 +90,9 @@ class Movement:
             # take any run.
             if self._sink.ordered and self._takes_turns(queue):
                 (item,) = queue
-                for start, stop, parts in active(item.transfers, self._turn_ends(item)):
+                for start, stop, parts in active(
+                    item.transfers, block_ends(item.transfers, item.size, self._limit.block)
+                ):
                     yield [(item, start, stop, parts)]
             elif self._sink.ordered:
                 yield [(item, 0, item.size, None) for item in queue]
@@ -107,16 +106,6 @@ class Movement:
         if not self._sink.in_turns or self._limit.jobs == 1 or hasattr(self._source, "lend"):
             return False
         return len(queue) == 1 and queue[0].queue is None and queue[0].blocks is None and queue[0].size >= _LARGE
-
-    def _turn_ends(self, item: Item) -> list[int]:
-        """Return where the blocks end that are moved in turns: where another file begins, if that is not too often.
-
-        Neighbouring blocks then go to different files, and the workers do not wait for each other's writes.
-        """
-        most, borders = self._limit.block, self._sink.borders(item.key)
-        if not borders or item.size < _LEAST_BLOCK * (len(borders) + 1):
-            return block_ends(item.transfers, item.size, most)
-        return [end for a, b in pairwise((0, *borders, item.size)) for end in (*range(a + most, b, most), b)]
 
     def _do(self, worker: Worker, work: list[_Work]) -> None:
         for item, start, stop, parts in work:

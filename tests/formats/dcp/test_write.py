@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import io
-import math
 import random
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -28,7 +25,6 @@ from transaxle.formats.catalog.catalog import Draft, Spec
 from transaxle.formats.dcp.byte_items import LARGEST, frame
 from transaxle.formats.dcp.draft import draft
 from transaxle.formats.dcp.metadata import METADATA
-from transaxle.formats.dcp.written_chunks import DataFiles
 from transaxle.formats.dtype import BITS, nbytes
 from transaxle.formats.pickled.descriptors import DType
 
@@ -131,35 +127,6 @@ def test_tensors_are_cut_into_runs_of_rows() -> None:
     assert spans == [((row, first, 0), (1, min(2, 5 - first), 2)) for row in range(3) for first in (0, 2, 4)]
     assert list(plan.files) == [f"__0_{number}.distcp" for number in range(len(plan.files) - 1)] + [METADATA]
     assert len(draft([Spec("a", "F32", (3, 5, 2))]).entries["a"].extents) == 1
-
-
-@pytest.mark.parametrize("shard_size", [None, 200])
-def test_files_are_filled_in_turns(tmp_path: Path, shard_size: int | None) -> None:
-    shapes = [(5, 4), (7,), (), (3, 3), (0, 2), (6,)]
-    values = [torch.arange(math.prod(shape), dtype=torch.float32).reshape(shape) + n for n, shape in enumerate(shapes)]
-    files = DataFiles(shard_size, 2)
-    placed = [files.place(DType("float32"), shape) for shape in shapes]
-    kept = files.keep(b"archive")
-    fragments, sizes = files.finished()
-    names = [payload.file for payload, _ in placed]
-    assert all(first != second for first, second in pairwise([*names, kept.file]))
-    assert set(sizes) == {*names, kept.file}
-    assert len(sizes) == 2 or shard_size is not None
-    held = {name: bytearray(size) for name, size in sizes.items()}
-    for each in fragments:
-        held[each.file][each.offset : each.offset + len(each.data)] = each.data
-    for (payload, offset), value in zip(placed, values, strict=True):
-        held[payload.file][offset : offset + 4 * value.numel()] = value.numpy().tobytes()
-    for (payload, _), value in zip(placed, values, strict=True):
-        archive = bytes(held[payload.file][payload.offset : payload.offset + payload.length])
-        assert torch.equal(torch.load(io.BytesIO(archive), weights_only=True), value)
-    assert bytes(held[kept.file][kept.offset : kept.offset + kept.length]) == b"archive"
-
-
-def test_the_only_chunk_makes_the_only_file() -> None:
-    files = DataFiles(None, 2)
-    payload, _ = files.place(DType("float32"), (3,))
-    assert [*files.finished()[1]] == [payload.file]
 
 
 def test_no_archive_is_larger_than_torch_should_have_to_read() -> None:

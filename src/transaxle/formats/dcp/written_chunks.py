@@ -126,51 +126,43 @@ def _runs(shape: Shape, item: int, limit: int) -> Iterator[tuple[Shape, Shape]]:
             yield (at, *start), (1, *sizes)
 
 
-class _DataFile:
-    """A data file that is being filled."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.pending = bytearray()
-        """Its latest bytes, which are known."""
-        self.end = 0
-        """Its bytes so far."""
-        self.tensor_bytes = 0
-        """Bytes of tensors in it."""
-
-
 class DataFiles:
     """The data files, filled one after the other: archives at multiples of their alignment, zeros between.
 
     Args:
-        shard_size: bytes of tensors in one file; None: there is no limit.
-        abreast: so many files are filled in turns, chunk by chunk. Threads that write into one file wait for each
-            other, those that write into different ones do not.
+        shard_size: bytes of tensors in one file; None: there is one file.
     """
 
-    def __init__(self, shard_size: int | None, abreast: int = 1) -> None:
+    def __init__(self, shard_size: int | None) -> None:
         self.limit = LARGEST if shard_size is None else min(shard_size, LARGEST)
         """Bytes of a tensor that may go into one archive."""
         self._shard_size = shard_size
         self._sizes: dict[str, int] = {}
         self._fragments: list[Fragment] = []
-        self._open: list[_DataFile | None] = [self._begin(), *[None] * (abreast - 1)]
-        self._turn = -1
+        self._pending = bytearray()
+        self._file = ""
+        self._end = 0
+        """Bytes of the current file so far."""
+        self._tensor_bytes = 0
+        """Bytes of tensors in it."""
+        self._begin()
 
     def place(self, dtype: DType, shape: Shape) -> tuple[Payload, int]:
         """Place a chunk; return the place of its archive, and where in the file the chunk itself begins."""
         size = _bytes_of(dtype, shape)
-        file = self._next(size)
+        if self._shard_size is not None and self._tensor_bytes and self._tensor_bytes + size > self._shard_size:
+            self._close()
+            self._begin()
         head, tail = frame(dtype, shape, size)
-        begin = file.end
+        begin = self._end
         data = begin + len(head)
-        self._flush(file, head)
-        file.end = data + size
-        payload = Payload(file.name, begin, len(head) + size + len(tail))
-        file.pending += tail
-        file.pending += bytes(-(file.end + len(file.pending)) % ALIGNMENT)
-        file.end += len(file.pending)
-        file.tensor_bytes += size
+        self._flush(head)
+        self._end = data + size
+        payload = Payload(self._file, begin, len(head) + size + len(tail))
+        self._pending += tail
+        self._pending += bytes(-(self._end + len(self._pending)) % ALIGNMENT)
+        self._end += len(self._pending)
+        self._tensor_bytes += size
         return payload, data
 
     def put(self, dtype: DType, value: bytes) -> Payload:
@@ -181,47 +173,32 @@ class DataFiles:
 
     def keep(self, archive: bytes) -> Payload:
         """Place an archive whose bytes are known."""
-        file = self._next()
-        payload = Payload(file.name, file.end, len(archive))
+        payload = Payload(self._file, self._end, len(archive))
         padded = archive + bytes(-len(archive) % ALIGNMENT)
-        file.pending += padded
-        file.end += len(padded)
+        self._pending += padded
+        self._end += len(padded)
         return payload
 
     def finished(self) -> tuple[list[Fragment], dict[str, int]]:
         """Return the bytes outside the tensors, and the sizes of the files."""
-        for file in self._open:
-            if file is not None:
-                self._close(file)
+        self._close()
         return self._fragments, self._sizes
 
-    def _next(self, size: int = 0) -> _DataFile:
-        """Return the file whose turn it is, which has room for so many bytes of tensors."""
-        self._turn = (self._turn + 1) % len(self._open)
-        file = self._open[self._turn]
-        limit = self._shard_size
-        if file is not None and limit is not None and size and file.tensor_bytes and file.tensor_bytes + size > limit:
-            self._close(file)
-            file = None
-        if file is None:
-            file = self._open[self._turn] = self._begin()
-        return file
+    def _begin(self) -> None:
+        self._file = f"__0_{len(self._sizes)}{DATA_FILE}"
+        self._sizes[self._file] = 0
+        self._end = self._tensor_bytes = 0
 
-    def _begin(self) -> _DataFile:
-        file = _DataFile(f"__0_{len(self._sizes)}{DATA_FILE}")
-        self._sizes[file.name] = 0
-        return file
-
-    def _flush(self, file: _DataFile, head: bytes) -> None:
+    def _flush(self, head: bytes) -> None:
         """Add the bytes between two tensors as one fragment."""
-        bytes_between = bytes(file.pending) + head
+        bytes_between = bytes(self._pending) + head
         if bytes_between:
-            self._fragments.append(Fragment(file.name, file.end - len(file.pending), bytes_between))
-        file.pending.clear()
+            self._fragments.append(Fragment(self._file, self._end - len(self._pending), bytes_between))
+        self._pending.clear()
 
-    def _close(self, file: _DataFile) -> None:
-        self._flush(file, b"")
-        self._sizes[file.name] = file.end
+    def _close(self) -> None:
+        self._flush(b"")
+        self._sizes[self._file] = self._end
 
 
 def _bytes_of(dtype: DType, shape: Shape) -> int:

@@ -1,7 +1,7 @@
 """Drafting a distributed checkpoint of Megatron: what `--load` takes at any degree of parallelism.
 
     OUT/latest_checkpointed_iteration.txt     `release`, or the iteration if the optimizer's state is there
-    OUT/release/.metadata, __0_0.distcp, …    tensors in turns, and the pickled states that Megatron insists on
+    OUT/release/.metadata, __0_0.distcp, …    tensors, and the pickled states that Megatron insists on
     OUT/release/common.pt                     arguments, versions
     OUT/release/metadata.json
 
@@ -47,8 +47,6 @@ from transaxle.formats.training_state.state_groups import GROUPS, ParamGroup
 
 Cuts = Mapping[str, Sequence[Sequence[int]]]
 """Tensor -> for each of its first dims, where chunks begin."""
-_ABREAST = 2
-"""Data files that are filled in turns, as Megatron's own saves do with two threads."""
 _MASTER = "param"
 """State: what a distributed optimizer calls the full-precision copies."""
 _STEP, GLOBAL_STEPS = "step", "global_steps"
@@ -105,7 +103,7 @@ def draft(
     if optimizer is not None:
         facts.setdefault("iteration", (run or {}).get(GLOBAL_STEPS) or step_of(optimizer))
     folder = RELEASE if optimizer is None else iteration_folder(facts["iteration"])
-    files = DataFiles(shard_size, _ABREAST)
+    files = DataFiles(shard_size)
     entries, chunks = _placed(tensors, cuts or {}, files, folder)
     objects = _states(shapes, files)
     fragments, sizes = files.finished()
