@@ -6,6 +6,7 @@ import math
 import threading
 from dataclasses import dataclass
 from functools import cache, partial
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -153,16 +154,14 @@ def _absolute(rows: npt.NDArray[np.generic]) -> Array:
     return largest
 
 
-class _Values:
+class _Values(Protocol):
     """What is known of a tensor's values so far."""
 
     def add(self, block: memoryview) -> None:
         """Add a block."""
-        raise NotImplementedError
 
     def found(self, channels: _Channels | None) -> TensorValues:
         """Return what was found."""
-        raise NotImplementedError
 
 
 @cache
@@ -174,7 +173,7 @@ def _every(kind: np.dtype[np.generic]) -> Array:
     return values
 
 
-class _Counted(_Values):
+class _Counted:
     """Values of small types, of each of which it is counted how often there is one."""
 
     def __init__(self, kind: np.dtype[np.generic]) -> None:
@@ -199,7 +198,7 @@ class _Counted(_Values):
         return _of(int(self._counts.sum()), extremes, sums, (zeros, nans, infinite), channels)
 
 
-class _Summed(_Values):
+class _Summed:
     """Values of larger types, which are summed."""
 
     def __init__(self, kind: np.dtype[np.generic]) -> None:
