@@ -7,36 +7,35 @@ and that of every other follows from where its chunk begins.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from operator import itemgetter
 from typing import NamedTuple
 
-from transaxle.axes.layout.relayout import Copy, Origin, Target
+from msgspec.structs import replace
+
+from transaxle.axes.layout.relayout import Copy, Origin, Target, TargetPart
 from transaxle.axes.notation.expression import Layout
 from transaxle.formats.catalog.catalog import Entry, Extent
 from transaxle.formats.dtype import Shape
 from transaxle.move.transfer import Transfer
 
+_NOWHERE = -1
+"""An index that no chunk has."""
+
 
 class _Stamp(NamedTuple):
     """The transfer of one target, with what must be the same of another."""
 
+    parts: tuple[TargetPart, ...]
+    """Held, as their identity is the key."""
     target: Layout
-    """Held, as its identity is the key; as is the origin."""
-    origin: Origin
-    pinned: tuple[tuple[int, str], ...]
-    """Dims of the stored tensor that are an axis of the target's name."""
-    start: Shape
-    """First index of the chunk."""
-    shape: Shape
-    """Elements of the chunk."""
-    strides: Shape | None
-    base: int
-    """Byte offset of the chunk."""
-    transfer: Transfer
+    dtype: str
+    axes: tuple[str, ...]
+    """The axes of the target's name, in the order of the stored tensor's dims."""
     chunks: Mapping[Shape, Extent]
-    """The chunks of the stored tensor, by their first index."""
-    leading: tuple[str, ...] | None
-    """The axes of the target's name, where they are the first dims of the stored tensor, in order."""
+    """The chunks that differ from the first target's in their index of these axes alone, by that index."""
+    transfer: Transfer
+    """That of the first target, from the beginning of its chunk."""
 
 
 class Stamps:
@@ -48,33 +47,26 @@ class Stamps:
 
     def __init__(self, entries: Mapping[str, Entry]) -> None:
         self._entries = entries
-        self._stamps: dict[tuple[int, int, str], _Stamp] = {}
-        self._chunks: dict[str, dict[Shape, Extent]] = {}
+        self._stamps: dict[int, _Stamp] = {}  # by the identity of the parts, which targets that are alike share
+        self._chunks: dict[Hashable, dict[Shape, Extent]] = {}
 
     def transfer(self, target: Target) -> Transfer | None:
         """Return the one transfer that fills a target; None where it must be found the long way."""
-        parts, index = target.parts, target.index
-        if len(parts) != 1 or len(parts[0].origins) != 1:
+        stamp = self._stamps.get(id(target.parts))
+        if stamp is None or stamp.target is not target.layout or stamp.dtype != target.dtype:
             return None
-        origin = parts[0].origins[0]
-        stamp = self._stamps.get((id(target.layout), id(origin), target.dtype))
-        if stamp is None or len(stamp.pinned) != len(index):
+        index = target.index
+        if tuple(index) == stamp.axes:
+            at = tuple(index.values())
+        elif len(index) == len(stamp.axes):
+            at = tuple([index.get(axis, _NOWHERE) for axis in stamp.axes])
+        else:
             return None
-        try:
-            if stamp.leading is not None:
-                start = (*[index[axis] for axis in stamp.leading], *stamp.start[len(stamp.leading) :])
-            else:
-                starts = list(stamp.start)
-                for dim, axis in stamp.pinned:
-                    starts[dim] = index[axis]
-                start = tuple(starts)
-        except KeyError:
-            return None
-        chunk = stamp.chunks.get(start)
-        if chunk is None or chunk.shape != stamp.shape or chunk.strides != stamp.strides:
+        chunk = stamp.chunks.get(at)
+        if chunk is None:
             return None
         transfer = stamp.transfer
-        source = chunk.offset + transfer.source - stamp.base
+        source = chunk.offset + transfer.source
         return Transfer(chunk.file, source, transfer.target, transfer.width, transfer.loops)
 
     def learn(self, target: Target, copies: Sequence[Copy], transfers: Sequence[Transfer]) -> None:
@@ -92,17 +84,32 @@ class Stamps:
         pinned = _pinned(target, origin, chunk)
         if not pinned:
             return
-        if origin.name not in self._chunks:
-            extents = self._entries[origin.name].extents
-            chunks = {extent.start: extent for extent in extents}
-            if len(chunks) != len(extents):  # some are empty, and begin where others do
-                return
-            self._chunks[origin.name] = chunks
-        leading = tuple(axis for _, axis in pinned) if all(at == dim for at, (dim, _) in enumerate(pinned)) else None
-        self._stamps[id(target.layout), id(origin), target.dtype] = _Stamp(
-            target.layout, origin, pinned, chunk.start, chunk.shape, chunk.strides, chunk.offset, transfers[0],
-            self._chunks[origin.name], leading,
-        )  # fmt: skip
+        chunks = self._alike(origin.name, chunk, tuple(dim for dim, _ in pinned))
+        axes = tuple(axis for _, axis in pinned)
+        first = replace(transfers[0], source=transfers[0].source - chunk.offset)
+        self._stamps[id(target.parts)] = _Stamp(target.parts, target.layout, target.dtype, axes, chunks, first)
+
+    def _alike(self, name: str, chunk: Extent, dims: tuple[int, ...]) -> dict[Shape, Extent]:
+        """Return the chunks that differ from one in their index of some dims alone, by that index."""
+        dims_left = [dim for dim in range(len(chunk.start)) if dim not in dims]
+        rest = tuple([chunk.start[dim] for dim in dims_left])
+        key = name, dims, rest, chunk.shape, chunk.strides
+        found = self._chunks.get(key)
+        if found is None:
+            place, others = _picked(dims), _picked(dims_left)
+            found = self._chunks[key] = {
+                place(extent.start): extent
+                for extent in self._entries[name].extents
+                if extent.shape == chunk.shape and extent.strides == chunk.strides and others(extent.start) == rest
+            }
+        return found
+
+
+def _picked(dims: Sequence[int]) -> Callable[[Shape], Shape]:
+    """Return what takes some dims out of an index; `dims` ascend."""
+    if not dims or dims[-1] - dims[0] == len(dims) - 1:
+        return itemgetter(slice(dims[0], dims[-1] + 1) if dims else slice(0))
+    return lambda index: tuple([index[dim] for dim in dims])
 
 
 def _only_origin(target: Target) -> Origin | None:

@@ -423,8 +423,9 @@ def _planned(
     """Plan every tensor in file order; if the files could not be laid out, still collect the other problems."""
     planned = []
     computed: dict[int, bool] = {}  # by the identity of the parts, which targets that are alike share
-    entries, further = draft.entries, draft.copies
-    for name in entries or written:
+    further = draft.copies
+    entries: Mapping[str, Entry | None] = draft.entries or dict.fromkeys(written)
+    for name, entry in entries.items():
         output = written[name]
         target = output.target
         is_computed = computed.get(id(target.parts))
@@ -436,7 +437,6 @@ def _planned(
         except TransaxleError as error:
             problems.extend(error.refusals)
             continue
-        entry = entries.get(name)
         if entry is None:
             continue
         shape, extents = entry.shape, entry.extents
