@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tests.oracles import hub
+from tests.oracles.deepspeed_peer.uncompiled import gloo_alone
 
 Tensors = dict[str, torch.Tensor]
 
@@ -18,6 +19,7 @@ def zero3_engine(config: dict[str, Any], dtype: str) -> Any:
     os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": str(dist.get_rank())}
     import deepspeed
 
+    gloo_alone()
     torch.manual_seed(0)
     model = hub.model(config, torch.float32)
     zero = {"stage": 3, "stage3_param_persistence_threshold": 40, "overlap_comm": False}

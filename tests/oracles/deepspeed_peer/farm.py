@@ -10,7 +10,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -22,8 +22,6 @@ from tests.oracles.deepspeed_peer.case import BY_NAME, TRUTH, Case, Launch
 from tests.oracles.deepspeed_peer.resumes import OWN, RESUMES, WAYS, Resume
 
 _LIMIT = 240.0
-_BUILD = 600.0
-"""Seconds after which a lock on a C++ extension was left by a killed process: DeepSpeed builds in one minute."""
 _DONE, _LOCK = "done", "lock"
 
 Raw = dict[str, tuple[tuple[int, ...], bytes]]
@@ -110,7 +108,6 @@ def _launch(launch: Launch, jobs: Path) -> None:
 
     from tests.forks import context
 
-    _unlock_builds()
     meeting = jobs.with_suffix(".meeting")
     meeting.unlink(missing_ok=True)
     arguments = (str(jobs), launch, str(meeting))
@@ -123,17 +120,6 @@ def _launch(launch: Launch, jobs: Path) -> None:
             for process in ranks.processes:
                 process.kill()
             raise AssertionError(f"DeepSpeed hangs: {_said(jobs)}")
-
-
-def _unlock_builds() -> None:
-    """Remove locks that killed builds of extensions have left: every later run would wait for them for ever."""
-    from torch.utils.cpp_extension import get_default_build_root
-
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
-    for lock in root.glob("*/*/lock"):
-        with suppress(FileNotFoundError):
-            if time.time() - lock.stat().st_mtime > _BUILD:
-                lock.unlink()
 
 
 def _rank(rank: int, jobs: str, launch: Launch, meeting: str) -> None:

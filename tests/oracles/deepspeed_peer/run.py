@@ -47,6 +47,7 @@ from tests.oracles.deepspeed_peer.case import (
     Case,
     Launch,
 )  # fmt: skip
+from tests.oracles.deepspeed_peer.uncompiled import gloo_alone
 from transaxle.parallel.tensor_parallel import tensor_parallel
 
 FULL = deepspeed.utils.safe_set_full_fp32_param, deepspeed.utils.safe_set_full_optimizer_state
@@ -363,6 +364,7 @@ def main(jobs: Path, launch: Launch, rank: int, meeting: Path) -> None:
     torch.set_num_threads(1)
     where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": launch.world, "MASTER_ADDR": "localhost", "MASTER_PORT": 0}
     os.environ |= {key: str(value) for key, value in where.items()} | {"GLOO_SOCKET_IFNAME": "lo"}
+    gloo_alone()
     deepspeed.init_distributed(
         dist_backend="gloo", timeout=timedelta(seconds=60), init_method=f"file://{meeting}", rank=rank,
         world_size=launch.world,

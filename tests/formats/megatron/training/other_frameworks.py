@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from tests.formats.megatron.training.peer import GRADIENT
+from tests.oracles.deepspeed_peer.uncompiled import gloo_alone
 from tests.oracles.quiet import quiet
 
 LR, BETAS, EPS, DECAY = 1e-3, (0.9, 0.95), 1e-6, 0.1
@@ -52,6 +53,7 @@ def zero(rank: int, world: int, hub: str, stage: int, source: str, folder: str, 
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "DS_ACCELERATOR": "cpu"}
     import deepspeed
 
+    gloo_alone()
     deepspeed.init_distributed(dist_backend="gloo", rank=rank, world_size=world)
     model = _model(hub)
     optimizer = torch.optim.AdamW(_groups(model), lr=LR, betas=BETAS, eps=EPS)
