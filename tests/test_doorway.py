@@ -150,5 +150,5 @@ for name in {sorted(LIVE)!r}:
         except ImportError as error:
             print(error)
 """
-    wanted = [f"transaxle.{name} needs torch, which is not installed: pip install 'transaxle[torch]'" for name in LIVE]
+    wanted = [f"transaxle.{name} needs torch, which is not installed: pip install 'torch>=2.11'" for name in LIVE]
     assert _said(WITHOUT_TORCH + script).splitlines() == [line for line in sorted(wanted) for _ in range(2)]

@@ -62,10 +62,11 @@ HOUSE = {
     # The core.
     "engine": _room("move", "formats", "encodings", "families", "axes"),
     "move": _room("formats", "encodings", "axes"),
-    "formats": _room("axes", "plugins"),
+    "formats": _room("axes", "plugins", "extras"),
     "encodings": _room("axes"),
     "families": _room("axes", "plugins"),
     "plugins": _room("errors", needs=frozenset()),
+    "extras": _room(needs=frozenset()),
     "axes": _room("arguments", "errors", "spans", needs=frozenset({"numpy"})),
     "arguments": _room("errors", needs=frozenset()),
     "errors": _room(needs=frozenset()),

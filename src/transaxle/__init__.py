@@ -98,7 +98,9 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if str(error.name).partition(".")[0] != "torch":
             raise
-        message = f"transaxle.{name} needs torch, which is not installed: pip install 'transaxle[torch]'"
+        from transaxle.extras import install
+
+        message = f"transaxle.{name} needs torch, which is not installed: {install('torch')}"
         raise ImportError(message, name=error.name) from None
     return found if name in _ROOMS else getattr(found, name)
 

@@ -127,7 +127,7 @@ def test_nothing_but_the_demo_needs_torch(ck: Path, transaxle: Transaxle) -> Non
         assert (outcome.code, outcome.err) == (0, ""), arguments
     refused = process("demo", before=BLOCKED)
     assert refused.code == 3
-    assert "pip install 'transaxle[demo]'" in refused.err
+    assert "pip install 'torch>=2.11' transformers==" in refused.err
     assert process("demo", "--json", before=BLOCKED).codes == ["UNSUPPORTED"]
 
 

@@ -98,6 +98,12 @@ def test_item_7_completion_in_bash(typed: str, offered: list[str]) -> None:
     assert done.stdout.split() == offered
 
 
+def test_item_7_the_line_that_turns_completion_on_is_never_broken() -> None:
+    text = process("--help", environment={"COLUMNS": "60"}).out
+    shown = [line.strip() for line in text.splitlines() if "bash_source" in line]
+    assert shown == ['eval "$(_TRANSAXLE_COMPLETE=bash_source transaxle)"']
+
+
 def test_item_7_completion_after_a_space_begins_a_word() -> None:
     asked = {"_TRANSAXLE_COMPLETE": "bash_complete", "COMP_LINE": "transaxle convert a b --format "}
     assert "plain,safetensors" in process(environment=asked).out.splitlines()

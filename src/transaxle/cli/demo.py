@@ -20,6 +20,7 @@ from transaxle.cli.screen.quantities import parameters, plural
 from transaxle.cli.screen.screen import Screen
 from transaxle.engine.facts.moves import RENAMED, UNCHANGED, rules, words
 from transaxle.errors import refuse
+from transaxle.extras import install
 
 _SIZES = {
     "vocab_size": 56,
@@ -95,7 +96,7 @@ def _needed() -> None:
         import transformers
     except ImportError as error:
         message = f"the demo needs torch and transformers: {error}"
-        raise refuse("UNSUPPORTED", message, hint="Install them:  pip install 'transaxle[demo]'") from None
+        raise refuse("UNSUPPORTED", message, hint=f"Install them:  {install('demo')}") from None
     del torch, transformers
 
 

@@ -86,7 +86,8 @@ class Program(click.Group):
             formatter.write_dl(_CODES)
         formatter.write_paragraph()
         formatter.write_text(f"Run {NAME} COMMAND --help for the options of a command and examples.")
-        formatter.write_text(f'Completion in bash (or zsh, fish):  eval "$({COMPLETE}=bash_source {NAME})"')
+        formatter.write_text("Completion in bash (or zsh, fish):")
+        formatter.write_text(f'  eval "$({COMPLETE}=bash_source {NAME})"')
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the program's own options; click would add the commands once more."""

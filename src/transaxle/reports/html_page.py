@@ -151,7 +151,9 @@ def check_jinja() -> None:
     try:
         import jinja2  # noqa: F401 - only whether it is there
     except ModuleNotFoundError:
-        hint = "Install it:  pip install 'transaxle[report]'."
+        from transaxle.extras import install
+
+        hint = f"Install it:  {install('report')}"
         raise refuse("UNSUPPORTED", "a report needs Jinja2, which is not installed", hint=hint) from None
 
 

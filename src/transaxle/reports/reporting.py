@@ -38,7 +38,7 @@ def report(
     for `values`. Of a finished conversion it shows what was written, left out and changed in value.
     Of a comparison it shows where in the model values differ, and by how much; of a live model's sharding which rank
     holds what.
-    Needs Jinja2: `pip install 'transaxle[report]'`.
+    Needs Jinja2: `pip install jinja2`.
 
     Args:
         src: path, an opened checkpoint, which is shown under its own names, a plan, or what `convert`,

@@ -259,4 +259,4 @@ except ImportError as error:
     print(error)
 """
     done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True, timeout=120)
-    assert "pip install 'transaxle[torch]'" in done.stdout
+    assert "pip install 'torch>=2.11'" in done.stdout

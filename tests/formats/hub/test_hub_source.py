@@ -306,7 +306,7 @@ def test_what_is_not_there(hub: Hub, tmp_path: Path) -> None:
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     error = refused(f"hf://{NAME}")
-    assert (error.code, "transaxle[hf]" in error.hint) == ("UNSUPPORTED", True)
+    assert (error.code, "'httpx>=0.27' 'huggingface-hub>=0.30'" in error.hint) == ("UNSUPPORTED", True)
 
 
 def test_without_the_network() -> None:

@@ -29,7 +29,7 @@ from transaxle.reports.reporting import report
     SRC is a folder or a file. The page shows where the bytes are, by tensor, layer and expert, the layout in the
     notation of tables, types, encodings, files and ties, and what is unusual. It loads nothing from the network. Reads
     only headers, unless --values is given: then it reads every tensor once, and shows minimum, maximum, mean and RMS,
-    zeros, NaN and infinite values, and channels that stand out. Needs Jinja2 (pip install 'transaxle[report]').""",
+    zeros, NaN and infinite values, and channels that stand out. Needs Jinja2 (pip install jinja2).""",
 )
 @click.argument("src", type=click.Path())
 @click.option(

@@ -45,6 +45,7 @@ from transaxle.derivation.tracing.tiny_configs import (
     tiny,
 )
 from transaxle.errors import refuse
+from transaxle.extras import install
 
 HEADS = (
     "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
@@ -78,7 +79,7 @@ class Peer:
             import torch
             import transformers
         except ImportError as error:
-            hint = "Install them:  pip install 'transaxle[demo]'"
+            hint = f"Install them:  {install('demo')}"
             raise refuse("UNSUPPORTED", f"tracing needs torch and transformers: {error}", hint=hint) from None
         transformers.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()

@@ -44,7 +44,9 @@ def as_torch(name: str, dtype: str, values: np.ndarray) -> torch.Tensor:
     try:
         import torch
     except ModuleNotFoundError as error:
-        message = "torch() needs torch, which is not installed: pip install 'transaxle[torch]'"
+        from transaxle.extras import install
+
+        message = f"torch() needs torch, which is not installed: {install('torch')}"
         raise ImportError(message, name=error.name) from None
     if dtype not in _NAMES:
         check_elements(name, dtype)

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from transaxle.errors import TransaxleError, refuse
+from transaxle.extras import install
 from transaxle.formats.remote.service import RANGES
 from transaxle.formats.remote.url import harmless, without_secrets
 
@@ -110,7 +111,7 @@ class HubRequests:
             import httpx
             from huggingface_hub import constants
         except ImportError:
-            message, hint = "no installed package can open hf:// URLs", "Install it:  pip install 'transaxle[hf]'"
+            message, hint = "no installed package can open hf:// URLs", f"Install it:  {install('hf')}"
             raise refuse("UNSUPPORTED", message, file=shown, hint=hint) from None
         if constants.HF_HUB_OFFLINE:
             hint = "Unset HF_HUB_OFFLINE; or give the folder of a download, which `hf download OWNER/NAME` prints."

@@ -16,6 +16,7 @@ from typing import Any
 from transaxle.engine.distribute.executors.executor import RETRIES, TICK, Stragglers, Work
 from transaxle.engine.distribute.work_items import WorkItem
 from transaxle.errors import StorageError, TransaxleError, refuse
+from transaxle.extras import install
 from transaxle.move.journal import result_of
 
 _PATIENCE = 20.0
@@ -83,7 +84,7 @@ class RayCluster:
         try:
             import ray
         except ImportError as error:
-            hint = "Install it:  pip install 'transaxle[ray]'."
+            hint = f"Install it:  {install('ray')}"
             raise refuse("UNSUPPORTED", f"Ray is not installed: {error}", hint=hint) from None
         if ray.is_initialized():
             yield ray
