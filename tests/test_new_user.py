@@ -17,6 +17,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from tests.checkpoints import tiny
+from tests.cli.running import BUG
 
 ROOT = Path(__file__).parent.parent
 NAME = "tiny-qwen3-moe"
@@ -30,6 +31,8 @@ class User:
 
     scripts: Path
     folder: Path
+    wheel: Path
+    """From which the package was installed."""
 
     def run(self, command: str, code: int = 0) -> str:
         """Type a command; return all that is printed."""
@@ -62,7 +65,7 @@ def user(tmp_path_factory: pytest.TempPathFactory) -> User:
     (place / "work").mkdir()
     tiny(place / "work" / NAME)
     tiny(place / "work" / BIG)
-    return User(scripts, place / "work")
+    return User(scripts, place / "work", wheel)
 
 
 def needed(name: str) -> set[Path]:
@@ -136,3 +139,34 @@ def test_a_checkpoint_that_is_cut_off_is_refused(user: User) -> None:
     assert "model.safetensors" in said
     assert "Traceback" not in said
     assert not (user.folder / "no").exists()
+
+
+def test_a_bug_leaves_a_report_to_send(user: User) -> None:
+    (module,) = user.scripts.parent.glob("lib/python*/site-packages/transaxle/cli/commands/ls.py")
+    as_it_was = module.read_text("utf-8")
+    broken = "def open_checkpoint(*_, **__):\n    raise ZeroDivisionError('so it is')\n"
+    module.write_text(f"{as_it_was}\n\n{broken}", "utf-8")
+    try:
+        said = user.run(f"transaxle ls {NAME}", code=BUG)
+    finally:
+        module.write_text(as_it_was, "utf-8")
+    assert "Traceback" not in said
+    (report,) = re.findall(r"\S+transaxle-bug-\S+\.txt", said)
+    text = Path(report).read_text("utf-8")
+    assert "Traceback" in text
+    assert "ZeroDivisionError: so it is" in text
+    assert f"transaxle ls {NAME}" in text
+
+
+def test_item_11_one_wheel_serves_every_python(user: User) -> None:
+    """What is compiled needs the C library alone, none newer than that of manylinux2014, and no Python."""
+    assert re.fullmatch(r"transaxle-\S+-py3-none-linux_\w+\.whl", user.wheel.name)
+    compiled = sorted(user.scripts.parent.glob("lib/python*/site-packages/transaxle/**/*.so"))
+    assert [file.name for file in compiled] == ["libkernel.so", "libruns.so"]
+    for file in compiled:
+        dynamic = subprocess.run(["readelf", "-dW", file], check=True, capture_output=True, text=True).stdout
+        assert set(re.findall(r"\(NEEDED\).*\[(\S+)\]", dynamic)) <= {"libc.so.6"}
+        symbols = subprocess.run(["readelf", "--dyn-syms", "-W", file], check=True, capture_output=True, text=True)
+        asked = re.findall(r" UND (\S+?)@GLIBC_(\d+)\.(\d+)", symbols.stdout)
+        assert all((int(major), int(minor)) <= (2, 17) for _, major, minor in asked), asked
+        assert " Py" not in symbols.stdout
