@@ -10,6 +10,8 @@
 
 VENV   ?= .venv
 JOBS   ?= 2
+# GB that the tests may take, all processes together.
+MEMORY ?= $(shell expr 3 '*' $(JOBS))
 PYTHON ?= $(firstword $(foreach p,python3 python3.12 python3.11 python3.13,\
             $(shell $(p) -c 'import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $(p))))
 
@@ -66,7 +68,7 @@ check: $(VENV)/.all
 	wait $$types && exit $$tests
 
 test: lint
-	$(BIN)/python -m pytest -q --numprocesses $(JOBS) --dist worksteal
+	$(BIN)/python -m pytest -q --memory $(MEMORY) --numprocesses $(JOBS) --dist worksteal
 
 oracle: $(VENV)/.all
 	$(BIN)/python -m pytest -q -m oracle --numprocesses $(JOBS) --dist worksteal

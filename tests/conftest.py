@@ -12,10 +12,14 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 import numpy as np
 import pytest
+
+from tests.memory_meter import OPTION as MEMORY
+from tests.memory_meter import MemoryMeter
 
 # Before torch is imported anywhere: xdist already uses the cores, peers must never reach for the hub, Ray must not
 # replace `print`, which tests of hostile pickles name, and torch.compile must not compile its headers beforehand, which
@@ -53,12 +57,15 @@ QUICK_IMPORTS = (sys.stdlib_module_names - {"subprocess", "multiprocessing"}) | 
 _TESTS = Path(__file__).parent
 _TEMPORARY = pytest.StashKey[str]()
 """The folder for everything temporary, if it is to be removed."""
+_AFTER_MULTIPROCESSING = -200
+"""When that is: the sockets of multiprocessing are in a folder below it, which it removes at -100, and misses."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add what `make check` asks for."""
+    """Add what `make check` and `make test` ask for."""
     parser.addoption(EXAMPLES, type=int, metavar="N", help="try each property on at most N examples")
     parser.addoption(QUICK, action="store_true", help="only test files that start nothing and import no frameworks")
+    parser.addoption(MEMORY, type=float, metavar="GB", help="say what is used at most; fail above it")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -123,8 +130,11 @@ def _skip_without_gpu(items: list[pytest.Item]) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Give everything temporary one folder, of whatever processes the tests start; workers get it with the rest."""
-    if not hasattr(config, "workerinput"):
-        config.stash[_TEMPORARY] = os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="tx-")
+    if hasattr(config, "workerinput"):
+        return
+    folder = config.stash[_TEMPORARY] = os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="tx-")
+    if (cap := config.getoption(MEMORY)) is not None:
+        config.pluginmanager.register(MemoryMeter("TMPDIR", folder, cap))
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
@@ -136,9 +146,10 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Remove what is temporary, unless something failed."""
+    """Remove what is temporary when this process ends, unless something failed."""
     if folder := config.stash.get(_TEMPORARY, ""):
-        shutil.rmtree(folder, ignore_errors=True)
+        remove = {"ignore_errors": True}
+        Finalize(None, shutil.rmtree, args=(folder,), kwargs=remove, exitpriority=_AFTER_MULTIPROCESSING)
 
 
 @pytest.fixture(autouse=True)

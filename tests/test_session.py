@@ -1,0 +1,82 @@
+"""Issue 22, item 10: what a session of these tests takes of the machine, and what it leaves there."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PROGRAM = """
+import multiprocessing
+import subprocess
+import sys
+import time
+
+TAKEN = 300_000_000
+
+
+def test_started_by_a_server(tmp_path):
+    process = multiprocessing.get_context("forkserver").Process(target=print)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+
+
+def test_with_memory_of_a_program_that_it_starts(tmp_path):
+    take = f"import time; held = bytearray(b'x') * {TAKEN}; print(flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", take], stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        time.sleep(5)
+        process.kill()
+"""
+"""Tests of one session: the first needs the sockets of multiprocessing, the second is the largest."""
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder with a short path: that of a socket has a hundred characters."""
+    with tempfile.TemporaryDirectory(prefix="s-") as name:
+        yield Path(name)
+
+
+def _session(folder: Path, cap: float) -> subprocess.CompletedProcess[str]:
+    """Run these tests as `make test` runs its own, by two workers with the same conftest."""
+    (folder / "test_program.py").write_text(PROGRAM, "utf-8")
+    (folder / "pytest.ini").write_text("[pytest]\n", "utf-8")
+    temporary = folder / "temporary"
+    temporary.mkdir(exist_ok=True)
+    environment = os.environ | {"TMPDIR": str(temporary), "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}"}
+    environment = {name: value for name, value in environment.items() if not name.startswith("PYTEST_")}
+    command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "--memory", str(cap)]
+    command += ["--numprocesses", "2", "-p", "no:cacheprovider", "test_program.py"]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_item_10_a_session_says_what_memory_it_took_and_leaves_nothing(folder: Path) -> None:
+    done = _session(folder, 6)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    (peak,) = re.findall(r"^(\d\.\d\d) GB at most.* test_program.py::test_with_memory", done.stdout, re.MULTILINE)
+    assert 0.3 < float(peak) < 2
+    assert re.search(r"^  +0\.3\d GB  \S+ -c import time; held", done.stdout, re.MULTILINE)
+    assert [*(folder / "temporary").iterdir()] == []
+
+
+def test_item_10_a_session_that_takes_more_than_it_may_fails(folder: Path) -> None:
+    done = _session(folder, 0.2)
+    assert done.returncode == 1
+    assert "2 passed" in done.stdout
+    assert "FAILED: --memory allows 0.2 GB" in done.stdout
+
+
+def test_item_10_make_test_has_a_cap() -> None:
+    """6 GB at two workers."""
+    told = subprocess.run(["make", "-n", "test", "JOBS=2"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert "--memory 6 --numprocesses 2 " in told
