@@ -259,3 +259,24 @@ def test_a_table_of_ones_own(ck: Path, transaxle: Transaxle) -> None:
     assert read(Path("out"))["model.layers.1.mlp.experts.all"].shape == (8, 24, 16)
     assert transaxle("convert", "out", "back", "--to", "hf", "--rules", "my.rules").code == 0
     assert same(ck, Path("back"))
+
+
+def test_state_of_an_optimizer_that_is_left_behind_is_one_line(transaxle: Transaxle) -> None:
+    state = {f"optim/{name}/exp_avg": np.zeros(value.shape, np.float32) for name, value in tensors().items()}
+    write(Path("run"), {**tensors(), **state}, config=CONFIG)
+    line = f"  left behind: state of the optimizer, {TENSORS} entries (--all lists them)\n"
+    for verb in ("plan", "convert"):
+        told = transaxle(verb, "run", f"out-{verb}", "--to", "hf").out
+        assert line in told
+        assert "exp_avg" not in told
+        assert "exp_avg" in transaxle(verb, "run", f"all-{verb}", "--to", "hf", "--all").out
+
+
+def test_a_model_of_a_hub_without_a_config_says_what_is_missing(ck: Path, transaxle: Transaxle) -> None:
+    said = "  no config.json goes along, since the source has none; transformers needs the model's beside this\n"
+    assert said not in transaxle("convert", ck, "with", "--to", "hf").out
+    (ck / "config.json").unlink()
+    asked = ("--family", "qwen3_moe", "--axis", "l=2")
+    assert said in transaxle("convert", ck, "without", "--to", "hf", *asked).out
+    assert said not in transaxle("convert", ck, "single.safetensors", "--to", "hf", *asked).out
+    assert said not in transaxle("convert", ck, "other", "--to", "torchtitan", *asked).out

@@ -24,6 +24,7 @@ from transaxle.engine.facts.moves import UNCHANGED, rules, words
 from transaxle.engine.plan.conversion import make_plan
 from transaxle.engine.plan.planned import Plan
 from transaxle.errors import gathered
+from transaxle.formats.training_state.state import OPTIMIZER
 from transaxle.move.workers import Limits
 
 _GAP = "  "
@@ -270,8 +271,12 @@ def print_others(screen: Screen, kept: tuple[str, ...], ignored: tuple[str, ...]
             f"  {count} without a line in the target dialect, names unchanged (--strict refuses them)",
             list(folded(kept)),
         )
-    if ignored:
-        screen.some("  left behind", list(folded(ignored)))
+    state = () if screen.everything else tuple(name for name in ignored if name.startswith(OPTIMIZER))
+    if state:
+        count = plural(len(state), "entry", "entries")
+        screen.line(f"  left behind: state of the optimizer, {count} (--all lists them)")
+    if others := tuple(sorted({*ignored}.difference(state))):
+        screen.some("  left behind", list(folded(others)))
     if carried:
         shown = ", ".join(carried) if screen.everything or len(carried) <= 8 else f"{', '.join(carried[:8])} …"
         screen.line(f"  carried along: {shown}")
