@@ -11,7 +11,7 @@ raised together: `.refusals` holds all of them, most important first.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -85,6 +85,8 @@ class Refusal:
     """File and tensor."""
     hint: str = ""
     """What the user can do."""
+    detail: Callable[[], object] | None = field(default=None, compare=False, repr=False)
+    """Works out what a figure of it shows; None where there is nothing to draw."""
 
     def shown(self) -> Refusal:
         """Return the refusal with texts that a person can read: the middle of a name by the megabyte is left out."""

@@ -13,6 +13,7 @@ import transaxle as tx
 from tests.checkpoints import CONFIG, tensors, tiny, write
 from tests.cli.conftest import here, transaxle  # noqa: F401 - fixtures
 from tests.cli.running import USAGE, Transaxle
+from tests.engine import quantized
 from tests.reports.embedded import data, table
 
 
@@ -77,3 +78,37 @@ def test_what_stands_against_it_and_what_is_kept(tmp_path: Path) -> None:
     assert data(page)["figures"]["flow"]["data"]["others"] == [["as named", 48]]
     with pytest.raises(TypeError, match="the plan is already made"):
         tx.report(plan, tmp_path / "other.html", family="llama")
+
+
+def test_where_a_tile_splits_is_drawn(tmp_path: Path) -> None:
+    """Of each rule the first tile that does: position by position what numpy says of rows that were moved by hand."""
+    sizes = {"d": 256, "f": 192, "g": 2, "r": 2, "head": 64, "layers": 2}
+    quantized.store(tmp_path / "fp8", quantized.llama(**sizes))
+    plan = tx.plan(tmp_path / "fp8", tmp_path / "out", to="megatron")
+    assert {each.code for each in plan.refusals} == {"BLOCK_MISALIGNED"}
+    assert len(plan.refusals) == 4
+    page = data(tx.report(plan, tmp_path / "page.html"))
+    rows = {part: [(part, row // 128) for row in range(count)] for part, count in
+            (("q_proj", 256), ("k_proj", 128), ("v_proj", 128), ("gate_proj", 192), ("up_proj", 192))}  # fmt: skip
+    heads = [rows["q_proj"][:128], rows["k_proj"][:64], rows["v_proj"][:64]]
+    heads += [rows["q_proj"][128:], rows["k_proj"][64:], rows["v_proj"][64:]]
+    expected = {
+        "decoder.layers.0.self_attention.linear_qkv.weight": (1, [row for head in heads for row in head]),
+        "decoder.layers.0.mlp.linear_fc1.weight": (1, rows["gate_proj"] + rows["up_proj"]),
+    }
+    said: dict[str, list[tuple[str, int]]] = {}
+    for row in table(page, "split"):
+        number, _ = expected[row["tensor"]]
+        assert (row["dim"], row["its tile"]) == (0, f"({number}, 0)")
+        assert row["from position"] == 128 * number + len(said.setdefault(row["tensor"], []))
+        source = row["source"].split(".")[-2], int(row["tile of the source"].strip("()").split(",")[0])
+        said[row["tensor"]] += [source] * (row["to before"] - row["from position"])
+    assert said == {name: source[128 * at : 128 * at + 128] for name, (at, source) in expected.items()}
+    drawn = page["figures"]["split"]["data"]
+    assert drawn["rows"] == list(said)
+    for line, name in enumerate(said):
+        order = list(dict.fromkeys(said[name]))
+        colours = [values[0] for _, at, _, values, _ in sorted(drawn["cells"]) if at == line]
+        assert colours == [order.index(source) for source in said[name]]
+    whole = tx.plan(tmp_path / "fp8", tmp_path / "out", to="hf")
+    assert "split" not in data(tx.report(whole, tmp_path / "whole.html"))["figures"]

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from transaxle.axes.layout.tile import SplitTile
 from transaxle.axes.notation.name import natural
 from transaxle.engine.facts.fold import fold
 from transaxle.engine.facts.moves import AxisMove, axis_moves, rules, words
@@ -13,11 +14,14 @@ from transaxle.engine.number_text import plural, size
 from transaxle.engine.plan.planned import Plan, Route
 from transaxle.errors import Refusal
 from transaxle.reports.finished_page import Finished, finished_page
-from transaxle.reports.html_page import Column, Figure, Page, Section, capped
+from transaxle.reports.html_page import SHADES, Column, Figure, Page, Section, capped
 
 _MOST_LINKS = 40
 """Rules that the figure shows; the smaller ones are one line together."""
 _MOST_REFUSALS = 50
+_MOST_TILES = 16
+"""Tiles that are drawn: one of each rule."""
+_ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth")
 _AMOUNTS = (Column("tensors", "count"), Column("bytes", "bytes"), Column("share", "share"))
 
 
@@ -67,6 +71,7 @@ def _told(refusal: Refusal) -> str:
 
 def _sections(plan: Plan) -> Iterator[Section]:
     amounts = _amounts(plan)
+    yield from _split_tiles(plan.refusals)
     yield _flow(plan, amounts)
     yield _rules(plan, amounts)
     yield _axes(plan)
@@ -75,6 +80,57 @@ def _sections(plan: Plan) -> Iterator[Section]:
     columns = Column("file", "name"), Column("size", "bytes"), Column("share", "share")
     yield Section("files", "Files of the target", tables=(capped("files", "Files", columns, files, 1),))
     yield from _others(plan)
+
+
+def _split_tiles(refusals: Sequence[Refusal]) -> Iterator[Section]:
+    """Yield the figure of tiles that draw on several: one of each rule, position by position."""
+    tiles: dict[str, tuple[str, SplitTile]] = {}
+    for refusal in refusals:
+        rule = refusal.message.partition("\n")[0]
+        if refusal.detail is None or rule in tiles or len(tiles) == _MOST_TILES:
+            continue
+        found = refusal.detail()
+        if isinstance(found, SplitTile):
+            tiles[rule] = refusal.where.tensor or rule, found
+    if not tiles:
+        return
+    cells: list[Any] = []
+    rows: list[tuple[Any, ...]] = []
+    width = max(tile.runs[-1][1] - tile.runs[0][0] for _, tile in tiles.values())
+    most = 0
+    for row, (name, tile) in enumerate(tiles.values()):
+        first, places = tile.runs[0][0], list(dict.fromkeys(run[2:] for run in tile.runs))
+        for start, stop, source, number in tile.runs:
+            at = places.index((source, number))
+            most = max(most, at)
+            words = f"{source}, tile {number}" if source else "padding"
+            rows.append(
+                (name, tile.dim, str(tile.number), start, stop, source or "padding", str(number) if source else "")
+            )
+            cells += [(position - first, row, "", (at,), (words,)) for position in range(start, stop)]
+    shown = [min(each, SHADES - 1) for each in range(most + 1)]
+    labels = [f"the {_ORDINALS[each]} source tile" for each in dict.fromkeys(shown)]
+    if most >= SHADES:
+        labels[-1] += " or a later one"
+    data = {
+        "columns": [str(at) for at in range(width)],
+        "rows": [name for name, _ in tiles.values()],
+        "across": "position in the tile",
+        "measures": [{"title": "Source tile", "kind": "number", "bounds": [*range(1, len(labels))], "labels": labels}],
+        "states": {},
+        "cells": [(column, row, state, (min(at[0], SHADES - 1),), words) for column, row, state, at, words in cells],
+    }
+    text = (
+        "A row is a tile of the target along the dim in which it splits; all of it would have one scale. Where its "
+        "colour changes, its elements come from another tile of the source, which has another."
+    )
+    columns = (
+        Column("tensor", "name"), Column("dim", "count"), Column("its tile"), Column("from position", "count"),
+        Column("to before", "count"), Column("source", "name"), Column("tile of the source"),
+    )  # fmt: skip
+    label = f"Map of {plural(len(tiles), 'tile')} by the source tile that each position comes from; a table has them."
+    table = capped("split", "Positions of these tiles", columns, rows)
+    yield Section("split", "Where tiles split", text, Figure("heat", label, data), (table,))
 
 
 def _amounts(plan: Plan) -> dict[str, tuple[int, int]]:

@@ -11,7 +11,8 @@ The answer is again a relayout, this time of the grids of scales: box copies for
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from math import prod
 
@@ -20,7 +21,7 @@ from transaxle.axes.geometry.retile import Coordinate, Misaligned, TileBox, reti
 from transaxle.axes.layout.relayout import Check, Origin, Target, TargetPart
 from transaxle.axes.layout.solve import Shape
 from transaxle.axes.notation.expression import Layout, Share
-from transaxle.errors import TransaxleError, refuse
+from transaxle.errors import TransaxleError, gathered, refuse
 
 Tile = tuple[int, ...]
 """Positions of a tile along each stored dim."""
@@ -28,6 +29,8 @@ Tile = tuple[int, ...]
 _SCALE = "scale"
 _LISTED = 4
 """Cap on the sources of a misaligned tile that a refusal lists."""
+_DRAWN = 1024
+"""Positions along a tile that are looked at one by one at most, to draw it."""
 
 
 def grid(shape: Shape, tile: Tile) -> Shape:
@@ -43,6 +46,21 @@ class ScaleRelayout:
     """The grid of scales, to be filled from the sources' grids. Tiles of padding alone have no source."""
     checks: tuple[Check, ...]
     """Scales that must be bit-equal, because one scale stands for all of them in the target."""
+
+
+@dataclass(frozen=True, slots=True)
+class SplitTile:
+    """A target tile that draws on several source tiles, looked at along the dim in which it draws on the most."""
+
+    rule: str
+    """The target's rule, as the user wrote it."""
+    number: Tile
+    """Which tile it is, along each dim of the target."""
+    dim: int
+    """The dim that is looked at; in all others it is the tile's first position."""
+    runs: tuple[tuple[int, int, str, Tile], ...]
+    """Positions `[start, stop)` of the target along it, the stored tensor they come from, and its tile; no name, where
+    there is padding."""
 
 
 def scales(
@@ -176,9 +194,54 @@ def _misaligned(
     more = [f"  … and {len(lines) - _LISTED} more"] if len(lines) > _LISTED else []
     region = " x ".join(f"[{start}, {stop})" for start, stop in spans)
     head = f"its tile {number} of {' x '.join(map(str, tile))}, positions {region}, has one scale, but comes from"
-    return refuse(
+    error = refuse(
         "BLOCK_MISALIGNED",
         "\n".join([target.rule, head, *lines[:_LISTED], *more]),
         tensor=target.name,
         hint="Choose a dialect that keeps these tiles whole, or decode the tensor:  --decode bf16.",
     )
+    detail = partial(_split, target, number, spans, sources)
+    return gathered(replace(refusal, detail=detail) for refusal in error.refusals)
+
+
+def _split(
+    target: Target,
+    number: Tile,
+    spans: Sequence[tuple[int, int]],
+    sources: Sequence[tuple[Coordinate, ...]],
+) -> SplitTile | None:
+    """Look at a tile position by position; None where it is too long for that."""
+    if any(stop - start > _DRAWN for start, stop in spans):
+        return None
+    by_dim = [_runs(target, dim, spans, sources) for dim in range(len(spans))]
+    dim = max(range(len(by_dim)), key=lambda each: len({run[2:] for run in by_dim[each]}))
+    return SplitTile(target.rule, number, dim, tuple(by_dim[dim]))
+
+
+def _runs(
+    target: Target, dim: int, spans: Sequence[tuple[int, int]], sources: Sequence[tuple[Coordinate, ...]]
+) -> list[tuple[int, int, str, Tile]]:
+    runs: list[tuple[int, int, str, Tile]] = []
+    for at in range(*spans[dim]):
+        place = [at if other == dim else start for other, (start, _) in enumerate(spans)]
+        source = _source_of(target, place, sources)
+        if runs and runs[-1][2:] == source:
+            runs[-1] = runs[-1][0], at + 1, *source
+        else:
+            runs.append((at, at + 1, *source))
+    return runs
+
+
+def _source_of(target: Target, place: Sequence[int], sources: Sequence[tuple[Coordinate, ...]]) -> tuple[str, Tile]:
+    """Return the stored tensor and its tile that one element of the target comes from; no name for padding."""
+    for part, coordinates in zip(target.parts, sources, strict=True):
+        shares = target.layout.shares[part.component]
+        boxes = [cut(share, at, at + 1) for share, at in zip(shares, place, strict=True)]
+        if not all(boxes):
+            continue
+        axes = [axis for share in shares for axis, _, _ in share.axes]
+        box = dict(zip(axes, (span for ((spans, _), *_) in boxes for span in spans), strict=True))
+        found = tuple(coordinate.bounds(box)[0] for coordinate in coordinates)
+        dims = len(part.origins[0].layout.shape)
+        return _by_index(part, target.index).get(found[dims:], "?"), found[:dims]
+    return "", ()
