@@ -14,19 +14,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+import msgspec
 import numpy as np
 import pytest
 
 import transaxle as tx
 from tests.checkpoints import CONFIG, TENSORS, tensors, tiny, write
+from tests.engine import quantized
 from tests.reports.test_checkpoint_page import HOSTILE
 from transaxle.cli.program import program
 from transaxle.engine.facts.sharding_facts import HeldTensor, Sharding
 
 WIDTHS, SCHEMES = (1440, 390), ("light", "dark")
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
-OTHERS = ("differing", "sharded", "finished", "valued")
-"""Pages of the same parts, each in either width and either scheme."""
+KINDS = ("page", "valued", "planned", "refused", "finished", "differing", "sharded")
+"""Every kind of page there is."""
 TREE = "document.querySelector('[data-figure]').report"
 Open = Callable[..., Any]
 
@@ -67,6 +69,14 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def planned(page: Path) -> Path:
     """The report of a plan for it."""
     return tx.report(tx.plan(page.parent / "tiny", page.parent / "out", to="torchtitan"), page.parent / "plan.html")
+
+
+@pytest.fixture(scope="module")
+def refused(page: Path) -> Path:
+    """The report of a plan that is refused, because tiles split."""
+    source = page.parent / "refused" / "tiny"
+    quantized.store(source, quantized.llama(d=256, f=192, g=2, r=2, head=64))
+    return tx.report(tx.plan(source, page.parent / "out", to="megatron"), page.parent / "refused.html")
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +136,24 @@ def hostile_conversion(page: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
+def hostile_plans(hostile: Path) -> list[Path]:
+    """The reports of two plans that keep names which want to run something: one goes, and in the other tiles split."""
+    hostile_names = {name: np.ones(size, np.uint8) for name, size in HOSTILE.items()}
+    made = []
+    for head, f in ((128, 256), (64, 192)):
+        held, config = quantized.llama(d=256, f=f, g=2, r=2, head=head)
+        source = hostile.parent / f"</script><i>{head}"
+        quantized.store(source, (held | hostile_names, config | {"</script><script>alert(4)</script>": "<img src=x>"}))
+        plan = tx.plan(source, hostile.parent / "<b>", to="megatron")
+        refusals = tuple(
+            replace(each, where=replace(each.where, tensor=next(iter(HOSTILE))), hint="<img src=x>")
+            for each in plan.refusals
+        )
+        made.append(tx.report(msgspec.structs.replace(plan, refusals=refusals), hostile.parent / f"plan{head}.html"))
+    return made
+
+
+@pytest.fixture(scope="module")
 def hostile_sharding(hostile: Path) -> Path:
     """The report of a sharding of names that want to run something."""
     held = tuple(HeldTensor(name, "U8", (size,), {0: (((0, size),),)}) for name, size in HOSTILE.items())
@@ -179,10 +207,9 @@ def opened(browser: Any) -> Iterator[Open]:
     assert said == []
 
 
-@pytest.mark.parametrize(("which", "width", "scheme"), [
-    *((which, width, scheme) for which in ("page", "planned") for width in WIDTHS for scheme in SCHEMES),
-    *((which, *look) for which in OTHERS for look in zip(WIDTHS, SCHEMES, strict=True)),
-])  # fmt: skip
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("which", KINDS)
 def test_a_page_fits_and_everyone_can_use_it(
     which: str, width: int, scheme: str, opened: Open, request: pytest.FixtureRequest
 ) -> None:
@@ -331,6 +358,20 @@ def test_hostile_names_of_conversions_do_nothing(hostile_conversion: Path, opene
     assert shown.locator("main img, main i:not(.share i), main b:not(.hint b)").count() == 0
 
 
+def test_hostile_names_of_plans_do_nothing(hostile_plans: list[Path], opened: Open) -> None:
+    for file, splits in zip(hostile_plans, (False, True), strict=True):
+        shown = opened(file)
+        assert shown.title() != "x"
+        assert shown.locator("h1").inner_text().startswith(str(file.parent))
+        names = shown.locator("[data-table=others] td.name").all_inner_texts()
+        assert "</script><script>document.title='x'</script>" in names
+        assert "\\u202egnp.tier\\u2066 bidi" in names
+        split = shown.locator("[data-table=split] td.name").all_inner_texts()
+        assert (next(iter(HOSTILE)) in split) == splits
+        assert not splits or "<img src=x>" in shown.locator(".notices").inner_text()
+        assert shown.locator("main img, main i:not(.share i):not(.legend i), main b:not(.hint b)").count() == 0
+
+
 def test_hostile_names_of_shardings_do_nothing(hostile_sharding: Path, opened: Open) -> None:
     shown = opened(hostile_sharding)
     assert shown.title() != "x"
@@ -380,8 +421,10 @@ def test_equal_cells_have_no_colour(differing: Path, opened: Open) -> None:
     ))  # fmt: skip
 
 
-def test_nothing_else_may_run(page: Path, opened: Open, tmp_path: Path) -> None:
+@pytest.mark.parametrize("which", KINDS)
+def test_nothing_else_may_run(which: str, opened: Open, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """The policy is in force: a script and a picture that are added are stopped, which the console tells."""
+    page: Path = request.getfixturevalue(which)
     text = page.read_text("utf-8")
     forged = tmp_path / "forged.html"
     forged.write_text(text.replace("<header>", "<header><script>document.title='x'</script><img src='https://a.b/c'>"))
