@@ -90,7 +90,7 @@ class TargetPart:
 
     component: str
     """Logical tensor, as the target's line calls it."""
-    origins: tuple[Origin, ...]
+    origins: Sequence[Origin]
     """Disjoint sources, which together are complete, sorted by their indices."""
     arithmetic: tuple[Arithmetic | None, Arithmetic | None] = (None, None)
     """Arithmetic of the source's and of the target's line."""

@@ -12,7 +12,8 @@ from itertools import combinations
 
 from transaxle.axes.layout.bind import Index
 from transaxle.axes.layout.relayout import Check, Origin, Target, TargetPart
-from transaxle.axes.translation.holdings import Holdings, LineSources, SourceTensor
+from transaxle.axes.translation.alike_tensors import SourceTensor
+from transaxle.axes.translation.holdings import Holdings, LineSources
 from transaxle.errors import Refusal, Where
 
 
@@ -78,6 +79,8 @@ def _sized(origin: Origin) -> Iterator[tuple[str, int]]:
 
 def _replicas(line: LineSources) -> Iterator[Check]:
     """Check the copies within one line: under further names, and along dims that the logical tensor does not have."""
+    if line.alike is not None and line.alike.model.whole is line.alike.model.origin.layout:
+        return
     rule = line.line.text
     why = f"{rule}: copies are equal"
     firsts = [(place, place) for place in line.places.values() if place.whole is not place.origin.layout]

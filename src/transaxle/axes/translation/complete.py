@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from itertools import islice
 
 from transaxle.axes.layout.bind import WEIGHT, Index
 from transaxle.axes.notation.family import Line, LogicalTensor
+from transaxle.axes.translation.alike_tensors import Grid
 from transaxle.axes.translation.holdings import Holdings, LineSources
 from transaxle.errors import Refusal, Where
 
@@ -105,6 +106,27 @@ def _indices(counts: Sequence[int]) -> Iterator[Index]:
             yield (first, *following)
 
 
+def _absent(counts: Sequence[int], present: Collection[Index]) -> Iterator[Index]:
+    """Yield the indices that are not present, in order; along alike tensors without a walk over those that are."""
+    if not isinstance(present, Grid):
+        yield from (index for index in _indices(counts) if index not in present)
+        return
+    if not counts:
+        return
+    along, inner = set(present.numbers[0]), Grid(present.numbers[1:])
+    is_whole = all(_begin_with(count, numbers) for count, numbers in zip(counts[1:], inner.numbers, strict=True))
+    for first in range(counts[0]):
+        if first not in along:
+            yield from ((first, *following) for following in _indices(counts[1:]))
+        elif not is_whole:
+            yield from ((first, *following) for following in _absent(counts[1:], inner))
+
+
+def _begin_with(count: int, numbers: Sequence[int]) -> bool:
+    """Tell whether ascending numbers begin with 0 to count - 1: a config may claim any count."""
+    return count <= len(numbers) and (count == 0 or numbers[count - 1] == count - 1)
+
+
 def _missing_names(
     holdings: Holdings, lines: list[LineSources], tensor: LogicalTensor, budget: Iterator[int]
 ) -> Iterator[str]:
@@ -114,9 +136,7 @@ def _missing_names(
     """
     known_sizes = holdings.sizes.at({})
     axes = lines[0].axes
-    for position in _indices([known_sizes[axis] for axis in axes]):
-        if position in lines[0].present:
-            continue
+    for position in _absent([known_sizes[axis] for axis in axes], lines[0].present):
         if next(budget, None) is None:
             return
         index = dict(zip(axes, position, strict=True))

@@ -6,9 +6,10 @@ Everything that needs the stored shapes happens here, once per stored tensor; la
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 from math import prod
 from operator import itemgetter
 
@@ -21,6 +22,7 @@ from transaxle.axes.notation.expression import Expression, Layout, Share
 from transaxle.axes.notation.family import Line, Sizes
 from transaxle.axes.notation.formula import Formula
 from transaxle.axes.notation.number_format import PLAIN, NumberFormat, words
+from transaxle.axes.translation.alike_tensors import AlikePart, AlikeTensors, Grid, SourceTensor
 from transaxle.errors import Refusal, TransaxleError, Where
 
 _BYTES = "U8"
@@ -29,20 +31,6 @@ Key = tuple[str, str]
 """(logical tensor, slot)."""
 _Filled = tuple[Layout, dict[str, int]]
 """A stored tensor's layout and axis sizes."""
-
-
-@dataclass(frozen=True, slots=True)
-class SourceTensor:
-    """A stored tensor that holds part of a logical tensor."""
-
-    origin: Origin
-    """Where its elements are, with copies along a dim reduced to the first."""
-    whole: Layout
-    """Layout of the stored tensor with all its copies."""
-    sizes: Mapping[str, int]
-    """Axis sizes of this stored tensor."""
-    form: NumberFormat
-    """Its dtype and encoding."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,8 +49,23 @@ class LineSources:
     """Index along `axes` -> stored tensor; sorted."""
     copies: Sequence[tuple[Index, SourceTensor]]
     """Further copies of the same tensors, stored under other numbers."""
-    present: frozenset[Index]
+    present: Collection[Index]
     """All indices that have a name, including tensors with a wrong shape."""
+
+    @property
+    def alike(self) -> AlikeTensors | None:
+        """Its tensors, where they differ in nothing but their numbers."""
+        return self.places if isinstance(self.places, AlikeTensors) else None
+
+    def joined(self, axes: Sequence[str]) -> dict[Index, AlikeSources]:
+        """Return the sources of targets that join alike tensors; nothing where each target takes one, or they differ.
+
+        Args:
+            axes: those in the targets' names, which number the targets.
+        """
+        if self.alike is None or not set(axes) < set(self.axes):
+            return {}
+        return {key: AlikeSources(self, part) for key, part in self.alike.parts(axes)}
 
     @cached_property
     def _projections(self) -> dict[tuple[str, ...], frozenset[Index]]:
@@ -85,6 +88,9 @@ class LineSources:
     def at(self, index: Mapping[str, int]) -> bool:
         """Tell whether a tensor exists that can hold something at these indices."""
         common = tuple(axis for axis in self.axes if axis in index)
+        if isinstance(self.present, Grid):
+            along = zip(self.axes, self.present.numbers, strict=True)
+            return all(index[axis] in numbers for axis, numbers in along if axis in index)
         projection = self._projections.get(common)
         if projection is None:
             order = [self.axes.index(axis) for axis in common]
@@ -110,9 +116,7 @@ class ComponentSources:
     @property
     def sizes(self) -> dict[str, int]:
         """Sizes of the component's axes, those in stored names included where they are known."""
-        origin, known = self.first.origin, self.first.sizes
-        axes = [axis for share in origin.layout.shares[origin.component] for axis, _, _ in share.axes]
-        return {axis: known[axis] for axis in [*axes, *origin.index] if axis in known}
+        return _sizes_of(self.first)
 
     @property
     def forms(self) -> set[NumberFormat]:
@@ -126,17 +130,68 @@ class ComponentSources:
         return tuple(sorted(origins, key=lambda origin: [origin.index[axis] for axis in self.line_sources.axes]))
 
 
-def solved(bound: Bound, stored: Mapping[str, Stored], sizes: Sizes) -> Sizes:
-    """Add the sizes that names and shapes imply."""
+@dataclass(eq=False)
+class AlikeSources:
+    """The sources of one component of one target tensor, where they differ in nothing but their numbers."""
+
+    line_sources: LineSources
+    """The line that the sources are of."""
+    origins: AlikePart
+    """The sources, sorted by their indices."""
+
+    @cached_property
+    def places(self) -> Mapping[frozenset[tuple[str, int]], SourceTensor]:
+        """Name index -> source."""
+        tensors = (self.origins.tensors[index] for index in self.origins.grid)
+        return {frozenset(tensor.origin.index.items()): tensor for tensor in tensors}
+
+    @property
+    def first(self) -> SourceTensor:
+        """The first source."""
+        return self.origins.tensors[next(iter(self.origins.grid))]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Sizes of the component's axes, those in stored names included where they are known."""
+        return _sizes_of(self.first)
+
+    @property
+    def forms(self) -> set[NumberFormat]:
+        """The form in which they are stored."""
+        return {self.origins.tensors.model.form}
+
+
+Sources = ComponentSources | AlikeSources
+"""The sources of one component of one target tensor."""
+
+
+def _sizes_of(place: SourceTensor) -> dict[str, int]:
+    origin, known = place.origin, place.sizes
+    axes = [axis for share in origin.layout.shares[origin.component] for axis, _, _ in share.axes]
+    return {axis: known[axis] for axis in [*axes, *origin.index] if axis in known}
+
+
+def solved(bound: Bound, stored: Mapping[str, Stored], sizes: Sizes, alike: Mapping[tuple[Line, str], Grid]) -> Sizes:
+    """Add the sizes that names and shapes imply.
+
+    Args:
+        bound: the names.
+        stored: the tensors.
+        sizes: what is known.
+        alike: the lines whose tensors differ in nothing but their numbers.
+    """
     counted: dict[str, int] = {}
     equations: dict[Expression, dict[Shape, Mapping[str, int]]] = defaultdict(dict)
     for (line, slot), names in bound.names.items():
         for position, axis in enumerate(line.name.axes):
             # An axis in names is as long as its highest index requires.
-            counted[axis] = max(counted.get(axis, 0), max(map(itemgetter(position), names)) + 1)
+            grid = alike.get((line, slot))
+            highest = grid.numbers[position][-1] if grid else max(map(itemgetter(position), names))
+            counted[axis] = max(counted.get(axis, 0), highest + 1)
         weights = bound.names.get((line, WEIGHT), {})
         known_shapes = equations.get(line.expression, {})
-        for index, name in names.items():
+        one_is_enough = slot == WEIGHT and (line, slot) in alike
+        for index, name in islice(names.items(), 1) if one_is_enough else names.items():
             # One tensor of each shape is enough: the others would only repeat its equation.
             if stored[name].shape in known_shapes:
                 continue
@@ -166,6 +221,7 @@ class Holdings:
         sizes: what is known of sizes.
         basis: the axes that the conversion does not separate.
         whole: expressions with sums that it does not separate -> what stands for them where sizes are unknown.
+        alike: the lines whose tensors differ in nothing but their numbers.
 
     Attributes:
         sources: (logical tensor, slot) -> the lines that hold it; several lines may hold the same.
@@ -180,6 +236,7 @@ class Holdings:
         sizes: Sizes,
         basis: Basis,
         whole: Mapping[Expression, Expression],
+        alike: Mapping[tuple[Line, str], Grid],
     ) -> None:
         self.bound = bound
         self.stored = stored
@@ -194,11 +251,21 @@ class Holdings:
         for (line, slot), names in bound.names.items():
             expression = basis.rewrite(line.expression)
             scalar = slot != WEIGHT and self._is_scalar(line, names)
-            usable = dict(self._layouts(line, expression, names, scalar))
-            if len(usable) < len(names):
+            grid = None if scalar or not set(self._varying).isdisjoint(line.name.axes) else alike.get((line, slot))
+            first = dict(islice(names.items(), 1 if grid else None))
+            usable = dict(self._layouts(line, expression, first, scalar))
+            if grid and not usable:  # nor will another one fit the rule, but each is refused
+                grid = None
+                usable = dict(self._layouts(line, expression, dict(islice(names.items(), 1, None)), scalar))
+            if len(usable) < len(first if grid else names):
                 self.broken.update((component, slot) for component in line.expression.components)
             for component in line.expression.components:
-                self.sources[component, slot].append(self._line_sources(line, component, names, usable, scalar))
+                if grid and set(line.name.axes) <= set(bound.family.tensors[component].axes):
+                    model = self._line_sources(line, component, first, usable, scalar)
+                    self.sources[component, slot].append(_all_like(model, names, grid))
+                    continue
+                of_all = dict.fromkeys(names.values(), *usable.values()) if grid else usable
+                self.sources[component, slot].append(self._line_sources(line, component, names, of_all, scalar))
 
     def at(self, component: str, index: Mapping[str, int]) -> bool:
         """Tell whether a logical tensor exists at these indices."""
@@ -306,3 +373,9 @@ class Holdings:
             )
             self._originals[key] = full_layout if trimmed == shares else Layout(full_layout.shape, {component: trimmed})
         return self._originals[key]
+
+
+def _all_like(model: LineSources, names: Mapping[Index, str], grid: Grid) -> LineSources:
+    """Return what all tensors of a line hold of a logical tensor, from what the first of them holds."""
+    (place,) = model.places.values()
+    return replace(model, places=AlikeTensors(names, grid, model.axes, place), present=grid)

@@ -23,9 +23,11 @@ from transaxle.axes.notation.formula import Formula
 from transaxle.axes.notation.name import Numbering
 from transaxle.axes.notation.number_format import PLAIN, NumberFormat, Recode, same
 from transaxle.axes.translation.agree import agreements
+from transaxle.axes.translation.alike_tensors import SourceTensor, grids
 from transaxle.axes.translation.complete import incomplete, unfilled
-from transaxle.axes.translation.holdings import ComponentSources, Holdings, LineSources, SourceTensor, solved
+from transaxle.axes.translation.holdings import ComponentSources, Holdings, LineSources, Sources, solved
 from transaxle.axes.translation.undecided_lines import LineConditions
+from transaxle.axes.translation.unplaced import Unplaced
 from transaxle.errors import Refusal, TransaxleError, Where, refuse
 
 _MOST_INDICES = 100_000
@@ -52,7 +54,7 @@ class Translation:
     """Axis sizes that are the same in every layer: given ones, and those that names and shapes imply."""
 
 
-_SourcesByComponent = Mapping[str, ComponentSources]
+_SourcesByComponent = Mapping[str, Sources]
 """Component -> its sources."""
 
 
@@ -68,9 +70,9 @@ class _Translator:
         self.recode = recode
         self.refusals: dict[tuple[str, ...], Refusal] = {}
         self.lacking: dict[tuple[Line, tuple[str, ...]], list[str]] = defaultdict(list)
-        self.empty: list[str] = []
         self.checks: list[Check] = []
-        self.sizes = solved(bound, stored, sizes)
+        alike = grids(bound, stored)
+        self.sizes = solved(bound, stored, sizes, alike)
         self.tied = self.sizes.originals
         # Only lines of tensors that the source has: a table may describe far more than one model uses.
         self.lines = self._target_lines()
@@ -83,11 +85,11 @@ class _Translator:
         parties = [*(line for line, _ in bound.names), *self.lines]
         tied = {name for alias, chain in self.tied.items() for name in (alias, *chain)}
         self.whole = inseparable(parties, bound.family.tensors, tied, self.basis)
-        self.holdings = Holdings(bound, stored, self.sizes, self.basis, self.whole)
+        self.holdings = Holdings(bound, stored, self.sizes, self.basis, self.whole, alike)
         self.conditions = LineConditions(self.lines, self.holdings)
+        self.unplaced = Unplaced(self.holdings, target, self.lines)
         self._layouts: dict[Hashable, Layout] = {}
         self._varying = frozenset(self.sizes.varying)
-        self._used: set[tuple[str, str]] = set()
         self._single: dict[tuple[str, str, frozenset[tuple[str, int]]], str] = {}
 
     def run(self, *, partial: bool) -> Translation:
@@ -106,7 +108,8 @@ class _Translator:
         self.checks.extend(checks)
         self.refuse(unequal)
         # What the target dialect has no line for is passed on unchanged, under its own name.
-        kept_names = (*self.bound.unknown, *self._unplaced())
+        kept_names = (*self.bound.unknown, *self.unplaced.names(self.checks, clean=not self.refusals))
+        self.refuse(self.unplaced.refusals)
         for name in kept_names:
             if name in built:
                 message = f"a tensor without a line in {self.target.label} has a name that this dialect writes"
@@ -114,7 +117,7 @@ class _Translator:
             form = self.recode(name, NumberFormat(self.stored[name].dtype, self.bound.encodings.get(name, PLAIN)))
             built[name] = replace(unchanged(name, self.stored[name]), dtype=form.dtype, encoding=form.encoding)
         refusals = tuple(self.refusals.values())
-        ignored, sizes = (*self.bound.ignored, *self.empty), self.sizes.at({})
+        ignored, sizes = (*self.bound.ignored, *self.unplaced.empty), self.sizes.at({})
         return Translation(built, tuple(self.checks), kept_names, ignored, self._aliases(), refusals, sizes)
 
     def refuse(self, refusals: Iterable[Refusal], tensor: str | None = None) -> None:
@@ -183,8 +186,7 @@ class _Translator:
                 built[name] = self._target(line, rewritten, name, index, by_component, forms)
             except TransaxleError as error:
                 self.refuse(error.refusals, name)
-            places = (place.origin for sources in by_component.values() for place in sources.places.values())
-            self._used.update((origin.name, origin.component) for origin in places)
+            self.unplaced.use(line, by_component)
             if alike and name in built and not any(each.line_sources.scalar for each in by_component.values()):
                 model = (built[name], by_component, stored_forms.pop()) if len(stored_forms) == 1 else None
                 model_form = built[name].form
@@ -252,7 +254,7 @@ class _Translator:
         """Return the forms in which the parts of a target tensor would be written; one, unless they do not fit."""
         return [self.recode(name, *stored)] if len(stored) == 1 else sorted({self.recode(name, f) for f in stored})
 
-    def _gather(self, component: str, slot: str, line: Line) -> dict[Index, ComponentSources]:
+    def _gather(self, component: str, slot: str, line: Line) -> Mapping[Index, Sources]:
         """Collect the sources of one component of a target line, by the target's index.
 
         Where several lines of the source hold it, they complete each other; a tensor that two lines hold is taken once.
@@ -267,6 +269,8 @@ class _Translator:
             (place,) = held[0].places.values()
             only = ComponentSources(held[0], {frozenset(place.origin.index.items()): place})
             return {key: only for key, _ in self._keyed(held[0], line)}
+        if len(held) == 1 and (joined := held[0].joined(line.name.axes)):
+            return joined
         for line_sources in held:
             for key, place in self._keyed(line_sources, line):
                 entry = gathered.get(key) or gathered.setdefault(key, ComponentSources(line_sources, {}))
@@ -410,40 +414,6 @@ class _Translator:
             self._layouts[key] = rewritten.layout(sizes)
         return self._layouts[key]
 
-    def _unplaced(self) -> Iterator[str]:
-        """Yield stored tensors that the target dialect has no place for: they keep their names, like unknown ones.
-
-        A tensor of which only some parts have a place cannot be kept whole: that is refused. One without elements has
-        no place where its axis of size 0 numbers the target's tensors (zero experts): it is left out.
-        """
-        # A copy that only a check reads counts as used.
-        sides = (side for check in self.checks for side in (check.first, check.second))
-        used = self._used | {(o.name, o.component) for side in sides for part in side.parts for o in part.origins}
-        clean = not self.refusals
-        for (line, _), names in self.bound.names.items():
-            components = line.expression.components
-            nowhere = self._numbers_nothing(line)
-            for name in names.values():
-                homeless = [component for component in components if (name, component) not in used]
-                if len(homeless) == len(components):
-                    if nowhere:
-                        self.empty.append(name)
-                    else:
-                        yield name
-                elif homeless and clean:
-                    message = f"{line.text}\n{', '.join(homeless)} does not fit into dialect {self.target.label}"
-                    hint = "Add a line for it with --rules, or choose another dialect."
-                    self.refuse([Refusal("UNSUPPORTED", message, Where(None, name), hint)])
-
-    def _numbers_nothing(self, line: Line) -> bool:
-        """Tell whether every target tensor of a stored line would have a number of an axis of size 0 in its name."""
-        known = self.sizes.at({})
-        empty = {axis for axis in line.expression.axes if known.get(axis) == 0}
-        wanted = [
-            other for other in self.lines if not set(other.expression.components).isdisjoint(line.expression.components)
-        ]
-        return bool(empty and wanted) and all(not empty.isdisjoint(other.name.axes) for other in wanted)
-
     def _aliases(self) -> dict[str, str]:
         """Return the target names that are one tensor by a tie."""
         aliases: dict[str, str] = {}
@@ -458,7 +428,7 @@ class _Translator:
         return aliases
 
 
-def _shared(parts: Mapping[str, Mapping[Index, ComponentSources]], keys: Collection[Index]) -> _SourcesByComponent:
+def _shared(parts: Mapping[str, Mapping[Index, Sources]], keys: Collection[Index]) -> _SourcesByComponent:
     """Return the sources of each component, if all targets of a line have the same; nothing otherwise."""
     shared = {}
     for component, by_key in parts.items():
