@@ -33,15 +33,23 @@ class Movement:
     """Items on their way.
 
     Args:
-        items: what is moved; all ranks pass equal items.
+        items: what is moved; all ranks pass equal items, in one order. A rank may leave out what another one makes and
+            takes alone.
         source: what they are made of. Items without `makers` need the memory of ranks.
         sink: where this rank's go.
         limit: workers and memory.
         exchange: moves bytes between the ranks; None: this process is alone.
+        elsewhere: rank -> bytes of the items that were left out.
     """
 
     def __init__(
-        self, items: Sequence[Item], source: Readable, sink: Sink, limit: Limits, exchange: Exchange | None = None
+        self,
+        items: Sequence[Item],
+        source: Readable,
+        sink: Sink,
+        limit: Limits,
+        exchange: Exchange | None = None,
+        elsewhere: Mapping[int, int] | None = None,
     ) -> None:
         self._source = source
         self._sink = sink
@@ -50,6 +58,7 @@ class Movement:
         rank = self._exchange.rank
         self._owner: Owner = getattr(source, "owner", None) or (lambda _: rank)
         self._own, self._others = alone(items, self._owner)
+        self._elsewhere = elsewhere or {}
         self._turn = Condition()
         self._reached: dict[int, int] = {}
         """Bytes of the items that are moved in turns which were followed, by key."""
@@ -148,7 +157,7 @@ class Movement:
     def _meet(self, later: Deferred) -> int:
         # Ranks with much work of their own get fewer of the runs that any rank could take.
         sizes = {rank: sum(item.size for queue in queues for item in queue) for rank, queues in self._own.items()}
-        busy = {rank: sizes.get(rank, 0) for rank in self._exchange.ranks}
+        busy = {rank: sizes.get(rank, 0) + self._elsewhere.get(rank, 0) for rank in self._exchange.ranks}
         meeting, received = _Meeting(self._source, self._sink, self._limit, self._exchange), 0
         for batch in batches(self._others, busy, self._owner):
             received += meeting.round(batch, later)

@@ -23,9 +23,10 @@ from transaxle.arguments import (
 from transaxle.engine.checkpoint.checkpoint import CheckpointLike
 from transaxle.engine.copying.duplicate_checks import plan_checks, unequal
 from transaxle.errors import Refusal, gathered
+from transaxle.formats.storage.storage import Storage
 from transaxle.live.load.filling import Destinations, check_filled, destinations, finish
 from transaxle.live.load.load_plan import LoadRequest, plan_load
-from transaxle.live.load.planned_reads import reads
+from transaxle.live.load.planned_reads import Reads, reads
 from transaxle.live.load.shared_source import check_sums, counted, opened
 from transaxle.live.model.report import LoadReport
 from transaxle.live.model.source_view import View
@@ -114,14 +115,13 @@ def load(
         checkpoint, counter = counted(source, request.decode)
         with clock.stage("plan"):
             plan = plan_load(request, checkpoint, world)
-            items, names = reads(plan.wanted, plan.stored, once=options.get("broadcast_replicated", True))
+            read = reads(plan.wanted, plan.stored, world.rank, once=options.get("broadcast_replicated", True))
         with clock.stage("check"), world.together():
             _check_copies(plan.view, world, options.get("jobs"))
         with world.together():
             filled = destinations(plan, state, checkpoint, meta_device)
             storage = plan.view.checkpoint.container.storage
-            limit = replace(limits(options.get("jobs")), waste=_WASTE, gap=_GAP, few=_FEW)
-            movement = Movement(items, storage, Rooms(filled.landings, names), limit, RankExchange(world))
+            movement = _movement(read, storage, filled, options.get("jobs"), world)
         read_before = counter.count
         with clock.stage("read"), world.together():
             plan.beside.read()
@@ -177,6 +177,13 @@ def _request(
         read_float_type("decode", options.get("decode")),
         read_float_type("dtype", options.get("dtype")),
     )
+
+
+def _movement(read: Reads, storage: Storage, filled: Destinations, jobs: int | None, world: World) -> Movement:
+    """Return what carries the bytes from the source into this rank's tensors."""
+    limit = replace(limits(jobs), waste=_WASTE, gap=_GAP, few=_FEW)
+    rooms = Rooms(filled.landings, read.names)
+    return Movement(read.items, storage, rooms, limit, RankExchange(world), read.elsewhere)
 
 
 def _converted(planned: Mapping[str, Conversion], filled: Destinations, world: World) -> tuple[Conversion, ...]:
