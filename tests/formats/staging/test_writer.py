@@ -71,3 +71,20 @@ def test_a_small_file_is_put_at_once(tmp_path: Path) -> None:
         assert (tmp_path / "small").read_bytes() == data
     writer.finish()
     assert [path.name for path in tmp_path.iterdir()] == ["small"]
+
+
+def test_a_writer_that_comes_late_does_not_take_a_later_folder_for_its_own(tmp_path: Path) -> None:
+    """A rank that stood still while the others gave up, and began again."""
+    target = tmp_path / "out"
+    with Staging(target) as stage:
+        stage.prepare({"a": 4})
+        first = stage.mark()
+        Writer(stage.path, sync=True, run=first).close()
+    with Staging(target) as stage:
+        stage.prepare({"a": 4})
+        assert stage.mark() != first
+        with pytest.raises(tx.TransaxleError, match="looking for the run that this belongs to"):
+            Writer(stage.path, sync=True, run=first)
+        stage.pwrite("a", 0, memoryview(b"abcd"))
+        stage.commit()
+    assert [path.name for path in target.iterdir()] == ["a"]

@@ -21,7 +21,7 @@ from tests.live.ranks import DIED, Ranks
 from transaxle.errors import TransaxleError
 from transaxle.formats.staging.writer import Writer
 from transaxle.live.background import asynchronous
-from transaxle.live.background.asynchronous import SaveJob, async_save
+from transaxle.live.background.asynchronous import SaveJob, Saver, async_save
 from transaxle.live.save.save import save
 
 WORLD = 2
@@ -29,6 +29,9 @@ SHORT = timedelta(seconds=30)
 """How long ranks wait for one that hangs or was killed: nothing else tells them of it."""
 HUNG = 600.0
 """Seconds after which a test gives up; nothing that works waits for them."""
+PATIENCE = timedelta(seconds=15)
+"""How long background processes wait for one that stands still."""
+KEPT = Saver.__init__.__defaults__
 OLD, NEW = 0.0, 100.0
 
 
@@ -206,6 +209,61 @@ def test_a_background_process_that_never_arrives_is_not_waited_for(tmp_path: Pat
         assert "the background process of rank 1 ended (exit code -9)" in said
     assert not target.exists()
     assert _holds(tmp_path / "run-next", NEW)
+
+
+def _stopped(rank: int, world: int, target: str) -> list[str]:
+    """Save while the background process of one rank stands still, and again afterwards."""
+    Saver.__init__.__defaults__ = (PATIENCE,)
+    try:
+        _job(_state(OLD), target).result()
+        process = _process(world)
+        if rank == world - 1:
+            os.kill(process.pid, signal.SIGSTOP)
+        job, said = _job(_state(NEW), target), []
+        try:
+            job.result(HUNG)
+        except TransaxleError as error:
+            said.append(str(error))
+        assert not process.is_alive()
+        _job(_state(NEW + 1), f"{target}-next").result(HUNG)
+    finally:
+        Saver.__init__.__defaults__ = KEPT
+    return said
+
+
+def test_a_background_process_that_stands_still_is_not_waited_for(tmp_path: Path, ranks: Ranks) -> None:
+    """Its own rank, too, learns that the others have given up; the next save has processes that speak to each other."""
+    target = tmp_path / "run"
+    first, second = ranks.run(_stopped, str(target))
+    assert first == second
+    assert len(first) == 1
+    assert "did not answer in time" in first[0]
+    assert _holds(target, OLD)
+    assert _holds(tmp_path / "run-next", NEW + 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "run-next"]
+
+
+def _unseen(rank: int, world: int, target: str) -> None:
+    """Save into a folder that one rank does not see, as on a machine without the others' disk."""
+    kept = Writer.__init__
+
+    def moved(self: Writer, folder: str, **told: Any) -> None:
+        kept(self, f"{folder}-elsewhere", **told)
+
+    if rank == world - 1:
+        Writer.__init__ = moved  # type: ignore[assignment,method-assign]
+    try:
+        save(_state(NEW), target, to="safetensors")
+    finally:
+        Writer.__init__ = kept  # type: ignore[method-assign]
+
+
+def test_a_folder_that_one_rank_does_not_see_is_told_on_every_rank(tmp_path: Path, ranks: Ranks) -> None:
+    for fine, error in ranks.answers(_unseen, str(tmp_path / "run")):
+        assert not fine
+        assert isinstance(error, TransaxleError), error
+        assert "opening the folder for the unfinished work" in str(error)
+    assert list(tmp_path.iterdir()) == []
 
 
 def _mutated(rank: int, world: int, target: str) -> None:

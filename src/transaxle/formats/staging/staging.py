@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -150,6 +151,17 @@ class Staging:
         if not self._resume or not self.scratch.is_dir():
             self._place.sweep()
         self._claim.release()
+
+    def mark(self) -> str:
+        """Leave a mark by which a `Writer` tells this run's folder from a later one of the same name; return it.
+
+        Raises:
+            StorageError: NO_SPACE, IO.
+        """
+        run = f"run-{secrets.token_hex(8)}"
+        with _as_storage_error(_MAKING, str(self.path)):
+            (self.scratch / run).touch()
+        return run
 
     def share(self) -> None:
         """Let other processes write into the prepared files, each with a `Writer` that shares the claim.

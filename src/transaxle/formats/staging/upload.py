@@ -126,7 +126,7 @@ class Upload:
     ) -> None:
         for file in self._streams.values():
             file.discard()
-        for name in self._appeared:  # the commit failed half-way: what has appeared goes again
+        for name in reversed(self._appeared):  # the commit failed half-way: what has appeared goes again
             with suppress(TransaxleError):
                 self._service.delete(self._place(name), name)
         self._finish()
@@ -224,6 +224,13 @@ class Upload:
             self._appeared.append(name)  # also if it fails: then it may have appeared all the same
             self._streams[name].commit()
             self._compare(name)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the manifest, which appears after everything else, is there; False if the service does not say."""
+        with suppress(TransaxleError):
+            return self._service.info(self._place(MANIFEST), MANIFEST) is not None
+        return False
 
     def keep(self) -> None:
         """Keep the files that have appeared: the last step."""

@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from transaxle.formats.staging.claim import FOLDER, busy, joined
+from transaxle.formats.staging.place import SCRATCH
 from transaxle.formats.staging.staging import write_at
 from transaxle.formats.storage.os_errors import failed
 from transaxle.formats.storage.storage import Handles
@@ -25,13 +26,15 @@ class Writer:
         sync: make what was written durable in `finish`.
         shared: join the claim of the run that has shared it (`Staging.share`): until this writer is closed, nobody
             commits, continues or removes the work, where the file system has locks.
+        run: what `Staging.mark` has returned: a folder of another run, which has the same name, is refused. Empty: not
+            looked at.
 
     Raises:
         UsageError: EXISTS if another run has claimed the folder.
         StorageError: IO if there is none.
     """
 
-    def __init__(self, folder: str | Path, *, sync: bool, shared: bool = False) -> None:
+    def __init__(self, folder: str | Path, *, sync: bool, shared: bool = False, run: str = "") -> None:
         self._path = Path(folder)
         self._sync = sync
         self._dirty: set[str] = set()
@@ -42,6 +45,12 @@ class Writer:
         if shared and joined(self._folder) is False:
             os.close(self._folder)
             raise busy(str(self._path))
+        try:
+            if run:
+                os.stat(f"{SCRATCH}/{run}", dir_fd=self._folder)
+        except OSError as error:
+            os.close(self._folder)
+            raise failed(error, "looking for the run that this belongs to", str(self._path)) from error
         self._handles = Handles(self._open, lambda _, fd: os.close(fd))
 
     def pwrite(self, file: str, offset: int, view: memoryview) -> None:

@@ -23,7 +23,7 @@ import torch
 import torch.multiprocessing as mp
 
 from transaxle.arguments import Overwrite, PathLike, check_keywords, shows
-from transaxle.errors import refuse
+from transaxle.errors import TransaxleError, refuse
 from transaxle.live.background.ending import at_end, fail, say
 from transaxle.live.background.save_process import Answer, Layout, Order, SnapshotForm, TensorSlot, serve
 from transaxle.live.background.spawned import Parent, without_main_script
@@ -34,7 +34,7 @@ from transaxle.live.save.save_request import UNSAID, SaveRequest, SaveSettings, 
 from transaxle.live.training.optimizers import AnyOptimizer
 from transaxle.live.transport.rendezvous import Rendezvous
 from transaxle.live.transport.shared_memory import Region
-from transaxle.live.transport.world import World
+from transaxle.live.transport.world import World, is_loss
 from transaxle.torch_tensors.local_tensor import local_of
 from transaxle.torch_tensors.torch_arguments import Ranks
 
@@ -67,6 +67,7 @@ class Saver:
         self._size = 0
         self._buffers: dict[str, torch.Tensor] = {}
         self._form: SnapshotForm | None = None
+        self._has_lost = False
         self._process = context.Process(
             target=serve,
             args=(Parent(), world.rank, world.ranks, address, there, timeout),
@@ -137,19 +138,25 @@ class Saver:
                 return False
 
     def answer(self) -> Answer:
-        """Return what came of it."""
-        if not self._pipe.poll() and self._lost is not None:
-            self._process.kill()  # it waits for the lost one
-            return refuse("IO", self._lost)
+        """Return what came of it; where a process is lost, all ranks return the same."""
+        if not self._pipe.poll() and (lost := self._lost) is not None:
+            return self._ended(lost)  # this process waits for the lost one, or is it
         try:
             answer: Answer = self._pipe.recv()
         except (EOFError, OSError):
             self._process.join(_JOIN)
-            message = f"the background process of rank {self._rank} ended (exit code {self._process.exitcode})"
-            if self._rendezvous is not None:
-                self._rendezvous.report_loss(message)
-            answer = refuse("IO", message)
+            code = self._process.exitcode
+            return self._ended(f"the background process of rank {self._rank} ended (exit code {code})")
+        if isinstance(answer, TransaxleError) and is_loss(answer):
+            return self._ended(answer.refusals[0].message)
         return answer
+
+    def _ended(self, message: str) -> TransaxleError:
+        """End this rank's process because one is lost: those that are left cannot write together any more."""
+        self._has_lost = True
+        self._process.kill()
+        self._process.join(_JOIN)
+        return refuse("IO", message if self._rendezvous is None else self._rendezvous.report_loss(message))
 
     @property
     def _lost(self) -> str | None:
@@ -158,8 +165,8 @@ class Saver:
 
     @property
     def alive(self) -> bool:
-        """Whether the process still runs."""
-        return self._process.pid is not None and self._process.is_alive()
+        """Whether the process still runs, together with those of the other ranks."""
+        return not self._has_lost and self._process.pid is not None and self._process.is_alive()
 
     def close(self, patience: float = _JOIN) -> None:
         """End the process; what it has not committed is not there.

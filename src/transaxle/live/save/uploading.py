@@ -1,24 +1,22 @@
 """Uploading: every file of a checkpoint on a service has one rank that sends it; the others send to that rank.
 
 All files are sent before any appears. Then the others' appear, and at last those of rank 0, which has what makes them a
-checkpoint: index and manifest. Where a rank fails, each takes back what it has sent.
+checkpoint: index and manifest. Where a rank fails, each takes back what it has sent, unless the manifest is there by
+then.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
 
 from transaxle.arguments import EVERYTHING
 from transaxle.engine.execute.commit import carry, write_known, write_rest
 from transaxle.engine.plan.conversion import Prepared
+from transaxle.errors import TransaxleError
 from transaxle.formats.staging.upload import Upload, opens
 from transaxle.live.save.memory_to_files import Moved, move
-from transaxle.live.transport.world import Clock, World
-
-if TYPE_CHECKING:
-    pass
+from transaxle.live.transport.world import Clock, World, is_loss
 
 
 def upload(
@@ -74,7 +72,12 @@ def upload(
         with clock.stage("commit"):
             world.pool(lambda: _ready(prepared, lead, hashes))
             world.pool(lambda: stage.appear() if stage is not None and lead is None else None)
-            world.pool(lambda: lead.appear() if lead is not None else None)
+            try:
+                world.pool(lambda: lead.appear() if lead is not None else None)
+            except TransaxleError as error:
+                if is_loss(error) and stage is not None and stage.is_whole:
+                    stage.keep()  # a rank was lost when everything was there already
+                raise
         if stage is not None:
             stage.keep()
     own = sent[world.ranks.index(world.rank)]

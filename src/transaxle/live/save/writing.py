@@ -67,23 +67,23 @@ def write(
     with ExitStack() as stack:
         stage: Stage | None = None
 
-        def begin() -> tuple[str, tuple[int, ...]]:
+        def begin() -> tuple[str, str, tuple[int, ...]]:
             nonlocal stage
             if world.rank != world.ranks[0]:
-                return "", ()
+                return "", "", ()
             stage = staging_at(dst, overwrite=overwrite, sync=sync)
             stack.enter_context(stage)
             if isinstance(stage, Upload):
-                return "", world.ranks if stage.shared else world.ranks[:1]
+                return "", "", world.ranks if stage.shared else world.ranks[:1]
             stage.prepare(plan.files if stage.single is None else prepared.draft.files)
             write_known(stage, prepared.draft.early())
-            return str(stage.path), ()
+            return str(stage.path), stage.mark(), ()
 
         with clock.stage("prepare"):
-            folder, senders = world.pool(begin)[0]
+            folder, run, senders = world.pool(begin)[0]
         if senders:
             return upload(prepared, dst, stage if isinstance(stage, Upload) else None, senders, world, clock)
-        received, own, hashes = _write(prepared, folder, world, clock, sync=sync)
+        received, own, hashes = _write(prepared, (folder, run), world, clock, sync=sync)
         with clock.stage("commit"), world.together():
             if stage is not None:
                 write_rest(stage, prepared, hashes, carry(prepared, stage) if stage.single is None else {})
@@ -92,13 +92,23 @@ def write(
 
 
 def _write(
-    prepared: Prepared, folder: str, world: World, clock: Clock, *, sync: bool
+    prepared: Prepared, place: tuple[str, str], world: World, clock: Clock, *, sync: bool
 ) -> tuple[int, int, dict[str, str]]:
-    """Write every run of bytes from its owner into the files; return bytes received and written, and all hashes."""
+    """Write every run of bytes from its owner into the files; return bytes received and written, and all hashes.
+
+    Args:
+        prepared: the plan, the same on all ranks.
+        place: the hidden folder, and the mark of this run in it.
+        world: the ranks.
+        clock: takes the time of the stages.
+        sync: make everything durable.
+    """
+    folder, run = place
     tensors = prepared.plan.tensors
     takers = owners(tensors, world)
     scattered = [tensor for tensor, ranks in zip(tensors, takers, strict=True) if not ranks]
-    writer = Writer(folder, sync=sync)
+    with clock.stage("prepare"), world.together():  # a machine may not see the folder, or a later one of its name
+        writer = Writer(folder, sync=sync, run=run)
 
     def produce() -> Moved:
         moved = move(prepared, takers, writer, world)

@@ -57,10 +57,11 @@ class Rendezvous:
                 self.address.host, self.address.port, is_master=False, wait_for_workers=False, timeout=timeout
             )
 
-    def report_loss(self, message: str) -> None:
-        """Tell all ranks that a process is lost."""
+    def report_loss(self, message: str) -> str:
+        """Tell all ranks that a process is lost; return what was reported first, which is what all ranks say."""
         with suppress(RuntimeError):  # the first rank is gone: nobody is left to hear it
-            self._store.set(_LOST, message)
+            return str(self._store.compare_set(_LOST, "", message).decode())
+        return message
 
     @property
     def lost(self) -> str | None:

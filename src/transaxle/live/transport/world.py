@@ -142,6 +142,8 @@ class World:
         try:
             items.append(make())
         except TransaxleError as error:
+            if is_loss(error):
+                raise  # there is nobody to agree with
             refusal = error
         except BaseException as error:
             with suppress(Exception):  # the error of this rank is raised below
