@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import transaxle as tx
@@ -286,6 +287,54 @@ def test_ranks_that_share_out_experts_equal_one(
     truth = _together(parts, [_own(rank, world, experts) for rank in range(world)])
     for form in (packed, not packed):
         run(there, _loaded, experts, form, str(tmp_path), truth)
+
+
+def _idle(rank: int, world: int) -> list[str]:
+    """Train one expert over two ranks under FSDP2: as one parameter it is refused, as one of several it is as alone."""
+    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "ep"))
+    tokens = _tokens(5, seed=2)
+    found: list[str] = []
+    alone = _random(MoE(WIDTH, INNER, 1, 1))
+    wanted = alone(tokens)
+    wanted.sum().backward()
+    for packed in (True, False):
+        for all_of_it in (True, False):
+            made = MoE(WIDTH, INNER, 1, 1, single_grouped_weight=packed, ep=mesh["ep"])
+            made.load_state_dict(alone.state_dict()) if not packed else _fill(made, alone)
+            fully_shard(made if all_of_it else made.experts, mesh=mesh["dp"])
+            with torch.no_grad():
+                assert torch.equal(made(tokens), wanted)
+            if packed:
+                with pytest.raises(TransaxleError, match="1 experts over 2 ranks leave 1 without any") as error:
+                    made(tokens)
+                found.append(error.value.code)
+                for layer in (made.experts.linear_fc1, made.experts.linear_fc2):
+                    layer.requires_grad_(False)  # what is not trained has no gradient to be reduced
+            made(tokens).sum().backward()
+            for name, parameter in made.named_parameters():
+                gradient = parameter.grad
+                if gradient is None:
+                    assert packed, name
+                    continue
+                expected = alone.get_parameter(name).grad
+                assert expected is not None
+                whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+                torch.testing.assert_close(whole, expected * (2 if "experts" in name else 1), **CLOSE)
+    return found
+
+
+def _fill(made: MoE, alone: nn.Module) -> None:
+    """Give one parameter per layer the values of its only expert, where this rank has it."""
+    made.gate.load_state_dict(alone.get_submodule("gate").state_dict())
+    with torch.no_grad():
+        for name in ("experts.linear_fc1", "experts.linear_fc2"):
+            own = _local(made.get_parameter(f"{name}.weight"))
+            own.copy_(alone.get_parameter(f"{name}.weight0").unsqueeze(0)[: len(own)])
+
+
+def test_a_rank_without_experts_is_refused_where_torch_cannot_reduce_for_it() -> None:
+    """On every rank, before any waits; torch's reduce-scatter fails on the rank with an empty gradient only."""
+    assert run(4, _idle) == [["UNSUPPORTED"] * 2] * 4
 
 
 def _refused(rank: int, world: int) -> list[str]:

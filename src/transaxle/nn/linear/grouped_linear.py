@@ -204,6 +204,7 @@ class GroupedLinear(GroupedParameters):
             raise refuse(
                 "SHAPE_MISMATCH", f"the input must have the shape [..., {self.in_features}], not {list(inp.shape)}"
             )
+        self.refuse_idle_ranks()
         weights = self._weights(inp)
         if torch.compiler.is_compiling() and (
             self.delay_wgrad_compute or any(isinstance(tensor, QuantizedTensor) for tensor in (inp, *weights))

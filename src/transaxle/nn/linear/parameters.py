@@ -25,6 +25,8 @@ from transaxle.torch_tensors.placement import held_by
 
 _STD = 0.023
 """Standard deviation of initial weights, TransformerEngine's."""
+_FSDP_MANAGED = "_is_fsdp_managed_module"
+"""Attribute by which torch marks the modules whose parameters `fully_shard` has taken over."""
 
 Init = Callable[[torch.Tensor], object]
 """Gives a weight [out, in] its initial values."""
@@ -131,6 +133,26 @@ class GroupedParameters(QuantizedEntries):
             for name, part in zip(self._names[stem], parts, strict=True):
                 self.register_parameter(name, nn.Parameter(part.detach(), named[name].requires_grad))
         return self
+
+    def refuse_idle_ranks(self) -> None:
+        """Refuse, on every rank, to train one parameter of all experts under FSDP2 where a rank has none of them.
+
+        That rank has an empty gradient, with which torch's reduce-scatter fails, while the other ranks wait for it.
+
+        Raises:
+            Refused: UNSUPPORTED.
+        """
+        if self.ep is None or not getattr(self, _FSDP_MANAGED, False) or not torch.is_grad_enabled():
+            return
+        size = self.ep.size()
+        chunks = [torch_chunk(self.num_gemms, size, rank) for rank in range(size)]
+        idle = [rank for rank, (start, stop) in enumerate(chunks) if start == stop]
+        stacks = [parameter for stem in self._shapes() if self._single[stem] for _, parameter in self._named(stem)]
+        if idle and any(stack.requires_grad for stack in stacks):
+            few = f"{self.num_gemms} experts over {size} ranks leave {', '.join(map(str, idle))} without any"
+            message = f"{few}: fully_shard cannot reduce the gradient of a parameter that is empty there"
+            hint = "Give each expert a parameter (single_grouped_weight=False), or divide them over fewer ranks."
+            raise refuse("UNSUPPORTED", message, hint=hint)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
