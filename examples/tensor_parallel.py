@@ -11,6 +11,7 @@ run at any degree goes on.
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 from pathlib import Path
 
@@ -83,6 +84,7 @@ def main() -> None:
     losses = train(options())
     if int(os.environ["RANK"]) == 0:
         print(f"losses {' '.join(f'{loss:.4f}' for loss in losses)}")
+    gc.collect()  # the model's meshes must go before the process groups that they refer to
     dist.destroy_process_group()
 
 

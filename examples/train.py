@@ -12,6 +12,7 @@ it; `--to dcp:torchtitan` writes another layout.
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import shutil
 from pathlib import Path
@@ -220,6 +221,7 @@ def main() -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group()
     train(said)
+    gc.collect()  # the model's meshes must go before the process groups that they refer to
     dist.destroy_process_group()
 
 
