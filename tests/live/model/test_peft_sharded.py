@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import transaxle as tx
 from tests.live.ranks import run
@@ -122,3 +122,57 @@ def test_bases_and_adapters_reach_sharded_models(kind: str, tmp_path: Path) -> N
 def _unadapted(model: Any) -> dict[str, torch.Tensor]:
     """What peft finds below its adapters, under the base's own names."""
     return dict(peft.get_base_model_state_dict(model))
+
+
+TP_PLAN = {"q_proj.base_layer": 0, "q_proj.lora_B": 0, "down_proj.base_layer": 1, "down_proj.lora_A": 1}
+"""Column- and row-parallel layers: the dim along which a weight is cut; every other one is replicated."""
+
+
+def _tensor_parallel(model: Any, mesh: Any) -> Any:
+    for name, parameter in list(model.named_parameters()):
+        dim = next((dim for path, dim in TP_PLAN.items() if path in name), None)
+        placement = Replicate() if dim is None else Shard(dim)
+        path, _, last = name.rpartition(".")
+        made = nn.Parameter(distribute_tensor(parameter.detach(), mesh, [placement]))
+        model.get_submodule(path).register_parameter(last, made)
+    return model
+
+
+def _reexpressed(rank: int, world: int, how: str, folder: str) -> None:
+    mesh = init_device_mesh("cpu", (world,))
+    made = _adapted("plain", 5, mesh) if how == "fsdp" else _tensor_parallel(_adapted("plain", 5), mesh)
+    before = {name: tensor for name, tensor in _whole(made).items() if "lora_" not in name}
+    files = tx.open(Path(folder, "titan"), config=Path(folder, "base"))
+    tx.load(made, files.as_dialect("hf"))
+    assert _differing(before, {name: _whole(made)[name] for name in before}) == []
+    state = peft.get_peft_model_state_dict(made, save_embedding_layers=False)
+    tx.save(dict(state), Path(folder, "saved", "adapter_model.safetensors"), to="safetensors:identity")
+    if rank == 0:
+        made.peft_config["default"].save_pretrained(Path(folder, "saved"))
+
+
+@pytest.mark.parametrize("how", ["fsdp", "tp"])
+def test_adapters_of_another_dialect_reach_sharded_models(how: str, tmp_path: Path) -> None:
+    """torchtitan's RoPE has the rows of q in another order; what the ranks save, peft opens."""
+    with quiet():
+        _base(1).save_pretrained(tmp_path / "base")
+        given = _adapted("plain", 3)
+        given.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    tx.convert(tmp_path / "adapter", tmp_path / "titan", to="torchtitan", config=tmp_path / "base")
+    (tmp_path / "saved").mkdir()
+    run(2, _reexpressed, how, str(tmp_path))
+    moved = load_file(tmp_path / "titan" / "adapter_model.safetensors")
+    wanted = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    q = "layers.0.{}.lora_B.weight"
+    ours, theirs = (
+        "base_model.model." + q.format("attention.qkv_linear.wq"),
+        "base_model.model.model." + q.format("self_attn.q_proj"),
+    )
+    assert moved[ours].shape == wanted[theirs].shape
+    assert not torch.equal(moved[ours], wanted[theirs])
+    with quiet():
+        again = peft.PeftModel.from_pretrained(_base(3), tmp_path / "saved")
+        alone = peft.PeftModel.from_pretrained(_base(3), tmp_path / "adapter")
+    tokens = torch.arange(12).view(2, 6)
+    assert torch.equal(again(tokens).logits, alone(tokens).logits)
+    assert _differing(_whole(again), _whole(alone)) == []

@@ -17,10 +17,10 @@ from typing import Any
 from transaxle.errors import Refusal, Where, gathered
 from transaxle.formats.catalog.catalog import Entry
 
-_PREFIX = "base_model.model."
-_LINEAR = ("lora_A.weight", "lora_B.weight")
-_EMBEDDING = ("lora_embedding_A", "lora_embedding_B")
-_INNER = ".base_layer"
+PREFIX = "base_model.model."
+LINEAR = ("lora_A.weight", "lora_B.weight")
+EMBEDDING = ("lora_embedding_A", "lora_embedding_B")
+INNER = ".base_layer"
 _HARMLESS = frozenset(
     {
         "alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "ensure_weight_tying", "eva_config",
@@ -35,7 +35,7 @@ _PLAIN_STARTS = (None, True, False, "gaussian", "orthogonal", "eva")
 """Ways to start an adapter that leave the base as it is; the others subtract something from it."""
 _PATTERN = re.compile(r"\^?(?:[\w.-]|\\\.)+")
 """Keys of patterns that are names or ends of names; other regular expressions may take for ever."""
-_USUAL, _LARGEST = 8, 1e9
+USUAL, _LARGEST = 8, 1e9
 """Rank and alpha where none is said, and what is no real one."""
 _MOST = 6
 """Parameters of a module of which all orders are tried."""
@@ -58,6 +58,11 @@ class LowRank:
     """Whether the weight is `[in, out]`."""
     scaling: float
     """What the product is multiplied with."""
+
+    @property
+    def embedding(self) -> bool:
+        """Whether it changes the weight of an embedding."""
+        return self.first.name.endswith(EMBEDDING[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,14 +101,14 @@ class Lora:
         if not self._problems and not self._low:
             self._refuse("CORRUPT", "the adapter has no tensors lora_A and lora_B", None)
         for path, pair in self._low.items():
-            if set(pair) not in (set(_LINEAR), set(_EMBEDDING)) or any(len(each.shape) != 2 for each in pair.values()):
+            if set(pair) not in (set(LINEAR), set(EMBEDDING)) or any(len(each.shape) != 2 for each in pair.values()):
                 self._refuse("CORRUPT", f"A and B are needed, each of two dims; it has {', '.join(pair)}", path)
         self._check()
         inside: dict[str, list[str]] = {}
         for path in self._low:
             module = path
-            while module.endswith(_INNER):
-                module = module.removesuffix(_INNER)
+            while module.endswith(INNER):
+                module = module.removesuffix(INNER)
             inside.setdefault(module, []).append(path)
         self._modules = {module: sorted(paths, key=len, reverse=True) for module, paths in inside.items()}
 
@@ -129,15 +134,15 @@ class Lora:
         return Changes({each.name: each for each in added}, self._replaced)
 
     def _sort(self, name: str, entry: Entry) -> None:
-        inside = name.removeprefix(_PREFIX)
-        for end in (*_LINEAR, *_EMBEDDING):
+        inside = name.removeprefix(PREFIX)
+        for end in (*LINEAR, *EMBEDDING):
             if inside.endswith(f".{end}") and inside != name:
                 self._low.setdefault(inside.removesuffix(f".{end}"), {})[end] = entry
                 return
         if inside == name or ".lora_" in inside or inside.startswith("lora_"):
             self._refuse("UNSUPPORTED", "it belongs to no LoRA that can be merged", name)
         else:
-            self._replaced[inside.replace(f"{_INNER}.", ".")] = entry
+            self._replaced[inside.replace(f"{INNER}.", ".")] = entry
 
     def _parameters(self, module: str) -> list[str]:
         """Return the parameters of a module that are targets themselves."""
@@ -155,7 +160,7 @@ class Lora:
             stacks = any(len(shapes[f"{module}.{name}"]) == 3 for name in parameters)
             ways = [False, True] if stacks else [False]
         else:
-            ways = [_EMBEDDING[0] in self._low[paths[0]] or bool(self._config.get("fan_in_fan_out"))]
+            ways = [EMBEDDING[0] in self._low[paths[0]] or bool(self._config.get("fan_in_fan_out"))]
             parameters = ["weight"]
         possible = []
         for order in permutations(parameters) if len(parameters) == len(paths) <= _MOST else ():
@@ -180,7 +185,7 @@ class Lora:
     def _change(self, path: str, name: str, shapes: Mapping[str, tuple[int, ...]], swapped: bool) -> LowRank | None:
         """Return the change of a weight by one pair of factors; None where it does not fit."""
         shape, pair = shapes[name], self._low[path]
-        first, second = (pair[end] for end in (_EMBEDDING if _EMBEDDING[0] in pair else _LINEAR))
+        first, second = (pair[end] for end in (EMBEDDING if EMBEDDING[0] in pair else LINEAR))
         of_stack = bool(self._parameters(name.rpartition(".")[0]))
         if len(shape) != 2 and (len(shape) != 3 or not of_stack):
             return None
@@ -205,7 +210,7 @@ class Lora:
         for pattern, value in (self._config.get(patterns) or {}).items():
             if re.match(rf"(.*\.)?({pattern})$", module):
                 return value
-        return self._config.get(key, _USUAL)
+        return self._config.get(key, USUAL)
 
     def _refuse(self, code: Any, message: str, name: str | None) -> None:
         self._problems.append(Refusal(code, message, Where(None, name), _HINT))
@@ -239,7 +244,7 @@ def _unsupported(config: Mapping[str, Any]) -> Iterator[Refusal]:
         if not isinstance(given, Mapping) or not all(map(_PATTERN.fullmatch, given)):
             yield Refusal("UNSUPPORTED", f"{patterns} has more than names", Where(), _HINT)
             continue
-        numbers = [config.get(key, _USUAL), *given.values()]
+        numbers = [config.get(key, USUAL), *given.values()]
         if not all(_is_number(value, whole=key == "r") for value in numbers):
             yield Refusal("CORRUPT", f"{key} or {patterns} has something else than positive numbers", Where(), _HINT)
 

@@ -14,6 +14,7 @@ from math import prod
 from typing import Any, Protocol
 
 from transaxle.axes.layout.relayout import Target, unchanged
+from transaxle.axes.notation.family import Sizes
 from transaxle.engine.adapters.lora import Changes, Lora, LowRank
 from transaxle.engine.copying.source import Source
 from transaxle.engine.views.decoded import RowMajorBytes
@@ -49,6 +50,10 @@ class Model(Protocol):
     @property
     def recognised(self) -> Any:
         """Its family and dialect."""
+
+    @property
+    def sizes(self) -> Sizes:
+        """The sizes of its axes."""
 
     def translation(self, dialect: str) -> View:
         """Return its tensors in another dialect."""
@@ -96,7 +101,7 @@ def _merged(
         if view.refusals:
             raise gathered(view.refusals)
         targets = view.targets
-    wanted = {prefix + name: target for name, target in targets.items() if _origins(target) & set(changes.names)}
+    wanted = {prefix + name: target for name, target in targets.items() if origins(target) & set(changes.names)}
     problems = [*_lost(changes, wanted), *_misfits(model.container, changes, wanted)]
     if problems:
         raise gathered(problems)
@@ -104,7 +109,7 @@ def _merged(
     stored = Source(model.container)
     for name, target in wanted.items():
         entry = entries[name]
-        replaced = _origins(target) <= changes.replaced.keys()
+        replaced = origins(target) <= changes.replaced.keys()
         mergers[_MERGED + name] = Merger(entry, stored, model.container.storage, (target, source), replaced=replaced)
         extent = Extent((0,) * len(entry.shape), entry.shape, _MERGED + name, 0)
         entries[name] = replace(entry, extents=(extent,))
@@ -127,10 +132,11 @@ def _trained_in(model: Model, wanted: set[str]) -> tuple[str | None, Mapping[str
         if wanted <= targets.keys():
             return label, {name: target.shape for name, target in targets.items()}
         known |= targets.keys()
-    raise gathered(_missing(name, known) for name in sorted(wanted - known) or sorted(wanted - stored.keys()))
+    raise gathered(missing(name, known) for name in sorted(wanted - known) or sorted(wanted - stored.keys()))
 
 
-def _missing(name: str, known: Collection[str]) -> Refusal:
+def missing(name: str, known: Collection[str]) -> Refusal:
+    """Return the refusal of what an adapter changes and the model does not have."""
     close = get_close_matches(name, known, 1)
     hint = f"Closest: {close[0]}. " if close else ""
     hint += "Give the model that the adapter was trained on, with its config.json."
@@ -178,13 +184,14 @@ def _factors(source: Source, change: LowRank) -> Factors:
     return Factors(outer, inner, change.scaling)
 
 
-def _origins(target: Target) -> set[str]:
+def origins(target: Target) -> set[str]:
+    """Return the stored tensors that a target is made of."""
     return {origin.name for part in target.parts for origin in part.origins}
 
 
 def _lost(changes: Changes, wanted: Mapping[str, Target]) -> Iterator[Refusal]:
     """Yield changes that would reach no stored weight."""
-    reached = {name for target in wanted.values() for name in _origins(target)}
+    reached = {name for target in wanted.values() for name in origins(target)}
     for name in sorted(set(changes.names) - reached):
         yield Refusal("UNSUPPORTED", "no stored tensor is made of this one", Where(None, name), _WAY)
 
@@ -192,8 +199,8 @@ def _lost(changes: Changes, wanted: Mapping[str, Target]) -> Iterator[Refusal]:
 def _misfits(model: Container, changes: Changes, wanted: Mapping[str, Target]) -> Iterator[Refusal]:
     """Yield weights into which nothing can be merged."""
     for name, target in wanted.items():
-        entry, origins = model.entries.get(name), _origins(target)
-        where, replaced = Where(None, name), origins & changes.replaced.keys()
+        entry, parts = model.entries.get(name), origins(target)
+        where, replaced = Where(None, name), parts & changes.replaced.keys()
         if entry is None:
             yield Refusal("MISSING_TENSOR", "the adapter changes it, but it is stored under another name", where, _WAY)
         elif entry.dtype not in _PLAIN:
@@ -204,7 +211,7 @@ def _misfits(model: Container, changes: Changes, wanted: Mapping[str, Target]) -
             yield Refusal(
                 "SHAPE_MISMATCH", f"{list(entry.shape)} is stored, its change is {list(target.shape)}", where, _WAY
             )
-        elif replaced and replaced != origins:
+        elif replaced and replaced != parts:
             message = f"the adapter has some of its parts anew ({', '.join(sorted(replaced))}), and others not"
             yield Refusal("UNSUPPORTED", message, where, _WAY)
 

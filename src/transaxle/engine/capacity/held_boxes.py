@@ -22,7 +22,7 @@ from transaxle.axes.geometry.ranges import axes_in
 from transaxle.axes.layout.divide import rank_shares
 from transaxle.axes.notation.expression import Axis
 from transaxle.axes.notation.family import Family
-from transaxle.engine.capacity.model_tensors import Kind
+from transaxle.axes.translation.model_tensors import Kind
 from transaxle.engine.capacity.rank_meshes import DP, EP, FSDP, PP, TP, RankMesh
 from transaxle.errors import refuse
 

@@ -9,10 +9,10 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from transaxle.arguments import DType, PathLike, Patterns, read_float_type, read_path, read_patterns, read_source
 from transaxle.axes.layout.bind import Bound
@@ -22,7 +22,7 @@ from transaxle.axes.notation.number_format import Recode, same
 from transaxle.encodings.encoding import Encoded
 from transaxle.engine.checkpoint.foreign_names import foreign
 from transaxle.engine.checkpoint.manifest import Manifest
-from transaxle.engine.checkpoint.peft_adapter import adapter_config
+from transaxle.engine.checkpoint.peft_adapter import adapter_config, in_dialect
 from transaxle.engine.checkpoint.recognise import IDENTITY, Recognised, StoredNames, pick_dialect
 from transaxle.engine.checkpoint.settings import Settings, settings
 from transaxle.engine.checkpoint.stored_tensor import StoredTensor
@@ -38,14 +38,10 @@ from transaxle.errors import Refusal, TransaxleError, gathered, refuse
 from transaxle.formats.catalog.catalog import Container
 from transaxle.formats.detect import open_container
 from transaxle.formats.format import uncollected
-from transaxle.formats.storage.storage import close, is_closed
+from transaxle.formats.storage.storage import Storage, close, is_closed
 from transaxle.formats.training_state.state import LEFT_BEHIND, OPTIMIZER
 from transaxle.formats.training_state.state_groups import GROUPS
 from transaxle.spans import stage
-
-if TYPE_CHECKING:
-    from transaxle.formats.deepspeed.table_cuts import Cutter, Divider
-    from transaxle.formats.storage.storage import Storage
 
 LACKING = frozenset({"MISSING_TENSOR", "INCOMPLETE"})
 """Codes of the refusals that say only that tensors are missing."""
@@ -192,11 +188,16 @@ class Checkpoint(TensorSet):
     def as_dialect(self, dialect: str) -> Checkpoint:
         """Return a lazy view of the checkpoint in another dialect; nothing is converted or written.
 
-        Copies of one tensor (ties) are not compared here: `convert`, `verify` and `diff` do that.
+        Copies of one tensor (ties) are not compared here: `convert`, `verify` and `diff` do that. The files of a LoRA
+        adapter are seen as those of an adapter of the same model in the other dialect; `config` must be the base's.
 
         Raises:
             TransaxleError: every refusal, at once.
         """
+        if dialect != IDENTITY and self.stored_names.is_adapter:
+            files = in_dialect(self.container, self.config, dialect, self._with_files)
+            said = replace(self.settings, family=None, dialect=None)
+            return self._kept(Checkpoint(files, said, None, None), "as_dialect", dialect)
         problems = self.foreign(dialect)
         if problems:
             raise gathered(problems)
@@ -211,7 +212,10 @@ class Checkpoint(TensorSet):
     def __reduce__(self) -> tuple[Any, ...]:
         if self.reopening is None:
             raise refuse_to_pickle(repr(self))
-        return _reopened, (self.reopening.pickled(self.container.storage, self.container.files),)
+        return reopened, (
+            open_checkpoint,
+            self.reopening.pickled(self.container.storage, self.container.files),
+        )
 
     def foreign(self, dialect: str) -> list[Refusal]:
         """Return why some tensors have no known name in a dialect; raises like `translation`."""
@@ -320,9 +324,14 @@ class Checkpoint(TensorSet):
         """Return a view with a LoRA adapter of peft merged into the weights; closing it closes the adapter too."""
         from transaxle.engine.adapters.merging import merged
 
-        files, said = open_checkpoint(adapter).container, self.settings
-        of = lambda container, dialect: Checkpoint(container, replace(said, dialect=dialect), None, None)  # noqa: E731
-        return Checkpoint(merged(self.stored, files, adapter_config(files) or {}, of), said, None, None)
+        files = open_checkpoint(adapter).container
+        changed = merged(self.stored, files, adapter_config(files) or {}, self._with_files)
+        return Checkpoint(changed, self.settings, None, None)
+
+    def _with_files(self, files: Container, dialect: str, config: Mapping[str, Any] | None = None) -> Checkpoint:
+        """Return a checkpoint of other tensors of the same model; no dialect: the one that the user says, if any."""
+        said = replace(self.settings, dialect=dialect or self.settings.dialect)
+        return Checkpoint(files, said if config is None else replace(said, config=config), None, None)
 
     @property
     def stored(self) -> Checkpoint:
@@ -394,25 +403,15 @@ class Checkpoint(TensorSet):
         return f"<checkpoint {self.path} · {self.format} · {len(self)} tensors{closed}>"
 
 
-def _reopened(how: Reopening) -> Checkpoint:
-    """Open a checkpoint that was pickled."""
-    found: Checkpoint = reopened(open_checkpoint, how)
-    return found
-
-
 CheckpointLike: TypeAlias = PathLike | Checkpoint
 """Where a function reads: a path or URL, or a checkpoint that is open already."""
 
 
-def _cutter(user_settings: Settings) -> Cutter:
-    """Return what asks the tables how ranks cut parameters; what that takes is imported when a checkpoint asks."""
+def _cut(said: Settings, storage: Storage, names: Sequence[str], config: Mapping[str, Any] | None = None) -> Any:
+    """Ask the tables how ranks cut parameters; what that takes is imported when a checkpoint asks."""
+    from transaxle.engine.checkpoint.tp_from_tables import cutter
 
-    def cut(storage: Storage, names: Sequence[str], config: Mapping[str, Any] | None = None) -> Divider:
-        from transaxle.engine.checkpoint.tp_from_tables import cutter
-
-        return cutter(user_settings)(storage, names, config or {})
-
-    return cut
+    return cutter(said)(storage, names, config or {})
 
 
 @uncollected()
@@ -453,7 +452,7 @@ def open_checkpoint(
         raise TypeError(f"{' and '.join(several)} exclude each other; give only one")
     source = read_path("path", path)
     user_settings = settings(**options)
-    wanted = user_settings.format, user_settings.weights, _cutter(user_settings), user_settings.optimizer
+    wanted = user_settings.format, user_settings.weights, partial(_cut, user_settings), user_settings.optimizer
     container = open_container(source, *wanted)
     if describes_tensors(container.metadata):
         container = ordering(container)

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from transaxle.encodings.conventions.scheme import SECTION
 from transaxle.engine.checkpoint.settings import stored_config
 from transaxle.errors import refuse
 from transaxle.formats.catalog.catalog import Container
 
+if TYPE_CHECKING:
+    from transaxle.engine.adapters.converting import Express
+
 ADAPTER_CONFIG = "adapter_config.json"
 """peft's description of an adapter."""
+ADAPTED = "base_model."
+"""How the names of its tensors begin."""
+ADAPTER_STEM = "adapter_model"
+"""How the name of the one file begins in which peft looks for its tensors."""
 _KIND, _BASE = "peft_type", "base_model_name_or_path"
 _HINT = (
-    "Load it with tx.load(peft_model, …), merge it:  transaxle convert BASE OUT --to hf --merge ADAPTER, or "
-    "keep its names:  --to FORMAT:identity."
+    "Load it with tx.load(peft_model, …), merge it:  transaxle convert BASE OUT --to hf --merge ADAPTER, keep its "
+    "names:  --to FORMAT:identity, or give its base's config and a dialect:  --config BASE/config.json --to DIALECT."
 )
 
 
@@ -46,3 +54,24 @@ def check_model(container: Container) -> None:
             f"{description}: an adapter is not a whole model, and no table describes its tensors",
             hint=_HINT,
         )
+
+
+def in_dialect(container: Container, config: Mapping[str, Any], dialect: str, express: Express) -> Container:
+    """Return the files of an adapter for the same model in another dialect.
+
+    Args:
+        container: the files.
+        config: the config.json of the base.
+        dialect: label of the other dialect.
+        express: makes a checkpoint of other tensors of the model; see `converted`.
+
+    Raises:
+        TransaxleError: what `converted` raises; UNKNOWN_FAMILY where there is no config.
+    """
+    from transaxle.engine.adapters.converting import converted
+
+    said = ADAPTER_CONFIG, adapter_config(container) or {}
+    if not config:
+        hint = "Give the base's:  --config BASE/config.json (config=)."
+        raise refuse("UNKNOWN_FAMILY", "an adapter does not say what its base is like, and no config does", hint=hint)
+    return converted(container, said, {key: value for key, value in config.items() if key != SECTION}, dialect, express)

@@ -15,7 +15,7 @@ from transaxle.axes.notation.name import skeleton
 from transaxle.encodings.conventions.quantization import MODELOPT_CONFIG
 from transaxle.encodings.encoding import Encoded
 from transaxle.engine.checkpoint.manifest import Manifest, read_manifest
-from transaxle.engine.checkpoint.peft_adapter import ADAPTER_CONFIG, check_model
+from transaxle.engine.checkpoint.peft_adapter import ADAPTED, ADAPTER_CONFIG, adapter_config, check_model
 from transaxle.engine.checkpoint.settings import CONFIG, Settings, stored_config
 from transaxle.engine.views.encoded import Catalog, catalog
 from transaxle.errors import TransaxleError, refuse
@@ -383,6 +383,13 @@ class StoredNames:
         has_modelopt = MODELOPT_CONFIG in self._container.carried
         modelopt = stored_config(self._container.storage, MODELOPT_CONFIG) if has_modelopt else None
         return catalog(self._container, self.config, modelopt)
+
+    @cached_property
+    def is_adapter(self) -> bool:
+        """Whether the tensors are those of an adapter, under the names of peft's files."""
+        if ADAPTER_CONFIG not in self._container.carried or adapter_config(self._container) is None:
+            return False
+        return any(name.startswith(ADAPTED) for name in self._container.entries)
 
     @cached_property
     def decoded(self) -> Mapping[str, Encoded]:

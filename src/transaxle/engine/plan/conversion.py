@@ -12,6 +12,7 @@ from transaxle.axes.geometry.strided import coalesce, row_major
 from transaxle.axes.layout.chunk_cuts import chunk_cuts
 from transaxle.axes.notation.name import natural
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, StoredTensor
+from transaxle.engine.checkpoint.peft_adapter import ADAPTER_STEM
 from transaxle.engine.checkpoint.recognise import IDENTITY, pick_dialect
 from transaxle.engine.copying.arithmetic import steps
 from transaxle.engine.copying.duplicate_checks import plan_checks
@@ -191,6 +192,8 @@ def _aimed(
     """
     form, label = parse_to(to)
     kind = get(form)
+    if label and label != IDENTITY and checkpoint.stored_names.is_adapter:
+        checkpoint, label = checkpoint.as_dialect(label), IDENTITY
     opened, fitting = checkpoint, None
     if label:
         wanted = label
@@ -348,7 +351,7 @@ def _drafted(
     try:
         drafter = kind.drafter
         with kind.answerable("its draft"):
-            draft = drafter(specs, metadata=metadata, shard_size=shard_size, **taken)
+            draft = drafter(specs, metadata=metadata, shard_size=None if "stem" in taken else shard_size, **taken)
         if kind.package:
             from transaxle.formats.package_checks import check_draft
 
@@ -383,7 +386,8 @@ def _draft_options(
         cuts = {}
     else:
         cuts = chunk_cuts(view.targets, reading.family.numbered_axes)
-    return {"groups": groups, "run": run, "read": read, "config": checkpoint.config, "cuts": cuts}
+    stem = {"stem": ADAPTER_STEM} if checkpoint.stored_names.is_adapter else {}
+    return {"groups": groups, "run": run, "read": read, "config": checkpoint.config, "cuts": cuts, **stem}
 
 
 def _ranks_options(

@@ -36,6 +36,7 @@ def draft(
     groups: Sequence[ParamGroup] = (),
     run: Mapping[str, Any] | None = None,
     sealed: bool = False,
+    stem: str = _STEM,
 ) -> Draft:
     """Lay out safetensors files.
 
@@ -47,6 +48,7 @@ def draft(
         groups: settings of the optimizer, as text in the header of the first file.
         run: what the source says of its run, likewise where there is state of an optimizer.
         sealed: leave room for digests in the header; there must be one file.
+        stem: how the names of the files begin.
 
     Raises:
         Refused: for every tensor that has no place: UNSUPPORTED (dtype, dims, a name that is no Unicode),
@@ -74,7 +76,7 @@ def draft(
     def lay_out(file: str, shard: Iterable[Sized]) -> tuple[list[Entry], list[Fragment], int]:
         return _lay_out(file, shard, {**(metadata or {}), **next(first_file_metadata, {}), **room})
 
-    files = lay_out_shards(SAFETENSORS.name, _STEM, SAFETENSORS.one_file[0], sized, shard_size, lay_out)
+    files = lay_out_shards(SAFETENSORS.name, stem, SAFETENSORS.one_file[0], sized, shard_size, lay_out)
     if not sealed:
         return files
     (header,) = files.fragments

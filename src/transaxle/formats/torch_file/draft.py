@@ -51,6 +51,7 @@ def draft(
     shard_size: int | None = None,
     groups: Sequence[ParamGroup] = (),
     sealed: bool = False,
+    stem: str = _STEM,
 ) -> Draft:
     """Lay out torch files.
 
@@ -61,6 +62,7 @@ def draft(
             everything fits, there is one file `pytorch_model.bin` and no index.
         groups: settings of the optimizer, in the first file: a list of dicts under a key of its own.
         sealed: leave room for digests in a record of their own; there must be one file.
+        stem: how the names of the files begin.
 
     Raises:
         Refused: for every tensor that has no place: UNSUPPORTED (dtype, dims), NAME_COLLISION, SHAPE_MISMATCH (an odd
@@ -82,7 +84,7 @@ def draft(
     def lay_out(file: str, shard: Sequence[Sized]) -> tuple[list[Entry], list[Fragment], int]:
         return _lay_out(file, shard, next(groups_of_first_file, ()), room if sealed else None)
 
-    files = lay_out_shards(TORCH.name, _STEM, _ENDING, sized, shard_size, lay_out)
+    files = lay_out_shards(TORCH.name, stem, _ENDING, sized, shard_size, lay_out)
     if not sealed:
         return files
     (file,), (head,) = files.files, room

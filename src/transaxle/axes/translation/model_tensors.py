@@ -56,7 +56,7 @@ class Model:
     sizes: Sizes
     """Sizes of its axes, by its config."""
     tp: int = 1
-    """Tensor-parallel ranks for which a vocabulary is padded."""
+    """Tensor-parallel ranks for which a vocabulary is padded; 0: it is not."""
     _emptied: dict[frozenset[str], Sizes] = field(default_factory=dict)
     undecided: set[str] = field(default_factory=set)
     """Logical tensors that the config neither asks for nor excludes, and which are taken as absent."""
@@ -139,6 +139,29 @@ class Model:
                         if value:
                             sure.add((component, at))
         return found
+
+    def stored(self, dialect: Dialect) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yield the name and the shape of every stored tensor of a dialect, experts included.
+
+        Raises:
+            TransaxleError: as `kinds`.
+        """
+        done: set[tuple[int, Index]] = set()
+        for component, by_layer in self.kinds(dialect).items():
+            for layer, kind in by_layer.items():
+                fixed = dict(zip(self.axes_of(component), layer, strict=True))
+                key = id(kind.line), tuple(fixed[axis] for axis in kind.axes)
+                if key in done:
+                    continue
+                done.add(key)
+                numbering = kind.line.name.numbering(kind.sizes)
+                spans = [
+                    (fixed[axis],) if axis in kind.axes else range(kind.sizes[axis]) for axis in kind.line.name.axes
+                ]
+                for position in product(*spans):
+                    numbers = [number for number in numbering.numbers(position) if number is not None]
+                    if len(numbers) == len(numbering.counters):
+                        yield kind.line.name.format(tuple(numbers)), kind.layout.shape
 
     def check_decided(self, dialect: Dialect) -> None:
         """Refuse a config that leaves open whether the model has some matrix; vectors are small enough to be noted.
@@ -253,7 +276,7 @@ class Model:
             segments = node.segments if isinstance(node, Sum) else ()
             (*unsized,) = {axis for name, part in segments if name == PADDING for axis in axes_in(part)} - sizes.keys()
             if len(unsized) == 1:
-                found[unsized[0]] = -size(node, {**sizes, unsized[0]: 0}) % (_ROWS * self.tp)
+                found[unsized[0]] = -size(node, {**sizes, unsized[0]: 0}) % (_ROWS * self.tp or 1)
         return found
 
     def _indices(self, axes: Iterable[str]) -> Iterator[Index]:
