@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from transaxle.quant import MXFP8, NVFP4, DelayedScaling, Float8Block, Float8CurrentScaling, QuantizedTensor, Quantizer
+from transaxle.quant import (
+    MXFP8,
+    NVFP4,
+    DelayedScaling,
+    Float8Block,
+    Float8CurrentScaling,
+    NVFP4BlockScaling,
+    QuantizedTensor,
+    Quantizer,
+)
 
 KINDS: dict[str, Quantizer] = {
     "float8": Float8CurrentScaling(),
@@ -22,6 +31,7 @@ MORE: dict[str, Quantizer] = {
     "nvfp4, 16x16": NVFP4(square=True),
     "nvfp4, both ways": NVFP4(columnwise=True),
     "nvfp4, 16x16, both ways": NVFP4(square=True, columnwise=True),
+    "nvfp4 training": NVFP4BlockScaling(),
 }
 """Those and their variants."""
 

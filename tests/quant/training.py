@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from tests.quant.kinds import KINDS, raw
-from transaxle.quant import NVFP4, MasterWeights, QuantizedTensor, Quantizer, quantize_
+from transaxle.quant import NVFP4, MasterWeights, NVFP4BlockScaling, QuantizedTensor, Quantizer, quantize_
 
-FIVE: dict[str, Quantizer] = {**KINDS, "nvfp4": NVFP4(square=True)}
+SIX: dict[str, Quantizer] = {**KINDS, "nvfp4": NVFP4(square=True), "nvfp4 training": NVFP4BlockScaling()}
 """One quantizer for each kind of scaling; that of nvfp4 has amaxes of 16 x 16 elements, which cuts go through."""
 WORDS, WIDTH, HEADS, HIDDEN, CHOICES = 29, 48, 4, 166, 3
 """Sizes that four ranks do not cut evenly, nor into whole tiles; of the last, one rank has no row."""
@@ -73,7 +73,7 @@ def built(kind: str, mesh: DeviceMesh | None, seed: int = 0, *, meta: bool = Fal
     torch.manual_seed(seed)
     with torch.device("meta" if meta else "cpu"):
         model = Transformer().bfloat16()
-    quantize_(model, FIVE[kind])
+    quantize_(model, SIX[kind])
     if mesh is not None:
         for block in model.blocks:
             fully_shard(block, mesh=mesh)

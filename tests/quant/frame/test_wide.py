@@ -14,12 +14,12 @@ from torch import nn
 import transaxle as tx
 from tests.live.ranks import run
 from tests.quant.kinds import KINDS, raw, same
-from tests.quant.training import FIVE, Transformer, built, bytes_of, equal, mesh_of, quantized_of, train, trainer
+from tests.quant.training import SIX, Transformer, built, bytes_of, equal, mesh_of, quantized_of, train, trainer
 from transaxle.errors import TransaxleError
 from transaxle.move.mover import Movement
 from transaxle.quant import MasterWeights, QuantizedTensor, quantize_
 
-kinds = pytest.mark.parametrize("kind", FIVE)
+kinds = pytest.mark.parametrize("kind", SIX)
 ENCODED = {"float8": "float8", "float8 delayed": "float8", "float8_block": "float8_block"}
 
 
@@ -51,7 +51,7 @@ def test_values_are_quantized_once_as_if_unsharded(kind: str, dtype: torch.dtype
     values = _plain(tmp_path / "plain", dtype)
     decode = None if dtype == torch.bfloat16 else "bf16"  # the embedding and the norms are bfloat16
     alone = _load_plain(0, 1, kind, tmp_path / "plain", decode, False)
-    for name, one in FIVE[kind].quantize(values["blocks.0.up.weight"].bfloat16()).components.items():
+    for name, one in SIX[kind].quantize(values["blocks.0.up.weight"].bfloat16()).components.items():
         suffix = "" if name == "data" else f"_{name}"
         assert torch.equal(alone[f"blocks.0.up.weight{suffix}"], raw(one))
     if dtype == torch.bfloat16:
@@ -74,13 +74,13 @@ def test_what_is_missing_or_of_another_shape_is_still_told(tmp_path: Path) -> No
     }
 
 
-@pytest.mark.parametrize("source", FIVE)
-@pytest.mark.parametrize("kind", FIVE)
+@pytest.mark.parametrize("source", SIX)
+@pytest.mark.parametrize("kind", SIX)
 def test_another_encoding_is_refused_unless_decoding_is_allowed(source: str, kind: str, tmp_path: Path) -> None:
     saved, model = _linear(source, 1), _linear(kind, 2)
     tx.save(saved, tmp_path / "saved", to="identity")
     before = bytes_of(model)
-    if FIVE[source].encoding == FIVE[kind].encoding:
+    if SIX[source].encoding == SIX[kind].encoding:
         tx.load(model, tmp_path / "saved", decode="bf16", strict=source == kind)
         assert all(
             torch.equal(raw(model[0].weight.components[n]), raw(b)) for n, b in saved[0].weight.components.items()
@@ -91,18 +91,18 @@ def test_another_encoding_is_refused_unless_decoding_is_allowed(source: str, kin
     problems = refused.value.refusals
     assert [(one.code, one.where.tensor) for one in problems] == [("DTYPE_MISMATCH", "0.weight")]
     assert 'decode="bf16"' in problems[0].hint
-    assert FIVE[source].encoding.name in problems[0].message
+    assert SIX[source].encoding.name in problems[0].message
     assert equal(bytes_of(model), before)
     report = tx.load(model, tmp_path / "saved", decode="bf16")
     (told,) = [each for each in report.converted if each.name == "0.weight"]
-    assert (told.stored, told.to) == (FIVE[source].encoding.name, FIVE[kind].encoding.name)
-    assert same(model[0].weight, FIVE[kind].quantize(saved[0].weight.dequantize()))
+    assert (told.stored, told.to) == (SIX[source].encoding.name, SIX[kind].encoding.name)
+    assert same(model[0].weight, SIX[kind].quantize(saved[0].weight.dequantize()))
 
 
 def _linear(kind: str, seed: int) -> Any:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(64, 166)).bfloat16()
-    quantize_(model, FIVE[kind])
+    quantize_(model, SIX[kind])
     return model
 
 

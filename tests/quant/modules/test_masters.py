@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import transaxle as tx
 from tests.live.ranks import run
-from tests.quant.training import FIVE, built, bytes_of, equal, mesh_of, quantized_of, train, trainer
+from tests.quant.training import SIX, built, bytes_of, equal, mesh_of, quantized_of, train, trainer
 from transaxle.errors import TransaxleError
 from transaxle.quant import MXFP8, DelayedScaling, Float8Block, MasterWeights, Quantizer, quantize_
 
@@ -33,7 +33,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "SGD": partial(torch.optim.SGD, lr=1e-2),
     "SGD with momentum": partial(torch.optim.SGD, lr=1e-2, momentum=0.9, dampening=0.1),
 }
-kinds = pytest.mark.parametrize("kind", FIVE)
+kinds = pytest.mark.parametrize("kind", SIX)
 makers = pytest.mark.parametrize("maker", OPTIMIZERS)
 
 
@@ -124,7 +124,7 @@ def test_groups_schedulers_and_closures() -> None:
     moved = (optimizer.masters[0] - before * (1 - 5e-3 * 0.1)).abs().max().item()
     assert 0 < moved <= 5e-3 * 1.5  # AdamW goes about as far as the rate, which is the scheduler's
     added = torch.nn.Linear(48, 16).bfloat16()
-    tx.quant.quantize_(added, FIVE["nvfp4"])
+    tx.quant.quantize_(added, SIX["nvfp4"])
     optimizer.add_param_group({"params": list(added.parameters()), "lr": 0.1})
     assert len(optimizer.masters) == 7
     assert optimizer.optimizer.param_groups[2]["lr"] == 0.1

@@ -14,10 +14,12 @@ from tests.quant.kinds import KINDS, MORE, same, values
 from transaxle.quant import MasterWeights, QuantizedTensor, Quantizer, linear, quantize_, quantized_init
 
 kinds = pytest.mark.parametrize("quantizer", MORE.values(), ids=MORE.keys())
+of_values = [(name, quantizer) for name, quantizer in MORE.items() if not quantizer.multiplies_codes]
+"""Those whose weights are multiplied by their values; of the others see `tests/quant/nvfp4`."""
 five = pytest.mark.parametrize("quantizer", KINDS.values(), ids=KINDS.keys())
 
 
-@kinds
+@pytest.mark.parametrize("quantizer", [each for _, each in of_values], ids=[name for name, _ in of_values])
 @pytest.mark.parametrize("shape", [(64,), (3, 64), (2, 3, 64)], ids=str)
 def test_products_and_gradients_are_those_of_the_values(quantizer: Quantizer, shape: tuple[int, ...]) -> None:
     weight = nn.Parameter(quantizer.quantize(values(48, 64)))

@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 
 import transaxle as tx
 from tests.live.ranks import run
-from tests.quant.training import FIVE, built, bytes_of, equal, inverted, mesh_of, started, train, trainer
+from tests.quant.training import SIX, built, bytes_of, equal, inverted, mesh_of, started, train, trainer
 
-kinds = pytest.mark.parametrize("kind", FIVE)
+kinds = pytest.mark.parametrize("kind", SIX)
 TRAINERS = 4
 """Ranks that trained before they saved."""
 TRAINED, AFTER = range(10), range(10, 15)
@@ -134,7 +134,7 @@ def _hop(
 
 def _by_process(rank: int, world: int, folder: Path) -> dict[str, dict[str, torch.Tensor]]:
     found = {}
-    for kind in FIVE:
+    for kind in SIX:
         model = built(kind, mesh_of(world))
         optimizer = trainer(model)
         train(model, optimizer, range(2))
@@ -150,7 +150,7 @@ def _by_process(rank: int, world: int, folder: Path) -> dict[str, dict[str, torc
 
 
 def _after_process(rank: int, world: int, folder: Path, kept: dict[str, dict[str, torch.Tensor]]) -> None:
-    for kind in FIVE:
+    for kind in SIX:
         model = built(kind, mesh_of(world), seed=5)
         optimizer = trainer(model)
         state = _state(model, optimizer)

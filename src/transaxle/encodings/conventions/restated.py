@@ -31,7 +31,7 @@ from transaxle.errors import Refusal, Where
 
 TRAINED = frozenset({DEEPSEEK, TE, TE_HALVED})
 """Conventions under which training saves the entries of quantized weights."""
-ASIDE = ("columnwise_data", "columnwise_scale_inv", "amax_history", "scaled_for")
+ASIDE = ("columnwise_data", "columnwise_scale_inv", "amax_history", "scaled_for", "rounding_state")
 """Suffixes of buffers that only training needs; they follow the name of the codes and `_`."""
 _OUT = 'Keep it as it is with to="dcp", or write the decoded values:  transaxle convert --decode bf16 --to hf.'
 _AT_ONCE = 256

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
+from transaxle.nn.gemm.fp4_gemm import Codes, spans_of
 from transaxle.nn.gemm.grouped_tensor import stacked, values
 from transaxle.nn.gemm.kernel_choice import PER_EXPERT, SCALED, Way, capability_of
 from transaxle.nn.gemm.scaled_gemm import back, backwards, product, together
@@ -43,14 +44,17 @@ class Operands:
     """Output and input features."""
     dtype: torch.dtype
     """Of the product."""
+    codes: Codes | None = None
+    """How inputs and gradients are quantized, where the weights' recipe says so."""
 
 
 def weights_of(parameters: Sequence[torch.Tensor], operands: Operands) -> torch.Tensor:
     """Return the weights as one plain tensor [experts, out, in] of the product's dtype, copied only where they must be.
 
-    On the grouped path it is padded to whole steps of 16 bytes along both dims; on the scaled path it is codes.
+    On the grouped path it is padded to whole steps of 16 bytes along both dims. It is codes on the scaled path,
+    and where inputs are quantized too.
     """
-    if operands.way == SCALED and operands.splits.offsets.shape[0]:
+    if (operands.way == SCALED or operands.codes is not None) and operands.splits.offsets.shape[0]:
         return together(parameters)
     weights = stacked(parameters, 3, operands.dtype)
     return weights if operands.way == PER_EXPERT else _aligned(_padded(weights, 1))
@@ -103,6 +107,8 @@ def forward(x: torch.Tensor, weight: torch.Tensor, biases: torch.Tensor | None, 
         operands: how they are multiplied.
     """
     splits, (out, _) = operands.splits, operands.features
+    if operands.codes is not None and isinstance(weight, QuantizedTensor) and weight.numel():
+        return operands.codes.output(x, weight, biases, out)
     if not x.shape[0] or not out or not len(splits.offsets):
         return x.new_zeros((x.shape[0], out))
     if operands.way == PER_EXPERT:
@@ -138,17 +144,14 @@ def _each(x: torch.Tensor, weight: torch.Tensor, biases: torch.Tensor | None, op
 def spans(splits: Splits) -> list[tuple[int, int, int]]:
     """Return (expert, first row, row after the last) of each expert that has rows."""
     assert splits.counts is not None
-    expert_spans, start = [], 0
-    for expert, count in enumerate(splits.counts):
-        if count:
-            expert_spans.append((expert, start, start + count))
-        start += count
-    return expert_spans
+    return [span for span in spans_of(splits.counts) if span[1] < span[2]]
 
 
 def of_input(grad: torch.Tensor, weight: torch.Tensor, operands: Operands) -> torch.Tensor:
     """Return the gradient of the input [rows, in]; zeros past the last expert's rows."""
     splits, (out, features) = operands.splits, operands.features
+    if operands.codes is not None and isinstance(weight, QuantizedTensor) and weight.numel():
+        return operands.codes.of_input(grad, weight, features)
     if not grad.shape[0] or not out or not len(splits.offsets):
         return grad.new_zeros((grad.shape[0], features))
     if operands.way == PER_EXPERT:
@@ -169,6 +172,8 @@ def of_weight(grad: torch.Tensor, x: torch.Tensor, operands: Operands) -> torch.
     """Return the gradient of the weights [experts, out, in], zeros for experts without rows."""
     splits, (out, features) = operands.splits, operands.features
     experts = splits.offsets.shape[0]
+    if operands.codes is not None and out and features and experts:
+        return operands.codes.of_weight(grad, x, operands.features)
     if not x.shape[0] or not out or not features or not experts:
         return x.new_zeros((experts, out, features))
     if operands.way == PER_EXPERT:

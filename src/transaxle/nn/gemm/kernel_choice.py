@@ -85,6 +85,8 @@ def path(
     capability = capability_of(device.index) if capability is None and device.type == "cuda" else capability
     kind = kind_of(quantizer)
     against = tuple(_against(dtype, device, features, capability, experts))
+    if quantizer is not None and quantizer.multiplies_codes and experts:
+        against += (f"{quantizer} quantizes the rows of each expert by themselves",)
     of_codes: tuple[str, ...] = ()
     if experts and (quantizer is not None or forced == SCALED):
         of_codes = tuple(_against_codes(dtype, device, features, capability, kind, quantizer))
@@ -97,6 +99,8 @@ def path(
     way = forced or (SCALED if codes else PER_EXPERT if against else GROUPED)
     if way == SCALED:
         of_codes = (_BACK,) if kind is BLOCKS and not columnwise else ()
+    elif quantizer is not None and quantizer.multiplies_codes:
+        of_codes = ()
     elif kind is not None and not of_codes:
         of_codes = (_ASKED,)
     return Path(way, against, forced is not None, of_codes)

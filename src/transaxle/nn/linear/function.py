@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch.autograd.function import once_differentiable
 
+from transaxle.nn.gemm.fp4_gemm import Codes
 from transaxle.nn.gemm.grouped_gemm import Operands, forward, of_bias, of_input, of_weight, weights_of
 from transaxle.nn.gemm.grouped_tensor import stacked, values
 from transaxle.nn.gemm.kernel_choice import GROUPED, SCALED, Way
@@ -67,6 +68,8 @@ class Setting:
     """Whether the input is kept as it was given, not as it is multiplied."""
     sink: Sink | None = None
     """What takes gradients of weights; None: autograd."""
+    codes: Codes | None = None
+    """How inputs and gradients are quantized, where the weights' recipe says so."""
 
 
 class Product(torch.autograd.Function):
@@ -112,6 +115,8 @@ class Product(torch.autograd.Function):
         operands = _operands(setting, offsets, x.shape[0])
         if cached is None and setting.way == SCALED and not isinstance(weights[0], QuantizedTensor):
             operands = replace(operands, way=GROUPED)  # values, where a hook like `save_on_cpu` has copied the codes
+        if setting.codes is not None:
+            operands = replace(operands, codes=setting.codes.backward(weights))
         grad = grads[0].to(setting.dtype).contiguous()
         needed = ctx.needs_input_grad
         first = None
@@ -175,7 +180,8 @@ def _multiplied(
 
 
 def _operands(setting: Setting, offsets: torch.Tensor, rows: int) -> Operands:
-    return Operands(Splits(offsets, rows, setting.counts), setting.way, setting.features, setting.dtype)
+    splits = Splits(offsets, rows, setting.counts)
+    return Operands(splits, setting.way, setting.features, setting.dtype, setting.codes)
 
 
 def _shared(grad: torch.Tensor | None, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transaxle.arguments import DType
 from transaxle.errors import Refusal, Where, gathered, refuse
 from transaxle.nn.checkpoints.packed_layer import BIAS, WEIGHT
+from transaxle.nn.gemm.fp4_gemm import codes_of
 from transaxle.nn.gemm.grouped_gemm import Operands, weights_of
 from transaxle.nn.gemm.kernel_choice import PER_EXPERT, WAYS, Path, Way, path
 from transaxle.nn.gemm.splits import Splits, read_back, splits
@@ -253,6 +254,7 @@ class GroupedLinear(GroupedParameters):
             len(weights),
             self.save_original_input,
             self if self.fuse_wgrad_accumulation or self.delay_wgrad_compute else None,
+            codes_of(weights, split.counts, rows.device),
         )
         return setting, split
 
@@ -270,7 +272,7 @@ class GroupedLinear(GroupedParameters):
         if first is None:
             return None
         if first or not _usable(self._cached, setting.dtype):
-            operands = Operands(split, setting.way, setting.features, setting.dtype)
+            operands = Operands(split, setting.way, setting.features, setting.dtype, setting.codes)
             with torch.no_grad():
                 self._cached = weights_of(weights, operands)
         return self._cached

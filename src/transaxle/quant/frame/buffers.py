@@ -12,13 +12,13 @@ from transaxle.quant.kernels.components import columnwise_of, layout
 DATA = "data"
 SCALE = "scale_inv"
 AMAX = "amax"
-COLUMN_DATA, COLUMN_SCALE, HISTORY, SCALED_FOR = ASIDE
+COLUMN_DATA, COLUMN_SCALE, HISTORY, SCALED_FOR, ROUNDING = ASIDE
 ORIGIN = "high_precision_init"
 """Name of the values that the first codes were made of, where they are kept for master weights."""
 COMPONENTS = (DATA, SCALE, AMAX, COLUMN_DATA, COLUMN_SCALE)
 """Names of buffers that make up values, in their order."""
-STATE = (HISTORY, SCALED_FOR)
-"""Names of buffers that say how the next values are scaled (delayed scaling)."""
+STATE = (HISTORY, SCALED_FOR, ROUNDING)
+"""Names of buffers that say how the next values are scaled (delayed scaling), or rounded (NVFP4 training)."""
 
 
 def is_cut(encoding: Encoding, name: str, dims: int = 2) -> bool:
@@ -41,4 +41,6 @@ def buffers_of(
         quantizer.encoding, (rows, columns), columnwise=both and columnwise_of(quantizer.encoding) is not None
     )
     wanted |= {name: (torch.float32, (size,)) for name, size in quantizer.state_sizes.items()}
+    if quantizer.rounding_seed is not None:
+        wanted[ROUNDING] = torch.int64, (2,)
     return {name: (dtype, (*shape[:-2], *size)) for name, (dtype, size) in wanted.items()}

@@ -66,6 +66,10 @@ class Frame:
     share: Share | None = field(default=None, kw_only=True)
     """What the matrix, or stack, is a part of, where tensor parallelism has cut a whole one; then that part counts as
     the whole everywhere else here."""
+    identity: tuple[str, int] = field(default=("", 0), kw_only=True)
+    """Name of the weight, and number of the first expert: what random rounding is keyed by (`rounding_state`)."""
+    echoes: tuple[torch.Tensor, ...] = field(default=(), kw_only=True)
+    """Buffers that the state of random rounding here was copied from, and that count with it."""
 
     @property
     def encoding(self) -> Encoding:
@@ -111,6 +115,7 @@ class Frame:
             start=self.start + skip,
             used=None,
             of=None,
+            echoes=(),
         )
 
     def common(self, skip: int, rows: int, band: Band | None) -> dict[str, torch.Tensor]:
@@ -136,6 +141,7 @@ class Frame:
             of=self,
             share=None if self.share is None else self.share.member,
             band=None if self.band is None else self.band.member,
+            identity=(self.identity[0], self.identity[1] + self.start + place),
         )
 
     def drop(self, name: str) -> None:

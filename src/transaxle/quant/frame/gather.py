@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from transaxle.errors import refuse
 from transaxle.quant.frame.band import Band
-from transaxle.quant.frame.buffers import ORIGIN
+from transaxle.quant.frame.buffers import ORIGIN, ROUNDING
 from transaxle.quant.frame.frame import Frame
 
 
@@ -78,8 +78,18 @@ def received(outputs: tuple[torch.Tensor, ...], knowledge: Sent) -> Frame:
     for place, (name, own) in enumerate(knowledge.buffers):
         whole = outputs[place] if place < len(outputs) else own
         cut[name] = whole[: shard.whole].view(shard.cut[name].dtype)
-    shared = dict(shard.shared)
-    return Frame(shard.quantizer, shard.columns, shard.whole, cut, shared, matrix=shard.matrix, share=shard.share)
+    copied = () if ROUNDING not in shard.cut else (shard.cut[ROUNDING],)
+    return Frame(
+        shard.quantizer,
+        shard.columns,
+        shard.whole,
+        cut,
+        dict(shard.shared),
+        matrix=shard.matrix,
+        share=shard.share,
+        identity=shard.identity,
+        echoes=(*copied, *shard.echoes),
+    )
 
 
 def _sent_bands(
@@ -154,4 +164,6 @@ def _received_bands(outputs: tuple[torch.Tensor, ...], knowledge: Sent, band: Ba
         {name: buffers[name] for name in shard.shared},
         matrix=None if shard.matrix is None else (whole[1], whole[2]),
         share=shard.share,
+        identity=shard.identity,
+        echoes=shard.echoes,
     )

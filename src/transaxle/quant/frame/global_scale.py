@@ -98,7 +98,7 @@ def frame_of(
     if quantizer.encoding.tile == (WHOLE, WHOLE):
         return _per_tensor(quantizer, x, at, old, most)
     if quantizer.encoding.has_global and most is None:
-        most = _of_all(kernels.amax(x), (at.group, *at.others))
+        most = largest_of_all(kernels.amax(x), (at.group, *at.others))
     grain = quantizer.grain[0]
     if at.group is not None and (grain > 1 or quantizer.columnwise):
         return _shared(quantizer, x, at, most)
@@ -121,11 +121,12 @@ def _stack(quantizer: Quantizer, x: torch.Tensor, at: Place) -> Frame:
         most: Sequence[torch.Tensor | None] = [None] * count
         if count and at.others and (quantizer.encoding.has_global or not grain):
             amaxes = torch.cat([kernels.amax(matrix) for matrix in x])
-            most = _of_all(amaxes, at.others).split(1)
+            most = largest_of_all(amaxes, at.others).split(1)
         each = [frame_of(quantizer, matrix, Place(0, rows), most=amax) for matrix, amax in zip(x, most, strict=True)]
         parts = [frame.cut | frame.shared for frame in each]
         empty = blank(quantizer, (0, rows, columns), x.device).cut
-        buffers = {name: stacked([of_part[name] for of_part in parts]) if parts else empty[name] for name in empty}
+        names = parts[0] if parts else empty
+        buffers = {name: stacked([of_part[name] for of_part in parts]) if parts else empty[name] for name in names}
     return framed(quantizer, buffers, (count, rows, columns), start=at.start, whole=at.whole)
 
 
@@ -148,7 +149,7 @@ def _largest(amax: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tenso
     return amax
 
 
-def _of_all(amax: torch.Tensor, groups: Sequence[dist.ProcessGroup | None]) -> torch.Tensor:
+def largest_of_all(amax: torch.Tensor, groups: Sequence[dist.ProcessGroup | None]) -> torch.Tensor:
     """The largest of all ranks of several groups."""
     for group in groups:
         _largest(amax, group)
@@ -158,7 +159,7 @@ def _of_all(amax: torch.Tensor, groups: Sequence[dist.ProcessGroup | None]) -> t
 def _per_tensor(
     quantizer: Quantizer, x: torch.Tensor, at: Place, old: Frame | None, most: torch.Tensor | None
 ) -> Frame:
-    most = _of_all(kernels.amax(x), (at.group, *at.others)) if most is None else most
+    most = largest_of_all(kernels.amax(x), (at.group, *at.others)) if most is None else most
     if not quantizer.state_sizes:
         return _frame(quantizer, x, at, kernels.quantize(x, quantizer.encoding, amax=most).present())
     # A rank that FSDP2 gave no rows never has any copied into its frame, but knows the history like the others.

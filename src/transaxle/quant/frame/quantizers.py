@@ -62,6 +62,16 @@ class Quantizer(ABC):
         return {}
 
     @property
+    def multiplies_codes(self) -> bool:
+        """Whether inputs and gradients are quantized like the weights wherever they are multiplied with them."""
+        return False
+
+    @property
+    def rounding_seed(self) -> int | None:
+        """Seed of the random numbers by which gradients are rounded; None: they are not rounded at random."""
+        return None
+
+    @property
     def grain(self) -> tuple[int, int]:
         """Rows and columns that share an amax; 0 stands for all of them."""
         rows, columns = self.encoding.tile if self.over is None else self.over
@@ -186,7 +196,55 @@ class NVFP4(Quantizer):
         return (16, 16) if self.square else None
 
 
+@dataclass(frozen=True, slots=True)
+class NVFP4BlockScaling(Quantizer):
+    """NVFP4 training: weights, inputs and gradients have 4-bit codes in all three products of a linear layer.
+
+    The options have the names and defaults of TransformerEngine's recipe. Weights are rounded to nearest, with scales
+    of 16 x 16 elements; inputs too, with scales of 16 along what is summed up. Both operands of the gradient of the
+    weights go through a random Hadamard transform before. Random numbers belong to the elements of a gradient: they
+    follow from the seed, the weight's name, how many gradients it has had, and the element's row and column.
+    """
+
+    disable_rht: bool = False
+    """Whether to leave out the random Hadamard transform."""
+    disable_stochastic_rounding: bool = False
+    """Whether to round gradients to nearest."""
+    disable_2d_quantization: bool = False
+    """Whether weights have scales of 16 elements, separate ones along rows and columns."""
+    seed: int = 0
+    """From which the random numbers follow."""
+
+    @property
+    def encoding(self) -> Encoding:
+        """What is made."""
+        return encodings.NVFP4
+
+    @property
+    def over(self) -> tuple[int, int] | None:
+        """Rows and columns that share an amax, if that is more than one tile; None otherwise."""
+        return None if self.disable_2d_quantization else (16, 16)
+
+    @property
+    def columnwise(self) -> bool:
+        """Whether codes are made for both directions."""
+        return self.disable_2d_quantization
+
+    @property
+    def multiplies_codes(self) -> bool:
+        """Whether inputs and gradients are quantized like the weights wherever they are multiplied with them."""
+        return True
+
+    @property
+    def rounding_seed(self) -> int | None:
+        """Seed of the random numbers by which gradients are rounded; None: they are not rounded at random."""
+        return None if self.disable_stochastic_rounding else self.seed
+
+
 QUANTIZERS: Mapping[str, type[Quantizer]] = MappingProxyType(
-    {kind.__name__: kind for kind in (Float8CurrentScaling, DelayedScaling, Float8Block, MXFP8, NVFP4)}
+    {
+        kind.__name__: kind
+        for kind in (Float8CurrentScaling, DelayedScaling, Float8Block, MXFP8, NVFP4, NVFP4BlockScaling)
+    }
 )
 """The kinds of scaling by name, which is how a pickled tensor says what it is."""

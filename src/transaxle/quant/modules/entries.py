@@ -20,9 +20,10 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from transaxle.axes.geometry.chunk import Intervals
 from transaxle.encodings.encoding import NVFP4
 from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
-from transaxle.quant.frame.buffers import AMAX, DATA, ORIGIN, SCALE, STATE, buffers_of
+from transaxle.quant.frame.buffers import AMAX, DATA, ORIGIN, ROUNDING, SCALE, STATE, buffers_of
 from transaxle.quant.frame.frame import Frame
 from transaxle.quant.frame.quantizers import Quantizer
+from transaxle.quant.frame.rounding_state import forget, fresh, put_state
 from transaxle.quant.modules.placed import cut_along, group_of, share_of
 from transaxle.quant.tensor.tensor import QuantizedTensor, from_components, quantized
 from transaxle.torch_tensors.local_tensor import TO_LOCAL, as_dtensor, local_of, placed_like, stored_local
@@ -277,14 +278,20 @@ def put_values(parameter: torch.Tensor, values: torch.Tensor) -> int:
 
 @torch.no_grad()
 def begin_anew(parameter: torch.Tensor) -> None:
-    """Clear the state for scaling the next values, which the loaded source lacks: they are scaled by their own amax."""
-    for buffer in _local(parameter).state.values():
-        buffer.zero_()
+    """Clear the state for scaling the next values, which the loaded source lacks: they are scaled by their own amax.
+
+    Random rounding begins with its first call, and keeps its key.
+    """
+    for name, buffer in _local(parameter).state.items():
+        if name == ROUNDING:
+            forget(buffer)
+        else:
+            buffer.zero_()
 
 
 def _anew(weight: torch.Tensor, values: torch.Tensor) -> QuantizedTensor:
     inner, (start, rows) = _local(weight), _rows(weight)
-    return quantized(
+    made = quantized(
         inner.quantizer,
         values.to(inner.dtype),
         group=group_of(weight),
@@ -293,6 +300,9 @@ def _anew(weight: torch.Tensor, values: torch.Tensor) -> QuantizedTensor:
         share=inner.frame.share,
         band=inner.frame.band,
     )
+    if ROUNDING in inner.state:
+        put_state(made.frame, fresh(inner.state[ROUNDING]))
+    return made
 
 
 def _loaded(key: str, weight: torch.Tensor, loaded_entries: dict[str, Any]) -> torch.Tensor:
@@ -310,7 +320,8 @@ def _loaded(key: str, weight: torch.Tensor, loaded_entries: dict[str, Any]) -> t
     shape = (inner.height, *frame.row)
     for name, (dtype, size) in buffers_of(frame.quantizer, shape).items():
         if name in STATE and name not in buffers:  # none in the checkpoint: what was here is of other values
-            buffers[name] = torch.zeros(size, dtype=dtype, device=buffers[DATA].device)
+            none = torch.zeros(size, dtype=dtype, device=buffers[DATA].device)
+            buffers[name] = fresh(inner.state[name]).to(none.device) if name == ROUNDING else none
     tensor = from_components(frame.quantizer, buffers, shape, inner.dtype, start=start, whole=rows)
     tensor.frame.share, tensor.frame.band = frame.share, frame.band
     return tensor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,9 +17,10 @@ from torch.distributed.tensor import DTensor, Shard
 from transaxle.errors import Refusal, TransaxleError, Where, gathered
 from transaxle.quant.frame.buffers import ORIGIN
 from transaxle.quant.frame.quantizers import Quantizer
+from transaxle.quant.frame.rounding_state import begin
 from transaxle.quant.frame.tp_share import Share
 from transaxle.quant.modules.entries import give_entries, is_quantized
-from transaxle.quant.tensor.tensor import quantized
+from transaxle.quant.tensor.tensor import QuantizedTensor, quantized
 from transaxle.torch_tensors.local_tensor import placed_like, stored_local
 from transaxle.torch_tensors.placement import held_by
 
@@ -61,6 +63,8 @@ EXPERTS = ("gate_up_proj", "gate_proj", "up_proj", "down_proj")
 CUTS = "_transaxle_cuts"
 """Attribute of modules that tensor parallelism has cut: name of a parameter -> how (`Cut`)."""
 _WEIGHT = "weight"
+_NUMBERED = re.compile(r"(.*\D)(0|[1-9][0-9]*)")
+"""Name of an expert's own parameter: what all experts have in common, and the expert's number."""
 _STACK = 3
 _TRANSPOSED = "is_transposed"
 """What transformers sets on experts of [E, in, out], as gpt-oss's are: tiles would lie across their rows; they stay."""
@@ -116,11 +120,13 @@ def quantize_(
     if problems:
         raise gathered(problems)
     replacements: dict[int, nn.Parameter] = {}
-    for _, key, module in kept:
+    for name, key, module in kept:
         old = getattr(module, key)
         if id(old) not in replacements:
             share = _dealt(old) if (cut := _cut(module, key)) is None else cut.share
-            replacements[id(old)] = _parameter(old, recipe, share, keep=preserve_high_precision_init)
+            made = _parameter(old, recipe, share, keep=preserve_high_precision_init)
+            _identify(made, _identity(name, module, share))
+            replacements[id(old)] = made
     for _, key, module in kept:
         setattr(module, key, replacements[id(getattr(module, key))])
         give_entries(module)
@@ -236,6 +242,25 @@ def quantized_init(
         None if filter is None else lambda _, module: filter(module),
         preserve_high_precision_init=preserve_high_precision_init,
     )
+
+
+def _identity(name: str, module: nn.Module, share: Share | None) -> tuple[str, int]:
+    """Return by what random numbers of a weight are keyed: its name, and the number of the (first) expert.
+
+    Experts in one parameter each (`weight7`) are named as those of a stack (`weight`) are.
+    """
+    if share is not None and share.common is None:
+        return name, share.held[0][0] if share.held else 0
+    numbered = _NUMBERED.fullmatch(name) if isinstance(module, Quantizable) else None
+    return (name, 0) if numbered is None else (numbered[1], int(numbered[2]))
+
+
+def _identify(parameter: nn.Parameter, identity: tuple[str, int]) -> None:
+    """Begin the random numbers of a weight by its own name."""
+    inner = stored_local(parameter)
+    assert isinstance(inner, QuantizedTensor)
+    inner.frame.identity = identity
+    begin(inner.frame)
 
 
 def _parameter(old: torch.Tensor, recipe: Quantizer, share: Share | None, *, keep: bool) -> nn.Parameter:

@@ -21,6 +21,7 @@ from transaxle.errors import refuse
 from transaxle.quant.frame.band import Band
 from transaxle.quant.frame.buffers import STATE
 from transaxle.quant.frame.frame import blank
+from transaxle.quant.frame.rounding_state import begin, state_of
 from transaxle.quant.frame.tp_share import tile_of
 from transaxle.quant.tensor.collective import all_gather, padded
 from transaxle.quant.tensor.join import cat, is_whole, refused, stack
@@ -227,7 +228,12 @@ def _to_copy(
         there = buffer.to(target, non_blocking=non_blocking, copy=True).contiguous()
         return there.pin_memory() if pin_memory else there
 
-    return _changed(tensor, moved)
+    copy = _changed(tensor, moved)
+    state = state_of(tensor.frame)
+    if state is not None and (tensor.device.type, target.type) == ("cpu", "cuda"):  # as FSDP2 does before it gathers
+        mine = state if tensor.frame.matrix is None else state[tensor.skip : tensor.skip + tensor.height]
+        copy.frame.echoes = (*tensor.frame.echoes, mine)
+    return copy
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
@@ -284,6 +290,9 @@ def _new(tensor: QuantizedTensor, size: Sequence[int], device: Any, pin_memory: 
             shared = {name: buffer.to(target, copy=True) for name, buffer in old.shared.items()}
         start = old.start + tensor.skip if shape[0] == tensor.height else 0
         frame = replace(frame, whole=old.whole, shared=shared, start=start, share=old.share, band=old.band)
+        frame.identity = old.identity
+    if old.device.type == "meta":
+        begin(frame)  # what a meta tensor has of it are no numbers
     if pin_memory:
         frame = replace(
             frame,

@@ -3,6 +3,8 @@
 Where the device multiplies float8 (`scaled_mm`, from compute capability 8.9 on) and the weight has one scale, inputs
 and gradients are quantized too, by current scaling, and all three products are float8 with float32 sums. Elsewhere the
 weight is dequantized and multiplied in the input's dtype.
+
+With the recipe `NVFP4BlockScaling` all operands of all three products are quantized, on every device.
 """
 
 from __future__ import annotations
@@ -10,10 +12,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from transaxle.encodings.encoding import FLOAT8, WHOLE
+from transaxle.errors import refuse
 from transaxle.quant import kernels
+from transaxle.quant.frame.quantizers import NVFP4BlockScaling
+from transaxle.quant.frame.rounding_state import state_of, taken
+from transaxle.quant.nvfp4.batch import current
+from transaxle.quant.nvfp4.products import Products
 from transaxle.quant.tensor.tensor import QuantizedTensor
 
 _STEP = 16
@@ -46,7 +54,12 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     with torch._C.DisableTorchFunctionSubclass():
         if torch.is_autocast_enabled(x.device.type):  # which sees nothing of a function's backward
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        product: torch.Tensor = _Linear.apply(x, weight)  # type: ignore[no-untyped-call]
+        recipe = weight.quantizer
+        product: torch.Tensor
+        if isinstance(recipe, NVFP4BlockScaling):
+            product = _LinearOfCodes.apply(x, weight, _products(x, weight, recipe))  # type: ignore[no-untyped-call]
+        else:
+            product = _Linear.apply(x, weight)  # type: ignore[no-untyped-call]
         return product if bias is None else product + bias.to(product.dtype)
 
 
@@ -84,6 +97,53 @@ class _Linear(torch.autograd.Function):
         elif of_weight:
             second = (grad.t() @ rows).to(weight.dtype)
         return first, second
+
+
+class _LinearOfCodes(torch.autograd.Function):
+    """Inputs and gradients are quantized as the recipe of the weight says."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: QuantizedTensor, products: Products) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.products = products
+        return products.output(_rows(x), weight.frame, x.dtype).view(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        if not isinstance(weight, QuantizedTensor):
+            raise refuse(
+                "UNSUPPORTED",
+                "a hook on saved tensors has kept a weight's values in place of its codes, which backward multiplies",
+                hint="Use save_on_cpu() without pin_memory.",
+            )
+        products, grad = ctx.products, grads[0].reshape(-1, weight.shape[0])
+        state = None if state_of(weight.frame) is None else taken(weight.frame)
+        of_x, of_weight, _ = ctx.needs_input_grad
+        first = products.of_input(grad, weight.frame, state, x.dtype).view(x.shape) if of_x else None
+        second = products.of_weight(grad, _rows(x), state, weight.dtype) if of_weight else None
+        return first, second, None
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+def _products(x: torch.Tensor, weight: QuantizedTensor, recipe: NVFP4BlockScaling) -> Products:
+    """Return the products with a weight.
+
+    Raises:
+        Refused: UNSUPPORTED for a view of a weight, and for a matrix that is not one.
+    """
+    frame = weight.frame
+    if frame.matrix is not None or weight.dim() != 2 or (weight.skip, weight.height) != (0, frame.rows):
+        raise refuse(
+            "UNSUPPORTED", f"only a whole matrix can be multiplied by {recipe}, not {list(weight.shape)} of it"
+        )
+    batch = current()
+    (first,) = batch.first_rows([x.numel() // max(x.shape[-1], 1)], x.device)
+    return Products(recipe, frame.share, batch, first)
 
 
 def _codes(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

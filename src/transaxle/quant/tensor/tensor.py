@@ -36,6 +36,7 @@ from transaxle.quant.frame.buffers import (
 from transaxle.quant.frame.frame import Frame, framed
 from transaxle.quant.frame.global_scale import frame_of, place
 from transaxle.quant.frame.quantizers import QUANTIZERS, Quantizer, makes_tensors
+from transaxle.quant.frame.rounding_state import begin
 from transaxle.quant.frame.tp_share import Share
 from transaxle.quant.frame.usage import both_ways
 from transaxle.torch_tensors.local_tensor import stored_local
@@ -104,7 +105,9 @@ class QuantizedTensor(torch.Tensor):
 
     @property
     def state(self) -> dict[str, torch.Tensor]:
-        """State of delayed scaling, from which the next scale follows: `amax_history` and `scaled_for`; else empty."""
+        """What the next values follow from: of delayed scaling `amax_history` and `scaled_for`, of NVFP4 training
+        `rounding_state`; else empty.
+        """
         buffers = self.frame.buffers(self.skip, self.height)
         return {name: buffers[name] for name in STATE if name in buffers}
 
@@ -262,7 +265,7 @@ class QuantizedTensor(torch.Tensor):
         if not isinstance(inner, QuantizedTensor) or inner.dtype != param_dtype:
             message = f"out must be a quantized tensor of {param_dtype}, not {type(inner).__name__} of {inner.dtype}"
             raise refuse("UNSUPPORTED", message)
-        inner.frame.cut, inner.frame.shared = frame.cut, frame.shared
+        inner.frame.cut, inner.frame.shared, inner.frame.echoes = frame.cut, frame.shared, frame.echoes
         return None
 
     @classmethod
@@ -340,6 +343,7 @@ def same_buffers(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.T
 def _begin(frame: Frame, source: Frame, start: int) -> None:
     """Give a frame that nothing was written into its place in the whole, which another's buffers are copied from."""
     frame.start, frame.whole, frame.blank, frame.used = start, source.whole, False, 0
+    frame.identity = source.identity
     if source.band is not None:
         frame.band, frame.share = source.band, frame.share or source.share
     if ORIGIN in source.cut:
@@ -408,6 +412,7 @@ def quantized(
     plain = x.detach()
     frame = frame_of(quantizer, plain, place(plain, group, start, whole, share, banded=band is not None))
     frame.share, frame.band = share, band
+    begin(frame)
     return QuantizedTensor(frame, 0, x.shape[0], x.dtype)
 
 

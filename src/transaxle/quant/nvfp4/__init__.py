@@ -1,0 +1,1 @@
+"""NVFP4 training: inputs, weights and gradients as they are multiplied."""

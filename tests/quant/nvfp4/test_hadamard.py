@@ -1,0 +1,66 @@
+"""The random Hadamard transform."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import numpy as np
+import torch
+
+from tests.quant.nvfp4 import statement
+from transaxle.quant.nvfp4.hadamard import matrix, transformed
+from transaxle.quant.nvfp4.operands import across
+
+
+def test_the_matrix_is_orthogonal() -> None:
+    """Exactly, and entry by entry that of TransformerEngine."""
+    found = matrix().numpy()
+    assert np.array_equal(found, statement.hadamard())
+    assert np.array_equal(found @ found.T, np.eye(16))
+    assert np.array_equal(found.T @ found, np.eye(16))
+
+
+def test_exact_products_stay() -> None:
+    """In exact arithmetic the product of two transformed operands is that of the operands."""
+    generator = np.random.default_rng(0)
+    left, right = (
+        [[Fraction(int(n), 64) for n in row] for row in generator.integers(-999, 999, (3, 48))] for _ in range(2)
+    )
+    exact = [[Fraction(int(4 * entry), 4) for entry in row] for row in matrix().tolist()]
+
+    def turned(rows: list[list[Fraction]]) -> list[list[Fraction]]:
+        return [
+            [
+                sum((row[part + i] * exact[i][j] for i in range(16)), Fraction())
+                for part in (0, 16, 32)
+                for j in range(16)
+            ]
+            for row in rows
+        ]
+
+    def product(one: list[list[Fraction]], two: list[list[Fraction]]) -> list[list[Fraction]]:
+        return [[sum((a * b for a, b in zip(x, y, strict=True)), Fraction()) for y in two] for x in one]
+
+    assert product(turned(left), turned(right)) == product(left, right)
+    values = torch.tensor([[float(n) for n in row] for row in left])
+    assert transformed(values).double().tolist() == [[float(n) for n in row] for row in turned(left)]
+
+
+def test_rows_are_transformed_by_sixteens() -> None:
+    """Of the transpose; rows that are missing are zeros, and bfloat16 stays bfloat16."""
+    x = torch.randn((40, 6), generator=torch.Generator().manual_seed(1)).bfloat16()
+    full = np.zeros((48, 6))
+    full[:40] = x.double().numpy()
+    wanted = statement.transformed(full, np.float32)
+    found = across(x, transform=True)
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, torch.from_numpy(wanted).bfloat16())
+    assert torch.equal(across(x.float(), transform=True), torch.from_numpy(wanted))
+    assert torch.equal(across(x, transform=False).t()[:40], x)
+
+
+def test_float16_does_not_overflow() -> None:
+    """Sixteen large numbers add up to more than float16 has."""
+    found = across(torch.full((16, 1), 60000.0).half(), transform=True)
+    assert found.dtype == torch.float32
+    assert found.isfinite().all()

@@ -1,0 +1,282 @@
+"""NVFP4 training on two and four ranks has the bits of one rank: under FSDP2, tensor and expert parallelism."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+
+from tests.live.ranks import run
+from tests.quant.kinds import raw
+from tests.quant.nvfp4.test_products import drawn
+from tests.quant.training import bytes_of, equal
+from transaxle.errors import TransaxleError
+from transaxle.nn import GroupedLinear
+from transaxle.nn.moe.moe import MoE
+from transaxle.quant import MasterWeights, NVFP4BlockScaling, batch_over, quantize_
+from transaxle.quant.frame.tp_share import Share
+from transaxle.quant.tensor.tensor import QuantizedTensor, quantized
+
+worlds = pytest.mark.parametrize("world", [2, 4])
+EXPERTS = 5
+WIDTH, INNER = 32, 48
+
+
+class Net(nn.Module):
+    """A linear layer, experts in one parameter and in one each, and a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(WIDTH, INNER)
+        self.stack = GroupedLinear(EXPERTS, INNER, WIDTH, single_grouped_weight=True)
+        self.each = GroupedLinear(EXPERTS, WIDTH, WIDTH)
+        self.last = nn.Linear(WIDTH, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return [rows, 16]."""
+        splits = [len(x) - 20, 0, 7, 13, 0]
+        made: torch.Tensor = self.last(self.each(functional.gelu(self.stack(self.first(x), splits)), splits))
+        return made
+
+
+def _trained(model: nn.Module, steps: int = 3) -> MasterWeights:
+    """Train with two microbatches in a step."""
+    optimizer = MasterWeights(model.parameters(), partial(torch.optim.AdamW, lr=1e-2))
+    for step in range(steps):
+        for part in range(2):
+            x = drawn(40, WIDTH, seed=10 * step + part, dtype=torch.float32)
+            model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+
+
+def _net(mesh: Any, recipe: NVFP4BlockScaling, **options: Any) -> nn.Module:
+    model = Net()
+    quantize_(model, recipe)
+    if mesh is not None:
+        fully_shard(model.stack, mesh=mesh, **options)
+        fully_shard(model, mesh=mesh, **options)
+    return model
+
+
+def _fsdp(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (world,))
+    two = NVFP4BlockScaling(seed=3), NVFP4BlockScaling(disable_2d_quantization=True)
+    for recipe, options in zip(two, ({}, {"reshard_after_forward": False}), strict=True):
+        alone = _net(None, recipe)
+        wanted = _alone(alone, _trained(alone))
+        model = _net(mesh, recipe, **options)
+        optimizer = _trained(model)
+        assert equal(bytes_of(model, optimizer), wanted)
+        counted = [each for name, each in model.state_dict().items() if name.endswith("rounding_state")]
+        assert len(counted) == 3 + EXPERTS
+        for each in counted:
+            local = each.to_local() if isinstance(each, DTensor) else each
+            assert local.view(-1, 2)[:, 1].tolist() == [6] * (local.numel() // 2)
+
+
+def _alone(model: nn.Module, optimizer: MasterWeights) -> dict[str, torch.Tensor]:
+    """What a run on one rank holds, as `bytes_of` gives what ranks hold."""
+    found = {name: raw(each).clone() for name, each in model.state_dict().items()}
+    names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    for parameter, state in optimizer.states.items():
+        found |= {f"{names[parameter]} {key}": raw(value) for key, value in state.items()}
+    return found
+
+
+@worlds
+def test_fsdp_trains_as_one_rank(world: int) -> None:
+    """Weights, masters, moments and states: ranks with the same rows, whose mean of equal gradients is exact."""
+    run(world, _fsdp)
+
+
+def _gradients(weight: torch.Tensor, x: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    given = x.clone().requires_grad_()
+    output = functional.linear(given, weight)
+    return (output.detach(), *torch.autograd.grad(output, [given, weight], grad))
+
+
+def _all() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def _cut(rank: int, world: int) -> None:
+    recipe, (out, inner) = NVFP4BlockScaling(), (world * 32 + 16, world * 48)
+    values, x, grad = drawn(out, inner, seed=0), drawn(40, inner, seed=1), drawn(40, out, seed=2)
+    weight = nn.Parameter(recipe.quantize(values))
+    output, of_x, of_weight = _gradients(weight, x, grad)
+    stops = [32 * place + 16 * (place > 0) for place in range(world + 1)]  # the first rank has fewer than the others
+    rows, columns = slice(stops[rank], stops[rank + 1]), slice(48 * rank, 48 * rank + 48)
+    by_rows = Share(_all(), (out, inner), 0, ((stops[rank], stops[rank + 1]),))
+    own = nn.Parameter(quantized(recipe, values[rows], share=by_rows))
+    mine = _gradients(own, x, grad[:, rows])
+    assert torch.equal(mine[0], output[:, rows])
+    assert torch.equal(mine[2], of_weight[rows])
+    by_columns = Share(_all(), (out, inner), 1, ((columns.start, columns.stop),))
+    own = nn.Parameter(quantized(recipe, values[:, columns], share=by_columns))
+    mine = _gradients(own, x[:, columns], grad)
+    assert torch.equal(mine[1], of_x[:, columns])
+    assert torch.equal(mine[2], of_weight[:, columns])
+    parts = [torch.zeros_like(mine[0]) for _ in range(world)]
+    dist.all_gather(parts, mine[0])
+    assert torch.allclose(
+        torch.stack(parts).float().sum(0), output.float(), rtol=0.02, atol=0.02 * output.abs().max().item()
+    )
+
+
+@worlds
+def test_tensor_parallel_parts_are_those_of_the_whole(world: int) -> None:
+    """Cut by rows the outputs and the gradient of the weight, cut by columns both gradients; sums are left to ranks."""
+    run(world, _cut)
+
+
+def _divided(rank: int, world: int, single: bool) -> None:
+    def layer() -> GroupedLinear:
+        torch.manual_seed(1)
+        return GroupedLinear(EXPERTS, WIDTH, INNER, single_grouped_weight=single)
+
+    splits, recipe = [9, 0, 20, 3, 8], NVFP4BlockScaling(seed=1)
+    whole = layer().quantize_(recipe)
+    own = layer().divide(init_device_mesh("cpu", (world,))).quantize_(recipe)
+    ends = torch.tensor([0, *splits]).cumsum(0)
+    rows = slice(int(ends[own.experts.start]), int(ends[own.experts.stop]))
+    for call in range(2):
+        x, grad = drawn(40, WIDTH, seed=call, dtype=torch.float32), drawn(40, INNER, seed=5 + call, dtype=torch.float32)
+        given, mine = x.clone().requires_grad_(), x[rows].clone().requires_grad_()
+        wanted, output = whole(given, splits), own(mine, splits[own.experts.start : own.experts.stop])
+        wanted.backward(grad)
+        output.backward(grad[rows])
+        assert given.grad is not None
+        assert mine.grad is not None
+        assert torch.equal(output, wanted[rows])
+        assert torch.equal(mine.grad, given.grad[rows])
+    for name, parameter in own.named_parameters():
+        if not name.startswith("weight"):
+            continue
+        other = whole.get_parameter(name).grad
+        assert other is not None
+        if parameter.grad is None:
+            assert not own.experts
+            continue
+        local = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+        assert torch.equal(local, other[own.experts.start : own.experts.stop] if single else other)
+
+
+@worlds
+@pytest.mark.parametrize("single", [False, True])
+def test_divided_experts_are_those_of_the_whole(world: int, single: bool) -> None:
+    """Of four ranks one has one expert or none; random numbers are the experts'."""
+    run(world, _divided, single)
+
+
+def _mixed(rank: int, world: int) -> None:
+    def mixture(ep: Any) -> MoE:
+        torch.manual_seed(2)
+        made = MoE(WIDTH, INNER, 4, 2, ep=ep)
+        torch.manual_seed(2)
+        nn.init.normal_(made.gate.weight)
+        quantize_(made, NVFP4BlockScaling(), filter=lambda name, _: "gate" not in name)
+        return made
+
+    whole, own = mixture(None), mixture(init_device_mesh("cpu", (world,)))
+    for call in range(2):
+        x, grad = drawn(48, WIDTH, seed=call, dtype=torch.float32), drawn(48, WIDTH, seed=call + 3, dtype=torch.float32)
+        rows = slice(48 // world * rank, 48 // world * (rank + 1))
+        given, mine = x.clone().requires_grad_(), x[rows].clone().requires_grad_()
+        output, wanted = own(mine), whole(given)
+        output.backward(grad[rows])
+        wanted.backward(grad)
+        assert torch.equal(output, wanted[rows])
+    named = dict(whole.named_parameters())
+    compared = 0
+    for name, parameter in own.named_parameters():
+        if "linear_fc" in name and "weight" in name:
+            assert parameter.grad is not None
+            other = named[name].grad
+            assert other is not None
+            assert torch.equal(parameter.grad, other)
+            compared += 1
+    assert compared == 2 * 4 // world
+
+
+@worlds
+def test_a_mixture_of_experts_is_that_of_one_rank(world: int) -> None:
+    """Each rank has tokens of its own, which go to the experts' ranks: gradients of experts are those of all tokens."""
+    run(world, _mixed)
+
+
+def _batch(rank: int, world: int) -> None:
+    recipe = NVFP4BlockScaling()
+    layer = nn.Linear(WIDTH, INNER, bias=False, dtype=torch.bfloat16)
+    with torch.no_grad():
+        layer.weight.copy_(drawn(INNER, WIDTH, seed=0))
+    quantize_(layer, recipe)
+    experts = GroupedLinear(2, WIDTH, INNER, params_dtype=torch.bfloat16, recipe=recipe, bias=False)
+    rows = 32 * world
+    x, grad = drawn(rows, WIDTH, seed=1), drawn(rows, INNER, seed=2)
+    mine = slice(32 * rank, 32 * rank + 32)
+    weight: Any = layer.weight
+    state = weight.state["rounding_state"].clone()
+    wanted = _gradients(layer.weight, x, grad)
+    weight.state["rounding_state"].copy_(state)
+    with batch_over(_all()):
+        own = x[mine].clone().requires_grad_()
+        output = layer(own)
+    of_x, of_weight = torch.autograd.grad(output, [own, layer.weight], grad[mine])
+    assert torch.equal(output, wanted[0][mine])
+    assert torch.equal(of_x, wanted[1][mine])
+    total = of_weight.double()
+    dist.all_reduce(total)
+    assert torch.allclose(total, wanted[2].double(), rtol=2**-6, atol=2**-6 * wanted[2].abs().max().item())
+    lone = layer(x[mine].clone())
+    assert not torch.equal(lone, output) or bool((x[mine].abs().max() == x.abs().max()).item())
+    # Experts: each rank has the rows of both, here without any of the second on the first rank.
+    counts = [[32, 0] if place == 0 else [16, 16] for place in range(world)]
+    spans = [(32 * place, 32 * place + counts[place][0]) for place in range(world)]
+    spans += [(32 * place + counts[place][0], 32 * place + 32) for place in range(world)]
+    order = [row for start, stop in spans for row in range(start, stop)]
+    given = x[order].clone().requires_grad_()
+    whole = experts(given, [sum(count[expert] for count in counts) for expert in range(2)])
+    (of_given,) = torch.autograd.grad(whole, given, grad[order])
+    for expert in (experts.weight0, experts.weight1):
+        held: Any = expert
+        held.state["rounding_state"][1] = 0
+    with batch_over(_all()):
+        own = x[mine].clone().requires_grad_()
+        output = experts(own, counts[rank])
+    (of_own,) = torch.autograd.grad(output, own, grad[mine])
+    places = torch.tensor([order.index(row) for row in range(mine.start, mine.stop)])
+    assert torch.equal(output, whole[places])
+    assert torch.equal(of_own, of_given[places])
+
+
+@worlds
+def test_rows_of_one_batch_are_quantized_together(world: int) -> None:
+    """`batch_over`: outputs and gradients of inputs are those of one rank that has all rows."""
+    run(world, _batch)
+
+
+def test_a_batch_needs_its_ranks() -> None:
+    """`batch_over(None)` says nothing."""
+    with pytest.raises(TransaxleError, match="needs the ranks"), batch_over(None):  # type: ignore[arg-type]
+        pass
+
+
+def test_shards_are_not_multiplied() -> None:
+    """Some rows of a weight, as FSDP2 leaves them between steps, are refused."""
+    weight = NVFP4BlockScaling().quantize(drawn(32, WIDTH, seed=0))
+    part = QuantizedTensor(weight.frame.taken(0, 16, torch.clone), 0, 16, torch.bfloat16)
+    with pytest.raises(TransaxleError, match="cannot be multiplied"):
+        functional.linear(drawn(4, WIDTH, seed=1), part)
