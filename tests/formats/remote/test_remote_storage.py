@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fsspec.registry import _registry
 
 import transaxle as tx
 from tests.checkpoints import GATE, INDEX, WHOLE, read, same, tiny, write
@@ -285,6 +286,7 @@ def test_file_urls_are_local_paths(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("url", "words"), [("gs://bucket/ck", "gcsfs"), ("nowhere://x/ck", "nowhere")])
 def test_schemes_that_nothing_here_speaks(url: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gcsfs", None)
+    monkeypatch.delitem(_registry, "gs", raising=False)  # a class that another test has used
     error = refused(lambda: tx.open(url))
     assert (error.code, error.exit_code) == ("UNSUPPORTED", 3)
     assert words in f"{error} {error.hint}"
