@@ -1,4 +1,4 @@
-"""Writes what the program itself knows: parts of the reference, the index of the families, and tables spelled out.
+"""Writes what the program itself knows: parts of the reference, the index of families, tables spelled out, and figures.
 
     python docs/generate.py [--check]
 
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import figures
 import msgspec
 
 from transaxle import cli, families
@@ -260,7 +261,8 @@ def main() -> int:
     check = "--check" in sys.argv[1:]
     written = _data()
     written |= {page: _page(page.read_text("utf-8")) for page in sorted(REFERENCE.glob("*.md"))}
-    for path in sorted({*written, *(FAMILIES / SPELLED).glob("*.json")}):
+    written |= dict(figures.drawn())
+    for path in sorted({*written, *(FAMILIES / SPELLED).glob("*.json"), *figures.FOLDER.glob("*.svg")}):
         if path not in written:
             stale.append(path)
             if not check:
