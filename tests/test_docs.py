@@ -149,6 +149,7 @@ def _old_run(folder: Path) -> None:
 
 PAGES = (
     "tutorial",
+    "how-to/recipes",
     "how-to/look",
     "how-to/convert",
     "how-to/verify",
