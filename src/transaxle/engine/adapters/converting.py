@@ -12,8 +12,8 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
+from transaxle.axes.layout.model_tensors import Model as Tables
 from transaxle.axes.layout.relayout import Check, Target
-from transaxle.axes.translation.model_tensors import Model as Tables
 from transaxle.engine.adapters.factors import WAY, pair
 from transaxle.engine.adapters.lora import Changes, Lora
 from transaxle.engine.adapters.merging import Model, missing, origins

@@ -20,9 +20,9 @@ from transaxle.axes.geometry.chunk import Intervals, Shard, take, torch_chunk, w
 from transaxle.axes.geometry.piece import Interval, pieces
 from transaxle.axes.geometry.ranges import axes_in
 from transaxle.axes.layout.divide import rank_shares
+from transaxle.axes.layout.model_tensors import Kind
 from transaxle.axes.notation.expression import Axis
 from transaxle.axes.notation.family import Family
-from transaxle.axes.translation.model_tensors import Kind
 from transaxle.engine.capacity.rank_meshes import DP, EP, FSDP, PP, TP, RankMesh
 from transaxle.errors import refuse
 

@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transaxle.axes.geometry.piece import Interval
+from transaxle.axes.layout.model_tensors import Index, Kind, Model
 from transaxle.axes.notation.family import Family, Sizes
-from transaxle.axes.translation.model_tensors import Index, Kind, Model
 from transaxle.encodings.arithmetic.casting import CASTS
 from transaxle.engine.capacity.held_boxes import Cutter, HeldBoxes
 from transaxle.engine.capacity.rank_meshes import PP, TP, RankMesh, check_pairs
