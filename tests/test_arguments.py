@@ -100,7 +100,7 @@ PUBLIC = {_name(function): function for function in _public()}
 def test_no_signature_is_made_up() -> None:
     """What the interpreter says is what an IDE reads in the source, and where options stand that are not given."""
     stated = dict(_stated())
-    assert len(stated) == 19
+    assert len(stated) == 20
     assert {name: _arguments(code) for name, code in stated.items()} == {
         name: _written(code) for name, code in stated.items()
     }
@@ -234,6 +234,7 @@ def calls(tmp_path: Path) -> dict[str, Callable[..., Any]]:
         "SavePlanner": given(),
         "TrainerCheckpoints": given(),
         "AccelerateHooks": given(model=model),
+        "LightningCheckpoints": given(module=model),
         "tensor_parallel": given(model=model, mesh=None),
         "GroupedLinear": given(num_gemms=1, in_features=2, out_features=2),
         "MoE": given(hidden_size=2, intermediate_size=2, num_experts=2, top_k=1),

@@ -39,6 +39,7 @@ CORE = {
 }
 LIVE = {
     "AccelerateHooks",
+    "LightningCheckpoints",
     "LoadPlanner",
     "LoadReport",
     "Random",

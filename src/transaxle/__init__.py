@@ -22,6 +22,7 @@ _ELSEWHERE = {
     "AccelerateHooks": "live.integrations.callbacks",
     "Executor": "engine.distribute.executors.executor",
     "Explanation": "engine.explanations",
+    "LightningCheckpoints": "live.integrations.lightning_io",
     "LoadPlanner": "live.integrations.dcp_planners",
     "LoadReport": "live.model.report",
     "Random": "live.training.extra_state",
@@ -77,6 +78,7 @@ if TYPE_CHECKING:
     from transaxle.live.background.asynchronous import SaveJob, async_save
     from transaxle.live.integrations.callbacks import AccelerateHooks, TrainerCheckpoints
     from transaxle.live.integrations.dcp_planners import LoadPlanner, SavePlanner
+    from transaxle.live.integrations.lightning_io import LightningCheckpoints
     from transaxle.live.load.load import load
     from transaxle.live.model.report import LoadReport, SaveReport
     from transaxle.live.reexpress.model_sharding import sharding
@@ -133,6 +135,7 @@ __all__ = [
     "Executor",
     "Explanation",
     "Leftover",
+    "LightningCheckpoints",
     "LoadPlanner",
     "LoadReport",
     "Plan",

@@ -1,0 +1,245 @@
+"""Lightning's `CheckpointIO`: what its trainer calls to write, read and delete checkpoints; it is not imported here.
+
+Lightning gives its first rank one dict with everything. Weights and optimizer state go into the checkpoint under the
+names of parameters, everything else beside them as plain data, so nothing is pickled and any number of ranks resumes.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Unpack
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from transaxle.arguments import PathLike, check_keywords, read_path, shows, wrong_type
+from transaxle.engine.checkpoint.checkpoint import open_checkpoint
+from transaxle.errors import refuse
+from transaxle.formats.catalog.sidecar_files import MANIFEST
+from transaxle.formats.remote.service import Service
+from transaxle.formats.staging.belongings import LocalFolder, RemoteFolder, strangers
+from transaxle.formats.staging.location import on_this_machine
+from transaxle.formats.staging.upload import turn
+from transaxle.formats.storage.storage import is_url
+from transaxle.live.background.asynchronous import SaveJob, async_save
+from transaxle.live.load.load import load
+from transaxle.live.save.save import save
+from transaxle.live.save.save_request import UNSAID, Saving, check_options
+from transaxle.live.tensors.array_tensors import as_tensor
+
+_INTERFACES = ("lightning_fabric.plugins.io.checkpoint_io", "lightning.fabric.plugins.io.checkpoint_io")
+"""Modules with Lightning's class, under the names of its two packages."""
+_WEIGHTS, _OPTIMIZERS, _GROUPS, _STATE = "state_dict", "optimizer_states", "param_groups", "state"
+"""Keys of Lightning's dict, and of an optimizer's."""
+_REST = "lightning"
+"""Name under which a checkpoint has the rest of the dict."""
+
+
+class LightningCheckpoints:
+    """A `CheckpointIO` for Lightning's `Trainer`: `Trainer(plugins=[tx.LightningCheckpoints(module)])`.
+
+    Each checkpoint is a folder, or lies under a URL. `fit(ckpt_path=…)` resumes from it on any number of ranks, and
+    `ModelCheckpoint` rotates it; what is deleted is what Transaxle has written, after the newer one is complete. For
+    strategies whose first rank saves the whole model: one device and DDP.
+
+    Args:
+        module: the `LightningModule` that is trained.
+        to: format of the checkpoints under the module's own names, `safetensors:identity` or `dcp:identity`;
+            `transaxle convert` makes any other layout of them.
+        background: write while training goes on, as `async_save` does.
+        **options: those of `save`, such as `shard_size` and `verify`.
+
+    Raises:
+        TypeError: an argument that there is not, or of a type that it cannot have.
+        TransaxleError: a format that there is not.
+    """
+
+    @shows(Saving, **UNSAID)
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        to: str = "safetensors:identity",
+        background: bool = False,
+        **options: Unpack[Saving],
+    ) -> None:
+        check_keywords("LightningCheckpoints", options, Saving.__annotations__)
+        check_options("LightningCheckpoints", to, options)
+        if not isinstance(module, nn.Module):
+            raise wrong_type("module", "the LightningModule that is trained", module)
+        if not isinstance(background, bool):
+            raise wrong_type("background", "a bool: True or False", background)
+        if not to.endswith(":identity"):
+            hint = f"Give {to.partition(':')[0]}:identity, and convert the checkpoint afterwards."
+            raise refuse("UNSUPPORTED", "Lightning's checkpoints keep the names of the module", hint=hint)
+        self._module = module
+        self._to = to
+        self._background = background
+        self._options = options
+        self._job: SaveJob | None = None
+        self._alone: dist.ProcessGroup | None = None
+        for name in _INTERFACES:  # whoever has a LightningModule has imported one of them
+            if name in sys.modules:
+                sys.modules[name].CheckpointIO.register(type(self))
+
+    def save_checkpoint(self, checkpoint: Mapping[str, Any], path: PathLike, storage_options: object = None) -> None:
+        """Save what Lightning collected, on its first rank.
+
+        Args:
+            checkpoint: Lightning's dict.
+            path: folder or URL.
+            storage_options: refused: clients of services are set up by their environment.
+
+        Raises:
+            TransaxleError: the target is then as it was.
+        """
+        if storage_options is not None:
+            hint = "Set up the service's client in its own way: environment, profile or login."
+            raise refuse("UNSUPPORTED", "storage_options are not passed on", file=str(path), hint=hint)
+        shown = self._module.state_dict()
+        if checkpoint[_WEIGHTS].keys() != shown.keys():
+            message = "on_save_checkpoint has changed the names of the weights"
+            raise refuse(
+                "UNSUPPORTED", message, hint="Keep what belongs to the run under other keys of the checkpoint."
+            )
+        optimizers = list(self._trainer.optimizers) if checkpoint.get(_OPTIMIZERS) else []
+        rest = {key: value for key, value in checkpoint.items() if key not in (_WEIGHTS, _OPTIMIZERS)}
+        names = {id(parameter): name for name, parameter in self._module.named_parameters()}
+        rest[_OPTIMIZERS] = [
+            _outline(state, [names[id(each)] for group in optimizer.param_groups for each in group["params"]])
+            for state, optimizer in zip(checkpoint.get(_OPTIMIZERS, ()), optimizers, strict=True)
+        ]
+        place = read_path("path", path).rstrip("/") + "/"  # a folder, even where Lightning's name for it ends in .ckpt
+        if not is_url(on_this_machine(place)):
+            Path(on_this_machine(place)).parent.mkdir(parents=True, exist_ok=True)
+        told: dict[str, Any] = {
+            "to": self._to, "optimizer": optimizers or None, "extra": {_REST: rest}, "overwrite": True,
+            "group": self._own_group(), **self._options,
+        }  # fmt: skip
+        if self._background:
+            self._job = async_save(self._module, place, **told)
+        else:
+            save(self._module, place, **told)
+
+    def load_checkpoint(
+        self,
+        path: PathLike,
+        map_location: object = None,  # noqa: ARG002 - Lightning gives it
+        weights_only: bool | None = None,  # noqa: ARG002 - Lightning gives it
+    ) -> dict[str, Any]:
+        """Return what Lightning had collected; every rank calls it.
+
+        Args:
+            path: folder or URL.
+            map_location: not needed: tensors are in CPU memory, and Lightning copies them.
+            weights_only: not needed: reading runs no code.
+
+        Raises:
+            TransaxleError: the checkpoint lacks something, or is of another program.
+        """
+        self._wait()
+        place, rest = read_path("path", path), _Rest()
+        shown = self._module.state_dict()
+        weights = {name: torch.empty_like(tensor, device="cpu") for name, tensor in shown.items()}
+        load(weights, place, extra={_REST: rest})
+        found = {_WEIGHTS: weights, **rest.held}
+        with open_checkpoint(place) as checkpoint:
+            for state in found[_OPTIMIZERS]:
+                for name, values in zip(state.pop("names"), state[_STATE].values(), strict=True):
+                    for key in (key for key, value in values.items() if value is None):
+                        entry = f"optim/{name}/{key}"
+                        values[key] = as_tensor(entry, checkpoint[entry].read())
+        return found
+
+    def remove_checkpoint(self, path: PathLike) -> None:
+        """Delete a checkpoint that a newer one replaces, once that is complete.
+
+        Raises:
+            TransaxleError: what the newer one failed with; EXISTS where anything in the folder is not of a checkpoint
+                that Transaxle wrote. Nothing is deleted then.
+        """
+        self._wait()
+        place = on_this_machine(read_path("path", path))
+        if not is_url(place):
+            if Path(place).exists():
+                _check_ours(LocalFolder(Path(place)), place)
+                shutil.rmtree(place)
+            return
+        service = Service(place)
+        files = service.below(service.path, service.shown)
+        if files:
+            _check_ours(RemoteFolder(service), service.shown)
+        names = {file.removeprefix(f"{service.path}/"): file for file in files}
+        for name in sorted(names, key=turn, reverse=True):  # the manifest first: nobody reads what is half gone
+            service.delete(names[name], name)
+
+    def teardown(self) -> None:
+        """Wait for the last save.
+
+        Raises:
+            TransaxleError: what it failed with.
+        """
+        self._wait()
+
+    @property
+    def _trainer(self) -> Any:
+        return self._module.trainer
+
+    def _wait(self) -> None:
+        if self._job is not None:
+            self._job.result()
+
+    def _own_group(self) -> dist.ProcessGroup | None:
+        """Return a group of this rank, the only one that Lightning lets save; None without a process group."""
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return None
+        if self._alone is None:
+            self._alone = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+        return self._alone
+
+
+class _Rest:
+    """Takes what a checkpoint has beside tensors."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return it."""
+        return self.held
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take it."""
+        self.held = state
+
+
+def _outline(state: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
+    """Return an optimizer's state dict without its tensors, which are saved under the names of the parameters.
+
+    Args:
+        state: the state dict.
+        names: of all parameters, in the order of the groups.
+    """
+    numbers = [number for group in state[_GROUPS] for number in group["params"]]
+    named = dict(zip(numbers, names, strict=True))
+    stepped = {
+        number: {key: None if isinstance(value, torch.Tensor) else value for key, value in values.items()}
+        for number, values in state[_STATE].items()
+    }
+    return {_STATE: stepped, _GROUPS: state[_GROUPS], "names": [named[number] for number in stepped]}
+
+
+def _check_ours(folder: LocalFolder | RemoteFolder, shown: str) -> None:
+    """Refuse to delete a folder that is not all of it a checkpoint of ours.
+
+    Raises:
+        UsageError: EXISTS.
+    """
+    foreign = strangers(folder) if MANIFEST in folder.top() else [f"no {MANIFEST} there: the folder"]
+    if foreign:
+        message = f"nothing is deleted: {', '.join(foreign[:8])} belongs to no checkpoint that Transaxle wrote"
+        raise refuse("EXISTS", message, file=shown, hint="Move it elsewhere, or delete the folder by hand.")

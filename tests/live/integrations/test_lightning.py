@@ -1,0 +1,166 @@
+"""Lightning's trainer with our `CheckpointIO`, held against the same run with Lightning's own."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import transaxle as tx
+from tests.formats.s3_server import Bucket
+from tests.live.ranks import run
+from tests.oracles.quiet import quiet
+
+pytestmark = pytest.mark.peers
+ROWS, WIDTH = 8, 4
+KEPT = 3
+
+
+def _module() -> Any:
+    """A module with weights of seed 1, dropout, an optimizer with two groups and a schedule."""
+    from pytorch_lightning import LightningModule
+
+    class Module(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(1)
+            self.net = nn.Sequential(nn.Linear(WIDTH, 6), nn.Tanh(), nn.BatchNorm1d(6), nn.Linear(6, 1))
+
+        def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+            loss: torch.Tensor = self.net(batch).square().mean()
+            self.log("loss", loss)
+            return loss
+
+        def train_dataloader(self) -> Any:
+            rows: Any = torch.arange(float(ROWS * WIDTH)).reshape(ROWS, WIDTH).sin()
+            return torch.utils.data.DataLoader(rows, batch_size=4)
+
+        def configure_optimizers(self) -> Any:
+            first, *others = self.net.parameters()
+            groups = [{"params": [first], "lr": 0.05}, {"params": others, "weight_decay": 0.1}]
+            optimizer = torch.optim.AdamW(groups, lr=0.02)
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+    return Module()
+
+
+def _fit(folder: Path, epochs: int, io: bool, resume: str | None = None, **said: Any) -> tuple[Any, Any]:
+    """Train, with a checkpoint an epoch; return trainer and module."""
+    from pytorch_lightning import Trainer
+    from pytorch_lightning.callbacks import ModelCheckpoint
+
+    module = _module()
+    rotation = ModelCheckpoint(said.pop("place", str(folder)), "{epoch}", save_top_k=KEPT, monitor="epoch", mode="max")
+    plugins: Any = [tx.LightningCheckpoints(module, **said)] if io else []
+    with quiet(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = Trainer(
+            max_epochs=epochs, accelerator="cpu", devices=1, logger=False, enable_progress_bar=False,
+            enable_model_summary=False, callbacks=[rotation], default_root_dir=str(folder),
+            plugins=plugins,
+        )  # fmt: skip
+        trainer.fit(module, ckpt_path=resume)
+    return trainer, module
+
+
+def _values(trainer: Any, module: Any) -> dict[str, torch.Tensor]:
+    """Copies of weights, buffers, moments and rates."""
+    (optimizer,) = trainer.optimizers
+    found = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
+    for name, parameter in module.named_parameters():
+        found |= {f"{name}/{key}": value.clone() for key, value in optimizer.state[parameter].items()}
+    rates = [group["lr"] for group in optimizer.param_groups]
+    return {**found, "rates": torch.tensor(rates), "step": torch.tensor(trainer.global_step)}
+
+
+def _alike(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bool:
+    return found.keys() == wanted.keys() and all(torch.equal(found[name], each) for name, each in wanted.items())
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_run_resumes_as_with_lightnings_own_checkpoints(tmp_path: Path, background: bool) -> None:
+    _fit(tmp_path / "own", 2, False)
+    wanted = _values(*_fit(tmp_path / "own", 4, False, str(tmp_path / "own" / "epoch=1.ckpt")))
+    _fit(tmp_path / "ours", 2, True, background=background)
+    checkpoint = tmp_path / "ours" / "epoch=1.ckpt"
+    assert tx.verify(checkpoint).ok
+    found = _values(*_fit(tmp_path / "ours", 4, True, str(checkpoint), background=background))
+    assert _alike(found, wanted)
+    module = _module()
+    tx.load(module, tmp_path / "ours" / "epoch=3.ckpt")  # what anybody else reads there
+    assert all(torch.equal(tensor, found[name]) for name, tensor in module.state_dict().items())
+    kept = {path.name for path in (tmp_path / "ours").iterdir()}
+    assert kept == {path.name for path in (tmp_path / "own").iterdir()} == {f"epoch={n}.ckpt" for n in (1, 2, 3)}
+
+
+def test_checkpoints_lie_and_are_rotated_under_a_url(tmp_path: Path, bucket: Bucket) -> None:
+    place = f"{bucket.url}/run"
+    wanted = _values(*_fit(tmp_path, 4, True, place=place))
+    folders = {name.split("/")[1] for name in bucket.names()}
+    assert folders == {f"epoch={n}.ckpt" for n in (1, 2, 3)}
+    assert tx.verify(f"{place}/epoch=1.ckpt").ok
+    assert _alike(_values(*_fit(tmp_path, 4, True, f"{place}/epoch=1.ckpt", place=place)), wanted)
+
+
+def test_only_what_is_ours_and_replaced_is_deleted(tmp_path: Path) -> None:
+    trainer, module = _fit(tmp_path / "run", 1, True)
+    io = tx.LightningCheckpoints(module, background=True)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.txt").write_text("mine")
+    noted = tmp_path / "run" / "epoch=0.ckpt"
+    for place in (tmp_path / "other", noted):
+        (place / "notes.txt").write_text("mine")
+        with pytest.raises(tx.TransaxleError) as refused:
+            io.remove_checkpoint(place)
+        assert refused.value.code == "EXISTS"
+        assert (place / "notes.txt").exists()
+    (noted / "notes.txt").unlink()
+    assert tx.verify(noted).ok
+    module.trainer = trainer
+    io.save_checkpoint(
+        trainer._checkpoint_connector.dump_checkpoint(), tmp_path / "other"
+    )  # it fails in the background
+    with pytest.raises(tx.TransaxleError, match=r"notes\.txt|does not hold a checkpoint"):
+        io.remove_checkpoint(noted)
+    assert tx.verify(noted).ok, "the newer one was never complete"
+    io = tx.LightningCheckpoints(module)
+    io.remove_checkpoint(noted)
+    assert not noted.exists()
+    io.remove_checkpoint(noted)  # as Lightning's own: what is not there needs no deleting
+
+
+def _on_two(rank: int, world: int, folder: str, resume: str | None) -> dict[str, torch.Tensor]:
+    """Train under DDP, with the process group that is there already."""
+    from pytorch_lightning import Trainer
+
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "localhost"}
+    os.environ |= {"MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "tests", "LOCAL_WORLD_SIZE": str(world)}
+    module = _module()
+    plugins: Any = [tx.LightningCheckpoints(module)]
+    with quiet(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = Trainer(
+            max_epochs=3 if resume else 2, accelerator="cpu", devices=world, strategy="ddp", logger=False,
+            enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+            default_root_dir=folder, plugins=plugins,
+        )  # fmt: skip
+        if resume:
+            seen: dict[str, torch.Tensor] = {}
+            module.on_train_start = lambda: seen.update(_values(trainer, module))
+            trainer.fit(module, ckpt_path=resume)
+            return seen
+        trainer.fit(module)
+        trainer.save_checkpoint(f"{folder}/saved")
+    return _values(trainer, module)
+
+
+def test_ranks_under_ddp_resume_what_one_saved_and_one_resumes_what_they_saved(tmp_path: Path) -> None:
+    saved, _ = run(2, _on_two, str(tmp_path), None)
+    for world in (2, 1):
+        for found in run(world, _on_two, str(tmp_path), str(tmp_path / "saved")):
+            assert _alike(found, saved)
