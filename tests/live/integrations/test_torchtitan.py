@@ -1,0 +1,104 @@
+"""The example of a checkpoint manager for torchtitan: resumed elsewhere, rotated, in folders and under URLs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import transaxle as tx
+from tests.formats.s3_server import ENVIRONMENT, Bucket
+from tests.live.ranks import run
+from tests.oracles.quiet import quiet
+
+pytestmark = pytest.mark.peers
+EXAMPLES = Path(__file__).parents[3] / "examples"
+WIDTH = 8
+
+
+class _Progress:
+    """What torchtitan's trainer itself puts among the states."""
+
+    step = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step = state["step"]
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def _trained(rank: int, world: int, folder: str, server: str, until: int, **said: Any) -> dict[str, torch.Tensor]:
+    """Go on from the newest checkpoint to a step, as torchtitan's trainer does; return what is held then."""
+    if server:
+        os.environ.update(ENVIRONMENT, AWS_ENDPOINT_URL=server)
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        with quiet():
+            from titan_checkpoints import TransaxleManager  # type: ignore[import-not-found]
+    finally:
+        sys.path.remove(str(EXAMPLES))
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+    fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    progress = _Progress()
+    config = TransaxleManager.Config(
+        enable=True, folder=folder, interval=1, keep_latest_k=3, last_save_model_only=False, **said
+    )
+    manager = config.build(
+        dataloader=None, model_parts=[model], optimizers=optimizer, lr_schedulers=schedule,
+        states={"train_state": progress}, sd_adapter=None,
+    )  # fmt: skip
+    resumed = manager.load()
+    assert resumed == (progress.step > 0)
+    while progress.step < until:
+        rows = torch.arange(4.0 * WIDTH).reshape(4, WIDTH).sin() + progress.step
+        model(rows).square().mean().backward()  # the same rows on every rank: their mean is what one rank has
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        progress.step += 1
+        manager.save(progress.step, last_step=progress.step == until)
+        manager.maybe_wait_for_staging()
+    manager.close()
+    found = {name: _whole(each) for name, each in model.state_dict().items()}
+    for name, parameter in model.named_parameters():
+        found |= {f"{name}/{key}": _whole(each) for key, each in optimizer.state[parameter].items()}
+    return {**found, "rate": torch.tensor(schedule.get_last_lr()), "step": torch.tensor(progress.step)}
+
+
+def _near(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, each in wanted.items():
+        torch.testing.assert_close(found[name], each, rtol=1e-5, atol=1e-6)
+
+
+def test_a_run_of_torchtitan_resumes_on_other_ranks_and_keeps_three(tmp_path: Path) -> None:
+    straight, *_ = run(1, _trained, str(tmp_path / "straight"), "", 6)
+    run(2, _trained, str(tmp_path / "run"), "", 4)
+    (tmp_path / "run" / "step-9").mkdir()  # what a run that was killed might leave: it is no checkpoint
+    found, *_ = run(1, _trained, str(tmp_path / "run"), "", 6)
+    _near(found, straight)
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"step-4", "step-5", "step-6", "step-9"}
+    assert all(tx.verify(tmp_path / "run" / f"step-{step}").ok for step in (4, 5, 6))
+
+
+def test_a_run_of_torchtitan_keeps_its_checkpoints_under_a_url(bucket: Bucket, s3_server: str) -> None:
+    place = f"{bucket.url}/run"
+    run(2, _trained, place, s3_server, 4)
+    assert {name.split("/")[1] for name in bucket.names()} == {"step-2", "step-3", "step-4"}
+    assert tx.verify(f"{place}/step-4").ok
