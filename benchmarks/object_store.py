@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import transaxle as tx
 from tests.formats.faulty_proxy import proxied
-from tests.formats.s3_server import ENVIRONMENT, _started, _stop
+from tests.formats.s3_server import ENVIRONMENT, serving_s3
 from transaxle.formats.parts.part_sender import SENDERS
 from transaxle.formats.parts.shared_upload import SharedUpload
 from transaxle.formats.staging.upload import PART
@@ -127,34 +127,31 @@ def main() -> int:
     given = parser.parse_args()
     os.environ.update(ENVIRONMENT)
     SharedUpload.appear = timed(SharedUpload.appear)  # type: ignore[method-assign]
-    process, server = _started()
     kept = True
-    try:
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            proxied(server, latency=given.latency, rate=given.rate * (1 << 20)) as proxy,
-        ):
-            os.environ["AWS_ENDPOINT_URL"] = proxy.url
-            fsspec.filesystem("s3").call_s3("create_bucket", Bucket=BUCKET)
-            source, small = checkpoint(Path(folder, "source"), given.mebibytes), checkpoint(Path(folder, "small"), 64)
-            print(f"{given.mebibytes} MiB, {given.rate:g} MiB/s and {given.latency * 1000:g} ms a connection")
-            first = 0.0
-            for workers in given.workers:
-                whole, completion = seconds(source, small, f"s3://{BUCKET}/out", given, workers)
-                fsspec.filesystem("s3").rm(f"{BUCKET}/out-{workers}", recursive=True)
-                took = whole - completion
-                first = first or took * workers
-                efficiency = first / (took * workers)
-                kept = kept and efficiency >= LEAST
-                rate = given.mebibytes / took
-                floor = floor_seconds(proxy.url, given, workers)
-                print(
-                    f"  {workers:3} workers {whole:7.1f} s, without completion {took:7.1f} s {rate:7.1f} MiB/s  "
-                    f"efficiency {efficiency:.2f}, of the floor {floor / took:.2f}",
-                    flush=True,
-                )
-    finally:
-        _stop(process)
+    with (
+        serving_s3() as server,
+        tempfile.TemporaryDirectory() as folder,
+        proxied(server, latency=given.latency, rate=given.rate * (1 << 20)) as proxy,
+    ):
+        os.environ["AWS_ENDPOINT_URL"] = proxy.url
+        fsspec.filesystem("s3").call_s3("create_bucket", Bucket=BUCKET)
+        source, small = checkpoint(Path(folder, "source"), given.mebibytes), checkpoint(Path(folder, "small"), 64)
+        print(f"{given.mebibytes} MiB, {given.rate:g} MiB/s and {given.latency * 1000:g} ms a connection")
+        first = 0.0
+        for workers in given.workers:
+            whole, completion = seconds(source, small, f"s3://{BUCKET}/out", given, workers)
+            fsspec.filesystem("s3").rm(f"{BUCKET}/out-{workers}", recursive=True)
+            took = whole - completion
+            first = first or took * workers
+            efficiency = first / (took * workers)
+            kept = kept and efficiency >= LEAST
+            rate = given.mebibytes / took
+            floor = floor_seconds(proxy.url, given, workers)
+            print(
+                f"  {workers:3} workers {whole:7.1f} s, without completion {took:7.1f} s {rate:7.1f} MiB/s  "
+                f"efficiency {efficiency:.2f}, of the floor {floor / took:.2f}",
+                flush=True,
+            )
     print("kept" if kept else f"not kept: less than {LEAST}")
     return 0 if kept else 1
 

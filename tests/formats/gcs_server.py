@@ -4,11 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
-import subprocess
-import sys
-import time
-import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Iterator
@@ -18,9 +13,9 @@ from urllib.parse import quote
 import fsspec
 import pytest
 
-_HOST = "127.0.0.1"
-_PATIENCE = 60.0
-"""Seconds until the server must answer."""
+from tests.formats.server_process import serving
+
+_EMULATOR = "STORAGE_EMULATOR_HOST"
 _SERVER = """
 import sys
 from http import HTTPStatus
@@ -36,47 +31,6 @@ for _, methods in server.HANDLERS:
 server.create_server(sys.argv[1], int(sys.argv[2]), in_memory=True).run()
 """
 """The emulator, which lacks the call that cancels an upload."""
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind((_HOST, 0))
-        return int(found.getsockname()[1])
-
-
-def _answers(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{url}/", timeout=5) as answer:
-            return bool(answer.status == 200)
-    except (urllib.error.URLError, OSError):
-        return False
-
-
-def _started() -> tuple[subprocess.Popen[bytes], str]:
-    """Start the server; somebody else may take the port in between, so there are three attempts."""
-    environment = {name: value for name, value in os.environ.items() if name != "STORAGE_EMULATOR_HOST"}
-    for _ in range(3):
-        port = _free_port()
-        command = [sys.executable, "-W", "ignore", "-c", _SERVER, _HOST, str(port)]
-        process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-        url, end = f"http://{_HOST}:{port}", time.monotonic() + _PATIENCE
-        while process.poll() is None and time.monotonic() < end:
-            if _answers(url):
-                return process, url
-            time.sleep(0.1)
-        _stop(process)
-    raise RuntimeError("the server does not start")
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
-    try:
-        process.wait(10)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
 
 
 class GoogleBucket:
@@ -120,15 +74,15 @@ def gcs_server() -> Iterator[str]:
     """Address of the server."""
     pytest.importorskip("gcsfs")
     pytest.importorskip("gcp_storage_emulator")
-    process, url = _started()
-    yield url
-    _stop(process)
+    environment = {name: value for name, value in os.environ.items() if name != _EMULATOR}
+    with serving(_SERVER, environment) as url:
+        yield url
 
 
 @pytest.fixture
 def google(gcs_server: str, monkeypatch: pytest.MonkeyPatch) -> GoogleBucket:
     """An empty bucket, and an environment in which `gs://` means the server."""
-    monkeypatch.setenv("STORAGE_EMULATOR_HOST", gcs_server)
+    monkeypatch.setenv(_EMULATOR, gcs_server)
     monkeypatch.setenv("FSSPEC_GS_TOKEN", "anon")  # for other processes
     monkeypatch.setitem(fsspec.config.conf, "gs", {"token": "anon"})
     fsspec.get_filesystem_class("gs").clear_instance_cache()

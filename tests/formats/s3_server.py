@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import os
-import socket
-import subprocess
-import sys
-import time
-import urllib.error
-import urllib.request
 import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import fsspec
 import pytest
 
-_HOST = "127.0.0.1"
-_PATIENCE = 60.0
-"""Seconds until the server must answer."""
+from tests.formats.server_process import serving
+
 ENVIRONMENT = {
     "AWS_ACCESS_KEY_ID": "testing",
     "AWS_SECRET_ACCESS_KEY": "testing",
@@ -33,45 +27,11 @@ main(["-H", sys.argv[1], "-p", sys.argv[2]])
 """
 
 
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind((_HOST, 0))
-        return int(found.getsockname()[1])
-
-
-def _answers(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{url}/moto-api/", timeout=5) as answer:
-            return bool(answer.status == 200)
-    except (urllib.error.URLError, OSError):
-        return False
-
-
-def _started() -> tuple[subprocess.Popen[bytes], str]:
-    """Start the server; somebody else may take the port in between, so there are three attempts."""
-    environment = {**os.environ, **ENVIRONMENT}
-    for _ in range(3):
-        port = _free_port()
-        command = [sys.executable, "-W", "ignore", "-c", _SERVER, _HOST, str(port)]
-        process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-        url, end = f"http://{_HOST}:{port}", time.monotonic() + _PATIENCE
-        while process.poll() is None and time.monotonic() < end:
-            if _answers(url):
-                return process, url
-            time.sleep(0.1)
-        _stop(process)
-    raise RuntimeError("the S3 server does not start")
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
-    try:
-        process.wait(10)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+@contextmanager
+def serving_s3() -> Iterator[str]:
+    """Start the server; yield its address."""
+    with serving(_SERVER, {**os.environ, **ENVIRONMENT}, "/moto-api/") as url:
+        yield url
 
 
 @pytest.fixture(scope="session")
@@ -79,9 +39,8 @@ def s3_server() -> Iterator[str]:
     """Address of the server."""
     pytest.importorskip("s3fs")
     pytest.importorskip("moto.server")
-    process, url = _started()
-    yield url
-    _stop(process)
+    with serving_s3() as url:
+        yield url
 
 
 class Bucket:
