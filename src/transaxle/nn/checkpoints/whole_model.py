@@ -1,0 +1,101 @@
+"""A whole model's state dict, loaded by all modules on all ranks or by none.
+
+torch loads module by module and writes as it goes, so what the last module refuses finds the others changed. Here the
+values of before are kept until every module of every rank has taken its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from transaxle.errors import TransaxleError
+from transaxle.quant.tensor.tensor import QuantizedTensor
+from transaxle.torch_tensors.local_tensor import stored_local
+
+
+def load_state_dict(
+    module: nn.Module,
+    state: Mapping[str, Any],
+    *,
+    strict: bool = True,
+    assign: bool = False,
+    group: dist.ProcessGroup | None = None,
+) -> Any:
+    """Load a state dict into a module, all of it or nothing, on every rank or on none.
+
+    It takes memory for one more copy of what this rank has of the module until it returns. If torch.distributed is
+    initialized, every rank of the group must call it.
+
+    Args:
+        module: any module; one that is divided or sharded over ranks too.
+        state: its state dict; as for the module's own `load_state_dict`, which loads it.
+        strict: see torch.
+        assign: see torch.
+        group: the ranks that load together; None: all.
+
+    Returns:
+        What the module's `load_state_dict` returns: the names that were missing, and those not expected.
+
+    Raises:
+        Exception: what the module's `load_state_dict` raises on the first rank that it fails on. Parameters and buffers
+            are then the objects that they were, with the values that they had.
+    """
+    before = _Kept(module)
+    found, failure = None, None
+    try:
+        found = module.load_state_dict(state, strict=strict, assign=assign)
+    except Exception as error:  # noqa: BLE001 - it is raised below, on every rank
+        failure = error
+    except BaseException:
+        before.restore()
+        raise
+    failed = _first_of(failure, group)
+    if failed is not None:
+        before.restore()
+        raise failed
+    return found
+
+
+class _Kept:
+    """What a module holds, and the values."""
+
+    def __init__(self, module: nn.Module) -> None:
+        held: list[Any] = [tensors for each in module.modules() for tensors in (each._parameters, each._buffers)]
+        self._held = [(tensors, dict(tensors)) for tensors in held]
+        every = {id(each): each for _, tensors in self._held for each in tensors.values() if each is not None}
+        self._values = [(room, room.clone()) for each in every.values() for room in _rooms(each)]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put everything back."""
+        for tensors, before in self._held:
+            tensors.clear()
+            tensors.update(before)
+        for room, value in self._values:
+            room.copy_(value)
+
+
+def _rooms(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the plain tensors in which this rank keeps the values of one."""
+    local = stored_local(tensor.detach())
+    parts = [*local.components.values(), *local.state.values()] if isinstance(local, QuantizedTensor) else [local]
+    yield from (part for part in parts if part.device.type != "meta")
+
+
+def _first_of(failure: Exception | None, group: dist.ProcessGroup | None) -> Exception | None:
+    """Return the failure of the first rank that failed; None where all have loaded."""
+    if not dist.is_initialized():
+        return failure
+    known = failure if isinstance(failure, TransaxleError | RuntimeError | None) else RuntimeError(repr(failure))
+    failures: list[Exception | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(failures, known, group)
+    for rank, each in enumerate(failures):
+        if each is not None:
+            each.add_note(f"This is rank {rank}; no rank has loaded anything.")
+            return each
+    return None
