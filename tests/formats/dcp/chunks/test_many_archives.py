@@ -19,7 +19,7 @@ from transaxle.formats.pickled.descriptors import DType
 from transaxle.formats.pickled.writer import write_pickle
 from transaxle.formats.storage.local import LocalStorage
 
-FILE = "__0_0.distcp"
+FILE, OTHER_FILE = "__0_0.distcp", "__1_0.distcp"
 LAYERS, EXPERTS = 3, 20
 COUNT = LAYERS * EXPERTS
 
@@ -32,7 +32,14 @@ def parts() -> list[bytes]:
     return [archive(each[None, None].clone()) for each in values[:-1].flatten(0, 1)] + [archive(each) for each in last]
 
 
-def written(folder: Path, archives: list[bytes], gaps: dict[int, int] | None = None, past_end: int = 0) -> Path:
+def written(
+    folder: Path,
+    archives: list[bytes],
+    gaps: dict[int, int] | None = None,
+    past_end: int = 0,
+    *,
+    each_a_tensor: bool = False,
+) -> Path:
     """Write a folder of one tensor.
 
     Args:
@@ -40,7 +47,10 @@ def written(folder: Path, archives: list[bytes], gaps: dict[int, int] | None = N
         archives: one a chunk.
         gaps: number of a chunk -> bytes before it; negative: it begins in the one before.
         past_end: bytes of the last one that are missing.
+        each_a_tensor: each chunk is a tensor of its own, and in two files they lie in turns.
     """
+    if each_a_tensor:
+        return _written_apart(folder, archives, gaps or {}, past_end)
     shape, chunks, data = (LAYERS, EXPERTS, 4, 6), [], bytearray()
     for at, part in enumerate(archives):
         gap = (gaps or {}).get(at, 0)
@@ -52,6 +62,22 @@ def written(folder: Path, archives: list[bytes], gaps: dict[int, int] | None = N
     (folder / FILE).write_bytes(data[: len(data) - past_end])
     tensor = TorchTensor(Spec("weight", "F32", shape), ("weight",), DType("float32"), shape, 0)
     (folder / METADATA).write_bytes(write_pickle(metadata_of([(tensor, chunks)], [])))
+    return folder
+
+
+def _written_apart(folder: Path, archives: list[bytes], gaps: dict[int, int], past_end: int) -> Path:
+    data, tensors = {FILE: bytearray(), OTHER_FILE: bytearray()}, []
+    for at, part in enumerate(archives):
+        file, gap = (FILE, OTHER_FILE)[at % 2], gaps.get(at, 0)
+        begin = len(data[file]) + gap
+        data[file] += bytes(max(gap, 0)) + part[max(-gap, 0) :]
+        name, shape = f"experts.{at}", (1, 1, 4, 6)
+        tensor = TorchTensor(Spec(name, "F32", shape), (name,), DType("float32"), shape, 0)
+        tensors.append((tensor, [PlacedChunk((0, 0, 0, 0), shape, Payload(file, begin, len(part)))]))
+    folder.mkdir(exist_ok=True)
+    for file, text in data.items():
+        (folder / file).write_bytes(text[: len(text) - past_end])
+    (folder / METADATA).write_bytes(write_pickle(metadata_of(tensors, [])))
     return folder
 
 
@@ -69,6 +95,7 @@ def both(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Container | list[str]
     together = read(folder)
     with monkeypatch.context() as patch:
         patch.setattr(payload, "_MANY", COUNT + 1)
+        patch.setattr(stencil, "_FEWEST", COUNT + 1)
         one_by_one = read(folder)
     if isinstance(together, Container) and isinstance(one_by_one, Container):
         assert together.entries == one_by_one.entries
@@ -79,55 +106,92 @@ def both(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Container | list[str]
     return together
 
 
+def damaged(folder: Path, archives: list[bytearray], apart: bool) -> Path:
+    return written(folder, [bytes(each) for each in archives], each_a_tensor=apart)
+
+
+@pytest.fixture(params=[False, True], ids=["one tensor", "many tensors"])
+def apart(request: pytest.FixtureRequest) -> bool:
+    """Whether each archive is a tensor of its own."""
+    return bool(request.param)
+
+
 @pytest.mark.parametrize("block", [stencil._BLOCK, 5000])
-def test_as_they_are(block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("whole", [stencil._WHOLE, 1000])
+def test_as_they_are(block: int, whole: int, apart: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stencil, "_BLOCK", block)
+    monkeypatch.setattr(stencil, "_WHOLE", whole)
     alone: list[Payload] = []
-    match = stencil.Stencils.match
+    match = stencil.Stencils._match_alone
     with monkeypatch.context() as patch:
 
         def counting(own: stencil.Stencils[object], place: Payload) -> stencil.Match[object] | None:
             alone.append(place)
             return match(own, place)
 
-        patch.setattr(stencil.Stencils, "match", counting)
-        assert isinstance(read(written(tmp_path / "a", parts())), Container)
+        patch.setattr(stencil.Stencils, "_match_alone", counting)
+        assert isinstance(read(written(tmp_path / "a", parts(), each_a_tensor=apart)), Container)
     assert len(alone) < COUNT / 2
     for number, gaps in enumerate([{}, {5: 100, 30: 100_000}, {7: 3}]):
-        assert isinstance(both(written(tmp_path / str(number), parts(), gaps), monkeypatch), Container)
+        folder = written(tmp_path / str(number), parts(), gaps, each_a_tensor=apart)
+        assert isinstance(both(folder, monkeypatch), Container)
 
 
-def test_large_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_few_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stencil, "_AHEAD", 12)
     monkeypatch.setattr(stencil, "_WHOLE", 1000)
-    assert isinstance(both(written(tmp_path, parts()), monkeypatch), Container)
+    assert isinstance(both(written(tmp_path, parts(), each_a_tensor=True), monkeypatch), Container)
 
 
-def test_overlaps_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert isinstance(both(written(tmp_path / "overlap", parts(), {9: -1}), monkeypatch), list)
-    found = both(written(tmp_path / "cut", parts(), past_end=10), monkeypatch)
+def test_in_any_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where archives lie in a file need not be in the order of the tensors."""
+    folder, offset = written(tmp_path, parts()), 0
+    lengths = [len(part) for part in parts()]
+    places = []
+    for length in lengths:
+        places.append(Payload(FILE, offset, length))
+        offset += length
+    random.Random(0).shuffle(places)
+    tensors = []
+    for at, place in enumerate(places):
+        shape = (1, 1, 4, 6)
+        tensor = TorchTensor(Spec(f"experts.{at}", "F32", shape), (f"experts.{at}",), DType("float32"), shape, 0)
+        tensors.append((tensor, [PlacedChunk((0, 0, 0, 0), shape, place)]))
+    (folder / METADATA).write_bytes(write_pickle(metadata_of(tensors, [])))
+    for whole in (stencil._WHOLE, 1000):
+        monkeypatch.setattr(stencil, "_WHOLE", whole)
+        assert isinstance(both(folder, monkeypatch), Container)
+
+
+def test_overlaps_and_ends(apart: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    overlapping = written(tmp_path / "overlap", parts(), {9: -1}, each_a_tensor=apart)
+    assert isinstance(both(overlapping, monkeypatch), list)
+    found = both(written(tmp_path / "cut", parts(), past_end=10, each_a_tensor=apart), monkeypatch)
     assert isinstance(found, list)
     assert "lie outside the file" in found[0]
 
 
-def test_flipped_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("whole", [stencil._WHOLE, 1000])
+def test_flipped_bits(whole: int, apart: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever archives are damaged, one by one the same is said of them."""
+    monkeypatch.setattr(stencil, "_WHOLE", whole)
     chosen = random.Random(0)
     refused = 0
-    for _ in range(60):
+    for _ in range(30):
         archives = [bytearray(each) for each in parts()]
         for _ in range(chosen.choice((1, 1, 3, 30))):
             which = chosen.choice(archives)
             which[chosen.randrange(len(which))] ^= 1 << chosen.randrange(8)
-        refused += isinstance(both(written(tmp_path, [bytes(each) for each in archives]), monkeypatch), list)
-    assert 10 < refused < 60
+        refused += isinstance(both(damaged(tmp_path, archives, apart), monkeypatch), list)
+    assert 5 < refused < 30
 
 
-def test_others_of_the_same_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_others_of_the_same_length(apart: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Archives of other tensors, or of none, among those alike."""
     archives = parts()
     for at, other in ((12, torch.zeros(1, 1, 6, 4)), (13, torch.zeros(1, 1, 4, 6, dtype=torch.int32)), (40, 7)):
         made = archive(other)
         padded = [*archives[:at], made + bytes(len(archives[at]) - len(made)), *archives[at + 1 :]]
-        assert isinstance(both(written(tmp_path, padded), monkeypatch), list)
+        assert isinstance(both(written(tmp_path, padded, each_a_tensor=apart), monkeypatch), list)
     exchanged = [*archives[:10], *[archive(torch.zeros(1, 1, 6, 4))] * 20, *archives[30:]]
-    assert isinstance(both(written(tmp_path, exchanged), monkeypatch), list)
+    assert isinstance(both(written(tmp_path, exchanged, each_a_tensor=apart), monkeypatch), list)

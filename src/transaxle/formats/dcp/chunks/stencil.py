@@ -7,7 +7,8 @@ describe no place, and both copies of the tensor's checksum must still agree.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from itertools import repeat
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from transaxle.formats.dcp.metadata import Payload
 from transaxle.formats.storage.near_reads import NearReads
 from transaxle.formats.storage.storage import Storage
+from transaxle.formats.storage.strided_reads import read_strided
 from transaxle.formats.torch_file.saved import DATA
 from transaxle.formats.torch_file.zip.archive import (
     CENTRAL_FORM,
@@ -39,6 +41,10 @@ _BLOCK = 1 << 18
 """Bytes read at a time of archives that follow one another, and bytes of skeletons that are compared at a time."""
 _FEW = 4
 """Contents that are looked for among many archives at a time; others are recognised one by one."""
+_AHEAD = 1 << 12
+"""Archives of one file and length that are recognised together, ahead of the time when each is asked for."""
+_FEWEST = 8
+"""So many of them are worth it."""
 _CRC = struct.Struct("<I")
 _CRC_IN_CENTRAL, _CRC_IN_LOCAL, _CRC_IN_DESCRIPTOR = 16, 14, 4
 
@@ -78,6 +84,19 @@ class Matches(NamedTuple, Generic[Result]):
     """Checksum of each one's own tensor; None if they have no tensor or no checksum."""
 
 
+class _Coming:
+    """Archives of one file and length that are expected."""
+
+    __slots__ = ("attempts", "kinds", "payloads")
+
+    def __init__(self) -> None:
+        self.payloads: list[Payload] = []
+        """Those that were not recognised yet."""
+        self.kinds: set[Hashable] = set()
+        """Kinds of which one was asked for since the last attempt to recognise all of them."""
+        self.attempts = 0
+
+
 class Stencils(Generic[Result]):
     """The skeletons of archives that were read, with their contents."""
 
@@ -86,9 +105,61 @@ class Stencils(Generic[Result]):
         self._read = NearReads(storage).read
         self._by_length: dict[int, list[tuple[_Arrangement, dict[bytes, Result]]]] = {}
         self._count = 0
+        self._coming: dict[tuple[str, int], _Coming] = {}
+        self._found_ahead: dict[Payload, Match[Result]] = {}
 
-    def match(self, payload: Payload) -> Match[Result] | None:
-        """Recognise an archive; None if it must be read."""
+    def expect(self, payloads: Iterable[Payload]) -> None:
+        """Note which archives `match` will be asked for: those of a file and length are then recognised together.
+
+        Args:
+            payloads: in the order in which they will be asked for; each lies inside its file.
+        """
+        for payload in payloads:
+            key = payload.file, payload.length
+            coming = self._coming.get(key)
+            if coming is None:
+                coming = self._coming[key] = _Coming()
+            coming.payloads.append(payload)
+
+    def match(self, payload: Payload, kind: Hashable = None) -> Match[Result] | None:
+        """Recognise an archive; None if it must be read.
+
+        Args:
+            payload: its place.
+            kind: of what it should hold, where it was expected. Archives of one kind should be alike.
+        """
+        match = self._found_ahead.pop(payload, None)
+        if match is not None:
+            return match
+        key = payload.file, payload.length
+        coming = self._coming.get(key)
+        if coming is not None and kind not in coming.kinds:
+            # The first of a kind shows whether there is a stencil for it: if not, it will be read, and becomes one.
+            coming.kinds.add(kind)
+        elif coming is not None:
+            coming.payloads = self._look_ahead(coming.payloads)
+            coming.kinds.clear()
+            coming.attempts += 1
+            if coming.attempts >= _MOST_ALIKE or not coming.payloads:
+                del self._coming[key]
+            match = self._found_ahead.pop(payload, None)
+        return match or self._match_alone(payload)
+
+    def _look_ahead(self, coming: list[Payload]) -> list[Payload]:
+        """Recognise archives of one file and length, as far as they are like one that was read; return the others."""
+        if len(coming) < _FEWEST:
+            return []
+        file, _, length = coming[0]
+        some = sorted(coming[:_AHEAD])  # what lies side by side is read at once
+        unlike = set(some)
+        for result, which, crc32 in self.matches(file, length, [payload.offset for payload in some]):
+            sums = repeat(0) if crc32 is None else crc32.tolist()
+            for at, crc in zip(which.tolist(), sums, strict=False):
+                self._found_ahead[some[at]] = Match(result, crc)
+                unlike.discard(some[at])
+        return [*(payload for payload in coming[:_AHEAD] if payload in unlike), *coming[_AHEAD:]]
+
+    def _match_alone(self, payload: Payload) -> Match[Result] | None:
         for arrangement, known in self._by_length.get(payload.length, ()):
             skeleton = self._skeleton(payload, arrangement)
             result = known.get(_blanked(skeleton, arrangement))
@@ -115,8 +186,7 @@ class Stencils(Generic[Result]):
             rows = max(_BLOCK // max(width, 1), 1)
             for begin in range(0, len(offsets), rows):
                 some = offsets[begin : begin + rows]
-                skeletons = np.frombuffer(self._skeletons(file, length, some, arrangement), np.uint8)
-                for match in _matches(skeletons.reshape(len(some), width), arrangement, known):
+                for match in _matches(self._skeletons(file, length, some, arrangement), arrangement, known):
                     yield match._replace(which=match.which + begin)
 
     def learn(self, payload: Payload, result: Result) -> None:
@@ -146,17 +216,14 @@ class Stencils(Generic[Result]):
         read = self._read
         return read(file, offset, head) + read(file, offset + tail, length - tail)
 
-    def _skeletons(self, file: str, length: int, offsets: Sequence[int], arrangement: _Arrangement) -> bytes:
-        """Return the skeletons of archives, joined."""
+    def _skeletons(
+        self, file: str, length: int, offsets: Sequence[int], arrangement: _Arrangement
+    ) -> NDArray[np.uint8]:
+        """Return the skeletons of archives, one a row."""
+        if length > _WHOLE:
+            return self._distant_skeletons(file, length, offsets, arrangement)
         head, tail = arrangement.head, arrangement.tail
         parts: list[bytes] = []
-        if length > _WHOLE:
-            for offset in offsets:
-                parts += (
-                    self._storage.read(file, offset, head),
-                    self._storage.read(file, offset + tail, length - tail),
-                )
-            return b"".join(parts)
         data, begin, end = b"", 0, 0
         for number, offset in enumerate(offsets):
             if not begin <= offset <= offset + length <= end:
@@ -167,7 +234,37 @@ class Stencils(Generic[Result]):
                 data = self._storage.read(file, begin, end - begin)
             at = offset - begin
             parts += (data[at : at + head], data[at + tail : at + length])
-        return b"".join(parts)
+        return np.frombuffer(b"".join(parts), np.uint8).reshape(len(offsets), length - (tail - head))
+
+    def _distant_skeletons(
+        self, file: str, length: int, offsets: Sequence[int], arrangement: _Arrangement
+    ) -> NDArray[np.uint8]:
+        """Return the skeletons of archives too long to be read whole; those at even steps are few calls."""
+        head, tail = arrangement.head, arrangement.tail
+        width = length - (tail - head)
+        rows = np.empty((len(offsets), width), np.uint8)
+        for first, count, step in _progressions(offsets):
+            room = rows[first : first + count].reshape(-1).data
+            begin, end = offsets[first], offsets[first + count - 1]
+            reads = [(begin, 0, head, count), (begin + tail, head, length - tail, count)]
+            if step == length:  # a tail and the next head lie side by side, in the file and here
+                middle = (begin + tail, head, width, count - 1)
+                reads = [(begin, 0, head, 1), middle, (end + tail, (count - 1) * width + head, length - tail, 1)]
+            for offset, place, size, times in reads:
+                read_strided(self._storage, file, offset, room[place:], size, ((times, step, width),))
+        return rows
+
+
+def _progressions(offsets: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Yield the stretches of numbers that grow by even steps: the first one's position, how many, and the step."""
+    first = 0
+    while first < len(offsets):
+        stop = first + 1
+        step = max(offsets[stop] - offsets[first], 0) if stop < len(offsets) else 0
+        while step and stop < len(offsets) and offsets[stop] - offsets[stop - 1] == step:
+            stop += 1
+        yield first, stop - first, step
+        first = stop
 
 
 def _matches(
