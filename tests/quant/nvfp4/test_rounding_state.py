@@ -103,6 +103,27 @@ def test_recomputed_forwards_do_not_count() -> None:
     assert _states(model) == _states(other)
 
 
+@pytest.mark.parametrize("single", [False, True])
+def test_offloaded_weights_count(single: bool) -> None:
+    """Backward has copies of what was kept; the parameters count, also where forwards come before the backwards."""
+    made, other = (
+        GroupedLinear(2, WIDTH, WIDTH, bias=False, single_grouped_weight=single, recipe=NVFP4BlockScaling())
+        for _ in range(2)
+    )
+    other.load_state_dict(copy.deepcopy(made.state_dict()))
+    inputs = [drawn(20, WIDTH, seed=call, dtype=torch.float32) for call in range(2)]
+    with torch.autograd.graph.save_on_cpu():
+        outputs = [made(x, [12, 8]) for x in inputs]
+    for output, x in zip(outputs, inputs, strict=True):
+        output.square().sum().backward()
+        other(x, [12, 8]).square().sum().backward()
+    assert _states(made) == _states(other)
+    for one, two in zip(made.parameters(), other.parameters(), strict=True):
+        assert one.grad is not None
+        assert two.grad is not None
+        assert torch.equal(one.grad, two.grad)
+
+
 def test_values_that_are_loaded_keep_the_key(tmp_path: Path) -> None:
     """A plain checkpoint has no state: calls begin at 0, keys stay those of the names; on the meta device too."""
     torch.manual_seed(5)

@@ -13,6 +13,7 @@ import torch
 
 from transaxle.errors import refuse
 from transaxle.quant import NVFP4BlockScaling, QuantizedTensor
+from transaxle.quant.frame.frame import Frame
 from transaxle.quant.frame.rounding_state import state_of, taken
 from transaxle.quant.frame.tp_share import Share
 from transaxle.quant.nvfp4.batch import Batch, current
@@ -33,6 +34,8 @@ class Codes:
     """The ranks that have other rows of these experts."""
     firsts: tuple[int, ...]
     """Number, among all rows of each expert, of the first one here."""
+    frames: tuple[Frame, ...]
+    """Of the parameters: one for all experts, or one for each. They count, even if hooks put copies into backward."""
     states: torch.Tensor | None = None
     """In backward: the experts' states of random rounding, int64 [experts, 2]."""
 
@@ -64,21 +67,20 @@ class Codes:
         """Return the same with the states of random rounding, and count the call.
 
         Args:
-            weights: the parameters: one for all experts, or one for each.
+            weights: what autograd has kept of the parameters.
 
         Raises:
             Refused: UNSUPPORTED for values in place of codes.
         """
-        frames = [weight.frame for weight in weights if isinstance(weight, QuantizedTensor)]
-        if len(frames) < len(weights):
+        if not all(isinstance(weight, QuantizedTensor) for weight in weights):
             raise refuse(
                 "UNSUPPORTED",
                 "a hook on saved tensors has kept weights' values in place of their codes, which backward multiplies",
                 hint="Use save_on_cpu() without pin_memory.",
             )
-        if state_of(frames[0]) is None:
+        if state_of(self.frames[0]) is None:
             return self
-        return replace(self, states=torch.cat([taken(frame).view(-1, 2) for frame in frames]))
+        return replace(self, states=torch.cat([taken(frame).view(-1, 2) for frame in self.frames]))
 
     def _experts(self) -> Iterator[tuple[int, slice, Products, torch.Tensor | None]]:
         """Yield each expert that has rows, on this rank or on others, with its rows and its products."""
@@ -111,4 +113,5 @@ def codes_of(weights: Sequence[torch.Tensor], counts: Sequence[int] | None, devi
     share, batch = first.frame.share, current()
     if share is not None and first.frame.matrix is not None:
         share = share.member
-    return Codes(recipe, tuple(counts), share, batch, tuple(batch.first_rows(counts, device)))
+    frames = tuple(weight.frame for weight in weights if isinstance(weight, QuantizedTensor))
+    return Codes(recipe, tuple(counts), share, batch, tuple(batch.first_rows(counts, device)), frames)

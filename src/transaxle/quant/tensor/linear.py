@@ -105,7 +105,7 @@ class _LinearOfCodes(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: QuantizedTensor, products: Products) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.products = products
+        ctx.products, ctx.frame = products, weight.frame  # which counts: a hook may have put a copy into backward
         return products.output(_rows(x), weight.frame, x.dtype).view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
@@ -119,7 +119,7 @@ class _LinearOfCodes(torch.autograd.Function):
                 hint="Use save_on_cpu() without pin_memory.",
             )
         products, grad = ctx.products, grads[0].reshape(-1, weight.shape[0])
-        state = None if state_of(weight.frame) is None else taken(weight.frame)
+        state = None if state_of(ctx.frame) is None else taken(ctx.frame)
         of_x, of_weight, _ = ctx.needs_input_grad
         first = products.of_input(grad, weight.frame, state, x.dtype).view(x.shape) if of_x else None
         second = products.of_weight(grad, _rows(x), state, weight.dtype) if of_weight else None
