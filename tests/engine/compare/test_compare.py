@@ -68,6 +68,27 @@ def test_one_changed_value_is_found_in_any_dialect(tmp_path: Path, dialect: str,
     assert tx.diff(two, one).differences[0].name == GATE
 
 
+@pytest.mark.parametrize("numeric", [False, True])
+def test_padding_holds_nothing_of_a_model(tmp_path: Path, *, numeric: bool) -> None:
+    """Rows that Megatron adds to the vocabulary are no difference, whatever they hold; a changed row of words is."""
+    hub, ranks = stored(tmp_path / "hub"), tmp_path / "ranks"
+    tx.convert(hub, ranks, to="safetensors:megatron", axes={"p": 24}, sync=False)
+    name = "embedding.word_embeddings.weight"
+    with tx.open(ranks) as written:
+        arrays = {each: tensor.numpy().copy() for each, tensor in written.items()}
+    words = len(checkpoints.tensors()[EMBED])
+    assert len(arrays[name]) == words + 24
+    arrays[name][words:] = 7
+    padded = checkpoints.write(tmp_path / "padded", arrays, config=checkpoints.CONFIG)
+    for a, b in [(hub, padded), (padded, hub)]:
+        assert tx.diff(a, b, numeric=numeric).equal
+    arrays[name][words - 1] += 1
+    changed = checkpoints.write(tmp_path / "changed", arrays, config=checkpoints.CONFIG)
+    for a, b in [(hub, changed), (changed, hub)]:
+        (difference,) = tx.diff(a, b, numeric=numeric).differences
+        assert (difference.name, difference.kind) == (EMBED, "values")
+
+
 def test_differences_of_every_kind_are_told_by_name(tmp_path: Path) -> None:
     one = {
         "a": np.zeros(3, "f4"),

@@ -139,16 +139,33 @@ class Comparison:
         }
 
 
-def in_common(first: Checkpoint, second: Checkpoint) -> Checkpoint:
-    """Return the first checkpoint in the second one's dialect if both are of one family; otherwise unchanged.
+def in_common(first: Checkpoint, second: Checkpoint) -> tuple[Checkpoint, Checkpoint]:
+    """Return the first checkpoint in the second one's dialect if both are of one family; otherwise both unchanged.
+
+    Padding holds nothing of a model. Where only the second has any, the second is seen in the first one's dialect.
 
     Raises:
         TransaxleError: what stands against that dialect.
     """
     if first.family is None or second.dialect is None or second.family != first.family:
-        return first
+        return first, second
     alike = first.dialect == second.dialect and first.recognised.prefix == second.recognised.prefix
-    return first if alike and not first.decoded else first.seen_as(second.dialect)
+    if alike and not first.decoded:
+        return first, second
+    seen = first.seen_as(second.dialect)
+    if first.dialect in (None, IDENTITY, second.dialect) or not _is_padded(second, seen):
+        return seen, second
+    try:
+        return first, second.seen_as(str(first.dialect))
+    except TransaxleError:
+        return seen, second  # then lengths that differ are told as they are
+
+
+def _is_padded(checkpoint: Checkpoint, unpadded: Checkpoint) -> bool:
+    """Tell whether a stored tensor whose line has padding has another shape than its counterpart without any."""
+    named = [names for (line, _), names in checkpoint.bound.names.items() if line.expression.padding]
+    tensors = [name for names in named for name in names.values() if name in checkpoint and name in unpadded]
+    return any(checkpoint[name].shape != unpadded[name].shape for name in tensors)
 
 
 @stage("compare")
@@ -163,7 +180,7 @@ def compare(
     """Compare two checkpoints.
 
     Args:
-        first: opened checkpoint; it is seen in the second one's dialect.
+        first: opened checkpoint; it is seen in the second one's dialect, or the second in its, see `in_common`.
         second: opened checkpoint.
         numeric: measure how far values are apart; what is encoded is decoded for it, and values are compared across
             number formats. Otherwise a differing tensor is known by its first block, and by its encoding.
@@ -179,7 +196,7 @@ def compare(
         first, second = (side.decode(_WIDEST) if side.catalog.encoded else side for side in (first, second))
     if second.decoded and second.dialect is not None and second.family is not None:
         second = second.seen_as(second.dialect)
-    view = in_common(first, second)
+    view, second = in_common(first, second)
     encoding_differences = list(_encodings(view, second))
     differences = [difference for difference, _ in encoding_differences]
     without_copies = [
