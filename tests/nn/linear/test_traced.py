@@ -107,6 +107,55 @@ def test_what_is_not_traced_runs_outside_of_the_graph(said: dict[str, Any]) -> N
     torch._dynamo.reset()
 
 
+class _Between(torch.nn.Module):
+    """A layer with torch's own around it, which are compiled whatever becomes of it."""
+
+    def __init__(self, made: GroupedLinear) -> None:
+        super().__init__()
+        self.before, self.made = torch.nn.Linear(made.in_features, made.in_features), made
+        self.after = torch.nn.Linear(made.out_features, 4)
+
+    def forward(self, x: torch.Tensor, splits: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.after(self.made(self.before(x).relu(), splits).relu())
+        return found
+
+
+@quiet
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize(
+    ("said", "breaks"),
+    [({}, 0), ({"recipe": Float8CurrentScaling()}, 1), ({"delay_wgrad_compute": True}, 1)],
+    ids=str,
+)
+def test_ten_steps_with_changing_splits_compile_once(said: dict[str, Any], breaks: int) -> None:
+    """What is quantized, or delays its gradients, breaks the graph in one place, and nothing is compiled again."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    torch.manual_seed(0)
+    made = layer(**said)
+    model, graphs = _Between(made), list[Any]()
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(model, backend=backend)
+    x = rows(made).detach()
+    seen = []
+    for step in range(10):
+        splits = torch.tensor(SPLITS[step % len(SPLITS)])
+        found = compiled(x, splits)
+        assert torch.equal(found, model(x, splits))
+        found.sum().backward()
+        if made.need_backward_dw():
+            made.backward_dw()
+        model.zero_grad()
+        seen.append(len(graphs))
+    assert seen == [breaks + 1] * 10
+    assert len(torch._dynamo.utils.counters["graph_break"]) == breaks  # told for the layer and for what is around it
+    torch._dynamo.reset()
+
+
 def _forget(made: GroupedLinear, x: torch.Tensor) -> None:
     made.zero_grad()
     x.grad = None
