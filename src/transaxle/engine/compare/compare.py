@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, Literal
 
+from transaxle.axes.notation.family import Dialect
 from transaxle.encodings.encoding import Encoded
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, StoredTensor
 from transaxle.engine.checkpoint.recognise import IDENTITY
@@ -142,30 +143,36 @@ class Comparison:
 def in_common(first: Checkpoint, second: Checkpoint) -> tuple[Checkpoint, Checkpoint]:
     """Return the first checkpoint in the second one's dialect if both are of one family; otherwise both unchanged.
 
-    Padding holds nothing of a model. Where only the second has any, the second is seen in the first one's dialect.
+    Padding holds nothing of a model. Where they have more or less of it, both are seen in a dialect that has none, the
+    first one's if it is such.
 
     Raises:
-        TransaxleError: what stands against that dialect.
+        TransaxleError: what stands against the second one's dialect.
     """
     if first.family is None or second.dialect is None or second.family != first.family:
         return first, second
     alike = first.dialect == second.dialect and first.recognised.prefix == second.recognised.prefix
-    if alike and not first.decoded:
-        return first, second
-    seen = first.seen_as(second.dialect)
-    if first.dialect in (None, IDENTITY, second.dialect) or not _is_padded(second, seen):
+    seen = first if alike and not first.decoded else first.seen_as(second.dialect)
+    if not _are_padded_otherwise(seen, second):
         return seen, second
-    try:
-        return first, second.seen_as(str(first.dialect))
-    except TransaxleError:
-        return seen, second  # then lengths that differ are told as they are
+    dialects = [each.label for each in first.recognised.family.dialects if not _has_padding(each)]
+    for label in sorted(dialects, key=lambda label: label != first.dialect):
+        try:
+            return first if label == first.dialect else first.seen_as(label), second.seen_as(label)
+        except TransaxleError:
+            continue
+    return seen, second  # then lengths that differ are told as they are
 
 
-def _is_padded(checkpoint: Checkpoint, unpadded: Checkpoint) -> bool:
-    """Tell whether a stored tensor whose line has padding has another shape than its counterpart without any."""
-    named = [names for (line, _), names in checkpoint.bound.names.items() if line.expression.padding]
-    tensors = [name for names in named for name in names.values() if name in checkpoint and name in unpadded]
-    return any(checkpoint[name].shape != unpadded[name].shape for name in tensors)
+def _has_padding(dialect: Dialect) -> bool:
+    return any(line.expression.padding for line in dialect.lines)
+
+
+def _are_padded_otherwise(first: Checkpoint, second: Checkpoint) -> bool:
+    """Tell whether a tensor whose line has padding has different shapes in two checkpoints in the second's dialect."""
+    named = [names for (line, _), names in second.bound.names.items() if line.expression.padding]
+    tensors = [name for names in named for name in names.values() if name in first and name in second]
+    return any(first[name].shape != second[name].shape for name in tensors)
 
 
 @stage("compare")
@@ -180,7 +187,7 @@ def compare(
     """Compare two checkpoints.
 
     Args:
-        first: opened checkpoint; it is seen in the second one's dialect, or the second in its, see `in_common`.
+        first: opened checkpoint; see `in_common` for the dialect in which they are compared.
         second: opened checkpoint.
         numeric: measure how far values are apart; what is encoded is decoded for it, and values are compared across
             number formats. Otherwise a differing tensor is known by its first block, and by its encoding.
