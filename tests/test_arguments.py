@@ -244,6 +244,7 @@ def calls(tmp_path: Path) -> dict[str, Callable[..., Any]]:
             quantizer=quantized.quantizer, components=quantized.components, shape=(32, 32), dtype="bf16"
         ),
         "batch_over": given(group=None),
+        "load_state_dict": given(module=model, state=model.state_dict()),
         "Quantizer.quantize": given(self=tx.quant.MXFP8(), x=x),
         "QuantizedTensor.dequantize": given(self=quantized),
         "QuantizedTensor.quantize_": given(self=quantized, values=x),

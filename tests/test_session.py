@@ -79,4 +79,4 @@ def test_item_10_a_session_that_takes_more_than_it_may_fails(folder: Path) -> No
 def test_item_10_make_test_has_a_cap() -> None:
     """At two workers."""
     told = subprocess.run(["make", "-n", "test", "JOBS=2"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert "--memory 9 --numprocesses 2 " in told
+    assert "--memory 14 --numprocesses 2 " in told

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import transaxle as tx
-from tests.formats.s3_server import ENVIRONMENT, Bucket
+from tests.formats.s3_server import Bucket, reach_s3
 from tests.live.ranks import run
 from tests.oracles.quiet import quiet
 
@@ -43,7 +42,7 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 def _trained(rank: int, world: int, folder: str, server: str, until: int, **said: Any) -> dict[str, torch.Tensor]:
     """Go on from the newest checkpoint to a step, as torchtitan's trainer does; return what is held then."""
     if server:
-        os.environ.update(ENVIRONMENT, AWS_ENDPOINT_URL=server)
+        reach_s3(server)
     sys.path.insert(0, str(EXAMPLES))
     try:
         with quiet():

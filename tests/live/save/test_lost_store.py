@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import transaxle as tx
 from tests.formats.faulty_proxy import FaultyProxy, proxied
-from tests.formats.s3_server import ENVIRONMENT, Bucket
+from tests.formats.s3_server import Bucket, reach_s3
 from tests.live.ranks import DIED, Ranks
 from transaxle.errors import TransaxleError
 from transaxle.formats.catalog.sidecar_files import MANIFEST
@@ -50,7 +50,7 @@ def _full(add: float) -> dict[str, torch.Tensor]:
 
 def _save(rank: int, world: int, server: str, target: str, add: float, background: bool) -> None:
     """Save two files, so that both ranks send one."""
-    os.environ.update(ENVIRONMENT, AWS_ENDPOINT_URL=server)
+    reach_s3(server)
     mesh = init_device_mesh("cpu", (world,))
     state = {n: distribute_tensor(each, mesh, [Shard(0)], src_data_rank=None) for n, each in _full(add).items()}
     told: dict[str, Any] = {"to": "safetensors", "shard_size": 4 * SIDE * SIDE, "overwrite": True}

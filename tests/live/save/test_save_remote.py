@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import transaxle as tx
-from tests.formats.s3_server import ENVIRONMENT, Bucket
+from tests.formats.s3_server import Bucket, reach_s3
 from tests.live.load.test_load import FULL, _octets
 from tests.live.ranks import ranks, run
 from tests.live.save.test_save import _save
@@ -34,7 +33,7 @@ def _state(world: int, dim: int) -> dict[str, Any]:
 
 
 def _go(rank: int, world: int, server: str, target: str, dim: int, overwrite: bool) -> tuple[int, int]:
-    os.environ.update(ENVIRONMENT, AWS_ENDPOINT_URL=server)
+    reach_s3(server)
     state = _state(world, dim)
     report = save(state, target, to="safetensors", shard_size=8 << 20, overwrite=overwrite, extra={"at": rank})
     again = _state(world, 1 - dim)
@@ -64,7 +63,7 @@ def test_files_go_to_a_bucket(bucket: Bucket, s3_server: str, dim: int) -> None:
 
 
 def _fails(rank: int, world: int, server: str, target: str) -> None:
-    os.environ.update(ENVIRONMENT, AWS_ENDPOINT_URL=server)
+    reach_s3(server)
     state = _state(world, 0)
     if rank == 1:
         from transaxle.live.sharding.memory import Memory
@@ -100,7 +99,7 @@ def _matrix(name: str) -> torch.Tensor:
 
 def _sent(rank: int, world: int, server: str, target: str, fails: int, step: str) -> tuple[dict[str, int], int, int]:
     """Save several files; return the bytes of tensors that this rank sent, by file."""
-    os.environ.update(ENVIRONMENT, AWS_ENDPOINT_URL=server)
+    reach_s3(server)
     mesh = init_device_mesh("cpu", (world,))
     state = {name: distribute_tensor(_matrix(name), mesh, [Shard(1)], src_data_rank=None) for name in SIZES}
     counts: dict[str, int] = {}

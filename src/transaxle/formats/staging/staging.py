@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import errno
 import os
-import secrets
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -158,7 +157,7 @@ class Staging:
         Raises:
             StorageError: NO_SPACE, IO.
         """
-        run = f"run-{secrets.token_hex(8)}"
+        run = f"run-{os.urandom(8).hex()}"
         with _as_storage_error(_MAKING, str(self.path)):
             (self.scratch / run).touch()
         return run

@@ -16,6 +16,7 @@ from torch import nn
 from transaxle.errors import TransaxleError
 from transaxle.quant.tensor.tensor import QuantizedTensor
 from transaxle.torch_tensors.local_tensor import stored_local
+from transaxle.torch_tensors.torch_arguments import Ranks, read_group
 
 
 def load_state_dict(
@@ -24,7 +25,7 @@ def load_state_dict(
     *,
     strict: bool = True,
     assign: bool = False,
-    group: dist.ProcessGroup | None = None,
+    group: Ranks | None = None,
 ) -> Any:
     """Load a state dict into a module, all of it or nothing, on every rank or on none.
 
@@ -36,7 +37,7 @@ def load_state_dict(
         state: its state dict; as for the module's own `load_state_dict`, which loads it.
         strict: see torch.
         assign: see torch.
-        group: the ranks that load together; None: all.
+        group: the ranks that load together, a process group or a mesh of one dim; None: all.
 
     Returns:
         What the module's `load_state_dict` returns: the names that were missing, and those not expected.
@@ -45,6 +46,7 @@ def load_state_dict(
         Exception: what the module's `load_state_dict` raises on the first rank that it fails on. Parameters and buffers
             are then the objects that they were, with the values that they had.
     """
+    ranks = read_group("group", group)
     before = _Kept(module)
     found, failure = None, None
     try:
@@ -54,7 +56,7 @@ def load_state_dict(
     except BaseException:
         before.restore()
         raise
-    failed = _first_of(failure, group)
+    failed = _first_of(failure, ranks)
     if failed is not None:
         before.restore()
         raise failed
