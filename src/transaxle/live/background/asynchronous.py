@@ -111,7 +111,8 @@ class Saver:
         form = SnapshotForm(state.global_tensors, self._layout, self._size)
         unchanged = form == self._form
         self._form = form
-        order = Order(settings, state.groups, state.files, None if unchanged else form, self._new_region)
+        changed = None if unchanged else form
+        order = Order(settings, state.groups, state.files, changed, self._new_region, dict(os.environ))
         threading.Thread(target=self._send, args=(order,), daemon=True).start()  # a process that starts does not read
 
     def _send(self, order: Order) -> None:

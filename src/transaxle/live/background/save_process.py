@@ -5,6 +5,8 @@ Those of all ranks form a world of their own, so no collective of the training i
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -83,6 +85,8 @@ class Order:
     """The tensors; None: those of the last order."""
     new_region: bool
     """Whether new shared memory follows."""
+    environment: Mapping[str, str]
+    """The rank's variables as they are now: clients of stores find their credentials there."""
 
 
 def serve(
@@ -142,6 +146,7 @@ class _Inbox:
         self._region: Region | None = None
         self._form = SnapshotForm({}, {}, 0)
         self._tensors: dict[str, torch.Tensor] = {}
+        self._environment: Mapping[str, str] = {}
 
     def next(self) -> tuple[SaveSettings, CollectedState]:
         """Wait for the next order.
@@ -150,12 +155,26 @@ class _Inbox:
             EOFError: there will be none.
         """
         order: Order = self._pipe.recv()
+        _take(order.environment, self._environment)
+        self._environment = order.environment
         form = self._form = order.form or self._form
         if order.new_region:
             self._region = Region(form.size, recv_handle(self._pipe))
         if order.form is not None and self._region is not None:
             self._tensors = {name: slot.tensor(self._region) for name, slot in form.layout.items()}
         return order.settings, CollectedState(self._tensors, form.global_tensors, order.groups, order.files)
+
+
+def _take(environment: Mapping[str, str], former: Mapping[str, str]) -> None:
+    """Set the variables that have changed, and forget the clients of stores that were made with the former ones."""
+    changed = {name: value for name, value in environment.items() if os.environ.get(name) != value}
+    gone = former.keys() - environment.keys()
+    os.environ.update(changed)
+    for name in gone:
+        os.environ.pop(name, None)
+    if (changed or gone) and "fsspec" in sys.modules:
+        for kind in sys.modules["fsspec"].registry.values():
+            kind.clear_instance_cache()
 
 
 class _ServedWorld(World):
