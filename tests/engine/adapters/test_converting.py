@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import transaxle as tx
+from tests.engine.adapters.tiny import ADAPTER, EXPERTS, MOE, SIZES, WEIGHTS
 from tests.oracles.quiet import quiet
 from transaxle.errors import TransaxleError
 
@@ -35,13 +36,6 @@ with quiet():
     )
     from transformers.pytorch_utils import Conv1D
 
-SIZES: dict[str, Any] = {
-    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 32, "tie_word_embeddings": False, "pad_token_id": 0,
-}  # fmt: skip
-MOE = {**SIZES, "moe_intermediate_size": 12, "num_experts": 3, "num_experts_per_tok": 2, "head_dim": 4}
-EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-ADAPTER, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 GROUPS, HEADS, WIDTH = 2, 2, 4
 """Groups of heads, query heads in each, and their size."""
 

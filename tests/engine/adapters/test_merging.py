@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import transaxle as tx
+from tests.engine.adapters.tiny import ADAPTER, EXPERTS, MOE, SIZES, WEIGHTS
 from tests.oracles.quiet import quiet
 from transaxle.errors import TransaxleError
 
@@ -31,14 +32,6 @@ with quiet():
         Qwen3MoeConfig,
         Qwen3MoeForCausalLM,
     )
-
-SIZES: dict[str, Any] = {
-    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 32, "tie_word_embeddings": False, "pad_token_id": 0,
-}  # fmt: skip
-MOE = {**SIZES, "moe_intermediate_size": 12, "num_experts": 3, "num_experts_per_tok": 2, "head_dim": 4}
-EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-ADAPTER, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 Made = tuple[Callable[[], Any], dict[str, Any]]
 MODELS: dict[str, Made] = {
