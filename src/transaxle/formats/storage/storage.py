@@ -362,7 +362,9 @@ class Handles:
 
     def _evict(self) -> None:
         excess = len(self._open) - self._limit
-        for name in [name for name, handle in self._open.items() if not handle.users][: max(excess, 0)]:
+        if excess <= 0:
+            return
+        for name in [name for name, handle in self._open.items() if not handle.users][:excess]:
             self._retire(name, self._open.pop(name))
 
     def _retire(self, name: str, handle: _Handle) -> None:

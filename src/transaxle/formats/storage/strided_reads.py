@@ -166,16 +166,23 @@ def transposed(held: _Bytes, out: _Bytes, at: int, width: int, loops: Sequence[L
 @cache
 def load() -> Callable[..., int] | None:
     """Return the compiled loop; None if it was not built, cannot be loaded here, or was built from another source."""
-    return _function("transaxle_runs", _ARGUMENTS, _INT64)
+    return compiled_function("transaxle_runs", _ARGUMENTS, _INT64)
 
 
 @cache
 def load_transpose() -> Callable[..., None] | None:
     """Return the compiled transpose; otherwise as `load`."""
-    return _function("transaxle_transpose", _OF_TRANSPOSE, None)
+    return compiled_function("transaxle_transpose", _OF_TRANSPOSE, None)
 
 
-def _function(name: str, arguments: Sequence[type], result: type | None) -> Callable[..., Any] | None:
+def compiled_function(name: str, arguments: Sequence[type], result: type | None) -> Callable[..., Any] | None:
+    """Return a function of `runs.c` with its C types; None if it was not built, cannot be loaded here, or is another's.
+
+    Args:
+        name: its name there.
+        arguments: types of its arguments.
+        result: type of its result; None: it has none.
+    """
     try:
         library = ctypes.CDLL(str(LIBRARY))
         stamp = library.transaxle_stamp

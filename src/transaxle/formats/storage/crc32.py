@@ -1,0 +1,39 @@
+"""The CRC-32 of bytes, as zip archives keep it: `runs.c` takes a third of zlib's time where the processor multiplies
+without carries, which is every x86-64 of the last ten years; elsewhere zlib computes it, to the same number.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import zlib
+from collections.abc import Callable
+from functools import cache
+
+import numpy as np
+
+from transaxle.formats.storage.strided_reads import compiled_function
+
+_FEWEST = 1 << 12
+"""Bytes that are worth the call."""
+_CRC = ctypes.c_uint32
+
+
+def crc32(data: memoryview, crc: int = 0) -> int:
+    """Return the CRC-32 of bytes.
+
+    Args:
+        data: the bytes, contiguous.
+        crc: of the bytes before them.
+    """
+    compiled = load_crc32() if data.nbytes >= _FEWEST else None
+    if compiled is None:
+        return zlib.crc32(data, crc)
+    octets, result = np.frombuffer(data, np.uint8), _CRC(crc)
+    added = compiled(octets.ctypes.data, len(octets), ctypes.byref(result))
+    return zlib.crc32(octets[added:].data, result.value)
+
+
+@cache
+def load_crc32() -> Callable[..., int] | None:
+    """Return the compiled function; None if it was not built, cannot be loaded, or was built from another source."""
+    return compiled_function("transaxle_crc32", (ctypes.c_void_p, ctypes.c_int64, ctypes.POINTER(_CRC)), ctypes.c_int64)
