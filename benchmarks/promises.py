@@ -35,6 +35,8 @@ class Figure:
     """What is promised; None: nothing."""
     least: bool
     """It is at least the limit, not at most."""
+    floor: float | None = None
+    """Median of what the least possible work reached in the same rounds; None: not measured."""
 
     @property
     def kept(self) -> bool:
@@ -54,6 +56,11 @@ class Figure:
         return "" if self.low == self.high else f"{number(self.low)} to {number(self.high)}"
 
     @property
+    def reachable(self) -> str:
+        """The floor beside a promise that is not kept; empty elsewhere, and where it was not measured."""
+        return "" if self.floor is None or self.kept else f"{number(self.floor)} {self.unit}"
+
+    @property
     def verdict(self) -> str:
         """What has become of the promise."""
         return "" if self.limit is None else "kept" if self.kept else "NOT KEPT"
@@ -70,9 +77,25 @@ class Promises:
     def __init__(self) -> None:
         self._kept = True
 
-    def at_least(self, what: str, rounds: float | Iterable[float], limit: float | None, unit: str = "x") -> bool:
-        """Print a figure, of one round or of several; tell whether it is at least the limit."""
-        return self._add(what, rounds, limit, unit, least=True)
+    def at_least(
+        self,
+        what: str,
+        rounds: float | Iterable[float],
+        limit: float | None,
+        unit: str = "x",
+        floor: Iterable[float] = (),
+    ) -> bool:
+        """Print a figure, of one round or of several; tell whether it is at least the limit.
+
+        Args:
+            what: what was measured.
+            rounds: the figure of each round.
+            limit: what is promised; None: nothing.
+            unit: what follows the number.
+            floor: what the least possible work reached in the same rounds; none: not measured.
+        """
+        reached = list(floor)
+        return self._add(what, rounds, limit, unit, least=True, floor=statistics.median(reached) if reached else None)
 
     def at_most(self, what: str, rounds: float | Iterable[float], limit: float | None, unit: str) -> bool:
         """Print a figure, of one round or of several; tell whether it is at most the limit."""
@@ -83,12 +106,22 @@ class Promises:
         """0 if all promises are kept, else 1."""
         return 0 if self._kept else 1
 
-    def _add(self, what: str, rounds: float | Iterable[float], limit: float | None, unit: str, *, least: bool) -> bool:
+    def _add(
+        self,
+        what: str,
+        rounds: float | Iterable[float],
+        limit: float | None,
+        unit: str,
+        *,
+        least: bool,
+        floor: float | None = None,
+    ) -> bool:
         values = list(rounds) if isinstance(rounds, Iterable) else [rounds]
-        figure = Figure(what, statistics.median(values), min(values), max(values), unit, limit, least)
+        figure = Figure(what, statistics.median(values), min(values), max(values), unit, limit, least, floor)
         self._kept &= figure.kept
         shown = f"{number(figure.measured):>6} {unit}"
-        print(f"  {what:62} {shown:11} {figure.spread:16} {figure.promise:19} {figure.verdict}".rstrip(), flush=True)
+        verdict = f"{figure.verdict}, floor {figure.reachable}" if figure.reachable else figure.verdict
+        print(f"  {what:62} {shown:11} {figure.spread:16} {figure.promise:19} {verdict}".rstrip(), flush=True)
         if path := os.environ.get(FILE):
             with Path(path).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(asdict(figure)) + "\n")

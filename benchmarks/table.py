@@ -2,7 +2,8 @@
 
 Each script takes turns with what it is compared with and gives medians of its rounds, so ratios mean something on a
 machine that others use too; say when it was not idle. With `--base REV` each script runs twice, with the package of
-this tree and with that of another revision (of which the kernels are built anew), and the table shows both.
+this tree and with that of another revision (of which the kernels are built anew), and the table shows both. A promise
+that is not kept has the floor beside it, where the script measures one.
 
     python benchmarks/table.py [SCRIPT ...] [--base REV] [--json docs/reference/promises.json] [--machine TEXT]
 
@@ -72,11 +73,13 @@ def tree_of(revision: str) -> Iterator[Path]:
 
 def table(found: Mapping[str, Sequence[Figure]], base: Mapping[str, Sequence[Figure]] | None) -> list[list[str]]:
     """Return the rows of the table, the first of them its head."""
-    rows = [["script", "what", "measured", "rounds", "promise", "", *([] if base is None else ["base", "now / base"])]]
+    rows = [["script", "what", "measured", "rounds", "promise", "", "floor"]]
+    rows[0] += [] if base is None else ["base", "now / base"]
     for script, figures in found.items():
         before = {} if base is None else {figure.what: figure.measured for figure in base[script]}
         for each in figures:
-            row = [script, each.what, f"{number(each.measured)} {each.unit}", each.spread, each.promise, each.verdict]
+            shown = f"{number(each.measured)} {each.unit}"
+            row = [script, each.what, shown, each.spread, each.promise, each.verdict, each.reachable]
             if base is not None:
                 old = before.get(each.what)
                 row += ["", ""] if not old else [f"{number(old)} {each.unit}", number(each.measured / old)]
