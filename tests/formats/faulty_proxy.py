@@ -13,8 +13,13 @@ from contextlib import contextmanager
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-Fault = Literal["slow down", "reset", "truncate", "stall"]
-_SLOW_DOWN = b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
+Fault = Literal["slow down", "error", "forbidden", "reset", "truncate", "stall", "lost", "late"]
+"""`lost`: it is carried out, and there is no answer; `late`: so too, after `FaultyProxy.delay`."""
+_ANSWERS: dict[Fault, tuple[int, bytes]] = {
+    "slow down": (503, b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"),
+    "error": (500, b"<Error><Code>InternalError</Code><Message>We encountered an internal error.</Message></Error>"),
+    "forbidden": (403, b"<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"),
+}
 _PIECE = 64 << 10
 
 
@@ -39,6 +44,10 @@ class FaultyProxy(http.server.ThreadingHTTPServer):
         """Tells how a request fails."""
         self.failed = 0
         """Requests that did."""
+        self.delay = 0.0
+        """Seconds until what is late is carried out."""
+        self.carried_out = threading.Event()
+        """Something that was late is."""
         self.released = threading.Event()
         """Ends what stalls."""
 
@@ -71,9 +80,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.close_connection = True
             return
         time.sleep(self.server.latency)
-        if fault == "slow down":
-            self._answer(503, [("Content-Type", "application/xml")], _SLOW_DOWN)
+        if fault in _ANSWERS:
+            status, text = _ANSWERS[fault]
+            self._answer(status, [("Content-Type", "application/xml")], text)
             return
+        if fault == "late":
+            self.server.released.wait(self.server.delay)
         upstream = http.client.HTTPConnection(self.server.upstream, timeout=60)
         try:
             headers = {name: value for name, value in self.headers.items() if name.lower() not in _HOP}
@@ -84,7 +96,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             kept = [(name, value) for name, value in answer.getheaders() if name.lower() not in _HOP]
         finally:
             upstream.close()
-        if self.command == "HEAD":
+        if fault in ("lost", "late"):
+            self.server.carried_out.set()
+            self.close_connection = True
+        elif self.command == "HEAD":
             kept.append(("Content-Length", answer.getheader("Content-Length", "0")))
             self._answer(answer.status, kept, b"", length=None)
         elif fault == "truncate":

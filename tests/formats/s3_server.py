@@ -1,4 +1,8 @@
-"""A real S3 server on a free port of the loopback, in a process of its own: moto's, which keeps objects in memory."""
+"""A real S3 server on a free port of the loopback, in a process of its own: moto's, which keeps objects in memory.
+
+Where `S3_SERVER` is set, the tests talk to the one at that address instead, which takes the credentials of
+`ENVIRONMENT`: `nanio serve`, for example (pip install nanio), which keeps objects in files.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +24,8 @@ ENVIRONMENT = {
     "AWS_EC2_METADATA_DISABLED": "true",
 }
 """Credentials that moto takes, and nothing that would look for others beyond this machine."""
+OTHER_SERVER = "S3_SERVER"
+"""Variable with the address of another server."""
 _SERVER = """
 import sys
 from moto.server import main
@@ -44,6 +50,9 @@ def serving_s3() -> Iterator[str]:
 def s3_server() -> Iterator[str]:
     """Address of the server."""
     pytest.importorskip("s3fs")
+    if other := os.environ.get(OTHER_SERVER):
+        yield other
+        return
     pytest.importorskip("moto.server")
     with serving_s3() as url:
         yield url

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import fsspec
+import numpy as np
 import pytest
 
 import transaxle as tx
@@ -23,8 +24,11 @@ from tests.formats.s3_server import Bucket
 from transaxle.engine.distribute import one_process
 from transaxle.engine.distribute.driver import begin_work, commit_work
 from transaxle.engine.distribute.item_work import let_go
+from transaxle.engine.distribute.work_plan import WorkPlan
 from transaxle.errors import StorageError
 from transaxle.formats.remote import multipart
+from transaxle.formats.remote.service import Service
+from transaxle.formats.staging.upload import Upload
 
 LIMITS = {"config_kwargs": {"read_timeout": 1, "connect_timeout": 1, "retries": {"max_attempts": 2}}}
 """Settings of the client: what it waits for, and how often it tries by itself."""
@@ -173,22 +177,138 @@ def test_what_does_not_pass_is_an_error_in_time(
     assert look_at(bucket) == contents(tmp_path / "wanted")
 
 
-def test_a_lost_answer_to_the_last_call_is_no_failure(bucket: Bucket, proxy: FaultyProxy, tmp_path: Path) -> None:
-    """S3 has completed the upload, and the answer is cut off: asked again, it knows no such upload."""
-    source, lost = many(tmp_path / "source", 12), [True]
+class Completions:
+    """Lets the requests that complete an upload fail: the first one in some way, those that follow in another.
+
+    Args:
+        first: how the first one fails.
+        following: how the others fail, until the first one is carried out.
+    """
+
+    def __init__(self, proxy: FaultyProxy, first: Fault, following: Fault | None) -> None:
+        self._proxy = proxy
+        self._first = first
+        self._following = following
+        self.asked = 0
+        """How often it was asked to complete."""
+
+    def __call__(self, method: str, path: str) -> Fault | None:
+        if method != "POST" or "uploadId" not in path:
+            return None
+        self.asked += 1
+        if self.asked == 1:
+            return self._first
+        return None if self._proxy.carried_out.is_set() else self._following
+
+
+COMPLETED: list[tuple[Fault, Fault | None]] = [
+    ("truncate", None),
+    ("lost", None),
+    ("late", "error"),
+    ("late", "slow down"),
+]
+"""How the answer to the last call is lost, and what the service says until it has done it."""
+
+
+def done_but_for_the_end(bucket: Bucket, source: Path) -> WorkPlan:
+    """Do all items of a plan with one file, which has several parts."""
     plan = planned(source, f"{bucket.url}/out", "safetensors", 2, shard_size=SHARD)
     begin_work(plan)
     do(plan)
+    return plan
 
-    def once(method: str, path: str) -> Fault | None:
-        return "truncate" if method == "POST" and "uploadId" in path and lost and lost.pop() else None
 
-    proxy.fails = once
+@pytest.mark.parametrize(
+    ("first", "following", "foretold"), [*((*each, True) for each in COMPLETED), ("lost", None, False)]
+)
+def test_an_answer_to_the_last_call_that_is_lost_is_no_failure(
+    first: Fault,
+    following: Fault | None,
+    foretold: bool,
+    bucket: Bucket,
+    proxy: FaultyProxy,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """S3 completes the upload, and nobody is told: asked again, it is still at it, or knows no such upload.
+
+    The file is known by its tag; where tags are no sums of bytes, as with some keys, by having another one than before.
+    """
+    if not foretold:
+        monkeypatch.setattr(multipart, "completed_tag", lambda _tags: None)
+    source, proxy.delay = many(tmp_path / "source", 12), 3.0
+    plan = done_but_for_the_end(bucket, source)
+    proxy.fails = fails = Completions(proxy, first, following)
     commit_work(plan)
-    assert (proxy.failed, lost) == (1, [])
+    assert fails.asked > 1 or first != "late"
+    assert proxy.failed >= 1
     tx.convert(source, tmp_path / "wanted", to="safetensors", shard_size=SHARD)
     assert look_at(bucket) == contents(tmp_path / "wanted")
     assert hidden(bucket) == []
+
+
+@pytest.mark.parametrize(("first", "following"), [("lost", None), ("late", "error")])
+def test_a_stream_whose_last_answer_is_lost_is_no_failure(
+    first: Fault, following: Fault | None, bucket: Bucket, proxy: FaultyProxy
+) -> None:
+    """What one process sends by the client's own stream, as saves of models do."""
+    data, proxy.delay = np.random.default_rng(0).bytes(11 << 20), 3.0
+    proxy.fails = fails = Completions(proxy, first, following)
+    with Upload(f"{bucket.url}/out", part=5 << 20) as upload:
+        upload.prepare({"large.bin": len(data)})
+        upload.pwrite("large.bin", 0, memoryview(data))
+        upload.commit()
+    assert fails.asked > 1 or first != "late"
+    assert proxy.failed >= 1
+    assert look_at(bucket) == {"large.bin": data}
+    assert (bucket.parts("out/large.bin"), bucket.uploads()) == (3, [])
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"), [("error", "has not put the file together within 2 seconds"), ("forbidden", "access denied")]
+)
+def test_an_upload_that_is_never_completed_is_an_error_in_time(
+    fault: Fault, message: str, bucket: Bucket, proxy: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once where the service refuses for good; nothing is visible, and all that was sent is kept."""
+    monkeypatch.setattr(multipart, "COMPLETION", 2.0)
+    source = many(tmp_path / "source", 12)
+    plan = done_but_for_the_end(bucket, source)
+    there = bucket.uploads()
+    proxy.fails = fails = Completions(proxy, fault, fault)
+    begun = time.monotonic()
+    with pytest.raises(StorageError, match=message):
+        commit_work(plan)
+    assert time.monotonic() - begun < 30
+    assert (fails.asked == 1) is (fault == "forbidden")
+    assert not [name for name in bucket.names() if name.startswith("out/")]
+    assert bucket.uploads() == there
+    proxy.fails = lambda _method, _path: None
+    commit_work(plan)
+    tx.convert(source, tmp_path / "wanted", to="safetensors", shard_size=SHARD)
+    assert look_at(bucket) == contents(tmp_path / "wanted")
+    assert hidden(bucket) == []
+
+
+def test_a_file_of_before_is_not_taken_for_the_one_that_was_sent(
+    bucket: Bucket, proxy: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The upload is gone, and at its place is another one with as many parts, its tag foretold or not."""
+    path, client = f"{bucket.name}/file", multipart.S3Multipart(Service(f"{bucket.url}/file"))
+    assert proxy.failed == 0
+    monkeypatch.setattr(multipart, "_LOOKS", 2)
+    rng = np.random.default_rng(0)
+    for foretold in (True, False):
+        if not foretold:
+            monkeypatch.setattr(multipart, "completed_tag", lambda _tags: None)
+        first, second = client.begin_upload(path, "file"), client.begin_upload(path, "file")
+        before = rng.bytes(1000)
+        client.complete(path, first, [client.send_part(path, first, 1, before, "file")], "file")
+        tags = [client.send_part(path, second, 1, rng.bytes(1000), "file")]
+        client.abort(path, second, "file")
+        with pytest.raises(StorageError, match="the upload is gone"):
+            client.complete(path, second, tags, "file")
+        assert bucket.get("file") == before
 
 
 def test_a_beginning_that_fails_leaves_no_uploads(

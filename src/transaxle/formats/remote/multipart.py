@@ -12,22 +12,31 @@ import hashlib
 import re
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from transaxle.errors import TransaxleError, refuse
-from transaxle.formats.remote.service import Service
+from transaxle.formats.remote.service import NO_CREDENTIALS, Service
 
 PATIENCE = 120.0
 """Seconds of one attempt at a request, beside those for its bytes."""
 SLOWEST = 1 << 20
 """Bytes a second below which a connection counts as stalled."""
+COMPLETION = 600.0
+"""Seconds that a service may take to put a file together from its parts: S3 takes minutes for large ones."""
 _TRIES = 3
 _PAUSE = 1.0
+_LONGEST_PAUSE = 15.0
+_LOOKS = 6
+"""How often an upload is looked for that is gone, until its file counts as missing."""
+_CONFLICT, _SERVER_ERROR = 409, 500
 S3 = frozenset({"s3", "s3a"})
 """Schemes of services with uploads that several processes can send."""
 _MD5 = re.compile(r"[0-9a-f]{32}")
 _TYPE = "application/octet-stream"
+_COMPLETING = "completing the upload"
+_LATER = "Try again when it does; with --resume what was sent is kept."
 
 
 @dataclass(frozen=True)
@@ -155,15 +164,39 @@ class S3Multipart:
             marker = {"PartNumberMarker": answer["NextPartNumberMarker"]}
 
     def complete(self, path: str, upload: str, tags: Sequence[str], file: str) -> None:
-        """See `Multipart`; where the answer was lost, the file that is there tells that it was completed."""
+        """See `Multipart`; an answer that is lost, late or an error of the server says nothing.
+
+        The service may have completed the upload, or be at it, and refuse while it is. So each time we look whether the
+        file is there, as what its tag says, and ask again until `COMPLETION` is over.
+        """
         parts = [{"PartNumber": number, "ETag": f'"{tag}"'} for number, tag in enumerate(tags, 1)]
-        try:
-            asked = {**self._of(path), "UploadId": upload, "MultipartUpload": {"Parts": parts}}
-            self._call("complete_multipart_upload", "completing the upload", file, asked)
-        except FileNotFoundError:
-            info = self._service.info(path, file)
-            if info is None or not (tag := completed_tag(tags)) or str(info.get("ETag", "")).strip('"') != tag:
-                raise gone(file) from None
+        asked = {**self._of(path), "UploadId": upload, "MultipartUpload": {"Parts": parts}}
+        before = "" if completed_tag(tags) else self._tag_of(path, file)
+        end, pause, missed = time.monotonic() + COMPLETION, _PAUSE, 0
+        while True:
+            try:
+                self._ask("complete_multipart_upload", asked, PATIENCE)
+            except Exception as error:  # noqa: BLE001 - what clients raise has no common base
+                failure = error
+            else:
+                return
+            with suppress(TransaxleError):
+                if _is_made_of(tags, self._tag_of(path, file), before):
+                    return
+                missed += isinstance(failure, FileNotFoundError) or self.stored_parts(path, upload, file) is None
+            if missed == _LOOKS:
+                raise gone(file)
+            if not (isinstance(failure, FileNotFoundError) or _is_open(failure)):
+                with self._service.working(_COMPLETING, file):
+                    raise failure
+            if time.monotonic() + pause > end:
+                raise _incomplete(file)
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _tag_of(self, path: str, file: str) -> str:
+        """Return the tag of a file; empty where there is none."""
+        return str((self._service.info(path, file) or {}).get("ETag", "")).strip('"')
 
     def abort(self, path: str, upload: str, file: str) -> None:
         """See `Multipart`."""
@@ -210,25 +243,78 @@ class S3Multipart:
 
     def _call(self, method: str, doing: str, file: str, options: dict[str, Any], size: int = 0) -> Any:
         """Make one request; a missing upload is a FileNotFoundError, everything else that fails a StorageError."""
-        from fsspec.asyn import sync
         from fsspec.exceptions import FSTimeoutError
 
-        client: Any = self._service.client
         limit = PATIENCE + size / SLOWEST
         with self._service.working(doing, file, missing=True):
             for number in range(1, _TRIES + 1):
                 try:
-                    return sync(client.loop, client._call_s3, method, timeout=limit, **options)
+                    return self._ask(method, options, limit)
                 except FSTimeoutError:
                     if number == _TRIES:
                         raise _stalled(doing, file, limit) from None
                     time.sleep(_PAUSE * number)
         raise AssertionError  # pragma: no cover - the loop returns or raises
 
+    def _ask(self, method: str, options: dict[str, Any], limit: float) -> Any:
+        """Make one request of the client, which may take so many seconds; raises what the client does."""
+        from fsspec.asyn import sync
+
+        client: Any = self._service.client
+        return sync(client.loop, client._call_s3, method, timeout=limit, **options)
+
+
+def complete_stream(service: Service, stream: Any, file: str) -> bool:
+    """Complete the upload of a client's own stream whose commit has failed, unless the service has completed it.
+
+    Args:
+        service: it.
+        stream: of fsspec.
+        file: its name, for errors.
+
+    Returns:
+        False where it is no such upload, or one of a single step.
+
+    Raises:
+        StorageError: IO.
+    """
+    upload, parts = getattr(stream, "mpu", None), getattr(stream, "parts", None)
+    if service.scheme not in S3 or not upload or not parts:
+        return False
+    tags = [str(part["ETag"]).strip('"') for part in parts]
+    S3Multipart(service).complete(str(stream.path), str(upload["UploadId"]), tags, file)
+    return True
+
+
+def _is_made_of(tags: Sequence[str], tag: str, before: str) -> bool:
+    """Tell whether a file is that of an upload.
+
+    Args:
+        tags: of the upload's parts.
+        tag: of the file; empty where there is none.
+        before: what it was before the upload was to be completed, needed where no tag can be foretold.
+    """
+    expected = completed_tag(tags)
+    return tag == expected if expected else tag != before and tag.endswith(f"-{len(tags)}")
+
+
+def _is_open(error: Exception) -> bool:
+    """Tell whether a request may have been carried out, or will be: there was no answer, or no final one."""
+    answer = getattr(error.__cause__ or error, "response", None)
+    if not isinstance(answer, dict):
+        return type(error).__name__ not in NO_CREDENTIALS
+    status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode", _SERVER_ERROR)
+    return bool(status == _CONFLICT or status >= _SERVER_ERROR)
+
+
+def _incomplete(file: str) -> TransaxleError:
+    message = f"{_COMPLETING}: the service has not put the file together within {COMPLETION:.0f} seconds"
+    return refuse("IO", message, file=file, hint=_LATER)
+
 
 def _stalled(doing: str, file: str, limit: float) -> TransaxleError:
     message = f"{doing}: the service did not answer within {limit:.0f} seconds, {_TRIES} times"
-    return refuse("IO", message, file=file, hint="Try again when it does; with --resume what was sent is kept.")
+    return refuse("IO", message, file=file, hint=_LATER)
 
 
 def gone(file: str) -> TransaxleError:

@@ -19,11 +19,12 @@ _CLIENTS = {
     "az": "adlfs", "abfs": "adlfs", "abfss": "adlfs", "sftp": "paramiko", "oci": "ocifs",
 }  # fmt: skip
 """Scheme -> package that fsspec needs for it."""
-_NO_CREDENTIALS = frozenset({
+NO_CREDENTIALS = frozenset({
     "NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "TokenRetrievalError",
     "UnauthorizedSSOTokenError", "ProfileNotFound", "DefaultCredentialsError", "RefreshError",
     "LocalTokenNotFoundError",
 })  # fmt: skip
+"""Names of what clients raise where they have no valid credentials."""
 _HOW_TO_LOG_IN = "Give the credentials in the way the service's client expects: environment, profile or login."
 
 Info = dict[str, Any]
@@ -239,7 +240,7 @@ def _failed(error: Exception, doing: str, file: str) -> TransaxleError:
         reason = "no such file"
     elif isinstance(error, PermissionError):
         reason, hint = f"access denied ({reason})" if reason else "access denied", _HOW_TO_LOG_IN
-    elif kind in _NO_CREDENTIALS:
+    elif kind in NO_CREDENTIALS:
         hint = _HOW_TO_LOG_IN
     elif isinstance(error, TooMuchError):
         hint = RANGES

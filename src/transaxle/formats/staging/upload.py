@@ -22,6 +22,7 @@ from transaxle.arguments import Overwrite, read_overwrite
 from transaxle.errors import TransaxleError, refuse
 from transaxle.formats.catalog.sidecar_files import MANIFEST, STATE_FOLDER
 from transaxle.formats.registry import holds_tensors, is_one_file, opens_checkpoint
+from transaxle.formats.remote.multipart import complete_stream
 from transaxle.formats.remote.service import FILE, Info, Service, Stream
 from transaxle.formats.staging.belongings import (
     RemoteFolder,
@@ -382,9 +383,13 @@ class _RemoteFile:
             self._open.close()
 
     def commit(self) -> None:
-        """Let the file appear."""
-        with self._service.working("completing the upload", self._name):
-            self._open.commit()
+        """Let the file appear; where the answer is lost, what is there tells whether it has."""
+        try:
+            with self._service.working("completing the upload", self._name):
+                self._open.commit()
+        except TransaxleError:
+            if not complete_stream(self._service, self._open, self._name):
+                raise
         self._stream = None
 
     def discard(self) -> None:
