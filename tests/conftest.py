@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import ctypes
+import gc
 import os
 import random
 import shutil
@@ -55,6 +57,8 @@ QUICK_IMPORTS = (sys.stdlib_module_names - {"subprocess", "multiprocessing"}) | 
 )
 """What a quick test may import beside the package and what is beside it here: no torch, no peers, no processes."""
 _TESTS = Path(__file__).parent
+_TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None)
+"""Gives pages back that nothing is on; only glibc has it."""
 _TEMPORARY = pytest.StashKey[str]()
 """The folder for everything temporary, if it is to be removed."""
 _AFTER_MULTIPROCESSING = -200
@@ -128,6 +132,19 @@ def _skip_without_gpu(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
+def pytest_collection_finish() -> None:
+    """Leave out of each later garbage collection what was imported for the tests: millions of objects that stay."""
+    _collect()
+
+
+def _collect() -> None:
+    """Free what nobody reaches any more: by itself the collector counts objects, and not how large they are."""
+    gc.collect()
+    gc.freeze()
+    if _TRIM is not None:
+        _TRIM(0)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Give everything temporary one folder, of whatever processes the tests start; workers get it with the rest."""
     if hasattr(config, "workerinput"):
@@ -150,6 +167,15 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     if folder := config.stash.get(_TEMPORARY, ""):
         remove = {"ignore_errors": True}
         Finalize(None, shutil.rmtree, args=(folder,), kwargs=remove, exitpriority=_AFTER_MULTIPROCESSING)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _what_is_needed() -> Iterator[None]:
+    """Give back what no test of a file needed, or needs any more: ranks, and memory."""
+    yield
+    if ranks := sys.modules.get("tests.live.ranks"):
+        ranks.stop_unused()
+    _collect()
 
 
 @pytest.fixture(autouse=True)

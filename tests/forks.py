@@ -15,8 +15,9 @@ _LONG = [
     "tests.oracles.deepspeed_peer.run",
     "deepspeed.runtime.zero.muon.muon_optimizer",
     *(f"transformers.models.{kind}.modeling_{kind}" for kind in ("llama", "mixtral", "phi3", "qwen2")),
+    "tests.frozen",
 ]
-"""What takes long to import; what is not installed is left out."""
+"""What takes long to import, and what is to come last; what is not installed is left out."""
 
 
 def context() -> SpawnContext | ForkServerContext:

@@ -1,9 +1,15 @@
-"""How much memory a test session takes at most: all its processes together, pages that they share counted once."""
+"""How much memory a test session takes at most: all its processes together, pages that they share counted once.
+
+Files that they have mapped count as far as they are in memory, files that they only read do not. Shared memory that
+outlives them all is told as well.
+"""
 
 from __future__ import annotations
 
 import os
 import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,7 +17,10 @@ import pytest
 OPTION = "--memory"
 _EVERY = 2.0
 """Seconds between looks: long enough to cost nothing, short enough to see what a test does that takes a minute."""
+_PATIENCE = 10.0
+"""Seconds in which shared memory must go when the session has ended: who removes it may be another process."""
 _PROC = Path("/proc")
+_SHARED = b"/dev/shm/"
 _SHOWN = 8
 """Processes that are named."""
 _WIDTH = 100
@@ -37,6 +46,9 @@ class MemoryMeter:
         """The processes that had most of them: bytes and command."""
         self.during: set[str] = set()
         """Tests that ran then, on whichever worker."""
+        self.left: list[str] = []
+        """Shared memory that these processes had, and that is still there when they have ended."""
+        self._shared: set[str] = set()
         self._running: set[str] = set()
         self._mark = f"\0{variable}={value}\0".encode()
         self._ended = threading.Event()
@@ -46,7 +58,9 @@ class MemoryMeter:
     def look(self) -> None:
         """Add up what the processes have now."""
         running = set(self._running)
-        found = {pid: _bytes(pid) for pid in self._processes()}
+        processes = self._processes()
+        found = {pid: _bytes(pid) for pid in processes}
+        self._shared.update(*(_shared(pid) for pid in processes))
         if (total := sum(found.values())) > self.peak:
             self.peak, self.during = total, running
             most = sorted(found, key=lambda pid: -found[pid])[:_SHOWN]
@@ -60,13 +74,18 @@ class MemoryMeter:
         """Note that a test has ended."""
         self._running.discard(nodeid)
 
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Look a last time, and let the session fail if it took too much."""
+    @pytest.hookimpl(wrapper=True, trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> Iterator[None]:
+        """Look a last time, and let the session fail if it took too much or left shared memory when all have ended."""
         self._ended.set()
         self._thread.join()
         self.look()
-        if self.peak > self.cap * _GB and session.exitstatus == pytest.ExitCode.OK:
+        yield
+        end = time.monotonic() + _PATIENCE
+        while (left := sorted(name for name in self._shared if Path(name).exists())) and time.monotonic() < end:
+            time.sleep(0.1)
+        self.left = left
+        if (left or self.peak > self.cap * _GB) and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
@@ -78,6 +97,8 @@ class MemoryMeter:
             terminalreporter.line(f"  {size / _GB:5.2f} GB  {command}")
         if self.peak > self.cap * _GB:
             terminalreporter.line(f"FAILED: {OPTION} allows {self.cap:g} GB", red=True)
+        if self.left:
+            terminalreporter.line(f"FAILED: shared memory is left: {', '.join(self.left)}", red=True)
 
     def _watch(self) -> None:
         while not self._ended.wait(_EVERY):
@@ -102,6 +123,14 @@ def _bytes(pid: int) -> int:
     """Return what a process has alone, and its share of what it has together with others."""
     rows = (line.split() for line in _read(pid, "smaps_rollup").splitlines())
     return next((int(row[1]) * 1024 for row in rows if row[0] == b"Pss:"), 0)
+
+
+def _shared(pid: int) -> set[str]:
+    """Return the files of shared memory that a process has mapped."""
+    if _SHARED not in (maps := _read(pid, "maps")):
+        return set()
+    lines = (line.split(maxsplit=5) for line in maps.splitlines())
+    return {os.fsdecode(line[5]) for line in lines if len(line) > 5 and line[5].startswith(_SHARED)}
 
 
 def _command(pid: int) -> str:

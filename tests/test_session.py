@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,6 +40,27 @@ def test_with_memory_of_a_program_that_it_starts(tmp_path):
 """Tests of one session: the first needs the sockets of multiprocessing, the second is the largest."""
 
 
+LEAVING = """
+import time
+from multiprocessing import resource_tracker
+from multiprocessing.shared_memory import SharedMemory
+
+
+def test_that_removes_its_memory():
+    held = SharedMemory(create=True, size=4096)
+    time.sleep(5)
+    held.close()
+    held.unlink()
+
+
+def test_that_leaves_its_memory():
+    left = SharedMemory(create=True, size=4096, name={name!r})
+    resource_tracker.unregister("/" + left.name, "shared_memory")
+    time.sleep(5)
+    left.close()
+"""
+
+
 @pytest.fixture
 def folder() -> Iterator[Path]:
     """A folder with a short path: that of a socket has a hundred characters."""
@@ -46,9 +68,9 @@ def folder() -> Iterator[Path]:
         yield Path(name)
 
 
-def _session(folder: Path, cap: float) -> subprocess.CompletedProcess[str]:
+def _session(folder: Path, cap: float, program: str = PROGRAM) -> subprocess.CompletedProcess[str]:
     """Run these tests as `make test` runs its own, by two workers with the same conftest."""
-    (folder / "test_program.py").write_text(PROGRAM, "utf-8")
+    (folder / "test_program.py").write_text(program, "utf-8")
     (folder / "pytest.ini").write_text("[pytest]\n", "utf-8")
     temporary = folder / "temporary"
     temporary.mkdir(exist_ok=True)
@@ -74,6 +96,18 @@ def test_item_10_a_session_that_takes_more_than_it_may_fails(folder: Path) -> No
     assert done.returncode == 1
     assert "2 passed" in done.stdout
     assert "FAILED: --memory allows 0.2 GB" in done.stdout
+
+
+def test_item_10_a_session_that_leaves_shared_memory_fails(folder: Path) -> None:
+    left = Path("/dev/shm", f"psm_{uuid.uuid4().hex}")
+    try:
+        done = _session(folder, 6, LEAVING.format(name=left.name))
+        assert left.exists()
+    finally:
+        left.unlink(missing_ok=True)
+    assert done.returncode == 1
+    assert "2 passed" in done.stdout
+    assert f"FAILED: shared memory is left: {left}\n" in done.stdout
 
 
 def test_item_10_make_test_has_a_cap() -> None:

@@ -7,6 +7,7 @@ Where `S3_SERVER` is set, the tests talk to the one at that address instead, whi
 from __future__ import annotations
 
 import os
+import urllib.request
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,6 +27,9 @@ ENVIRONMENT = {
 """Credentials that moto takes, and nothing that would look for others beyond this machine."""
 OTHER_SERVER = "S3_SERVER"
 """Variable with the address of another server."""
+_RESET = "/moto-api/reset"
+_PATIENCE = 60.0
+"""Seconds in which the server must answer."""
 _SERVER = """
 import sys
 from moto.server import main
@@ -92,8 +96,8 @@ class Bucket:
 
 
 @pytest.fixture
-def bucket(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> Bucket:
-    """An empty bucket, and an environment in which `s3://` means the server."""
+def bucket(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
+    """An empty bucket, and an environment in which `s3://` means the server, which then forgets what it has."""
     for name, value in {**ENVIRONMENT, "AWS_ENDPOINT_URL": s3_server}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("AWS_PROFILE", raising=False)
@@ -101,4 +105,5 @@ def bucket(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> Bucket:
     client = fsspec.filesystem("s3", skip_instance_cache=True, use_listings_cache=False)
     name = f"b-{uuid.uuid4().hex}"
     client.call_s3("create_bucket", Bucket=name)
-    return Bucket(client, name)
+    yield Bucket(client, name)
+    urllib.request.urlopen(f"{s3_server}{_RESET}", data=b"", timeout=_PATIENCE).close()

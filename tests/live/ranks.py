@@ -34,7 +34,7 @@ _GRACE = 180.0
 """Seconds after which the others have not heard of a rank that died."""
 _TICK = 1.0
 _MOST = 6
-"""Processes that are kept for later, of one session: each needs some 300 MB."""
+"""Processes that are kept for later, of one session: each needs some 120 MB."""
 _ATTEMPTS = 3
 _UNCONNECTED = "connectFullMesh failed"
 """What gloo says where the ranks of a group did not find each other: it cuts one in some thousands of connections."""
@@ -206,6 +206,8 @@ class Ranks:
 
 _ALIVE: dict[int, Ranks] = {}
 """Those used last are the last."""
+_USED: set[int] = set()
+"""World sizes of which ranks were asked for since `stop_unused`."""
 
 
 def ranks(world: int) -> Ranks:
@@ -218,12 +220,20 @@ def ranks(world: int) -> Ranks:
             _ALIVE.pop(next(iter(_ALIVE))).stop()
         found = Ranks(world)
     _ALIVE[world] = found
+    _USED.add(world)
     return found
 
 
 def run(world: int, task: Task, *args: Any) -> list[Any]:
     """Run `task(rank, world, *args)` on every rank of a world; see `Ranks.run`."""
     return ranks(world).run(task, *args)
+
+
+def stop_unused() -> None:
+    """Stop the ranks of world sizes that nobody has asked for since this was called last."""
+    for world in _ALIVE.keys() - _USED:
+        _ALIVE.pop(world).stop()
+    _USED.clear()
 
 
 def stop_all() -> None:
