@@ -30,6 +30,13 @@ def test_keys_that_are_equal_by_default_have_sizes_of_their_own(variant: int) ->
     assert made["text_config"]["num_hidden_layers"] != made["vision_config"]["num_hidden_layers"]
 
 
+@pytest.mark.parametrize("key", ["intermediate_size", "d_ff", "dff"])
+def test_widths_of_feed_forward_layers_are_known_by_every_name(key: str) -> None:
+    """Of CTRL's, `dff`, nothing was told, and a model of 8,192 took a gigabyte to trace."""
+    assert len({tiny({key: 8192}, variant)[key] for variant in range(VARIANTS)}) == VARIANTS
+    assert tiny({key: 8192}, PROPORTIONED, sizes=SMALL)[key] < 1024
+
+
 def test_variants_differ_in_sizes_and_further_ones_in_flags() -> None:
     config = {"hidden_size": 512, **{f"use_{number}": False for number in range(12)}}
     made = [tiny(config, variant, flip=True) for variant in range(MORE_VARIANTS)]

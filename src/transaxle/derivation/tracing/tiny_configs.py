@@ -38,7 +38,7 @@ _RULES: tuple[tuple[tuple[int, ...], str], ...] = (
     (_VOCABULARY, r"""(?!type_)(\w+_)?vocab_size n_vocab vocab_size_per_layer_input"""),
     (_HIDDEN, """(text_|out_|encoder_|decoder_|backbone_|attention_|rnn_|adapter_)?hidden_size d_model n_embd dim
         lru_width (text_|output_)?embed_dim embedding_size model_dim hidden_dim word_embed_proj_dim"""),
-    ((96, 144, 176, 208), """(dense_|ffn_)?intermediate_size(_mlp)? (encoder_|decoder_)?ffn_dim d_ff n_inner
+    ((96, 144, 176, 208), """(dense_|ffn_)?intermediate_size(_mlp)? (encoder_|decoder_)?ffn_dim d_?ff n_inner
         ffn_hidden_size mlp_dim d_inner feed_forward_proj_dim"""),
     ((48, 56, 72, 88), """(moe_|shared_|expert_)(shared_)?(expert_)?(intermediate_size|ffn_hidden_size|dim)
         shared_expert_intermediate_size share_expert_dim expert_ffn_hidden_size"""),
