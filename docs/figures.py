@@ -138,6 +138,13 @@ def _mixture(folder: Path) -> Path:
     return _write(folder, held, config)
 
 
+def _experts(folder: Path) -> tuple[list[Array], Array]:
+    """Return the experts' `down` of a mixture, tensor by tensor as the hub has them, and stacked as torchtitan does."""
+    with tx.open(_mixture(folder)) as checkpoint:
+        apart = [checkpoint[DOWN.format(e=e)].read() for e in range(EXPERTS)]
+        return apart, checkpoint.as_dialect("torchtitan")[STACKED].read()
+
+
 def _llama(folder: Path, head: int, inner: int, *, hidden: int = 4, fp8: bool = False) -> Path:
     """Write a Llama; elements of q, k and v, and of gate and up, are the number of the tensor and of the row."""
     base, heads, groups = "model.layers.0.", 4, 2
@@ -176,9 +183,7 @@ def name_shape_mesh(work: Path) -> str:
         "stacked tensor, and on a mesh, where each of two ranks holds two of them.",
         268,
     )
-    with tx.open(_mixture(work / "moe")) as checkpoint:
-        stacked = checkpoint.as_dialect("torchtitan")[STACKED].read()
-        apart = [checkpoint[DOWN.format(e=e)].read() for e in range(EXPERTS)]
+    apart, stacked = _experts(work / "moe")
     for x, head, below in (
         (16, "in the name", "4 tensors"),
         (218, "in the shape", "1 tensor"),
@@ -305,8 +310,7 @@ def ep_fsdp(work: Path) -> str:
         "rows of each. Rank 0 holds the first three rows of experts 0 and 1, rank 3 the last three of experts 2 and 3.",
         310,
     )
-    with tx.open(_mixture(work / "cut")) as checkpoint:
-        stacked = checkpoint.as_dialect("torchtitan")[STACKED].read()
+    _, stacked = _experts(work / "cut")
     for rank in range(4):
         ep, shard = divmod(rank, 2)
         experts, rows = place(stacked.shape, [MeshCut(0, 2, ep), MeshCut(1, 2, shard)])[:2]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -86,35 +86,37 @@ class AllButTheFirstPart:
             return None if number in (None, self._first) else self._fault
 
 
-@pytest.mark.parametrize(("fault", "one_of"), [("slow down", 4), ("reset", 6), ("truncate", 8), ("stall", 12)])
-def test_what_passes_is_tried_again(
-    fault: Fault, one_of: int, bucket: Bucket, proxy: FaultyProxy, tmp_path: Path
-) -> None:
-    source = many(tmp_path / "source", 18)
-    tx.convert(source, tmp_path / "wanted", to="safetensors", shard_size=SHARD)
-    proxy.fails = Sometimes(fault, one_of)
-    plan = planned(source, f"{bucket.url}/out", "safetensors", 3, shard_size=SHARD)
+def by_workers(source: Path, url: str) -> None:
+    """Convert with three workers."""
+    plan = planned(source, url, "safetensors", 3, shard_size=SHARD)
     begin_work(plan)
     do(plan)
     commit_work(plan)
-    assert proxy.failed > 1
-    proxy.fails = lambda _method, _path: None
-    assert look_at(bucket) == contents(tmp_path / "wanted")
-    assert hidden(bucket) == []
 
 
+def in_one_process(source: Path, url: str) -> None:
+    """Convert without workers, in items that are uploaded as theirs."""
+    assert tx.convert(source, url, to="safetensors", shard_size=SHARD, jobs=2).workers == {}
+
+
+@pytest.mark.parametrize("convert", [by_workers, in_one_process], ids=lambda convert: convert.__name__)
 @pytest.mark.parametrize(("fault", "one_of"), [("slow down", 4), ("reset", 6), ("truncate", 8), ("stall", 12)])
-def test_one_process_tries_again(
-    fault: Fault, one_of: int, bucket: Bucket, proxy: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_passes_is_tried_again(
+    convert: Callable[[Path, str], None],
+    fault: Fault,
+    one_of: int,
+    bucket: Bucket,
+    proxy: FaultyProxy,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(one_process, "ITEM", 6 << 20)
     source = many(tmp_path / "source", 18)
     tx.convert(source, tmp_path / "wanted", to="safetensors", shard_size=SHARD)
     proxy.fails = Sometimes(fault, one_of)
-    report = tx.convert(source, f"{bucket.url}/out", to="safetensors", shard_size=SHARD, jobs=2)
+    convert(source, f"{bucket.url}/out")
     assert proxy.failed > 1
     proxy.fails = lambda _method, _path: None
-    assert report.workers == {}
     assert look_at(bucket) == contents(tmp_path / "wanted")
     assert hidden(bucket) == []
 
