@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
+from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,31 +16,46 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from transaxle.engine.facts import tally
-from transaxle.engine.facts.tally import Moments, tally_of
+from transaxle.engine.facts.exact_tally import EXACT_TYPES, Moments
+from transaxle.engine.facts.tally import tally_of
 from transaxle.formats.dtype import ITEM_BITS, numpy_dtype
 
 _SMALL = {numpy_dtype(code): code for code, bits in reversed(ITEM_BITS.items()) if bits in {8, 16}}
 COUNTED = list(_SMALL.values())
-EXACT = [*COUNTED, "F32"]
-WIDE = ["F64", "I32", "U32", "I64", "U64"]
+WIDE = ["F32", "F64", "I32", "U32", "I64", "U64"]
+EXACT = [*COUNTED, *WIDE]
+LONG = 9001
+"""Elements of more than two pieces that the compiled loops look at together."""
 needs_compiled = pytest.mark.skipif(tally.load() is None, reason="the loops are not built here")
 
 
-def doubles(codes: np.ndarray, code: str) -> np.ndarray:
-    """The values of codes, as ml_dtypes and numpy read them."""
+def numbers(codes: np.ndarray, code: str) -> list[float | int]:
+    """The values of codes, as ml_dtypes and numpy read them, without rounding."""
     with np.errstate(invalid="ignore"):
-        values: np.ndarray = (codes != 0 if code == "BOOL" else codes.view(numpy_dtype(code))).astype(np.float64)
-    return values
+        values: np.ndarray = codes != 0 if code == "BOOL" else codes.view(numpy_dtype(code))
+        if code[0] == "F" or code == "BF16":
+            values = values.astype(np.float64)
+    read: list[float | int] = values.tolist()
+    return read
 
 
-def expected(values: np.ndarray) -> Moments:
-    """The same by Python's own exact sums, value by value."""
-    finite = [float(value) for value in values if math.isfinite(value)]
+def rounded(exact: Fraction) -> float:
+    """The nearest double; infinite above all."""
+    try:
+        return float(exact)
+    except OverflowError:
+        return math.inf if exact > 0 else -math.inf
+
+
+def expected(values: list[float | int]) -> Moments:
+    """The same by Python's fractions, value by value."""
+    finite = [value for value in values if math.isfinite(value)]
+    exact = [Fraction(value) for value in finite]
     return Moments(
-        min(finite, default=math.nan),
-        max(finite, default=math.nan),
-        math.fsum(finite),
-        math.fsum(value * value for value in finite),
+        float(min(finite, default=math.nan)),
+        float(max(finite, default=math.nan)),
+        rounded(sum(exact, Fraction())),
+        rounded(sum((value * value for value in exact), Fraction())),
         len(values),
         sum(value == 0 for value in finite),
         sum(math.isnan(value) for value in values),
@@ -46,11 +63,11 @@ def expected(values: np.ndarray) -> Moments:
     )
 
 
-def largest(values: np.ndarray, width: int) -> list[float]:
+def largest(values: list[float | int], width: int) -> list[float]:
     found = [0.0] * width
     for number, value in enumerate(values if width else ()):
         if math.isfinite(value):
-            found[number % width] = max(found[number % width], abs(float(value)))
+            found[number % width] = max(found[number % width], float(abs(value)))
     return found
 
 
@@ -82,13 +99,13 @@ def test_any_codes_in_any_blocks(code: str, compiled: bool, data: st.DataObject)
     """NaN of every payload, both zeros, blocks that end within rows, odd addresses."""
     bits = ITEM_BITS[code]
     seed, count = data.draw(st.integers(0, 1 << 30)), data.draw(st.integers(0, 300))
-    codes = np.random.default_rng(seed).integers(0, 1 << bits, count).astype(f"u{bits // 8}")
+    codes = np.random.default_rng(seed).integers(0, 1 << bits, count, f"u{bits // 8}")
     few = data.draw(st.sets(st.integers(0, (1 << bits) - 1), max_size=4))
     codes[: len(few)] = list(few)[: len(codes)]
     width, offset = data.draw(st.integers(0, 40)), data.draw(st.integers(0, 7))
     cuts = data.draw(st.lists(st.integers(0, 300), max_size=4))
     found = tallied(codes, code, width, cuts, offset, compiled=compiled)
-    values = doubles(codes, code)
+    values = numbers(codes, code)
     assert same(found.found(), expected(values))
     assert found.channels().tolist() == largest(values, width)
 
@@ -97,7 +114,7 @@ def test_any_codes_in_any_blocks(code: str, compiled: bool, data: st.DataObject)
 def test_every_code_once(code: str) -> None:
     bits = ITEM_BITS[code]
     codes = np.arange(1 << bits, dtype=f"u{bits // 8}")
-    values = doubles(codes, code)
+    values = numbers(codes, code)
     for compiled in (True, False):
         found = tallied(codes, code, len(codes), [], 0, compiled=compiled)
         assert same(found.found(), expected(values))
@@ -118,29 +135,68 @@ def test_many_equal_values_are_added_without_loss(compiled: bool, value: float) 
 
 
 @needs_compiled
-@pytest.mark.parametrize("code", ["BF16", "F16", "F32", "F8_E4M3", "I8"])
+@pytest.mark.parametrize("code", ["BF16", "F16", *WIDE, "F8_E4M3", "I8", "U8"])
 def test_what_is_compiled_finds_what_numpy_finds(code: str) -> None:
-    """Of weights: half a million, some of them large, in blocks of odd sizes."""
+    """Of weights: fifty thousand, some of them large, in blocks of odd sizes."""
     random = np.random.default_rng(7)
-    values = random.standard_normal(500_003).astype(np.float32) * 3
+    values = random.standard_normal(50_003).astype(np.float32) * 3
     values[::1000] *= 20
     codes = values.astype(numpy_dtype(code)).view(f"u{ITEM_BITS[code] // 8}")
-    one, other = (tallied(codes, code, 641, [99_999, 400_000], 3, compiled=each) for each in (True, False))
-    assert one.found() == other.found() == expected(doubles(codes, code))
+    one, other = (tallied(codes, code, 641, [9_999, 40_000], 3, compiled=each) for each in (True, False))
+    assert one.found() == other.found() == expected(numbers(codes, code))
     assert np.array_equal(one.channels(), other.channels())
 
 
-@pytest.mark.parametrize("code", WIDE)
-def test_larger_types(code: str) -> None:
-    random = np.random.default_rng(3)
-    values = (random.standard_normal(1000) * 1000).astype(numpy_dtype(code))
-    found = tallied(values, code, 8, [100, 321], 0, compiled=True)
-    wide = values.astype(np.float64)
-    moments, exact = found.found(), expected(wide)
-    assert (moments.least, moments.largest, moments.zeros) == (exact.least, exact.largest, exact.zeros)
-    assert moments.total == pytest.approx(exact.total, rel=1e-9)
-    assert moments.squares == pytest.approx(exact.squares, rel=1e-9)
-    assert found.channels().tolist() == largest(wide, 8)
+@pytest.mark.parametrize("compiled", [pytest.param(True, marks=needs_compiled), False])
+@pytest.mark.parametrize("code", ["F32", "F64"])
+@pytest.mark.parametrize("span", [3, 22, 45, 270])
+def test_sums_are_exact_however_far_apart_values_are(code: str, compiled: bool, span: int) -> None:
+    """Values over so many powers of two, with NaN, infinite ones, zeros and subnormal ones among them, and without."""
+    random = np.random.default_rng(span)
+    single = np.exp2(random.uniform(-min(span, 149), max(0, span - 149), LONG)) * random.choice([-1.0, 1.0], LONG)
+    for odd in ((), (0.0, -0.0), (1e-45, -1e-40), (math.nan, math.inf, -math.inf, 0.0)):
+        values = single.astype(numpy_dtype(code))
+        values[: 2 * len(odd)] = odd * 2
+        values[-len(odd) or LONG :] = odd
+        codes = values.view(f"u{values.itemsize}")
+        for offset in (0, 1):
+            found = tallied(codes, code, 77, [5000], offset, compiled=compiled)
+            assert same(found.found(), expected(numbers(codes, code)))
+            assert found.channels().tolist() == largest(numbers(codes, code), 77)
+
+
+@pytest.mark.parametrize("compiled", [pytest.param(True, marks=needs_compiled), False])
+@pytest.mark.parametrize("sign", [-1.0, 1.0])
+def test_all_values_of_a_sign_and_the_largest_there_are(sign: float, compiled: bool) -> None:
+    """No sum holds the squares of the largest values; where none is negative, or none positive, extremes are right."""
+    for code in ("F32", "F64"):
+        kind = numpy_dtype(code)
+        values = np.full(LONG, sign * np.finfo(kind).max, kind)
+        values[3] /= 2
+        codes = values.view(f"u{kind.itemsize}")
+        found = tallied(codes, code, 0, [], 0, compiled=compiled).found()
+        assert same(found, expected(numbers(codes, code)))
+
+
+@needs_compiled
+def test_bins_are_emptied_before_they_are_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counts, and sums in double precision, of less than what they hold at once."""
+    monkeypatch.setattr(tally, "_PENDING", 1000)
+    kind = numpy_dtype("F64")
+    monkeypatch.setitem(EXACT_TYPES, kind, replace(EXACT_TYPES[kind], capacity=1000))
+    random = np.random.default_rng(1)
+    for code in ("U8", "BF16", "F64"):
+        codes = random.standard_normal(LONG).astype(numpy_dtype(code)).view(f"u{ITEM_BITS[code] // 8}")
+        found = tallied(codes, code, 11, [1, 700, 1400, 1402], 0, compiled=True)
+        assert same(found.found(), expected(numbers(codes, code)))
+        assert found.channels().tolist() == largest(numbers(codes, code), 11)
+
+
+@needs_compiled
+def test_runs_of_the_same_values() -> None:
+    values = np.repeat(np.array([0.0, 1.5, -3.0, 0.0], np.float32), [4097, 5, 1003, 2]).astype(numpy_dtype("BF16"))
+    codes = values.view(np.uint16)
+    assert same(tallied(codes, "BF16", 3, [8], 1, compiled=True).found(), expected(numbers(codes, "BF16")))
 
 
 @pytest.fixture
