@@ -53,7 +53,7 @@ def whole(case: str, header: bytes, code: Code = "CORRUPT", data: bytes = FOUR, 
 
 GOOD = text_of(NAME)
 INFO = GOOD[GOOD.index(b":") + 1 : -1]
-NESTED = 100_000
+NESTED = 1_000_000
 
 HOSTILE = [
     # The length field.
