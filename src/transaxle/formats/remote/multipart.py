@@ -302,7 +302,7 @@ def _is_open(error: Exception) -> bool:
     """Tell whether a request may have been carried out, or will be: there was no answer, or no final one."""
     answer = getattr(error.__cause__ or error, "response", None)
     if not isinstance(answer, dict):
-        return type(error).__name__ not in NO_CREDENTIALS
+        return not isinstance(error, PermissionError) and type(error).__name__ not in NO_CREDENTIALS
     status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode", _SERVER_ERROR)
     return bool(status == _CONFLICT or status >= _SERVER_ERROR)
 
