@@ -173,6 +173,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "source": (3, MANY),
     "src": (3, None, b"model"),
     "to": (3, None, Path("hf")),
+    "url": (3, b"s3://bucket"),
 }
 """Values of wrong types, for every argument that is read by `arguments` or `torch_arguments`."""
 READ = {"Config", "DType", "Device", "Patterns", "PathLike", "CheckpointLike", "Ranks", "Size", "DeviceMesh"}

@@ -37,7 +37,8 @@ def _trainer(folder: Path, callbacks: list[Any], steps: int, batch: int = 2, **s
         output_dir=str(folder), max_steps=steps, save_steps=2, logging_steps=1, per_device_train_batch_size=batch,
         learning_rate=1e-2, use_cpu=True, report_to=[], disable_tqdm=True, seed=3, **said,
     )  # fmt: skip
-    return Trainer(model=hub.model(MOE, torch.float32), args=args, train_dataset=TOKENS, callbacks=callbacks)
+    model = hub.model(MOE, torch.float32)
+    return Trainer(model=model, args=args, train_dataset=TOKENS, eval_dataset=TOKENS[:4], callbacks=callbacks)
 
 
 def _launched(rank: int, world: int) -> None:

@@ -1,24 +1,41 @@
 """Callbacks: what the trainers of others call to checkpoint through us; their packages are not imported here.
 
 Both keep what the trainer saves besides weights (progress, schedule, random numbers) and write into its own folder for
-a step, so that rotation and resuming work as they do without us.
+a step, so that rotation and resuming work as they do without us; or under a URL, where they rotate themselves.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
+import shutil
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Unpack
 
 from torch import nn
 
-from transaxle.arguments import PathLike, read_path, shows, wrong_type
+from transaxle.arguments import PathLike, check_keywords, read_path, shows, wrong_type
+from transaxle.errors import refuse
+from transaxle.formats.catalog.sidecar_files import MANIFEST
+from transaxle.formats.staging.location import on_this_machine, storage_at
+from transaxle.formats.storage.storage import is_url
 from transaxle.live.background.asynchronous import SaveJob, async_save
+from transaxle.live.integrations.step_checkpoints import (
+    StepCheckpoints,
+    Stepping,
+    divided,
+    is_complete,
+    stored_bytes,
+)
 from transaxle.live.load.load import load
 from transaxle.live.save.save import save
-from transaxle.live.save.save_request import UNSAID, Saving, check_options
+from transaxle.live.save.save_request import UNSAID, check_options
+from transaxle.live.training.extra_state import EXTRA, FILE, Extras
+from transaxle.live.transport.world import World
 from transaxle.torch_tensors.module_wrappers import unwrapped
 from transaxle.torch_tensors.torch_arguments import Ranks, read_group
 
@@ -28,6 +45,10 @@ _EVENT = "on_"
 _SCHEDULE = "lr_scheduler"
 _STATE_FILE, _HISTORY = "trainer_state.json", "log_history"
 """File in which the Trainer keeps its progress, and what it has logged so far."""
+_PROGRESS = "trainer_state"
+"""Name under which a checkpoint has that file's text."""
+_WEIGHTS = ".safetensors"
+_BLOCK = 8 << 20
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
@@ -41,20 +62,24 @@ class TrainerCheckpoints:
     and sharding, after the Trainer has loaded its own copies. The Trainer deletes old checkpoints (`save_total_limit`)
     before this callback writes, so let it keep two.
 
+    With `url`, each `checkpoint-N` lies there instead, with the Trainer's progress in it: `fetch` brings one back for a
+    Trainer that has nothing. The callback then deletes old ones itself, after a newer one is complete.
+
     Args:
         to: `FORMAT[:DIALECT]`, as for `save`.
         background: write while training goes on, as `async_save` does.
-        resume: the folder `checkpoint-N` to resume from, if it is not in the Trainer's `output_dir`: the Trainer does
-            not pass it to callbacks.
+        resume: the `checkpoint-N` to resume from, if it is neither in the Trainer's `output_dir` nor under `url`: the
+            Trainer does not pass it to callbacks.
         group: the ranks that train, and save, together; None: all.
-        **options: those of `save`, such as `family` and `shard_size`.
+        **options: `url` (a folder or URL for the checkpoints), `keep` (how many of them stay; the Trainer's best one
+            stays, too; None: all), and those of `save`, such as `family` and `shard_size`.
 
     Raises:
         TypeError: an argument that there is not, or of a type that it cannot have.
         TransaxleError: a format, family or dialect that there is not; a config that cannot be read.
     """
 
-    @shows(Saving, **UNSAID)
+    @shows(Stepping, **UNSAID)
     def __init__(
         self,
         *,
@@ -62,16 +87,18 @@ class TrainerCheckpoints:
         background: bool = True,
         resume: PathLike | None = None,
         group: Ranks | None = None,
-        **options: Unpack[Saving],
+        **options: Unpack[Stepping],
     ) -> None:
-        check_options("TrainerCheckpoints", to, options)
+        check_keywords("TrainerCheckpoints", options, Stepping.__annotations__)
+        url, keep, self._options = divided(options)
+        check_options("TrainerCheckpoints", to, self._options)
         if not isinstance(background, bool):
             raise wrong_type("background", "a bool: True or False", background)
         self._to = to
         self._background = background
-        self._resume = None if resume is None else read_path("resume", resume)
+        self._resume = None if resume is None else on_this_machine(read_path("resume", resume))
         self._group = read_group("group", group)
-        self._options = options
+        self._steps = None if url is None else StepCheckpoints(url, keep, self._group, background=background)
         self._job: SaveJob | None = None
 
     def __getattr__(self, name: str) -> Callable[..., None]:
@@ -83,19 +110,69 @@ class TrainerCheckpoints:
         """Load the state if the Trainer resumes from a checkpoint that this callback has written.
 
         Warns about a checkpoint without such a state: then the Trainer's own copies of weights and state apply.
+
+        Raises:
+            StorageError: IO where `url` cannot be reached.
         """
         if not state.global_step:
             return
-        places = [place for place in (self._resume, args.resume_from_checkpoint, _folder(args, state).parent) if place]
-        source = next((Path(place, FOLDER) for place in places if _is_of(state, Path(place))), None)
-        if source is not None and source.exists():
-            load(given["model"], source, optimizer=given["optimizer"], extra=_schedule(given), group=self._group)
+        name = _name(state.global_step)
+        places = [
+            each for each in (self._resume, args.resume_from_checkpoint, str(Path(args.output_dir, name))) if each
+        ]
+        if self._steps is not None:
+            places.insert(0, self._steps.place(name))
+        sources = World(self._group).pool(lambda: next(filter(None, (_source(state, each) for each in places)), ""))
+        if sources[0]:  # as the first rank finds it: all load the same
+            load(given["model"], sources[0], optimizer=given["optimizer"], extra=_schedule(given), group=self._group)
         else:
-            looked = ", ".join(str(Path(place, FOLDER)) for place in places)
+            looked = ", ".join(each if is_url(each) else str(Path(each, FOLDER)) for each in places)
             message = f"no checkpoint of this callback for step {state.global_step}: looked for {looked}; give resume="
             warnings.warn(
                 f"{message} with the folder checkpoint-N. The Trainer's own copies are loaded instead", stacklevel=2
             )
+
+    def fetch(self, output_dir: PathLike) -> str | None:
+        """Bring back the newest complete checkpoint under `url`, as a folder that a Trainer resumes from.
+
+        Call it on one rank of each machine that has an `output_dir` of its own, before `train`. The folder has the
+        weights and the progress; `train` then loads the rest, and each rank its part of the weights, from `url`.
+
+        Args:
+            output_dir: that of the Trainer; `checkpoint-N` appears there when it is complete.
+
+        Returns:
+            The folder, for `trainer.train(resume_from_checkpoint=…)`; None where there is no checkpoint. A folder of
+            this step that is there already stays as it is.
+
+        Raises:
+            TypeError: `output_dir` is no path.
+            Refused: UNSUPPORTED without `url`, and for files that the Trainer does not read: anything but safetensors.
+            StorageError: IO.
+        """
+        folder = Path(read_path("output_dir", output_dir))
+        if self._steps is None:
+            raise refuse("UNSUPPORTED", "there is no url to fetch from", hint="Give TrainerCheckpoints(url=…).")
+        steps = self._steps.steps()
+        if not steps:
+            return None
+        name = _name(max(steps))
+        target = folder / name
+        if not target.exists():
+            progress = _progress(self._steps.place(name))
+            if progress is None:
+                message = "this checkpoint was not saved by the callback: it has no progress of a Trainer"
+                raise refuse("INCOMPLETE", message, file=self._steps.place(name), hint="Load it with tx.load.")
+            unfinished = folder / f".{name}-{os.getpid()}"
+            unfinished.mkdir(parents=True)
+            try:
+                _copy_weights(self._steps.place(name), unfinished)
+                (unfinished / _STATE_FILE).write_text(progress, "utf-8")
+                unfinished.rename(target)
+            except BaseException:
+                shutil.rmtree(unfinished)
+                raise
+        return str(target)
 
     def on_step_end(self, _args: Any, _state: Any, control: Any = None, **_: Any) -> None:
         """Wait for the last save where another is due: before that, the Trainer may delete the one being written.
@@ -117,12 +194,20 @@ class TrainerCheckpoints:
         self._wait()
 
     def on_save(self, args: Any, state: Any, *_: Any, **given: Any) -> None:
-        """Save weights, optimizer and schedule beside the Trainer's own files."""
-        told = {"optimizer": given["optimizer"], "extra": _schedule(given), "overwrite": True, "group": self._group}
+        """Save weights, optimizer and schedule beside the Trainer's own files, or under `url`."""
+        told = {"to": self._to, "optimizer": given["optimizer"], "extra": _schedule(given), **self._options}
+        if self._steps is not None:
+            first = World(self._group).gather(json.dumps(dataclasses.asdict(state), sort_keys=True))[0]
+            told["extra"] = {**told["extra"], _PROGRESS: first}
+            best = _name(state.best_global_step) if state.best_global_step else None
+            self._steps.save(given["model"], _name(state.global_step), best, **told)
+            return
+        place = Path(args.output_dir, _name(state.global_step), FOLDER)
+        told |= {"overwrite": True, "group": self._group}
         if self._background:
-            self._job = async_save(given["model"], _folder(args, state), to=self._to, **told, **self._options)
+            self._job = async_save(given["model"], place, **told)
         else:
-            save(given["model"], _folder(args, state), to=self._to, **told, **self._options)
+            save(given["model"], place, **told)
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Wait for the last save.
@@ -135,6 +220,8 @@ class TrainerCheckpoints:
     def _wait(self) -> None:
         if self._job is not None:
             self._job.result()
+        if self._steps is not None:
+            self._steps.wait()
 
 
 def _schedule(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -143,18 +230,63 @@ def _schedule(given: Mapping[str, Any]) -> dict[str, Any]:
     return {} if found is None else {_SCHEDULE: found}
 
 
-def _folder(args: Any, state: Any) -> Path:
-    """Return where a step's checkpoint lies, beside what the Trainer itself stores of that step."""
-    return Path(args.output_dir, f"checkpoint-{state.global_step}", FOLDER)
+def _name(step: int) -> str:
+    """Return the name of a step's folder, as the Trainer gives it."""
+    return f"checkpoint-{step}"
 
 
-def _is_of(state: Any, checkpoint: Path) -> bool:
-    """Tell whether a Trainer's state was loaded from this checkpoint: its history of logs is the one stored there."""
+def _source(state: Any, place: str) -> str:
+    """Return where the checkpoint of ours lies that a Trainer's state is of, at a place or in it; empty for none.
+
+    Its history of logs is the one stored there.
+
+    Raises:
+        StorageError: IO.
+    """
+    if not is_url(place):
+        with suppress(OSError):
+            if _has_history(state, Path(place, _STATE_FILE).read_bytes()) and Path(place, FOLDER).exists():
+                return str(Path(place, FOLDER))
+    return place if _has_history(state, (_progress(place) or "").encode()) else ""
+
+
+def _has_history(state: Any, text: bytes) -> bool:
+    """Tell whether a Trainer's file of its progress is that of a state."""
     try:
-        stored = json.loads((checkpoint / _STATE_FILE).read_bytes())[_HISTORY]
-    except (OSError, ValueError, LookupError, TypeError):
+        return json.dumps(json.loads(text)[_HISTORY]) == json.dumps(state.log_history)
+    except (ValueError, LookupError, TypeError):
         return False
-    return json.dumps(stored) == json.dumps(state.log_history)
+
+
+def _progress(place: str) -> str | None:
+    """Return the Trainer's progress of a complete checkpoint under a URL or in a folder; None where there is none.
+
+    Raises:
+        Refused: CORRUPT.
+        StorageError: IO.
+    """
+    text = stored_bytes(place, FILE) if is_complete(place) else None
+    found = None if text is None else Extras(text, World()).states.get(f"{EXTRA}/{_PROGRESS}")
+    return found if isinstance(found, str) else None
+
+
+def _copy_weights(place: str, folder: Path) -> None:
+    """Copy the model of a checkpoint, without what an optimizer needs.
+
+    Raises:
+        Refused: UNSUPPORTED where it is not in safetensors files; CORRUPT where it changes meanwhile.
+        StorageError: IO.
+    """
+    storage = storage_at(place)
+    names = [name for name in storage.listing("").names if name not in (MANIFEST, FILE)]
+    if not any(name.endswith(_WEIGHTS) for name in names):
+        hint = f'Convert it:  tx.convert("{place}", "{folder.parent}/checkpoint-N", to="hf")'
+        raise refuse("UNSUPPORTED", "a Trainer reads safetensors files, and there are none", file=place, hint=hint)
+    for name in names:
+        size = storage.size(name)
+        with (folder / name).open("wb") as file:
+            for start in range(0, size, _BLOCK):
+                file.write(storage.read(name, start, min(_BLOCK, size - start)))
 
 
 class AccelerateHooks:
@@ -163,21 +295,26 @@ class AccelerateHooks:
     `hooks.register(accelerator)` registers both hooks. Accelerate then omits its own copy of the weights; with its FSDP
     plugin it first writes and reads model and optimizer itself, and the values that Transaxle loads afterwards win.
 
+    With `url`, the checkpoint of `save_state("out/checkpoint_3")` is `checkpoint_3` there, and old ones are deleted
+    after a newer one is complete; accelerate's own files stay in its folder.
+
     Args:
         model: the prepared model.
         optimizer: its optimizer, to include its state in the checkpoint; accelerate always writes its own copy of a
             prepared optimizer, and loads that copy afterwards unless it is sharded.
         to: `FORMAT[:DIALECT]`, as for `save`.
         extra: other objects to save, as for `save`.
+        background: with `url`, write while training goes on, as `async_save` does; call `wait` at the end.
         group: the ranks that train, and save, together; None: all.
-        **options: those of `save`.
+        **options: `url` (a folder or URL for the checkpoints), `keep` (how many of them stay; what `keep_best` names
+            stays, too; None: all; names end in the number of the step), and those of `save`.
 
     Raises:
         TypeError: an argument that there is not, or of a type that it cannot have.
         TransaxleError: a format, family or dialect that there is not; a config that cannot be read.
     """
 
-    @shows(Saving, **UNSAID)
+    @shows(Stepping, **UNSAID)
     def __init__(
         self,
         model: nn.Module,
@@ -185,20 +322,28 @@ class AccelerateHooks:
         *,
         to: str = "hf",
         extra: Mapping[str, Any] | None = None,
+        background: bool = False,
         group: Ranks | None = None,
-        **options: Unpack[Saving],
+        **options: Unpack[Stepping],
     ) -> None:
-        check_options("AccelerateHooks", to, options)
+        check_keywords("AccelerateHooks", options, Stepping.__annotations__)
+        url, keep, self._options = divided(options)
+        check_options("AccelerateHooks", to, self._options)
         if not isinstance(model, nn.Module):
             raise wrong_type("model", "a torch.nn.Module, as `accelerator.prepare` returns it", model)
         if extra is not None and not isinstance(extra, Mapping):
             raise wrong_type("extra", "a mapping of names to objects or plain data", extra)
+        if not isinstance(background, bool):
+            raise wrong_type("background", "a bool: True or False", background)
+        if background and url is None:
+            hint = "Give url=, where nothing of accelerate's is."
+            raise refuse("UNSUPPORTED", "accelerate expects its folder to be complete: no background there", hint=hint)
         self._model = model
         self._optimizer = optimizer
         self._to = to
         self._extra = extra
         self._group = read_group("group", group)
-        self._options = options
+        self._steps = None if url is None else StepCheckpoints(url, keep, self._group, background=background)
 
     def register(self, accelerator: Any) -> None:
         """Register both hooks with an `Accelerator`."""
@@ -207,16 +352,45 @@ class AccelerateHooks:
 
     def save(self, models: list[nn.Module], weights: list[Any], output_dir: str) -> None:
         """Save the model, and remove its weights from the list that accelerate will write."""
-        told = {"optimizer": self._optimizer, "extra": self._extra, "overwrite": True, "group": self._group}
-        save(self._model, Path(output_dir, FOLDER), to=self._to, **told, **self._options)
+        told = {"to": self._to, "optimizer": self._optimizer, "extra": self._extra, **self._options}
+        if self._steps is not None:
+            self._steps.save(self._model, Path(output_dir).name, **told)
+        else:
+            save(self._model, Path(output_dir, FOLDER), overwrite=True, group=self._group, **told)
         places = [place for place, model in enumerate(models) if self._is_ours(model)]
         for place in places if weights else ():
             del weights[place]
 
     def load(self, models: list[nn.Module], input_dir: str) -> None:
         """Load the model, and remove it from the list that accelerate will load."""
-        load(self._model, Path(input_dir, FOLDER), optimizer=self._optimizer, group=self._group)
+        self.wait()
+        place = Path(input_dir, FOLDER) if self._steps is None else self._steps.place(Path(input_dir).name)
+        load(self._model, place, optimizer=self._optimizer, group=self._group)
         models[:] = [model for model in models if not self._is_ours(model)]
+
+    def keep_best(self, output_dir: PathLike | None) -> None:
+        """Let a checkpoint stay however old it becomes, and no longer the one that was the best before.
+
+        Args:
+            output_dir: what `save_state` was given, or returned; None: none stays.
+
+        Raises:
+            TypeError: it is no path.
+            Refused: UNSUPPORTED without `url`: accelerate deletes in its own folder.
+        """
+        if self._steps is None:
+            hint = "Give AccelerateHooks(url=…, keep=…), or copy it elsewhere."
+            raise refuse("UNSUPPORTED", "accelerate deletes its checkpoints itself", hint=hint)
+        self._steps.best = None if output_dir is None else Path(read_path("output_dir", output_dir)).name
+
+    def wait(self) -> None:
+        """Wait for the last save in the background, and delete what it replaces.
+
+        Raises:
+            TransaxleError: what it failed with.
+        """
+        if self._steps is not None:
+            self._steps.wait()
 
     def _is_ours(self, model: nn.Module) -> bool:
         """Tell whether accelerate speaks of our model; of what DDP wraps, it knows the inside."""

@@ -6,7 +6,6 @@ names of parameters, everything else beside them as plain data, so nothing is pi
 
 from __future__ import annotations
 
-import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,13 +18,10 @@ from torch import nn
 from transaxle.arguments import PathLike, check_keywords, read_path, shows, wrong_type
 from transaxle.engine.checkpoint.checkpoint import open_checkpoint
 from transaxle.errors import refuse
-from transaxle.formats.catalog.sidecar_files import MANIFEST
-from transaxle.formats.remote.service import Service
-from transaxle.formats.staging.belongings import LocalFolder, RemoteFolder, strangers
 from transaxle.formats.staging.location import on_this_machine
-from transaxle.formats.staging.upload import turn
 from transaxle.formats.storage.storage import is_url
 from transaxle.live.background.asynchronous import SaveJob, async_save
+from transaxle.live.integrations.step_checkpoints import remove
 from transaxle.live.load.load import load
 from transaxle.live.save.save import save
 from transaxle.live.save.save_request import UNSAID, Saving, check_options
@@ -163,19 +159,7 @@ class LightningCheckpoints:
                 that Transaxle wrote. Nothing is deleted then.
         """
         self._wait()
-        place = on_this_machine(read_path("path", path))
-        if not is_url(place):
-            if Path(place).exists():
-                _check_ours(LocalFolder(Path(place)), place)
-                shutil.rmtree(place)
-            return
-        service = Service(place)
-        files = service.below(service.path, service.shown)
-        if files:
-            _check_ours(RemoteFolder(service), service.shown)
-        names = {file.removeprefix(f"{service.path}/"): file for file in files}
-        for name in sorted(names, key=turn, reverse=True):  # the manifest first: nobody reads what is half gone
-            service.delete(names[name], name)
+        remove(on_this_machine(read_path("path", path)))
 
     def teardown(self) -> None:
         """Wait for the last save.
@@ -231,15 +215,3 @@ def _outline(state: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
         for number, values in state[_STATE].items()
     }
     return {_STATE: stepped, _GROUPS: state[_GROUPS], "names": [named[number] for number in stepped]}
-
-
-def _check_ours(folder: LocalFolder | RemoteFolder, shown: str) -> None:
-    """Refuse to delete a folder that is not all of it a checkpoint of ours.
-
-    Raises:
-        UsageError: EXISTS.
-    """
-    foreign = strangers(folder) if MANIFEST in folder.top() else [f"no {MANIFEST} there: the folder"]
-    if foreign:
-        message = f"nothing is deleted: {', '.join(foreign[:8])} belongs to no checkpoint that Transaxle wrote"
-        raise refuse("EXISTS", message, file=shown, hint="Move it elsewhere, or delete the folder by hand.")

@@ -1,0 +1,233 @@
+"""Trainer and accelerate save under a URL: in the background, rotated, and resumed where nothing else is left."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load as load_bytes
+
+import transaxle as tx
+from tests.formats.s3_server import Bucket, reach_s3
+from tests.live.integrations.test_integrations import (
+    _full_from,
+    _held,
+    _launched,
+    _losses,
+    _prepared,
+    _trainer,
+)
+from tests.live.ranks import run
+from tests.live.topologies import FSDP
+from tests.oracles.quiet import quiet
+from transaxle.formats.catalog.sidecar_files import MANIFEST
+from transaxle.live.integrations.step_checkpoints import StepCheckpoints, is_complete, remove
+
+pytestmark = pytest.mark.peers
+STEPS, KEPT = 10, 3
+BEST = {"eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "score", "greater_is_better": True}
+
+
+def _steps(bucket: Bucket) -> list[str]:
+    """Names of the complete checkpoints of a bucket; nothing else may lie there."""
+    folders = {name.split("/")[1] for name in bucket.names()}
+    assert folders == {name.split("/")[1] for name in bucket.names() if name.endswith(f"/{MANIFEST}")}
+    return sorted(folders, key=lambda name: int(name.rpartition("-")[2]))
+
+
+def _train(rank: int, world: int, server: str, folder: str, url: str, limit: int, again: bool) -> Any:
+    """Train under DDP, four examples a step over all ranks; `again`: from what is fetched."""
+    reach_s3(server)
+    with quiet():
+        _launched(rank, world)
+        callback = tx.TrainerCheckpoints(url=url, keep=KEPT)
+        trainer = _trainer(Path(folder), [callback], STEPS, 4 // world, save_total_limit=limit, **BEST)
+        trainer.compute_metrics = lambda _: {"score": -trainer.state.global_step}  # the first is the best
+        fetched = callback.fetch(folder) if again and rank == 0 else None
+        if world > 1:
+            torch.distributed.barrier()
+        trainer.train(resume_from_checkpoint=again or None)
+    weights = {name: p.detach().clone() for name, p in trainer.model.state_dict().items()}
+    return _losses(trainer), weights, fetched, trainer.state.best_global_step
+
+
+def test_a_trainer_saves_under_a_url_and_goes_on_where_nothing_else_is_left(
+    tmp_path: Path, bucket: Bucket, s3_server: str
+) -> None:
+    url = f"{bucket.url}/run"
+    (losses, weights, _, best), _ = run(2, _train, s3_server, str(tmp_path / "first"), url, 1, False)
+    assert sorted(losses) == list(range(1, STEPS + 1))
+    assert best == 2
+    assert _steps(bucket) == ["checkpoint-2", "checkpoint-6", "checkpoint-8", "checkpoint-10"]
+    assert bucket.uploads() == []
+    stored = load_bytes(bucket.get("run/checkpoint-10/model.safetensors"))
+    assert sum(torch.equal(stored[name], tensor) for name, tensor in weights.items() if name in stored) > 4
+    for name in _steps(bucket):
+        assert tx.verify(f"{url}/{name}").ok
+    for name in ("checkpoint-8", "checkpoint-10"):
+        remove(f"{url}/{name}")
+    for world in (2, 1):
+        for name in _steps(bucket):  # a run that went on leaves later ones
+            if name not in ("checkpoint-2", "checkpoint-6"):
+                remove(f"{url}/{name}")
+        out = tmp_path / f"on-{world}"
+        (found, after, fetched, best), *_ = run(world, _train, s3_server, str(out), url, 1, True)
+        assert fetched == str(out / "checkpoint-6")
+        assert best == 2
+        wanted = {step: losses[step] if world == 2 else pytest.approx(losses[step], rel=1e-5) for step in range(7, 11)}
+        assert {step: found[step] for step in range(7, 11)} == wanted
+        assert world == 1 or all(torch.equal(after[name], tensor) for name, tensor in weights.items())
+        assert _steps(bucket) == ["checkpoint-2", "checkpoint-6", "checkpoint-8", "checkpoint-10"]
+
+
+def _fetched(rank: int, world: int, folder: str) -> None:
+    """Whatever `fetch` finds, and what is lost if the copy of the weights alone is taken."""
+    url, out = Path(folder, "url"), Path(folder, "out")
+    with quiet():
+        assert tx.TrainerCheckpoints(url=url).fetch(out) is None
+        with pytest.raises(tx.TransaxleError, match="there is no url to fetch from"):
+            tx.TrainerCheckpoints().fetch(out)
+        callback = tx.TrainerCheckpoints(url=url, to="hf")
+        trainer = _trainer(Path(folder, "first"), [callback], 4)
+        trainer.train()
+        losses = _losses(trainer)
+        shutil.rmtree(url / "checkpoint-4")
+        fetched = callback.fetch(out)
+        assert fetched == str(out / "checkpoint-2")
+        assert callback.fetch(out) == fetched
+        assert sorted(path.name for path in out.iterdir()) == ["checkpoint-2"]
+        again = _trainer(out, [tx.TrainerCheckpoints(resume=url / "checkpoint-2")], 4)
+        again.train(resume_from_checkpoint=fetched)
+        assert {step: _losses(again)[step] for step in (3, 4)} == {step: losses[step] for step in (3, 4)}
+        moments = _trainer(out, [], 4)
+        moments.train(resume_from_checkpoint=fetched)
+        assert _losses(moments)[4] != losses[4]
+        other = tx.TrainerCheckpoints(url=Path(folder, "dcp"), to="dcp")
+        _trainer(Path(folder, "second"), [other], 2).train()
+        with pytest.raises(tx.TransaxleError, match="a Trainer reads safetensors files"):
+            other.fetch(Path(folder, "third"))
+        assert list(Path(folder, "third").iterdir()) == []
+
+
+def test_what_is_fetched_is_whole_or_not_there(tmp_path: Path) -> None:
+    run(1, _fetched, str(tmp_path))
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_nothing_is_deleted_before_a_newer_one_is_complete(tmp_path: Path, background: bool) -> None:
+    """Neither an old one, nor what was the best until now, nor steps after the one that a run went back to."""
+    url, model = tmp_path / "run", torch.nn.Linear(3, 2)
+    steps = StepCheckpoints(str(url), 2, None, background=background)
+
+    def names() -> set[int]:
+        return set(steps.steps())
+
+    def save(number: int, best: str | None = None) -> None:
+        steps.save(model, f"step-{number}", best, to="safetensors:identity")
+        steps.wait()
+
+    for number in range(1, 5):
+        save(number, "step-1")
+    assert names() == {1, 3, 4}
+    (url / "step-5").mkdir()
+    (url / "step-5" / "notes.txt").write_text("mine")
+    with pytest.raises(tx.TransaxleError, match=r"EXISTS"):
+        save(5, "step-5")
+    assert names() == {1, 3, 4}, "what failed replaces nothing"
+    save(2, "step-1")
+    assert names() == {1, 2, 3, 4}, "later steps stay"
+    (url / "step-1" / "notes.txt").write_text("mine")
+    steps.best = None
+    with pytest.warns(UserWarning, match=r"notes\.txt belongs to no checkpoint"):
+        save(6)
+    assert names() == {1, 2, 3, 4, 6}
+    shutil.rmtree(url / "step-1")
+    save(7)
+    assert names() == {6, 7}
+    assert all(tx.verify(url / f"step-{number}").ok for number in names())
+
+
+def _crash(rank: int, world: int, folder: str) -> None:
+    """The disk is full from the third checkpoint on: the two before it stay."""
+    url = Path(folder, "url")
+    with quiet():
+        callback = tx.TrainerCheckpoints(url=url, keep=1, background=False)
+        kept, os.pwrite = os.pwrite, _full_from(2)
+        try:
+            with pytest.raises(tx.TransaxleError) as found:
+                _trainer(Path(folder, "out"), [callback], 6).train()
+        finally:
+            os.pwrite = kept
+    assert found.value.code == "NO_SPACE"
+    assert [path.name for path in url.iterdir()] == ["checkpoint-2"]
+    assert tx.verify(url / "checkpoint-2").ok
+
+
+def test_a_trainer_whose_disk_is_full_keeps_the_one_before(tmp_path: Path) -> None:
+    run(1, _crash, str(tmp_path))
+
+
+def _save_states(rank: int, world: int, server: str, folder: str, url: str) -> list[dict[str, Any]]:
+    """Save five states of a sharded model in the background, of which the first is the best; return what each held."""
+    reach_s3(server)
+    held = []
+    with quiet():
+        accelerator, model, optimizer = _prepared(rank, world, 5, FSDP)
+        hooks = tx.AccelerateHooks(model, optimizer, url=url, keep=2, background=True)
+        hooks.register(accelerator)
+        tokens = torch.arange(24).reshape(2, 12)
+        for number in range(5):
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            optimizer.step()
+            accelerator.save_state(f"{folder}/checkpoint-{number}")
+            if number == 0:
+                hooks.keep_best(f"{folder}/checkpoint-{number}")
+            held.append(_held(model, optimizer))
+        hooks.wait()
+    return held
+
+
+def _load_state(rank: int, world: int, server: str, folder: str, url: str, own: bool) -> dict[str, Any]:
+    """Load a state by accelerate, or, where its own files are gone, by ours."""
+    reach_s3(server)
+    with quiet():
+        accelerator, model, optimizer = _prepared(rank, world, 6, FSDP)
+        if own:
+            tx.AccelerateHooks(model, optimizer, url=url).register(accelerator)
+            accelerator.load_state(folder)
+        else:
+            tx.load(model, f"{url}/{Path(folder).name}", optimizer=optimizer)
+    return _held(model, optimizer)
+
+
+def test_accelerate_saves_under_a_url_and_loads_at_another_world(
+    tmp_path: Path, bucket: Bucket, s3_server: str
+) -> None:
+    url = f"{bucket.url}/run"
+    held, *_ = run(2, _save_states, s3_server, str(tmp_path), url)
+    assert _steps(bucket) == ["checkpoint-0", "checkpoint-3", "checkpoint-4"]
+    assert not list(tmp_path.rglob("model*"))
+    for world, number, own in ((1, 4, True), (4, 0, False), (2, 3, True)):
+        assert is_complete(f"{url}/checkpoint-{number}")
+        found, *_ = run(world, _load_state, s3_server, str(tmp_path / f"checkpoint-{number}"), url, own)
+        for name, (weight, moment) in held[number].items():
+            assert torch.equal(found[name][0], weight), name
+            assert torch.equal(found[name][1], moment), name
+
+
+def test_what_cannot_be_is_refused_when_callbacks_are_made() -> None:
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(tx.TransaxleError, match="keep counts the checkpoints under url"):
+        tx.TrainerCheckpoints(keep=3)
+    with pytest.raises(tx.TransaxleError, match="no background there"):
+        tx.AccelerateHooks(model, background=True)
+    with pytest.raises(tx.TransaxleError, match="accelerate deletes its checkpoints itself"):
+        tx.AccelerateHooks(model).keep_best("out/checkpoint_1")
+    with pytest.raises(ValueError, match="keep must be positive"):
+        tx.AccelerateHooks(model, url="s3://bucket/run", keep=0)
+    with pytest.raises(TypeError, match="url must be a path"):
+        tx.TrainerCheckpoints(url=3)  # type: ignore[arg-type]  # what is tried
