@@ -6,9 +6,10 @@ holds what. Nothing here looks at a value.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+import msgspec
 import torch
 
 from transaxle.errors import Refusal, Where, gathered
@@ -80,6 +81,7 @@ class Global:
 Census = Mapping[str, Global]
 """Every tensor that any rank holds, by name, in the order in which the ranks name them."""
 _Told = tuple[str, str, tuple[int, ...], int]
+_NONE: frozenset[int] = frozenset()
 _SHOWN = 8
 """Ranks that a message names."""
 _EVERYWHERE = "Give the tensor on every rank of its mesh or on none; each rank has only its part."
@@ -99,19 +101,20 @@ def census(tensors: Mapping[str, torch.Tensor], world: World) -> Census:
             with ranks that are not of this world; INCOMPLETE where a rank of a tensor's mesh has no such tensor.
     """
 
-    def told() -> tuple[list[_Told], tuple[Placement, ...]]:
+    def told() -> tuple[bytes, tuple[Placement, ...]]:
         placements: dict[Placement, int] = {}
         mine: list[_Told] = []
         for name, tensor in tensors.items():
             placement = placement_of(tensor, world.rank, name, world.numbers)
             number = placements.setdefault(placement, len(placements))
             mine.append((name, code_of(tensor.dtype), whole_shape(tensor), number))
-        return mine, tuple(placements)
+        return msgspec.msgpack.encode(mine), tuple(placements)
 
     tensors_heard: dict[str, _Heard] = {}
     shares: dict[tuple[Placement, tuple[int, ...]], Mapping[int, Held]] = {}
+    histories = _Histories()
     problems = []
-    for rank, (names, known) in zip(world.ranks, world.pool(told), strict=True):
+    for rank, names, known in _pooled(told, world):
         for name, dtype, shape, number in names:
             placement = known[number]
             held = shares.get((placement, shape))
@@ -119,7 +122,7 @@ def census(tensors: Mapping[str, torch.Tensor], world: World) -> Census:
                 held = shares[placement, shape] = placement.held(shape)
             first = tensors_heard.get(name)
             if first is None:
-                tensors_heard[name] = _Heard(dtype, shape, held, rank, placement)
+                tensors_heard[name] = _Heard(dtype, shape, held, rank, placement, histories)
             elif first.shape != shape:
                 message = f"its shape is {list(shape)} on rank {rank}, but {list(first.shape)} on another"
                 problems.append(Refusal("SHAPE_MISMATCH", message, Where(None, name)))
@@ -137,6 +140,81 @@ def census(tensors: Mapping[str, torch.Tensor], world: World) -> Census:
     return {name: heard.made(name) for name, heard in tensors_heard.items()}
 
 
+def _pooled(
+    told: Callable[[], tuple[bytes, tuple[Placement, ...]]], world: World
+) -> Iterator[tuple[int, list[_Told], tuple[Placement, ...]]]:
+    """Yield each rank with its tensors and placements; most ranks tell the same tensors, which are held once then."""
+    own: list[bytes] = []
+
+    def placements() -> tuple[Placement, ...]:
+        listed, found = told()
+        own.append(listed)
+        return found
+
+    known = world.pool(placements)
+    decoded: dict[int, list[_Told]] = {}
+    for rank, listed, found in zip(world.ranks, world.gather_once(own[0]), known, strict=True):
+        if id(listed) not in decoded:
+            decoded[id(listed)] = msgspec.msgpack.decode(listed, type=list[_Told])
+        yield rank, decoded[id(listed)], found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _History:
+    """What ranks have told of a tensor, one after the other; tensors of which the same was told share it."""
+
+    before: _History | None
+    """What was told before."""
+    rank: int
+    """The last rank."""
+    positions: Mapping[int, Held]
+    """What this one says that the ranks of its mesh hold."""
+    differs: bool
+    """Whether some rank says another thing than the first."""
+
+    def told(self) -> list[tuple[int, Mapping[int, Held]]]:
+        """Return what each rank has told."""
+        found = []
+        at: _History | None = self
+        while at is not None:
+            found.append((at.rank, at.positions))
+            at = at.before
+        return found[::-1]
+
+
+class _Histories:
+    """Makes histories, each once: so there are as many as tensors are told of differently, not as tensors."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, int, int], _History] = {}
+        self._loose: dict[int, dict[int, Held]] = {}
+        self._whole: dict[int, bool] = {}
+
+    def after(self, before: _History | None, rank: int, positions: Mapping[int, Held]) -> _History:
+        """Return a history with one rank more."""
+        key = id(before), rank, id(positions)
+        if key not in self._known:
+            differs = before is not None and (
+                before.differs or (before.positions is not positions and before.positions != positions)
+            )
+            self._known[key] = _History(before, rank, positions, differs)
+        return self._known[key]
+
+    def is_whole(self, history: _History) -> bool:
+        """Tell whether all ranks of one mesh have told, and no others."""
+        if id(history) not in self._whole:
+            told = history.told()
+            meshes = {tuple(held) for _, held in told}
+            self._whole[id(history)] = len(meshes) == 1 and set(*meshes) == {rank for rank, _ in told}
+        return self._whole[id(history)]
+
+    def loose(self, history: _History) -> Mapping[int, Held]:
+        """Return what ranks hold of which each knows itself alone."""
+        if id(history) not in self._loose:
+            self._loose[id(history)] = {rank: held[rank] for rank, held in history.told() if rank in held}
+        return self._loose[id(history)]
+
+
 class _Heard:
     """One tensor as the ranks have described it so far.
 
@@ -146,38 +224,40 @@ class _Heard:
         held: what the first rank says that the ranks of its mesh hold.
         rank: the first one that has it.
         placement: how that one has it.
+        histories: of all tensors.
     """
 
     def __init__(
-        self, dtype: str, shape: tuple[int, ...], held: Mapping[int, Held], rank: int, placement: Placement
+        self,
+        dtype: str,
+        shape: tuple[int, ...],
+        held: Mapping[int, Held],
+        rank: int,
+        placement: Placement,
+        histories: _Histories,
     ) -> None:
         self.dtype = dtype
         self.shape = shape
         self.placement = placement
-        self._held = held
-        self._ranks = [rank]
-        self._others: list[Mapping[int, Held]] = []
-        self._spare = {rank} if placement.spare else set[int]()
+        self._histories = histories
+        self._history = histories.after(None, rank, held)
+        self._spare = frozenset({rank}) if placement.spare else _NONE
         self._padded = placement.padded
 
     def add(self, rank: int, positions: Mapping[int, Held], placement: Placement) -> None:
         """Add the description of one more rank."""
         self._padded = self._padded and placement.padded
         if placement.spare:
-            self._spare.add(rank)
-        if self._others or (self._held is not positions and self._held != positions):
-            if not self._others:
-                self._others = [self._held] * len(self._ranks)
-            self._others.append(positions)
-        self._ranks.append(rank)
+            self._spare |= {rank}
+        self._history = self._histories.after(self._history, rank, positions)
 
     def lost(self, name: str, world: World) -> Iterator[Refusal]:
         """Yield a refusal for each mesh on which some rank lacks the tensor, or is outside of the process group."""
-        meshes = {tuple(held): held for held in self._others or [self._held]}
-        if len(meshes) == 1 and self._held.keys() == set(self._ranks):
+        if self._histories.is_whole(self._history):
             return
-        ranks, everyone = set(self._ranks), set(world.ranks)
-        for mesh in meshes:
+        told = self._history.told()
+        ranks, everyone = {rank for rank, _ in told}, set(world.ranks)
+        for mesh in dict.fromkeys(tuple(held) for _, held in told):
             if outside := [rank for rank in mesh if rank not in everyone]:
                 message = (
                     f"its mesh has ranks {_listed(mesh)}, of which {_listed(outside)} are not in the process group"
@@ -189,12 +269,9 @@ class _Heard:
 
     def made(self, name: str) -> Global:
         """Return the tensor; where ranks see it on different meshes, each one's own word counts."""
-        positions, loose = self._held, bool(self._others)
-        if loose:
-            pairs = zip(self._ranks, self._others, strict=True)
-            positions = {rank: held[rank] for rank, held in pairs if rank in held}
-        spare = frozenset(self._spare)
-        return Global(name, self.dtype, self.shape, positions, loose, self.placement.apart, self._padded, spare)
+        loose = self._history.differs
+        positions = self._histories.loose(self._history) if loose else self._history.positions
+        return Global(name, self.dtype, self.shape, positions, loose, self.placement.apart, self._padded, self._spare)
 
 
 def _listed(ranks: Iterable[int]) -> str:

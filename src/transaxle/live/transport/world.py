@@ -18,6 +18,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+import xxhash
 
 from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
 from transaxle.torch_tensors.torch_arguments import Ranks, read_group
@@ -108,16 +109,39 @@ class World:
         page[_SIZE : _SIZE + len(octets)] = octets[: _PAGE - _SIZE]
         pages = self._all_gather(page)
         sizes = [int(each[:_SIZE].view(torch.int64)) for each in pages]
-        rests = [page[:0]] * self.size
-        # All ranks see the same sizes, so either all join the second collective, or none.
-        if (longest := max(sizes) - (_PAGE - _SIZE)) > 0:
-            rest = torch.zeros(longest, dtype=torch.uint8, device=self.device)
-            beyond = octets[_PAGE - _SIZE :]
-            rest[: len(beyond)] = beyond
-            rests = self._all_gather(rest)
-        wholes = (torch.cat([first[_SIZE:], rest]).cpu() for first, rest in zip(pages, rests, strict=True))
-        items = zip(wholes, sizes, strict=True)
-        return [pickle.loads(whole[:size].numpy().data) for whole, size in items]  # noqa: S301 - of our own ranks
+        wholes = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+        for whole, first in zip(wholes, pages, strict=True):
+            whole[: _PAGE - _SIZE] = first[_SIZE : _SIZE + len(whole)].cpu()
+        self._gather_rests(octets, wholes)
+        return [pickle.loads(whole.numpy().data) for whole in wholes]  # noqa: S301 - of our own ranks
+
+    def _gather_rests(self, octets: torch.Tensor, wholes: list[torch.Tensor]) -> None:
+        """Fill up what is longer than the first page, in rounds: no more is held at once than all items together."""
+        longest = max(map(len, wholes))
+        # All ranks see the same sizes, so all join as many collectives.
+        share = max(_PAGE, -(-sum(map(len, wholes)) // self.size))
+        for start in range(_PAGE - _SIZE, longest, share):
+            part = torch.zeros(min(share, longest - start), dtype=torch.uint8, device=self.device)
+            mine = octets[start : start + share]
+            part[: len(mine)] = mine
+            for whole, found in zip(wholes, self._all_gather(part), strict=True):
+                rest = whole[start : start + len(part)]
+                rest[:] = found[: len(rest)].cpu()
+
+    def gather_once(self, item: bytes) -> list[bytes]:
+        """Return every rank's bytes, in the order of `ranks`; ranks with the same ones have the same object.
+
+        Each of them sends its share of these bytes, so that equal ones travel, and are held, once.
+        """
+        key = xxhash.xxh3_128_digest(item)
+        keys = self.gather(key)
+        alike: dict[bytes, list[int]] = {}
+        for number, each in enumerate(keys):
+            alike.setdefault(each, []).append(number)
+        at, count = alike[key].index(self.ranks.index(self.rank)), len(alike[key])
+        shares = self.gather(item[at * len(item) // count : (at + 1) * len(item) // count])
+        joined = {each: b"".join(shares[number] for number in numbers) for each, numbers in alike.items()}
+        return [joined[each] for each in keys]
 
     def _all_gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
         of_all_ranks = [torch.empty_like(mine) for _ in range(self.size)]
