@@ -273,10 +273,64 @@ def test_state_of_an_optimizer_that_is_left_behind_is_one_line(transaxle: Transa
 
 
 def test_a_model_of_a_hub_without_a_config_says_what_is_missing(ck: Path, transaxle: Transaxle) -> None:
-    said = "  no config.json goes along, since the source has none; transformers needs the model's beside this\n"
+    said = (
+        "  no config.json goes along, since the source has none (--config gives one); "
+        "transformers needs the model's beside this\n"
+    )
     assert said not in transaxle("convert", ck, "with", "--to", "hf").out
     (ck / "config.json").unlink()
     asked = ("--family", "qwen3_moe", "--axis", "l=2")
     assert said in transaxle("convert", ck, "without", "--to", "hf", *asked).out
     assert said not in transaxle("convert", ck, "single.safetensors", "--to", "hf", *asked).out
     assert said not in transaxle("convert", ck, "other", "--to", "torchtitan", *asked).out
+
+
+def test_a_config_that_is_given_becomes_that_of_the_target(here: Path, transaxle: Transaxle) -> None:
+    Path("my.json").write_text(json.dumps(CONFIG))
+    tiny(here / "bare", config=None)
+    told = transaxle("convert", "bare", "out", "--to", "hf", "--config", "my.json", "--verify")
+    assert told.code == 0, told.err
+    assert json.loads(Path("out/config.json").read_text()) == CONFIG
+    assert "config.json is written from the config that you gave" in told.out
+    assert "no config.json goes along" not in told.out
+    assert transaxle("verify", "out").code == 0
+    again = ("convert", "bare", "dcp", "--to", "dcp:torchtitan", "--config", "my.json")
+    assert transaxle(*again).code == 0
+    assert not Path("dcp/config.json").exists()  # only transformers and its kin read it where the tensors are
+    assert transaxle("convert", "dcp", "back", "--to", "hf", "--config", "my.json").code == 0
+    assert same(Path("out"), Path("back"))
+    assert Path("back/config.json").read_bytes() == Path("out/config.json").read_bytes()
+    single = transaxle("convert", "bare", "one.safetensors", "--to", "hf", "--config", "my.json")
+    assert single.code == 0
+    assert "config.json" not in single.out
+
+
+def test_a_config_that_is_given_says_how_the_target_is_encoded(here: Path, transaxle: Transaxle) -> None:
+    Path("my.json").write_text(json.dumps(CONFIG))
+    tiny(here / "with")
+    tiny(here / "without", config=None)
+    asked = ("--to", "hf", "--encode", "float8_block")
+    assert transaxle("convert", "with", "a", *asked).code == 0
+    assert transaxle("convert", "without", "b", *asked, "--config", "my.json").code == 0
+    written = json.loads(Path("b/config.json").read_text())
+    assert written == json.loads(Path("a/config.json").read_text())
+    assert "quantization_config" in written
+
+
+def test_a_config_beside_the_source_is_not_replaced(ck: Path, transaxle: Transaxle) -> None:
+    before = (ck / "config.json").read_bytes()
+    note = "config.json is that of the source: the config that you gave differs from it, and only gave sizes"
+    Path("same.json").write_bytes(before)
+    assert note not in transaxle("convert", ck, "a", "--to", "hf", "--config", "same.json").out
+    Path("other.json").write_text(json.dumps({**CONFIG, "rope_theta": 7}))
+    for verb in ("plan", "convert"):
+        assert note in transaxle(verb, ck, "b", "--to", "hf", "--config", "other.json").out
+    assert Path("b/config.json").read_bytes() == before
+
+
+def test_sizes_alone_are_no_config_of_a_model(here: Path, transaxle: Transaxle) -> None:
+    Path("sizes.json").write_text(json.dumps({**CONFIG, "model_type": None}))
+    tiny(here / "bare", config=None)
+    asked = ("--family", "qwen3_moe", "--config", "sizes.json")
+    assert "no config.json goes along" in transaxle("convert", "bare", "out", "--to", "hf", *asked).out
+    assert not Path("out/config.json").exists()

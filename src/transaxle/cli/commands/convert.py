@@ -253,7 +253,10 @@ def print_report(screen: Screen, report: Report) -> None:
     print_notes(screen, report.notes)
     is_folder = not report.path.endswith(report.format)
     if is_folder and (report.format, report.dialect) == HUB and CONFIG not in report.carried:
-        screen.line(f"  no {CONFIG} goes along, since the source has none; transformers needs the model's beside this")
+        screen.line(
+            f"  no {CONFIG} goes along, since the source has none (--config gives one); transformers needs the model's "
+            "beside this"
+        )
     if not report.synced:
         screen.line("  not synced (--no-sync): a power cut in the next minutes may damage the checkpoint")
 

@@ -69,7 +69,7 @@ class Report:
     ignored: tuple[str, ...]
     """Source tensors and files left behind."""
     carried: tuple[str, ...]
-    """Files copied beside the tensors."""
+    """Files beside the tensors: copied, or a config that was changed to agree with them, or given."""
     recoded: tuple[Measured, ...] = ()
     """Tensors that were decoded, encoded or cast, with the errors of their values."""
     stayed: tuple[str, ...] = ()
@@ -200,7 +200,7 @@ def reported(
         synced=synced,
         kept=plan.kept,
         ignored=(*plan.ignored, *plan.carried) if single else plan.ignored,
-        carried=() if single else plan.carried,
+        carried=() if single else plan.beside,
         recoded=recoded,
         stayed=plan.stayed,
         notes=plan.notes,

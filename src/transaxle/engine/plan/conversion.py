@@ -19,7 +19,7 @@ from transaxle.engine.copying.duplicate_checks import plan_checks
 from transaxle.engine.copying.source import Source
 from transaxle.engine.plan.axis_sizes import counted, recorded
 from transaxle.engine.plan.hub_weights import published
-from transaxle.engine.plan.model_config import rewritten
+from transaxle.engine.plan.model_config import config_notes, rewritten
 from transaxle.engine.plan.planned import OutputTensor, Plan, PlannedTensor, Recoded, Route
 from transaxle.engine.plan.rank_parts import of_ranks, padded
 from transaxle.engine.plan.recoding import buffers_of, components, displaced, recoded, recoding
@@ -146,8 +146,8 @@ def make_plan(
     tensors = _planned(source, outputs, draft, allow_lossy, problems)
     checks = plan_checks(source, view.checks, problems) if view.checks or checkpoint.container.twins else ()
     recoding_any = bool(names) or layer(checkpoint.container.storage, VirtualFiles) is not None
-    restated = not single and (recoding_any or wanted != IDENTITY)
-    configs = rewritten(checkpoint, wanted, view, outputs.values(), problems) if restated else {}
+    restated = not single and (recoding_any or wanted != IDENTITY or checkpoint.settings.config is not None)
+    configs = rewritten(checkpoint, (form, wanted), view, outputs.values(), problems) if restated else {}
     lost.extend(name for name, text in configs.items() if text is None)
     carried = {name: size for name, size in _carried(checkpoint, draft, problems).items() if name not in configs}
     problems.extend(clashing((*draft.files, *(() if single else carried))))
@@ -174,7 +174,7 @@ def make_plan(
         allow_lossy=allow_lossy,
         stayed=casts_of(checkpoint.container.storage).stayed if recoding_any else (),
         counted=counted(checkpoint.bound, checkpoint.sizes, view.axes) if reading else {},
-        notes=draft.notes,
+        notes=(*draft.notes, *(config_notes(checkpoint, configs) if checkpoint.settings.config else ())),
     )
     return Prepared(plan, checkpoint, draft)
 

@@ -1,10 +1,10 @@
-"""The model's config files, rewritten to agree with the tensors beside them."""
+"""The model's config files, rewritten to agree with the tensors beside them; also a config that the user gives."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Mapping
 from math import prod
 from typing import Any
 
@@ -23,16 +23,17 @@ from transaxle.engine.views.cast import casts_of
 from transaxle.engine.views.decoded import decoders_of
 from transaxle.engine.views.encoded import View
 from transaxle.errors import Refusal, TransaxleError
+from transaxle.formats.builtin_formats import SAFETENSORS
 
 
 def rewritten(
-    checkpoint: Checkpoint, dialect: str, view: View, products: Iterable[OutputTensor], problems: list[Refusal]
+    checkpoint: Checkpoint, to: tuple[str, str], view: View, products: Iterable[OutputTensor], problems: list[Refusal]
 ) -> dict[str, bytes | None]:
-    """Return config files whose quantization section or dtype must change.
+    """Return config files whose quantization section or dtype must change, and a config that the user gave.
 
     Args:
         checkpoint: the source.
-        dialect: of the target.
+        to: format and dialect of the target.
         view: the target's tensors.
         products: the tensors that are written.
         problems: receives the refusals.
@@ -40,12 +41,14 @@ def rewritten(
     Returns:
         Name -> new contents; None for a file that is left out.
     """
+    form, dialect = to
+    given = _given(checkpoint) if form == SAFETENSORS.name else None
     listed = list(products)
     catalog = checkpoint.catalog
     casts = casts_of(checkpoint.container.storage)
     changing = bool(checkpoint.decoded or casts.by_file) or any(product.step is not None for product in listed)
     if not changing and (dialect == IDENTITY or (catalog.quantization is None and not catalog.encoded)):
-        return {}
+        return {} if given is None else {CONFIG: _text(given)}
     encoded = encoded_tensors(view, listed)
     buffers = {stored for tensor in encoded.values() for stored in tensor.parts.values()}
     plain = {p.name: p.target for p in listed if p.name not in buffers and split_slot(p.name)[1] == WEIGHT}
@@ -60,14 +63,14 @@ def rewritten(
     )
     new_texts: dict[str, bytes | None] = {}
     modelopt = {tensor.convention for tensor in encoded.values()} == {MODELOPT}
-    for file in {CONFIG, MODELOPT_CONFIG}.intersection(checkpoint.container.carried):
+    for file in {CONFIG, MODELOPT_CONFIG}.intersection((*checkpoint.container.carried, *([CONFIG] if given else ()))):
         if (
             file == MODELOPT_CONFIG != describing_file and not modelopt
         ):  # it repeats config.json, and can say this no longer
             new_texts[file] = None
             continue
         try:
-            before = stored_config(checkpoint.container.storage, file)
+            before = given if given and file == CONFIG else stored_config(checkpoint.container.storage, file)
             elsewhere = file == CONFIG != describing_file
             after = written(before, encoded, shapes, decoded=decoded, dtype=dtype, elsewhere=elsewhere)
         except TransaxleError as error:
@@ -75,9 +78,41 @@ def rewritten(
             continue
         if file == MODELOPT_CONFIG and not encoded:
             new_texts[file] = None
-        elif after != before:
-            new_texts[file] = json.dumps(after, indent=2, ensure_ascii=False).encode() + b"\n"
+        elif after != before or before is given:
+            new_texts[file] = _text(after)
     return new_texts
+
+
+def config_notes(checkpoint: Checkpoint, files: Container[str]) -> tuple[str, ...]:
+    """Return what is to be said of a config that the user gave: that it is written, or that the source's stays.
+
+    Args:
+        checkpoint: the source.
+        files: names of the target's config files that are written anew.
+    """
+    given = checkpoint.settings.config
+    if given is None:
+        return ()
+    if CONFIG not in checkpoint.container.carried:
+        return (f"{CONFIG} is written from the config that you gave",) if CONFIG in files else ()
+    try:
+        if stored_config(checkpoint.container.storage) == given:
+            return ()
+    except TransaxleError:
+        pass  # one that cannot be read differs
+    return (f"{CONFIG} is that of the source: the config that you gave differs from it, and only gave sizes",)
+
+
+def _given(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
+    """Return the config that the user gave, where it is a model's and the source has none, nor another's place."""
+    given = checkpoint.settings.config
+    if not given or CONFIG in checkpoint.container.carried or checkpoint.stored_names.is_adapter:
+        return None
+    return given if isinstance(given.get("model_type"), str) else None
+
+
+def _text(config: Mapping[str, Any]) -> bytes:
+    return json.dumps(config, indent=2, ensure_ascii=False).encode() + b"\n"
 
 
 def _usual(targets: Iterable[Target]) -> str | None:

@@ -13,6 +13,7 @@ from transaxle.axes.layout.relayout import Target
 from transaxle.axes.notation.computed import Steps
 from transaxle.encodings.arithmetic.codec import Error
 from transaxle.encodings.encoding import Role
+from transaxle.engine.checkpoint.settings import CONFIG
 from transaxle.engine.copying.duplicate_checks import PlannedCheck
 from transaxle.engine.number_text import notebook, plural, size
 from transaxle.engine.views.encode import Step
@@ -245,6 +246,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def bytes_read(self) -> int:
         """Bytes of source tensors that are moved."""
         return sum(transfer.size for tensor in self.tensors for transfer in tensor.transfers)
+
+    @property
+    def beside(self) -> tuple[str, ...]:
+        """Files beside the tensors: the carried ones, and a config that is written anew."""
+        anew = CONFIG in self.files and CONFIG not in self.carried
+        return (*self.carried, CONFIG) if anew else self.carried
 
     @property
     def carried_files(self) -> tuple[PlannedTensor, ...]:
