@@ -22,12 +22,13 @@ import transaxle as tx
 from tests.checkpoints import CONFIG, TENSORS, tensors, tiny, write
 from tests.engine import quantized
 from tests.reports.test_checkpoint_page import HOSTILE
+from tests.reports.test_refusal_page import cut_inside_a_tile, refusal_page
 from transaxle.cli.program import program
 from transaxle.engine.facts.sharding_facts import HeldTensor, Sharding
 
 WIDTHS, SCHEMES = (1440, 390), ("light", "dark")
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
-KINDS = ("page", "valued", "planned", "refused", "finished", "differing", "sharded")
+KINDS = ("page", "valued", "planned", "refused", "unopened", "finished", "differing", "sharded")
 """Every kind of page there is."""
 TREE = "document.querySelector('[data-figure]').report"
 Open = Callable[..., Any]
@@ -77,6 +78,19 @@ def refused(page: Path) -> Path:
     source = page.parent / "refused" / "tiny"
     quantized.store(source, quantized.llama(d=256, f=192, g=2, r=2, head=64))
     return tx.report(tx.plan(source, page.parent / "out", to="megatron"), page.parent / "refused.html")
+
+
+@pytest.fixture(scope="module")
+def unopened(page: Path) -> Path:
+    """The report of a DCP folder that is refused: a quantized tensor was cut inside a tile."""
+    return refusal_page(cut_inside_a_tile(page.parent / "cut" / "tiny"), page.parent / "unopened.html")
+
+
+@pytest.fixture(scope="module")
+def hostile_refusal(hostile: Path) -> Path:
+    """The report of a checkpoint that is refused, whose names want to run something."""
+    folder = hostile.parent / "cut" / "</script><i>"
+    return refusal_page(cut_inside_a_tile(folder, next(iter(HOSTILE))), hostile.parent / "unopened.html")
 
 
 @pytest.fixture(scope="module")
@@ -370,6 +384,25 @@ def test_hostile_names_of_plans_do_nothing(hostile_plans: list[Path], opened: Op
         assert (next(iter(HOSTILE)) in split) == splits
         assert not splits or "<img src=x>" in shown.locator(".notices").inner_text()
         assert shown.locator("main img, main i:not(.share i):not(.legend i), main b:not(.hint b)").count() == 0
+
+
+def test_hostile_names_of_refusals_do_nothing(hostile_refusal: Path, opened: Open) -> None:
+    shown = opened(hostile_refusal)
+    assert shown.title() != "x"
+    for table in ("reasons", "split"):
+        assert next(iter(HOSTILE)) in shown.locator(f"[data-table={table}] td.name").all_inner_texts()
+    assert next(iter(HOSTILE)) in shown.locator(".notices").inner_text()
+    assert shown.locator("main img, main i:not(.share i):not(.legend i), main b:not(.hint b)").count() == 0
+
+
+def test_a_refused_cut_is_drawn(unopened: Path, opened: Open) -> None:
+    """Half of the tile's positions have the colour of one chunk, and half that of the other."""
+    shown = opened(unopened)
+    assert shown.locator(".kind").inner_text().casefold() == "refusal"
+    assert "BLOCK_MISALIGNED" in shown.locator(".notices").inner_text()
+    colours = shown.evaluate(f"({TREE}).cells.map((cell, at) => ({TREE}).colour(at))")
+    assert len(colours) == 128
+    assert len(set(colours[:64])) == len(set(colours[64:])) == 1 != len(set(colours)) == 2
 
 
 def test_hostile_names_of_shardings_do_nothing(hostile_sharding: Path, opened: Open) -> None:

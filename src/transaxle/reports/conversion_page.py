@@ -1,4 +1,7 @@
-"""The page of a plan: which rules become which, how axes move between names and dims, and what stands against it."""
+"""The page of a plan: which rules become which, how axes move between names and dims, and what stands against it.
+
+What is refused before there is a plan, or when a checkpoint is opened, has a page of its reasons alone.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from transaxle.engine.facts.fold import fold
 from transaxle.engine.facts.moves import AxisMove, axis_moves, rules, words
 from transaxle.engine.number_text import plural, size
 from transaxle.engine.plan.planned import Plan, Route
-from transaxle.errors import Refusal
+from transaxle.errors import Refusal, TransaxleError
 from transaxle.reports.finished_page import Finished, finished_page
 from transaxle.reports.html_page import SHADES, Column, Figure, Page, Section, capped
 
@@ -60,6 +63,42 @@ def conversion_page(plan: Plan, done: Finished | None = None) -> Page:
         },
     )  # fmt: skip
     return page if done is None else finished_page(done, page)
+
+
+def refused_page(source: str, error: TransaxleError) -> Page:
+    """Return the page of what is refused: every reason, and the tensors whose tiles split.
+
+    Args:
+        source: what was to be read, as the user typed it.
+        error: why it is not.
+    """
+    told = [refusal.shown() for refusal in error.refusals]
+    files = {each.where.file for each in told if each.where.file}
+    names = {each.where.tensor for each in told if each.where.tensor}
+    rows = [
+        (each.code, each.where.file or "", each.where.tensor or "", " ".join(each.message.split()), each.hint)
+        for each in told
+    ]
+    columns = Column("code"), Column("file", "name"), Column("tensor", "name"), Column("why"), Column("what to do")
+    text = "The same as the command line says, most important first."
+    reasons = Section("reasons", "Reasons", text, None, (capped("reasons", "Reasons", columns, rows),))
+    kinds = Counter(each.code for each in told)
+    return Page(
+        kind="refusal",
+        title=source,
+        headline="refused: " + ", ".join(f"{code} x {count}" if count > 1 else code for code, count in kinds.items()),
+        tiles=(
+            (f"{len(told):,}", "reason" if len(told) == 1 else "reasons"),
+            (f"{len(names):,}", "tensors named"),
+            (f"{len(files):,}", "files named"),
+        ),
+        first="Why it is refused",
+        notices=tuple((each.code, _told(each)) for each in error.refusals[:_MOST_REFUSALS]),
+        quiet="Nothing is shown of a checkpoint that is refused: what its files say cannot be relied on. "
+        "transaxle explain CODE tells more of each code.",
+        sections=(*_split_tiles(error.refusals), reasons),
+        facts={"exit_code": error.exit_code, "refusals": [each.as_json() for each in error.refusals]},
+    )
 
 
 def _told(refusal: Refusal) -> str:
@@ -121,8 +160,8 @@ def _split_tiles(refusals: Sequence[Refusal]) -> Iterator[Section]:
         "cells": [(column, row, state, (min(at[0], SHADES - 1),), words) for column, row, state, at, words in cells],
     }
     text = (
-        "A row is a tile of the target along the dim in which it splits; all of it would have one scale. Where its "
-        "colour changes, its elements come from another tile of the source, which has another."
+        "A row is a tile along the dim in which it splits; all of it would have one scale. Where its colour changes, "
+        "its elements come from another tile of the source, which has another."
     )
     columns = (
         Column("tensor", "name"), Column("dim", "count"), Column("its tile"), Column("from position", "count"),

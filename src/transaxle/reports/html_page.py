@@ -94,7 +94,7 @@ class Page:
     """A page before it is HTML."""
 
     kind: str
-    """What is reported on, in a word: `checkpoint`, `plan`, `conversion`, `difference`, `sharding`."""
+    """What is reported on, in a word: `checkpoint`, `plan`, `conversion`, `difference`, `sharding`, `refusal`."""
     title: str
     """Its name."""
     headline: str

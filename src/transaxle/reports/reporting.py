@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any, TypeAlias, Unpack
 
 from transaxle.arguments import Overwrite, PathLike, check_keywords, read_path, shows
-from transaxle.engine.checkpoint.checkpoint import CheckpointLike, opened
+from transaxle.engine.checkpoint.checkpoint import Checkpoint, CheckpointLike, opened
 from transaxle.engine.checkpoint.settings import Reading
 from transaxle.engine.compare.compare import Comparison
 from transaxle.engine.execute.execute import Report
 from transaxle.engine.facts.sharding_facts import Sharding
 from transaxle.engine.facts.value_facts import measure_values
 from transaxle.engine.plan.planned import Plan
+from transaxle.errors import Refused, TransaxleError
 from transaxle.move.workers import Progress, limits, unwatched
 from transaxle.reports.html_page import Page, as_html, check_destination, check_jinja, write_page
 
@@ -56,25 +57,59 @@ def report(
     Raises:
         TypeError: an argument of a type that it cannot have; a comparison in which values were not measured.
         UsageError: EXISTS.
-        Refused: UNSUPPORTED without Jinja2, and for a URL as `dst`; what `open` refuses.
+        Refused: UNSUPPORTED without Jinja2, and for a URL as `dst`; what `open` refuses: the report is then written
+            too, and shows every reason.
         StorageError: IO, NO_SPACE.
     """
-    from transaxle.reports.checkpoint_page import checkpoint_page
-
     check_keywords("report", reading, Reading.__annotations__)
+    path, refused = reported(src, dst, reading, overwrite=bool(overwrite), values=values, progress=progress)
+    if refused is not None:
+        raise refused
+    return path
+
+
+def reported(
+    src: CheckpointLike | Made,
+    dst: PathLike,
+    reading: Mapping[str, Any],
+    *,
+    overwrite: bool,
+    values: bool,
+    progress: Progress,
+) -> tuple[Path, TransaxleError | None]:
+    """Write a report as `report` does; return its path, and why a checkpoint is refused whose page tells just that.
+
+    Raises:
+        TransaxleError: what `report` raises, where no page can be written or there is nothing to be told.
+    """
     path = read_path("dst", dst)
     check_jinja()
     check_destination(path, overwrite=bool(overwrite))
     if values and isinstance(src, Made):
         raise TypeError("values is for a checkpoint")
+    refused = None
     if isinstance(src, Made):
         html = as_html(_made(src, reading))
     else:
-        with opened("src", src, reading) as checkpoint:
-            found = measure_values(checkpoint.stored, limits(), progress) if values else None
-            html = as_html(checkpoint_page(checkpoint, found))
+        html, refused = _checkpoint(src, reading, progress if values else None)
     write_page(html, path, overwrite=bool(overwrite))
-    return Path(path)
+    return Path(path), refused
+
+
+def _checkpoint(
+    src: CheckpointLike, reading: Mapping[str, Any], progress: Progress | None
+) -> tuple[bytes, TransaxleError | None]:
+    """Return the page of a checkpoint, or that of why it is refused; values are measured where there is `progress`."""
+    from transaxle.reports.checkpoint_page import checkpoint_page
+
+    try:
+        with opened("src", src, reading) as checkpoint:
+            found = measure_values(checkpoint.stored, limits(), progress) if progress is not None else None
+            return as_html(checkpoint_page(checkpoint, found)), None
+    except Refused as error:
+        from transaxle.reports.conversion_page import refused_page
+
+        return as_html(refused_page(src.path if isinstance(src, Checkpoint) else str(src), error)), error
 
 
 def _made(src: Made, reading: Mapping[str, Any]) -> Page:

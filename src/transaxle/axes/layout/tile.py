@@ -29,7 +29,7 @@ Tile = tuple[int, ...]
 _SCALE = "scale"
 _LISTED = 4
 """Cap on the sources of a misaligned tile that a refusal lists."""
-_DRAWN = 1024
+DRAWN = 1024
 """Positions along a tile that are looked at one by one at most, to draw it."""
 
 
@@ -211,7 +211,7 @@ def _split(
     sources: Sequence[tuple[Coordinate, ...]],
 ) -> SplitTile | None:
     """Look at a tile position by position; None where it is too long for that."""
-    if any(stop - start > _DRAWN for start, stop in spans):
+    if any(stop - start > DRAWN for start, stop in spans):
         return None
     by_dim = [_runs(target, dim, spans, sources) for dim in range(len(spans))]
     dim = max(range(len(by_dim)), key=lambda each: len({run[2:] for run in by_dim[each]}))

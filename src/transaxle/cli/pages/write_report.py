@@ -12,7 +12,8 @@ from transaxle.cli import options
 from transaxle.cli.command import Command
 from transaxle.cli.screen.quantities import size
 from transaxle.cli.screen.screen import Screen
-from transaxle.reports.reporting import report
+from transaxle.move.workers import unwatched
+from transaxle.reports.reporting import reported
 
 
 @click.command(
@@ -29,7 +30,8 @@ from transaxle.reports.reporting import report
     SRC is a folder or a file. The page shows where the bytes are, by tensor, layer and expert, the layout in the
     notation of tables, types, encodings, files and ties, and what is unusual. It loads nothing from the network. Reads
     only headers, unless --values is given: then it reads every tensor once, and shows minimum, maximum, mean and RMS,
-    zeros, NaN and infinite values, and channels that stand out. Needs Jinja2 (pip install jinja2).""",
+    zeros, NaN and infinite values, and channels that stand out. What is refused has a page too, with every reason;
+    the exit code is 3 as ever. Needs Jinja2 (pip install jinja2).""",
 )
 @click.argument("src", type=click.Path())
 @click.option(
@@ -55,14 +57,17 @@ def command(
 ) -> int:
     """Report on a checkpoint."""
     with screen.working("writing the report"):
-        path = report(src, output or _named_after(src), overwrite=overwrite, values=values, **source_options)
+        how: dict[str, bool] = {"overwrite": overwrite, "values": values}
+        path, refused = reported(src, output or _named_after(src), source_options, **how, progress=unwatched)
     amount = path.stat().st_size
-    if screen.as_json:
-        screen.document({"path": str(path), "bytes": amount})
-    else:
+    if not screen.as_json:
         screen.line(f"{path} · {size(amount)}")
+    elif refused is None:
+        screen.document({"path": str(path), "bytes": amount})
     if shows:
         webbrowser.open(path.resolve().as_uri())
+    if refused is not None:
+        raise refused
     return 0
 
 

@@ -53,17 +53,19 @@ def one(tensor: Tensor, release: Release | None = None, **changed: Any) -> bytes
     return file.pickled(tensor.opcodes(file, release, **changed))
 
 
-def write(folder: Path, shape: tuple[int, ...], parts: Sequence[Part], archives: list[bytes] | None = None) -> None:
+def write(
+    folder: Path, shape: tuple[int, ...], parts: Sequence[Part], archives: list[bytes] | None = None, *, key: str = NAME
+) -> None:
     """A folder as torch lays it out, with a file for each rank; the metadata shows the type that torch sees."""
     folder.mkdir(exist_ok=True)
     stored = {}
     for rank, (start, part) in enumerate(parts):
         data = one(part) if archives is None else archives[rank]
         (folder / DATA.format(rank)).write_bytes(data)
-        stored[MetadataIndex(NAME, torch.Size(start))] = _StorageInfo(DATA.format(rank), 0, len(data))
+        stored[MetadataIndex(key, torch.Size(start))] = _StorageInfo(DATA.format(rank), 0, len(data))
     chunks = [ChunkStorageMetadata(torch.Size(start), torch.Size(part.shape)) for start, part in parts]
     described = TensorStorageMetadata(TensorProperties(dtype=torch.bfloat16), torch.Size(shape), chunks)
-    (folder / METADATA).write_bytes(pickle.dumps(Metadata({NAME: described}, {}, stored)))
+    (folder / METADATA).write_bytes(pickle.dumps(Metadata({key: described}, {}, stored)))
 
 
 def cut(tensor: Tensor, first: int, last: int) -> Part:

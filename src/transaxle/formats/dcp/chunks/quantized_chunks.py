@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from transaxle.errors import Faults
+from transaxle.errors import Faults, Refusal, Where
 from transaxle.formats.catalog.catalog import Entry, Extent, Twin
 from transaxle.formats.dcp.chunks.payload import QuantizedChunk
 from transaxle.formats.dcp.metadata import SavedChunk
@@ -22,6 +23,9 @@ from transaxle.formats.dtype import Shape
 from transaxle.formats.torch_file.quantized_tensors import CODES, NOTE, TAKEN, StoringKind
 from transaxle.formats.torch_file.views import ViewFault
 from transaxle.formats.training_state.state import LEFT_BEHIND
+
+if TYPE_CHECKING:
+    from transaxle.axes.layout.tile import SplitTile
 
 _ONE_FOR_ALL = "one number applies to the whole of {!r}, but each chunk has its own"
 _HINT = "Save it unsharded, or dequantized."
@@ -82,13 +86,41 @@ def assembled(
         for chunk, _ in chunks:
             if any(start % step for start, step in zip(chunk.start, tile, strict=True)):
                 message = f"a chunk begins at {list(chunk.start)}, inside a tile of {list(tile)}"
-                faults.add("BLOCK_MISALIGNED", message, file, key, _HINT)
+                detail = partial(_split, shape, tile, chunk.start, [each for each, _ in chunks])
+                faults.extend(Refusal("BLOCK_MISALIGNED", message, Where(file, key), _HINT, detail))
                 return None
         grid = tuple(-(-size // step) for size, step in zip(shape, tile, strict=True))
         extents = sorted(_placed(chunks, end, tile), key=lambda extent: extent.start)
         parts[end] = Entry(key + end, first_buffer.dtype, grid, tuple(extents))
     unread = {end: reason for _, archive in chunks for end, reason in archive.layout.left.items()}
     return AssembledTensor(kind, parts, tuple(twins), unread)
+
+
+def _split(shape: Shape, tile: Shape, start: Shape, chunks: Sequence[SavedChunk]) -> SplitTile | None:
+    """Return the tile inside which a chunk begins, looked at along the first dim in which it does."""
+    from transaxle.axes.layout.tile import DRAWN, SplitTile
+
+    dim = next(each for each, step in enumerate(tile) if start[each] % step)
+    number = tuple(at // step for at, step in zip(start, tile, strict=True))
+    first = number[dim] * tile[dim]
+    stop = min(first + tile[dim], shape[dim])
+    if stop - first > DRAWN:
+        return None
+    runs: list[tuple[int, int, str, Shape]] = []
+    for at in range(first, stop):
+        place = (*start[:dim], at, *start[dim + 1 :])
+        chunk = next(each for each in chunks if _has(each, place))
+        name = f"the chunk at {list(chunk.start)}"
+        own = tuple((here - begin) // step for here, begin, step in zip(place, chunk.start, tile, strict=True))
+        if runs and runs[-1][2:] == (name, own):
+            runs[-1] = runs[-1][0], at + 1, name, own
+        else:
+            runs.append((at, at + 1, name, own))
+    return SplitTile(f"tiles of {list(tile)}", number, dim, tuple(runs))
+
+
+def _has(chunk: SavedChunk, place: Shape) -> bool:
+    return all(begin <= at < begin + size for at, begin, size in zip(place, chunk.start, chunk.shape, strict=True))
 
 
 def copies(key: str, first: QuantizedChunk, second: QuantizedChunk, why: str, faults: Faults) -> Iterator[Twin]:
