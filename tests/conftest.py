@@ -47,6 +47,15 @@ with suppress(ImportError):
     settings.register_profile("shared", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("shared")
 
+_GLIBC = ctypes.CDLL(None) if hasattr(ctypes.CDLL(None), "malloc_trim") else None
+_MMAP_THRESHOLD, _ARENA_MAX = -3, -8
+"""What `mallopt` calls what is set here, in `malloc.h`."""
+# What is large goes back when it is freed, and not only if nothing smaller came to lie above it: half of what a worker
+# grows by. Of this process alone, since programs under test must have what users have.
+if _GLIBC is not None:
+    _GLIBC.mallopt(_MMAP_THRESHOLD, 1 << 20)
+    _GLIBC.mallopt(_ARENA_MAX, 2)
+
 EXAMPLES, QUICK = "--examples", "--quick"
 QUICK_ROOMS = frozenset({"axes", "encodings", "engine", "formats", "cli", "test_errors.py"})
 """Folders and files of `tests` that `make check` looks at."""
@@ -57,8 +66,6 @@ QUICK_IMPORTS = (sys.stdlib_module_names - {"subprocess", "multiprocessing"}) | 
 )
 """What a quick test may import beside the package and what is beside it here: no torch, no peers, no processes."""
 _TESTS = Path(__file__).parent
-_TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None)
-"""Gives pages back that nothing is on; only glibc has it."""
 _TEMPORARY = pytest.StashKey[str]()
 """The folder for everything temporary, if it is to be removed."""
 _AFTER_MULTIPROCESSING = -200
@@ -141,8 +148,8 @@ def _collect() -> None:
     """Free what nobody reaches any more: by itself the collector counts objects, and not how large they are."""
     gc.collect()
     gc.freeze()
-    if _TRIM is not None:
-        _TRIM(0)
+    if _GLIBC is not None:
+        _GLIBC.malloc_trim(0)
 
 
 def pytest_configure(config: pytest.Config) -> None:
