@@ -307,7 +307,7 @@ def _lay_out(
         file = shard_name(stem, ending, number, len(shards))
         placed, known_fragments, files[file] = lay_out_file(file, shard)
         fragments.extend(known_fragments)
-        entries.update((entry.name, entry) for entry in placed)
+        entries |= {entry.name: entry for entry in placed}
     if len(shards) > 1:
         inside = len(stem.rpartition("/")[0]) + 1 if "/" in stem else 0
         weight_map = {entry.name: entry.extents[0].file[inside:] for entry in entries.values()}

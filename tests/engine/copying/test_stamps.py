@@ -15,6 +15,7 @@ import transaxle as tx
 from transaxle.engine.copying.source import Source
 from transaxle.engine.copying.stamps import Stamps
 from transaxle.formats.catalog.catalog import Entry, Extent
+from transaxle.formats.safetensors import draft
 from transaxle.move.transfer import Transfer
 
 LAYERS, EXPERTS, HIDDEN, INNER = 3, 5, 16, 12
@@ -56,7 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def long_way(monkeypatch: pytest.MonkeyPatch, source: Source, opened: tx.Checkpoint) -> dict[str, list[Transfer]]:
     with monkeypatch.context() as patch:
-        patch.setattr(Stamps, "transfer", lambda *_: None)
+        patch.setattr(Stamps, "filled", lambda *_: None)
         return transfers(source, opened)
 
 
@@ -69,7 +70,7 @@ def stamped(source: Source, opened: tx.Checkpoint) -> set[str]:
     for target in targets.values():
         source.transfers(target)
     stamps = source._stamps
-    return {name for name, target in targets.items() if stamps is not None and stamps.transfer(target) is not None}
+    return {name for name, target in targets.items() if stamps is not None and stamps.filled(target) is not None}
 
 
 def test_experts_are_stamped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,6 +82,17 @@ def test_experts_are_stamped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert len(entries[FIRST].extents) == 2 * LAYERS * EXPERTS
     assert sum(".mlp.experts." in name for name in names) == 3 * LAYERS * EXPERTS
     assert "model.embed_tokens.weight" not in names
+
+
+def test_whole_plans_are_those_made_one_by_one(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither stamps nor the short ways for many tensors without problems leave a trace in a plan."""
+    made = {to: tx.plan(tx.open(folder), tmp_path / "out", to=to) for to in ("hf", "te", "torch_dist")}
+    monkeypatch.setattr(Stamps, "filled", lambda *_: None)
+    monkeypatch.setattr(draft, "_are_plain", lambda _: False)
+    for to, plan in made.items():
+        assert not plan.refusals
+        assert tx.plan(tx.open(folder), tmp_path / "out", to=to) == plan
+    assert len(made["hf"].tensors) == 3 + LAYERS * (9 + 3 * EXPERTS)
 
 
 def whole(extent: Extent) -> list[Extent]:

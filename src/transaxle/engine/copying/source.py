@@ -43,8 +43,20 @@ class Source:
         Raises:
             Refused: INCOMPLETE; UNSUPPORTED where packed elements would have to be taken apart.
         """
-        if intervals is None and self._stamps is not None and (stamped := self._stamps.transfer(target)):
-            return [stamped]
+        if intervals is None and self._stamps is not None and (stamped := self._stamps.filled(target)):
+            return list(stamped)
+        return self._found(target, intervals)
+
+    def whole_transfers(self, target: Target) -> tuple[Transfer, ...]:
+        """Return the transfers that fill a target tensor, as `transfers` does: the usual call, made very many times.
+
+        Raises:
+            Refused: see `transfers`.
+        """
+        return (self._stamps and self._stamps.filled(target)) or tuple(self._found(target, None))
+
+    def _found(self, target: Target, intervals: Intervals | None) -> list[Transfer]:
+        """Return the transfers that fill a target tensor, or a chunk of it, found the long way."""
         whole = target.moved_whole if intervals is None or _are_all(intervals, target.shape) else None
         if whole is not None and is_one_run(self.entries[whole]):
             (extent,) = self.entries[whole].extents

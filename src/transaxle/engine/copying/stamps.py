@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from operator import itemgetter
 from typing import NamedTuple
 
-from msgspec.structs import replace
+from msgspec.structs import astuple
 
 from transaxle.axes.layout.relayout import Copy, Origin, Target, TargetPart
 from transaxle.axes.notation.expression import Layout
@@ -24,7 +24,7 @@ _NOWHERE = -1
 
 
 class _Stamp(NamedTuple):
-    """The transfer of one target, with what must be the same of another."""
+    """The transfers of many targets, with what must be the same of each."""
 
     parts: tuple[TargetPart, ...]
     """Held, as their identity is the key."""
@@ -32,10 +32,8 @@ class _Stamp(NamedTuple):
     dtype: str
     axes: tuple[str, ...]
     """The axes of the target's name, in the order of the stored tensor's dims."""
-    chunks: Mapping[Shape, Extent]
-    """The chunks that differ from the first target's in their index of these axes alone, by that index."""
-    transfer: Transfer
-    """That of the first target, from the beginning of its chunk."""
+    filled: Mapping[Shape, tuple[Transfer]]
+    """What fills the first target, and each that differs from it in its index of these axes alone, by that index."""
 
 
 class Stamps:
@@ -50,24 +48,17 @@ class Stamps:
         self._stamps: dict[int, _Stamp] = {}  # by the identity of the parts, which targets that are alike share
         self._chunks: dict[Hashable, dict[Shape, Extent]] = {}
 
-    def transfer(self, target: Target) -> Transfer | None:
+    def filled(self, target: Target) -> tuple[Transfer] | None:
         """Return the one transfer that fills a target; None where it must be found the long way."""
         stamp = self._stamps.get(id(target.parts))
         if stamp is None or stamp.target is not target.layout or stamp.dtype != target.dtype:
             return None
         index = target.index
         if tuple(index) == stamp.axes:
-            at = tuple(index.values())
-        elif len(index) == len(stamp.axes):
-            at = tuple([index.get(axis, _NOWHERE) for axis in stamp.axes])
-        else:
-            return None
-        chunk = stamp.chunks.get(at)
-        if chunk is None:
-            return None
-        transfer = stamp.transfer
-        source = chunk.offset + transfer.source
-        return Transfer(chunk.file, source, transfer.target, transfer.width, transfer.loops)
+            return stamp.filled.get(tuple(index.values()))
+        if len(index) == len(stamp.axes):
+            return stamp.filled.get(tuple([index.get(axis, _NOWHERE) for axis in stamp.axes]))
+        return None
 
     def learn(self, target: Target, copies: Sequence[Copy], transfers: Sequence[Transfer]) -> None:
         """Remember the transfers of a target, if others may be like it.
@@ -86,8 +77,12 @@ class Stamps:
             return
         chunks = self._alike(origin.name, chunk, tuple(dim for dim, _ in pinned))
         axes = tuple(axis for _, axis in pinned)
-        first = replace(transfers[0], source=transfers[0].source - chunk.offset)
-        self._stamps[id(target.parts)] = _Stamp(target.parts, target.layout, target.dtype, axes, chunks, first)
+        _, source, place, width, loops = astuple(transfers[0])
+        inside = source - chunk.offset
+        filled = {
+            at: (Transfer(other.file, other.offset + inside, place, width, loops),) for at, other in chunks.items()
+        }
+        self._stamps[id(target.parts)] = _Stamp(target.parts, target.layout, target.dtype, axes, filled)
 
     def _alike(self, name: str, chunk: Extent, dims: tuple[int, ...]) -> dict[Shape, Extent]:
         """Return the chunks that differ from one in their index of some dims alone, by that index."""

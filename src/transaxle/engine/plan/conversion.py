@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from operator import attrgetter
 from typing import Any
 
 from transaxle.arguments import Degrees
 from transaxle.axes.geometry.strided import coalesce, row_major
 from transaxle.axes.layout.chunk_cuts import chunk_cuts
+from transaxle.axes.layout.relayout import Target
 from transaxle.axes.notation.name import natural
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, StoredTensor
 from transaxle.engine.checkpoint.peft_adapter import ADAPTER_STEM
@@ -292,6 +295,8 @@ def _viewed(
 def _outputs(view: View, names: Iterable[str], encoding: str) -> list[OutputTensor]:
     """Return the tensors that are written for a view, some of them as the buffers of an encoding."""
     encoded, stored, outputs = frozenset(names), view.stored, list[OutputTensor]()
+    if not encoded and not stored:
+        return [OutputTensor(name, each.dtype, each.layout.shape, each) for name, each in view.targets.items()]
     for name, target in view.targets.items():
         if name in encoded:
             outputs.extend(buffers_of(view, name, encoding))
@@ -305,13 +310,15 @@ def _outputs(view: View, names: Iterable[str], encoding: str) -> list[OutputTens
 def _by_name(written: Iterable[OutputTensor], problems: list[Refusal]) -> dict[str, OutputTensor]:
     """Return output tensors by name; duplicates, and sizes that no machine can hold, are problems."""
     outputs: dict[str, OutputTensor] = {}
-    checked: set[tuple[int, ...]] = set()
+    checked: dict[int, tuple[int, ...]] = {}  # by identity, which tensors that are alike share
     for product in written:
-        if product.shape not in checked and prod(product.shape) > _LARGEST:  # else laying it out would never end
-            message = f"the tensor would have the shape {list(product.shape)}: a size in the config is not plausible"
-            problems.append(Refusal("CORRUPT", message, Where(None, product.name)))
-            continue
-        checked.add(product.shape)
+        if id(product.shape) not in checked:
+            if prod(product.shape) > _LARGEST:  # else laying it out would never end
+                shape = list(product.shape)
+                message = f"the tensor would have the shape {shape}: a size in the config is not plausible"
+                problems.append(Refusal("CORRUPT", message, Where(None, product.name)))
+                continue
+            checked[id(product.shape)] = product.shape
         if product.name in outputs:
             message = f"{product.target.rule}\nwrites the same name as {outputs[product.name].target.rule}"
             problems.append(Refusal("NAME_COLLISION", message, Where(None, product.name)))
@@ -437,7 +444,7 @@ def _planned(
             is_computed = computed[id(target.parts)] = target.computed
         try:
             arithmetic = steps(target, allowed=allow_lossy) if is_computed else None
-            transfers = tuple(source.transfers(target))
+            transfers = source.whole_transfers(target)
         except TransaxleError as error:
             problems.extend(error.refusals)
             continue
@@ -473,17 +480,17 @@ def _places(entry: Entry, extents: Sequence[Extent]) -> tuple[Transfer, ...]:
     return tuple(sorted(places, key=lambda place: place.target))
 
 
+_way: Callable[[Target], tuple[str, str]] = attrgetter("component", "rule")
+
+
 def _routes(checkpoint: Checkpoint, translation: View) -> tuple[Route, ...]:
     """Group the targets by rule."""
     rules = {component: line.text for line, _ in checkpoint.bound.names for component in line.expression.components}
-    counts: dict[tuple[str, str], int] = {}
-    for target in translation.targets.values():
-        if target.component:
-            key = target.component, target.rule
-            counts[key] = counts.get(key, 0) + 1
+    counts = Counter(map(_way, translation.targets.values()))
     return tuple(
         Route(component, tuple(dict.fromkeys(rules.get(c, "") for c in component.split(", "))), rule, number)
         for (component, rule), number in counts.items()
+        if component
     )
 
 

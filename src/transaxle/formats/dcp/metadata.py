@@ -339,7 +339,7 @@ def _noted_columns(run: Run, index: object, info: object, found: dict[str, dict[
         return False
     if info_fields.get("transform_descriptors") or (start is not None and _counts(start) is None):
         return False
-    offsets, lengths = run.columns[:, list(spans)].T.tolist()
+    offsets, lengths = (run.columns[:, column].tolist() for column in spans)
     payloads = map(_new_payload, zip(repeat(file), offsets, lengths, strict=False))
     count = len(run.columns)
     if isinstance(key, str):
@@ -348,7 +348,7 @@ def _noted_columns(run: Run, index: object, info: object, found: dict[str, dict[
         return len(known) - before == count
     keys_of_rows = run.values(key.number)
     if start is None and not found:  # objects, each with a key of its own
-        found.update((key_of_row, {None: payload}) for key_of_row, payload in zip(keys_of_rows, payloads, strict=True))
+        found |= {key_of_row: {None: payload} for key_of_row, payload in zip(keys_of_rows, payloads, strict=True)}
         return len(found) == count
     starts = repeat(None, count) if start is None else run.rows(start)
     for key_of_row, start_of_row, payload in zip(keys_of_rows, starts, payloads, strict=True):

@@ -57,7 +57,12 @@ class Run:
 
     def rows(self, columns: Sequence[int]) -> list[tuple[int, ...]]:
         """Return some columns of integers, row by row."""
-        return list(map(tuple, self.columns[:, list(columns)].tolist()))
+        if not columns:
+            return [()] * len(self.columns)
+        chosen = [self.columns[:, column] for column in columns]
+        if len(self.columns) and all((column == column[0]).all() for column in chosen):  # as sizes usually are
+            return [tuple([int(column[0]) for column in chosen])] * len(self.columns)
+        return list(zip(*(column.tolist() for column in chosen), strict=True))
 
     def values(self, column: int) -> list[Any]:
         """Return a column of texts or references."""

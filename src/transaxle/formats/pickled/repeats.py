@@ -28,7 +28,8 @@ _MOST_COLUMNS, _LONGEST = 200, 512
 _MOST_ALTERNATING = 2
 """Records of so many forms may take turns, as those of two halves do."""
 _LONGEST_WAIT = 12
-_BLOCK = 1 << 7
+_BLOCK, _MOST_BYTES = 1 << 7, 1 << 16
+"""Records that are compared at first, and bytes of them at most: what is compared should stay in the cache."""
 _NEW = 0x81
 _PLAIN = frozenset(b")(t\x85\x86\x87R\x81}]usaebN\x88\x89")
 """Steps without an operand."""
@@ -138,6 +139,13 @@ def _take_alike(function: Global, machine: Machine, made: Object) -> bool:
     first = at = machine.at
     left = machine.left
     while at < last:
+        if not memo.is_numbered and (counted := _counted_keys(data, at, last, tail, left)):  # the usual case
+            keys, at, left = counted
+            values = [each for key in keys for each in (made, key)]
+            memo.update(enumerate(values, memo.end))
+            stack[-1:] = (*values, function)
+            machine.at, machine.begin, machine.left = at, at - 1, left
+            continue
         of_object, after = _put_at(data, at) if data[at] in _PUTTING else (None, at)
         code = data[after]
         if code == _SHORT_TEXT:
@@ -155,18 +163,33 @@ def _take_alike(function: Global, machine: Machine, made: Object) -> bool:
         if data[end : end + width] != tail or not text.isascii():
             break
         key = text.decode("ascii")
-        if of_object == of_text == _COUNTED and not memo.is_numbered:  # the usual case
-            number = memo.end
-            memo[number], memo[number + 1] = made, key
-        else:
-            kept = ((made, of_object), (key, of_text)) if of_object is not None else ((key, of_text),)
-            if not _remembered(memo, kept, of_class):
-                break
+        kept = ((made, of_object), (key, of_text)) if of_object is not None else ((key, of_text),)
+        if not _remembered(memo, kept, of_class):
+            break
         stack[-1] = made
         stack += (key, function)
         at = machine.at = end + width
         machine.begin, machine.left = at - 1, left
     return machine.at > first
+
+
+def _counted_keys(data: bytes, at: int, last: int, tail: bytes, left: int) -> tuple[list[str], int, int] | None:
+    """Return the short texts from here on that follow an object and are followed by one like it, all of which the memo
+    counts; where they end, and what is left to spend then. None if there are none.
+    """
+    keys: list[str] = []
+    begins, ends = bytes([_MEMOIZE, _SHORT_TEXT]), bytes([_MEMOIZE]) + tail
+    start, width = len(begins) + 1, len(ends)
+    while at < last and data.startswith(begins, at):
+        begin = at + start
+        end = begin + data[begin - 1]
+        left_then = left - _COST - (end - begin)
+        text = data[begin:end]
+        if end >= last or left_then < 0 or not data.startswith(ends, end) or not text.isascii():
+            break
+        keys.append(text.decode("ascii"))
+        at, left = end + width, left_then
+    return (keys, at, left) if keys else None
 
 
 def _remembered(memo: Memo, kept: Sequence[tuple[object, int | None]], of_class: int) -> bool:
@@ -374,7 +397,7 @@ class _Form:
                 # The last one ended as this one did, but is not followed by another.
                 is_followed = data[here + count * length : here + count * length + 1] == self.record[:1]
                 return count if is_followed else max(count - 1, 0)
-            block *= 2
+            block = max(min(2 * block, _MOST_BYTES // length), _BLOCK)
 
 
 def _columns(data: bytes, here: int, length: int, count: int, operands: Sequence[_Operand]) -> NDArray[np.int64]:

@@ -55,16 +55,13 @@ def draft(
             NAME_COLLISION, SHAPE_MISMATCH (packed elements that do not fill whole bytes).
     """
     faults = Faults()
-    names_so_far: set[str] = set()
-    sized: list[tuple[Spec, int]] = []
-    for spec in tensors:
-        name, shape = spec.name, spec.shape
-        if name.isascii() and name not in names_so_far and spec.dtype in _WHOLE_BYTES and len(shape) <= MAX_DIMS:
-            size = nbytes(spec.dtype, shape) if name != METADATA else _size(spec, names_so_far, faults)
-        else:
-            size = _size(spec, names_so_far, faults)
-        names_so_far.add(name)
-        sized.append((spec, size))
+    if _are_plain(tensors):  # the usual case, of very many
+        sized = [(spec, nbytes(spec.dtype, spec.shape)) for spec in tensors]
+    else:
+        sized, names_so_far = [], set[str]()
+        for spec in tensors:
+            sized.append((spec, _size(spec, names_so_far, faults)))
+            names_so_far.add(spec.name)
     if faults:
         raise faults.error()
     beside = {KEPT: encode(groups)} if groups else {}
@@ -82,6 +79,14 @@ def draft(
     (header,) = files.fragments
     offsets = [entry.extents[0].offset for entry in files.entries.values() if entry.nbytes]
     return replace(files, seal=room_for_seal(header.data, header.file, offsets))
+
+
+def _are_plain(tensors: Sequence[Spec]) -> bool:
+    """Tell whether nothing can be wrong with any of the tensors, and each of their elements fills whole bytes."""
+    names = {spec.name for spec in tensors}
+    kinds = {(spec.dtype, len(spec.shape)) for spec in tensors}
+    has_places = all(dtype in _WHOLE_BYTES and dims <= MAX_DIMS for dtype, dims in kinds)
+    return has_places and len(names) == len(tensors) and METADATA not in names and "".join(names).isascii()
 
 
 def _size(spec: Spec, names_so_far: set[str], faults: Faults) -> int:

@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BytesIO
 from threading import Lock
 from typing import Protocol, TypeVar
 from weakref import WeakSet
@@ -90,10 +91,10 @@ class Storage(Protocol):
 
     def read(self, name: str, offset: int, size: int) -> bytes:
         """Return `size` bytes from `offset`; raises as `read_into`."""
-        buffer = bytearray(size)
-        with memoryview(buffer) as view:
+        buffer = BytesIO(bytes(size))
+        with buffer.getbuffer() as view:
             self.read_into(name, offset, view)
-        return bytes(buffer)
+        return buffer.getvalue()  # the same memory: a large file is not there twice
 
     def recheck(self) -> None:
         """Check that no file that was read has changed since; call it before publishing what was made of them.

@@ -116,7 +116,7 @@ def _is_grid(shape: Shape, boxes: Sequence[ChunkBox]) -> bool:
     if len(sizes) != len(shape) or 0 in sizes or any(size % step for size, step in zip(shape, sizes, strict=True)):
         return False
     counts = (size // step for size, step in zip(shape, sizes, strict=True))
-    if prod(counts) != len(boxes) or any(box[1] != sizes for box in boxes):
+    if prod(counts) != len(boxes) or [box[1] for box in boxes].count(sizes) < len(boxes):
         return False
     multiples = (range(0, size, step) for size, step in zip(shape, sizes, strict=True))
     return {box[0] for box in boxes} == set(product(*multiples))

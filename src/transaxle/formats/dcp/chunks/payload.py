@@ -18,7 +18,7 @@ from transaxle.formats.catalog.catalog import Checksum, Entry, Extent
 from transaxle.formats.catalog.inline import number
 from transaxle.formats.dcp.chunks.stencil import Stencils
 from transaxle.formats.dcp.metadata import Payload, SavedChunk, SavedItem
-from transaxle.formats.dtype import Shape, logical, nbytes
+from transaxle.formats.dtype import PACKED, Shape, logical, nbytes
 from transaxle.formats.pickled.descriptors import Quantized, Scalar, TensorRef
 from transaxle.formats.safetensors.header import read_header
 from transaxle.formats.safetensors.torch_parts import starts
@@ -134,9 +134,14 @@ class Payloads:
         checksums: list[Sequence[Checksum]] = [()] * len(chunks)
         alike: dict[tuple[str, int, Shape], list[int]] = {}
         if len(chunks) >= _MANY:
+            key, same = None, list[int]()
             for at, (_, shape, payload) in enumerate(chunks):
                 if payload is not None:
-                    alike.setdefault((payload.file, payload.length, shape), []).append(at)
+                    file, _, length = payload
+                    if key is None or length != key[1] or shape != key[2] or file != key[0]:
+                        key = file, length, shape
+                        same = alike.setdefault(key, [])
+                    same.append(at)
         own, self.checksums = self.checksums, []
         for at, chunk in enumerate(chunks):
             if found[at] is not None:
@@ -166,8 +171,10 @@ class Payloads:
         assert item.dtype is not None
         (file, _, length), shape = _payload(chunks[which[0]]), chunks[which[0]].shape
         key, code, size = item.key, item.dtype.code, self._sizes.get(file, 0)
-        which = [at for at in which if _payload(chunks[at]).offset + length <= size]
-        offsets = [_payload(chunks[at]).offset for at in which]
+        is_packed = code in PACKED
+        placed = [(at, chunks[at][2]) for at in which]
+        inside_file = [(at, place[1]) for at, place in placed if place is not None and place[1] + length <= size]
+        which, offsets = [at for at, _ in inside_file], [offset for _, offset in inside_file]
         taken = self._taken.setdefault(file, [])
         for archive, matching, crc32 in self._stencils.matches(file, length, offsets):
             if not isinstance(archive, _TensorArchive) or archive.repeated:
@@ -180,7 +187,8 @@ class Payloads:
             for match, crc in zip(matching.tolist(), sums, strict=False):
                 at, offset = which[match], offsets[match]
                 taken.append((offset, offset + length, key))
-                found[at] = Extent(logical(chunks[at].start, code), shape_there, file, offset + inside, strides)
+                start = logical(chunks[at].start, code) if is_packed else chunks[at].start
+                found[at] = Extent(start, shape_there, file, offset + inside, strides)
                 if crc:
                     checksums[at] = (Checksum(file, offset + begin, stored, crc, _WHAT),)
 

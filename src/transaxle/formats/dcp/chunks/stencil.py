@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from itertools import repeat
+from itertools import pairwise, repeat
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -223,15 +223,16 @@ class Stencils(Generic[Result]):
         if length > _WHOLE:
             return self._distant_skeletons(file, length, offsets, arrangement)
         head, tail = arrangement.head, arrangement.tail
-        parts: list[bytes] = []
-        data, begin, end = b"", 0, 0
+        parts: list[memoryview] = []
+        data, begin, end = memoryview(b""), 0, 0
         for number, offset in enumerate(offsets):
             if not begin <= offset <= offset + length <= end:
                 begin, end, following = offset, offset + length, number + 1
                 while following < len(offsets) and 0 <= offsets[following] - end <= length and end - begin < _BLOCK:
                     end = offsets[following] + length
                     following += 1
-                data = self._storage.read(file, begin, end - begin)
+                data = np.empty(end - begin, np.uint8).data
+                self._storage.read_into(file, begin, data)
             at = offset - begin
             parts += (data[at : at + head], data[at + tail : at + length])
         return np.frombuffer(b"".join(parts), np.uint8).reshape(len(offsets), length - (tail - head))
@@ -281,10 +282,9 @@ def _matches(
             return
         one = skeletons[int(left.argmax())]
         alike = left.copy()
-        for start, stop in arrangement.kept:
-            equal = skeletons[:, start:stop] == one[start:stop]
-            if not equal.all():  # row by row takes five times as long
-                alike &= equal.all(axis=1)
+        if not _are_all(skeletons, one, arrangement):
+            for start, stop in arrangement.kept:
+                alike &= (skeletons[:, start:stop] == one[start:stop]).all(axis=1)
         result = known.get(_blanked(one.tobytes(), arrangement))
         which = alike.nonzero()[0]
         if result is not None:
@@ -294,6 +294,14 @@ def _matches(
             )
             yield Matches(result, which, crc32)
         left = left & ~alike
+
+
+def _are_all(skeletons: NDArray[np.uint8], one: NDArray[np.uint8], arrangement: _Arrangement) -> bool:
+    """Tell whether all skeletons are like one of them. Comparing bytes takes a tenth of the time of arrays."""
+    filled = skeletons.copy()
+    for (_, start), (stop, _) in pairwise(arrangement.kept):
+        filled[:, start:stop] = one[start:stop]
+    return filled.tobytes() == one.tobytes() * len(filled)
 
 
 def _blanked(skeleton: bytes, arrangement: _Arrangement) -> bytes:
