@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from operator import attrgetter
 from typing import Any
 
 from transaxle.arguments import Degrees
 from transaxle.axes.geometry.strided import coalesce, row_major
 from transaxle.axes.layout.chunk_cuts import chunk_cuts
-from transaxle.axes.layout.relayout import Target
 from transaxle.axes.notation.name import natural
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, StoredTensor
 from transaxle.engine.checkpoint.peft_adapter import ADAPTER_STEM
@@ -23,7 +20,7 @@ from transaxle.engine.copying.source import Source
 from transaxle.engine.plan.axis_sizes import counted, recorded
 from transaxle.engine.plan.hub_weights import published
 from transaxle.engine.plan.model_config import config_notes, rewritten
-from transaxle.engine.plan.planned import OutputTensor, Plan, PlannedTensor, Recoded, Route
+from transaxle.engine.plan.planned import OutputTensor, Plan, PlannedTensor, Recoded, routes
 from transaxle.engine.plan.rank_parts import of_ranks, padded
 from transaxle.engine.plan.recoding import buffers_of, components, displaced, recoded, recoding
 from transaxle.engine.plan.target_names import clashing, is_one_file, misnamed, unholdable, without_line
@@ -165,7 +162,7 @@ def make_plan(
         dialect=pick_dialect(reading.family, wanted).label if reading else (checkpoint.dialect or IDENTITY),
         tensors=tuple(tensors),
         checks=tuple(checks),
-        routes=_routes(checkpoint, view) if reading else (),
+        routes=routes(checkpoint.bound, view.targets.values()) if reading else (),
         files={**draft.files, **carried},
         carried=tuple(carried),
         kept=view.kept,
@@ -478,20 +475,6 @@ def _places(entry: Entry, extents: Sequence[Extent]) -> tuple[Transfer, ...]:
         else:
             places.append(Transfer(extent.file, extent.offset, start * bits // 8, size))
     return tuple(sorted(places, key=lambda place: place.target))
-
-
-_way: Callable[[Target], tuple[str, str]] = attrgetter("component", "rule")
-
-
-def _routes(checkpoint: Checkpoint, translation: View) -> tuple[Route, ...]:
-    """Group the targets by rule."""
-    rules = {component: line.text for line, _ in checkpoint.bound.names for component in line.expression.components}
-    counts = Counter(map(_way, translation.targets.values()))
-    return tuple(
-        Route(component, tuple(dict.fromkeys(rules.get(c, "") for c in component.split(", "))), rule, number)
-        for (component, rule), number in counts.items()
-        if component
-    )
 
 
 def ready(prepared: Prepared) -> Plan:

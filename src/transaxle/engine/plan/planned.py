@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 from typing import Any, Literal
 
 import msgspec
 
+from transaxle.axes.layout.bind import Bound
 from transaxle.axes.layout.relayout import Target
 from transaxle.axes.notation.computed import Steps
 from transaxle.encodings.arithmetic.codec import Error
@@ -169,6 +172,20 @@ class Route(msgspec.Struct, frozen=True):
     """Rule of the target dialect."""
     tensors: int
     """Target tensors of this line."""
+
+
+_way: Callable[[Target], tuple[str, str]] = attrgetter("component", "rule")
+
+
+def routes(bound: Bound, targets: Iterable[Target]) -> tuple[Route, ...]:
+    """Group target tensors by rule, beside the rules by which the source's names are read."""
+    rules = {component: line.text for line, _ in bound.names for component in line.expression.components}
+    counts = Counter(map(_way, targets))
+    return tuple(
+        Route(component, tuple(dict.fromkeys(rules.get(c, "") for c in component.split(", "))), rule, number)
+        for (component, rule), number in counts.items()
+        if component
+    )
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
