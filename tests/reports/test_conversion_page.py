@@ -112,3 +112,19 @@ def test_where_a_tile_splits_is_drawn(tmp_path: Path) -> None:
         assert colours == [order.index(source) for source in said[name]]
     whole = tx.plan(tmp_path / "fp8", tmp_path / "out", to="hf")
     assert "split" not in data(tx.report(whole, tmp_path / "whole.html"))["figures"]
+
+
+def test_it_says_what_becomes_of_the_experts(tmp_path: Path) -> None:
+    """Eight tensors of a layer become one, and one becomes eight."""
+    tiny(tmp_path / "hf")
+    tx.convert(tmp_path / "hf", tmp_path / "stacked", to="torchtitan", sync=False)
+    for source, to, words in (
+        ("hf", "torchtitan", "Axis e goes from the names into dim 0 of gate, down, up: 8 tensors of each become one."),
+        (
+            "stacked",
+            "hf",
+            "Axis e goes from dim 0 into the names of gate, up, down: one tensor of each becomes 8 tensors.",
+        ),
+    ):
+        page = tx.report(tx.plan(tmp_path / source, tmp_path / "out", to=to), tmp_path / f"{source}.html")
+        assert words in page.read_text("utf-8")

@@ -21,6 +21,8 @@ from transaxle.reports.html_page import SHADES, Column, Figure, Page, Section, c
 
 _MOST_LINKS = 40
 """Rules that the figure shows; the smaller ones are one line together."""
+_IN_NAME = "name"
+"""Where an axis is whose every index is a tensor of its own."""
 _MOST_REFUSALS = 50
 _MOST_TILES = 16
 """Tiles that are drawn: one of each rule."""
@@ -208,7 +210,23 @@ def _flow(plan: Plan, amounts: dict[str, tuple[int, int]]) -> Section:
     }
     label = f"Flow of {size(everything)} from the rules of the source to those of the target; a table has its numbers."
     text = "Rules of the source are to the left, of the target to the right; a band is as wide as the bytes written."
+    text = " ".join((text, *_stacked(plan)))
     return Section("flow", "What becomes what", text, Figure("sankey", label, data))
+
+
+def _stacked(plan: Plan) -> Iterator[str]:
+    """Yield a sentence for each axis that leaves the names or enters them, as experts do."""
+    found: dict[tuple[str, str, str], dict[str, None]] = {}
+    for move in (move for route in plan.routes for move in axis_moves(route)):
+        if (move.before == _IN_NAME) != (move.after == _IN_NAME):
+            found.setdefault((move.axis, move.before, move.after), {})[move.component] = None
+    for (axis, before, after), components in found.items():
+        count, what = plan.axes.get(axis), ", ".join(components)
+        many = f"{count:,} tensors" if isinstance(count, int) else "several tensors"
+        if before == _IN_NAME:
+            yield f"Axis {axis} goes from the names into {after} of {what}: {many} of each become one."
+        else:
+            yield f"Axis {axis} goes from {before} into the names of {what}: one tensor of each becomes {many}."
 
 
 def _rules(plan: Plan, amounts: dict[str, tuple[int, int]]) -> Section:
