@@ -26,7 +26,7 @@ from pathlib import Path
 from promises import FILE, Figure, number
 
 ROOT = Path(__file__).parents[1]
-SCRIPTS = ("convert", "megatron", "zero", "live", "refit", "planning", "startup", "encodings")
+SCRIPTS = ("convert", "megatron", "zero", "live", "refit", "planning", "startup", "encodings", "look")
 """Those that hold promises on a CPU, in about half an hour."""
 
 KERNELS = """
