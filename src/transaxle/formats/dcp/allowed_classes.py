@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from transaxle.formats.pickled.allowed_globals.allowed import ALLOWED, INERT, GlobalRule, Names
 from transaxle.formats.pickled.descriptors import Global
-from transaxle.formats.pickled.repeats import bare, elements, keys
+from transaxle.formats.pickled.repeats import bare, described, elements, keys
 
 MODULES = ("torch.distributed.checkpoint", "torch.distributed._shard.checkpoint")
 """Package of torch's classes, and its name before 2.0."""
@@ -47,7 +47,10 @@ def _names() -> Iterator[tuple[str, str]]:
                 yield module, f"{formats}.{member}"
 
 
-_BUILDERS = {"ChunkStorageMetadata": elements, "MetadataIndex": keys, "BytesStorageMetadata": bare}
+_BUILDERS = {
+    "ChunkStorageMetadata": elements, "MetadataIndex": keys, "BytesStorageMetadata": bare,
+    "TensorStorageMetadata": described,
+}  # fmt: skip
 NAMES: Names = {
     **ALLOWED,
     **dict.fromkeys(_names(), INERT),
@@ -61,6 +64,7 @@ NAMES: Names = {
 }
 """Globals that this file may name; the files that hold tensors may not."""
 ONE_BY_ONE = {
-    name: GlobalRule(rule.value) if rule.build in (elements, keys, bare) else rule for name, rule in NAMES.items()
+    name: GlobalRule(rule.value) if rule.build in (bare, described, elements, keys) else rule
+    for name, rule in NAMES.items()
 }
 """The same, without runs."""

@@ -18,11 +18,12 @@ import msgspec
 
 from transaxle.errors import Faults, TransaxleError, refuse
 from transaxle.formats.builtin_formats import DCP_DATA, DCP_METADATA
-from transaxle.formats.dcp.allowed_classes import GLOBALS, NAMES, ONE_BY_ONE, TENSOR_PROPERTIES
+from transaxle.formats.dcp.allowed_classes import NAMES, ONE_BY_ONE
+from transaxle.formats.dcp.metadata_fields import MAX_DIMS, counts_of, fields_of, kind_of, properties_of
 from transaxle.formats.dtype import Shape
 from transaxle.formats.format import uncollected
-from transaxle.formats.pickled.columns import Column, Run
-from transaxle.formats.pickled.descriptors import DType, Global, Key, Object
+from transaxle.formats.pickled.columns import Column, Run, filled
+from transaxle.formats.pickled.descriptors import DType, Key
 from transaxle.formats.pickled.interpreter import Bounds, read_pickle
 from transaxle.formats.storage.storage import Storage
 from transaxle.formats.training_state.state import KeyPath, joined
@@ -31,8 +32,6 @@ METADATA = DCP_METADATA
 """Name of the file, and the suffix of its name where each rank wrote its own."""
 DATA_FILE = DCP_DATA
 
-_MAX_COUNT = 2**63 - 1
-_MAX_DIMS = 64
 _DEEPEST = 100
 _MEMORY_PER_BYTE, _MOST_MEMORY = 64, 8 << 30
 """Memory that reading a large file may take, per byte and in total: a chunk is some 140 bytes of it, and takes at most
@@ -40,6 +39,7 @@ _MEMORY_PER_BYTE, _MOST_MEMORY = 64, 8 << 30
 """
 _SPARSE = "a {} layout is not supported; only dense tensors are"
 
+_TWICE = "a dict has the same key twice"
 _FLATTENED = "nd_reformulated_orig_global_shape"
 """What Megatron notes of a tensor whose flattened parts are saved."""
 
@@ -130,9 +130,9 @@ def _items(top: object, file: str, faults: Faults) -> list[SavedItem]:
     Raises:
         Refused: CORRUPT where there are none.
     """
-    fields = _fields(top, "Metadata")
+    fields = fields_of(top, "Metadata")
     if fields is None:
-        raise refuse("CORRUPT", f"the file holds {_kind(top)}, not the metadata of a checkpoint", file=file)
+        raise refuse("CORRUPT", f"the file holds {kind_of(top)}, not the metadata of a checkpoint", file=file)
     described = fields.get("state_dict_metadata")
     stored = fields.get("storage_data")
     if not isinstance(described, dict) or not isinstance(stored, dict):
@@ -161,12 +161,19 @@ class _ItemReader:
     def items(self, described: Mapping[Any, Any], paths: object) -> list[SavedItem]:
         items = []
         bare: object = None  # an object that stands for those alike: see `repeats.bare`
+        known: set[str] = set()
         for key, value in described.items():
+            if isinstance(key, Key) and isinstance(value, Run) and key.value is value:
+                items += self._tensors(value, paths, known)
+                continue
+            if key in known:
+                self._fault(str(key), _TWICE)
+            known.add(key)
             if not isinstance(key, str):
-                self._faults.add("CORRUPT", f"the key of an item is {_kind(key)}, not text", self._file)
+                self._faults.add("CORRUPT", f"the key of an item is {kind_of(key)}, not text", self._file)
                 continue
             if value is not bare:
-                bare = value if _fields(value, "BytesStorageMetadata", bare=True) is not None else None
+                bare = value if fields_of(value, "BytesStorageMetadata", bare=True) is not None else None
             if bare is not None and not paths:  # the usual case of very many: Megatron has some for each expert
                 places = self._places.get(key)
                 if places is not None and len(places) == 1 and None in places:
@@ -177,7 +184,7 @@ class _ItemReader:
                 items.append(item)
             if self._faults.full:
                 return items
-        for key in self._places.keys() - described.keys():
+        for key in self._places.keys() - known:
             self._faults.add(
                 "CORRUPT",
                 "the metadata gives its place in a file, but does not list it among the items",
@@ -186,15 +193,48 @@ class _ItemReader:
             )
         return items
 
+    def _tensors(self, run: Run, paths: object, known: set[str]) -> list[SavedItem]:
+        """Return the tensors of a run; a key that was there before is a fault.
+
+        Args:
+            run: keys with what describes them.
+            paths: see `_path`.
+            known: the keys before; it grows.
+        """
+        text, template = run.templates if len(run.templates) == 2 else (None, None)
+        keys = run.values(text.number) if isinstance(text, Column) else []
+        if len(set(keys)) < len(run.columns) or not known.isdisjoint(keys):
+            self._faults.add("CORRUPT", _TWICE, self._file)
+            return []
+        known.update(keys)
+        fields = fields_of(template, "TensorStorageMetadata") or {}
+        shape, chunks, properties = fields.get("size"), fields.get("chunks"), fields.get("properties")
+        columns = list(map(_box, chunks)) if isinstance(chunks, list) else [None]
+        counts = counts_of(shape)
+        if counts is None or None in columns or not run.is_one(properties):
+            read = (self._item(key, value, paths, is_object=False) for key, value in run.records())
+            return [item for item in read if item is not None]
+        dtype = self._dtype(keys[0], filled(properties, run.row(0), {}), counts)
+        if dtype is None:
+            return []
+        rows = [zip(run.rows(start), run.rows(sizes), strict=True) for start, sizes in filter(None, columns)]
+        found = []
+        for key, size, *boxes in zip(keys, run.rows(counts), *rows, strict=True):
+            path = self._path(key, paths)
+            item = None if path is None else self._placed_tensor(key, path, dtype, size, boxes)
+            if item is not None:
+                found.append(item)
+        return found
+
     def _item(self, key: str, value: object, paths: object, *, is_object: bool) -> SavedItem | None:
         path = self._path(key, paths)
         if path is None:
             return None
         if is_object:
             return self._object(key, path)
-        fields = _fields(value, "TensorStorageMetadata")
+        fields = fields_of(value, "TensorStorageMetadata")
         if fields is None:
-            self._fault(key, f"it is described by {_kind(value)}")
+            self._fault(key, f"it is described by {kind_of(value)}")
             return None
         return self._tensor(key, path, fields)
 
@@ -209,31 +249,42 @@ class _ItemReader:
         return SavedItem(key, path, None, (), (), places[None])
 
     def _tensor(self, key: str, path: KeyPath, fields: Mapping[str, Any]) -> SavedItem | None:
-        dtype, layout = _properties(fields.get("properties"))
-        shape = _counts(fields.get("size"))
         listed = fields.get("chunks")
-        if dtype is None:
-            self._fault(key, "its dtype is missing")
+        shape = counts_of(fields.get("size")) if isinstance(listed, list) else None
+        dtype = self._dtype(key, fields.get("properties"), shape)
+        if dtype is None or shape is None or not isinstance(listed, list):
             return None
-        if layout is not None:
-            self._faults.add("UNSUPPORTED", _SPARSE.format(layout), self._file, key)
-            return None
-        if shape is None or not isinstance(listed, list):
-            self._fault(key, "its shape or its list of chunks is malformed")
-            return None
-        if len(shape) > _MAX_DIMS:
-            self._faults.add(
-                "UNSUPPORTED", f"the tensor has more than the {_MAX_DIMS} dims that numpy supports", self._file, key
-            )
-            return None
-        places = self._places.get(key, {})
-        chunks: list[SavedChunk] = []
+        found: list[tuple[Shape, Shape]] = []
         for chunk_value in listed:
             boxes = _boxes(chunk_value)
             if boxes is None:
                 self._fault(key, "a chunk's offsets or sizes are malformed")
                 return None
-            chunks.extend([_new_chunk((start, sizes, places.get(start))) for start, sizes in boxes])
+            found += boxes
+        return self._placed_tensor(key, path, dtype, shape, found)
+
+    def _dtype(self, key: str, properties: object, shape: Shape | None) -> DType | None:
+        """Return the dtype of a tensor; None where that, its layout or its shape is a problem."""
+        dtype, layout = properties_of(properties)
+        if dtype is None:
+            self._fault(key, "its dtype is missing")
+        elif layout is not None:
+            self._faults.add("UNSUPPORTED", _SPARSE.format(layout), self._file, key)
+        elif shape is None:
+            self._fault(key, "its shape or its list of chunks is malformed")
+        elif len(shape) > MAX_DIMS:
+            self._faults.add(
+                "UNSUPPORTED", f"the tensor has more than the {MAX_DIMS} dims that numpy supports", self._file, key
+            )
+        else:
+            return dtype
+        return None
+
+    def _placed_tensor(
+        self, key: str, path: KeyPath, dtype: DType, shape: Shape, boxes: Iterable[tuple[Shape, Shape]]
+    ) -> SavedItem | None:
+        places = self._places.get(key, {})
+        chunks = [_new_chunk((start, sizes, places.get(start))) for start, sizes in boxes]
         extra = places.keys() - {chunk.start for chunk in chunks}
         if extra:
             shown = " and ".join("an object" if start is None else f"a chunk at {list(start)}" for start in extra)
@@ -241,7 +292,7 @@ class _ItemReader:
             return None
         notes = self._notes.get(key)
         flattened = notes.get(_FLATTENED) if isinstance(notes, dict) else None
-        unflattened = None if flattened is None else _counts(flattened)
+        unflattened = None if flattened is None else counts_of(flattened)
         if flattened is not None and unflattened is None:
             self._fault(key, "the shape of what it is a part of is malformed")
             return None
@@ -278,18 +329,18 @@ def _placed(stored: Mapping[Any, Any], file: str, faults: Faults) -> PayloadPlac
     for index, info in _each(stored, places):
         if faults.full:
             break
-        index_fields = _fields(index, "MetadataIndex")
+        index_fields = fields_of(index, "MetadataIndex")
         key = index_fields.get("fqn") if index_fields else None
         if index_fields is None or not isinstance(key, str):
-            faults.add("CORRUPT", f"a file is given for {_kind(index)}, not for an item", file)
+            faults.add("CORRUPT", f"a file is given for {kind_of(index)}, not for an item", file)
             continue
         start = None
         if index_fields.get("offset") is not None:
-            start = _counts(index_fields["offset"])
+            start = counts_of(index_fields["offset"])
             if start is None:
                 faults.add("CORRUPT", "the offset of one of its chunks is malformed", file, key)
                 continue
-        payload = _payload(_fields(info, "_StorageInfo"), file, key, faults)
+        payload = _payload(fields_of(info, "_StorageInfo"), file, key, faults)
         if payload is None:
             continue
         if start in places[key]:
@@ -332,12 +383,12 @@ def _noted(run: Run, places: defaultdict[str, dict[Shape | None, Payload]]) -> b
 
 def _noted_columns(run: Run, index: object, info: object, found: dict[str, dict[Shape | None, Payload]]) -> bool:
     """Note the places that one item of each record of a run tells, if there is nothing wrong with them."""
-    index_fields, info_fields = _fields(index, "MetadataIndex") or {}, _fields(info, "_StorageInfo") or {}
+    index_fields, info_fields = fields_of(index, "MetadataIndex") or {}, fields_of(info, "_StorageInfo") or {}
     key, file, start = index_fields.get("fqn"), info_fields.get("relative_path"), index_fields.get("offset")
-    spans = _counts((info_fields.get("offset"), info_fields.get("length")))
+    spans = counts_of((info_fields.get("offset"), info_fields.get("length")))
     if not isinstance(key, str | Column) or not isinstance(file, str) or spans is None:
         return False
-    if info_fields.get("transform_descriptors") or (start is not None and _counts(start) is None):
+    if info_fields.get("transform_descriptors") or (start is not None and counts_of(start) is None):
         return False
     offsets, lengths = (run.columns[:, column].tolist() for column in spans)
     payloads = map(_new_payload, zip(repeat(file), offsets, lengths, strict=False))
@@ -374,8 +425,8 @@ def _boxes(value: object) -> list[tuple[Shape, Shape]] | None:
 
 def _box(value: object) -> tuple[Shape, Shape] | None:
     """Return first index and size of a chunk; None if it is malformed."""
-    fields = _fields(value, "ChunkStorageMetadata") or {}
-    start, sizes = _counts(fields.get("offsets")), _counts(fields.get("sizes"))
+    fields = fields_of(value, "ChunkStorageMetadata") or {}
+    start, sizes = counts_of(fields.get("offsets")), counts_of(fields.get("sizes"))
     return None if start is None or sizes is None else (start, sizes)
 
 
@@ -386,7 +437,7 @@ def _payload(info: Mapping[str, Any] | None, file: str, key: str, faults: Faults
         return None
     transforms = info.get("transform_descriptors")
     if transforms:
-        names = ", ".join(map(str, transforms)) if isinstance(transforms, list | tuple) else _kind(transforms)
+        names = ", ".join(map(str, transforms)) if isinstance(transforms, list | tuple) else kind_of(transforms)
         hint = "Save the checkpoint again without extensions."
         faults.add(
             "UNSUPPORTED",
@@ -396,69 +447,8 @@ def _payload(info: Mapping[str, Any] | None, file: str, key: str, faults: Faults
             hint,
         )
         return None
-    spans = _counts((info.get("offset"), info.get("length")))
+    spans = counts_of((info.get("offset"), info.get("length")))
     if spans is None:
         faults.add("CORRUPT", "the offset or the length of its bytes is not a count", file, key)
         return None
     return Payload(info["relative_path"], *spans)
-
-
-def _fields(value: object, name: str, *, bare: bool = False) -> Mapping[str, Any] | None:
-    """Return the fields of a dataclass by name; None if the value is not of that class.
-
-    Args:
-        value: the value in the pickle.
-        name: the class.
-        bare: it may have no fields.
-    """
-    if not isinstance(value, Object) or value.args or value.items or value.pairs or value.cls not in GLOBALS[name]:
-        return None
-    if isinstance(value.state, dict):
-        return value.state
-    return {} if bare else None
-
-
-def _properties(value: object) -> tuple[DType | None, str | None]:
-    """Return a tensor's dtype, and its layout if it is not dense.
-
-    The class moved twice and wrote its fields as a tuple; only its first two concern the bytes.
-    """
-    if not isinstance(value, Object) or (value.cls.module, value.cls.name) not in TENSOR_PROPERTIES:
-        return None, None
-    state = value.state
-    dtype: object = None
-    layout: object = None
-    if isinstance(state, tuple) and state:
-        dtype, layout = state[0], state[1] if len(state) > 1 else None
-    elif isinstance(state, dict):
-        dtype, layout = state.get("dtype"), state.get("layout")
-    name = _layout(layout)
-    return dtype if isinstance(dtype, DType) else None, None if name == "torch.strided" else name
-
-
-def _layout(value: object) -> str:
-    """Return the name of a layout; a missing one is dense."""
-    if value is None:
-        return "torch.strided"
-    if isinstance(value, Object) and len(value.args) == 1 and isinstance(value.args[0], str):
-        return value.args[0]
-    return str(value) if isinstance(value, Global) else _kind(value)
-
-
-def _counts(value: object) -> Shape | None:
-    """Return a tuple of counts; lists, which old versions wrote, are accepted too."""
-    if isinstance(value, list):
-        value = tuple(value)
-    if not isinstance(value, tuple) or len(value) > _MAX_DIMS + 1:
-        return None
-    for count in value:
-        if type(count) is not int or not 0 <= count <= _MAX_COUNT:
-            return None
-    return value
-
-
-def _kind(value: object) -> str:
-    """Return the type of a value, for a message; never its contents."""
-    if isinstance(value, Object):
-        return f"a {value.cls.module[:100]}.{value.cls.name[:100]}"
-    return "a compound key" if isinstance(value, Key) else f"a {type(value).__name__}"

@@ -83,6 +83,18 @@ class Run:
         text = texts[number]
         return text.tobytes().decode("ascii") if isinstance(text, np.ndarray) else text
 
+    def is_one(self, template: Any) -> bool:
+        """Tell whether a template gives the same in all records, with no text that differs."""
+        if type(template) is int:
+            return bool((self.columns[:, template] == self.columns[0, template]).all())
+        if type(template) is Column:
+            return template.number not in self.texts and self.is_one(template.number)
+        if type(template) is dict:
+            return all(map(self.is_one, template.values()))
+        if type(template) is Object:
+            return self.is_one(template.state)
+        return all(map(self.is_one, template)) if type(template) in (tuple, list) else True
+
     def row(self, number: int) -> Row:
         """Return the values of one record."""
         row: list[Any] = self.columns[number].tolist()
@@ -114,6 +126,11 @@ class Remembered:
 
     def __len__(self) -> int:
         return len(self._run.columns) * len(self._kept)
+
+    def is_text(self, index: int) -> bool:
+        """Tell whether a text was remembered there."""
+        template = self._kept[index % len(self._kept)]
+        return type(template) is Column and template.number in self._run.texts
 
     def __getitem__(self, index: int) -> Any:
         record, which = divmod(index, len(self._kept))

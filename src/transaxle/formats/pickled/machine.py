@@ -78,6 +78,12 @@ class Memo(dict[int, Any]):
         """Tell whether something that a run remembered has been changed since."""
         return any(part.is_changed() for part in self._parts)
 
+    def gives_text(self, number: int) -> bool:
+        """Tell whether a run remembered a text here."""
+        at = bisect_right(self._begins, number) - 1
+        part = self._parts[at] if at >= 0 else None
+        return part is not None and number - self._begins[at] < len(part) and part.is_text(number - self._begins[at])
+
     def __missing__(self, number: int) -> Any:
         at = bisect_right(self._begins, number) - 1
         if at < 0 or number - self._begins[at] >= len(self._parts[at]):

@@ -15,42 +15,40 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transaxle.formats.pickled.allowed_globals.builders import Caller, size
-from transaxle.formats.pickled.columns import CONSTANT, Column, Remembered, Run, is_simple
+from transaxle.formats.pickled.columns import Column, Remembered, Run, is_simple
 from transaxle.formats.pickled.descriptors import Global, Key, Object
 from transaxle.formats.pickled.fault import PickleFault
 from transaxle.formats.pickled.machine import Machine, Memo
+from transaxle.formats.pickled.records.even import EvenForm
+from transaxle.formats.pickled.records.step_operands import (
+    GETS,
+    MEMOIZE,
+    REFERENCE,
+    TEXT,
+    Operand,
+    Records,
+    operands_of,
+)
+from transaxle.formats.pickled.records.uneven import UnevenForm, uneven_form
 from transaxle.formats.pickled.steps import perform
 
 _FEWEST = 8
 """Records that are worth it."""
-_MOST_COLUMNS, _LONGEST = 200, 512
-"""Caps on the numbers and the bytes of a record."""
+_MANY = 64
+"""So many records of one length are read as an array at once, faster than records of several lengths are."""
+_LONGEST = 512
+"""Cap on the bytes of a record."""
 _MOST_ALTERNATING = 2
 """Records of so many forms may take turns, as those of two halves do."""
 _LONGEST_WAIT = 12
-_BLOCK, _MOST_BYTES = 1 << 7, 1 << 16
-"""Records that are compared at first, and bytes of them at most: what is compared should stay in the cache."""
 _NEW = 0x81
-_PLAIN = frozenset(b")(t\x85\x86\x87R\x81}]usaebN\x88\x89")
-"""Steps without an operand."""
-_MEMOIZE = 0x94
-_NUMBERS = {ord("K"): 1, ord("M"): 2, ord("J"): 4}
-"""Step -> bytes of its number."""
-_GETS = {ord("h"): 1, ord("j"): 4}
 _PUTS = {ord("q"): 1, ord("r"): 4}
-_PUTTING = frozenset({_MEMOIZE, *_PUTS})
+_PUTTING = frozenset({MEMOIZE, *_PUTS})
 _COUNTED = -1
 """Stands for the next number of the memo."""
 _EMPTY_TUPLE, _LONG_TEXT, _SHORT_TEXT = ord(")"), ord("X"), 0x8C
 _COST = 600
 """Bytes, estimated as the steps do, that an item of a text and an object takes at most, without the text."""
-_TEXTS = {ord("X"): 4, 0x8C: 1}
-_BININT, _LONG = ord("J"), 0x8A
-_WIDEST = 8
-"""Bytes of the longest number."""
-_NUMBER, _SIGNED, _TEXT, _REFERENCE = "number", "signed", "text", "reference"
-_ANY, _ASCII = 0xFF, 0x7F
-"""Bits of an octet that may differ."""
 _PLACEHOLDER = 2**32 - 1
 """Number in the memo that stands for the first column of texts or references; others precede it."""
 
@@ -64,19 +62,6 @@ class _Place(NamedTuple):
     left: int
 
 
-class _Operand(NamedTuple):
-    """What may differ from record to record: a number, a text, or a reference."""
-
-    step: int
-    """First byte of the step."""
-    at: int
-    """Its own first byte."""
-    width: int
-    """Its bytes."""
-    kind: str
-    """One of the four below; signed ones may not be negative."""
-
-
 class _Built(NamedTuple):
     """What a record builds, as templates."""
 
@@ -85,18 +70,35 @@ class _Built(NamedTuple):
     """What it puts into the memo."""
 
 
+class _Patience:
+    """How long to wait before the next attempt."""
+
+    def __init__(self) -> None:
+        self._wait = self._waited = 0
+
+    def is_over(self) -> bool:
+        """Tell whether an attempt is due; if not, one more object has been waited for."""
+        if self._waited < self._wait:
+            self._waited += 1
+            return False
+        return True
+
+    def attempt(self, *, succeeded: bool) -> None:
+        """Note how an attempt ended: the more have failed, the longer is the wait."""
+        self._waited = 0
+        self._wait = 0 if succeeded else min(2 * self._wait + 1, _LONGEST_WAIT)
+
+
 class _History:
     """Where objects of one class began, and how long to wait before the next attempt."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, of_value: bool) -> None:
+        self.of_value = of_value
+        """They are values of texts: each record ends with the text of the next one."""
         self.places: list[_Place] = []
-        self.wait = self.waited = 0
+        self.even, self.uneven = _Patience(), _Patience()
         self.built: dict[tuple[Any, ...], _Built | None] = {}
         """What records of one form build."""
-
-    def attempt(self, succeeded: bool) -> None:
-        self.waited = 0
-        self.wait = 0 if succeeded else min(2 * self.wait + 1, _LONGEST_WAIT)
 
 
 def elements(function: Global, args: tuple[Any, ...], machine: Caller) -> Object:
@@ -107,6 +109,11 @@ def elements(function: Global, args: tuple[Any, ...], machine: Caller) -> Object
 def keys(function: Global, args: tuple[Any, ...], machine: Caller) -> Object:
     """Build a key of a dict; a run of items before it becomes one item, `Key(Run)` and the same `Run`."""
     return _built(function, args, machine, _as_item, dict)
+
+
+def described(function: Global, args: tuple[Any, ...], machine: Caller) -> Object:
+    """Build the value of a text in a dict; a run of such items becomes one item, `Key(Run)` and the same `Run`."""
+    return _built(function, args, machine, _as_described, dict, of_value=True)
 
 
 def bare(function: Global, args: tuple[Any, ...], machine: Caller) -> Object:
@@ -178,7 +185,7 @@ def _counted_keys(data: bytes, at: int, last: int, tail: bytes, left: int) -> tu
     counts; where they end, and what is left to spend then. None if there are none.
     """
     keys: list[str] = []
-    begins, ends = bytes([_MEMOIZE, _SHORT_TEXT]), bytes([_MEMOIZE]) + tail
+    begins, ends = bytes([MEMOIZE, _SHORT_TEXT]), bytes([MEMOIZE]) + tail
     start, width = len(begins) + 1, len(ends)
     while at < last and data.startswith(begins, at):
         begin = at + start
@@ -216,7 +223,7 @@ def _call_before(data: bytes, here: int, memo: Memo, function: Global) -> tuple[
     """Return the steps that ended here, if they fetched a class from the memo and made an object of it; and its number
     there.
     """
-    for get, width in _GETS.items():
+    for get, width in GETS.items():
         begin = here - width - 2
         if begin >= 0 and data[begin] == get and data[here - 1] == _EMPTY_TUPLE:
             number = int.from_bytes(data[begin + 1 : begin + 1 + width], "little")
@@ -228,7 +235,7 @@ def _call_before(data: bytes, here: int, memo: Memo, function: Global) -> tuple[
 def _put_at(data: bytes, at: int) -> tuple[int | None, int]:
     """Return the number under which a step puts something into the memo, and where the next step is."""
     code = data[at]
-    if code == _MEMOIZE:
+    if code == MEMOIZE:
         return _COUNTED, at + 1
     width = _PUTS.get(code)
     return (None, at) if width is None else (int.from_bytes(data[at + 1 : at + 1 + width], "little"), at + 1 + width)
@@ -242,15 +249,31 @@ def _as_item(machine: Machine, run: Run) -> None:
     machine.stack[-1:-1] = [Key(run), run]
 
 
+def _as_described(machine: Machine, run: Run) -> None:
+    """Put a run of values, each with the text that follows it, as one of the texts with their values."""
+    value, following = run.templates
+    texts = [machine.stack[-2], *run.values(following.number)]
+    own = run.columns.shape[1]
+    columns = np.hstack([run.columns, np.zeros((len(run.columns), 1), np.int64)])
+    items = Run((Column(own), value), columns, {**run.texts, own: texts[:-1]}, run.references, run.referred)
+    machine.stack[-2:-1] = [Key(items), items, texts[-1]]
+
+
 def _built(
-    function: Global, args: tuple[Any, ...], machine: Caller, put: Callable[[Machine, Run], None], kind: type
+    function: Global,
+    args: tuple[Any, ...],
+    machine: Caller,
+    put: Callable[[Machine, Run], None],
+    kind: type,
+    *,
+    of_value: bool = False,
 ) -> Object:
     assert isinstance(machine, Machine)
     is_new = machine.data[machine.begin] == _NEW
-    if is_new and not args and machine.finds_runs and _is_part(machine, kind):
+    if is_new and not args and machine.finds_runs and _is_part(machine, kind, of_value=of_value):
         history = machine.histories.get(function)
         if history is None:
-            history = machine.histories[function] = _History()
+            history = machine.histories[function] = _History(of_value=of_value)
         place = _Place(machine.begin, len(machine.outer), len(machine.stack), machine.left)
         run = _run_at(function, machine, history, place)
         if run is not None:
@@ -271,150 +294,118 @@ def _is_part(machine: Machine, kind: type, *, of_value: bool = False) -> bool:
     return kind is list or len(machine.stack) % 2 == (0 if of_value else 1)
 
 
+class _Candidate(NamedTuple):
+    """A form of which a run may begin."""
+
+    before: _Place
+    """Where a record of it began that was done step by step."""
+    form: EvenForm | UnevenForm
+    known: Mapping[int, Any]
+    """What the record refers to that is the same in all of them."""
+    least: int = _FEWEST
+    """So many records are worth it."""
+
+
 def _run_at(function: Global, machine: Machine, history: _History, place: _Place) -> Run | None:
     """Return the run that begins here, and let the machine go on after it; None if there is none."""
+    even = _even_candidates(machine, history, place)
+    for each in even:
+        run = _run_of(function, machine, history, place, each._replace(least=_MANY))
+        if run is not None:
+            history.even.attempt(succeeded=True)
+            return run
+    for each in (*_uneven_candidates(machine, history, place), *even):
+        run = _run_of(function, machine, history, place, each)
+        if run is not None:
+            (history.even if type(each.form) is EvenForm else history.uneven).attempt(succeeded=True)
+            return run
+    return None
+
+
+def _even_candidates(machine: Machine, history: _History, place: _Place) -> list[_Candidate]:
+    """Return the forms of records as long as those before; an attempt has failed until somebody says otherwise."""
     data, here = machine.data, place.begin
+    found: list[_Candidate] = []
     for before in reversed(history.places):
         length = here - before.begin
         ahead = data[here + length : here + length + 3]
         if before.depth != place.depth or length > _LONGEST or ahead != data[here : here + 3]:
             continue
-        if history.waited < history.wait:
-            history.waited += 1
-            return None
-        record = data[before.begin : here]
-        known: dict[int, Any] = {}
-        operands = _operands(record, data[here : here + length], machine.memo, known)
-        if not operands or not all(_is_harmless(value, machine) for value in known.values()):
-            continue
-        form = _Form(record, operands)
-        columns = _columns(data, here, length, form.count(data, here), operands)
-        count = _referable(columns, operands, machine.memo)
-        built = _what_is_built(function, machine, history, form, known) if count >= _FEWEST else None
-        if built is None or len(built.values) != place.height - before.height:
-            continue
-        run = _run(built, columns[:count], data, here, form, machine.memo)
-        if built.kept:
-            machine.memo.extend(Remembered(run, built.kept))
-        machine.charge(count * (before.left - place.left))
-        machine.begin = here + count * length
-        machine.at = machine.begin + 1
-        history.attempt(succeeded=True)
-        return run
+        if not found and not history.even.is_over():
+            return []
+        record, known = data[before.begin : here], dict[int, Any]()
+        operands = operands_of(record, data[here : here + length], machine.memo, known)
+        if operands and all(_is_harmless(value, machine) for value in known.values()):
+            found.append(_Candidate(before, EvenForm(record, operands), known))
     if len(history.places) == _MOST_ALTERNATING:
-        history.attempt(succeeded=False)
-    return None
+        history.even.attempt(succeeded=False)
+    return found
 
 
-def _operands(record: bytes, next_record: bytes, memo: Memo, known: dict[int, Any]) -> list[_Operand]:
-    """Return what may differ from record to record; nothing if a step might do something else in another record.
+def _uneven_candidates(machine: Machine, history: _History, place: _Place) -> list[_Candidate]:
+    """Return the form of the record before this one, if it allows for longer and shorter ones; otherwise as above."""
+    before = history.places[-1] if history.places else place
+    length = place.begin - before.begin
+    if before.depth != place.depth or not 0 < length <= _LONGEST or not history.uneven.is_over():
+        return []
+    history.uneven.attempt(succeeded=False)
+    known: dict[int, Any] = {}
+    form = uneven_form(machine.data[before.begin : place.begin], machine.data, place.begin, machine.memo, known)
+    is_one = form is not None and all(_is_harmless(value, machine) for value in known.values())
+    return [_Candidate(before, form, known)] if is_one and form is not None else []
+
+
+def _run_of(function: Global, machine: Machine, history: _History, place: _Place, candidate: _Candidate) -> Run | None:
+    """Return the run of a form, and let the machine go on after it; None if there is none.
 
     Args:
-        record: a record that was done step by step.
-        next_record: the next one, which tells the texts and references that differ.
-        memo: what has been built so far.
-        known: receives what the record refers to otherwise, by reference.
+        function: what is called first.
+        machine: it is where the run would begin.
+        history: what was found before.
+        place: where the run would begin.
+        candidate: the form.
     """
-    found: list[_Operand] = []
-    at, end = 0, len(record)
-    while at < end:
-        step, code = at, record[at]
-        at += 1
-        if code in _PLAIN:
-            continue
-        if code in _NUMBERS:
-            width = _NUMBERS[code]
-            found.append(_Operand(step, at, width, _SIGNED if code == _BININT else _NUMBER))
-        elif code in _GETS:
-            width = _GETS[code]
-            reference = int.from_bytes(record[at : at + width], "little")
-            value = memo.get(reference, memo)
-            is_same = record[at : at + width] == next_record[at : at + width]
-            if type(value) in CONSTANT and (is_same or type(value) is not str):
-                known[reference] = value
-            else:
-                found.append(_Operand(step, at, width, _REFERENCE))
-        elif code in _TEXTS:
-            at, width = at + _TEXTS[code], int.from_bytes(record[at : at + _TEXTS[code]], "little")
-            text = record[at : at + width]
-            if text != next_record[at : at + width] and text.isascii():
-                found.append(_Operand(step, at, width, _TEXT))
-        elif code == _LONG and at < end and 0 < record[at] <= _WIDEST:
-            at, width = at + 1, record[at]
-            found.append(_Operand(step, at, width, _SIGNED))
-        elif code == _MEMOIZE and not memo.is_numbered:
-            width = 0
-        else:
-            return []
-        at += width
-    return found if at == end and len(found) <= _MOST_COLUMNS else []
+    before, form, known, least = candidate
+    found = form.read(machine.data, place.begin)
+    count = _referable(found.columns, form.operands, machine.memo)
+    built = _what_is_built(function, machine, history, form, known) if count >= least else None
+    if built is None or len(built.values) != place.height - before.height:
+        return None
+    if history.of_value and not (type(machine.stack[-2]) is str and _is_text(built.values[-1], form.operands)):
+        return None
+    run = _run(built, found, count, form.operands, machine.memo)
+    if built.kept:
+        machine.memo.extend(Remembered(run, built.kept))
+    machine.charge(count * (before.left - place.left) + _longer_texts(run, form.operands))
+    machine.begin = found.ends[count - 1]
+    machine.at = machine.begin + 1
+    return run
+
+
+def _is_text(template: object, operands: Sequence[Operand]) -> bool:
+    return type(template) is Column and operands[template.number].kind == TEXT
+
+
+def _longer_texts(run: Run, operands: Sequence[Operand]) -> int:
+    """Return how many more characters the texts of a run have than those of as many records like the first one."""
+    count = len(run.columns)
+    return sum(
+        sum(map(len, run.texts[column])) - count * operand.width
+        for column, operand in enumerate(operands)
+        if operand.kind == TEXT
+    )
 
 
 def _is_harmless(value: object, machine: Machine) -> bool:
     """Tell whether a constant takes any number as an argument, if it is called."""
-    return type(value) is not Global or machine.is_inert(value, (elements, keys, size))
+    return type(value) is not Global or machine.is_inert(value, (described, elements, keys, size))
 
 
-class _Form:
-    """What is the same in all records of a run.
-
-    Args:
-        record: one of them.
-        operands: what may differ.
-    """
-
-    def __init__(self, record: bytes, operands: Sequence[_Operand]) -> None:
-        self.record = record
-        self.operands = operands
-        free = np.zeros(len(record), np.uint8)
-        for _, at, width, kind in operands:
-            free[at : at + width] = _ASCII if kind == _TEXT else _ANY
-            if kind == _SIGNED:
-                free[at + width - 1] = _ASCII  # the highest bit is the sign
-        self._fixed = ~free
-        self._expected = np.frombuffer(record, np.uint8) & self._fixed
-        for _, at, width, kind in operands:
-            if kind == _SIGNED:
-                self._expected[at + width - 1] = 0
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """What tells it from other forms."""
-        return self._expected.tobytes(), *self.operands
-
-    def count(self, data: bytes, here: int) -> int:
-        """Return how many records from here on have this form, none of them with a negative number."""
-        length = len(self.record)
-        count, block = 0, _BLOCK
-        while True:
-            begin = here + count * length
-            rows = min(block, (len(data) - begin) // length)
-            found = np.frombuffer(data, np.uint8, rows * length, begin).reshape(rows, length)
-            alike = (found & self._fixed) == self._expected
-            same = rows if alike.all() else int(alike.all(axis=1).argmin())  # row by row takes five times as long
-            count += same
-            if same < block:
-                # The last one ended as this one did, but is not followed by another.
-                is_followed = data[here + count * length : here + count * length + 1] == self.record[:1]
-                return count if is_followed else max(count - 1, 0)
-            block = max(min(2 * block, _MOST_BYTES // length), _BLOCK)
-
-
-def _columns(data: bytes, here: int, length: int, count: int, operands: Sequence[_Operand]) -> NDArray[np.int64]:
-    rows = np.frombuffer(data, np.uint8, count * length, here).reshape(count, length)
-    columns = np.zeros((count, len(operands)), "<i8")
-    octets = columns.view(np.uint8).reshape(count, len(operands), 8)
-    for column, (_, at, width, kind) in enumerate(operands):
-        if kind != _TEXT:
-            octets[:, column, :width] = rows[:, at : at + width]
-    return columns
-
-
-def _referable(columns: NDArray[np.int64], operands: Sequence[_Operand], memo: Memo) -> int:
+def _referable(columns: NDArray[np.int64], operands: Sequence[Operand], memo: Memo) -> int:
     """Return how many records refer only to what there is: texts, where the pickle gives the numbers itself."""
     count = len(columns)
     for column, operand in enumerate(operands):
-        if operand.kind != _REFERENCE:
+        if operand.kind != REFERENCE:
             continue
         references = columns[:count, column]
         if memo.is_numbered:
@@ -422,7 +413,8 @@ def _referable(columns: NDArray[np.int64], operands: Sequence[_Operand], memo: M
         else:
             is_there = references < memo.plain_end
             if not is_there.all():
-                beyond = [each for each in np.unique(references[~is_there]).tolist() if each in memo]
+                beyond = np.unique(references[~is_there]).tolist()
+                beyond = [each for each in beyond if each in memo or memo.gives_text(each)]
                 is_there |= np.isin(references, beyond)
         if not is_there.all():
             count = int(is_there.argmin())
@@ -430,7 +422,7 @@ def _referable(columns: NDArray[np.int64], operands: Sequence[_Operand], memo: M
 
 
 def _what_is_built(
-    function: Global, machine: Machine, history: _History, form: _Form, known: Mapping[int, Any]
+    function: Global, machine: Machine, history: _History, form: EvenForm | UnevenForm, known: Mapping[int, Any]
 ) -> _Built | None:
     """Return what a record builds, with the numbers of columns in it; None if it is nothing simple.
 
@@ -447,13 +439,15 @@ def _what_is_built(
     return history.built[key]
 
 
-def _templates(function: Global, machine: Machine, form: _Form, known: Mapping[int, Any]) -> _Built | None:
+def _templates(
+    function: Global, machine: Machine, form: EvenForm | UnevenForm, known: Mapping[int, Any]
+) -> _Built | None:
     numbered: list[bytes] = []
     stands: dict[int, Any] = {}
     at = 0
     for column, operand in enumerate(form.operands):
         numbered.append(form.record[at : operand.step])
-        if operand.kind in (_TEXT, _REFERENCE):
+        if operand.kind in (TEXT, REFERENCE):
             stands[_PLACEHOLDER - column] = Column(column)
             numbered.append(b"j" + (_PLACEHOLDER - column).to_bytes(4, "little"))
         else:
@@ -473,20 +467,17 @@ def _templates(function: Global, machine: Machine, form: _Form, known: Mapping[i
     return _Built(tuple(values), kept) if all(map(is_simple, (*values, *kept))) else None
 
 
-def _run(built: _Built, columns: NDArray[np.int64], data: bytes, here: int, form: _Form, memo: Memo) -> Run:
-    """Return a run of records."""
-    count, length = len(columns), len(form.record)
-    rows = np.frombuffer(data, np.uint8, count * length, here).reshape(count, length)
-    texts: dict[int, Any] = {}
+def _run(built: _Built, found: Records, count: int, operands: Sequence[Operand], memo: Memo) -> Run:
+    """Return a run of so many records of those that were found."""
+    columns = found.columns[:count]
+    texts = {column: values[:count] for column, values in found.texts.items()}
     references = []
-    for column, (_, at, width, kind) in enumerate(form.operands):
-        if kind == _TEXT:
-            texts[column] = rows[:, at : at + width]
-        elif kind == _REFERENCE and memo.is_numbered:
+    for column, operand in enumerate(operands):
+        if operand.kind == REFERENCE and memo.is_numbered:
             texts[column] = [memo[each] for each in columns[:, column].tolist()]
-        elif kind == _REFERENCE:
+        elif operand.kind == REFERENCE:
             references.append(column)
     return Run(built.values, columns, texts, references, memo)
 
 
-__all__ = ["Run", "bare", "elements", "keys"]
+__all__ = ["Run", "bare", "described", "elements", "keys"]
