@@ -201,3 +201,24 @@ def test_config_files_that_cannot_be_read(ck: Path, transaxle: Transaxle) -> Non
     assert transaxle(*said, "bad.json").code == REFUSED
     (ck / "config.json").write_text("[1]")
     assert transaxle("ls", ck).code == REFUSED
+
+
+def test_a_home_that_no_shell_expanded(
+    here: Path, ck: Path, transaxle: Transaxle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(here))
+    hint = f"Only shells expand ~, and only outside quotes: write {here}/"
+    for arguments in (("ls", "~/ck"), ("convert", ck, "~/out", "--to", "torchtitan")):
+        outcome = transaxle(*arguments)
+        assert outcome.code == MACHINE
+        assert hint in outcome.err
+    (here / "~").mkdir()
+    assert transaxle("convert", ck, "~/out", "--to", "torchtitan").code == 0  # it is a name like others
+    assert transaxle("ls", "~/out").code == 0
+
+
+def test_an_empty_path_is_none(here: Path, ck: Path, transaxle: Transaxle) -> None:
+    for arguments in (("ls", ""), ("convert", "", "out", "--to", "hf"), ("convert", ck, "", "--to", "hf")):
+        outcome = transaxle(*arguments)
+        assert outcome.code == MACHINE
+        assert "'' is not a path" in outcome.err

@@ -205,3 +205,20 @@ def test_another_source_is_not_continued(ck: Path, transaxle: Transaxle) -> None
     assert transaxle(*CONVERT, "--json").json["resumed"] == 0
     assert transaxle("verify", "ck", "out").code == 0
     assert _hidden(Path()) == []
+
+
+IMPORTED = """
+import sys
+class Finder:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name == "click":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Finder)
+"""
+
+
+def test_ctrl_c_while_the_program_is_imported_is_an_interruption(here: Path) -> None:
+    line = command("ls", "ck", before=IMPORTED)
+    ended = subprocess.run(line, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (INTERRUPTED, "", "interrupted\n")

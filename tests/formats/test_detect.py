@@ -185,3 +185,22 @@ def test_nothing_stays_open_after_a_refusal(tmp_path: Path) -> None:
     with pytest.raises(TransaxleError):
         open_container(str(tmp_path))
     assert open_files() == before
+
+
+@pytest.mark.parametrize("wanted", [None, "dcp"])
+def test_a_dcp_folder_without_its_metadata_is_incomplete(wanted: str | None, tmp_path: Path) -> None:
+    fill(tmp_path, ["__0_0.distcp", "__1_0.distcp", "config.json"])
+    with pytest.raises(TransaxleError) as caught:
+        open_container(str(tmp_path), wanted)
+    (refusal,) = caught.value.refusals
+    assert (refusal.code, refusal.where.file) == ("INCOMPLETE", ".metadata")
+    assert "left out hidden files" in refusal.message
+
+
+def test_other_formats_ask_for_no_metadata_of_dcp(tmp_path: Path) -> None:
+    fill(tmp_path, ["__0_0.distcp", "model.safetensors"])
+    assert open_container(str(tmp_path)).format == "safetensors"
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(TransaxleError) as caught:
+        open_container(str(tmp_path), "torch")
+    assert caught.value.code == "UNSUPPORTED"

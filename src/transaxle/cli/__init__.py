@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Sequence
 
 from transaxle.spans import start_clock
@@ -28,6 +29,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from transaxle.cli.run import run
 
         return run(arguments)
+    except KeyboardInterrupt:  # while it was imported; `run` itself answers for what comes later
+        sys.stderr.write("interrupted\n")
+        return 130
     finally:
         gc.set_threshold(*thresholds)
         if arguments is None:

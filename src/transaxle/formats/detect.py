@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transaxle.arguments import Weights
 from transaxle.errors import LONGEST_NAME, Refusal, TransaxleError, Where, gathered, refuse
-from transaxle.formats.builtin_formats import SAFETENSORS
+from transaxle.formats.builtin_formats import DCP, DCP_DATA, DCP_METADATA, SAFETENSORS
 from transaxle.formats.catalog.catalog import Container
 from transaxle.formats.catalog.checksums import witnessed
 from transaxle.formats.catalog.sidecar_files import MANIFEST, STATE_FOLDER
@@ -202,6 +202,12 @@ def _nothing(folder: Folder, wanted: Format | None) -> TransaxleError:
     if wanted is None or wanted.newest:
         for kind in every_format():
             check_newest(folder, kind.newest)
+    if wanted in (None, DCP) and any(name.endswith(DCP_DATA) for name in folder.names):
+        message = (
+            "the file is missing, which DCP writes last: the save was interrupted, or a copy left out hidden files"
+        )
+        hint = "Copy the missing file; without it nothing says what the others hold."
+        return refuse("INCOMPLETE", message, file=DCP_METADATA, hint=hint)
     names = [*folder.names, *(f"{name}/" for name in folder.folders)]
     path = storage.path.rstrip("/")
     others = [name for name in folder.folders if name != STATE_FOLDER]

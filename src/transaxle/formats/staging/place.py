@@ -21,6 +21,7 @@ from transaxle.errors import refuse
 from transaxle.formats.registry import is_one_file
 from transaxle.formats.staging.belongings import LocalFolder, head_of, irreplaceable, replaced_file
 from transaxle.formats.staging.syscalls import exchange, rename_new
+from transaxle.formats.storage.local import unexpanded
 from transaxle.formats.storage.os_errors import failed
 
 PARTIAL, OLD = "partial", "old"
@@ -74,7 +75,7 @@ class TargetPlace:
             raise refuse("NAME_COLLISION", message, file=self.typed, hint="Choose another name.")
         if not has_parent:
             message = f"the folder {self.target.parent} does not exist"
-            raise refuse("IO", message, file=self.typed, hint="Create it first.")
+            raise refuse("IO", message, file=self.typed, hint=unexpanded(self.typed) or "Create it first.")
         self._overwrite = read_overwrite(overwrite)
         self.single = self.target.name if is_file else None
         """Name of the one file to write; None for a folder."""

@@ -282,6 +282,8 @@ def _read(fd: int, name: str, offset: int, octets: memoryview) -> None:
 
 def _kind_of(path: str) -> int:
     """Return the kind of what a typed path leads to; a missing one is an IO error with a suggestion."""
+    if not path:
+        raise refuse("IO", "'' is not a path", file=path)
     try:
         return stat.S_IFMT(os.stat(path).st_mode)  # noqa: PTH116
     except ValueError as error:
@@ -294,6 +296,8 @@ def _kind_of(path: str) -> int:
 
 def _similar(path: str) -> str:
     """Suggest the path beside a missing one whose name is closest; empty if none is close."""
+    if at_home := unexpanded(path):
+        return at_home
     missing = Path(path)
     try:
         beside = [entry.name for entry in missing.parent.iterdir()]
@@ -301,6 +305,12 @@ def _similar(path: str) -> str:
         return f"{missing.parent} does not exist either." if missing.parent.name else ""
     close = difflib.get_close_matches(missing.name, beside, n=1)
     return f"Did you mean {missing.parent / close[0]}?" if close else ""
+
+
+def unexpanded(path: str) -> str:
+    """Suggest what a path that begins with `~` may mean; empty for others."""
+    meant = os.path.expanduser(path)  # noqa: PTH111 - of a text that stays one
+    return "" if meant == path else f"Only shells expand ~, and only outside quotes: write {meant}."
 
 
 def _blobs_beside(root: str) -> str | None:
