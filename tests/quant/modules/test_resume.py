@@ -77,10 +77,11 @@ def _load(rank: int, world: int, kind: str, folder: Path, way: str) -> tuple[Any
         set_model_state_dict(model, state["model"])
         set_optimizer_state_dict(model, optimizer, state["optim"])
     else:
+        whole = torch.load(folder / way, weights_only=True)
         if kind == "nvfp4":  # of the others torch scatters the codes, and gloo scatters no float8
-            set_model_state_dict(model, torch.load(folder / way, weights_only=True), options=FULL)
-        else:
-            tx.load(model, folder / way, dialect="identity")
+            set_model_state_dict(model, whole, options=FULL)
+            inverted(model)
+        tx.nn.load_state_dict(model, whole)
         training = torch.load(folder / "training.pt", weights_only=True)
         set_optimizer_state_dict(model, optimizer, training, options=FULL)
     return model, optimizer

@@ -6,16 +6,19 @@ values of before are kept until every module of every rank has taken its own.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from transaxle.errors import TransaxleError
 from transaxle.quant.tensor.tensor import QuantizedTensor
-from transaxle.torch_tensors.local_tensor import stored_local
+from transaxle.torch_tensors.local_tensor import placed_like, stored_local
+from transaxle.torch_tensors.placement import held_by, take
 from transaxle.torch_tensors.torch_arguments import Ranks, read_group
 
 
@@ -34,7 +37,8 @@ def load_state_dict(
 
     Args:
         module: any module; one that is divided or sharded over ranks too.
-        state: its state dict; as for the module's own `load_state_dict`, which loads it.
+        state: its state dict, as for the module's own `load_state_dict`, which loads it; of a tensor that the module
+            has sharded, the whole tensor will do too, and each rank takes its own part of it.
         strict: see torch.
         assign: see torch.
         group: the ranks that load together, a process group or a mesh of one dim; None: all.
@@ -50,7 +54,7 @@ def load_state_dict(
     before = _Kept(module)
     found, failure = None, None
     try:
-        found = module.load_state_dict(state, strict=strict, assign=assign)
+        found = module.load_state_dict(_own_parts(module, state), strict=strict, assign=assign)
     except Exception as error:  # noqa: BLE001 - it is raised below, on every rank
         failure = error
     except BaseException:
@@ -61,6 +65,22 @@ def load_state_dict(
         before.restore()
         raise failed
     return found
+
+
+def _own_parts(module: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a state dict with this rank's parts of whole tensors that the module has sharded, which torch refuses."""
+    whole = {name: value for name, value in state.items() if type(value) is torch.Tensor}
+    entries = module.state_dict() if whole else {}
+    parts = {
+        name: placed_like(entry, take(value, held_by(entry)))
+        for name, value in whole.items()
+        if isinstance(entry := entries.get(name), DTensor) and entry.shape == value.shape
+    }
+    if not parts:
+        return state
+    own = OrderedDict(state) | parts
+    own._metadata = getattr(state, "_metadata", None)  # type: ignore[attr-defined]
+    return own
 
 
 class _Kept:
