@@ -66,6 +66,7 @@ class TransaxleManager(BaseCheckpointManager):
         if not filesystem.is_remote(self._folder):
             Path(self._folder).mkdir(parents=True, exist_ok=True)
         self._job: tx.SaveJob | None = None
+        self._saved = -1
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
         config = self._config
@@ -76,6 +77,7 @@ class TransaxleManager(BaseCheckpointManager):
         only_model = last_step and config.last_save_model_only
         training = {} if only_model else {"optimizer": self._optimizers, "extra": self._extra}
         to = "hf" if last_step and config.last_save_in_hf else config.to
+        self._saved = curr_step
         self._job = tx.async_save(self._model, self._step(curr_step), to=to, overwrite=True, **training)
         if last_step:
             self._finish()
@@ -107,14 +109,17 @@ class TransaxleManager(BaseCheckpointManager):
             self._finish()
 
     def _finish(self) -> None:
-        """Wait for the last save, and delete what is older than the newest few complete ones."""
+        """Wait for the last save, and delete what is older than the newest few complete ones.
+
+        Later steps are those of a run that this one went back before; they stay and do not count.
+        """
         if self._job is None:
             return
         job, self._job = self._job, None
         job.result()
         keep = self._config.keep_latest_k
         if keep and dist.get_rank() == 0:
-            for step in self._steps()[:-keep]:
+            for step in [step for step in self._steps() if step <= self._saved][:-keep]:
                 self._files.rm(f"{self._step(step)}/{MANIFEST}")  # nobody takes what is half gone for complete
                 self._files.rm(self._step(step), recursive=True)
 

@@ -39,8 +39,8 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-def _trained(rank: int, world: int, folder: str, server: str, until: int, **said: Any) -> dict[str, torch.Tensor]:
-    """Go on from the newest checkpoint to a step, as torchtitan's trainer does; return what is held then."""
+def _trained(rank: int, world: int, folder: str, server: str, until: int, begin: int = -1) -> dict[str, torch.Tensor]:
+    """Go on from a checkpoint, -1: the newest, to a step, as torchtitan's trainer does; return what is held then."""
     if server:
         reach_s3(server)
     sys.path.insert(0, str(EXAMPLES))
@@ -56,13 +56,13 @@ def _trained(rank: int, world: int, folder: str, server: str, until: int, **said
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     progress = _Progress()
     config = TransaxleManager.Config(
-        enable=True, folder=folder, interval=1, keep_latest_k=3, last_save_model_only=False, **said
+        enable=True, folder=folder, interval=1, keep_latest_k=3, last_save_model_only=False
     )
     manager = config.build(
         dataloader=None, model_parts=[model], optimizers=optimizer, lr_schedulers=schedule,
         states={"train_state": progress}, sd_adapter=None,
     )  # fmt: skip
-    resumed = manager.load()
+    resumed = manager.load(begin)
     assert resumed == (progress.step > 0)
     while progress.step < until:
         rows = torch.arange(4.0 * WIDTH).reshape(4, WIDTH).sin() + progress.step
@@ -94,6 +94,16 @@ def test_a_run_of_torchtitan_resumes_on_other_ranks_and_keeps_three(tmp_path: Pa
     _near(found, straight)
     assert {path.name for path in (tmp_path / "run").iterdir()} == {"step-4", "step-5", "step-6", "step-9"}
     assert all(tx.verify(tmp_path / "run" / f"step-{step}").ok for step in (4, 5, 6))
+
+
+def test_a_run_of_torchtitan_that_goes_back_keeps_what_it_saves_then(tmp_path: Path) -> None:
+    """Later steps are another run's: they stay, and are none of the three."""
+    run(1, _trained, str(tmp_path / "run"), "", 4)
+    run(1, _trained, str(tmp_path / "other"), "", 9)
+    for step in (7, 8, 9):
+        (tmp_path / "other" / f"step-{step}").rename(tmp_path / "run" / f"step-{step}")
+    run(1, _trained, str(tmp_path / "run"), "", 5, 4)
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {f"step-{step}" for step in (3, 4, 5, 7, 8, 9)}
 
 
 def test_a_run_of_torchtitan_keeps_its_checkpoints_under_a_url(bucket: Bucket, s3_server: str) -> None:
