@@ -83,7 +83,7 @@ def refused_page(source: str, error: TransaxleError) -> Page:
     ]
     columns = Column("code"), Column("file", "name"), Column("tensor", "name"), Column("why"), Column("what to do")
     text = "The same as the command line says, most important first."
-    reasons = Section("reasons", "Reasons", text, None, (capped("reasons", "Reasons", columns, rows),))
+    reasons = Section("reasons", "Every reason", text, None, (capped("reasons", "Reasons", columns, rows),))
     kinds = Counter(each.code for each in told)
     return Page(
         kind="refusal",
