@@ -23,8 +23,8 @@ from transaxle.formats.catalog.sidecar_files import MANIFEST
 from transaxle.formats.staging.upload import Upload
 
 WORLD = 2
-SHORT = timedelta(seconds=60)
-"""How long ranks wait for each other; on a busy machine the store's client takes half of it to give up."""
+SHORT = timedelta(seconds=120)
+"""How long ranks wait for each other; on a busy machine the store's client takes a third of it to give up."""
 SIDE = 256
 OLD, NEW = 0.0, 100.0
 

@@ -12,7 +12,6 @@ import hashlib
 import re
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -167,12 +166,13 @@ class S3Multipart:
         """See `Multipart`; an answer that is lost, late or an error of the server says nothing.
 
         The service may have completed the upload, or be at it, and refuse while it is. So each time we look whether the
-        file is there, as what its tag says, and ask again until `COMPLETION` is over.
+        file is there, as what its tag says, and ask again until `COMPLETION` is over, or the service does not even tell
+        what is there.
         """
         parts = [{"PartNumber": number, "ETag": f'"{tag}"'} for number, tag in enumerate(tags, 1)]
         asked = {**self._of(path), "UploadId": upload, "MultipartUpload": {"Parts": parts}}
         before = "" if completed_tag(tags) else self._tag_of(path, file)
-        end, pause, missed = time.monotonic() + COMPLETION, _PAUSE, 0
+        end, pause, missed, is_lost = time.monotonic() + COMPLETION, _PAUSE, 0, False
         while True:
             try:
                 self._ask("complete_multipart_upload", asked, PATIENCE)
@@ -180,13 +180,15 @@ class S3Multipart:
                 failure = error
             else:
                 return
-            with suppress(TransaxleError):
+            try:
                 if _is_made_of(tags, self._tag_of(path, file), before):
                     return
                 missed += isinstance(failure, FileNotFoundError) or self.stored_parts(path, upload, file) is None
+            except TransaxleError:  # after all attempts that the client makes itself
+                is_lost = True
             if missed == _LOOKS:
                 raise gone(file)
-            if not (isinstance(failure, FileNotFoundError) or _is_open(failure)):
+            if is_lost or not (isinstance(failure, FileNotFoundError) or _is_open(failure)):
                 with self._service.working(_COMPLETING, file):
                     raise failure
             if time.monotonic() + pause > end:
