@@ -11,7 +11,7 @@
 VENV   ?= .venv
 JOBS   ?= 2
 # GB that the tests may take, all processes together: 6 at two workers is the aim, the tests say what it is.
-MEMORY ?= $(shell expr 2 + 6 '*' $(JOBS))
+MEMORY ?= $(shell expr 2 + 4 '*' $(JOBS))
 PYTHON ?= $(firstword $(foreach p,python3 python3.12 python3.11 python3.13,\
             $(shell $(p) -c 'import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $(p))))
 
