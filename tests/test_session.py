@@ -113,4 +113,4 @@ def test_item_10_a_session_that_leaves_shared_memory_fails(folder: Path) -> None
 def test_item_10_make_test_has_a_cap() -> None:
     """At two workers."""
     told = subprocess.run(["make", "-n", "test", "JOBS=2"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert "--memory 14 --numprocesses 2 " in told
+    assert "--memory 10 --numprocesses 2 " in told
