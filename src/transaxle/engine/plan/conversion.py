@@ -292,8 +292,6 @@ def _viewed(
 def _outputs(view: View, names: Iterable[str], encoding: str) -> list[OutputTensor]:
     """Return the tensors that are written for a view, some of them as the buffers of an encoding."""
     encoded, stored, outputs = frozenset(names), view.stored, list[OutputTensor]()
-    if not encoded and not stored:
-        return [OutputTensor(name, each.dtype, each.layout.shape, each) for name, each in view.targets.items()]
     for name, target in view.targets.items():
         if name in encoded:
             outputs.extend(buffers_of(view, name, encoding))
@@ -307,15 +305,13 @@ def _outputs(view: View, names: Iterable[str], encoding: str) -> list[OutputTens
 def _by_name(written: Iterable[OutputTensor], problems: list[Refusal]) -> dict[str, OutputTensor]:
     """Return output tensors by name; duplicates, and sizes that no machine can hold, are problems."""
     outputs: dict[str, OutputTensor] = {}
-    checked: dict[int, tuple[int, ...]] = {}  # by identity, which tensors that are alike share
+    checked: set[tuple[int, ...]] = set()
     for product in written:
-        if id(product.shape) not in checked:
-            if prod(product.shape) > _LARGEST:  # else laying it out would never end
-                shape = list(product.shape)
-                message = f"the tensor would have the shape {shape}: a size in the config is not plausible"
-                problems.append(Refusal("CORRUPT", message, Where(None, product.name)))
-                continue
-            checked[id(product.shape)] = product.shape
+        if product.shape not in checked and prod(product.shape) > _LARGEST:  # else laying it out would never end
+            message = f"the tensor would have the shape {list(product.shape)}: a size in the config is not plausible"
+            problems.append(Refusal("CORRUPT", message, Where(None, product.name)))
+            continue
+        checked.add(product.shape)
         if product.name in outputs:
             message = f"{product.target.rule}\nwrites the same name as {outputs[product.name].target.rule}"
             problems.append(Refusal("NAME_COLLISION", message, Where(None, product.name)))
