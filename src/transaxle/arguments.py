@@ -237,6 +237,17 @@ def read_count(argument: str, given: object) -> int:
     return count
 
 
+def read_flag(argument: str, given: object) -> bool:
+    """Return True or False.
+
+    Raises:
+        TypeError: it is neither.
+    """
+    if not isinstance(given, bool):
+        raise wrong_type(argument, "a bool: True or False", given)
+    return given
+
+
 def read_degrees(given: Mapping[str, Any]) -> Degrees | None:
     """Read the ranks for which a checkpoint is written; None where none are given.
 

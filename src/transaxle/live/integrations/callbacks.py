@@ -18,7 +18,7 @@ from typing import Any, Unpack
 
 from torch import nn
 
-from transaxle.arguments import PathLike, check_keywords, read_path, shows, wrong_type
+from transaxle.arguments import PathLike, check_keywords, read_flag, read_path, shows, wrong_type
 from transaxle.errors import refuse
 from transaxle.formats.catalog.sidecar_files import MANIFEST
 from transaxle.formats.staging.location import on_this_machine, storage_at
@@ -92,8 +92,7 @@ class TrainerCheckpoints:
         check_keywords("TrainerCheckpoints", options, Stepping.__annotations__)
         url, keep, self._options = divided(options)
         check_options("TrainerCheckpoints", to, self._options)
-        if not isinstance(background, bool):
-            raise wrong_type("background", "a bool: True or False", background)
+        read_flag("background", background)
         self._to = to
         self._background = background
         self._resume = None if resume is None else on_this_machine(read_path("resume", resume))
@@ -333,8 +332,7 @@ class AccelerateHooks:
             raise wrong_type("model", "a torch.nn.Module, as `accelerator.prepare` returns it", model)
         if extra is not None and not isinstance(extra, Mapping):
             raise wrong_type("extra", "a mapping of names to objects or plain data", extra)
-        if not isinstance(background, bool):
-            raise wrong_type("background", "a bool: True or False", background)
+        read_flag("background", background)
         if background and url is None:
             hint = "Give url=, where nothing of accelerate's is."
             raise refuse("UNSUPPORTED", "accelerate expects its folder to be complete: no background there", hint=hint)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from transaxle.arguments import PathLike, check_keywords, read_path, shows, wrong_type
+from transaxle.arguments import PathLike, check_keywords, read_flag, read_path, shows, wrong_type
 from transaxle.engine.checkpoint.checkpoint import open_checkpoint
 from transaxle.errors import refuse
 from transaxle.formats.staging.location import on_this_machine
@@ -67,8 +67,7 @@ class LightningCheckpoints:
         check_options("LightningCheckpoints", to, options)
         if not isinstance(module, nn.Module):
             raise wrong_type("module", "the LightningModule that is trained", module)
-        if not isinstance(background, bool):
-            raise wrong_type("background", "a bool: True or False", background)
+        read_flag("background", background)
         if not to.endswith(":identity"):
             hint = f"Give {to.partition(':')[0]}:identity, and convert the checkpoint afterwards."
             raise refuse("UNSUPPORTED", "Lightning's checkpoints keep the names of the module", hint=hint)

@@ -14,11 +14,11 @@ from transaxle.arguments import (
     Size,
     check_keywords,
     read_axes,
+    read_flag,
     read_optional_text,
     read_path,
     read_size,
     read_text,
-    wrong_type,
 )
 from transaxle.engine.checkpoint.recognise import IDENTITY, pick_dialect, pick_family
 from transaxle.engine.checkpoint.settings import model_config, settings
@@ -162,8 +162,7 @@ def check_options(function: str, to: str, options: Saving) -> None:
     """
     check_keywords(function, options, Saving.__annotations__)
     for name in ("sync", "check_copies", "verify"):
-        if not isinstance(options.get(name, True), bool):
-            raise wrong_type(name, "a bool: True or False", options[name])
+        read_flag(name, options.get(name, True))
     asked = SaveRequest({}, "", to, **options).settings(model_config(options.get("config")))
     families = settings(rules=asked.rules, axes=asked.axes).families
     labels = [each for each in (parse_to(asked.to)[1], asked.dialect) if each and each != IDENTITY]
