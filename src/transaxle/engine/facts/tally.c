@@ -250,15 +250,14 @@ CLONED static void subnormal(const uint32_t *x, int count, whole *sums, whole *s
     deposit(sums + 1, sum, 0), deposit(squares + 1, square, 0);
 }
 
-CLONED static void largest_32(const uint32_t *x, int64_t count, int64_t width, int64_t at, int whole, uint32_t last,
-                              uint32_t *largest) {
-    channels_32(x, count, width, at, whole, last == UINT32_MAX ? last : UINT32_MAX >> 1, last, largest);
-}
-
-CLONED static void largest_64(const uint64_t *x, int64_t count, int64_t width, int64_t at, int whole, uint64_t last,
-                              uint64_t *largest) {
-    channels_64(x, count, width, at, whole, last == UINT64_MAX ? last : UINT64_MAX >> 1, last, largest);
-}
+#define LARGEST(bits)                                                                                                  \
+    CLONED static void largest_##bits(const uint##bits##_t *x, int64_t count, int64_t width, int64_t at, int whole,    \
+                                      uint##bits##_t last, uint##bits##_t *largest) {                                  \
+        const uint##bits##_t every = UINT##bits##_MAX;                                                                 \
+        channels_##bits(x, count, width, at, whole, last == every ? last : every >> 1, last, largest);                 \
+    }
+LARGEST(32)
+LARGEST(64)
 
 /* A piece as an array: itself where it may be read in place, else a copy, filled up with zeros. */
 #define ARRAY(word, from, here, room)                                                                                  \
