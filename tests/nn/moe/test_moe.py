@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import transaxle as tx
+from tests.cuda import nothing_waits
 from tests.live.ranks import run
 from tests.oracles import hub
 from transaxle.errors import TransaxleError
@@ -380,12 +381,8 @@ def test_one_cuda_graph_serves_all_routes() -> None:
         wanted = [ours(each) for each in every]
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            with torch.cuda.graph(graph):
-                made = ours(x)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+        with nothing_waits(), torch.cuda.graph(graph):
+            made = ours(x)
         for each, one in zip(every, wanted, strict=True):
             x.copy_(each)
             graph.replay()

@@ -68,19 +68,21 @@ def stated(
     )
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_products_are_those_of_the_statement(options: dict[str, bool], dtype: torch.dtype) -> None:
+def test_products_are_those_of_the_statement(options: dict[str, bool], dtype: torch.dtype, device: str) -> None:
     """Bit for bit, in the first call and in the second, which has other random numbers."""
     recipe = NVFP4BlockScaling(**options, seed=9)
-    made, source = layer(recipe, dtype), drawn(OUT, IN, seed=0, dtype=dtype)
-    x, grad = drawn(ROWS, IN, seed=1, dtype=dtype).requires_grad_(), drawn(ROWS, OUT, seed=2, dtype=dtype)
+    made, source = layer(recipe, dtype).to(device), drawn(OUT, IN, seed=0, dtype=dtype)
+    x, grad = drawn(ROWS, IN, seed=1, dtype=dtype), drawn(ROWS, OUT, seed=2, dtype=dtype)
+    given = x.to(device).requires_grad_()
     for calls in range(2):
-        output = made(x)
-        of_x, of_weight = torch.autograd.grad(output, [x, made.weight], grad)
+        output = made(given)
+        of_x, of_weight = torch.autograd.grad(output, [given, made.weight], grad.to(device))
         wanted = stated(x, grad, source, recipe, calls, key_of(9, "weight"))
         for found, expected in zip((output.detach(), of_x, of_weight), wanted, strict=True):
-            assert torch.equal(found, torch.from_numpy(expected).to(dtype))
+            assert torch.equal(found.cpu(), torch.from_numpy(expected).to(dtype))
 
 
 def test_weights_have_scales_of_squares() -> None:

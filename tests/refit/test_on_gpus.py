@@ -1,0 +1,63 @@
+"""Refit between GPUs: over NCCL where each rank has a GPU of its own, over gloo also where two share one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import transaxle as tx
+from tests import checkpoints
+from tests.live.jobs import apart, free_port
+from tests.live.ranks import run
+from transaxle.torch_tensors.torch_dtype import torch_dtype
+
+pytestmark = pytest.mark.gpu
+DIALECT = "transformers"
+
+
+def _empty(folder: str, dialect: str) -> dict[str, torch.Tensor]:
+    """Tensors of zeros on this rank's GPU, under a dialect's names."""
+    with tx.open(folder) as checkpoint:
+        return {
+            name: torch.zeros(tensor.shape, dtype=torch_dtype(tensor.dtype), device="cuda")
+            for name, tensor in checkpoint.as_dialect(dialect).items()
+        }
+
+
+def _pushed(rank: int, world: int, folder: str, port: int, backend: str) -> int:
+    """Push three steps from one job into another, which holds what comes against a save of the same step."""
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    job, _ = apart(rank, world, 1)
+    group = tx.refit.meet(f"127.0.0.1:{port}", number=rank, size=world, backend=backend)
+    state: Any = _empty(folder, "hf" if job == 0 else DIALECT)
+    truth = _empty(folder, DIALECT)
+    received = 0
+    if job == 0:
+        tx.load(state, folder)
+    sides = (state, {}) if job == 0 else ({}, state)
+    refit = tx.Refit(*sides, group, config=checkpoints.CONFIG, bucket="1MiB")
+    for step in range(3):
+        if job == 0:
+            for tensor in state.values():
+                tensor.mul_(step - 1.5)
+            tx.save(state, f"{folder}-{step}", config=checkpoints.CONFIG)
+            refit.push()
+        else:
+            received += refit.pull().bytes_received
+            tx.load(truth, f"{folder}-{step}", dialect=DIALECT)
+            assert all(tensor.is_cuda and torch.equal(tensor, truth[name]) for name, tensor in state.items())
+    refit.close()
+    return received
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_what_comes_equals_a_save_of_the_same_step(backend: str, tmp_path: Path) -> None:
+    if backend == "nccl" and torch.cuda.device_count() < 2:
+        pytest.skip("NCCL needs a GPU for each rank")
+    source = checkpoints.tiny(tmp_path / "source")
+    trainer, engine = run(2, _pushed, str(source), free_port(), backend)
+    assert trainer == 0
+    assert engine > 0
