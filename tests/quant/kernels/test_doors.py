@@ -38,6 +38,16 @@ from transaxle.quant.kernels import Components
 E4M3, E8M0, F32, U8 = torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.float32, torch.uint8
 
 
+@pytest.mark.parametrize("sizes", [(37, 130), (3, 5, 64), (0, 4, 4)], ids=str)
+def test_codes_are_transposed(sizes: tuple[int, ...]) -> None:
+    codes = torch.randint(0, 256, sizes, dtype=U8)
+    for given in (codes, codes.mT.contiguous().mT):
+        made = kernels.transposed(given.view(E4M3))
+        assert made.dtype == E4M3
+        assert made.is_contiguous()
+        assert torch.equal(made.view(U8), codes.mT)
+
+
 def test_the_buffers_of_each_format() -> None:
     """Shapes and dtypes of the tables in TransformerEngine, compact, for a matrix whose last tiles are cut short."""
     x = ordinary((300, 200), torch.bfloat16)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from tests.cuda import nothing_waits
 from tests.quant.kernels.cases import (
     CASES,
     CODES,
@@ -395,6 +396,18 @@ def test_wrong_offsets_of_a_device_lead_nowhere_outside() -> None:
         assert (array(grid)[12:] == 7).all()
 
 
+@pytest.mark.parametrize("sizes", [(1, 1), (37, 130), (3, 129, 64), (2, 5, 300), (0, 4, 4), (2, 0, 7)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn], ids=str)
+def test_bytes_are_transposed(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
+    codes = torch.randint(0, 256, sizes, dtype=torch.uint8)
+    strided = codes.mT.contiguous().mT
+    for given in (codes, strided):
+        made = kernels.transposed(given.to(DEVICE).view(dtype))
+        assert made.dtype == dtype
+        assert made.is_contiguous()
+        assert torch.equal(made.view(torch.uint8).cpu(), codes.mT)
+
+
 @only_on_a_gpu
 def test_one_graph_serves_all_groups() -> None:
     x = strange((256, 384), torch.bfloat16).to(DEVICE)
@@ -403,12 +416,8 @@ def test_one_graph_serves_all_groups() -> None:
         made = kernels.quantize_groups(x, offsets, case.encoding, over=case.over)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            with torch.cuda.graph(graph):
-                kernels.quantize_groups(x, offsets, case.encoding, over=case.over, out=made)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+        with nothing_waits(), torch.cuda.graph(graph):
+            kernels.quantize_groups(x, offsets, case.encoding, over=case.over, out=made)
         for ends in ([0, 0, 256, 256], [1, 100, 101, 250]):
             offsets.copy_(torch.tensor(ends, dtype=torch.int32))
             graph.replay()
@@ -453,13 +462,9 @@ def test_nothing_waits_and_all_can_be_captured() -> None:
         values = kernels.dequantize(made, case.encoding, torch.bfloat16)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            with torch.cuda.graph(graph):
-                kernels.quantize(x, case.encoding, over=case.over, out=made)
-                kernels.dequantize(made, case.encoding, torch.bfloat16, out=values)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+        with nothing_waits(), torch.cuda.graph(graph):
+            kernels.quantize(x, case.encoding, over=case.over, out=made)
+            kernels.dequantize(made, case.encoding, torch.bfloat16, out=values)
         x.copy_(second)
         graph.replay()
         codes, _ = encoded(case, second)

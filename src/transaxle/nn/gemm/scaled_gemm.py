@@ -88,8 +88,9 @@ def back(grad: torch.Tensor, weight: QuantizedTensor, offsets: torch.Tensor) -> 
     """Return rows [rows, out] times the transposes, [rows, in]; rows past the last offset are not written."""
     buffers, kind = weight.components, kind_of(weight.quantizer)
     if kind is ROWS:
-        return _multiplied(grad, buffers[DATA].transpose(1, 2), buffers[SCALE], kind, offsets)
-    return _multiplied(grad, buffers[COLUMN_DATA].transpose(1, 2), buffers[COLUMN_SCALE].transpose(1, 2), kind, offsets)
+        return _multiplied(grad, kernels.transposed(buffers[DATA]), buffers[SCALE], kind, offsets)
+    codes = kernels.transposed(buffers[COLUMN_DATA])
+    return _multiplied(grad, codes, buffers[COLUMN_SCALE].transpose(1, 2), kind, offsets)
 
 
 def _multiplied(

@@ -38,6 +38,8 @@ DEQUANTIZED = Block(8, 512, 4)
 """What one program dequantizes."""
 ROWS = Block(4, 512, 4)
 """What one program quantizes at a time of rows that have a scale each."""
+TURNED = Block(128, 256, 8)
+"""What one program transposes."""
 
 
 def _block(tile: tuple[int, int], *, columnwise: bool) -> Block:
@@ -221,4 +223,15 @@ def dequantize(
         divisor=encoding.scale_max * encoding.code_max, block_rows=block.rows, block_columns=block.columns,
         rows=tile[0], columns=tile[1], scheme=_scheme(encoding), mantissa=MANTISSA[encoding.code],
         native=_native(out.device), warps=block.warps,
+    )  # fmt: skip
+
+
+def transpose(codes: torch.Tensor, out: torch.Tensor) -> None:
+    """Write the transposes of matrices [many, rows, columns], eight bits an element, into `out`; both contiguous."""
+    many, height, width = codes.shape
+    block = TURNED
+    _launch(
+        programs.transpose_program, many * triton.cdiv(height, block.rows) * triton.cdiv(width, block.columns),
+        codes.device, _raw(codes), _raw(out), height, width,
+        block_rows=block.rows, block_columns=block.columns, warps=block.warps,
     )  # fmt: skip

@@ -169,3 +169,8 @@ def dequantize(
         return
     tile_scales = _read(stored).reshape(encoding.grid((out.shape[0], out.shape[1])))
     codec.decode_box(encoding, _read(codes), tile_scales, factor=factor, dtype=WIDE[out.dtype], out=_array(out))
+
+
+def transpose(codes: torch.Tensor, out: torch.Tensor) -> None:
+    """Write the transposes of matrices [many, rows, columns], eight bits an element, into `out`."""
+    with_plain_bytes(out).copy_(with_plain_bytes(codes).transpose(1, 2))

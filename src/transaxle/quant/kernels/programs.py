@@ -441,3 +441,19 @@ def dequantize_program(
         value = times(value, scale, share_rows, share_columns)
     inside = (down[:, None] < height) & (along[None, :] < width)
     tl.store(out + place(down, along, out_row, 1), as_stored(value, sign, out, native), mask=inside)
+
+
+@triton.jit
+def transpose_program(codes, out, height, width, block_rows: tl.constexpr, block_columns: tl.constexpr):
+    """Matrices of bytes, one after the other, into their transposes."""
+    program = tl.program_id(0).to(tl.int64)
+    across = tl.cdiv(width, block_columns)
+    each = tl.cdiv(height, block_rows) * across
+    matrix, block = program // each, program % each
+    rows = (block // across) * block_rows + tl.arange(0, block_rows)
+    columns = (block % across) * block_columns + tl.arange(0, block_columns)
+    start = matrix * height * width
+    inside = (rows[:, None] < height) & (columns[None, :] < width)
+    code = tl.load(codes + start + place(rows, columns, width, 1), mask=inside, other=0)
+    turned = (columns[:, None] < width) & (rows[None, :] < height)
+    tl.store(out + start + place(columns, rows, height, 1), tl.trans(code), mask=turned)

@@ -86,14 +86,14 @@ class _Linear(torch.autograd.Function):
         first = second = None
         if of_x and codes is not None:
             buffers = weight.components
-            first = _product(codes, (buffers["data"].t().contiguous(), buffers["scale_inv"]), x.dtype).view(x.shape)
+            first = _product(codes, (kernels.transposed(buffers["data"]), buffers["scale_inv"]), x.dtype).view(x.shape)
         elif of_x:
             values = weight.dequantize(grad.dtype) if isinstance(weight, QuantizedTensor) else weight.to(grad.dtype)
             first = (grad @ values).view(x.shape)
         if of_weight and codes is not None:
-            turned = codes[0].t().contiguous(), codes[1]
+            turned = kernels.transposed(codes[0]), codes[1]
             across = _codes(rows)
-            second = _product(turned, (across[0].t().contiguous(), across[1]), weight.dtype)
+            second = _product(turned, (kernels.transposed(across[0]), across[1]), weight.dtype)
         elif of_weight:
             second = (grad.t() @ rows).to(weight.dtype)
         return first, second
