@@ -25,6 +25,7 @@ import torch.multiprocessing as mp
 from transaxle.arguments import Overwrite, PathLike, check_keywords, shows
 from transaxle.errors import TransaxleError, refuse
 from transaxle.live.background.ending import at_end, fail, say
+from transaxle.live.background.page_lock import PageLock
 from transaxle.live.background.save_process import Answer, Layout, Order, SnapshotForm, TensorSlot, serve
 from transaxle.live.background.spawned import Parent, without_main_script
 from transaxle.live.model.report import SaveReport
@@ -63,6 +64,7 @@ class Saver:
         self._pipe = here
         self._region: Region | None = None
         self._new_region = False
+        self._page_lock: PageLock | None = None
         self._layout: Layout = {}
         self._size = 0
         self._buffers: dict[str, torch.Tensor] = {}
@@ -79,6 +81,7 @@ class Saver:
     def snapshot(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Copy what this rank holds into shared memory, where the last snapshot was if it has the same form."""
         locals_ = {name: local_of(tensor) for name, tensor in tensors.items()}
+        on_gpu = any(local.is_cuda for local in locals_.values())
         layout: dict[str, TensorSlot] = {}
         end = 0
         for name, local in locals_.items():
@@ -86,15 +89,23 @@ class Saver:
             end += -(-layout[name].size // _ALIGNED) * _ALIGNED
         if layout != self._layout:
             if self._region is None or end > self._region.size:
+                self._unlock()
                 self._buffers, self._region = {}, None  # the old memory goes before the new one comes
                 self._region, self._new_region = Region(end), True
             self._layout, self._size = layout, end
             self._buffers = {name: slot.tensor(self._region) for name, slot in layout.items()}
+        if on_gpu and self._page_lock is None and self._region is not None:
+            self._page_lock = PageLock(self._region.bytes)
         with torch.no_grad():
             for name, local in locals_.items():
                 self._buffers[name].copy_(local, non_blocking=True)
-        if any(local.is_cuda for local in locals_.values()):
+        if on_gpu:
             torch.cuda.synchronize()
+
+    def _unlock(self) -> None:
+        if self._page_lock is not None:
+            self._page_lock.release()
+            self._page_lock = None
 
     def order(self, settings: SaveSettings, state: CollectedState) -> None:
         """Begin to write the snapshot, in a process that is started here if it is the first; nothing is waited for."""
@@ -175,6 +186,7 @@ class Saver:
         Args:
             patience: seconds to wait for it to end by itself, which it does at once unless it writes.
         """
+        self._unlock()
         self._pipe.close()
         if self._process.pid is None:
             return

@@ -23,7 +23,7 @@ from transaxle.formats.training_state.state_groups import GROUPS, ParamGroup
 from transaxle.live.sharding.global_tensors import Census, Global
 from transaxle.torch_tensors.local_tensor import local_of
 from transaxle.torch_tensors.placement import Held, local_shape
-from transaxle.torch_tensors.tensor_bytes import Bytes, as_bytes
+from transaxle.torch_tensors.tensor_bytes import Bytes, as_bytes, byte_view, copied_to_cpu
 
 FORMAT = "live"
 CONFIG = "config.json"
@@ -99,7 +99,7 @@ class Memory(Storage):
             # A small range of a tensor on a device is copied alone; for a larger one the whole tensor is copied and
             # kept, as the other ranges are usually read next.
             elif local.is_contiguous() and _APART * size <= local.nbytes:
-                return as_bytes(local.view(-1).view(torch.uint8)[offset : offset + size].cpu())
+                return as_bytes(copied_to_cpu(byte_view(local)[offset : offset + size]))
             else:
                 lent = self._copied(name, local)
         return lent[offset : offset + size]
@@ -131,7 +131,7 @@ class Memory(Storage):
         # Taken out and put back at the end, so that the first entry is the one unused for longest.
         copied = self._kept.pop(name, None)
         if copied is None:
-            copied = as_bytes(local.contiguous().cpu())
+            copied = as_bytes(copied_to_cpu(local))
         self._kept[name] = copied
         # The copy just made stays even if it alone exceeds the limit: it is about to be used.
         while len(self._kept) > 1 and sum(map(len, self._kept.values())) > _KEPT:

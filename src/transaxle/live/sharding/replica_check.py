@@ -15,7 +15,7 @@ from transaxle.errors import Refusal, Where, gathered
 from transaxle.live.sharding.global_tensors import Census, Global
 from transaxle.live.transport.world import World
 from transaxle.torch_tensors.local_tensor import local_of
-from transaxle.torch_tensors.tensor_bytes import as_bytes
+from transaxle.torch_tensors.tensor_bytes import as_bytes, copied_to_cpu
 
 _Peers = tuple[int, ...]
 """Ranks that hold the same part of a tensor."""
@@ -46,7 +46,7 @@ def compare_copies(everything: Census, tensors: Mapping[str, torch.Tensor], worl
         sums: dict[_Peers, xxhash.xxh3_128] = {}
         for tensor in everything.values():
             for name, peers in _shared(tensor, world.rank):
-                own_bytes = as_bytes(local_of(tensors[name]).contiguous().cpu())
+                own_bytes = as_bytes(copied_to_cpu(local_of(tensors[name])))
                 digests[name] = xxhash.xxh3_128_digest(own_bytes.data)
                 sums.setdefault(peers, xxhash.xxh3_128()).update(digests[name])
         return {peers: each.digest() for peers, each in sums.items()}
