@@ -24,6 +24,7 @@ MEGATRON_VENV ?= $(VENV)-megatron
 ENGINE := tests/oracles/vllm_peer/requirements.txt
 VLLM_VENV ?= $(VENV)-vllm
 RELEASES := 0.12.3 0.14.0 0.15.3
+GPU_PYTHON ?= $(BIN)/python
 WHEEL_VENV ?= $(VENV)-wheel
 WHEEL_BIN := $(WHEEL_VENV)/bin
 MEGATRON_PIP  := $(MEGATRON_VENV)/bin/python -m pip --disable-pip-version-check --no-input install --quiet
@@ -37,7 +38,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 QUICK := -m 'not oracle and not megatron and not vllm and not peers and not slow and not gpu' --quick --examples 10
 
-.PHONY: help demo check test oracle megatron vllm fuzz bench bench-compare docs charts wheel lint format clean
+.PHONY: help demo check test oracle megatron vllm gpu fuzz bench bench-compare docs charts wheel lint format clean
 .DELETE_ON_ERROR:
 
 help:
@@ -47,6 +48,7 @@ help:
 	@echo 'make oracle  the whole sweeps over what the peers ship (make test runs a sample)'
 	@echo 'make megatron  Megatron itself and Megatron-Bridge, in an environment of their own'
 	@echo 'make vllm    vLLM itself, in an environment of its own'
+	@echo 'make gpu     what needs a CUDA device, tests and benchmarks, with a Python that has one (GPU_PYTHON=python3)'
 	@echo 'make fuzz    hostile inputs, each with a cap on time and memory'
 	@echo 'make bench   the speed figures against what is promised, in one table (half an hour)'
 	@echo 'make bench-compare BASE=REV  the same beside those of another revision'
@@ -79,6 +81,12 @@ megatron: $(VENV)/.all $(MEGATRON_VENV)/.all $(MEGATRON_VENV)/.releases
 
 vllm: $(VENV)/.all $(VLLM_VENV)/.all
 	VLLM_PYTHON=$(VLLM_VENV)/bin/python $(BIN)/python -m pytest -q -m vllm --numprocesses $(JOBS) --dist loadfile
+
+# With a Python of its own, as the pinned torch may be a build for CPUs: it needs torch with CUDA, triton, pytest, hypothesis,
+# transformers and what the package itself needs.
+gpu:
+	PYTHONPATH=src:. $(GPU_PYTHON) -m pytest -q -m gpu -p no:cacheprovider tests/nn tests/quant tests/live tests/refit
+	for script in quantize linear grouped_linear gpu; do PYTHONPATH=src:. $(GPU_PYTHON) benchmarks/$$script.py || exit 1; done
 
 fuzz: $(VENV)/.all
 	$(BIN)/python fuzz/resources.py
