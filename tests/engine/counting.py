@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from threading import Lock
+
+from msgspec.structs import replace
 
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.formats.storage.storage import Listing, Storage

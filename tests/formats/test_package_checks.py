@@ -44,10 +44,10 @@ CATALOGS = {
     "another file": (_entry(file="b"), "CORRUPT", "'b'"),
     "no dtype": (_entry(dtype="F33"), "CORRUPT", "F33"),
     "half a byte": (_entry((3,), dtype="F4"), "SHAPE_MISMATCH", "whole bytes"),
-    "a hole": (replace(_entry(), extents=(Extent((1,), (3,), FILE, 0),)), "CORRUPT", "[0]"),
+    "a hole": (msgspec.structs.replace(_entry(), extents=(Extent((1,), (3,), FILE, 0),)), "CORRUPT", "[0]"),
     "outside": (_entry((2,), start=(1,)), "CORRUPT", "does not lie inside"),
-    "another name": (replace(_entry(), name="b"), "CORRUPT", "'a'"),
-    "no text": (replace(_entry(), name="\ud800"), "CORRUPT", "expected an Entry"),
+    "another name": (msgspec.structs.replace(_entry(), name="b"), "CORRUPT", "'a'"),
+    "no text": (msgspec.structs.replace(_entry(), name="\ud800"), "CORRUPT", "expected an Entry"),
     "no entry": (3, "CORRUPT", "3 for the tensor"),
 }
 
@@ -60,7 +60,7 @@ def test_a_catalog_that_is_not_true(tmp_path: Path, entry: Any, code: str, said:
     good = Container("tiny", "x", storage, {"a": _entry()}, {FILE: 16})
     check_container(KIND, good, FILE)
     with pytest.raises(Refused) as caught:
-        check_container(KIND, replace(good, entries={name: entry}), FILE)
+        check_container(KIND, msgspec.structs.replace(good, entries={name: entry}), FILE)
     assert caught.value.code == code
     assert said in str(caught.value.refusals[0].message)
     assert "tiny-format 1.0" in caught.value.refusals[0].message

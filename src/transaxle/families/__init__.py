@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, cached_property, partial
 from pkgutil import get_data
 from types import ModuleType
@@ -196,8 +196,7 @@ def _adds_dialects(family: Family) -> bool:
     return family.name in builtin().entries and family.tensors is builtin()[family.name].tensors
 
 
-@dataclass(frozen=True)
-class Tables:
+class Tables(msgspec.Struct, frozen=True):
     """Every built-in table, parsed and checked."""
 
     families: Mapping[str, tuple[Family, str]]

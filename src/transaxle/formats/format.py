@@ -15,6 +15,8 @@ from functools import cached_property
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from transaxle.errors import TransaxleError, refuse
 
 if TYPE_CHECKING:
@@ -29,8 +31,7 @@ LAST = 100
 """Place of a clue that is tried after those of all built-in formats."""
 
 
-@dataclass(frozen=True, slots=True)
-class Folder:
+class Folder(msgspec.Struct, frozen=True):
     """The names that detection sees: no contents, except one small tag file."""
 
     storage: Storage
@@ -46,8 +47,7 @@ Candidates = Callable[[Folder], tuple[str, ...]]
 """Returns the members of a folder that would each be a checkpoint."""
 
 
-@dataclass(frozen=True, slots=True)
-class Clue:
+class Clue(msgspec.Struct, frozen=True):
     """One way to recognise a format."""
 
     candidates: Candidates | str

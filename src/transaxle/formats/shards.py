@@ -10,7 +10,6 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 import msgspec
@@ -56,8 +55,7 @@ FileLayout = Callable[[str, list[Sized]], tuple[list[Entry], list[Fragment], int
 FileContent = TypeVar("FileContent", bound=HoldsEntries)
 
 
-@dataclass(frozen=True)
-class ReadFiles(Generic[FileContent]):
+class ReadFiles(msgspec.Struct, Generic[FileContent], frozen=True):
     """The files of a checkpoint, all of which were read."""
 
     parts: Mapping[str, FileContent]

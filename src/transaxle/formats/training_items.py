@@ -9,9 +9,9 @@ values as far as they are plain data.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from transaxle.formats.dtype import numpy_dtype
@@ -28,8 +28,7 @@ _NAMES = frozenset(
 _DEEPEST = 64
 
 
-@dataclass(frozen=True, slots=True)
-class TrainingItem:
+class TrainingItem(msgspec.Struct, frozen=True):
     """One item of the training state."""
 
     path: tuple[str | int, ...]

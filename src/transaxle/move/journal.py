@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from typing import IO
@@ -33,8 +32,7 @@ _HEAD = b"transaxle journal 3 "
 _NONE = "-"
 
 
-@dataclass(frozen=True, slots=True)
-class Done:
+class Done(msgspec.Struct, frozen=True, gc=False):
     """A tensor whose bytes are written."""
 
     hash: str

@@ -7,10 +7,11 @@ its own; where several ranks hold parts of a range (a model cut along columns), 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from transaxle.axes.geometry.strided import row_major
 from transaxle.move.transfer import Transfer, active, clip
@@ -40,8 +41,7 @@ def is_whole(parts: Sequence[Transfer], size: int) -> bool:
     return len(parts) == 1 and not parts[0].loops and parts[0].width == size
 
 
-@dataclass(frozen=True, eq=False)
-class Item:
+class Item(msgspec.Struct, frozen=True, eq=False, dict=True):
     """Bytes to be moved: a tensor of the target, or what one rank holds of it."""
 
     key: int
@@ -116,8 +116,7 @@ def alone(items: Iterable[Item], owner: Owner) -> tuple[dict[int, list[list[Item
     return own, others
 
 
-@dataclass(frozen=True, eq=False)
-class Run:
+class Run(msgspec.Struct, frozen=True, eq=False):
     """A contiguous part of an item."""
 
     item: Item

@@ -7,8 +7,9 @@ the matter of an `Exchange`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import ParamSpec, Protocol
+
+import msgspec
 
 from transaxle.move.endpoint import Bytes
 
@@ -19,8 +20,7 @@ Take = Callable[[int, Bytes], None]
 Arguments = ParamSpec("Arguments")
 
 
-@dataclass(frozen=True, slots=True)
-class Parcel:
+class Parcel(msgspec.Struct, frozen=True):
     """Bytes that one rank has and others need."""
 
     sender: int

@@ -10,11 +10,12 @@ import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeVar
 
+import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from transaxle.arguments import Size, read_count, read_size
 from transaxle.axes.notation.computed import Steps, applied
@@ -50,8 +51,7 @@ class StoppedError(Exception):
     """Raised in a worker that need not go on, because another one failed; it never leaves `share`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
+class Limits(msgspec.Struct, frozen=True):
     """How many workers, and how much buffer they have together."""
 
     jobs: int

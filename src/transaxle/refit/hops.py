@@ -7,7 +7,9 @@ receivers do not need. What a rank holds itself it copies straight from its sour
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from transaxle.live.transport.bucket_exchange import SHARES, BucketExchange, Route
 from transaxle.live.transport.world import World

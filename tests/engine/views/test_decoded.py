@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import threading
 import tracemalloc
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 import transaxle as tx
 from tests.engine import quantized

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
 
 from tests.live.ranks import run
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, open_checkpoint

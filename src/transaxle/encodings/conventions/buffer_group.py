@@ -11,10 +11,12 @@ Every name is visited once and the others are looked up, so grouping is linear i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from math import prod
 from typing import Protocol
+
+import msgspec
 
 from transaxle.encodings.conventions import te_convention as te
 from transaxle.encodings.conventions.convention import (
@@ -72,8 +74,7 @@ class StoredBuffer(Protocol):
         """Elements along each dim, as stored."""
 
 
-@dataclass(frozen=True, slots=True)
-class BufferGroups:
+class BufferGroups(msgspec.Struct, frozen=True):
     """A checkpoint's tensors, told apart by their names, their dtypes and its config together."""
 
     encoded: Mapping[str, Encoded]
@@ -319,8 +320,7 @@ class _Finder:
         return fitted
 
 
-@dataclass(frozen=True, slots=True)
-class _Misfit:
+class _Misfit(msgspec.Struct, frozen=True):
     """Why codes and scales do not go together."""
 
     code: Code

@@ -7,9 +7,10 @@ compressed-tensors (`re:` and an expression, or a whole name), and ModelOpt's wi
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
+
+import msgspec
 
 from transaxle.axes.notation.linear_regex import Expressions
 
@@ -17,8 +18,7 @@ EXPRESSION = "re:"
 """What a regular expression starts with where compressed-tensors lists modules."""
 
 
-@dataclass(frozen=True)
-class Modules:
+class Modules(msgspec.Struct, frozen=True, dict=True):
     """A list of modules as a config file gives it, to be asked as the config's own reader would."""
 
     names: frozenset[str] = frozenset()

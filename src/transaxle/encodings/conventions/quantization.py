@@ -8,9 +8,10 @@ than none. `buffer_group` decides which tensors are encoded, from this, their na
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
+
+import msgspec
 
 from transaxle.axes.notation.linear_regex import PatternError
 from transaxle.encodings.conventions.scheme import COMPRESSED, GROUPS, METHOD, METHODS, MODELOPT_METHOD, SECTION, Scheme
@@ -31,8 +32,7 @@ SECTIONS = frozenset({SECTION, OLD_SECTION, _PRODUCER})
 """A config, or a section of one, that has none of these keys says nothing of quantization."""
 
 
-@dataclass(frozen=True)
-class Quantization:
+class Quantization(msgspec.Struct, frozen=True, dict=True):
     """What a config says about how weights are stored."""
 
     method: str

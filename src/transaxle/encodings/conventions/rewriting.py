@@ -13,9 +13,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
+
+import msgspec
 
 from transaxle.encodings.conventions.buffer_group import group
 from transaxle.encodings.conventions.convention import COMPRESSED_TENSORS, CONVENTIONS, DEEPSEEK, GPT_OSS, MODELOPT
@@ -115,8 +117,7 @@ def _put(config: dict[str, Any], path: tuple[str, ...], section: Section | None)
         place[key] = section
 
 
-@dataclass(frozen=True, slots=True)
-class _ModuleListing:
+class _ModuleListing(msgspec.Struct, frozen=True):
     """How a method lists modules."""
 
     modules: Callable[[Iterable[str]], Modules]
@@ -132,8 +133,7 @@ _COMPRESSED = _ModuleListing(compressed_modules, str, lambda name: rf"{EXPRESSIO
 _WILDCARD = _ModuleListing(wildcard_modules, str, lambda name: f"{name}.*")
 
 
-@dataclass(frozen=True, slots=True)
-class _Buffer:
+class _Buffer(msgspec.Struct, frozen=True):
     """A target buffer, as `group` sees it."""
 
     dtype: str

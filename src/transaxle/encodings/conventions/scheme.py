@@ -8,7 +8,7 @@ wrong type is `CORRUPT`; a value of the right type that is unknown here is `UNSU
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Annotated, Any, TypeVar
 
@@ -57,8 +57,7 @@ def variant(code: str, scale: str, tile: tuple[int, ...], *, has_global: bool = 
     return replace(base, code=code, scale=scale, tile=tile, has_global=has_global)
 
 
-@dataclass(frozen=True, slots=True)
-class ModuleGroup:
+class ModuleGroup(msgspec.Struct, frozen=True):
     """Modules whose weights are stored in one encoding."""
 
     encoding: Encoding
@@ -69,8 +68,7 @@ class ModuleGroup:
     """The group's key in the config."""
 
 
-@dataclass(frozen=True, slots=True)
-class Scheme:
+class Scheme(msgspec.Struct, frozen=True):
     """What one section says."""
 
     conventions: tuple[str, ...]

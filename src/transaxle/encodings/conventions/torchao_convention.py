@@ -8,7 +8,7 @@ metadata holds a JSON text under the name of the whole, with its class, its attr
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -66,8 +66,7 @@ _tensor = msgspec.json.Decoder(_TensorNote)
 _names = msgspec.json.Decoder(list[str])
 
 
-@dataclass(frozen=True, slots=True)
-class Described:
+class Described(msgspec.Struct, frozen=True):
     """An encoded tensor as the metadata describes it."""
 
     encoding: Encoding | None
@@ -100,8 +99,7 @@ def described(metadata: Mapping[str, object]) -> Mapping[str, Described]:
     return tensors
 
 
-@dataclass(frozen=True, slots=True)
-class Swizzled:
+class Swizzled(msgspec.Struct, frozen=True):
     """A tensor whose scales are stored in the order of a matrix-multiply kernel."""
 
     codes: str

@@ -7,11 +7,12 @@ take them to the layout in which the weights are stored, so that fused and stack
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import replace
 from difflib import get_close_matches
 from functools import lru_cache, partial
 from math import prod
 from typing import Any, Protocol
+
+from msgspec.structs import replace
 
 from transaxle.axes.layout.relayout import Target, unchanged
 from transaxle.axes.notation.family import Sizes

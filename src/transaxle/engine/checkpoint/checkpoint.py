@@ -14,6 +14,8 @@ from math import prod
 from operator import attrgetter
 from typing import Any, TypeAlias
 
+import msgspec
+
 from transaxle.arguments import DType, PathLike, Patterns, read_float_type, read_path, read_patterns, read_source
 from transaxle.axes.layout.bind import Bound
 from transaxle.axes.layout.relayout import Check, Target, unchanged
@@ -269,9 +271,8 @@ class Checkpoint(TensorSet):
         left |= {"optimizer": "state that cannot be read"} if self.container.unread else {}
         if not state and not left:
             return self
-        if left:
-            metadata[LEFT_BEHIND] = {**metadata.get(LEFT_BEHIND, {}), **left}
-        container = replace(self.container.without(state), metadata=metadata, unread=())
+        metadata |= {LEFT_BEHIND: {**metadata.get(LEFT_BEHIND, {}), **left}} if left else {}
+        container = msgspec.structs.replace(self.container.without(state), metadata=metadata, unread=())
         return Checkpoint(container, self.settings, None, None, self.undecoded)
 
     def decode(self, to: str, only: Sequence[str] = (), skip: Sequence[str] = ()) -> Checkpoint:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
+
+import msgspec
 
 from transaxle.axes.layout.bind import Bound, bind, group, score, split_slot
 from transaxle.axes.notation.family import Dialect, Family, Sizes
@@ -51,8 +52,7 @@ keep other contents under the names of the hub.
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Recognised:
+class Recognised(msgspec.Struct, frozen=True):
     """One reading of a checkpoint's names."""
 
     family: Family

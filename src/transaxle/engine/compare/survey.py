@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
@@ -17,8 +17,7 @@ _EXPERTS = "experts"
 """Meaning of the axis that is no layer, though it may be the first in a name."""
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(msgspec.Struct, frozen=True):
     """Where in the model a tensor is."""
 
     group: str
@@ -27,8 +26,7 @@ class Place:
     """Its layer; None where its name has none."""
 
 
-@dataclass(frozen=True, slots=True)
-class Measure:
+class Measure(msgspec.Struct, frozen=True):
     """What was measured of one tensor."""
 
     place: Place
@@ -45,8 +43,7 @@ class Measure:
     """Sums of the squares of the differences, and of the second's values."""
 
 
-@dataclass(slots=True)
-class CodeErrors:
+class CodeErrors(msgspec.Struct):
     """Differences from what one side has quantized, in steps between its codes."""
 
     side: str
@@ -55,7 +52,7 @@ class CodeErrors:
     """Its encoding."""
     tensors: int = 0
     """How many tensors."""
-    counts: list[int] = field(default_factory=lambda: [0] * 5)
+    counts: list[int] = msgspec.field(default_factory=lambda: [0] * 5)
     """Elements that are equal, at most half a step apart, at most one, at most two, and all others."""
     steps: float = 0.0
     """The largest difference in steps."""
@@ -63,8 +60,7 @@ class CodeErrors:
     """The largest difference over the scale of its tile."""
 
 
-@dataclass(frozen=True, slots=True)
-class Surveyed:
+class Surveyed(msgspec.Struct, frozen=True):
     """What was measured, by tensor and by group."""
 
     measures: Mapping[str, Measure]

@@ -8,11 +8,11 @@ describe the same row-major bytes, so nothing is moved: only positions are trans
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from math import prod
 
 import msgspec
+from msgspec.structs import replace
 
 from transaxle.axes.geometry.piece import Interval
 from transaxle.errors import refuse

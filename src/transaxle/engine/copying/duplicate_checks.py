@@ -7,12 +7,12 @@ written to the target. So the others must prove equal, bit by bit, before anythi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from transaxle.axes.layout.relayout import Check, unchanged
 from transaxle.engine.copying.source import Source

@@ -7,10 +7,10 @@ refuses them; on request they are one tensor, the mean of all copies: summed in 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from transaxle.encodings.error import Error
 from transaxle.engine.copying.source import Source

@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from transaxle.arguments import Overwrite
 from transaxle.encodings.arithmetic.codec import Error
 from transaxle.engine.compare.verification import Verification
@@ -315,8 +317,7 @@ def _hashes(tensors: Mapping[str, Done]) -> dict[str, str]:
     return {name: done.hash for name, done in tensors.items()}
 
 
-@dataclass(frozen=True)
-class Copying:
+class Copying(msgspec.Struct, frozen=True):
     """Carries tensors of a plan out."""
 
     storage: Storage

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass
+
+import msgspec
 
 from transaxle.move.endpoint import Writable
 
 
-@dataclass(frozen=True, slots=True)
-class FileTime:
+class FileTime(msgspec.Struct, frozen=True):
     """When one file was written, in seconds since the first byte of all."""
 
     first: float

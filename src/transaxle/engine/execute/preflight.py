@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,8 +38,7 @@ if TYPE_CHECKING:
 _HINT = "Choose another target; once the new checkpoint is verified, you can remove the old one."
 
 
-@dataclass(frozen=True)
-class Cleared(Prepared):
+class Cleared(Prepared, frozen=True):
     """A plan with one place to carry it out: its refusals are all of those that a run would meet before it writes."""
 
     asked: tuple[str, Overwrite, bool]
@@ -49,7 +47,7 @@ class Cleared(Prepared):
     """What a journal of it belongs to."""
     finished: bool = False
     """Whether the target holds just what would be written: there is nothing left to do."""
-    errors: Mapping[str, Error] = field(default_factory=dict)
+    errors: Mapping[str, Error] = msgspec.field(default_factory=dict)
     """How far each tensor is that is encoded, by table name, where the target is finished."""
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import product
+
+import msgspec
 
 _INDEX = re.compile(r"(?:(?<![^./#])|(?<=\.weight)(?=[0-9]+$)|(?<=\.bias)(?=[0-9]+$))(0|[1-9][0-9]*)(?![^./])")
 """An index is a whole segment (`layers.12.`), or counts the weights of one module (`linear_fc1.weight7`)."""
@@ -23,8 +24,7 @@ Indices = tuple[tuple[int, ...], ...]
 """Sets of sorted indices, one for each place in a name."""
 
 
-@dataclass(frozen=True, slots=True)
-class FoldedRow:
+class FoldedRow(msgspec.Struct, frozen=True):
     """Names that differ only in their indices."""
 
     name: str

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
 from typing import Any
+
+import msgspec
 
 from transaxle.axes.notation.family import Family
 
 _TRANSFORMERS, _MEGATRON, _OURS = ("transformers", "5.23.0"), ("megatron-core", "0.16.1"), ("transaxle", "")
 
 
-@dataclass(frozen=True)
-class Peer:
+class Peer(msgspec.Struct, frozen=True):
     """Whose layout a dialect is."""
 
     framework: str
@@ -70,8 +70,7 @@ _WORDS = {
 """Formula of a size -> what there are so many of."""
 
 
-@dataclass(frozen=True)
-class Axis:
+class Axis(msgspec.Struct, frozen=True):
     """One line of the legend."""
 
     axis: str
@@ -98,12 +97,12 @@ def axes_of(family: Family) -> tuple[Axis, ...]:
 
 def dialect_facts(labels: Iterable[str]) -> list[dict[str, Any]]:
     """Return dialects as JSON data."""
-    return [{"dialect": label, **asdict(peer_of(label))} for label in labels]
+    return [{"dialect": label, **msgspec.structs.asdict(peer_of(label))} for label in labels]
 
 
 def axis_facts(family: Family) -> list[dict[str, Any]]:
     """Return the legend of a family's axes as JSON data."""
-    return [asdict(axis) for axis in axes_of(family)]
+    return [msgspec.structs.asdict(axis) for axis in axes_of(family)]
 
 
 def dialect_rows(labels: Iterable[str]) -> list[list[str]]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
+
+import msgspec
 
 from transaxle.axes.notation.expression import PADDING, Axis, Expression, parse, walk
 from transaxle.axes.notation.name import Name
@@ -13,8 +14,7 @@ from transaxle.engine.plan.planned import Route
 RENAMED, UNCHANGED = "renamed", "unchanged"
 
 
-@dataclass(frozen=True, slots=True)
-class _ParsedRule:
+class _ParsedRule(msgspec.Struct, frozen=True):
     """One rule, parsed again from its text."""
 
     name: Name
@@ -116,8 +116,7 @@ def _dims(expression: Expression, component: str) -> list[list[str]]:
     return [[axis for axis, _, _ in share.axes] for share in shares]
 
 
-@dataclass(frozen=True, slots=True)
-class AxisMove:
+class AxisMove(msgspec.Struct, frozen=True):
     """Where one axis of a logical tensor is before and after."""
 
     component: str

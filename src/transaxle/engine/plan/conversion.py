@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from typing import Any
+
+import msgspec
 
 from transaxle.arguments import Degrees
 from transaxle.axes.geometry.strided import coalesce, row_major
@@ -52,8 +54,7 @@ _FRAMEWORK = {"format": "pt"}
 """Header metadata that readers expect in every file."""
 
 
-@dataclass(frozen=True)
-class Prepared:
+class Prepared(msgspec.Struct, frozen=True):
     """A plan, with the opened files that its execution needs."""
 
     plan: Plan

@@ -7,9 +7,8 @@ number that hubs expect, and the other buffers are left out. Codes and block sca
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
+from msgspec.structs import replace
 
 from transaxle.encodings.conventions import te_convention as te
 from transaxle.encodings.conventions.convention import DEEPSEEK

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
 from typing import Any, Literal
@@ -46,8 +45,7 @@ class Recoded(msgspec.Struct, frozen=True):
     """Elements along each dim."""
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
+class Measured(msgspec.Struct, frozen=True):
     """A recoded tensor and how far its values are from the source's."""
 
     what: Recoded

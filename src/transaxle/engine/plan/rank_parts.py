@@ -10,6 +10,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
+import msgspec
+
 from transaxle.arguments import Degrees
 from transaxle.axes.geometry.chunk import Intervals
 from transaxle.axes.geometry.ranges import axes_in
@@ -198,7 +200,7 @@ def _repadded(checkpoint: Checkpoint, multiple: int) -> Checkpoint:
         dialect=reading.dialect.label,
         axes={**given, **said},
     )
-    resized = replace(container, storage=storage, entries=entries, left=left)
+    resized = msgspec.structs.replace(container, storage=storage, entries=entries, left=left)
     return Checkpoint(resized, settings, None, None, checkpoint.undecoded)
 
 

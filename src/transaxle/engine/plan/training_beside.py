@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.formats.training_state.state import LEFT_BEHIND, TRAINING

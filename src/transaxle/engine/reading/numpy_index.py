@@ -6,17 +6,17 @@ A box is read from the files, so its bytes alone are; steps, reversals, dropped 
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
 from types import EllipsisType
 from typing import SupportsIndex, TypeAlias
+
+import msgspec
 
 One: TypeAlias = SupportsIndex | slice | EllipsisType | None
 Index: TypeAlias = One | tuple[One, ...]
 """What may stand between the brackets of a tensor."""
 
 
-@dataclass(frozen=True, slots=True)
-class BoxIndex:
+class BoxIndex(msgspec.Struct, frozen=True):
     """An index, taken apart."""
 
     box: tuple[slice, ...]

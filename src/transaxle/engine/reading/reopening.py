@@ -6,9 +6,11 @@ No values and no catalog are in a pickle: whoever unpickles it reads the files, 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import msgspec
+from msgspec.structs import replace
 
 from transaxle.errors import refuse
 from transaxle.formats.storage.storage import Storage
@@ -16,8 +18,7 @@ from transaxle.formats.storage.storage import Storage
 _AGAIN = "Open the checkpoint anew, and pickle it then."
 
 
-@dataclass(frozen=True)
-class Reopening:
+class Reopening(msgspec.Struct, frozen=True):
     """How a checkpoint, or a view of one, comes about."""
 
     path: str
@@ -26,7 +27,7 @@ class Reopening:
     """Keyword arguments of `open`, as plain data."""
     steps: tuple[tuple[str, tuple[Any, ...]], ...] = ()
     """Methods that led from there to the view, with their arguments."""
-    versions: Mapping[str, str] = field(default_factory=dict)
+    versions: Mapping[str, str] = msgspec.field(default_factory=dict)
     """Files and their versions when it was pickled."""
     rules: str | None = None
     """Text of the table of the user's own, when it was opened."""

@@ -7,12 +7,13 @@ table marks as `precise`, keep their dtype unless patterns name them; the plan l
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import ClassVar, Literal
 
+import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from transaxle.axes.layout.bind import WEIGHT, Bound, split_slot
 from transaxle.axes.layout.relayout import unchanged
@@ -115,8 +116,7 @@ class CastStorage(VirtualFiles):
         self.dtype = dtype
 
 
-@dataclass(frozen=True, slots=True)
-class Casts:
+class Casts(msgspec.Struct, frozen=True):
     """The casts of a storage."""
 
     by_file: Mapping[str, Caster]

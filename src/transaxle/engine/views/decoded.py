@@ -14,6 +14,7 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -345,6 +346,6 @@ def decoded(catalog: Catalog, chosen: Collection[str], dtype: Wide) -> Container
             entries[stored] = entry
     storage = DecodedStorage(container.storage, decoders)
     metadata = without_notes(container.metadata, tensors)
-    return replace(
+    return msgspec.structs.replace(
         container, storage=storage, entries=entries, metadata=metadata, left={**container.left, **input_scales}
     )

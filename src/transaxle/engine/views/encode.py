@@ -8,7 +8,6 @@ its amax is computed before anything is written.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 
 import msgspec
@@ -34,8 +33,7 @@ _ALSO_PLAIN = frozenset({"eh_proj", "mtp_proj"})
 _WAY_OUT = "Leave it out with --skip, or name others with --only."
 
 
-@dataclass(frozen=True, slots=True)
-class Encode:
+class Encode(msgspec.Struct, frozen=True):
     """What the user wants to encode."""
 
     encoding: str

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from typing import Any
 
+import msgspec
+
 from transaxle.axes.layout.relayout import Check, Target
 from transaxle.axes.layout.solve import Shape
 from transaxle.axes.layout.tile import Tile, scales
@@ -46,8 +48,7 @@ def matrix(shape: Shape) -> Tile:
     return (*(1 for _ in shape[:-2]), *(max(size, 1) for size in shape[-2:]))
 
 
-@dataclass(frozen=True)
-class Catalog:
+class Catalog(msgspec.Struct, frozen=True, dict=True):
     """The tensors of a container as tables see them."""
 
     container: Container

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from functools import lru_cache
 
+import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from transaxle.encodings.conventions.torchao_convention import Swizzled, swizzled
 from transaxle.engine.copying.source import Source
@@ -30,8 +31,7 @@ _FILE = "\0compact "
 """What the name of a file that does not exist begins with."""
 
 
-@dataclass(frozen=True, slots=True)
-class _CompactScales:
+class _CompactScales(msgspec.Struct, frozen=True):
     """One buffer in the kernel's order, readable as a file in compact order."""
 
     source: Entry

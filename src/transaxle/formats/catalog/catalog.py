@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from msgspec.structs import replace
 
 from transaxle.formats.catalog.seal import Seal, filled
 from transaxle.formats.dtype import nbytes
@@ -37,8 +37,7 @@ class Extent(msgspec.Struct, frozen=True, gc=False):
     """Element strides in the file; None when the chunk is row-major without gaps."""
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(msgspec.Struct, frozen=True, gc=False):
     """A stored tensor: its dtype, its shape, and the extents that hold it."""
 
     name: str
@@ -70,8 +69,7 @@ class Checksum(msgspec.Struct, frozen=True, gc=False):
     """Description of the range, for errors."""
 
 
-@dataclass(frozen=True, slots=True)
-class Twin:
+class Twin(msgspec.Struct, frozen=True):
     """Two places that must hold the same bytes: a replica on another rank, a step that several files record."""
 
     first: Entry
@@ -86,8 +84,7 @@ class Twin:
     """Whether the copy has lower precision: then it must be what the first rounds to, bit by bit."""
 
 
-@dataclass(frozen=True)
-class Container:
+class Container(msgspec.Struct, frozen=True):
     """An opened checkpoint: its catalog, and the storage its bytes are read from."""
 
     format: str
@@ -100,7 +97,7 @@ class Container:
     """Stored tensors by name, in file order."""
     files: Mapping[str, int]
     """Size in bytes of every file that holds tensors or describes them."""
-    metadata: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = msgspec.field(default_factory=dict)
     """Everything the container records beside its tensors."""
     carried: tuple[str, ...] = ()
     """Other files of the folder that travel with the model (config, tokenizer)."""
@@ -112,13 +109,13 @@ class Container:
     """Checksums that the format itself keeps; `verify` checks them."""
     twins: tuple[Twin, ...] = ()
     """Copies whose equality every conversion checks before it writes."""
-    left: Mapping[str, Entry] = field(default_factory=dict)
+    left: Mapping[str, Entry] = msgspec.field(default_factory=dict)
     """Tensors that exist but are not wanted."""
     training: tuple[TrainingItem, ...] = ()
     """State beside model and optimizer; see `formats.training_items`."""
     seals: tuple[Seal, ...] = ()
     """Places where files keep digests of all their bytes; `verify` checks them."""
-    config: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = msgspec.field(default_factory=dict)
     """What its own files say of the model, under the keys of a config.json; used where there is none."""
     unread: tuple[Refusal, ...] = ()
     """Why the optimizer's state, or some of it, cannot be read; whatever wants the optimizer is refused for it."""
@@ -155,8 +152,7 @@ class Spec(msgspec.Struct, frozen=True, gc=False):
     shape: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Fragment:
+class Fragment(msgspec.Struct, frozen=True):
     """Bytes of a draft that are known before any tensor: a header, an index."""
 
     file: str
@@ -164,8 +160,7 @@ class Fragment:
     data: bytes
 
 
-@dataclass(frozen=True)
-class Draft:
+class Draft(msgspec.Struct, frozen=True):
     """A container that does not exist yet: every tensor already has its place."""
 
     format: str
@@ -177,7 +172,7 @@ class Draft:
     """Bytes that are known before any tensor is copied."""
     seal: Seal | None = None
     """Space for digests in a file that is the whole checkpoint; the fragment around it is written last."""
-    copies: Mapping[str, tuple[Extent, ...]] = field(default_factory=dict)
+    copies: Mapping[str, tuple[Extent, ...]] = msgspec.field(default_factory=dict)
     """Further places of a tensor, by its name: chunks that several ranks hold, each with the same bytes."""
     notes: tuple[str, ...] = ()
     """What a reader of the files must be told, or takes for what the source does not say; one sentence each."""

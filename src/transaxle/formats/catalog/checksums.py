@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from math import prod
 from threading import Lock
+
+import msgspec
+from msgspec.structs import replace
 
 from transaxle.axes.geometry.strided import Loop
 from transaxle.errors import Refusal, Where, gathered
@@ -30,11 +32,10 @@ SummedRange = tuple[int, int, int]
 """First byte in the file, one past the last, and the CRC-32 of the bytes between."""
 
 
-@dataclass(slots=True)
-class Tally:
+class Tally(msgspec.Struct):
     """The progress of one range."""
 
-    parts: list[SummedRange] = field(default_factory=list)
+    parts: list[SummedRange] = msgspec.field(default_factory=list)
     """Summed pieces, in order, without overlaps; adjacent ones are joined."""
     read: int = 0
     """Bytes read of the range; bytes read twice count twice."""

@@ -8,8 +8,8 @@ ordinary note.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 
+import msgspec
 import xxhash
 
 from transaxle.formats.storage.storage import Storage
@@ -20,8 +20,7 @@ _BLANK = b"0" * DIGITS
 _BLOCK = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Seal:
+class Seal(msgspec.Struct, frozen=True):
     """Where the digests of a file are."""
 
     file: str

@@ -8,7 +8,8 @@ the user: nothing is left behind in silence.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+
+import msgspec
 
 from transaxle.errors import gathered
 from transaxle.formats.format import INDEX
@@ -28,8 +29,7 @@ _MODEL_FILES = (
 well, so only these count as their sidecars."""
 
 
-@dataclass(frozen=True, slots=True)
-class SidecarFiles:
+class SidecarFiles(msgspec.Struct, frozen=True):
     """The files of a folder that hold none of its checkpoint's tensors."""
 
     carried: tuple[str, ...]

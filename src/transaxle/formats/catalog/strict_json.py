@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -73,8 +72,7 @@ def repeated(text: bytes) -> list[tuple[str, ...]]:
     return list(_paths(top))
 
 
-@dataclass(frozen=True, slots=True)
-class _Repeats:
+class _Repeats(msgspec.Struct, frozen=True):
     """A JSON object with repeated keys in or below it."""
 
     paths: tuple[tuple[str, ...], ...]

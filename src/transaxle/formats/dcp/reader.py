@@ -94,7 +94,7 @@ def read_folder(storage: Storage, path: str, metadata_names: Sequence[str], conv
         raise faults.error()
     paths, wrapper = conventions.paths([leaf.path for leaf in leaves])
     state = arrange(
-        [replace(leaf, path=path) for leaf, path in zip(leaves, paths, strict=True)],
+        [msgspec.structs.replace(leaf, path=path) for leaf, path in zip(leaves, paths, strict=True)],
         file=member,
         read=lambda tensor: single(inline, tensor.entry) if isinstance(tensor, _WholeTensor) else NOTHING,
     )
@@ -105,7 +105,7 @@ def read_folder(storage: Storage, path: str, metadata_names: Sequence[str], conv
         if leaf.kind == "number":
             entries[name] = _number(name, leaf.value, inline)
         elif name not in quantized:
-            entries[name] = replace(leaf.value.entry, name=name)
+            entries[name] = msgspec.structs.replace(leaf.value.entry, name=name)
             twins.extend(leaf.value.twins)
     metadata = state.metadata()
     if quantized:
@@ -249,7 +249,7 @@ def _leaf(item_of_ranks: _ItemOfRanks, payloads: Payloads, faults: Faults) -> Le
             if other_leaf
             for twin in copies(item_of_ranks.item.key, first_chunk, other_leaf.value, _WHY, faults)
         )
-        return replace(
+        return msgspec.structs.replace(
             first,
             value=AssembledTensor(first_chunk.layout.kind, first_chunk.parts, tuple(twins), first_chunk.layout.left),
         )

@@ -8,8 +8,9 @@ pickle shares are shared here too, and may hold themselves: whoever walks them k
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 CODES: Mapping[str, str] = {
     "bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "uint16": "U16", "int32": "I32", "uint32": "U32",
@@ -20,8 +21,7 @@ CODES: Mapping[str, str] = {
 """torch's dtype name -> safetensors code, where there is one; any other type is called by torch's name in capitals."""
 
 
-@dataclass(frozen=True, slots=True)
-class Global:
+class Global(msgspec.Struct, frozen=True):
     """A class or function that a pickle names; it was not imported."""
 
     module: str
@@ -32,8 +32,7 @@ class Global:
         return f"{self.module}.{self.name}"
 
 
-@dataclass(frozen=True, slots=True)
-class DType:
+class DType(msgspec.Struct, frozen=True):
     """A torch dtype, e.g. `float32`."""
 
     name: str
@@ -44,8 +43,7 @@ class DType:
         return CODES.get(self.name, self.name.upper())
 
 
-@dataclass(frozen=True, slots=True)
-class StorageType:
+class StorageType(msgspec.Struct, frozen=True):
     """A torch storage class, e.g. `torch.FloatStorage`."""
 
     dtype: DType | None
@@ -75,21 +73,20 @@ class OrderedMap(dict[Any, Any]):
         """Attributes, such as `_metadata` of a torch state dict."""
 
 
-@dataclass(slots=True, eq=False)
-class Object:
+class Object(msgspec.Struct, eq=False):
     """What would come of calling a global. Equal only to itself, so it may be the key of a dict."""
 
     cls: Global
     """Class or function."""
     args: tuple[Any, ...] = ()
     """Its positional arguments."""
-    kwargs: dict[str, Any] = field(default_factory=dict)
+    kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
     """Its keyword arguments."""
     state: object = NOTHING
     """What BUILD gave it: for most classes, a dict of attributes."""
-    items: list[Any] = field(default_factory=list)
+    items: list[Any] = msgspec.field(default_factory=list)
     """What was appended or added to it."""
-    pairs: dict[Any, Any] = field(default_factory=dict)
+    pairs: dict[Any, Any] = msgspec.field(default_factory=dict)
     """What was set in it by key."""
     new: bool = False
     """Made by the class's `__new__`, not by a call."""
@@ -100,22 +97,19 @@ class Object:
         return self.state is NOTHING and not (self.args or self.kwargs or self.items or self.pairs)
 
 
-@dataclass(slots=True, eq=False)
-class Persistent:
+class Persistent(msgspec.Struct, eq=False):
     """A reference to something outside the pickle, which no reader has resolved."""
 
     pid: object
 
 
-@dataclass(slots=True, eq=False)
-class Key:
+class Key(msgspec.Struct, eq=False):
     """A key of a dict that is no plain scalar, a tuple for example: kept as it is, never hashed."""
 
     value: object
 
 
-@dataclass(slots=True, eq=False)
-class TensorRef:
+class TensorRef(msgspec.Struct, eq=False):
     """A strided view of a storage. Counts are in elements, as torch gives them."""
 
     storage: object
@@ -130,8 +124,7 @@ class TensorRef:
     """Bits by which the values differ from the stored ones: `conj`, `neg`."""
 
 
-@dataclass(slots=True, eq=False)
-class Quantized:
+class Quantized(msgspec.Struct, eq=False):
     """A tensor of TransformerEngine's: codes and scales, each a tensor of its own (see `transformer_engine`)."""
 
     kind: str
@@ -150,8 +143,7 @@ class Quantized:
     """Its flags, by the names of the arguments."""
 
 
-@dataclass(frozen=True, slots=True)
-class Scalar:
+class Scalar(msgspec.Struct, frozen=True):
     """A number with a type of its own, such as a numpy scalar."""
 
     code: str

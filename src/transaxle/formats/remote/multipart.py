@@ -12,8 +12,9 @@ import hashlib
 import re
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
+
+import msgspec
 
 from transaxle.errors import TransaxleError, refuse
 from transaxle.formats.remote.service import NO_CREDENTIALS, Service
@@ -38,8 +39,7 @@ _COMPLETING = "completing the upload"
 _LATER = "Try again when it does; with --resume what was sent is kept."
 
 
-@dataclass(frozen=True)
-class StoredPart:
+class StoredPart(msgspec.Struct, frozen=True):
     """A part that the service has."""
 
     etag: str
@@ -52,8 +52,7 @@ class StoredPart:
         return self.size == len(data) and self.etag == hashlib.md5(data, usedforsecurity=False).hexdigest()
 
 
-@dataclass(frozen=True)
-class OpenUpload:
+class OpenUpload(msgspec.Struct, frozen=True):
     """An upload that was neither completed nor aborted."""
 
     path: str

@@ -9,8 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
+
+import msgspec
 
 from transaxle.formats.remote.hidden_objects import BegunUpload, HiddenObjects, hidden_path
 from transaxle.formats.remote.multipart import Multipart, OpenUpload, multipart
@@ -22,8 +23,7 @@ _UPLOAD = "?uploadId="
 _THREADS = 16
 
 
-@dataclass(frozen=True)
-class Orphan:
+class Orphan(msgspec.Struct, frozen=True):
     """Something that a run has left on a service."""
 
     url: str

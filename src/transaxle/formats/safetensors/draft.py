@@ -8,8 +8,9 @@ back is byte for byte the file it started from.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from transaxle.errors import Faults, TransaxleError
 from transaxle.formats.builtin_formats import SAFETENSORS

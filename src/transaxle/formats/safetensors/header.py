@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -62,8 +61,7 @@ _metadata: msgspec.json.Decoder[dict[str, str] | None] = msgspec.json.Decoder(di
 _INFO_FIELDS = len(_TensorInfo.__struct_fields__)
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
+class Header(msgspec.Struct, frozen=True):
     """The contents of one safetensors file."""
 
     entries: Mapping[str, Entry]

@@ -13,9 +13,11 @@ import re
 import shutil
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
+
+import msgspec
+from msgspec.structs import asdict, replace
 
 from transaxle.errors import TransaxleError, refuse
 from transaxle.formats.registry import is_one_file
@@ -36,8 +38,7 @@ _SHOWN = 3
 Outcome = Literal["found", "removed", "put back", "kept"]
 
 
-@dataclass(frozen=True)
-class Leftover:
+class Leftover(msgspec.Struct, frozen=True):
     """What a killed run left: beside its target a hidden folder, with unfinished work or the checkpoint it replaced; on
     S3 also an upload that was not completed.
     """

@@ -11,11 +11,12 @@ import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from io import BytesIO
 from threading import Lock
 from typing import Protocol, TypeVar
 from weakref import WeakSet
+
+import msgspec
 
 from transaxle.axes.geometry.strided import Loop
 from transaxle.errors import LONGEST_NAME, Code, Refusal, refuse
@@ -28,8 +29,7 @@ _OPEN = 128
 _INSIDE = "Names of files in a checkpoint are relative to its folder and stay inside it."
 
 
-@dataclass(frozen=True, slots=True)
-class Listing:
+class Listing(msgspec.Struct, frozen=True):
     """The direct contents of one folder of a checkpoint, sorted by name."""
 
     names: tuple[str, ...]
@@ -164,8 +164,7 @@ class VirtualFile(Protocol):
         """Fill a writable contiguous view with the bytes that start at `offset`; safe from several threads."""
 
 
-@dataclass(frozen=True, slots=True)
-class InMemoryFile:
+class InMemoryFile(msgspec.Struct, frozen=True):
     """A virtual file of given bytes."""
 
     data: bytes
@@ -284,8 +283,7 @@ def is_url(path: str) -> bool:
     return _URL.match(path) is not None
 
 
-@dataclass(slots=True)
-class _Handle:
+class _Handle(msgspec.Struct):
     """One open descriptor."""
 
     fd: int

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from math import prod
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from transaxle.errors import Faults, TransaxleError, refuse
 from transaxle.formats.builtin_formats import TORCH

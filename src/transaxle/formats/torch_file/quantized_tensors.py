@@ -9,9 +9,11 @@ refused: scales in the order of a kernel, packed codes that are transposed.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from typing import Any
+
+from msgspec.structs import replace
 
 from transaxle.formats.pickled.allowed_globals import transformer_engine as te
 from transaxle.formats.pickled.descriptors import Quantized, TensorRef

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from transaxle.errors import Faults
 from transaxle.formats.catalog.catalog import Container, Entry

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
+
+import msgspec
 
 from transaxle.errors import Faults, refuse
 from transaxle.formats.pickled.descriptors import NOTHING
@@ -50,8 +51,7 @@ _LONGEST = 1 << 28
 """Cap on the characters of all names together."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Leaf:
+class Leaf(msgspec.Struct, frozen=True, eq=False):
     """One item of a state."""
 
     path: KeyPath
@@ -64,8 +64,7 @@ class Leaf:
     """A description, for items that are left behind."""
 
 
-@dataclass(frozen=True, slots=True)
-class State:
+class State(msgspec.Struct, frozen=True):
     """A state's leaves by name."""
 
     leaves: Mapping[str, Leaf]

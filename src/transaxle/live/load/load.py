@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, TypedDict, Unpack
 
+import msgspec
+
 from transaxle.arguments import (
     Config,
     DType,
@@ -181,7 +183,7 @@ def _request(
 
 def _movement(read: Reads, storage: Storage, filled: Destinations, jobs: int | None, world: World) -> Movement:
     """Return what carries the bytes from the source into this rank's tensors."""
-    limit = replace(limits(jobs), waste=_WASTE, gap=_GAP, few=_FEW)
+    limit = msgspec.structs.replace(limits(jobs), waste=_WASTE, gap=_GAP, few=_FEW)
     rooms = Rooms(filled.landings, read.names)
     return Movement(read.items, storage, rooms, limit, RankExchange(world), read.elsewhere)
 

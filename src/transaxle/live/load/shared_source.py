@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from transaxle.arguments import read_source
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, CheckpointLike, open_checkpoint

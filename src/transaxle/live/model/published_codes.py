@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
@@ -128,10 +129,10 @@ def as_trained(checkpoint: Checkpoint) -> Checkpoint:
         return checkpoint
     trained, container = CONVENTIONS[DEEPSEEK], checkpoint.container
     names = {old: trained.stored(each.name, role, FLOAT8) for each in encoded for role, old in each.parts.items()}
-    renamed = [replace(entry, name=names.get(old, old)) for old, entry in container.entries.items()]
+    renamed = [msgspec.structs.replace(entry, name=names.get(old, old)) for old, entry in container.entries.items()]
     entries = {entry.name: entry for entry in renamed}
     settings = replace(checkpoint.settings, config=written(checkpoint.config, {}, {}))
-    return Checkpoint(replace(container, entries=entries), settings, None, None, checkpoint.undecoded)
+    return Checkpoint(msgspec.structs.replace(container, entries=entries), settings, None, None, checkpoint.undecoded)
 
 
 class _HubEntries:

@@ -5,9 +5,8 @@ A catalog names one rank for each chunk. A taker that holds the same part reads 
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import msgspec
+from msgspec.structs import replace
 
 from transaxle.live.sharding.global_tensors import Census
 from transaxle.live.sharding.memory import file_of, rank_of, tensor_of

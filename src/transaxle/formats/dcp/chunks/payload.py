@@ -9,9 +9,10 @@ number. So a strictly read archive serves as a stencil: whatever matches it is r
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from itertools import chain, repeat
 from typing import Any, NamedTuple
+
+from msgspec.structs import replace
 
 from transaxle.errors import Faults, Refusal, TransaxleError, Where
 from transaxle.formats.catalog.catalog import Checksum, Entry, Extent

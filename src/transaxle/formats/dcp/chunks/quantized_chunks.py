@@ -8,12 +8,13 @@ be equal in all of them, which the container's `twins` require.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from msgspec.structs import replace
 
 from transaxle.errors import Faults, Refusal, Where
 from transaxle.formats.catalog.catalog import Entry, Extent, Twin

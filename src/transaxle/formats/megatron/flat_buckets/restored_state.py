@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from transaxle.errors import Refusal, Where
 from transaxle.formats.catalog.catalog import Container, Entry, Twin

@@ -8,8 +8,9 @@ part. The shape that it has in the model is in the metadata.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from math import prod
+
+from msgspec.structs import replace
 
 from transaxle.axes.geometry.strided import lexicographic_boxes
 from transaxle.errors import Faults

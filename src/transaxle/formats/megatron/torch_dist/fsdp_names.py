@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from transaxle.axes.layout.bind import split_slot
 from transaxle.errors import Faults

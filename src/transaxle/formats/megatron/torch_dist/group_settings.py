@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import msgspec
+
 from transaxle.axes.layout.bind import split_slot
 from transaxle.formats.catalog.catalog import Container
 from transaxle.formats.megatron.arguments_of_run import RunState, plain_data
@@ -66,7 +68,9 @@ def _kind(group: object) -> object:
 def with_groups(container: Container, state: RunState) -> Container:
     """Return a container whose metadata have the optimizer's settings by parameter, where these can be told."""
     groups = _named(container, state)
-    return container if not groups else replace(container, metadata={**container.metadata, GROUPS: groups})
+    return (
+        container if not groups else msgspec.structs.replace(container, metadata={**container.metadata, GROUPS: groups})
+    )
 
 
 def _named(container: Container, state: RunState) -> list[ParamGroup]:

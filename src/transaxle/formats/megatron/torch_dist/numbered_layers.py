@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 
 import msgspec
+from msgspec.structs import replace
 
 from transaxle.axes.geometry.strided import row_major
 from transaxle.axes.layout.bind import join_slot, split_slot

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from transaxle.arguments import Weights
 from transaxle.axes.layout.bind import split_slot

@@ -6,8 +6,9 @@ None of them calls what the pickle names. A builder that is given arguments its 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, Protocol
+
+from msgspec.structs import replace
 
 from transaxle.formats.pickled.descriptors import (
     NOTHING,
