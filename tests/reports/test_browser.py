@@ -21,6 +21,7 @@ import pytest
 import transaxle as tx
 from tests.checkpoints import CONFIG, TENSORS, tensors, tiny, write
 from tests.engine import quantized
+from tests.reports.embedded import data
 from tests.reports.test_checkpoint_page import HOSTILE
 from tests.reports.test_refusal_page import cut_inside_a_tile, refusal_page
 from transaxle.cli.program import program
@@ -134,9 +135,11 @@ def finished(page: Path) -> Path:
     """The report of a conversion that is done, with its plan."""
     source, to = page.parent / "tiny", ("--to", "torchtitan", "--shard-size", "10kB", "--no-sync")
     path = page.parent / "finished.html"
+    (page.parent / "done").mkdir()
     with pytest.raises(SystemExit) as ended:
         program(["convert", str(source), str(page.parent / "done" / "tiny"), *to, "--report", str(path), "--quiet"])
     assert not ended.value.code
+    assert data(path)["kind"] == "conversion"
     return path
 
 
@@ -233,7 +236,7 @@ def test_a_page_fits_and_everyone_can_use_it(
     shown = opened(request.getfixturevalue(which), width, scheme)
     assert shown.evaluate("document.documentElement.scrollWidth") <= width
     assert shown.locator("h1").inner_text().endswith(("/tiny", "Live model"))
-    assert shown.locator("canvas").count() == shown.locator("[data-figure]").count() >= 1
+    assert shown.locator("canvas").count() == shown.locator("[data-figure]:not(:has(.moves))").count() >= 1
     drawn = shown.evaluate(
         "(() => { const c = document.querySelector('canvas');"
         " const pixels = c.getContext('2d').getImageData(0, 0, c.width, c.height).data;"
@@ -273,6 +276,61 @@ def test_a_flow_is_as_wide_as_its_bytes(planned: Path, opened: Open) -> None:
     from playwright.sync_api import expect
 
     expect(shown.locator(".hint")).to_contain_text("-> layers.{l}.moe.")
+
+
+def test_names_beside_a_flow_do_not_meet(planned: Path, opened: Open) -> None:
+    """On a phone neither: those to the left and to the right have half of the width each."""
+    for width in WIDTHS:
+        shown = opened(planned, width)
+        widest = shown.evaluate(
+            "(() => { const pen = document.createElement('canvas').getContext('2d'); pen.font = '11px monospace';"
+            f" return Math.max(...({TREE}).labels().map((label) => pen.measureText(label).width)); }})()"
+        )
+        assert 40 < widest < shown.locator("[data-figure=flow] .chart").bounding_box()["width"] / 2
+
+
+def test_axes_that_move_keep_their_colour(finished: Path, opened: Open) -> None:
+    """What is drawn before and after says in words what the colours say."""
+    shown = opened(finished)
+    for rule in shown.locator(".moves").all():
+        moved = rule.locator(".axis.moved").evaluate_all(
+            "all => all.map((each) => [each.textContent, each.style.background])"
+        )
+        colours = dict(moved)
+        assert all(colours[name] == colour for name, colour in moved)
+        assert len(set(colours.values())) == len(colours) >= 2
+    expert = shown.locator(".moves").first.locator(".arranged").first
+    assert " ".join(expert.inner_text().split()).startswith("source name l e dim 0 f dim 1 d model.layers.")
+    assert expert.get_by_text("e", exact=True).get_attribute("title") == "experts: 8"
+    shown.locator("#search").fill("down_proj")
+    from playwright.sync_api import expect
+
+    expect(shown.locator(".moves:visible")).to_have_count(1)
+
+
+def test_a_conversion_says_first_what_was_done(finished: Path, opened: Open) -> None:
+    shown = opened(finished)
+    assert "experts" in shown.locator("header .lead").first.inner_text()
+    assert "No tensor was encoded" in shown.locator("#first").inner_text()
+    assert "Nothing." not in shown.locator("#first").inner_text()
+    titles = shown.locator("main h2").all_inner_texts()
+    assert titles[:5] == ["What was done", "What becomes what", "How axes move", "Rules", "Time and rate by file"]
+
+
+def test_one_colour_is_of_one_tensor(page: Path, opened: Open) -> None:
+    """The smallest share a grey, which no large one has."""
+    shown = opened(page)
+    tiles = shown.evaluate(f"({TREE}).tiles().map((tile) => [tile.name, tile.itemStyle.color])")
+    colours = [colour for _, colour in tiles if colour != "#dddddd"]
+    assert len(tiles) > len(colours) == len(set(colours)) == 8
+    assert [colour for _, colour in tiles[8:]] == ["#dddddd"] * (len(tiles) - 8)
+
+
+def test_long_names_break_after_dots(page: Path, opened: Open) -> None:
+    """And are searched and copied as they are."""
+    cell = opened(page, 390).locator("[data-table=layout] td:last-child").last
+    assert cell.inner_text() == cell.text_content()
+    assert cell.locator("wbr").count() == cell.inner_text().count(".")
 
 
 def test_one_can_look_inside_and_come_back(page: Path, opened: Open) -> None:

@@ -115,16 +115,52 @@ def test_where_a_tile_splits_is_drawn(tmp_path: Path) -> None:
 
 
 def test_it_says_what_becomes_of_the_experts(tmp_path: Path) -> None:
-    """Eight tensors of a layer become one, and one becomes eight."""
+    """Eight tensors of a layer become one, and one becomes eight; where they stay, that is said too."""
     tiny(tmp_path / "hf")
     tx.convert(tmp_path / "hf", tmp_path / "stacked", to="torchtitan", sync=False)
-    for source, to, words in (
-        ("hf", "torchtitan", "Axis e goes from the names into dim 0 of gate, down, up: 8 tensors of each become one."),
-        (
-            "stacked",
-            "hf",
-            "Axis e goes from dim 0 into the names of gate, up, down: one tensor of each becomes 8 tensors.",
-        ),
-    ):
-        page = tx.report(tx.plan(tmp_path / source, tmp_path / "out", to=to), tmp_path / f"{source}.html")
-        assert words in page.read_text("utf-8")
+    e, joined = "Axis e (experts)", "model.layers.{l}.mlp.experts.gate_up_proj[e [gate:f | up:f] d]"
+    into, out = f"{e} goes from the names into dim 0 of", f"{e} goes from dim 0 into the names of"
+    become = "8 tensors of each become one."
+    for number, (source, to, *sentences) in enumerate((
+        ("hf", "torchtitan", f"{into} gate, down and up: {become}"),
+        ("stacked", "hf", f"{out} gate, up and down: one tensor of each becomes 8 tensors."),
+        ("hf", "transformers", f"{into} gate, up and down: {become}", f"Joined: gate and up become {joined}."),
+        ("hf", "megatron", f"{e} stays in the names of gate, up and down."),
+        ("stacked", "transformers", f"{e} stays in dim 0 of router, gate, up and down."),
+    )):  # fmt: skip
+        page = tx.report(tx.plan(tmp_path / source, tmp_path / "out", to=to), tmp_path / f"{number}.html")
+        text = page.read_text("utf-8")
+        for sentence in sentences:
+            assert f'<p class="lead">{sentence}</p>' in text
+
+
+def test_bands_of_what_is_joined_are_as_wide_as_its_parts(tmp_path: Path) -> None:
+    """Of Megatron's fused tensors, each part has the bytes that it has in the source."""
+    found = _page(tmp_path, tiny(tmp_path / "source"), "megatron")
+    nbytes: dict[str, int] = {}
+    for name, values in tensors().items():
+        part = name.split(".")[-2]
+        nbytes[part] = nbytes.get(part, 0) + values.nbytes
+    rows = {row["source"].split(".")[-2]: row for row in table(found, "joined")}
+    assert {part: row["bytes"] for part, row in rows.items()} == {
+        f"{part}_proj": nbytes[f"{part}_proj"] for part in ("q", "k", "v", "gate", "up")
+    }
+    links = {link[0]: link for link in found["figures"]["flow"]["data"]["links"]}
+    for row in rows.values():
+        assert links[row["source"]][1::2] == [row["target"], row["bytes"]]
+
+
+def test_axes_are_drawn_where_the_rules_have_them(tmp_path: Path) -> None:
+    found = _page(tmp_path, tiny(tmp_path / "source"), "transformers")
+    drawn = found["figures"]["axes"]["data"]
+    assert (drawn["meanings"]["e"], drawn["sizes"]["e"]) == ("experts", 8)
+    gate_up, down = drawn["rules"]
+    assert gate_up["moved"] == down["moved"] == ["d", "e", "f"]
+    assert gate_up["steps"] == ["e: name -> dim 0", "f: dim 0 -> dim 1", "d: dim 1 -> dim 2"]
+    assert [(each["name"], each["dims"]) for each in gate_up["before"]] == 2 * [
+        (["l", "e"], [[["f", True]], [["d", True]]])
+    ]
+    halves = [["gate", False], ["f", True], ["| up", False], ["f", True]]
+    assert (gate_up["after"]["name"], gate_up["after"]["dims"]) == (["l"], [[["e", True]], halves, [["d", True]]])
+    same = _page(tmp_path, tmp_path / "source", "hf")
+    assert "axes" not in same["figures"]

@@ -6,24 +6,40 @@ What is refused before there is a plan, or when a checkpoint is opened, has a pa
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from transaxle.axes.layout.tile import SplitTile
 from transaxle.axes.notation.name import natural
 from transaxle.engine.facts.fold import fold
-from transaxle.engine.facts.moves import AxisMove, axis_moves, rules, words
+from transaxle.engine.facts.legend import axes_of
+from transaxle.engine.facts.moves import (
+    RENAMED,
+    UNCHANGED,
+    AxisMove,
+    arrangements,
+    axis_moves,
+    divided,
+    rules,
+    words,
+)
 from transaxle.engine.number_text import plural, size
 from transaxle.engine.plan.planned import Plan, Route
 from transaxle.errors import Refusal, TransaxleError
+from transaxle.families import builtin
 from transaxle.reports.finished_page import Finished, finished_page
-from transaxle.reports.html_page import SHADES, Column, Figure, Page, Section, capped
+from transaxle.reports.html_page import SHADES, Column, Figure, Page, Section, capped, visible
 
 _MOST_LINKS = 40
 """Rules that the figure shows; the smaller ones are one line together."""
 _IN_NAME = "name"
 """Where an axis is whose every index is a tensor of its own."""
+_EXPERTS = "experts"
+"""What an axis counts of which a page always says where it is."""
 _MOST_REFUSALS = 50
+_MOST_MOVES = 12
+"""Rules whose axes are drawn."""
 _MOST_TILES = 16
 """Tiles that are drawn: one of each rule."""
 _ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth")
@@ -59,6 +75,7 @@ def conversion_page(plan: Plan, done: Finished | None = None) -> Page:
         notices=tuple(notices),
         quiet="Nothing has been written. A conversion with refusals does not begin.",
         sections=tuple(_sections(plan)),
+        lead=tuple(_in_short(plan)),
         facts={
             "bytes_read": plan.bytes_read, "bytes_written": plan.bytes_written, "tensors": len(plan.tensors),
             "copies": plan.copies, "contiguous": plan.contiguous,
@@ -91,8 +108,8 @@ def refused_page(source: str, error: TransaxleError) -> Page:
         headline="refused: " + ", ".join(f"{code} x {count}" if count > 1 else code for code, count in kinds.items()),
         tiles=(
             (f"{len(told):,}", "reason" if len(told) == 1 else "reasons"),
-            (f"{len(names):,}", "tensors named"),
-            (f"{len(files):,}", "files named"),
+            (f"{len(names):,}", "tensor named" if len(names) == 1 else "tensors named"),
+            (f"{len(files):,}", "file named" if len(files) == 1 else "files named"),
         ),
         first="Why it is refused",
         notices=tuple((each.code, _told(each)) for each in error.refusals[:_MOST_REFUSALS]),
@@ -104,18 +121,17 @@ def refused_page(source: str, error: TransaxleError) -> Page:
 
 
 def _told(refusal: Refusal) -> str:
-    """Return a refusal on one line, without its code."""
+    """Return a refusal without its code, in the lines of the command line."""
     shown = refusal.shown()
-    place = " · ".join(filter(None, (shown.where.file, shown.where.tensor)))
-    return " ".join(filter(None, (f"{place}:" if place else "", " ".join(shown.message.split()) + ".", shown.hint)))
+    return "\n".join(filter(None, (visible(str(shown.where)), shown.message, shown.hint)))
 
 
 def _sections(plan: Plan) -> Iterator[Section]:
     amounts = _amounts(plan)
     yield from _split_tiles(plan.refusals)
     yield _flow(plan, amounts)
-    yield _rules(plan, amounts)
     yield _axes(plan)
+    yield _rules(plan, amounts)
     yield _tensors(plan)
     files = [(name, count, count) for name, count in plan.files.items()]
     columns = Column("file", "name"), Column("size", "bytes"), Column("share", "share")
@@ -192,15 +208,21 @@ def _flow(plan: Plan, amounts: dict[str, tuple[int, int]]) -> Section:
     """Return the figure: rules of the source to the left, of the target to the right, as wide as the bytes written."""
     routes = _routes(plan)
     links: list[tuple[str, str, str, int]] = []
+    joined: list[tuple[str, str, int, int]] = []
+    amounts_in: dict[str, int] = {}
     unchanged = 0
     for rule, (_, nbytes) in amounts.items():
         route = routes.get(rule)
         if route is None:
             unchanged += nbytes
             continue
-        sources, target = rules(route)
-        links.append((" + ".join(sources) or "(tied)", target, words(route, plan.axes), nbytes))
-    links.sort(key=lambda link: -link[3])
+        target, what = rules(route)[1], words(route, plan.axes)
+        amounts_in[target] = nbytes
+        parts = divided(route, nbytes, plan.axes)
+        links += [(source, target, what, part) for source, part in parts.items()]
+        if len(parts) > 1:
+            joined += [(source, target, part, part) for source, part in parts.items()]
+    links.sort(key=lambda link: -amounts_in[link[1]])
     smaller = sum(link[3] for link in links[_MOST_LINKS:])
     everything = sum(nbytes for _, nbytes in amounts.values())
     data = {
@@ -210,23 +232,47 @@ def _flow(plan: Plan, amounts: dict[str, tuple[int, int]]) -> Section:
     }
     label = f"Flow of {size(everything)} from the rules of the source to those of the target; a table has its numbers."
     text = "Rules of the source are to the left, of the target to the right; a band is as wide as the bytes written."
-    text = " ".join((text, *_stacked(plan)))
-    return Section("flow", "What becomes what", text, Figure("sankey", label, data))
+    heads = Column("source", "name"), Column("target", "name"), Column("bytes", "bytes"), Column("share", "share")
+    tables = (capped("joined", "Tensors that are joined", heads, joined, 2),) if joined else ()
+    return Section("flow", "What becomes what", text, Figure("sankey", label, data), tables)
 
 
-def _stacked(plan: Plan) -> Iterator[str]:
-    """Yield a sentence for each axis that leaves the names or enters them, as experts do."""
-    found: dict[tuple[str, str, str], dict[str, None]] = {}
+def _in_short(plan: Plan) -> Iterator[str]:
+    """Yield a sentence for each axis that leaves the names or enters them, for experts, and for what is joined."""
+    meanings, found = _meanings(plan), dict[tuple[str, str, str], dict[str, None]]()
     for move in (move for route in plan.routes for move in axis_moves(route)):
-        if (move.before == _IN_NAME) != (move.after == _IN_NAME):
+        if (move.before == _IN_NAME) != (move.after == _IN_NAME) or meanings.get(move.axis) == _EXPERTS:
             found.setdefault((move.axis, move.before, move.after), {})[move.component] = None
+    changing = {axis for axis, before, after in found if (before == _IN_NAME) != (after == _IN_NAME)}
     for (axis, before, after), components in found.items():
-        count, what = plan.axes.get(axis), ", ".join(components)
+        count, what = plan.axes.get(axis), _listed(list(components))
+        called = f"{axis} ({meanings[axis]})" if meanings.get(axis) else axis
         many = f"{count:,} tensors" if isinstance(count, int) else "several tensors"
-        if before == _IN_NAME:
-            yield f"Axis {axis} goes from the names into {after} of {what}: {many} of each become one."
+        if axis not in changing:
+            place = "the names" if before == _IN_NAME else before
+            yield f"Axis {called} {'stays in' if before == after else f'goes to {after} from'} {place} of {what}."
+        elif before == after:
+            continue  # the router's, which has a row for each expert
+        elif before == _IN_NAME:
+            yield f"Axis {called} goes from the names into {after} of {what}: {many} of each become one."
         else:
-            yield f"Axis {axis} goes from {before} into the names of {what}: one tensor of each becomes {many}."
+            yield f"Axis {called} goes from {before} into the names of {what}: one tensor of each becomes {many}."
+    for route in plan.routes:
+        sources, target = rules(route)
+        if len(sources) > 1:
+            yield f"Joined: {_listed(route.component.split(', '))} become {target}."
+
+
+def _listed(names: Sequence[str]) -> str:
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
+def _meanings(plan: Plan) -> dict[str, str]:
+    """Return what axes count, where the family is one of ours and has all of them."""
+    family = builtin().get(plan.family or "")
+    if family is None or not plan.axes.keys() <= family.axes.keys():
+        return {}
+    return {each.axis: each.meaning.partition(":")[0] for each in axes_of(family)}
 
 
 def _rules(plan: Plan, amounts: dict[str, tuple[int, int]]) -> Section:
@@ -247,10 +293,12 @@ def _rules(plan: Plan, amounts: dict[str, tuple[int, int]]) -> Section:
 
 
 def _axes(plan: Plan) -> Section:
+    meanings = _meanings(plan)
     rows = [
         (
             move.component,
             move.axis,
+            meanings.get(move.axis, ""),
             str(plan.axes.get(move.axis, "by layer")),
             move.before,
             move.after,
@@ -261,11 +309,37 @@ def _axes(plan: Plan) -> Section:
     ]
     rows.sort(key=lambda row: not row[-1])
     columns = (
-        Column("tensor"), Column("axis"), Column("size"), Column("in the source"), Column("in the target"),
-        Column("moves"),
+        Column("tensor"), Column("axis"), Column("what it counts"), Column("size"), Column("in the source"),
+        Column("in the target"), Column("moves"),
     )  # fmt: skip
-    text = "An axis is in the name, where each index is a tensor of its own, or in a dim. Those that move come first."
-    return Section("axes", "How axes move", text, None, (capped("axes", "Axes of each tensor", columns, rows),))
+    text = "An axis is in the name, where each index is a tensor of its own, or in a dim."
+    figure = _drawn_moves(plan, meanings)
+    table = capped("axes", "Axes of each tensor; those that move come first", columns, rows)
+    return Section("axes", "How axes move", text if rows else "No rule moves any.", figure, (table,))
+
+
+def _drawn_moves(plan: Plan, meanings: Mapping[str, str]) -> Figure | None:
+    """Return the drawing of the rules that move axes: those with the most bytes, before and after."""
+    amounts = _amounts(plan)
+    moving = [(route, words(route, plan.axes)) for route in plan.routes]
+    moving = [(route, what) for route, what in moving if what not in {RENAMED, UNCHANGED} and any(route.source)]
+    moving.sort(key=lambda item: -amounts.get(item[0].target, (0, 0))[1])
+    if not moving:
+        return None
+    drawn = []
+    for route, what in moving[:_MOST_MOVES]:
+        sources, target = arrangements(route)
+        moves = dict.fromkeys(f"{move.axis}: {_moved(move)}" for move in axis_moves(route) if _moved(move))
+        moved = sorted({move.axis for move in axis_moves(route) if _moved(move)})
+        drawn.append(
+            {
+                "tensors": route.component, "what": what, "steps": list(moves), "moved": moved,
+                "before": [asdict(each) for each in sources], "after": asdict(target),
+            }
+        )  # fmt: skip
+    count = plural(len(drawn), "rule")
+    label = f"Drawing of the axes of {count} in names and dims, before and after; the table below says the same."
+    return Figure("moves", label, {"rules": drawn, "meanings": dict(meanings), "sizes": dict(plan.axes)})
 
 
 def _moved(move: AxisMove) -> str:

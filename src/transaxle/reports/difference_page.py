@@ -229,7 +229,7 @@ def _histogram(survey: Surveyed) -> Section:
     series: list[dict[str, Any]] = []
     for title, counts in zip(titles, total, strict=True):
         bars = _bars(counts)
-        series.append({"title": title, "bars": bars})
+        series.append({"title": title, "of": "elements", "bars": bars})
         labels.append(title)
         columns = (Column("from", "number"), Column("below", "number"), Column("elements", "count"))
         rows = [(low, high, count) for low, high, count in bars]

@@ -15,6 +15,8 @@ from transaxle.engine.plan.planned import Measured
 from transaxle.reports.html_page import Column, Figure, Page, Section, capped
 
 _MOST_BARS = 200
+_MOVED = ("flow", "axes", "rules")
+"""Sections of the plan's page that say what becomes of the tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +47,13 @@ def finished_page(done: Finished, plan: Page | None = None) -> Page:
             (duration(report.seconds), f"at {rate}" if rate else "in all"),
             (f"{report.tensors:,}", "tensors"),
             (f"{len(report.recoded):,}", "with other values"),
+            *(() if plan is None else plan.tiles[-1:]),
         ),
         first="What was done",
         notices=tuple(_notices(report)),
         quiet=f"Read {report.source or 'the source'}; every tensor was hashed while it was written (xxh3-128).",
-        sections=(*_sections(done), *_planned(done, plan)),
+        sections=tuple(_sections(done, plan)),
+        lead=() if plan is None else plan.lead,
         facts={
             "bytes_read": report.bytes_read, "bytes_written": report.bytes_written, "tensors": report.tensors,
             "seconds": report.seconds, "checks": report.checks, "resumed": report.resumed, "synced": report.synced,
@@ -60,6 +64,11 @@ def finished_page(done: Finished, plan: Page | None = None) -> Page:
 
 def _notices(report: Report) -> Iterator[tuple[str, str]]:
     found = report.verification
+    exact, recoded = sum(each.error.exact for each in report.recoded), len(report.recoded)
+    if recoded:
+        yield "Values", f"{plural(recoded, 'tensor')} encoded, decoded or cast, {exact:,} of them exactly."
+    else:
+        yield "Values", "No tensor was encoded, decoded or cast."
     if found is not None:
         yield "Verified" if found.ok else "Not what it should be", f"{found.verdict}."
     if report.resumed:
@@ -75,7 +84,15 @@ def _notices(report: Report) -> Iterator[tuple[str, str]]:
     yield from (("Left by a killed run", note) for note in report.leftovers)
 
 
-def _sections(done: Finished) -> Iterator[Section]:
+def _sections(done: Finished, plan: Page | None) -> Iterator[Section]:
+    """Yield which values changed, what became what, how long it took, and what else the plan's page says."""
+    own = {section.id: section for section in _own_sections(done)}
+    planned = {} if plan is None else {section.id: section for section in plan.sections}
+    ids = dict.fromkeys(("recoded", *_MOVED, *own, *planned))
+    yield from (found for each in ids if (found := own.get(each) or planned.get(each)) is not None)
+
+
+def _own_sections(done: Finished) -> Iterator[Section]:
     report = done.report
     if report.recoded:
         yield _recoded(report.recoded)
@@ -86,12 +103,6 @@ def _sections(done: Finished) -> Iterator[Section]:
         columns = Column("worker", "name"), Column("written", "bytes"), Column("share", "share")
         yield Section("workers", "Workers", tables=(capped("workers", "Workers", columns, rows, 1),))
     yield from _others(report)
-
-
-def _planned(done: Finished, plan: Page | None) -> tuple[Section, ...]:
-    """Return what the plan's page says and this one does not."""
-    said = {section.id for section in _sections(done)}
-    return () if plan is None else tuple(section for section in plan.sections if section.id not in said)
 
 
 def _recoded(recoded: Sequence[Measured]) -> Section:
@@ -122,14 +133,16 @@ def _files(times: Mapping[str, FileTime]) -> Section:
         Column("to second", "number"), Column("seconds", "number"), Column("bytes a second", "bytes"),
     )  # fmt: skip
     bars = [(file, rates[file]) for file, _ in ordered[:_MOST_BARS]]
-    data = {"series": [{"title": "bytes a second", "kind": "bytes", "bars": bars}]}
+    data = {"series": [{"title": "file", "kind": "bytes", "of": "bytes a second", "bars": bars}]}
     label = f"Bars: bytes a second of {plural(len(bars), 'file')}, from its first to its last byte; a table has them."
     text = (
         "From the first bytes of tensors that were given to the system to the last, counted from the first of all; "
         "several files may be written at a time, and syncing comes after."
     )
     table = capped("times", "Files in time", columns, rows, 1)
-    return Section("times", "Time and rate by file", text, Figure("bars", label, data), (table,))
+    return Section(
+        "times", "Time and rate by file", text, Figure("bars", label, data) if len(bars) > 1 else None, (table,)
+    )
 
 
 def _others(report: Report) -> Iterator[Section]:

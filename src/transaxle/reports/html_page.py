@@ -66,7 +66,7 @@ class Figure:
     """What is drawn, as data for the script of the same name."""
 
     kind: str
-    """`treemap`, `sankey`, `heat` (a map of cells) or `bars`."""
+    """`treemap`, `sankey`, `heat` (a map of cells), `moves` (axes in names and dims) or `bars`."""
     label: str
     """What it shows, for those who do not see it."""
     data: Mapping[str, Any]
@@ -109,6 +109,8 @@ class Page:
     """What is said where there are no notices, and below those that there are."""
     sections: tuple[Section, ...]
     """In reading order."""
+    lead: tuple[str, ...] = ()
+    """What everybody should know, in sentences above all else."""
     facts: Mapping[str, Any] = field(default_factory=dict)
     """Further numbers, for programs that read the page."""
 

@@ -57,7 +57,7 @@ def sharding_page(sharding: Sharding, title: str = "Live model") -> Page:
         tiles=(
             (size(sharding.nbytes), "of the model, once"),
             (size(most), "on the fullest rank"),
-            (f"{100 * sharding.imbalance:.1f} %", "above the mean there"),
+            (f"{100 * sharding.imbalance:.1f} %", "more there than on average"),
             (size(sharding.spare_bytes), "of copies on all ranks"),
         ),
         first="What to look at",
@@ -166,7 +166,14 @@ def _ranks(sharding: Sharding) -> Section:
     rows = [(rank, count, count, count / mean - 1 if mean else 0.0) for rank, count in held.items()]
     columns = Column("rank"), Column("bytes", "bytes"), Column("share", "share"), Column("above the mean", "number")
     data = {
-        "series": [{"title": "rank", "kind": "bytes", "bars": [(str(rank), count) for rank, count in held.items()]}]
+        "series": [
+            {
+                "title": "rank",
+                "kind": "bytes",
+                "of": "bytes",
+                "bars": [(str(rank), count) for rank, count in held.items()],
+            }
+        ]
     }
     label = f"Bars: bytes of parameters on each of {plural(len(held), 'rank')}; a table has the numbers."
     table = capped("ranks", "Ranks", columns, rows)

@@ -373,7 +373,7 @@ def _difference(
         return None
     if not measurable:
         return Difference(first.name, component, "values", "the values differ")
-    detail = f"{distance.elements} of {first.parameters} elements differ, by at most {distance.largest:.3g}"
+    detail = f"{distance.elements:,} of {first.parameters:,} elements differ, by at most {distance.largest:.3g}"
     return Difference(
         first.name, component, "values", detail, distance.elements, distance.largest, distance.rms, distance.relative
     )

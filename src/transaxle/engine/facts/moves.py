@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
+from math import prod
 
 import msgspec
 
-from transaxle.axes.notation.expression import PADDING, Axis, Expression, parse, walk
+from transaxle.axes.notation.expression import PADDING, Axis, Expression, Merge, Node, Sum, parse, walk
 from transaxle.axes.notation.name import Name
 from transaxle.engine.plan.planned import Route
 
@@ -57,6 +58,63 @@ def words(route: Route, sizes: Mapping[str, int]) -> str:
 def rules(route: Route) -> tuple[tuple[str, ...], str]:
     """Return the rules of a route in the short form of plans: those of the source, and that of the target."""
     return tuple(_rule(text).short for text in route.source if text), _rule(route.target).short
+
+
+class Arrangement(msgspec.Struct, frozen=True):
+    """Where a rule has axes, as a drawing shows it."""
+
+    rule: str
+    """In the short form of plans."""
+    name: tuple[str, ...]
+    """Axes whose every index is a tensor of its own."""
+    dims: tuple[tuple[tuple[str, bool], ...], ...]
+    """For each dim its words from left to right: `(axis, True)`, or `(text, False)` of what stands between."""
+
+
+def arrangements(route: Route) -> tuple[tuple[Arrangement, ...], Arrangement]:
+    """Return where the rules of a route have axes: those of the source, and that of the target."""
+    return tuple(_arranged(_rule(text)) for text in route.source if text), _arranged(_rule(route.target))
+
+
+def _arranged(rule: _ParsedRule) -> Arrangement:
+    return Arrangement(rule.short, rule.name.axes, tuple(tuple(_words_of(dim)) for dim in rule.expression.dims))
+
+
+def _words_of(node: Node) -> Iterator[tuple[str, bool]]:
+    match node:
+        case Axis(name):
+            yield name, True
+        case Merge(parts):
+            yield from chain.from_iterable(map(_words_of, parts))
+        case Sum(segments):
+            for number, (name, part) in enumerate(segments):
+                yield f"{'| ' if number else ''}{'padding' if name == PADDING else name}", False
+                yield from _words_of(part)
+
+
+def divided(route: Route, nbytes: int, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return rule of the source, in short -> its part of the bytes of the target's tensors, as elements are divided.
+
+    Args:
+        route: one line of a plan.
+        nbytes: bytes of all its tensors.
+        sizes: known axis sizes.
+
+    Returns:
+        Parts that add up to `nbytes`; one for all rules together where sizes are not known, or where there is padding.
+    """
+    target, sources = _rule(route.target), [_rule(text) for text in route.source if text]
+    together = {" + ".join(rule.short for rule in sources) or "(tied)": nbytes}
+    components = [set(rule.expression.components) & set(target.expression.components) for rule in sources]
+    if len(sources) < 2 or not set(target.expression.axes) <= sizes.keys() or _padded(target.expression, sizes):
+        return together
+    elements = [
+        sum(prod(sizes[axis] for axis in chain(*_dims(target.expression, component))) for component in mine)
+        for mine in components
+    ]
+    if any(nbytes * each % sum(elements) for each in elements):
+        return together
+    return {rule.short: nbytes * each // sum(elements) for rule, each in zip(sources, elements, strict=True)}
 
 
 def _placed(sources: Sequence[_ParsedRule], target: _ParsedRule) -> Iterator[str]:

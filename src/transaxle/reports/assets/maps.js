@@ -1,6 +1,6 @@
 "use strict";
-// Figures of a report that are made of cells and bars. `page.js` gives the tools, and draws what this returns.
-window.maps = ({ chart, charts, count, css, cut, element, listeners, matches, percent, shortly, size, tooltip }) => {
+// Figures of a report that are made of cells, bars and boxes. `page.js` gives the tools, and draws what this returns.
+window.maps = ({ COLOURS, INK, chart, charts, count, css, cut, element, ending, listeners, matches, percent, shortly, size, tooltip }) => {
   // One hue from little to much: told apart by their lightness alone, away from the paper in either scheme.
   const LIGHT = ["#d6e4f0", "#a9cbe4", "#6fa8d3", "#3b82bd", "#1d5c98", "#0a3366"];
   const DARK = ["#1c3550", "#2a5580", "#3d79b0", "#6aa2d4", "#a3c8e8", "#e0effa"];
@@ -24,11 +24,8 @@ window.maps = ({ chart, charts, count, css, cut, element, listeners, matches, pe
     return ["below " + shown[0], ...shown.slice(1).map((bound, at) => shown[at] + " to " + bound), all ? "all" : shown.at(-1) + " or more"];
   };
 
-  // The end of a long name tells more than its beginning; what most of them end with tells nothing.
-  const ending = (name, most) => {
-    const text = cut(name.replace(/(.)\.weight$/, "$1"), 400);
-    return text.length <= most ? text : "…" + text.slice(1 - most);
-  };
+  // What most names end with tells nothing.
+  const rowName = (name, most) => ending(name.replace(/(.)\.weight$/, "$1"), most);
 
   const redrawn = (drawn) => charts.find((each) => each.drawn === drawn).draw();
   const choices = (names, choose) => {
@@ -83,7 +80,7 @@ window.maps = ({ chart, charts, count, css, cut, element, listeners, matches, pe
         type: "category", data: names, axisTick: { show: false }, axisLine: { show: false }, splitLine: { show: false },
         axisLabel: { color: css("--ink"), fontSize: 11, hideOverlap: true },
       });
-      const left = axis(rows.map((name) => ending(name, narrow ? 12 : 29)));
+      const left = axis(rows.map((name) => rowName(name, narrow ? 12 : 29)));
       Object.assign(left.axisLabel, { interval: tall < 12 ? "auto" : 0, width: room - 8, overflow: "truncate" });
       return {
         animation: false,
@@ -134,11 +131,11 @@ window.maps = ({ chart, charts, count, css, cut, element, listeners, matches, pe
         const unit = series[chosen].kind ? "" : value(bar) === 1 ? " element" : " elements";
         return bar && [series[chosen].title + " " + range(bar), way()(value(bar)) + unit];
       }),
-      grid: { left: 64, right: 8, top: 10, bottom: 42 },
+      grid: { left: 64, right: 8, top: 30, bottom: 42 },
       xAxis: { type: "category", data: series[chosen].bars.map(name), axisTick: { show: false }, axisLine: { lineStyle: { color: css("--line") } },
         axisLabel: { color: css("--ink"), fontSize: 11, hideOverlap: true }, name: series[chosen].title, nameLocation: "middle", nameGap: 26,
         nameTextStyle: { color: css("--faint"), fontSize: 11 } },
-      yAxis: { type: "value", minInterval: 1, axisLabel: { color: css("--ink"), fontSize: 11, formatter: (each) => (series[chosen].kind ? way()(each) : each < 1e4 ? count(each) : shortly(each)) },
+      yAxis: { type: "value", minInterval: 1, name: series[chosen].of, nameGap: 12, nameTextStyle: { color: css("--faint"), fontSize: 11 }, axisLabel: { color: css("--ink"), fontSize: 11, formatter: (each) => (series[chosen].kind ? way()(each) : each < 1e4 ? count(each) : each.toLocaleString("en-US", { notation: "compact" })) },
         splitLine: { lineStyle: { color: css("--line") } } },
       series: [{ type: "bar", data: series[chosen].bars.map(value), itemStyle: { color: css("--bar") }, barCategoryGap: "12%" }],
     });
@@ -152,5 +149,37 @@ window.maps = ({ chart, charts, count, css, cut, element, listeners, matches, pe
     host.report = { series, drawn };
   }
 
-  return { heat, bars };
+  // --- axes of a rule in names and dims, before and after: an axis has one colour, and is pale where it stays
+
+  function moves(host, figure) {
+    const { rules, meanings, sizes } = figure.data;
+    const drawRule = ({ tensors, what, steps, moved, before, after }) => {
+      const chip = (axis) => {
+        const made = element("span", { class: moved.includes(axis) ? "axis moved" : "axis" }, cut(axis, 40));
+        if (moved.includes(axis)) {
+          made.style.background = COLOURS[moved.indexOf(axis) % COLOURS.length];
+          made.style.color = INK;
+        }
+        made.title = [meanings[axis], axis in sizes ? count(sizes[axis]) : ""].filter(Boolean).join(": ");
+        return made;
+      };
+      const place = (title, words) => element("span", { class: "place" }, element("small", {}, title), ...words);
+      const line = (side, { rule, name, dims }) => element("div", { class: "arranged" },
+        element("span", { class: "side" }, side),
+        ...(name.length ? [place("name", name.map(chip))] : []),
+        ...dims.map((words, at) => place("dim " + at, words.length ? words.map(([text, axis]) => (axis ? chip(text) : element("span", {}, cut(text, 80)))) : ["1"])),
+        element("code", {}, cut(rule, 240)));
+      return element("div", { class: "moves" }, element("p", {}, element("strong", {}, cut(tensors, 240)), " · " + cut(what, 240)),
+        ...before.map((each) => line("source", each)),
+        element("p", { class: "steps" }, "↓ " + cut(steps.join(", "), 400)),
+        line("target", after));
+    };
+    const all = rules.map(drawRule);
+    host.replaceChildren(...all);
+    const texts = rules.map((each) => [each.tensors, each.after.rule, ...each.before.map(({ rule }) => rule)]);
+    listeners.push(() => { all.forEach((each, at) => (each.hidden = !matches(texts[at]))); return 0; });
+    host.report = { rules };
+  }
+
+  return { heat, bars, moves };
 };

@@ -4,7 +4,7 @@
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
   const HIDDEN = /[\u0000-\u001f\u007f-\u009f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]/;
-  const MOST_ROWS = 100, MOST_TILES = 400, LONG = 400;
+  const MOST_ROWS = 100, MOST_TILES = 400, LONG = 400, SHORT = 16;
   // Paul Tol's light scheme: told apart by the colour-blind, and black text is readable on each.
   const MIXED = "#dddddd", COLOURS = ["#77aadd", "#ee8866", "#eedd88", "#ffaabb", "#99ddff", "#44bb99", "#bbcc33", "#aaaa00"];
   const INK = "#14171a";
@@ -26,6 +26,11 @@
     return value + " B";
   };
   const percent = (part, whole) => (whole ? (100 * part / whole).toFixed(part && part < whole / 100 ? 2 : 1) : "0") + " %";
+  // The end of a long name tells more than its beginning.
+  const ending = (name, most) => {
+    const text = cut(name, 400);
+    return text.length <= most ? text : "…" + text.slice(1 - most);
+  };
   const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
   function element(tag, attributes = {}, ...children) {
@@ -89,9 +94,9 @@
   const numeric = (kind) => ["count", "bytes", "share", "number"].includes(kind);
   // Any number, in three digits; what JSON lacks comes as a word, of which `Number` makes the number again.
   const shortly = (value) => {
-    const given = Number(value);
+    const given = Number(Number(value).toPrecision(3));
     if (!Number.isFinite(given)) return Number.isNaN(given) ? "NaN" : given > 0 ? "∞" : "-∞";
-    if (given === 0 || (Math.abs(given) >= 1e-3 && Math.abs(given) < 1e5)) return String(Number(given.toPrecision(3)));
+    if (given === 0 || (Math.abs(given) >= 1e-3 && Math.abs(given) < 1e5)) return String(given);
     return given.toExponential(2).replace(/\.?0+e/, "e").replace("e+", "e");
   };
   // What is no number comes before all others where the largest come first.
@@ -110,8 +115,10 @@
     }
     if (kind === "number") return element("td", { class: "number", title: String(value) }, shortly(value));
     const text = visible(value);
-    const made = element("td", { class: kind === "name" ? "name" : "text", dir: "auto" });
-    made.append(text.length > LONG ? element("span", { class: "long", tabindex: "0" }, text) : text);
+    const made = element("td", { class: kind === "name" ? "name" : text.length <= SHORT ? "text short" : "text", dir: "auto" });
+    // Long names break after a dot rather than anywhere.
+    const broken = kind === "name" ? text.split(/(?<=[^.]\.)/).flatMap((part, at) => (at ? [element("wbr"), part] : [part])) : [text];
+    made.append(...(text.length > LONG ? [element("span", { class: "long", tabindex: "0" }, ...broken)] : broken));
     return made;
   }
 
@@ -270,7 +277,7 @@
     const amounts = new Map();
     for (const part of parts)
       amounts.set(componentOf(part), (amounts.get(componentOf(part)) || 0) + (part.rest ? part.rest.bytes : partTensors(part) * part.group.each));
-    const colours = new Map([...amounts].sort((a, b) => b[1] - a[1]).map(([name], at) => [name, COLOURS[at % COLOURS.length]]));
+    const colours = new Map([...amounts].sort((a, b) => b[1] - a[1]).map(([name], at) => [name, COLOURS[at] || MIXED]));
     let order = "component", current = root, drawnNodes = [];
     const nodeOf = (given) => given.data && drawnNodes[given.data.at];
 
@@ -371,7 +378,8 @@
     const { links, others, bytes } = figure.data;
     const all = [...links.map(([from, to, what, amount]) => ({ from, to, what, amount })),
       ...others.map(([what, amount]) => ({ from: what, to: what, what: "", amount }))];
-    const sides = [...new Set(all.map((each) => each.from))], colours = (at) => COLOURS[at % COLOURS.length];
+    const sides = [...new Set(all.map((each) => each.from))];
+    const colours = (at) => COLOURS[at % COLOURS.length];
     const totals = (side) => {
       const sums = new Map();
       for (const each of all) sums.set(each[side], (sums.get(each[side]) || 0) + each.amount);
@@ -384,8 +392,9 @@
     const area = element("div", { class: "chart" });
     area.style.height = Math.max(260, 24 * all.length + 200) + "px";
     host.replaceChildren(area);
+    const room = () => Math.max(10, Math.floor((area.clientWidth / 2 - 24) / 6.7));
     const { drawn } = chart(area, figure.label, () => {
-      const narrow = area.clientWidth < 640, most = Math.max(10, Math.floor(area.clientWidth / (narrow ? 16 : 15)));
+      const most = room();
       return {
         animation: false,
         tooltip: tooltip(({ data: each }) => each && (each.text
@@ -398,15 +407,15 @@
           links: all.map((each) => ({ source: "<" + each.from, target: ">" + each.to, value: each.amount, flow: each,
             lineStyle: { color: colours(sides.indexOf(each.from)), opacity: matches([each.from, each.to]) ? 0.45 : 0.08 } })),
           label: { color: css("--ink"), fontSize: 11, fontFamily: css("--mono"), textBorderColor: css("--paper"),
-            textBorderWidth: 2, formatter: (each) => cut(each.data.text, most) },
+            textBorderWidth: 2, formatter: (each) => ending(each.data.text, most) },
         }],
       };
     });
     listeners.push(() => { charts.find((each) => each.drawn === drawn).draw(); return 0; });
-    host.report = { all, drawn };
+    host.report = { all, drawn, labels: () => all.flatMap((each) => [each.from, each.to]).map((text) => ending(text, room())) };
   }
 
-  const FIGURES = { treemap, sankey, ...window.maps({ chart, charts, count, css, cut, element, listeners, matches, percent, shortly, size, tooltip }) };
+  const FIGURES = { treemap, sankey, ...window.maps({ COLOURS, INK, chart, charts, count, css, cut, element, ending, listeners, matches, percent, shortly, size, tooltip }) };
   for (const host of document.querySelectorAll("[data-figure]")) {
     const figure = data.figures[host.dataset.figure];
     FIGURES[figure.kind](host, figure);
