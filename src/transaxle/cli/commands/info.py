@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 import textwrap
 from importlib import metadata
 from typing import Any
@@ -15,6 +16,7 @@ from transaxle.cli import options
 from transaxle.cli.command import Command
 from transaxle.cli.commands.plan import folded
 from transaxle.cli.program import COMMANDS
+from transaxle.cli.screen.name_tree import Branch, name_tree, print_tree
 from transaxle.cli.screen.quantities import parameters, percent, plural, size
 from transaxle.cli.screen.screen import Screen
 from transaxle.encodings.arithmetic.codec import active
@@ -44,31 +46,40 @@ _LABELS = 24
     cls=Command,
     examples=(
         ("transaxle info Qwen3-30B-A3B/", "describe a checkpoint"),
+        ("transaxle info Qwen3-30B-A3B/ --tree", "and where its bytes are, as a tree of names"),
         ("transaxle info --family qwen3", "print the table of a family, all that it takes over included"),
         ("transaxle info", "describe this installation: version, kernels, families, dialects"),
     ),
     help="""Describe a checkpoint, or this installation.
 
     With PATH: prints format, family, dialect and prefix, the main values of the config, axis sizes, dtypes, files, and
-    whether the manifest still matches. Reads only headers. Without PATH: prints what this installation can do, or with
+    whether the manifest still matches; with --tree also the names as a tree, with the bytes of each branch, the largest
+    first. Reads only headers. Without PATH: prints what this installation can do, or with
     --family the whole table of that family, after a legend of its dialects and axes.""",
 )
 @click.argument("path", type=click.Path(), required=False)
+@click.option("--tree", is_flag=True, help="Also print the names as a tree, with the bytes of each branch.")
 @options.reading
 @options.printing
-def command(screen: Screen, path: str | None, source_options: dict[str, Any]) -> int:
+def command(screen: Screen, path: str | None, tree: bool, source_options: dict[str, Any]) -> int:
     """Describe a checkpoint, or the installation."""
     facts: JsonFacts = {}
+    if tree and (path is None or screen.as_json):
+        raise click.UsageError("--tree is for PATH, and not with --json (ls --json lists all tensors)")
+    names: Branch | None = None
     if path is None and source_options.get("family"):
         return _print_table(screen, source_options["family"], source_options.get("rules"))
     if path is not None:
         with open_checkpoint(path, **source_options) as checkpoint:
             facts = checkpoint_facts(checkpoint)
+            names = name_tree(checkpoint, facts["path"]) if tree else None
     facts |= _installation(complete=path is None)
     if screen.as_json:
         screen.document(facts)
     else:
         _print(screen, facts)
+        if names is not None and not screen.quiet:
+            print_tree(names, sys.stdout, everything=screen.everything)
     return 0
 
 
