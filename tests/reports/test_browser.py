@@ -532,3 +532,17 @@ def test_it_prints(page: Path, opened: Open) -> None:
     shown.emulate_media(media="print")
     assert not shown.locator("nav").is_visible()
     assert shown.pdf()[:5] == b"%PDF-"
+
+
+def test_tables_are_copied_with_exact_numbers(page: Path, opened: Open) -> None:
+    shown = opened(page)
+    shown.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    shown.locator("#search").fill("down_proj")
+    from playwright.sync_api import expect
+
+    expect(shown.locator("[data-table=layout] tbody tr")).to_have_count(1)
+    shown.get_by_role("button", name="Copy Tensors by rule").click()
+    expect(shown.get_by_role("button", name="Copy Tensors by rule")).to_have_text("Copied")
+    (row,) = csv.DictReader(shown.evaluate("navigator.clipboard.readText()").splitlines())
+    nbytes = sum(each.nbytes for name, each in tensors().items() if name.endswith("down_proj.weight"))
+    assert (row["tensor"], int(row["bytes"])) == ("down", nbytes)
