@@ -53,7 +53,7 @@ TORCH = Format(
     ),
     reader="transaxle.formats.torch_file.reader:open_torch",
     draft="transaxle.formats.torch_file.draft:draft",
-    draft_takes=frozenset({"groups", "sealed", "stem"}),
+    draft_takes=frozenset({"groups", "nesting", "sealed", "stem"}),
     one_file=_TORCH_FILES,
     heads=((0, b"PK\x03\x04"), (0, b"\x80")),
     openers=(INDEX,),

@@ -26,7 +26,7 @@ from transaxle.engine.plan.planned import OutputTensor, Plan, PlannedTensor, Rec
 from transaxle.engine.plan.rank_parts import of_ranks, padded
 from transaxle.engine.plan.recoding import buffers_of, components, displaced, recoded, recoding
 from transaxle.engine.plan.target_names import clashing, is_one_file, misnamed, unholdable, without_line
-from transaxle.engine.plan.training_beside import without_training
+from transaxle.engine.plan.training_beside import nesting_of, without_training
 from transaxle.engine.views.cast import casts_of
 from transaxle.engine.views.encode import Encode, choose
 from transaxle.engine.views.encoded import View, describes_tensors
@@ -348,7 +348,9 @@ def _drafted(
     if draft_options["groups"] and not kind.draft_takes & {"groups", "run"}:
         left_out.append(GROUPS)
     problems.extend(unholdable(kind, specs))
-    taken = {name: option for name, option in draft_options.items() if name in kind.draft_takes}
+    nesting = nesting_of(checkpoint, written) if draft_options["sealed"] else None
+    options = {**draft_options, "nesting": nesting}
+    taken = {name: option for name, option in options.items() if name in kind.draft_takes}
     try:
         drafter = kind.drafter
         with kind.answerable("its draft"):

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from msgspec.structs import replace
 
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
-from transaxle.formats.training_state.state import LEFT_BEHIND, TRAINING
+from transaxle.formats.builtin_formats import DCP, TORCH
+from transaxle.formats.training_state.nesting import Nesting
+from transaxle.formats.training_state.state import LEFT_BEHIND, OPTIMIZER, ROOT, TRAINING
+
+_MODEL = "model"
+"""Container of the model where the source is no state dict, which would show another, or none."""
 
 
 def without_training(checkpoint: Checkpoint) -> Checkpoint:
@@ -27,3 +34,18 @@ def beside(first: Checkpoint, second: Checkpoint) -> set[str]:
     """Return the tensors of training state that only the first checkpoint holds."""
     names = (item.name for item in first.container.training)
     return {name for name in names if name is not None and name not in second}
+
+
+def nesting_of(checkpoint: Checkpoint, names: Collection[str]) -> Nesting | None:
+    """Return how the state dict of one file is nested: as the source's; None where there is nothing but a model.
+
+    Args:
+        checkpoint: the source.
+        names: of all tensors that are written.
+    """
+    container = checkpoint.container
+    if not container.training and not any(name.startswith(OPTIMIZER) for name in names):
+        return None
+    is_state_dict = container.format in (DCP.name, TORCH.name)
+    root = container.metadata.get(ROOT, None if is_state_dict else _MODEL)
+    return Nesting(root and root.rpartition(".")[2], container.paths)

@@ -10,12 +10,11 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from transaxle.formats.training_state.state import OPTIMIZER, KeyPath
+from transaxle.formats.training_state.nesting import optimizer_path
+from transaxle.formats.training_state.state import KeyPath
 from transaxle.formats.training_state.state_groups import GROUPS
 
 _OPTIMIZER = "optimizer"
-_WRITTEN = (_OPTIMIZER, "state")
-_NUMBER = re.compile(r"#(\d+)")
 _FLATTENED = re.compile(r"(?:(.+?)\.)?(optim|optimizer)\.((?:state|param_groups)\..+)", re.DOTALL)
 _WRAPPER = "app"
 
@@ -26,27 +25,13 @@ def path_of(name: str) -> KeyPath:
     `optim/<parameter>/<state>` becomes `optimizer`, `state`, parameter, state; a parameter that is only a number,
     `#<i>`, is that number. Any other name is a key of its own.
     """
-    parameter, _, state = name.removeprefix(OPTIMIZER).rpartition("/")
-    if not name.startswith(OPTIMIZER) or not parameter or not state:
-        return (name,)
-    number = _NUMBER.fullmatch(parameter)
-    return (*_WRITTEN, number[1] if number else parameter, state)
-
-
-def group_path(number: int, setting: str) -> KeyPath:
-    """Return the path of a group's setting where the optimizer's state is nested."""
-    return (_OPTIMIZER, GROUPS, number, setting)
+    path = optimizer_path(name)
+    return (name,) if path is None else tuple(map(str, path))
 
 
 def flat_path(parameter: str, setting: str) -> KeyPath:
     """Return the path of a parameter's setting where the optimizer's state is flattened."""
     return (_OPTIMIZER, f"{GROUPS}.{parameter}.{setting}")
-
-
-def as_numbered(parameter: str) -> str | int:
-    """Return a parameter as torch lists it: by its name, or by its number if it has none."""
-    number = _NUMBER.fullmatch(parameter)
-    return int(number[1]) if number else parameter
 
 
 def paths_within(paths: Sequence[KeyPath]) -> tuple[list[KeyPath], str | None]:

@@ -128,6 +128,7 @@ def read_folder(storage: Storage, path: str, metadata_names: Sequence[str], conv
         checksums,
         tuple(twins),
         training=tuple(state.training),
+        paths=state.paths,
     )
 
 

@@ -1,8 +1,9 @@
 """Drafting torch files: `pytorch_model.bin`, or shards of it with their index.
 
 Each file holds one flat dict from names to tensors, each tensor dense in a storage of its own:
-`torch.load(weights_only=True)` returns it, mapped or not, and `load_state_dict` accepts it. Names are kept whole, those
-of optimizer state (`optim/<parameter>/<state>`) included.
+`torch.load(weights_only=True)` returns it, mapped or not, and `load_state_dict` accepts it. In a folder the names of
+optimizer state are kept whole too (`optim/<parameter>/<state>`); one file with everything is nested, see
+`training_state.nesting`.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from transaxle.formats.shards import Sized, lay_out_shards
 from transaxle.formats.torch_file.saved import BYTE_ORDER, DATA, LITTLE, PICKLE, SEALED, VERSION
 from transaxle.formats.torch_file.stored_storage import STORAGE, item_bytes
 from transaxle.formats.torch_file.zip.layout import ALIGNMENT, ZipItem, ZipLayout, lay_out
+from transaxle.formats.training_state.nesting import Nesting, listed, nested
 from transaxle.formats.training_state.state_groups import KEPT, ParamGroup
 
 _STEM, _ENDING = "pytorch_model", ".bin"
@@ -52,6 +54,7 @@ def draft(
     groups: Sequence[ParamGroup] = (),
     sealed: bool = False,
     stem: str = _STEM,
+    nesting: Nesting | None = None,
 ) -> Draft:
     """Lay out torch files.
 
@@ -63,6 +66,7 @@ def draft(
         groups: settings of the optimizer, in the first file: a list of dicts under a key of its own.
         sealed: leave room for digests in a record of their own; there must be one file.
         stem: how the names of the files begin.
+        nesting: how the dict of the one file is nested; None: it is flat.
 
     Raises:
         Refused: for every tensor that has no place: UNSUPPORTED (dtype, dims), NAME_COLLISION, SHAPE_MISMATCH (an odd
@@ -82,7 +86,7 @@ def draft(
     room: list[int] = []
 
     def lay_out(file: str, shard: Sequence[Sized]) -> tuple[list[Entry], list[Fragment], int]:
-        return _lay_out(file, shard, next(groups_of_first_file, ()), room if sealed else None)
+        return _lay_out(file, shard, next(groups_of_first_file, ()), room if sealed else None, nesting)
 
     files = lay_out_shards(TORCH.name, stem, _ENDING, sized, shard_size, lay_out)
     if not sealed:
@@ -115,7 +119,11 @@ def _size(spec: Spec, names_so_far: set[str], faults: Faults) -> int:
 
 
 def _lay_out(
-    file: str, shard: Sequence[Sized], groups: Sequence[ParamGroup], room: list[int] | None = None
+    file: str,
+    shard: Sequence[Sized],
+    groups: Sequence[ParamGroup],
+    room: list[int] | None = None,
+    nesting: Nesting | None = None,
 ) -> tuple[list[Entry], list[Fragment], int]:
     """Give each tensor of one file its offset; also return all bytes around them, and the file's size.
 
@@ -125,8 +133,10 @@ def _lay_out(
     for key, (spec, _) in enumerate(shard):
         value[spec.name] = reference(spec.dtype, spec.shape, key)
     storages: list[int | bytes] = [size for _, size in shard]
-    if groups:
-        value[KEPT] = [{key: saved(setting, storages) for key, setting in group.items()} for group in groups]
+    if nesting is not None:
+        value = nested(value, nesting, [_saved_group(group, storages) for group in listed(groups)])
+    elif groups:
+        value[KEPT] = [_saved_group(group, storages) for group in groups]
     digests = None if room is None else DIGITS * (1 + sum(size > 0 for _, size in shard))
     layout = surround(file, value, storages, digests)
     if room is not None and layout.room is not None:
@@ -136,6 +146,10 @@ def _lay_out(
         for (spec, _), offset in zip(shard, layout.offsets, strict=False)
     ]
     return placed, [Fragment(file, at, data) for at, data in layout.known], layout.size
+
+
+def _saved_group(group: ParamGroup, storages: list[int | bytes]) -> dict[str, object]:
+    return {key: saved(setting, storages) for key, setting in group.items()}
 
 
 def saved(setting: Any, storages: list[int | bytes]) -> object:

@@ -23,7 +23,7 @@ from transaxle.formats.torch_file.saved import read_saved
 from transaxle.formats.torch_file.views import REPEATED, ViewFault, identity, place
 from transaxle.formats.training_items import TrainingItem, tops
 from transaxle.formats.training_state.flatten import Odd, flatten
-from transaxle.formats.training_state.state import LEFT_BEHIND, TRAINING, Leaf, arrange
+from transaxle.formats.training_state.state import LEFT_BEHIND, TRAINING, KeyPath, Leaf, arrange
 from transaxle.formats.training_state.state_groups import GROUPS, single
 
 TIES = "ties"
@@ -44,6 +44,8 @@ class TorchContents:
     """State beside model and optimizer."""
     seal: Seal | None = None
     """Where the file keeps digests of its bytes."""
+    paths: Mapping[str, KeyPath] = field(default_factory=dict)
+    """See `State`."""
 
 
 def open_torch(storage: Storage, path: str, member: str) -> Container:
@@ -78,6 +80,7 @@ def open_torch(storage: Storage, path: str, member: str) -> Container:
         checksums,
         training=training,
         seals=seals,
+        paths={name: path for contents in read.parts.values() for name, path in contents.paths.items()},
     )
 
 
@@ -114,7 +117,7 @@ def read_part(inline: NumbersInMemory, file: str) -> TorchContents:
     metadata = state.metadata() | ({TIES: placed.ties} if placed.ties else {}) | placed.said
     if placed.left:
         metadata[LEFT_BEHIND] = {**metadata.get(LEFT_BEHIND, {}), **placed.left}
-    return TorchContents(placed.entries, metadata, saved.checksums, tuple(state.training), saved.seal)
+    return TorchContents(placed.entries, metadata, saved.checksums, tuple(state.training), saved.seal, state.paths)
 
 
 class _Placed:

@@ -77,6 +77,8 @@ class State(msgspec.Struct, frozen=True):
     """Settings of all optimizers, see `state_groups`."""
     training: Sequence[TrainingItem] = ()
     """State beside model and optimizer, such as schedulers and counters."""
+    paths: Mapping[str, KeyPath] = msgspec.field(default_factory=dict)
+    """Name -> path of every leaf outside of `root`, or of the top if there is no root, and of an optimizer's state."""
 
     def metadata(self) -> dict[str, Any]:
         """Return its entries in a container's metadata."""
@@ -139,7 +141,17 @@ def arrange(leaves: Sequence[Leaf], *, file: str, read: Callable[[Any], object] 
             training.append(TrainingItem(leaf.path, name, leaf.value if leaf.kind == "number" else None))
     if faults:
         raise faults.error()
-    return State(named, root, left_behind, groups.groups(optimizers.parameter_name), training)
+    return State(named, root, left_behind, groups.groups(optimizers.parameter_name), training, _outside(named, root))
+
+
+def _outside(named: Mapping[str, Leaf], root: str | None) -> dict[str, KeyPath]:
+    """Return the paths of leaves that are not where those of a model are, nor an optimizer's state; see `State`."""
+    least = 2 if root is None else 1
+    return {
+        name: leaf.path
+        for name, leaf in named.items()
+        if len(leaf.path) >= least and leaf.path[0] != root and not name.startswith(OPTIMIZER)
+    }
 
 
 def joined(path: KeyPath) -> str:
