@@ -64,6 +64,8 @@ def test_item_5_a_closed_checkpoint_says_so(source: Path) -> None:
     for each in (checkpoint, view, cast):
         assert repr(each).endswith(" tensors · closed>")
         assert "· closed" in each._repr_html_()
+        tensor = next(iter(each.values()))
+        assert repr(tensor).endswith("] · closed>")
         with pytest.raises(ValueError, match="the checkpoint is closed; open it again to read from it"):
-            next(iter(each.values())).read()
+            tensor.read()
     assert "· closed" not in repr(tx.open(source))

@@ -156,12 +156,26 @@ def test_item_4_selections_by_pattern(source: Path) -> None:
         for some in (checkpoint, found, checkpoint.as_dialect("torchtitan")):
             with pytest.raises(KeyError, match=r"no tensor is named '\*\.0\.\*': for those that match it, \.select\("):
                 some["*.0.*"]
-            with pytest.raises(KeyError, match=r"^'q_proj'$"):
+            with pytest.raises(KeyError, match=r"^no tensor is named 'q_proj'$"):
                 some["q_proj"]
+            with pytest.raises(TypeError, match=r"takes the name of a tensor, a str; got slice\('a', 'b', None\)"):
+                some["a":"b"]  # type: ignore[index]
             assert some.get("*.0.*") is None
             assert "*.0.*" not in some
         assert repr(found).startswith("<2 tensors of <checkpoint ")
         assert len(found.select("*.0.*")) == 1
+
+
+def test_item_4_the_nearest_name_is_told(source: Path) -> None:
+    with tx.open(source) as checkpoint:
+        for some in (checkpoint, checkpoint.select("*norm*")):
+            with pytest.raises(
+                KeyError, match=r"'model\.norm\.weigth'\. Did you mean 'model\.norm\.weight'\?$"
+            ) as error:
+                some["model.norm.weigth"]
+            assert error.value.args == ("model.norm.weigth",)
+            again = pickle.loads(pickle.dumps(error.value))  # noqa: S301
+            assert again.args == (str(error.value),)
 
 
 @pytest.mark.parametrize("memory", [1, "1kB", "256MB"])

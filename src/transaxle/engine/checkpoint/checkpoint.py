@@ -376,8 +376,8 @@ class Checkpoint(TensorSet):
         return plain + sum(prod(tensor.shape) for tensor in self.encoded.values())
 
     def __getitem__(self, name: str) -> StoredTensor:
-        if "*" in name and name not in self.targets:
-            raise no_such_name(name)
+        if name not in self:
+            raise no_such_name(name, self.targets)
         return StoredTensor(name, *self.view.described(name), self.targets[name], self.source, self)
 
     def __iter__(self) -> Iterator[str]:
@@ -387,7 +387,7 @@ class Checkpoint(TensorSet):
         return len(self.targets)
 
     def __contains__(self, name: object) -> bool:
-        return name in self.targets
+        return isinstance(name, str) and name in self.targets
 
     def close(self) -> None:
         """Close the files behind it; tensors cannot be read afterwards."""

@@ -21,7 +21,7 @@ from transaxle.engine.reading.torch_values import as_torch, check_elements
 from transaxle.errors import refuse
 from transaxle.formats.catalog.checksums import Witness
 from transaxle.formats.dtype import ITEM_BITS, nbytes, numpy_dtype, packed_width
-from transaxle.formats.storage.storage import layer
+from transaxle.formats.storage.storage import is_closed, layer
 from transaxle.move.endpoint import Bytes
 from transaxle.move.strided_fill import Scratch, produce
 from transaxle.move.transfer import Transfer
@@ -166,7 +166,8 @@ class StoredTensor:
         return out
 
     def __repr__(self) -> str:
-        return f"<{self.name} {self.dtype} {list(self.shape)}>"
+        closed = " · closed" if is_closed(self._source.container.storage) else ""
+        return f"<{self.name} {self.dtype} {list(self.shape)}{closed}>"
 
     def _repr_html_(self) -> str:
         return notebook(f"{self!r} · {size(self.nbytes)}")

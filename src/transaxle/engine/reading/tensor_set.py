@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from itertools import islice
+from posixpath import commonprefix
 from typing import TYPE_CHECKING, Any, Literal
 
 from transaxle.arguments import Patterns, Size, read_patterns, read_size
@@ -20,6 +21,8 @@ Kind = Literal["torch", "numpy"]
 _KINDS = ("torch", "numpy")
 _SHOWN = 10
 """Tensors that a notebook shows."""
+_NEAR = 0.7
+"""Share of a name that is like the nearest one, from which on the nearest is told."""
 _READERS = 2
 """Threads that read ahead: one waits for the disk while the other decodes."""
 
@@ -102,9 +105,12 @@ class Selection(TensorSet):
         self._names = dict.fromkeys(names)
 
     def __getitem__(self, name: str) -> StoredTensor:
-        if name not in self._names:
-            raise no_such_name(name)
+        if name not in self:
+            raise no_such_name(name, self._names)
         return self._home[name]
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and name in self._names
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -116,9 +122,41 @@ class Selection(TensorSet):
         return f"<{len(self):,} tensors of {self._home!r}>"
 
 
-def no_such_name(name: str) -> KeyError:
-    """Return the error of a name that no tensor has; where it is a pattern, it says how tensors are selected."""
-    return KeyError(f"no tensor is named {name!r}: for those that match it, .select({name!r})" if "*" in name else name)
+class _NoSuchNameError(KeyError):
+    """A name that no tensor has; it is compared with those there are when it is shown, and not when `get` meets it."""
+
+    def __init__(self, name: str, names: Collection[str] = ()) -> None:
+        super().__init__(name)
+        self._names = names
+
+    def __reduce__(self) -> tuple[type[KeyError], tuple[object, ...]]:
+        return KeyError, (str(self),)
+
+    def __str__(self) -> str:
+        (name,) = self.args
+        if "*" in name:
+            return f"no tensor is named {name!r}: for those that match it, .select({name!r})"
+        nearest = max(self._names, key=lambda other: _alike(name, other), default="")
+        near_enough = _alike(name, nearest) > _NEAR * max(len(name), len(nearest))
+        return f"no tensor is named {name!r}" + (f". Did you mean {nearest!r}?" if near_enough else "")
+
+
+def no_such_name(name: object, names: Collection[str]) -> KeyError | TypeError:
+    """Return the error of a name that no tensor has: of a pattern it says how tensors are selected.
+
+    Args:
+        name: what was asked for.
+        names: what there is.
+    """
+    if isinstance(name, str):
+        return _NoSuchNameError(name, names)
+    return TypeError(f"a checkpoint takes the name of a tensor, a str; got {name!r}. For several: .select('*.norm.*')")
+
+
+def _alike(name: str, other: str) -> int:
+    """Return how many characters two names have in common at their beginning and at their end."""
+    start = len(commonprefix((name, other)))
+    return start + len(commonprefix((name[start:][::-1], other[start:][::-1])))
 
 
 def _place(tensor: StoredTensor) -> tuple[str, int]:
