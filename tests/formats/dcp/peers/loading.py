@@ -15,7 +15,7 @@ import torch
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Shard
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import start_processes
 
 from tests.formats.dcp.peers.world import CHECKPOINT, TRUTH, group, line, local, octets
 
@@ -56,4 +56,4 @@ def run(rank: int, world: int, folder: str) -> None:
 
 
 if __name__ == "__main__":
-    spawn(run, (int(sys.argv[1]), sys.argv[2]), nprocs=int(sys.argv[1]))
+    start_processes(run, (int(sys.argv[1]), sys.argv[2]), nprocs=int(sys.argv[1]), start_method="fork")

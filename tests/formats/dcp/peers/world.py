@@ -29,7 +29,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import start_processes
 
 CHECKPOINT, TRUTH = "checkpoint", "truth.pt"
 STEPS = 3
@@ -361,4 +361,4 @@ def run(rank: int, world: int, folder: str) -> None:
 
 
 if __name__ == "__main__":
-    spawn(run, (int(sys.argv[1]), sys.argv[2]), nprocs=int(sys.argv[1]))
+    start_processes(run, (int(sys.argv[1]), sys.argv[2]), nprocs=int(sys.argv[1]), start_method="fork")
