@@ -31,7 +31,16 @@ from transaxle.nn.moe.moe import MoE
 from transaxle.parallel.cuts.cutting import Kept, everything
 from transaxle.parallel.cuts.tp_modules import is_cut
 from transaxle.parallel.tensor_parallel import tensor_parallel
-from transaxle.quant.frame.buffers import AMAX, DATA, HISTORY, SCALE, SCALED_FOR
+from transaxle.quant.frame.buffers import (
+    AMAX,
+    COLUMN_DATA,
+    COLUMN_SCALE,
+    DATA,
+    HISTORY,
+    ROUNDING,
+    SCALE,
+    SCALED_FOR,
+)
 from transaxle.quant.frame.quantizers import MXFP8, NVFP4, Float8Block
 from transaxle.quant.modules.entries import is_quantized, whole_shape
 from transaxle.quant.modules.masters import MasterWeights
@@ -62,7 +71,11 @@ BUFFERS: dict[str, dict[str, tuple[int, int]]] = {
     "float8_block": {DATA: (1, 1), SCALE: (128, 128)},
     "mxfp8": {DATA: (1, 1), SCALE: (1, 32)},
     "nvfp4": {DATA: (1, 2), SCALE: (1, 16), AMAX: (0, 0)},
-}
+    "nvfp4 training": {DATA: (1, 2), SCALE: (1, 16), AMAX: (0, 0), ROUNDING: (0, 0)},
+    "nvfp4 training, flat": {
+        DATA: (1, 2), SCALE: (1, 16), AMAX: (0, 0), COLUMN_DATA: (1, 2), COLUMN_SCALE: (16, 1), ROUNDING: (0, 0),
+    },
+}  # fmt: skip
 """Elements down and across for one position of each buffer; 0: the whole matrix has one."""
 
 

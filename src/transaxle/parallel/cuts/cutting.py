@@ -20,9 +20,11 @@ from transaxle.quant.frame.tp_share import Share, misplaced
 from transaxle.quant.modules.quantized_modules import CUTS
 from transaxle.quant.tensor.parts import part_of
 from transaxle.quant.tensor.tensor import QuantizedTensor
-from transaxle.torch_tensors.local_tensor import as_dtensor, local_of, local_with_grad
+from transaxle.torch_tensors.local_tensor import as_dtensor, local_of, local_with_grad, stored_local
 from transaxle.torch_tensors.placement import along
 from transaxle.torch_tensors.tp_shard import Part, mark, own_part
+
+WEIGHT = "weight"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -140,6 +142,18 @@ def everything(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Kept]]:
                 yield f"{path}.{own}" if path else own, parameter, kept
 
 
+def sums_outputs(module: nn.Module) -> bool:
+    """Tell whether the gradients of a layer's outputs are summed where ranks share them, not those of its parameters.
+
+    So it is where gradients are quantized before they are multiplied: the sum is, as on one rank, and not its parts.
+    """
+    kept, weight = kept_by(module).get(WEIGHT), module._parameters.get(WEIGHT)
+    if kept is None or weight is None or not kept.shared:
+        return False
+    own = stored_local(weight)
+    return isinstance(own, QuantizedTensor) and own.quantizer.multiplies_codes
+
+
 def local(module: nn.Module, name: str) -> Tensor | None:
     """Return the tensor that this rank computes with: its part of a parameter."""
     parameter = module._parameters[name]
@@ -147,7 +161,7 @@ def local(module: nn.Module, name: str) -> Tensor | None:
         return None
     own_values = local_with_grad(parameter)
     kept = kept_by(module).get(name)
-    if kept is None or not kept.shared:
+    if kept is None or not kept.shared or sums_outputs(module):
         return own_values
     return summed(own_values, kept.dim, kept.held[kept.rank], kept.shape[kept.dim], kept.group)
 

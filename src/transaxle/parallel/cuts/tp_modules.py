@@ -13,13 +13,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from transaxle.nn.linear.grouped_linear import GroupedLinear
-from transaxle.parallel.cuts.collectives import enter, gather, leave, scatter
-from transaxle.parallel.cuts.cutting import Kept, kept_by, local
+from transaxle.parallel.cuts.collectives import enter, gather, leave, scatter, summed
+from transaxle.parallel.cuts.cutting import WEIGHT, Kept, kept_by, local, sums_outputs
 from transaxle.parallel.plans.tp_plan import Role
+from transaxle.quant.nvfp4.batch import counting
 from transaxle.torch_tensors.placement import Held, placement_of
 from transaxle.torch_tensors.tp_shard import mark_all, whole_shape
 
-_WEIGHT, _BIAS = "weight", "bias"
 _CONFIG = "config"
 _EXPERTS, _EAGER = "_experts_implementation", "eager"
 _ALIGNED, _NARROWEST = 16, 2
@@ -29,7 +29,7 @@ _NOW = "_transaxle_computing"
 
 
 def _kept(module: nn.Module) -> Kept:
-    return kept_by(module)[_WEIGHT]
+    return kept_by(module)[WEIGHT]
 
 
 def _group(module: nn.Module) -> dist.ProcessGroup:
@@ -38,8 +38,15 @@ def _group(module: nn.Module) -> dist.ProcessGroup:
 
 class _Column(nn.Module):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - as torch names it
-        own_columns: Tensor = super().forward(enter(input, _group(self)))
-        return own_columns
+        entered = enter(input, _group(self))
+        if not sums_outputs(self):
+            own_columns: Tensor = super().forward(entered)
+            return own_columns
+        kept = _kept(self)
+        positions = kept.held[kept.rank]
+        with counting(tuple(kept.owned(positions))):
+            shared: Tensor = super().forward(entered)
+        return summed(shared, shared.dim() - 1, positions, kept.shape[kept.dim], kept.group)
 
 
 class _Gathered(nn.Module):

@@ -11,7 +11,7 @@ As TransformerEngine's `NVFP4BlockScaling` has them:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -53,6 +53,11 @@ class Products:
         """Return the gradient of the input [M, K], from that of the output [M, N]."""
         random = None if state is None else words(state, self._rows(grad), self._columns(grad), _BY_ROWS)
         left = rounded(grad, self._groups(_OUT), random)
+        if self.batch.counted is not None:
+            units = torch.zeros_like(left.units)
+            for start, stop in self.batch.counted:
+                units[:, start:stop] = left.units[:, start:stop]
+            left = replace(left, units=units)
         return product(left, weight_operand(weight, columnwise=True), dtype)
 
     def of_weight(
