@@ -144,7 +144,10 @@ class Checkpointer:
         """Remove all but the newest checkpoints; the one in the making is not among them yet."""
         if self._keep and dist.get_rank() == 0:
             for step in self._steps()[: -self._keep]:
-                shutil.rmtree(self._folder(step))
+                gone = self._out / f".{STEP}{step}"  # first, so that a step is whole or not there if this is killed
+                shutil.rmtree(gone, ignore_errors=True)
+                self._folder(step).rename(gone)
+                shutil.rmtree(gone)
 
 
 def drawn(out: Path) -> Path:

@@ -215,6 +215,31 @@ def clean(leftover: Leftover) -> Leftover:
         claim.release()
 
 
+def discard(target: Path) -> None:
+    """Delete a checkpoint: it is gone in one step, whatever happens while its files are deleted.
+
+    What is left where that is killed counts as unfinished work.
+
+    Args:
+        target: its folder.
+
+    Raises:
+        UsageError: EXISTS where a run is writing this target.
+        StorageError: IO.
+    """
+    hidden = neighbour(target, PARTIAL)
+    claim = Claim(hidden, str(target))
+    claim.take()
+    try:
+        shutil.rmtree(hidden / SCRATCH, ignore_errors=True)
+        target.rename(hidden / SCRATCH)
+        shutil.rmtree(hidden)
+    except OSError as error:
+        raise failed(error, "removing it", str(target)) from error
+    finally:
+        claim.release()
+
+
 def _cleaned(leftover: Leftover, path: Path, target: Path) -> Leftover:
     """Remove or put back one leftover, whose target is now locked."""
     if path.name.endswith(OLD):

@@ -7,7 +7,6 @@ before a newer checkpoint is complete, and nothing that is not all of it a check
 from __future__ import annotations
 
 import re
-import shutil
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,6 +19,7 @@ from transaxle.errors import TransaxleError, refuse
 from transaxle.formats.catalog.sidecar_files import MANIFEST
 from transaxle.formats.remote.service import Service
 from transaxle.formats.staging.belongings import LocalFolder, RemoteFolder, strangers
+from transaxle.formats.staging.leftovers import clean, discard, leftovers
 from transaxle.formats.staging.location import on_this_machine
 from transaxle.formats.staging.upload import turn
 from transaxle.formats.storage.storage import is_url
@@ -132,7 +132,8 @@ class StepCheckpoints:
     def _tidy(self) -> None:
         """Delete, on one rank, all but the newest few up to the one just saved; those of later steps stay.
 
-        A run that went back to an earlier step has later ones, too, until it replaces them.
+        A run that went back to an earlier step has later ones, too, until it replaces them. What killed runs have left
+        of steps goes, too.
         """
         world = World(self._group)
         if self._keep is None or world.rank != world.ranks[0]:
@@ -145,8 +146,18 @@ class StepCheckpoints:
             for number in sorted(numbers)[: -self._keep]:
                 if numbers[number] not in (self.best, self._last):
                     remove(self.place(numbers[number]))
+            if not is_url(self._url):
+                self._sweep(newest[1])
         except TransaxleError as error:  # the run goes on: its checkpoints are all there
             warnings.warn(f"older checkpoints under {self._url} were not deleted: {error}", stacklevel=2)
+
+    def _sweep(self, common: str) -> None:
+        """Clean up what killed runs have left beside steps whose names begin alike."""
+        for leftover in leftovers(self._url):
+            target = Path(leftover.target)
+            step = _NUMBERED.fullmatch(target.name) if target.parent == Path(self._url).resolve() else None
+            if step is not None and step[1] == common and leftover.outcome == "found":
+                clean(leftover)
 
 
 def is_complete(place: str) -> bool:
@@ -179,7 +190,7 @@ def remove(place: str) -> None:
     if not is_url(place):
         if Path(place).exists():
             _check_ours(LocalFolder(Path(place)), place)
-            shutil.rmtree(place)
+            discard(Path(place))
         return
     service = Service(place)
     files = service.below(service.path, service.shown)

@@ -1,0 +1,31 @@
+"""Saves that are killed at any point: what is there is what was or complete, and so is what a file names as newest."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.live.save.killed_saves import ROTATION, TRACKERS
+
+ROOT = Path(__file__).parents[3]
+EVERY = {ROTATION: 4, "torch_dist": 41, "megatron_torch": 37, "deepspeed-universal": 83}
+"""What is saved -> of how many points one is tried; of hundreds, there."""
+
+
+@pytest.mark.parametrize(
+    ("what", "every"),
+    [
+        *EVERY.items(),
+        *(pytest.param(what, 1, marks=pytest.mark.oracle) for what in (ROTATION, *TRACKERS, "safetensors:hf", "dcp")),
+    ],
+)
+def test_killed_at_any_point(tmp_path: Path, what: str, every: int) -> None:
+    command = [sys.executable, "-m", "tests.live.save.killed_saves", str(tmp_path), what, str(every)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=6000, check=False)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split()[-1]) >= (7 if every > 1 else 70), "points where a child died"
