@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -44,7 +45,7 @@ def ranks() -> Iterator[Ranks]:
 
 
 def _state(add: float) -> dict[str, DTensor]:
-    mesh = init_device_mesh("cpu", (WORLD,))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     full = torch.arange(64 * 1024.0).reshape(256, 256) + add
     return {f"w{n}": distribute_tensor(full + n, mesh, [Shard(n % 2)], src_data_rank=None) for n in range(4)}
 
