@@ -408,11 +408,40 @@ def test_several_types_are_refused(tmp_path: Path) -> None:
     assert refused(tmp_path).code == "DTYPE_MIXED"
 
 
-def test_parameters_that_no_file_tells_apart_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dialect", ["torchtitan", "megatron"])
+def test_parameters_that_no_file_tells_apart_are_refused(tmp_path: Path, dialect: str) -> None:
+    """Stacks `w1` and `w3` of one module, and `weight0` and `weight1`; merged they convert."""
     made(tmp_path, "stacked")
-    error = refused(tmp_path, "torchtitan")
+    error = refused(tmp_path, dialect)
     assert error.code == "UNSUPPORTED"
     assert "no file of peft's says" in str(error)
+    assert "--merge" in error.hint
+    tx.convert(tmp_path / "base", tmp_path / "merged", to=f"safetensors:{dialect}", merge=tmp_path / "adapter")
+    tx.convert(tmp_path / "base", tmp_path / "hub", to="transformers", merge=tmp_path / "adapter")
+    tx.convert(tmp_path / "hub", tmp_path / "same", to=f"safetensors:{dialect}")
+    assert tx.verify(tmp_path / "merged", tmp_path / "same").equal
+
+
+def test_peft_goes_by_the_order_in_which_parameters_are_registered(tmp_path: Path) -> None:
+    """One file, and two models whose modules name the same two parameters the other way round: each takes the other."""
+    found: list[Weights] = []
+    for first, second in (("w1", "w3"), ("w3", "w1")):
+        model = Held()
+        model.add_module("experts", Held())
+        for name in (first, second):
+            model.get_submodule("experts").register_parameter(name, nn.Parameter(torch.zeros(2, 4, 3)))
+        if not found:
+            said = peft.LoraConfig(r=2, target_parameters=["experts.w1", "experts.w3"])
+            with quiet():
+                made_by_peft = peft.get_peft_model(emptied(model), said)
+                for number, parameter in enumerate(p for p in made_by_peft.parameters() if p.requires_grad):
+                    nn.init.constant_(parameter, number + 1)
+                made_by_peft.save_pretrained(tmp_path / "adapter")
+            found.append({n: t.detach() for n, t in made_by_peft.merge_and_unload().state_dict().items()})
+        else:
+            found.append(opened(emptied(model), tmp_path / "adapter"))
+    assert torch.equal(found[0]["experts.w1"], found[1]["experts.w3"])
+    assert not torch.equal(found[0]["experts.w1"], found[1]["experts.w1"])
 
 
 def test_parts_of_what_is_replaced_are_refused(tmp_path: Path) -> None:

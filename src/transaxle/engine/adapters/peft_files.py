@@ -19,7 +19,10 @@ from transaxle.engine.adapters.lora import EMBEDDING, INNER, LINEAR, PREFIX, USU
 from transaxle.errors import Refusal, Where
 
 _WEIGHT = ".weight"
-_HINT = "Choose a dialect with one tensor for all of them, or one module for each."
+_HINT = (
+    "Choose a dialect with one tensor for all of them, or one module for each; or merge it into the base:  transaxle "
+    "convert BASE OUT --to FORMAT:DIALECT --merge ADAPTER."
+)
 _FLIPPED = "fan_in_fan_out"
 
 
@@ -71,7 +74,7 @@ def problems_of(modules: Sequence[Module], config: Mapping[str, Any]) -> Iterato
         if len(set(shapes)) < len(shapes):
             message = (
                 f"{len(inside)} parameters of this module are changed by factors of equal shapes, and no file of "
-                "peft's says which belong to which"
+                "peft's says which belong to which: peft goes by the order in which a model registers them"
             )
             yield Refusal("UNSUPPORTED", message, Where(None, path), _HINT)
         for each in inside:
