@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -84,6 +86,12 @@ def test_digits_beside_a_hole() -> None:
     assert name.match("w10") == (0,)
     assert name.match("w1") is None
     assert name.skeleton == skeleton("w110") == skeleton("w1")
+
+
+@law
+@given(st.text(st.characters(exclude_categories=())))
+def test_a_skeleton_has_one_zero_for_each_run_of_digits(name: str) -> None:
+    assert skeleton(name) == re.sub("[0-9]+", "0", name)
 
 
 def test_skeletons_tell_names_apart_that_differ_in_more_than_digits() -> None:

@@ -13,7 +13,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from math import prod
+from math import inf, prod
+from operator import lt
 
 from transaxle.axes.layout.relayout import Stored
 from transaxle.axes.layout.solve import Shape, solve
@@ -332,17 +333,14 @@ class _Candidate:
     line: Line
     numbering: Numbering
     """How its numbers follow from indices."""
-    limits: tuple[int | None, ...]
-    """Size of each axis in the name; None where it is unknown."""
+    limits: tuple[float, ...]
+    """Size of each axis in the name; infinite where it is unknown."""
 
     def index(self, name: str) -> Index | None:
         """Return the indices for which the line gives this name, or None."""
         position = self.numbering.position(name)
-        if position is None:
-            return None
         # A number must not be beyond a known size.
-        fits = all(size is None or i < size for i, size in zip(position, self.limits, strict=True))
-        return position if fits else None
+        return position if position is not None and all(map(lt, position, self.limits)) else None
 
 
 class _NameReader:
@@ -373,7 +371,8 @@ class _NameReader:
         return best or fits[:1]
 
     def _candidate(self, line: Line) -> _Candidate:
-        return _Candidate(line, line.name.numbering(self.known), tuple(self.known.get(axis) for axis in line.name.axes))
+        limits = tuple(self.known.get(axis, inf) for axis in line.name.axes)
+        return _Candidate(line, line.name.numbering(self.known), limits)
 
     def _holds(self, line: Line, index: Index, encoding: str) -> bool | None:
         return self.sizes.holds(line.when, dict(zip(line.name.axes, index, strict=True)), words(encoding))

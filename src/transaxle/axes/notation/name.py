@@ -24,7 +24,8 @@ from transaxle.errors import TransaxleError, refuse
 _AXIS = "[A-Za-z_][A-Za-z0-9_]*"
 _MERGED = rf"\(\s*{_AXIS}(?:\s+{_AXIS})+\s*\)"
 _HOLE = re.compile(rf"\{{(?:([1-9][0-9]{{0,2}})\*)?({_AXIS}|{_MERGED})([+-](?:{_AXIS}|[0-9]+))?(?:@({_AXIS}))?\}}")
-_DIGITS = re.compile(r"[0-9]+")
+_ZEROS = bytes.maketrans(b"123456789", b"000000000")
+_RUN = re.compile(rb"0+")
 _SPLIT = re.compile(r"([0-9]+)")
 _MARKS = re.compile("[\0\1]")
 """Characters that have a meaning in sort keys."""
@@ -52,7 +53,13 @@ def is_outer(prefix: str) -> bool:
 
 def skeleton(name: str) -> str:
     """Return the name with every run of digits replaced by one `0`."""
-    return _DIGITS.sub("0", name)
+    return _shortened(name.encode(errors="surrogatepass").translate(_ZEROS))
+
+
+@lru_cache(maxsize=1 << 14)
+def _shortened(zeros: bytes) -> str:
+    """Return a name whose digits are zeros with one for each run. Cached, as few names differ in more than digits."""
+    return _RUN.sub(b"0", zeros).decode(errors="surrogatepass")
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,8 +286,8 @@ class Numbering:
     def position(self, name: str) -> tuple[int, ...] | None:
         """Return the indices of the name's axes for which it gives a stored name, or None.  Inverse: `numbers`."""
         numbers = self.name.match(name)
-        if numbers is None:
-            return None
+        if numbers is None or self.is_index:
+            return numbers
         position: list[int] = []
         for counter, number in zip(self.counters, numbers, strict=True):
             indices = counter.indices(number)
