@@ -22,6 +22,8 @@ from transaxle.axes.notation.family import Arithmetic
 from transaxle.axes.notation.number_format import PLAIN, NumberFormat
 from transaxle.errors import refuse
 
+_EXACT = (None, None)
+"""No arithmetic, of the source's line nor of the target's."""
 IDENTITY = "#"
 """Component of a tensor that no table describes."""
 
@@ -92,7 +94,7 @@ class TargetPart:
     """Logical tensor, as the target's line calls it."""
     origins: Sequence[Origin]
     """Disjoint sources, which together are complete, sorted by their indices."""
-    arithmetic: tuple[Arithmetic | None, Arithmetic | None] = (None, None)
+    arithmetic: tuple[Arithmetic | None, Arithmetic | None] = _EXACT
     """Arithmetic of the source's and of the target's line."""
 
 
@@ -122,10 +124,10 @@ class Target:
         """Shape of the whole tensor."""
         return self.layout.shape
 
-    def at(self, name: str, index: Mapping[str, int]) -> Target:
-        """Return the same target under another name, with another index: of its sources, another part."""
+    def at(self, name: str, index: Mapping[str, int], parts: tuple[TargetPart, ...]) -> Target:
+        """Return the same target under another name, with another index: of its sources another part, or others."""
         attributes = self.__dict__.copy()
-        attributes["name"], attributes["index"] = name, index
+        attributes["name"], attributes["index"], attributes["parts"] = name, index, parts
         other = object.__new__(Target)
         object.__setattr__(other, "__dict__", attributes)  # a fourteenth of the time of `replace`
         return other
@@ -151,7 +153,7 @@ class Target:
     @property
     def computed(self) -> bool:
         """Whether a line of its source or its own has arithmetic."""
-        return any(rule is not None for part in self.parts for rule in part.arithmetic)
+        return any(part.arithmetic != _EXACT for part in self.parts)
 
 
 @dataclass(frozen=True, eq=False)

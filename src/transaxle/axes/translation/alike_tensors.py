@@ -99,7 +99,7 @@ class AlikeTensors(Mapping[Index, SourceTensor]):
         self.grid = grid
         self.axes = axes
         self.model = model
-        self._names = names
+        self.names = names
         self.made: dict[Index, SourceTensor] = {}
 
     def __getitem__(self, index: Index) -> SourceTensor:
@@ -107,7 +107,7 @@ class AlikeTensors(Mapping[Index, SourceTensor]):
         if made is None:
             origin, model = self.model.origin, self.model
             numbers = dict(zip(self.axes, index, strict=True))
-            own = Origin(self._names[index], origin.component, origin.layout, numbers)
+            own = Origin(self.names[index], origin.component, origin.layout, numbers)
             made = self.made[index] = SourceTensor(own, model.whole, model.sizes, model.form)
         return made
 
@@ -123,28 +123,43 @@ class AlikeTensors(Mapping[Index, SourceTensor]):
         Args:
             axes: those; the combinations are in their order.
         """
-        along = dict(zip(self.axes, self.grid.numbers, strict=True))
-        inside = [axis for axis in self.axes if axis in axes]
-        for numbers in product(*(along[axis] for axis in inside)):
-            fixed = dict(zip(inside, numbers, strict=True))
-            own = Grid(tuple((fixed[axis],) if axis in fixed else along[axis] for axis in self.axes))
-            yield tuple(fixed[axis] for axis in axes), AlikePart(self, own)
+        along = zip(self.axes, self.grid.numbers, strict=True)
+        divided = [[(number,) for number in numbers] if axis in axes else [numbers] for axis, numbers in along]
+        places = [self.axes.index(axis) for axis in axes]
+        for numbers in product(*divided):
+            key = tuple([numbers[place][0] for place in places])
+            yield key, AlikePart(self, numbers, dict(zip(axes, key, strict=True)))
 
 
 class AlikePart(Sequence[Origin]):
-    """Some of the tensors of one line, as sources of a target, sorted by their indices."""
+    """Some of the tensors of one line, as sources of a target, sorted by their indices.
 
-    def __init__(self, tensors: AlikeTensors, grid: Grid) -> None:
+    Args:
+        tensors: all tensors of the line.
+        numbers: those along each of their axes; every combination is there.
+        common: the axes in the target's name, with the number that all of them have.
+    """
+
+    def __init__(self, tensors: AlikeTensors, numbers: Sequence[tuple[int, ...]], common: Mapping[str, int]) -> None:
         self.tensors = tensors
-        self.grid = grid
-        self._counts = tuple(map(len, grid.numbers))
-        self._count = len(grid)
+        self.numbers = numbers
+        self.common = common
+
+    @property
+    def names(self) -> Iterator[str]:
+        """Stored names of the tensors."""
+        return map(self.tensors.names.__getitem__, product(*self.numbers))
+
+    @property
+    def sources(self) -> Iterator[SourceTensor]:
+        """The tensors."""
+        return map(self.tensors.__getitem__, product(*self.numbers))
 
     def __len__(self) -> int:
-        return self._count
+        return prod(map(len, self.numbers))
 
     def __iter__(self) -> Iterator[Origin]:
-        return (self.tensors[index].origin for index in self.grid)
+        return (tensor.origin for tensor in self.sources)
 
     @overload
     def __getitem__(self, place: int) -> Origin: ...
@@ -152,12 +167,13 @@ class AlikePart(Sequence[Origin]):
     def __getitem__(self, place: slice) -> Sequence[Origin]: ...
     def __getitem__(self, place: int | slice) -> Origin | Sequence[Origin]:
         if isinstance(place, slice):
-            return tuple(self[each] for each in range(*place.indices(self._count)))
-        if not -self._count <= place < self._count:
+            return tuple(self[each] for each in range(*place.indices(len(self))))
+        count = len(self)
+        if not -count <= place < count:
             raise IndexError(place)
-        place %= self._count
+        place %= count
         index = []
-        for numbers, count in zip(reversed(self.grid.numbers), reversed(self._counts), strict=True):
-            place, at = divmod(place, count)
+        for numbers in reversed(self.numbers):
+            place, at = divmod(place, len(numbers))
             index.append(numbers[at])
         return self.tensors[tuple(reversed(index))].origin

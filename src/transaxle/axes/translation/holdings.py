@@ -58,12 +58,12 @@ class LineSources:
         return self.places if isinstance(self.places, AlikeTensors) else None
 
     def joined(self, axes: Sequence[str]) -> dict[Index, AlikeSources]:
-        """Return the sources of targets that join alike tensors; nothing where each target takes one, or they differ.
+        """Return the sources of targets that take alike tensors, each tensor for one target; nothing for others.
 
         Args:
             axes: those in the targets' names, which number the targets.
         """
-        if self.alike is None or not set(axes) < set(self.axes):
+        if self.alike is None or not set(axes) <= set(self.axes):
             return {}
         return {key: AlikeSources(self, part) for key, part in self.alike.parts(axes)}
 
@@ -142,13 +142,12 @@ class AlikeSources:
     @cached_property
     def places(self) -> Mapping[frozenset[tuple[str, int]], SourceTensor]:
         """Name index -> source."""
-        tensors = (self.origins.tensors[index] for index in self.origins.grid)
-        return {frozenset(tensor.origin.index.items()): tensor for tensor in tensors}
+        return {frozenset(tensor.origin.index.items()): tensor for tensor in self.origins.sources}
 
     @property
     def first(self) -> SourceTensor:
         """The first source."""
-        return self.origins.tensors[next(iter(self.origins.grid))]
+        return next(self.origins.sources)
 
     @property
     def sizes(self) -> dict[str, int]:

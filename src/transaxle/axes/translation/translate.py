@@ -25,7 +25,7 @@ from transaxle.axes.notation.number_format import PLAIN, NumberFormat, Recode, s
 from transaxle.axes.translation.agree import agreements
 from transaxle.axes.translation.alike_tensors import SourceTensor, grids
 from transaxle.axes.translation.complete import incomplete, unfilled
-from transaxle.axes.translation.holdings import ComponentSources, Holdings, LineSources, Sources, solved
+from transaxle.axes.translation.holdings import AlikeSources, ComponentSources, Holdings, LineSources, Sources, solved
 from transaxle.axes.translation.undecided_lines import LineConditions
 from transaxle.axes.translation.unplaced import Unplaced
 from transaxle.errors import Refusal, TransaxleError, Where, refuse
@@ -153,18 +153,22 @@ class _Translator:
         model: tuple[Target, _SourcesByComponent, NumberFormat] | None = None
         model_form: NumberFormat | None = None
         alike = self._are_alike(line)
-        shared = _shared(parts, keys)
+        shared, are_stamped = _shared(parts, keys), alike and _divide_alike_tensors(parts, keys)
         axes, is_recoded = line.name.axes, self.recode is not same
         for key, name in self._names(line, slot, possible_keys):
             index = dict(zip(axes, key, strict=True))
             by_component = shared or {part: sources[key] for part, sources in parts.items() if key in sources}
             if (
                 model
-                and (model[1] is by_component or model[1] == by_component)
+                and (are_stamped or model[1] is by_component or model[1] == by_component)
                 and name not in built
                 and (not is_recoded or self.recode(name, model[2]) == model_form)
             ):
-                built[name] = model[0].at(name, index)  # as with layers and experts that are dims of one tensor
+                if are_stamped:
+                    built[name] = model[0].at(name, index, _parts(line, by_component))
+                    self.unplaced.use(line, by_component)
+                else:  # as with layers and experts that are dims of one tensor
+                    built[name] = model[0].at(name, index, model[0].parts)
                 continue
             stored_forms = {form for sources in by_component.values() for form in sources.forms}
             forms = self._forms(name, stored_forms)
@@ -335,10 +339,7 @@ class _Translator:
             message = f"{line.text}\nsome of its parts have one number per tensor, others one per element"
             raise refuse("SHAPE_MISMATCH", message)
         layout = self._layout(line, rewritten, index, by_component)
-        parts = tuple(
-            TargetPart(component, sources.origins, (sources.line_sources.line.lossy, line.lossy))
-            for component, sources in by_component.items()
-        )
+        parts = _parts(line, by_component)
         return Target(name, forms[0].dtype, layout, index, parts, line.text, ", ".join(by_component), forms[0].encoding)
 
     def _refuse_some(self, line: Line, index: Mapping[str, int], by_component: _SourcesByComponent) -> None:
@@ -437,6 +438,21 @@ def _shared(parts: Mapping[str, Mapping[Index, Sources]], keys: Collection[Index
             return {}
         (shared[component],) = sources.values()
     return shared
+
+
+def _divide_alike_tensors(parts: Mapping[str, Mapping[Index, Sources]], keys: Collection[Index]) -> bool:
+    """Tell whether the targets of a line have the same sources but for their numbers."""
+    sources = [(len(by_key), next(iter(by_key.values()), None)) for by_key in parts.values()]
+    return all(count == len(keys) and isinstance(first, AlikeSources) for count, first in sources)
+
+
+def _parts(line: Line, by_component: _SourcesByComponent) -> tuple[TargetPart, ...]:
+    """Return the logical tensors of a line's target with their sources."""
+    parts = [
+        TargetPart(component, sources.origins, (sources.line_sources.line.lossy, line.lossy))
+        for component, sources in by_component.items()
+    ]
+    return tuple(parts)
 
 
 def _single_source(origin: Origin, name: str, dtype: str, rule: str) -> Target:

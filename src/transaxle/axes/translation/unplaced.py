@@ -54,9 +54,8 @@ class Unplaced:
         """
         sides = (side for check in checks for side in (check.first, check.second))
         used = self._used | {(o.name, o.component) for side in sides for part in side.parts for o in part.origins}
-        wholly = {
-            of for (of, _), found in self._alike.items() if sum(len(each.origins) for each in found) == len(of.places)
-        }
+        # The targets of a line take equally many.
+        wholly = {of for (of, _), found in self._alike.items() if len(found) * len(found[0].origins) == len(of.places)}
         left = [(line, slot) for line, slot in self._holdings.bound.names if not self._all_in(wholly, line, slot)]
         asked = {line for line, _ in left}
         for (of, _), found in self._alike.items():

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from transaxle.axes.geometry.piece import Move
-from transaxle.axes.layout.relayout import Copier, Target, is_one_run, unchanged
+from transaxle.axes.geometry.strided import Loop
+from transaxle.axes.layout.relayout import Copier, Target, TargetPart, is_one_run, unchanged
+from transaxle.axes.translation.alike_tensors import AlikePart
 from transaxle.engine.copying.bitcast import Intervals
-from transaxle.engine.copying.stamps import Stamps
+from transaxle.engine.copying.stamps import Found, Stamps
 from transaxle.errors import Code, TransaxleError, refuse
-from transaxle.formats.catalog.catalog import Container, Entry
+from transaxle.formats.catalog.catalog import Container, Entry, Extent
 from transaxle.formats.dtype import ITEM_BITS, nbytes
 from transaxle.move.endpoint import Bytes
 from transaxle.move.strided_fill import Scratch, produce
@@ -36,6 +39,7 @@ class Source:
         self.entries = container.entries if entries is None else entries
         self._copier = Copier(self.entries)
         self._stamps: Stamps | None = None
+        self._alike_stamps = AlikeStamps(self.entries)
 
     def transfers(self, target: Target, intervals: Intervals | None = None) -> list[Transfer]:
         """Return the transfers that fill a target tensor, or a chunk of it, sorted by where they land.
@@ -43,9 +47,9 @@ class Source:
         Raises:
             Refused: INCOMPLETE; UNSUPPORTED where packed elements would have to be taken apart.
         """
-        if intervals is None and self._stamps is not None and (stamped := self._stamps.filled(target)):
-            return list(stamped)
-        return self._found(target, intervals)
+        if intervals is None:
+            return list(self.whole_transfers(target))
+        return [transfer for _, _, transfer in self._found(target, intervals)]
 
     def whole_transfers(self, target: Target) -> tuple[Transfer, ...]:
         """Return the transfers that fill a target tensor, as `transfers` does: the usual call, made very many times.
@@ -53,20 +57,26 @@ class Source:
         Raises:
             Refused: see `transfers`.
         """
-        return (self._stamps and self._stamps.filled(target)) or tuple(self._found(target, None))
+        stamped = (self._stamps and self._stamps.filled(target)) or self._alike_stamps.filled(target)
+        if stamped:
+            return stamped
+        found = self._found(target, None)
+        self._alike_stamps.learn(target, found)
+        if len(found) == 1 and len(self.entries[found[0].source].extents) >= _CHUNKS:
+            self._stamps = self._stamps or Stamps(self.entries)
+            self._stamps.learn(target, found[0])
+        return tuple([transfer for _, _, transfer in found])
 
-    def _found(self, target: Target, intervals: Intervals | None) -> list[Transfer]:
+    def _found(self, target: Target, intervals: Intervals | None) -> list[Found]:
         """Return the transfers that fill a target tensor, or a chunk of it, found the long way."""
         whole = target.moved_whole if intervals is None or _are_all(intervals, target.shape) else None
         if whole is not None and is_one_run(self.entries[whole]):
             (extent,) = self.entries[whole].extents
             size = nbytes(target.dtype, target.shape)
-            return [Transfer(extent.file, extent.offset, 0, size)] if size else []
-        stamps = self._stamps_of(target) if intervals is None else None
+            return [Found(whole, 0, Transfer(extent.file, extent.offset, 0, size))] if size else []
         bits = ITEM_BITS.get(target.dtype, 8)
         found = []
-        copies = list(self._copier.copies(target, intervals))
-        for copy in copies:
+        for copy in self._copier.copies(target, intervals):
             move = copy.move
             if move.size == 0:
                 continue
@@ -74,22 +84,11 @@ class Source:
             extent = entry.extents[copy.chunk]
             if bits < 8:
                 move = _in_bytes(entry, bits, move)
-            item = max(bits // 8, 1)
-            found.append(lower(extent.file, extent.offset, item, move.source_offset, move.target_offset, move.loops))
+            base, item = extent.offset, max(bits // 8, 1)
+            transfer = lower(extent.file, base, item, move.source_offset, move.target_offset, move.loops)
+            found.append(Found(copy.source, copy.chunk, transfer))
         found.sort(key=_landing)
-        if stamps is not None:
-            stamps.learn(target, copies, found)
         return found
-
-    def _stamps_of(self, target: Target) -> Stamps | None:
-        """Return the stamps, for a target that is part of one tensor of many chunks; None for any other."""
-        if len(target.parts) != 1 or len(target.parts[0].origins) != 1:
-            return None
-        if len(self.entries[target.parts[0].origins[0].name].extents) < _CHUNKS:
-            return None
-        if self._stamps is None:
-            self._stamps = Stamps(self.entries)
-        return self._stamps
 
     def covers(self, target: Target) -> bool:
         """Tell whether everything is there that a target consists of."""
@@ -114,8 +113,8 @@ def _are_all(intervals: Intervals, shape: tuple[int, ...]) -> bool:
     return all(len(spans) == 1 and tuple(spans[0]) == (0, size) for spans, size in zip(intervals, shape, strict=True))
 
 
-def _landing(transfer: Transfer) -> int:
-    return transfer.target
+def _landing(found: Found) -> int:
+    return found.transfer.target
 
 
 def _in_bytes(entry: Entry, bits: int, move: Move) -> Move:
@@ -133,3 +132,85 @@ def _in_bytes(entry: Entry, bits: int, move: Move) -> Move:
     scaled = [(n, s * bits // 8, t * bits // 8) for n, s, t in outer]
     run = (count * bits // 8, 1, 1)
     return Move(move.source_offset * bits // 8, move.target_offset * bits // 8, (*scaled, run))
+
+
+class _AlikeStamp(NamedTuple):
+    """The transfers of many targets that take alike tensors."""
+
+    target: Target
+    """The first of them: held, as identities of what it is made of are the key."""
+    moves: Sequence[tuple[int, int, int, int, tuple[Loop, ...]]]
+    """Number of a stored tensor among those that the target takes, and a transfer from the beginning of that tensor."""
+
+
+class AlikeStamps:
+    """The transfers of targets that take the same of alike tensors with other numbers.
+
+    The layers of a model are filled alike, whether a target takes one expert or joins all of them: from the same places
+    of the tensors that have its number. So the transfers of the first target are found the long way, and those of every
+    other follow from where its tensors begin.
+
+    Args:
+        entries: the stored tensors.
+    """
+
+    def __init__(self, entries: Mapping[str, Entry]) -> None:
+        self._entries = entries
+        self._stamps: dict[Hashable, _AlikeStamp] = {}
+
+    def filled(self, target: Target) -> tuple[Transfer, ...] | None:
+        """Return the transfers that fill a target; None where they must be found the long way."""
+        stamp = self._stamps.get(_key(target))
+        extents = None if stamp is None else self._extents(target)
+        if stamp is None or extents is None:
+            return None
+        return tuple(
+            [
+                Transfer(extents[number].file, extents[number].offset + source, at, width, loops)
+                for number, source, at, width, loops in stamp.moves
+            ]
+        )
+
+    def learn(self, target: Target, found: Sequence[Found]) -> None:
+        """Remember the transfers of a target, if others may be like it.
+
+        Args:
+            target: a target, filled wholly.
+            found: what fills it.
+        """
+        key, extents = _key(target), self._extents(target)
+        if key is None or extents is None:
+            return
+        numbers = {name: number for number, name in enumerate(name for part in target.parts for name in _names(part))}
+        moves = [
+            (numbers[name], move.source - extents[numbers[name]].offset, move.target, move.width, move.loops)
+            for name, _, move in found
+        ]
+        self._stamps[key] = _AlikeStamp(target, moves)
+
+    def _extents(self, target: Target) -> list[Extent] | None:
+        """Return where the stored tensors lie that a target takes; None where one of them is in several places."""
+        extents = []
+        for part in target.parts:
+            for name in _names(part):
+                entry = self._entries[name]
+                if not is_one_run(entry):
+                    return None
+                extents.append(entry.extents[0])
+        return extents
+
+
+def _key(target: Target) -> Hashable:
+    """Return what the targets have in common that are filled alike; None where nothing is known of others."""
+    parts = []
+    for part in target.parts:
+        origins = part.origins
+        if not isinstance(origins, AlikePart) or origins.common != target.index:
+            return None
+        parts.append((part.component, id(origins.tensors)))
+    return id(target.layout), target.dtype, tuple(target.index), tuple(parts)
+
+
+def _names(part: TargetPart) -> Iterator[str]:
+    """Return the stored tensors that a part of a target takes, if they are alike."""
+    return part.origins.names if isinstance(part.origins, AlikePart) else iter(())

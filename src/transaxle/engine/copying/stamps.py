@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from msgspec.structs import astuple
 
-from transaxle.axes.layout.relayout import Copy, Origin, Target, TargetPart
+from transaxle.axes.layout.relayout import Origin, Target, TargetPart
 from transaxle.axes.notation.expression import Layout
 from transaxle.formats.catalog.catalog import Entry, Extent
 from transaxle.formats.dtype import Shape
@@ -21,6 +21,17 @@ from transaxle.move.transfer import Transfer
 
 _NOWHERE = -1
 """An index that no chunk has."""
+
+
+class Found(NamedTuple):
+    """A transfer that was found the long way."""
+
+    source: str
+    """The stored tensor that it reads."""
+    chunk: int
+    """Number of its extent."""
+    transfer: Transfer
+    """The transfer."""
 
 
 class _Stamp(NamedTuple):
@@ -60,24 +71,23 @@ class Stamps:
             return stamp.filled.get(tuple([index.get(axis, _NOWHERE) for axis in stamp.axes]))
         return None
 
-    def learn(self, target: Target, copies: Sequence[Copy], transfers: Sequence[Transfer]) -> None:
-        """Remember the transfers of a target, if others may be like it.
+    def learn(self, target: Target, found: Found) -> None:
+        """Remember the transfer of a target, if others may be like it.
 
         Args:
             target: a target, filled wholly.
-            copies: the copies that fill it.
-            transfers: the same in bytes.
+            found: the one transfer that fills it.
         """
         origin = _only_origin(target)
-        if origin is None or len(copies) != 1 or len(transfers) != 1:
+        if origin is None:
             return
-        chunk = self._entries[origin.name].extents[copies[0].chunk]
+        chunk = self._entries[origin.name].extents[found.chunk]
         pinned = _pinned(target, origin, chunk)
         if not pinned:
             return
         chunks = self._alike(origin.name, chunk, tuple(dim for dim, _ in pinned))
         axes = tuple(axis for _, axis in pinned)
-        _, source, place, width, loops = astuple(transfers[0])
+        _, source, place, width, loops = astuple(found.transfer)
         inside = source - chunk.offset
         filled = {
             at: (Transfer(other.file, other.offset + inside, place, width, loops),) for at, other in chunks.items()

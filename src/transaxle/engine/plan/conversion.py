@@ -429,17 +429,13 @@ def _planned(
 ) -> list[PlannedTensor]:
     """Plan every tensor in file order; if the files could not be laid out, still collect the other problems."""
     planned = []
-    computed: dict[int, bool] = {}  # by the identity of the parts, which targets that are alike share
     further = draft.copies
     entries: Mapping[str, Entry | None] = draft.entries or dict.fromkeys(written)
     for name, entry in entries.items():
         output = written[name]
         target = output.target
-        is_computed = computed.get(id(target.parts))
-        if is_computed is None:
-            is_computed = computed[id(target.parts)] = target.computed
         try:
-            arithmetic = steps(target, allowed=allow_lossy) if is_computed else None
+            arithmetic = steps(target, allowed=allow_lossy) if target.computed else None
             transfers = source.whole_transfers(target)
         except TransaxleError as error:
             problems.extend(error.refusals)
