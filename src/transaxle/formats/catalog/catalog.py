@@ -121,7 +121,7 @@ class Container(msgspec.Struct, frozen=True):
     """Why the optimizer's state, or some of it, cannot be read; whatever wants the optimizer is refused for it."""
     uncompared: tuple[Entry, ...] = ()
     """Copies of tensors that are not wanted."""
-    paths: Mapping[str, tuple[str | int, ...]] = field(default_factory=dict)
+    paths: Mapping[str, tuple[str | int, ...]] = msgspec.field(default_factory=dict)
     """Tensor -> path in the state dict, of those nested in neither the model nor the optimizer; see `State`."""
 
     @property
