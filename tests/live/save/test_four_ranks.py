@@ -99,6 +99,7 @@ def test_a_disk_that_is_full_on_one_rank(tmp_path: Path, ranks: Ranks) -> None:
     assert _holds(target, NEW)
 
 
+@pytest.mark.oracle
 def test_a_rank_that_is_too_slow_is_told_too(tmp_path: Path, ranks: Ranks) -> None:
     """It stands still for longer than the others wait, and goes on when they have given up."""
     target, meeting = tmp_path / "run", tmp_path / "meeting"
@@ -145,7 +146,7 @@ def test_a_rank_that_is_slow_is_waited_for(tmp_path: Path, ranks: Ranks) -> None
     assert _holds(tmp_path / "run", NEW + 1)
 
 
-@pytest.mark.parametrize("fault", ["killed", "full"])
+@pytest.mark.parametrize("fault", ["killed", pytest.param("full", marks=pytest.mark.oracle)])
 def test_in_the_background(tmp_path: Path, ranks: Ranks, fault: str) -> None:
     """One background process is killed, or its disk is full: told on every rank, and the next save is well."""
     target = tmp_path / "run"
@@ -156,6 +157,7 @@ def test_in_the_background(tmp_path: Path, ranks: Ranks, fault: str) -> None:
     assert _holds(tmp_path / "run-next", NEW + 1)
 
 
+@pytest.mark.oracle
 def test_a_background_process_that_stands_still(tmp_path: Path, ranks: Ranks) -> None:
     target = tmp_path / "run"
     said = ranks.run(_stopped, str(target))
@@ -179,6 +181,7 @@ def _leaves(rank: int, world: int, target: str) -> None:
     job.result(HUNG)
 
 
+@pytest.mark.oracle
 def test_a_rank_that_is_killed_while_it_is_saved_in_the_background(tmp_path: Path, ranks: Ranks) -> None:
     target = tmp_path / "run"
     _told(ranks.answers(_leaves, str(target)), died=True)
@@ -186,7 +189,7 @@ def test_a_rank_that_is_killed_while_it_is_saved_in_the_background(tmp_path: Pat
     _saved_afterwards(target)
 
 
-@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("background", [False, pytest.param(True, marks=pytest.mark.oracle)])
 def test_a_store_that_is_lost(bucket: Bucket, s3_server: str, background: bool) -> None:
     """The former step stays, nothing opens as the new one, and the next save to the same place is well."""
     first, second = f"{bucket.url}/step-1", f"{bucket.url}/step-2"

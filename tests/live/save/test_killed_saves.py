@@ -12,7 +12,7 @@ import pytest
 from tests.live.save.killed_saves import ROTATION, TRACKERS
 
 ROOT = Path(__file__).parents[3]
-EVERY = {ROTATION: 4, "torch_dist": 41, "megatron_torch": 37, "deepspeed-universal": 83}
+EVERY = {ROTATION: 11, "torch_dist": 97, "megatron_torch": 83, "deepspeed-universal": 199}
 """What is saved -> of how many points one is tried; of hundreds, there."""
 
 
@@ -28,4 +28,4 @@ def test_killed_at_any_point(tmp_path: Path, what: str, every: int) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=6000, check=False)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout.split()[-1]) >= (7 if every > 1 else 70), "points where a child died"
+    assert int(done.stdout.split()[-1]) >= (3 if every > 1 else 70), "points where a child died"
