@@ -56,14 +56,16 @@ def name_tree(tensors: Mapping[str, StoredTensor], title: str) -> Branch:
     root = Branch(title)
     for row in fold(names, keys):
         nbytes = sum(tensors[name].nbytes for name in row.names)
-        at = root
-        for segment in (None, *row.name.split(".", _DEEPEST)):
-            at = at if segment is None else at.branches.setdefault(segment, Branch(segment))
-            at.tensors += row.count
-            at.nbytes += nbytes
+        path = [root]
+        for segment in row.name.split(".", _DEEPEST):
+            path.append(path[-1].branches.setdefault(segment, Branch(segment)))
+        for branch in path:
+            branch.tensors += row.count
+            branch.nbytes += nbytes
         assert isinstance(row.key, tuple)
         dtype, shape = row.key
-        at.about = " and ".join(filter(None, (at.about, f"{dtype} {list(shape)}")))
+        end = path[-1]
+        end.about = " and ".join(filter(None, (end.about, f"{dtype} {list(shape)}")))
     return root
 
 
