@@ -22,6 +22,7 @@ import pytest
 
 from tests.memory_meter import OPTION as MEMORY
 from tests.memory_meter import MemoryMeter
+from tests.sampled import mark
 
 # Before torch is imported anywhere: xdist already uses the cores, peers must never reach for the hub, Ray must not
 # replace `print`, which tests of hostile pickles name, and torch.compile must not compile its headers beforehand, which
@@ -109,8 +110,12 @@ def _is_quick(file: Path) -> bool:
     return all(_is_quick(each) for each in beside if each.exists() and each != file)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest looks at marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Let properties have few examples where that is asked for, and skip what needs a GPU where there is none."""
+    """Leave cases of long sweeps to `make oracle`, let properties have few examples where that is asked for, and skip
+    what needs a GPU where there is none.
+    """
+    mark(items, all_of_them=config.args_source is config.ArgsSource.TESTPATHS and not config.getoption(QUICK))
     most: int | None = config.getoption(EXAMPLES)
     for item in items if most is not None else ():
         _shorten(item, most)
