@@ -120,15 +120,24 @@ class Requests(threading.Thread):
         super().__init__()
         self.server, self.prompt = server, prompt
         self.enough = threading.Event()
+        self.alone = threading.Lock()
+        """Held while something is asked: what is computed beside another request is summed in another order, and near
+        ties are decided otherwise."""
         self.said: list[list[int]] = []
 
     def run(self) -> None:
         while not self.enough.wait(PAUSE):
-            self.said.append(self.server.tokens(self.prompt))
+            with self.alone:
+                self.said.append(self.server.tokens(self.prompt))
 
-    def __enter__(self) -> list[list[int]]:
+    def answers(self) -> Answers:
+        """Return what the server says to all prompts while nobody else asks."""
+        with self.alone:
+            return self.server.answers()
+
+    def __enter__(self) -> Requests:
         self.start()
-        return self.said
+        return self
 
     def __exit__(self, *_: object) -> None:
         self.enough.set()
@@ -141,19 +150,19 @@ def _rounds(rank: int, world: int, name: str, folder: str, server: Server) -> tu
     """
     model = _trainer(name)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-2, foreach=False)
-    asked: Answers = []
+    asked = Requests(server, PROMPTS[0])
     with tx.refit.VllmRefit(model, server.url, dtype="bf16", timeout=SECONDS) as refit, ExitStack() as stack:
         refit.push()
         found = [server.answers()] if rank == 0 else []
         if rank == 0:
-            asked = stack.enter_context(Requests(server, PROMPTS[0]))
+            stack.enter_context(asked)
         for step in range(ROUNDS):
             train(model, optimizer, 1, FSDP, begin=step)
             tx.save(model, f"{folder}/{step}", to="hf", overwrite=True)
             assert refit.push().version == refit.version == step + 2
-            found += [server.answers()] if rank == 0 else []
+            found += [asked.answers()] if rank == 0 else []
             dist.barrier()
-    return found, asked
+    return found, asked.said
 
 
 @pytest.mark.parametrize("name", MODELS)
