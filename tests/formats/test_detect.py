@@ -67,6 +67,7 @@ def test_what_is_opened(tmp_path: Path, names: list[str], member: str) -> None:
 
 REFUSED: dict[str, tuple[list[str], Code, str]] = {
     "empty": ([], "UNSUPPORTED", "nothing"),
+    "nothing that is read": (["notes.txt"], "UNSUPPORTED", "these are read: torch_dist"),
     "no tensors": (["README.md", "logs/"], "UNSUPPORTED", "README.md, logs/"),
     "only a manifest": (["transaxle.json"], "UNSUPPORTED", "no checkpoint"),
     "DCP": ([".metadata", "__0_0.distcp"], "CORRUPT", "pickle"),

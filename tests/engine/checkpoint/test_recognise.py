@@ -181,6 +181,11 @@ def test_a_dialect_that_reads_nothing() -> None:
         found(NAMES, dialect="megatron")
 
 
+def test_a_source_is_opened_without_identity() -> None:
+    with refused("AMBIGUOUS", "Only a target can be identity", "without a dialect"):
+        found(("a", "b"), {"model_type": "unheard_of"}, dialect="identity")
+
+
 def test_close_names_are_pointed_out() -> None:
     with refused("UNKNOWN_FAMILY", "Closest: "):
         found(tuple(name.replace("model.layers", "model.layer") for name in NAMES if "layers" in name))
