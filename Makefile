@@ -25,6 +25,8 @@ BRIDGE := tests/oracles/bridge_peer/requirements.txt
 MEGATRON_VENV ?= $(VENV)-megatron
 ENGINE := tests/oracles/vllm_peer/requirements.txt
 VLLM_VENV ?= $(VENV)-vllm
+# CI has a third of the models: 'vllm and not oracle'.
+VLLM_CASES ?= vllm
 RELEASES := 0.12.3 0.14.0 0.15.3
 GPU_PYTHON ?= $(BIN)/python
 WHEEL_VENV ?= $(VENV)-wheel
@@ -75,14 +77,14 @@ test: lint
 	$(BIN)/python -m pytest -q --memory $(MEMORY) --numprocesses $(WORKERS) --dist worksteal
 
 oracle: $(VENV)/.all
-	$(BIN)/python -m pytest -q -m oracle --numprocesses $(JOBS) --dist worksteal
+	$(BIN)/python -m pytest -q -m 'oracle and not vllm' --numprocesses $(JOBS) --dist worksteal
 
 megatron: $(VENV)/.all $(MEGATRON_VENV)/.all $(MEGATRON_VENV)/.releases
 	MEGATRON_PYTHON=$(MEGATRON_VENV)/bin/python MEGATRON_RELEASES=$(MEGATRON_VENV)/releases \
 		$(BIN)/python -m pytest -q -m megatron --numprocesses $(JOBS) --dist loadfile
 
 vllm: $(VENV)/.all $(VLLM_VENV)/.all
-	VLLM_PYTHON=$(VLLM_VENV)/bin/python $(BIN)/python -m pytest -q -m vllm --numprocesses $(JOBS) --dist loadfile
+	VLLM_PYTHON=$(VLLM_VENV)/bin/python $(BIN)/python -m pytest -q -m '$(VLLM_CASES)' --numprocesses $(JOBS) --dist loadfile
 
 # With a Python of its own, as the pinned torch may be a build for CPUs: it needs torch with CUDA, triton, pytest, hypothesis,
 # transformers and what the package itself needs.
