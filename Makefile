@@ -10,10 +10,8 @@
 
 VENV   ?= .venv
 JOBS   ?= 2
-# The tests wait for half of their time: for ranks, answers and deadlines. So there is one more of them than there are cores.
-WORKERS ?= $(shell expr $(JOBS) + 1)
 # GB that the tests may take, all processes together: 6 at two workers is the aim, the tests say what it is.
-MEMORY ?= $(shell expr 2 + 4 '*' $(WORKERS))
+MEMORY ?= $(shell expr 2 + 4 '*' $(JOBS))
 PYTHON ?= $(firstword $(foreach p,python3 python3.12 python3.11 python3.13,\
             $(shell $(p) -c 'import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $(p))))
 
@@ -74,7 +72,7 @@ check: $(VENV)/.all
 	wait $$types && exit $$tests
 
 test: lint
-	$(BIN)/python -m pytest -q --memory $(MEMORY) --numprocesses $(WORKERS) --dist worksteal
+	$(BIN)/python -m pytest -q --memory $(MEMORY) --numprocesses $(JOBS) --dist worksteal
 
 oracle: $(VENV)/.all
 	$(BIN)/python -m pytest -q -m 'oracle and not vllm' --numprocesses $(JOBS) --dist worksteal
