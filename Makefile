@@ -23,7 +23,7 @@ BRIDGE := tests/oracles/bridge_peer/requirements.txt
 MEGATRON_VENV ?= $(VENV)-megatron
 ENGINE := tests/oracles/vllm_peer/requirements.txt
 VLLM_VENV ?= $(VENV)-vllm
-# CI has a third of the models: 'vllm and not oracle'.
+# CI has a sample: 'vllm and not oracle'.
 VLLM_CASES ?= vllm
 RELEASES := 0.12.3 0.14.0 0.15.3
 GPU_PYTHON ?= $(BIN)/python

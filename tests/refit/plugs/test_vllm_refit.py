@@ -173,6 +173,7 @@ def test_ten_rounds(name: str, engines: Engines) -> None:
     _ten_rounds(name, TRAINERS[name], engines)
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize(("name", "workers", "trainers"), [("llama", 2, 4), ("moe", 1, 2)])
 def test_ten_rounds_the_other_way(name: str, workers: int, trainers: int, tmp_path: Path) -> None:
     """The same for each model on the other's workers, from the other's trainers."""
