@@ -22,7 +22,7 @@ import pytest
 
 from tests.memory_meter import OPTION as MEMORY
 from tests.memory_meter import MemoryMeter
-from tests.sampled import mark
+from tests.sampled import leave_to_oracle
 
 # Before torch is imported anywhere: xdist already uses the cores, peers must never reach for the hub, Ray must not
 # replace `print`, which tests of hostile pickles name, and torch.compile must not compile its headers beforehand, which
@@ -115,7 +115,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave cases of long sweeps to `make oracle`, let properties have few examples where that is asked for, and skip
     what needs a GPU where there is none.
     """
-    mark(items, all_of_them=config.args_source is config.ArgsSource.TESTPATHS and not config.getoption(QUICK))
+    everything = config.args_source is config.ArgsSource.TESTPATHS and not config.getoption(QUICK)
+    leave_to_oracle(items, all_of_them=everything)
     most: int | None = config.getoption(EXAMPLES)
     for item in items if most is not None else ():
         _shorten(item, most)

@@ -212,12 +212,12 @@ def _nothing(folder: Folder, wanted: Format | None) -> TransaxleError:
     path = storage.path.rstrip("/")
     others = [name for name in folder.folders if name != STATE_FOLDER]
     deeper = [f"{path}/{name}" for name in others[:_LOOKED_INTO] if _holds_one(storage, name, wanted)]
-    kinds = [kind.name for kind in every_format()]
-    hint = (
-        f"There is one in {listed(deeper)}." if deeper
-        else f"Give the file or folder that holds the tensors; these are read: {listed(kinds)}." if wanted is None
-        else ""
-    )  # fmt: skip
+    hint = ""
+    if deeper:
+        hint = f"There is one in {listed(deeper)}."
+    elif wanted is None:
+        kinds = listed([kind.name for kind in every_format()])
+        hint = f"Give the file or folder that holds the tensors; these are read: {kinds}."
     message = f"{what} here; found {listed(names) or 'nothing'}"
     return refuse("UNSUPPORTED", message, file=storage.path, hint=hint)
 

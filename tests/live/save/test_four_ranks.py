@@ -189,7 +189,8 @@ def test_a_rank_that_is_killed_while_it_is_saved_in_the_background(tmp_path: Pat
     _saved_afterwards(target)
 
 
-@pytest.mark.parametrize("background", [False, pytest.param(True, marks=pytest.mark.oracle)])
+@pytest.mark.oracle
+@pytest.mark.parametrize("background", [False, True])
 def test_a_store_that_is_lost(bucket: Bucket, s3_server: str, background: bool) -> None:
     """The former step stays, nothing opens as the new one, and the next save to the same place is well."""
     first, second = f"{bucket.url}/step-1", f"{bucket.url}/step-2"

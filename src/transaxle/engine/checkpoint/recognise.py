@@ -292,9 +292,10 @@ def _no_such_dialect(label: str, known: Sequence[str], candidates: Sequence[Fami
     close = difflib.get_close_matches(label.lower(), [*known, *(each.partition("@")[0] for each in known)], 1)
     whose = f"family {' and family '.join(f.name for f in candidates)} has" if candidates else "there is"
     message = f"{whose} no dialect {label!r}; there are: {', '.join(known)}"
-    hint = f"Did you mean {close[0]}?" if close else "Add one with --rules FILE."
     if label == IDENTITY:
         hint = f"Only a target can be {IDENTITY} (--to {IDENTITY}); open the source without a dialect."
+    else:
+        hint = f"Did you mean {close[0]}?" if close else "Add one with --rules FILE."
     return refuse("AMBIGUOUS", message, hint=hint)
 
 
