@@ -7,7 +7,8 @@ that is not kept has the floor beside it, where the script measures one.
 
     python benchmarks/table.py [SCRIPT ...] [--base REV] [--json docs/reference/promises.json] [--machine TEXT]
 
-The page on speed is made of `docs/reference/promises.json` by `docs/generate.py`.
+The page on speed is made of `docs/reference/promises.json` by `docs/generate.py`. A file that is there keeps
+what it has of other scripts; each says when and on what it ran.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ assert all([hook.library(Path(), part) for part in PARTS])
 """
 """Builds the kernels of the tree that is the working directory."""
 
+COLUMNS = ("what", "measured", "rounds", "promise", "verdict", "floor")
 Found = dict[str, list[Figure]]
 """Figures by script."""
 
@@ -71,15 +73,20 @@ def tree_of(revision: str) -> Iterator[Path]:
             subprocess.run([*git, "remove", "--force", str(tree)], check=True)
 
 
+def cells(figure: Figure) -> list[str]:
+    """Return a figure in words, column by column."""
+    measured = f"{number(figure.measured)} {figure.unit}"
+    return [figure.what, measured, figure.spread, figure.promise, figure.verdict, figure.reachable]
+
+
 def table(found: Mapping[str, Sequence[Figure]], base: Mapping[str, Sequence[Figure]] | None) -> list[list[str]]:
     """Return the rows of the table, the first of them its head."""
-    rows = [["script", "what", "measured", "rounds", "promise", "", "floor"]]
+    rows = [["script", *COLUMNS]]
     rows[0] += [] if base is None else ["base", "now / base"]
     for script, figures in found.items():
         before = {} if base is None else {figure.what: figure.measured for figure in base[script]}
         for each in figures:
-            shown = f"{number(each.measured)} {each.unit}"
-            row = [script, each.what, shown, each.spread, each.promise, each.verdict, each.reachable]
+            row = [script, *cells(each)]
             if base is not None:
                 old = before.get(each.what)
                 row += ["", ""] if not old else [f"{number(old)} {each.unit}", number(each.measured / old)]
@@ -91,6 +98,17 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
     """Return rows as lines with columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
+def keep(file: Path, found: Found, when: str) -> None:
+    """Put what scripts have measured into a file; what it has of other scripts stays as it is."""
+    kept = json.loads(file.read_text("utf-8")) if file.exists() else {}
+    for script, figures in found.items():
+        lines = [dict(zip(COLUMNS, cells(each), strict=True)) for each in figures]
+        kept[script] = {"when": when, "figures": lines}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    ordered = {script: kept[script] for script in SCRIPTS if script in kept}
+    file.write_text(json.dumps(ordered, indent=1) + "\n", "utf-8")
 
 
 def main() -> int:
@@ -112,15 +130,9 @@ def main() -> int:
         with tree_of(said.base) as tree:
             for script in scripts:
                 base[script], found[script] = measured(script, tree), measured(script, ROOT)
-    rows = table(found, base)
-    print(aligned(rows))
-    said.json.parent.mkdir(parents=True, exist_ok=True)
-    document = {
-        "machine": f"{date.today():%-d %B %Y}, {said.machine or f'{os.cpu_count()} cores'}",
-        "figures": {script: [vars(each) for each in figures] for script, figures in found.items()},
-        "rows": rows,
-    }
-    said.json.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
+    print(aligned(table(found, base)))
+    when = f"{date.today():%-d %B %Y}, {said.machine or f'{os.cpu_count()} cores'}"
+    keep(said.json, found, when)
     return 0 if all(each.kept for figures in found.values() for each in figures) else 1
 
 

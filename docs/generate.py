@@ -218,10 +218,16 @@ def _listed(names: list[str]) -> str:
 def promises() -> Iterator[str]:
     """Yield the table of what the benchmarks measured, as `benchmarks/table.py --json` has kept it."""
     kept = msgspec.json.decode((REFERENCE / "promises.json").read_bytes())
-    yield f"Measured on {kept['machine']}.\n\n"
-    head, *rows = kept["rows"]
-    for row in (head, ["---"] * len(head), *rows):
-        yield f"| {' | '.join(row)} |\n"
+    runs: dict[str, list[str]] = {}
+    for script, part in kept.items():
+        runs.setdefault(part["when"], []).append(f"`{script}`")
+    for when, scripts in runs.items():
+        yield f"- {', '.join(scripts)}: {when}.\n"
+    columns = [*next(iter(kept.values()))["figures"][0]]
+    yield f"\n| script | {' | '.join(columns)} |\n| --- |{' --- |' * len(columns)}\n"
+    for script, part in kept.items():
+        for figure in part["figures"]:
+            yield f"| {script} | {' | '.join(figure.values())} |\n"
 
 
 PARTS: dict[str, Callable[[], Iterator[str]]] = {
