@@ -226,17 +226,47 @@ def block_ends(transfers: Sequence[Transfer], size: int, room: int, length: int 
     """Return where the blocks end in which a tensor is produced.
 
     Args:
-        transfers: what fills it.
+        transfers: what fills it, sorted by where it lands.
         size: its bytes.
         room: bytes that a worker produces at once at most.
-        length: bytes per block at most; None: what suits the transfers.
+        length: bytes of every block but the last; None: what suits the transfers.
     """
-    if length is None:
-        # Long runs are read straight into the block, where a small one stays in the cache. Short runs want the larger
-        # one, so that a strided read covers more of them.
-        plain = all(transfer.width >= _SMALLEST for transfer in transfers)
-        length = _BLOCK if plain else room
-    return [*range(min(length, room), size, min(length, room)), size] if size else []
+    if length is not None:
+        return _cut(0, size, min(length, room))
+    # Long runs are read straight into the block, where a small one stays in the cache. Short runs want the larger one,
+    # so that a strided read covers more of them.
+    plain = all(transfer.width >= _SMALLEST for transfer in transfers)
+    fitting = min(_BLOCK, room)
+    most = fitting if plain else room
+    ends: list[int] = []
+    begin = last = 0
+    # What is copied as a whole (an expert's matrix) is not cut where it fits: it then takes one read and one write, and
+    # a transposed one is read once. As many as stay in the cache make a block.
+    for end in _clean_cuts(transfers, size):
+        if end - begin > fitting:
+            if last > begin:
+                ends.append(last)
+                begin = last
+            if end - begin > most:
+                ends += _cut(begin, end, most)
+                begin = end
+        last = end
+    return ends if begin == size else [*ends, size]
+
+
+def _cut(begin: int, end: int, length: int) -> list[int]:
+    return [*range(begin + length, end, length), end] if end > begin else []
+
+
+def _clean_cuts(transfers: Sequence[Transfer], size: int) -> Iterator[int]:
+    """Yield the places of a tensor that no transfer lies across, and its end."""
+    reached = 0
+    for transfer in transfers:
+        if reached and transfer.target >= reached:
+            yield reached
+        reached = max(reached, transfer.target_end)
+    if size:
+        yield size
 
 
 class Pair:

@@ -49,13 +49,25 @@ int64_t transaxle_runs(int fd, int64_t offset, uint8_t *out, int64_t width, int 
    the source, and the other way round in the target. */
 enum { SIDE = 32 };
 
-/* A full tile of elements of 16 or 32 bits, in squares as wide as a register; 0 where there are no such registers. */
+/* A full tile of elements of 16 or 32 bits, in squares as wide as a register, straight into the target; 0 where there
+   are no such registers. The lines of the source are first laid side by side: where they lie a power of two apart, the
+   cache keeps too few of them. Those of the tile to the right are fetched meanwhile. */
 #if defined(__SSE2__)
-static int full_16(const uint8_t *source, int64_t step, uint16_t tile[SIDE][SIDE]) {
-    for (int row = 0; row < SIDE; row += 8)
-        for (int column = 0; column < SIDE; column += 8) {
+#define LAID_OUT(source, step, tile)                                                                                   \
+    for (int row = 0; row < SIDE; row++) {                                                                             \
+        const uint8_t *from = (source) + row * (step);                                                                 \
+        for (int at = 0; at < (int)sizeof tile[0]; at += 16)                                                           \
+            _mm_store_si128((__m128i *)(tile[row] + at), _mm_loadu_si128((const __m128i *)(from + at)));               \
+        _mm_prefetch((const char *)(from + sizeof tile[0]), _MM_HINT_T0);                                              \
+    }
+
+static int full_16(const uint8_t *source, int64_t step, uint8_t *target, int64_t into) {
+    _Alignas(64) uint8_t tile[SIDE][2 * SIDE];
+    LAID_OUT(source, step, tile)
+    for (int column = 0; column < SIDE; column += 8)
+        for (int row = 0; row < SIDE; row += 8) {
             __m128i a[8], b[8];
-            for (int i = 0; i < 8; i++) a[i] = _mm_loadu_si128((const __m128i *)(source + (row + i) * step + 2 * column));
+            for (int i = 0; i < 8; i++) a[i] = _mm_load_si128((const __m128i *)(tile[row + i] + 2 * column));
             for (int i = 0; i < 4; i++) {
                 b[2 * i] = _mm_unpacklo_epi16(a[i], a[i + 4]);
                 b[2 * i + 1] = _mm_unpackhi_epi16(a[i], a[i + 4]);
@@ -68,16 +80,18 @@ static int full_16(const uint8_t *source, int64_t step, uint16_t tile[SIDE][SIDE
                 b[2 * i] = _mm_unpacklo_epi16(a[i], a[i + 4]);
                 b[2 * i + 1] = _mm_unpackhi_epi16(a[i], a[i + 4]);
             }
-            for (int i = 0; i < 8; i++) _mm_storeu_si128((__m128i *)&tile[column + i][row], b[i]);
+            for (int i = 0; i < 8; i++) _mm_storeu_si128((__m128i *)(target + (column + i) * into + 2 * row), b[i]);
         }
     return 1;
 }
 
-static int full_32(const uint8_t *source, int64_t step, uint32_t tile[SIDE][SIDE]) {
-    for (int row = 0; row < SIDE; row += 4)
-        for (int column = 0; column < SIDE; column += 4) {
+static int full_32(const uint8_t *source, int64_t step, uint8_t *target, int64_t into) {
+    _Alignas(64) uint8_t tile[SIDE][4 * SIDE];
+    LAID_OUT(source, step, tile)
+    for (int column = 0; column < SIDE; column += 4)
+        for (int row = 0; row < SIDE; row += 4) {
             __m128i a[4], b[4];
-            for (int i = 0; i < 4; i++) a[i] = _mm_loadu_si128((const __m128i *)(source + (row + i) * step + 4 * column));
+            for (int i = 0; i < 4; i++) a[i] = _mm_load_si128((const __m128i *)(tile[row + i] + 4 * column));
             for (int i = 0; i < 2; i++) {
                 b[2 * i] = _mm_unpacklo_epi32(a[i], a[i + 2]);
                 b[2 * i + 1] = _mm_unpackhi_epi32(a[i], a[i + 2]);
@@ -86,13 +100,13 @@ static int full_32(const uint8_t *source, int64_t step, uint32_t tile[SIDE][SIDE
                 a[2 * i] = _mm_unpacklo_epi32(b[i], b[i + 2]);
                 a[2 * i + 1] = _mm_unpackhi_epi32(b[i], b[i + 2]);
             }
-            for (int i = 0; i < 4; i++) _mm_storeu_si128((__m128i *)&tile[column + i][row], a[i]);
+            for (int i = 0; i < 4; i++) _mm_storeu_si128((__m128i *)(target + (column + i) * into + 4 * row), a[i]);
         }
     return 1;
 }
 #else
-#define full_16(source, step, tile) 0
-#define full_32(source, step, tile) 0
+#define full_16(source, step, target, into) 0
+#define full_32(source, step, target, into) 0
 #endif
 
 #define TRANSPOSE(TYPE, FULL)                                                                                          \
@@ -105,17 +119,17 @@ static int full_32(const uint8_t *source, int64_t step, uint32_t tile[SIDE][SIDE
                 int64_t wide = columns - column < SIDE ? columns - column : SIDE;                                      \
                 const uint8_t *source = from + row * step + column * (int64_t)sizeof(TYPE);                            \
                 uint8_t *target = to + column * into + row * (int64_t)sizeof(TYPE);                                    \
-                if (high < SIDE || wide < SIDE || !FULL(source, step, tile))                                           \
-                    for (int64_t r = 0; r < high; r++) {                                                               \
-                        memcpy(line, source + r * step, (size_t)wide * sizeof(TYPE));                                  \
-                        for (int64_t c = 0; c < wide; c++) tile[c][r] = line[c];                                       \
-                    }                                                                                                  \
+                if (high == SIDE && wide == SIDE && FULL(source, step, target, into)) continue;                        \
+                for (int64_t r = 0; r < high; r++) {                                                                   \
+                    memcpy(line, source + r * step, (size_t)wide * sizeof(TYPE));                                      \
+                    for (int64_t c = 0; c < wide; c++) tile[c][r] = line[c];                                           \
+                }                                                                                                      \
                 for (int64_t c = 0; c < wide; c++) memcpy(target + c * into, tile[c], (size_t)high * sizeof(TYPE));    \
             }                                                                                                          \
         }                                                                                                              \
     }
 
-#define NONE(source, step, tile) 0
+#define NONE(source, step, target, into) 0
 
 TRANSPOSE(uint8_t, NONE)
 TRANSPOSE(uint16_t, full_16)

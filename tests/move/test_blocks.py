@@ -1,0 +1,61 @@
+"""Blocks in which tensors are produced: they cover them in order, and do not cut what is copied as a whole and fits."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from transaxle.move.transfer import Transfer
+from transaxle.move.workers import block_ends
+
+MB = 1 << 20
+
+
+def matrices(sizes: list[int]) -> list[Transfer]:
+    """Return plain copies of so many bytes, one after the other."""
+    return [Transfer("f", 0, sum(sizes[:number]), size) for number, size in enumerate(sizes)]
+
+
+def transposed(rows: int, columns: int, target: int, into: int) -> Transfer:
+    """Return the copy of a transposed matrix of 16 bits, whose rows are `into` bytes apart."""
+    return Transfer("f", 0, target, 2, ((columns, 2, into), (rows, 2 * columns, 2)))
+
+
+def test_a_matrix_that_fits_is_not_cut() -> None:
+    size = 852_000
+    assert block_ends(matrices([size] * 4), 4 * size, 8 * MB) == [size, 2 * size, 3 * size, 4 * size]
+    small = 300_000
+    assert block_ends(matrices([small] * 7), 7 * small, 8 * MB) == [3 * small, 6 * small, 7 * small]
+
+
+def test_a_long_one_is_cut_from_its_begin() -> None:
+    sizes = [100_000, 3 * MB, 100_000]
+    ends = [100_000, 100_000 + MB, 100_000 + 2 * MB, 100_000 + 3 * MB, 200_000 + 3 * MB]
+    assert block_ends(matrices(sizes), sum(sizes), 8 * MB) == ends
+
+
+def test_what_lies_in_turns_is_one_block() -> None:
+    rows, columns = 416, 1024  # the rows of both, turned, lie between one another
+    size = 4 * rows * columns
+    pairs = [transposed(rows, columns, at + half, 4 * rows) for at in (0, size) for half in (0, 2 * rows)]
+    assert block_ends(pairs, 2 * size, 4 * MB) == [size, 2 * size]
+    assert block_ends(pairs, 2 * size, MB) == [MB, size, size + MB, 2 * size]
+
+
+def test_a_given_length_is_kept() -> None:
+    assert block_ends(matrices([700, 700]), 1400, 8 * MB, 512) == [512, 1024, 1400]
+    assert block_ends([], 0, 8 * MB) == block_ends([], 0, 8 * MB, 512) == []
+    assert block_ends([], 5, 8 * MB) == [5]
+
+
+@given(st.lists(st.integers(1, 5 * MB), max_size=12), st.integers(0, 3 * MB), st.sampled_from([1 << 16, MB, 4 * MB]))
+def test_blocks_cover_a_tensor_in_order_and_fit(sizes: list[int], padding: int, room: int) -> None:
+    transfers, size = matrices(sizes), sum(sizes) + padding
+    ends = [0, *block_ends(transfers, size, room)]
+    assert ends[-1] == size
+    assert all(0 < stop - start <= room for start, stop in pairwise(ends))
+    for transfer in transfers:
+        inside = [end for end in ends if transfer.target < end < transfer.target_end]
+        assert not inside or transfer.size > min(MB, room)
