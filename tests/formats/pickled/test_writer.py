@@ -116,3 +116,22 @@ def test_what_is_nested_too_deeply() -> None:
     itself.append(itself)
     with pytest.raises(ValueError, match="deep"):
         write_pickle(itself)
+
+
+def test_records_of_a_class_are_put_together_alike() -> None:
+    space = Global("argparse", "Namespace")
+    fields = [{"rate": number, "name": f"run {number // 2}"} for number in range(300)]
+    other = [{"name": "a", "rate": None}, {}, {"rate": [1, {"rate": 2}]}]
+    records = [Object(space, new=True, state=state) for state in [*fields, *other, *fields]]
+    inner = Object(space, new=True, state={"rate": records[0], "name": records[1]})
+    made = loads(write_pickle([*records, inner]))
+    assert [vars(each) for each in made[:-1]] == [*fields, *other, *fields]
+    assert [vars(each) for each in vars(made[-1]).values()] == fields[:2]
+    assert [each.state for each in read(write_pickle(records)).value] == [each.state for each in records]
+
+
+def test_a_field_that_is_no_text_is_not_mistaken_for_one() -> None:
+    space = Global("argparse", "Namespace")
+    states: list[dict[Any, Any]] = [{1: "a"}, {True: "b"}, {1.0: "c"}, {1: "d"}]
+    shown = [repr(each.state) for each in read(write_pickle([Object(space, new=True, state=s) for s in states])).value]
+    assert shown == [repr(state) for state in states]

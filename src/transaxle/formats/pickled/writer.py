@@ -30,6 +30,7 @@ _COMPLEX = Global("builtins", "complex")
 _GETATTR = Global("builtins", "getattr")
 _UNTYPED = Global("torch.storage", "UntypedStorage")
 _SETS = frozenset({"set", "frozenset"})
+_INTEGERS = frozenset({int})
 _VIEW = {False: Global("torch._utils", "_rebuild_tensor_v2"), True: Global("torch._utils", "_rebuild_tensor_v3")}
 _STORAGES = {dtype: Global("torch", name) for name, dtype in STORAGES.items()}
 
@@ -54,8 +55,11 @@ class _Assembler:
 
     def __init__(self) -> None:
         self.out: list[bytes] = []
-        self._memo: dict[str | Global, int] = {}
+        self._memo: dict[str | Global, bytes] = {}
+        """How to refer to what was written."""
         self._counted: dict[tuple[Global, tuple[int, ...]], bytes] = {}
+        self._records: dict[tuple[Any, ...], tuple[bytes, list[bytes]]] = {}
+        """Class and fields -> how an object of it begins, and each of its fields, once all of them were written."""
 
     def put(self, value: Any, depth: int) -> None:
         if depth > _DEEPEST:
@@ -67,15 +71,17 @@ class _Assembler:
 
     def remembered(self, value: str | Global) -> bool:
         """Refer to what was written before; else remember what is about to be written."""
-        index = self._memo.get(value)
-        if index is None:
+        reference = self._memo.get(value)
+        if reference is None:
             return False
-        self.out.append(b"h%c" % index if index < 256 else b"j" + struct.pack("<I", index))
+        self.out.append(reference)
         return True
 
     def remember(self, value: str | Global) -> None:
-        index = self._memo[value] = len(self._memo)
-        self.out.append(b"q%c" % index if index < 256 else b"r" + struct.pack("<I", index))
+        index = len(self._memo)
+        number = b"%c" % index if index < 256 else struct.pack("<I", index)
+        self._memo[value] = (b"h" if index < 256 else b"j") + number
+        self.out.append((b"q" if index < 256 else b"r") + number)
 
     def call(self, function: Global, args: tuple[Any, ...], depth: int, *, new: bool = False) -> None:
         self.put(function, depth)
@@ -93,6 +99,23 @@ class _Assembler:
                 self._counted[function, counts] = b"".join(self.out[begin:])
         else:
             self.out.append(written)
+
+    def record(self, cls: Global, fields: dict[Any, Any], depth: int) -> None:
+        """Make an object that has these fields and nothing else; all but its values is put together only once."""
+        form = (cls, *fields)
+        written = self._records.get(form)
+        if written is None or depth >= _DEEPEST:
+            self.call(cls, (), depth, new=True)
+            _state(self, fields, depth)
+            if len(fields) <= _BATCH // 2 and all(type(field) is str for field in fields):
+                self._records[form] = self._memo[cls] + b")\x81}(", [self._memo[field] for field in fields]
+            return
+        head, references = written
+        self.out.append(head)
+        for reference, value in zip(references, fields.values(), strict=True):
+            self.out.append(reference)
+            self.put(value, depth + 1)
+        self.out.append(b"ub")
 
     def items(self, items: Iterable[Any], opcode: bytes, depth: int) -> None:
         """Write items in batches, each between a mark and the opcode that takes them."""
@@ -223,8 +246,11 @@ def _object(a: _Assembler, value: Object, depth: int) -> None:
     if value.cls.module == _GETATTR.module and value.cls.name in _SETS:
         a.call(value.cls, (value.items,), depth)
         return
-    args = value.args
-    if len(args) == 1 and type(args[0]) is tuple and not value.new and all(type(each) is int for each in args[0]):
+    args, state = value.args, value.state
+    if value.new and type(state) is dict and state and not (args or value.items or value.pairs):
+        a.record(value.cls, state, depth)
+        return
+    if len(args) == 1 and type(args[0]) is tuple and not value.new and set(map(type, args[0])) <= _INTEGERS:
         a.counted(value.cls, args[0], depth)
     else:
         a.call(value.cls, args, depth, new=value.new)
@@ -232,7 +258,7 @@ def _object(a: _Assembler, value: Object, depth: int) -> None:
         a.items(value.items, b"e", depth)
     if value.pairs:
         a.pairs(value.pairs, depth)
-    _state(a, value.state, depth)
+    _state(a, state, depth)
 
 
 def _tensor(a: _Assembler, value: TensorRef, depth: int) -> None:
