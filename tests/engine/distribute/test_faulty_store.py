@@ -3,6 +3,7 @@ not is a clear error in time."""
 
 from __future__ import annotations
 
+import asyncio
 import re
 import threading
 import time
@@ -41,6 +42,8 @@ def proxy(bucket: Bucket, s3_server: str, monkeypatch: pytest.MonkeyPatch) -> It
     monkeypatch.setitem(fsspec.config.conf, "s3", LIMITS)
     monkeypatch.setattr(multipart, "PATIENCE", 4.0)
     monkeypatch.setattr(multipart, "_PAUSE", 0.05)
+    pause = asyncio.sleep
+    monkeypatch.setattr(asyncio, "sleep", lambda seconds: pause(seconds / 10))  # between the client's own attempts
     with proxied(s3_server) as found:
         monkeypatch.setenv("AWS_ENDPOINT_URL", found.url)
         fsspec.get_filesystem_class("s3").clear_instance_cache()
@@ -126,7 +129,7 @@ def test_what_does_not_pass_ends_one_process_in_time(
     fault: Fault, bucket: Bucket, proxy: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing stays, but where it was to be resumed: then the parts that the store has taken are not sent again."""
-    monkeypatch.setattr(fsspec.get_filesystem_class("s3"), "retries", 2)
+    monkeypatch.setattr(fsspec.get_filesystem_class("s3"), "retries", 1)
     monkeypatch.setattr(multipart, "SLOWEST", 64 << 20)
     monkeypatch.setattr(one_process, "ITEM", 6 << 20)
     source, url = many(tmp_path / "source", 18), f"{bucket.url}/out"
@@ -238,7 +241,7 @@ def test_an_answer_to_the_last_call_that_is_lost_is_no_failure(
     """
     if not foretold:
         monkeypatch.setattr(multipart, "completed_tag", lambda _tags: None)
-    source, proxy.delay = many(tmp_path / "source", 12), 3.0
+    source, proxy.delay = many(tmp_path / "source", 12), 1.5
     plan = done_but_for_the_end(bucket, source)
     proxy.fails = fails = Completions(proxy, first, following)
     commit_work(plan)
@@ -254,7 +257,7 @@ def test_a_stream_whose_last_answer_is_lost_is_no_failure(
     first: Fault, following: Fault | None, bucket: Bucket, proxy: FaultyProxy
 ) -> None:
     """What one process sends by the client's own stream, as saves of models do."""
-    data, proxy.delay = np.random.default_rng(0).bytes(11 << 20), 3.0
+    data, proxy.delay = np.random.default_rng(0).bytes(11 << 20), 1.5
     proxy.fails = fails = Completions(proxy, first, following)
     with Upload(f"{bucket.url}/out", part=5 << 20) as upload:
         upload.prepare({"large.bin": len(data)})

@@ -7,9 +7,6 @@ import fcntl
 import os
 import resource
 import signal
-import subprocess
-import sys
-import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -603,49 +600,56 @@ def test_a_refusal_leaves_a_beginning_alone(target: Path) -> None:
 
 # SIGKILL.
 
-SCRIPT = """
-    import os, signal, sys
-    from transaxle.formats.staging import place, staging
-
-    target, deadline, overwrite, atomic = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "1", sys.argv[4] == "1"
-    seen = 0
-
-    def dying(call):
-        def counted(*args, **kwargs):
-            global seen
-            seen += 1
-            if seen == deadline:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return call(*args, **kwargs)
-        return counted
-
-    for name in ("open", "pwrite", "fsync", "mkdir", "rmdir", "unlink", "rename", "replace", "ftruncate"):
-        setattr(os, name, dying(getattr(os, name)))
-    place.rename_new = dying(place.rename_new)
-    place.exchange = dying(place.exchange) if atomic else lambda *_: False
-    with staging.Staging(target, overwrite=overwrite) as work:
-        work.prepare({"a.safetensors": 3000, "sub/b.safetensors": 10})
-        for at in range(0, 3000, 1000):
-            work.pwrite("a.safetensors", at, memoryview(b"n" * 1000))
-        work.pwrite("sub/b.safetensors", 0, memoryview(b"n" * 10))
-        work.commit()
-    print(seen)
-"""
 KILLED_NEW = {"a.safetensors": b"n" * 3000, "sub/b.safetensors": b"n" * 10}
 KILLED_OLD = {"model-a.safetensors": b"old", "model-c.safetensors": b"old"}
 
 
 def run_until(target: Path, deadline: int, overwrite: bool, atomic: bool) -> int | None:
-    """Run the script and kill it at its n-th system call; the number of calls if it came to its end."""
-    arguments = [str(target), str(deadline), str(int(overwrite)), str(int(atomic))]
-    command = [sys.executable, "-c", textwrap.dedent(SCRIPT), *arguments]
-    source = str(Path(staging_module.__file__).parents[3])
-    environment = {**os.environ, "PYTHONPATH": source}
-    done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment, timeout=60)
-    if done.returncode == -signal.SIGKILL:
+    """Write in a process that is killed at its n-th system call; the number of calls if it came to its end."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(writer, str(write_until(target, deadline, overwrite, atomic)).encode())
+            os._exit(0)
+        finally:
+            os._exit(1)
+    os.close(writer)
+    with os.fdopen(reader) as told:
+        calls = told.read()
+    _, status = os.waitpid(child, 0)
+    if os.WIFSIGNALED(status):
+        assert os.WTERMSIG(status) == signal.SIGKILL
         return None
-    assert done.returncode == 0, done.stderr
-    return int(done.stdout)
+    assert os.WEXITSTATUS(status) == 0
+    return int(calls)
+
+
+def write_until(target: Path, deadline: int, overwrite: bool, atomic: bool) -> int:
+    """Write and die before the n-th system call; the number of calls if there are fewer."""
+    seen = 0
+
+    def dying(call: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            nonlocal seen
+            seen += 1
+            if seen == deadline:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return call(*args, **kwargs)
+
+        return counted
+
+    for name in ("open", "pwrite", "fsync", "mkdir", "rmdir", "unlink", "rename", "replace", "ftruncate"):
+        setattr(os, name, dying(getattr(os, name)))
+    place_module.rename_new = dying(place_module.rename_new)
+    place_module.exchange = dying(place_module.exchange) if atomic else lambda *_: False
+    with Staging(target, overwrite=overwrite) as work:
+        work.prepare({name: len(data) for name, data in KILLED_NEW.items()})
+        for at in range(0, 3000, 1000):
+            work.pwrite("a.safetensors", at, memoryview(b"n" * 1000))
+        work.pwrite("sub/b.safetensors", 0, memoryview(b"n" * 10))
+        work.commit()
+    return seen
 
 
 @pytest.mark.parametrize(("overwrite", "atomic"), [(False, True), (True, True), (True, False)])
