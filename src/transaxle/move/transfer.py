@@ -84,6 +84,12 @@ def clip(transfer: Transfer, start: int, stop: int) -> Iterator[Transfer]:
     if start <= transfer.target and transfer.target_end <= stop:
         yield transfer
         return
+    if not transfer.loops:
+        low, high = max(start, transfer.target), min(stop, transfer.target_end)
+        if low < high:
+            source = transfer.source + low - transfer.target
+            yield Transfer(transfer.file, source, low, high - low)
+        return
     loops = [(count, step) for count, _, step in transfer.loops]
     first = rank([*loops, (transfer.width, 1)], start - transfer.target)
     last = rank([*loops, (transfer.width, 1)], stop - transfer.target)

@@ -153,8 +153,8 @@ def test_what_is_compiled_finds_what_numpy_finds(code: str) -> None:
 
 
 @pytest.mark.parametrize("compiled", [pytest.param(True, marks=needs_compiled), False])
-@pytest.mark.parametrize("code", ["F32", "F64"])
-@pytest.mark.parametrize("span", [3, 22, 45, 270])
+@pytest.mark.parametrize("code", ["BF16", "F32", "F64"])
+@pytest.mark.parametrize("span", [3, 13, 22, 45, 270])
 def test_sums_are_exact_however_far_apart_values_are(code: str, compiled: bool, span: int) -> None:
     """Values over so many powers of two, with NaN, infinite ones, zeros and subnormal ones among them, and without."""
     random = np.random.default_rng(span)
@@ -168,6 +168,23 @@ def test_sums_are_exact_however_far_apart_values_are(code: str, compiled: bool, 
             found = tallied(codes, code, 77, [5000], offset, compiled=compiled)
             assert same(found.found(), expected(numbers(codes, code)))
             assert found.channels().tolist() == largest(numbers(codes, code), 77)
+
+
+@needs_compiled
+@pytest.mark.parametrize("code", ["BF16", "F16", "F32"])
+@pytest.mark.parametrize("rare", [0, 1, 200])
+def test_small_values_are_added_once(code: str, rare: int) -> None:
+    """The values of a few exponents are added together, from the largest on; the last of these ranges begins at the
+    smallest normal exponent, and so goes beyond where the one before ended. Few small values, and many."""
+    least = {"F16": -14}.get(code, -126)
+    random = np.random.default_rng(rare)
+    for above in (8, 12, 14, 21, 30, 43):
+        exponents = random.integers(least + above - 4, least + above, LONG)
+        exponents[random.permutation(LONG)[: rare * 3]] = random.integers(least, least + above, rare * 3)
+        values = np.ldexp(random.uniform(1, 2, LONG), np.minimum(exponents, 14 if code == "F16" else 126))
+        codes = as_codes(values * random.choice([-1.0, 1.0], LONG), code)
+        found = tallied(codes, code, 0, [5000], 0, compiled=True).found()
+        assert same(found, expected(numbers(codes, code)))
 
 
 @pytest.mark.parametrize("compiled", [pytest.param(True, marks=needs_compiled), False])

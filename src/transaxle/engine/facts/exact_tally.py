@@ -1,4 +1,4 @@
-"""Tallies of types whose codes are too many to be counted: single and double precision, and larger whole numbers.
+"""Tallies that add values up, exactly: of floating point, and of whole numbers whose codes are too many to be counted.
 
 Every sum is kept as whole numbers, each times a power of two, so it is exact until it is rounded once, at the end.
 The compiled loops add the same whole numbers in another way: see `tally.c`.
@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from transaxle.formats.dtype import numpy_dtype
 
 _ABOVE_ALL, _BELOW_ALL = (1 << 63) - 1, -1 << 63
 _LIMB = 18
@@ -113,7 +115,7 @@ class ExactType:
     """How the codes of a type are read."""
 
     code: str
-    """Name of its compiled loops."""
+    """Name of its compiled loops; in capitals, that of safetensors."""
     bits: int
     """Of an element."""
     mantissa: int
@@ -128,6 +130,11 @@ class ExactType:
     """Elements that these hold."""
     signed: bool = True
     """Whether there are negative ones."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The type of values."""
+        return numpy_dtype(self.code.upper())
 
     @property
     def size_mask(self) -> int:
@@ -153,12 +160,17 @@ class ExactType:
 
 
 EXACT_TYPES = {
-    np.dtype("<f4"): ExactType("f32", 32, 23, -149, 256, 1, 1 << 36),
-    np.dtype("<f8"): ExactType("f64", 64, 52, -1074, 2048, _TABLES, 1 << 20),
-    np.dtype("<i4"): ExactType("i32", 32, 0, 0, 2, 1, 1 << 36),
-    np.dtype("<u4"): ExactType("u32", 32, 0, 0, 2, 1, 1 << 36, signed=False),
-    np.dtype("<i8"): ExactType("i64", 64, 0, 0, 2, 1, 1 << 36),
-    np.dtype("<u8"): ExactType("u64", 64, 0, 0, 2, 1, 1 << 36, signed=False),
+    kind.dtype: kind
+    for kind in (
+        ExactType("bf16", 16, 7, -133, 256, 1, 1 << 36),
+        ExactType("f16", 16, 10, -24, 32, 1, 1 << 36),
+        ExactType("f32", 32, 23, -149, 256, 1, 1 << 36),
+        ExactType("f64", 64, 52, -1074, 2048, _TABLES, 1 << 20),
+        ExactType("i32", 32, 0, 0, 2, 1, 1 << 36),
+        ExactType("u32", 32, 0, 0, 2, 1, 1 << 36, signed=False),
+        ExactType("i64", 64, 0, 0, 2, 1, 1 << 36),
+        ExactType("u64", 64, 0, 0, 2, 1, 1 << 36, signed=False),
+    )
 }
 Loops = Callable[..., None]
 
@@ -273,7 +285,7 @@ class ExactTally:
         if not kind.mantissa:
             return float(place if kind.signed or kind.bits < 64 else place + (1 << 63))
         code = place if place >= 0 else (place & 2 * kind.size_mask + 1) ^ kind.size_mask
-        return float(np.array([code], self._word).view(f"<f{kind.bits // 8}")[0]) + 0.0
+        return float(np.array([code], self._word).view(kind.dtype)[0]) + 0.0
 
     def found(self) -> Moments:
         """See `Tally`."""
@@ -294,7 +306,7 @@ class ExactTally:
     def channels(self) -> Doubles:
         """See `Tally`."""
         largest = self._channels.largest
-        values: Doubles = (largest.view(f"<f{self._type.bits // 8}") if self._type.mantissa else largest).astype(float)
+        values: Doubles = (largest.view(self._type.dtype) if self._type.mantissa else largest).astype(float)
         return values
 
 

@@ -1,9 +1,10 @@
-/* Tallies of values: how often each code of a small type occurs, exact sums of larger types, and the largest code of each
-   channel. One call reads a block once, in pieces that stay in the first cache.
+/* Tallies of values: how often each code of a small type occurs, exact sums of floating point of 16 bits or more and of
+   larger whole numbers, and the largest code of each channel. One call reads a block once, in pieces that stay in the
+   first cache.
 
    All sums are exact: counts, whole numbers, and sums in double precision of which no addition rounds. So no order of
-   addition changes anything: exact_tally.py states the same in numpy, and the tests hold the two to the same numbers.
-   Plain C11 with vectors and whole numbers of 128 bits as gcc and clang have them; no state, no allocation. */
+   addition changes anything: tally.py and exact_tally.py state the same in numpy, and the tests hold the two to the same
+   numbers. Plain C11 with vectors and whole numbers of 128 bits as gcc and clang have them; no state, no allocation. */
 
 #include <stddef.h>
 #include <stdint.h>
@@ -20,7 +21,7 @@
    and scatters. */
 #define ALONE static __attribute__((noinline))
 
-enum { PIECE = 4096 };         /* elements looked at together */
+enum { PIECE = 4096, PIECE_16 = 1024 }; /* elements looked at together; those of 16 bits */
 enum { TABLES = 4 };           /* tables that take turns, so that equal neighbours do not wait for each other */
 
 /* ---- the largest of each channel ---- */
@@ -90,7 +91,7 @@ ALONE void count_8(const uint8_t *from, int64_t count, uint32_t *pairs) { count_
 /* `counts` has 65,536 numbers; an odd code at the end is left to the caller. `largest` is null where channels are not
    wanted. Elements may lie at any address. */
 #define CODES(bits)                                                                                                    \
-    CLONED static void largest_##bits(const uint8_t *from, int64_t count, int64_t width, int64_t at, int whole,        \
+    CLONED static void sizes_##bits(const uint8_t *from, int64_t count, int64_t width, int64_t at, int whole,          \
                                       uint32_t mask, uint32_t last, uint##bits##_t *largest) {                         \
         uint##bits##_t x[PIECE];                                                                                       \
         memcpy(x, from, (size_t)count * sizeof *x);                                                                    \
@@ -102,7 +103,7 @@ ALONE void count_8(const uint8_t *from, int64_t count, uint32_t *pairs) { count_
             int64_t here = count - first < PIECE ? count - first : PIECE;                                              \
             const uint8_t *piece = from + first * (bits / 8);                                                          \
             count_##bits(piece, here, counts);                                                                         \
-            if (largest) largest_##bits(piece, here, width, (at + first) % width, whole, mask, last, largest);         \
+            if (largest) sizes_##bits(piece, here, width, (at + first) % width, whole, mask, last, largest);           \
         }                                                                                                              \
     }
 CODES(8)
@@ -126,20 +127,21 @@ INLINE void deposit(whole *into, int64_t value, int shift) {
 }
 
 /* Codes of floating point are in the order of values once the other bits of negative ones are turned round. */
-#define PLACE(bits, code) (int##bits##_t)((code) ^ (-((code) >> (bits - 1)) >> 1))
+#define PLACE(bits, code) (int##bits##_t)((code) ^ ((uint##bits##_t)-((code) >> (bits - 1)) >> 1))
 #define WIDEN(bits)                                                                                                    \
     INLINE void widen_##bits(extremes *e, int##bits##_t least, int##bits##_t most) {                                   \
         e->most = most > e->most ? most : e->most;                                                                     \
         e->least = least < e->least ? least : e->least;                                                                \
     }
+WIDEN(16)
 WIDEN(32)
 WIDEN(64)
 
 /* Looks at a piece: zeros, the largest and the smallest value, the largest size of a finite number, and the smallest but
    0, less 1. Codes without a sign are in the order of sizes, and those with it come after them, so three extremes of
-   codes tell both. Where something is not finite, `odd` looks again. */
-#define LOOK(bits, infinity)                                                                                           \
-    CLONED static void odd_##bits(const uint##bits##_t *restrict x, int count, extremes *e, uint##bits##_t *highest) { \
+   codes tell both. Where something is not finite, `odd` looks again, and the answer is 0. */
+#define LOOK(name, bits, infinity)                                                                                     \
+    CLONED static void odd_##name(const uint##bits##_t *restrict x, int count, extremes *e, uint##bits##_t *highest) { \
         const uint##bits##_t limit = (uint##bits##_t)infinity;                                                         \
         uint##bits##_t nans = 0, infinite = 0, top = 0;                                                                \
         int##bits##_t most = INT##bits##_MIN, least = INT##bits##_MAX;                                                 \
@@ -156,31 +158,146 @@ WIDEN(64)
         e->nans += (int64_t)nans, e->infinite += (int64_t)infinite, *highest = top;                                    \
         if (least <= most) widen_##bits(e, least, most);                                                               \
     }                                                                                                                  \
-    CLONED static void look_##bits(const uint##bits##_t *restrict x, int count, extremes *e,                           \
-                                   uint##bits##_t *highest, uint##bits##_t *lowest) {                                  \
+    CLONED static int look_##name(const uint##bits##_t *restrict x, int count, extremes *e, uint##bits##_t *highest,   \
+                                  uint##bits##_t *lowest) {                                                            \
         const uint##bits##_t mask = UINT##bits##_MAX >> 1;                                                             \
         uint##bits##_t zeros = 0, top = 0, bottom = UINT##bits##_MAX, high = 0, low = UINT##bits##_MAX;                \
         int##bits##_t positive = INT##bits##_MIN;                                                                      \
         for (int j = 0; j < count; j++) {                                                                              \
-            uint##bits##_t size = x[j] & mask;                                                                         \
+            uint##bits##_t size = x[j] & mask, less = (uint##bits##_t)(size - 1);                                      \
             int##bits##_t code = (int##bits##_t)x[j];                                                                  \
             zeros += size == 0;                                                                                        \
             top = size > top ? size : top;                                                                             \
-            bottom = size - 1 < bottom ? size - 1 : bottom;                                                            \
+            bottom = less < bottom ? less : bottom;                                                                    \
             high = x[j] > high ? x[j] : high;                                                                          \
             low = x[j] < low ? x[j] : low;                                                                             \
             positive = code > positive ? code : positive;                                                              \
         }                                                                                                              \
         e->zeros += (int64_t)zeros, *highest = top, *lowest = bottom;                                                  \
         if (top >= (uint##bits##_t)infinity) {                                                                         \
-            odd_##bits(x, count, e, highest);                                                                          \
-            return;                                                                                                    \
+            odd_##name(x, count, e, highest);                                                                          \
+            return 0;                                                                                                  \
         }                                                                                                              \
         uint##bits##_t most = low > mask ? low : (uint##bits##_t)positive, least = high > mask ? high : low;           \
         widen_##bits(e, PLACE(bits, least), PLACE(bits, most));                                                        \
+        return 1;                                                                                                      \
     }
-LOOK(32, 0x7f800000)
-LOOK(64, 0x7ff0000000000000)
+LOOK(bf16, 16, 0x7f80)
+LOOK(f16, 16, 0x7c00)
+LOOK(f32, 32, 0x7f800000)
+LOOK(f64, 64, 0x7ff0000000000000)
+
+/* The largest size below another. */
+#define BELOW(bits)                                                                                                    \
+    CLONED static uint##bits##_t below_##bits(const uint##bits##_t *x, int count, uint##bits##_t limit) {              \
+        uint##bits##_t most = 0;                                                                                       \
+        for (int j = 0; j < count; j++) {                                                                              \
+            uint##bits##_t size = x[j] & UINT##bits##_MAX >> 1, lower = size & (uint##bits##_t)-(size < limit);        \
+            most = lower > most ? lower : most;                                                                        \
+        }                                                                                                              \
+        return most;                                                                                                   \
+    }
+BELOW(16)
+BELOW(32)
+
+#define LARGEST(bits)                                                                                                  \
+    CLONED static void largest_##bits(const uint##bits##_t *x, int64_t count, int64_t width, int64_t at, int whole,    \
+                                      uint##bits##_t last, uint##bits##_t *largest) {                                  \
+        const uint##bits##_t every = UINT##bits##_MAX;                                                                 \
+        if (last >= every >> 1)                                                                                        \
+            channels_##bits(x, count, width, at, whole, last == every ? last : every >> 1, every, largest);            \
+        else                                                                                                           \
+            channels_##bits(x, count, width, at, whole, every >> 1, last, largest);                                    \
+    }
+LARGEST(16)
+LARGEST(32)
+LARGEST(64)
+
+/* A piece as an array: itself where it may be read in place, else a copy, filled up with zeros. */
+#define ARRAY(word, from, here, room)                                                                                  \
+    ((size_t)(here) * sizeof(word) == sizeof room && (uintptr_t)(from) % sizeof(word) == 0                             \
+         ? (const word *)(const void *)(from)                                                                          \
+         : (memset(room, 0, sizeof room), (const word *)memcpy(room, from, (size_t)(here) * sizeof(word))))
+
+/* ---- half precision and bfloat16 ---- */
+
+enum { CHUNK = 256 }; /* elements added together */
+
+/* Add the numbers of a chunk from `bottom` to `most`, whose exponents are 21 - stored apart at most, exactly. `stored` are the
+   bits of a mantissa that are stored.
+   - Moved under exponents that make them whole numbers, in units of the last bit of the smallest, they are less than 2^22,
+     so 256 of them add up to less than 2^30.
+   - Their squares are less than 2^44, and exact in single precision, because mantissas have 11 bits at most. Adding and
+     taking away 2^45 leaves of each a multiple of 2^22, of which 256 add up to at most 2^30 of them, and the rest, less
+     than 2^22, of which they add up to less than 2^30. That holds however the processor rounds.
+   `CODE` puts sign and mantissa where single precision has them, and the exponent as it is. Where `all` numbers are known
+   to be in the range, none is looked at. */
+#define ADD_16(name, stored, CODE)                                                                                     \
+    INLINE void band_##name(const uint16_t *restrict x, int all, uint16_t bottom, uint16_t most, whole *sums,          \
+                            whole *squares) {                                                                          \
+        const int low = bottom >> stored;                                                                              \
+        const uint32_t from = CODE(bottom), span = CODE(most) - from;                                                  \
+        const uint32_t raised = (uint32_t)(127 + stored - low) << 23;                                                  \
+        int32_t sum = 0, high = 0, rest = 0;                                                                           \
+        for (int j = 0; j < CHUNK; j++) {                                                                              \
+            uint32_t code = CODE(x[j]);                                                                                \
+            code = all || (code & 0x7fffffff) - from <= span ? code + raised : 0;                                      \
+            float value, square, large;                                                                                \
+            memcpy(&value, &code, sizeof value);                                                                       \
+            square = value * value, large = square + 0x1p45f - 0x1p45f;                                                \
+            sum += (int32_t)value, high += (int32_t)(large * 0x1p-22f), rest += (int32_t)(square - large);             \
+        }                                                                                                              \
+        deposit(sums + low, sum, 0), deposit(squares + low, rest + (int64_t)high * (1 << 22), 0);                      \
+    }                                                                                                                  \
+    INLINE void subnormal_##name(const uint16_t *restrict x, whole *sums, whole *squares) {                            \
+        int32_t sum = 0, square = 0;                                                                                   \
+        for (int j = 0; j < CHUNK; j++) {                                                                              \
+            int32_t size = x[j] & 0x7fff, mantissa = size < 1 << stored ? size : 0, sign = -(int32_t)(x[j] >> 15);     \
+            sum += (mantissa ^ sign) - sign;                                                                           \
+            square += mantissa * mantissa;                                                                             \
+        }                                                                                                              \
+        deposit(sums + 1, sum, 0), deposit(squares + 1, square, 0);                                                    \
+    }                                                                                                                  \
+    INLINE uint16_t bottom_##name(uint16_t most) {                                                                     \
+        int exponent = most >> stored;                                                                                 \
+        return (uint16_t)((exponent > 21 - stored ? exponent - (21 - stored) : 1) << stored);                          \
+    }                                                                                                                  \
+    CLONED static void add_##name(const uint16_t *x, int count, uint16_t highest, uint16_t lowest, uint16_t least,     \
+                                  whole *sums, whole *squares) {                                                       \
+        const uint16_t smallest = 1 << stored, first = bottom_##name(highest);                                         \
+        for (const uint16_t *end = x + count; x < end; x += CHUNK) {                                                   \
+            if (least >= first) {                                                                                      \
+                band_##name(x, 1, first, highest, sums, squares);                                                      \
+                continue;                                                                                              \
+            }                                                                                                          \
+            if (lowest < smallest - 1) subnormal_##name(x, sums, squares);                                             \
+            for (uint16_t most = highest; most >= smallest;) {                                                         \
+                uint16_t bottom = bottom_##name(most);                                                                 \
+                band_##name(x, 0, bottom, most, sums, squares);                                                        \
+                most = lowest < bottom - 1 ? below_16(x, CHUNK, bottom) : 0;                                           \
+            }                                                                                                          \
+        }                                                                                                              \
+    }                                                                                                                  \
+    void transaxle_##name(const uint8_t *from, int64_t count, extremes *e, whole *sums, whole *squares, int64_t width, \
+                          int64_t at, uint16_t *largest) {                                                             \
+        uint16_t room[PIECE_16];                                                                                       \
+        for (int64_t first = 0; first < count; first += PIECE_16) {                                                    \
+            int here = (int)(count - first < PIECE_16 ? count - first : PIECE_16);                                     \
+            const uint16_t *x = ARRAY(uint16_t, from + first * 2, here, room);                                         \
+            uint16_t highest, lowest;                                                                                  \
+            int64_t zeros = e->zeros;                                                                                  \
+            int finite = look_##name(x, here, e, &highest, &lowest);                                                   \
+            int every = finite && e->zeros == zeros && here % CHUNK == 0;                                              \
+            add_##name(x, here, highest, lowest, every ? lowest + 1 : 0, sums, squares);                               \
+            if (largest)                                                                                               \
+                largest_16(x, here, width, (at + first) % width, 0, finite ? 0x7fff : (0x7fff >> stored << stored) - 1,\
+                           largest);                                                                                   \
+        }                                                                                                              \
+    }
+#define CODE_BF16(code) ((uint32_t)(code) << 16)
+#define CODE_F16(code) ((uint32_t)((code) & 0x7fff) << 13 | (uint32_t)((code) & 0x8000) << 16)
+ADD_16(bf16, 7, CODE_BF16)
+ADD_16(f16, 10, CODE_F16)
 
 /* ---- single precision ---- */
 
@@ -197,23 +314,24 @@ INLINE double power(int exponent) {
     return value;
 }
 
-/* Add the numbers of a piece with exponents from `top - BAND` to `top`, exactly, in double precision:
+/* Add the numbers of a piece with exponents from `top - BAND` on, up to `most`, whose exponent is `top` at most, exactly,
+   in double precision:
    - They are less than 2^(E+1), E = top - 127, and multiples of g = 2^(E-21-23), so 256 of them add up to less than
      2^(E+9) = 2^53 g: no sum of a lane rounds.
    - Squares are exact products of 24 bits each, less than 2^(2E+2) and multiples of g^2 = 2^(2E-88). Adding and taking
      away 1.5 * 2^(2E+9) leaves of each a multiple of 2^(2E-43), of which 256 add up to at most 2^(2E+10) = 2^53 of them,
      and the rest, at most 2^(2E-43), of which they add up to 2^(2E-35) = 2^53 g^2. That holds however the processor
      rounds, because the rest is what it is. */
-CLONED static void band(const uint32_t *x, int count, int top, whole *sums, whole *squares) {
+CLONED static void band(const uint32_t *x, int count, int top, uint32_t most, whole *sums, whole *squares) {
     const int low = top - BAND, twice = 2 * (top - 127);
-    const uint32_t from = (uint32_t)low << 23, span = (uint32_t)(BAND + 1) << 23;
+    const uint32_t from = (uint32_t)low << 23, span = most - from;
     const double cut = 1.5 * power(twice + 9);
     doubles sum[2] = {{0}, {0}}, high[2] = {{0}, {0}}, rest[2] = {{0}, {0}};
     for (int j = 0; j < count; j += LANES)
         for (int half = 0; half < 2; half++) {
             codes code;
             memcpy(&code, x + j + half * (LANES / 2), sizeof code);
-            code &= (codes)((code & 0x7fffffff) - from < span);
+            code &= (codes)((code & 0x7fffffff) - from <= span);
             doubles value = __builtin_convertvector((floats)code, doubles), square = value * value;
             doubles large = square + cut - cut;
             sum[half] += value, high[half] += large, rest[half] += square - large;
@@ -229,16 +347,6 @@ CLONED static void band(const uint32_t *x, int count, int top, whole *sums, whol
     deposit(sums + low, of_sum, 0), deposit(squares + low, of_rest, 0), deposit(squares + low, of_high, 45);
 }
 
-/* The largest size below another. */
-CLONED static uint32_t below(const uint32_t *x, int count, uint32_t limit) {
-    uint32_t most = 0;
-    for (int j = 0; j < count; j++) {
-        uint32_t size = x[j] & 0x7fffffff, lower = size < limit ? size : 0;
-        most = lower > most ? lower : most;
-    }
-    return most;
-}
-
 /* Subnormal numbers, which some threads are told to read as 0, are added as the whole numbers that they are. */
 CLONED static void subnormal(const uint32_t *x, int count, whole *sums, whole *squares) {
     int64_t sum = 0, square = 0;
@@ -250,21 +358,6 @@ CLONED static void subnormal(const uint32_t *x, int count, whole *sums, whole *s
     deposit(sums + 1, sum, 0), deposit(squares + 1, square, 0);
 }
 
-#define LARGEST(bits)                                                                                                  \
-    CLONED static void largest_##bits(const uint##bits##_t *x, int64_t count, int64_t width, int64_t at, int whole,    \
-                                      uint##bits##_t last, uint##bits##_t *largest) {                                  \
-        const uint##bits##_t every = UINT##bits##_MAX;                                                                 \
-        channels_##bits(x, count, width, at, whole, last == every ? last : every >> 1, last, largest);                 \
-    }
-LARGEST(32)
-LARGEST(64)
-
-/* A piece as an array: itself where it may be read in place, else a copy, filled up with zeros. */
-#define ARRAY(word, from, here, room)                                                                                  \
-    ((here) == PIECE && (uintptr_t)(from) % sizeof(word) == 0                                                          \
-         ? (const word *)(const void *)(from)                                                                          \
-         : (memset(room, 0, sizeof room), (const word *)memcpy(room, from, (size_t)(here) * sizeof(word))))
-
 /* `sums` and `squares` have a number for each exponent of the last bit, of which 0 is not used: sums[b] counts
    2^(b - 150), squares[b] counts its square. They hold 2^36 elements. */
 void transaxle_f32(const uint8_t *from, int64_t count, extremes *e, whole *sums, whole *squares, int64_t width,
@@ -274,15 +367,15 @@ void transaxle_f32(const uint8_t *from, int64_t count, extremes *e, whole *sums,
         int here = (int)(count - first < PIECE ? count - first : PIECE);
         const uint32_t *x = ARRAY(uint32_t, from + first * 4, here, room);
         uint32_t highest, lowest;
-        look_32(x, here, e, &highest, &lowest);
+        int finite = look_f32(x, here, e, &highest, &lowest);
         if (lowest < 0x7fffff) subnormal(x, here, sums, squares);
         while (highest >= 0x800000) {
             int top = (int)(highest >> 23) > BAND ? (int)(highest >> 23) : BAND + 1;
             uint32_t bottom = (uint32_t)(top - BAND) << 23;
-            band(x, (here + LANES - 1) / LANES * LANES, top, sums, squares);
-            highest = lowest < bottom - 1 ? below(x, here, bottom) : 0;
+            band(x, (here + LANES - 1) / LANES * LANES, top, highest, sums, squares);
+            highest = lowest < bottom - 1 ? below_32(x, here, bottom) : 0;
         }
-        if (largest) largest_32(x, here, width, (at + first) % width, 0, 0x7f7fffff, largest);
+        if (largest) largest_32(x, here, width, (at + first) % width, 0, finite ? 0x7fffffff : 0x7f7fffff, largest);
     }
 }
 
@@ -307,7 +400,7 @@ void transaxle_f64(const uint8_t *from, int64_t count, extremes *e, whole *sums,
         int here = (int)(count - first < PIECE ? count - first : PIECE);
         const uint64_t *x = ARRAY(uint64_t, from + first * 8, here, room);
         uint64_t highest, lowest;
-        look_64(x, here, e, &highest, &lowest);
+        look_f64(x, here, e, &highest, &lowest);
         mantissas(x, here, sums, squares);
         if (largest) largest_64(x, here, width, (at + first) % width, 0, 0x7fefffffffffffff, largest);
     }
