@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -40,6 +41,7 @@ _LISTING = (
 """Modules that help needs no more."""
 _OF_WORKERS = ("transaxle.engine.distribute", "secrets")
 """Modules that only work of several processes needs."""
+BLAS = "OPENBLAS_NUM_THREADS"
 COMMANDS = {
     "--help": (("--help",), (*NEVER, *_READING, *_LISTING)),
     "ls": (("ls", "ck"), (*NEVER, *_READING)),
@@ -71,6 +73,25 @@ def test_a_command_imports_what_it_needs(words: tuple[str, ...], unneeded: tuple
     found = [name for name in seen["modules"] if any(name == each or name.startswith(f"{each}.") for each in unneeded)]
     assert found == []
     assert seen["tables"] in (None, 1)
+
+
+@pytest.mark.parametrize(("said", "kept"), [({}, "1"), ({BLAS: "3"}, "3")])
+def test_the_program_alone_limits_the_threads_of_numpy(said: dict[str, str], kept: str, tmp_path: Path) -> None:
+    """Whoever said how many there are is heard, and a caller's process is left as it is."""
+    tiny(tmp_path / "ck")
+    script = f"""if True:
+        import os, sys
+        from transaxle.cli import main
+        before = os.environ.get({BLAS!r})
+        main(["ls", "ck"])
+        assert os.environ.get({BLAS!r}) == before
+        sys.argv = ["transaxle", "ls", "ck"]
+        main()
+        sys.stderr.write(os.environ[{BLAS!r}])"""
+    environment = {name: value for name, value in os.environ.items() if name != BLAS} | said
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    assert done.stderr == kept
 
 
 def test_more_families_are_no_more_tables_to_read(monkeypatch: pytest.MonkeyPatch) -> None:

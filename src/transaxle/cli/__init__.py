@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from collections.abc import Sequence
 
@@ -23,6 +24,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         stopped by SIGTERM and SIGHUP.
     """
     start_clock()
+    if arguments is None:
+        # numpy's algebra has a thread for each core from its import on, which spins before it sleeps: a quarter of what
+        # the import takes. Nothing here multiplies matrices with it.
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     thresholds = gc.get_threshold()
     gc.set_threshold(_NEW_OBJECTS, *thresholds[1:])
     try:

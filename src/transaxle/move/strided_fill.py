@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from math import prod
+from math import gcd, prod
 from typing import Any
 
 import numpy as np
@@ -168,12 +168,11 @@ def scatter(held: Bytes, transfer: Transfer, out: Bytes, at: int) -> None:
         return
     if width in _WORDS and len(transfer.loops) > 1 and transposed(held, out, at, width, transfer.loops):
         return
-    steps = [at, width, *(value for _, source, target in transfer.loops for value in (source, target))]
-    # Every offset, width and step must be a multiple of the word; then numpy moves 8 bytes at a time instead of one.
-    word = next(size for size in (8, 4, 2, 1) if all(step % size == 0 for step in steps))
     shape = [count for count, _, _ in transfer.loops]
     sources = [source for _, source, _ in transfer.loops]
     targets = [target for _, _, target in transfer.loops]
+    # Every offset, width and step is a multiple of the word; then numpy moves 8 bytes at a time instead of one.
+    word = gcd(8, at, width, *sources, *targets)
     if width > word:
         shape.append(width // word)
         sources.append(word)

@@ -366,8 +366,11 @@ def write_at(fd: int, octets: memoryview, offset: int, file: str) -> None:
     """
     written = 0
     while written < octets.nbytes:
-        with _as_storage_error(f"writing {octets.nbytes - written} bytes at offset {offset + written}", file):
+        try:
             written += os.pwrite(fd, octets[written:], offset + written) or _nothing_written()
+        except OSError as error:
+            doing = f"writing {octets.nbytes - written} bytes at offset {offset + written}"
+            raise failed(error, doing, file) from error
 
 
 def _nothing_written() -> int:

@@ -9,8 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from io import BytesIO
 from threading import Lock
 from typing import Protocol, TypeVar
@@ -294,6 +293,23 @@ class _Handle(msgspec.Struct):
     """Whether to close it when the last user is done."""
 
 
+class _Use:
+    """A descriptor in use; a class, as every read and write takes one, and a generator costs more than the call."""
+
+    __slots__ = ("_handle", "_handles", "_name")
+
+    def __init__(self, handles: Handles, name: str) -> None:
+        self._handles = handles
+        self._name = name
+
+    def __enter__(self) -> int:
+        self._handle = self._handles.acquire(self._name)
+        return self._handle.fd
+
+    def __exit__(self, *_: object) -> None:
+        self._handles.release(self._name, self._handle)
+
+
 class Handles:
     """Open file descriptors by name: shared by threads, and closed when too many are idle.
 
@@ -312,14 +328,9 @@ class Handles:
         self._open: OrderedDict[str, _Handle] = OrderedDict()
         self._closed = False
 
-    @contextmanager
-    def use(self, name: str) -> Iterator[int]:
+    def use(self, name: str) -> _Use:
         """Give the descriptor of a file, opened if need be; it stays open at least until the block ends."""
-        handle = self._acquire(name)
-        try:
-            yield handle.fd
-        finally:
-            self._release(name, handle)
+        return _Use(self, name)
 
     def drop(self, name: str) -> None:
         """Close a file's descriptor now, or as soon as its last user is done."""
@@ -335,7 +346,8 @@ class Handles:
             while self._open:
                 self._retire(*self._open.popitem(last=False))
 
-    def _acquire(self, name: str) -> _Handle:
+    def acquire(self, name: str) -> _Handle:
+        """Return the descriptor of a file, which stays open until it is released."""
         with self._lock:
             if self._closed:
                 raise ValueError(f"{name}: the checkpoint is closed; open it again to read from it")
@@ -349,14 +361,15 @@ class Handles:
                 handle.users += 1
             return handle
 
-    def _release(self, name: str, handle: _Handle) -> None:
+    def release(self, name: str, handle: _Handle) -> None:
+        """Let a descriptor go."""
         with self._lock:
             handle.users -= 1
             if handle.users:
                 return
             if handle.dropped:
                 self._closer(name, handle.fd)
-            else:
+            elif len(self._open) > self._limit:
                 self._evict()
 
     def _evict(self) -> None:
