@@ -52,16 +52,15 @@ def serving_s3() -> Iterator[str]:
 
 def _read_once() -> None:
     """Keep what clients read about S3: megabytes of JSON, for each of the hundreds that the tests make."""
-    from botocore.loaders import JSONFileLoader
-
-    read, found = JSONFileLoader.load_file, dict[str, Any]()
+    loader: Any = pytest.importorskip("botocore.loaders").JSONFileLoader
+    read, found = loader.load_file, dict[str, Any]()
 
     def load_file(self: Any, file_path: str) -> Any:
         if file_path not in found:
             found[file_path] = read(self, file_path)
         return found[file_path]
 
-    JSONFileLoader.load_file = load_file
+    loader.load_file = load_file
 
 
 @pytest.fixture(scope="session")

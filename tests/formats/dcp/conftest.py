@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.formats.dcp.peers.processes import start
+from tests.formats.dcp.peers.world import run
 
 Saved = Callable[[int], Path]
 """World size -> folder with what was saved at it."""
@@ -30,7 +31,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
             if not (folder / _DONE).exists():
                 shutil.rmtree(folder, ignore_errors=True)
                 folder.mkdir()
-                start("tests.formats.dcp.peers.world", world, folder)
+                start(run, world, folder)
                 (folder / _DONE).touch()
         return folder
 

@@ -1,13 +1,11 @@
-"""What plain torch reads of ours: run as a process, this loads a checkpoint on every rank and holds it to the truth.
+"""What plain torch reads of ours: each rank loads a checkpoint and holds it to the truth.
 
-`python -m tests.formats.dcp.peers.loading WORLD FOLDER` loads `FOLDER/checkpoint` twice: into whole tensors, and into
-DTensors cut along their first dim, their last, and both ways over a mesh of two dims. It exits with 0 if every element
-on every rank is that of `FOLDER/truth.pt`.
+`run` loads `checkpoint` of a folder twice: into whole tensors, and into DTensors cut along their first dim, their last,
+and both ways over a mesh of two dims. Every element on every rank must be that of `truth.pt`.
 """
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,6 @@ import torch
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Shard
-from torch.multiprocessing.spawn import start_processes
 
 from tests.formats.dcp.peers.world import CHECKPOINT, TRUTH, group, line, local, octets
 
@@ -53,7 +50,3 @@ def run(rank: int, world: int, folder: str) -> None:
             load(given, checkpoint_id=target)
             for name, tensor in wanted.items():
                 assert octets(given[name].to_local()) == octets(tensor.to_local()), (name, placements)
-
-
-if __name__ == "__main__":
-    start_processes(run, (int(sys.argv[1]), sys.argv[2]), nprocs=int(sys.argv[1]), start_method="fork")

@@ -1,17 +1,30 @@
-"""Running a module of these tests as several processes."""
+"""Ranks of plain torch, in processes that have imported it before."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
-ROOT = Path(__file__).parents[4]
-_SECONDS = 300
+from torch.multiprocessing.spawn import start_processes
+
+from tests.forks import context
+
+_SECONDS = 300.0
 
 
-def start(module: str, world: int, folder: Path) -> None:
-    """Run a module that starts its own ranks; what they print is shown if one of them fails."""
-    command = [sys.executable, "-m", module, str(world), str(folder)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=_SECONDS, check=False)
-    assert done.returncode == 0, done.stderr
+def start(run: Callable[[int, int, str], None], world: int, folder: Path) -> None:
+    """Run a function on so many ranks, which it is told with the folder; the error of one that fails is raised.
+
+    Raises:
+        AssertionError: they have not ended within five minutes.
+    """
+    method = context().get_start_method()
+    ranks = start_processes(run, (world, str(folder)), world, join=False, start_method=method)
+    assert ranks is not None
+    end = time.monotonic() + _SECONDS
+    while not ranks.join(end - time.monotonic()):
+        if time.monotonic() >= end:
+            for process in ranks.processes:
+                process.kill()
+            raise AssertionError(f"{world} ranks hang")

@@ -1,13 +1,12 @@
-"""What plain torch writes: run as a process, this saves every case at one world size, with the truth beside it.
+"""What plain torch writes: ranks save every case at one world size, with the truth beside it.
 
-`python -m tests.formats.dcp.peers.world WORLD FOLDER` leaves `FOLDER/<case>/checkpoint` and `FOLDER/<case>/truth.pt`:
-the whole tensors by the names that Transaxle gives them, gathered by torch and not read from the checkpoint.
+`run` leaves `<case>/checkpoint` and `<case>/truth.pt` in a folder: the whole tensors by the names that Transaxle gives
+them, gathered by torch and not read from the checkpoint.
 """
 
 from __future__ import annotations
 
 import os
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,7 +28,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.multiprocessing.spawn import start_processes
 
 CHECKPOINT, TRUTH = "checkpoint", "truth.pt"
 STEPS = 3
@@ -358,7 +356,3 @@ def run(rank: int, world: int, folder: str) -> None:
             if rank == 0:
                 torch.save({name: tensor.detach().clone() for name, tensor in truth.items()}, place / TRUTH)
             dist.barrier()
-
-
-if __name__ == "__main__":
-    start_processes(run, (int(sys.argv[1]), sys.argv[2]), nprocs=int(sys.argv[1]), start_method="fork")
