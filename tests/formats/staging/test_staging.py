@@ -641,8 +641,9 @@ def write_until(target: Path, deadline: int, overwrite: bool, atomic: bool) -> i
 
     for name in ("open", "pwrite", "fsync", "mkdir", "rmdir", "unlink", "rename", "replace", "ftruncate"):
         setattr(os, name, dying(getattr(os, name)))
-    place_module.rename_new = dying(place_module.rename_new)
-    place_module.exchange = dying(place_module.exchange) if atomic else lambda *_: False
+    for name in ("rename_new", "exchange"):
+        counted = dying(getattr(place_module, name))
+        setattr(place_module, name, counted if atomic or name != "exchange" else lambda *_: False)
     with Staging(target, overwrite=overwrite) as work:
         work.prepare({name: len(data) for name, data in KILLED_NEW.items()})
         for at in range(0, 3000, 1000):
