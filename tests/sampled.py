@@ -26,6 +26,7 @@ LEFT: Mapping[str, Mapping[str, Sequence[str]]] = {
     },
     "live/conversion/test_killed_ranks.py": {"test_a_rank_is_killed_and_resume_goes_on": ("1-12",)},
     "live/load/test_experts.py": {
+        "test_from_the_hub": ("8-sizes0", "4-sizes1"),
         "test_experts_one_by_one_and_back": ("8-sizes0", "4-sizes1"),
         "test_to_the_hub_and_back": ("8-sizes1", "4-sizes0"),
     },
@@ -51,20 +52,37 @@ LEFT: Mapping[str, Mapping[str, Sequence[str]]] = {
     },
     "parallel/cuts/test_nvfp4_training.py": {"test_training_goes_on_at_any_degree": ("nvfp4 training, flat",)},
     "parallel/cuts/test_quantized.py": {
+        "test_codes_are_those_of_the_whole": ("float8", "mxfp8"),
         "test_training_goes_on_at_any_degree": ("float8", "float8_block", "mxfp8"),
+        "test_training_is_that_of_the_whole": ("float8", "mxfp8"),
     },
     "parallel/test_between.py": {"test_every_degree_to_every_degree": ("phi3",)},
     "parallel/test_resume.py": {"test_training_goes_on_at_any_degree": ("even-True", "llama-True", "phi3-True")},
+    "quant/modules/test_masters.py": {
+        "test_a_model_from_nothing_gives_the_same_output": (
+            "async_save-float8", "async_save-float8_block", "async_save-mxfp8", "async_save-nvfp4",
+        ),
+    },
     "quant/modules/test_resume.py": {
         "test_runs_go_on_at_any_degree": ("float8", "float8_block", "mxfp8", "nvfp4"),
     },
+    "quant/nvfp4/test_sharded.py": {"test_fsdp_trains_as_one_rank": ("2",)},
     "quant/tensor/test_bands.py": {
         "test_training_and_checkpoints_are_those_of_one_rank": (
             "float8", "float8, E5M2", "float8_block", "mxfp8", "nvfp4", "nvfp4, 16x16", "nvfp4, both ways",
             "nvfp4 training",
         ),
     },
-    "refit/test_refit.py": {"test_ten_rounds_of_two_jobs": ("config1-fsdp-hf", "config3-hsdp-bf16")},
+    "quant/tensor/test_fsdp.py": {
+        "test_checkpoints_reshard_bit_for_bit": (
+            "async-float8", "async-float8, E5M2", "async-float8_block, 1x128", "async-mxfp8", "async-nvfp4",
+            "async-nvfp4, 16x16", "async-nvfp4, both ways", "async-nvfp4, 16x16, both ways",
+        ),
+        "test_training_goes_on_where_it_was": (
+            "float8", "float8, E5M2", "float8_block, 1x128", "mxfp8", "nvfp4, 16x16", "nvfp4, 16x16, both ways",
+        ),
+    },
+    "refit/test_refit.py": {"test_rounds_of_two_jobs": ("config1-fsdp-hf", "config3-hsdp-bf16")},
     "reports/test_browser.py": {
         "test_a_page_fits_and_everyone_can_use_it": tuple(
             f"{page}-{look}"

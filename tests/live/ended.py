@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import transaxle as tx
 from transaxle.live.background import asynchronous
 
-SLOW = 2.0
+SLOW = 1.0
 """Seconds that a slow save takes."""
 _LONG = 3600.0
 

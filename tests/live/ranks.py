@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from tests.forks import context
+from tests.forks import context, fork_what_is_spawned
 from transaxle.errors import TransaxleError
 
 TIMEOUT = timedelta(minutes=10)
@@ -51,6 +51,7 @@ def _serve(rank: int, world: int, pipe: Any, timeout: timedelta) -> None:
     """Take tasks from a pipe until it closes."""
     warnings.simplefilter("ignore")
     faulthandler.enable()  # a rank that crashes says where
+    fork_what_is_spawned()
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     while True:

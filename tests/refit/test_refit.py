@@ -20,7 +20,7 @@ from tests.live.ranks import run
 from tests.live.topologies import FSDP, FSDP_TP, HSDP, LLAMA, MOE, PP, adamw, build, train
 from transaxle.torch_tensors.local_tensor import local_of
 
-ROUNDS = 10
+ROUNDS = 4
 TINY = "1MiB"
 PLANNING = (
     "axes/translation/", "axes/layout/", "engine/", "live/sharding/global_tensors.py", "live/model/source_view.py",
@@ -117,7 +117,7 @@ def _of_two_jobs(rank: int, world: int, folder: str, port: int, config: dict[str
         (LLAMA, FSDP_TP, "hf"), (MOE, FSDP, "bf16"),
     ],
 )  # fmt: skip
-def test_ten_rounds_of_two_jobs(tmp_path: Path, config: dict[str, Any], how: str, to: str) -> None:
+def test_rounds_of_two_jobs(tmp_path: Path, config: dict[str, Any], how: str, to: str) -> None:
     """A trainer and an engine that share nothing but an address; what came equals a save of the same step, loaded."""
     world = 6 if how == FSDP_TP else 4
     received = run(world, _of_two_jobs, str(tmp_path), free_port(), config, how, to)

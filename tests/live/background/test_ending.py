@@ -37,7 +37,7 @@ target, how = sys.argv[1:]
 job = tx.async_save(torch.nn.Linear(3, 2), target, to="safetensors")
 (saver, _), = asynchronous._SAVERS.values()
 os.kill(saver._process.pid, signal.SIGSTOP)
-subprocess.Popen(["sh", "-c", f"sleep 2; kill -CONT {saver._process.pid}"])
+subprocess.Popen(["sh", "-c", f"sleep 1; kill -CONT {saver._process.pid}"])
 if how == "raises":
     raise ValueError("as scripts do")
 if how == "exits":

@@ -123,7 +123,7 @@ def test_a_rank_that_is_too_slow_is_told_too(tmp_path: Path, ranks: Ranks) -> No
     _saved_afterwards(target)
 
 
-SLOW = 3.0
+SLOW = 1.5
 """Seconds by which a rank is behind, of those that the others wait."""
 
 

@@ -84,10 +84,12 @@ def learned(ranks: int, placing: Placing, monkeypatch: pytest.MonkeyPatch) -> tu
     found = threads.run(lambda world: census(tensors, world))
     assert all(each == found[0] for each in found)
     assert list(found[0]) == list(tensors)
+    shapes: list[tuple[int, ...]] = [*SHAPES]
+    held = {shape: {rank: placing(rank, ranks).held(shape)[rank] for rank in range(ranks)} for shape in shapes}
     for name, tensor in found[0].items():
         shape = tuple(tensors[name].shape)
         assert (tensor.name, tensor.shape, tensor.dtype) == (name, shape, "F32")
-        assert tensor.held == {rank: placing(rank, ranks).held(shape)[rank] for rank in range(ranks)}
+        assert tensor.held == held[shape]
     return found[-1], threads.worlds[-1].received
 
 
