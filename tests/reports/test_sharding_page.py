@@ -119,6 +119,46 @@ def test_what_is_said_of_it(tmp_path: Path) -> None:
     json.dumps(found.as_json())
 
 
+def test_where_ranks_are_on_the_mesh(tmp_path: Path) -> None:
+    """Of a mesh of 2 x 2 ranks, row by row; the other mesh has no names."""
+    found = run(4, _placed)[0][0]
+    expected = {rank: {"dp": rank // 2, "ep": rank % 2} for rank in range(4)}
+    assert found.coordinates == expected
+    path = tx.report(found, tmp_path / "page.html")
+    said = {rank: f"dp {places['dp']}, ep {places['ep']}" for rank, places in expected.items()}
+    for of in ("ranks", "held"):
+        assert {row["rank"]: row["mesh"] for row in table(data(path), of)} == said
+    told = json.loads(json.dumps(found.as_json()))["coordinates"]
+    assert {
+        int(rank): ", ".join(f"{name} {at}" for name, at in places.items()) for rank, places in told.items()
+    } == said
+    figures = data(path)["figures"]
+    notes = figures["map"]["data"]["notes"], figures["ranks"]["data"]["series"][0]["notes"]
+    assert notes == ([said[rank] for rank in range(4)],) * 2
+
+
+def _ambiguous(rank: int, world: int) -> Any:
+    """A name that two meshes give to different dims."""
+    one = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    other = init_device_mesh("cpu", (4,), mesh_dim_names=("ep",))
+    return tx.sharding(
+        {
+            "one": distribute_tensor(torch.zeros(4, 4), one, [Replicate(), Shard(0)], src_data_rank=None),
+            "other": distribute_tensor(torch.zeros(4, 4), other, [Shard(0)], src_data_rank=None),
+        }
+    )
+
+
+def test_an_ambiguous_place_is_not_told(tmp_path: Path) -> None:
+    found = run(4, _ambiguous)[0]
+    assert found.coordinates == {rank: {"dp": rank // 2} for rank in range(4)}
+    unknown = run(4, _module)[0][0]
+    assert unknown.coordinates == unknown.as_json()["coordinates"] == {}
+    page = data(tx.report(unknown, tmp_path / "page.html"))
+    assert all("mesh" not in row for row in table(page, "ranks"))
+    assert page["figures"]["map"]["data"]["notes"] == [""] * 4
+
+
 def test_tied_weights_count_once(tmp_path: Path) -> None:
     found = run(4, _module)[0][0]
     assert found.aliases == {"2.weight": "0.weight"}

@@ -82,6 +82,21 @@ def _groups(sharding: Sharding) -> list[_Group]:
     return [_Group(name, tensors) for name, tensors in by_name.items()]
 
 
+def _place(sharding: Sharding, rank: int) -> str:
+    """Return where a rank is on the meshes' named dims: `dp 0, tp 1`; empty where that is not known."""
+    return ", ".join(f"{name} {place}" for name, place in sharding.coordinates.get(rank, {}).items())
+
+
+def _mesh(sharding: Sharding) -> tuple[Column, ...]:
+    """Return the column of what `_place` says, where anything is known."""
+    return (Column("mesh"),) if sharding.coordinates else ()
+
+
+def _places(sharding: Sharding, rank: int) -> tuple[str, ...]:
+    """Return its value for a rank."""
+    return (_place(sharding, rank),) if sharding.coordinates else ()
+
+
 def _notices(sharding: Sharding) -> Iterator[tuple[str, str]]:
     held = sharding.rank_bytes
     empty = [rank for rank, count in held.items() if not count]
@@ -133,6 +148,7 @@ def _map(sharding: Sharding, groups: Sequence[_Group]) -> Section:
         "columns": [str(rank) for rank in ranks],
         "rows": [group.name for group in shown],
         "across": "rank",
+        "notes": [_place(sharding, rank) for rank in ranks],
         "measures": [
             {"title": "Share of the tensors", "kind": "share", **shades(measured[0], "{:.4g} %", 100)},
             {"title": "Ranks with the same part", "kind": "number", **shades(measured[1], "{:.4g}", 1)},
@@ -148,23 +164,29 @@ def _map(sharding: Sharding, groups: Sequence[_Group]) -> Section:
         text += f" The figure has the largest {len(shown)} rows and the first {len(ranks)} ranks; the tables have all."
     label = f"Map of {plural(len(shown), 'kind')} of tensors on {plural(len(ranks), 'rank')}; a table has its numbers."
     heads = (
-        Column("tensors", "name"), Column("rank"), Column("bytes", "bytes"), Column("share of them", "number"),
-        Column("ranks with the same", "number"),
+        Column("tensors", "name"), Column("rank"), *_mesh(sharding), Column("bytes", "bytes"),
+        Column("share of them", "number"), Column("ranks with the same", "number"),
     )  # fmt: skip
     rows = [
-        (group.name, rank, count, count / group.nbytes, copies)
+        (group.name, rank, *_places(sharding, rank), count, count / group.nbytes, copies)
         for group in groups
         for rank, (count, copies) in sorted(group.held().items())
     ]
-    table = capped("held", "What each rank holds", heads, rows, 2)
+    table = capped("held", "What each rank holds", heads, rows, 2 + len(_mesh(sharding)))
     return Section("map", "Who holds what", text, Figure("heat", label, data), (table,))
 
 
 def _ranks(sharding: Sharding) -> Section:
     held = sharding.rank_bytes
     mean = sum(held.values()) / len(held) if held else 0.0
-    rows = [(rank, count, count, count / mean - 1 if mean else 0.0) for rank, count in held.items()]
-    columns = Column("rank"), Column("bytes", "bytes"), Column("share", "share"), Column("above the mean", "number")
+    rows = [
+        (rank, *_places(sharding, rank), count, count, count / mean - 1 if mean else 0.0)
+        for rank, count in held.items()
+    ]
+    columns = (
+        Column("rank"), *_mesh(sharding), Column("bytes", "bytes"), Column("share", "share"),
+        Column("above the mean", "number"),
+    )  # fmt: skip
     data = {
         "series": [
             {
@@ -172,6 +194,7 @@ def _ranks(sharding: Sharding) -> Section:
                 "kind": "bytes",
                 "of": "bytes",
                 "bars": [(str(rank), count) for rank, count in held.items()],
+                "notes": [_place(sharding, rank) for rank in held],
             }
         ]
     }

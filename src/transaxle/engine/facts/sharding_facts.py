@@ -67,6 +67,8 @@ class Sharding:
     """Its tensors; one that has several names is here once."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Further names of a tensor -> the one under which it is in `tensors`."""
+    coordinates: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
+    """Rank -> named dim of the tensors' meshes -> where the rank is along it; ranks on none are absent."""
 
     @property
     def nbytes(self) -> int:
@@ -121,6 +123,7 @@ class Sharding:
             "imbalance": self.imbalance,
             "spare_bytes": self.spare_bytes,
             "aliases": dict(self.aliases),
+            "coordinates": {str(rank): dict(places) for rank, places in self.coordinates.items()},
             "tensors": [
                 {
                     "name": tensor.name,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from transaxle.engine.facts.sharding_facts import HeldTensor, Sharding
@@ -45,6 +46,29 @@ def sharding(state: State, *, group: Ranks | None = None) -> Sharding:
             else:
                 aliases[name] = first
     everything = census(own, world)
-    told = world.pool(lambda: aliases)
+    told = world.pool(lambda: (aliases, _coordinates(own.values())))
+    meshes = dict(zip(world.ranks, (places for _, places in told), strict=True))
+    aliases = {name: to for each, _ in told for name, to in each.items()}
     held = tuple(HeldTensor(each.name, each.dtype, each.shape, each.held) for each in everything.values())
-    return Sharding(tuple(world.ranks), held, {name: to for each in told for name, to in each.items()})
+    return Sharding(tuple(world.ranks), held, aliases, _without_ambiguous(meshes))
+
+
+def _coordinates(tensors: Iterable[torch.Tensor]) -> dict[str, set[int]]:
+    """Return where this rank is along each named dim of the tensors' meshes; several places where meshes disagree."""
+    found: dict[str, set[int]] = {}
+    meshes = {id(mesh): mesh for tensor in tensors if (mesh := getattr(tensor, "device_mesh", None)) is not None}
+    for mesh in meshes.values():
+        names, places = mesh.mesh_dim_names, mesh.get_coordinate()
+        for name, place in zip(names, places, strict=True) if names and places else ():
+            found.setdefault(name, set()).add(place)
+    return found
+
+
+def _without_ambiguous(told: Mapping[int, Mapping[str, Collection[int]]]) -> dict[int, dict[str, int]]:
+    """Leave out dims whose name means different places on different meshes, on all ranks."""
+    ambiguous = {name for places in told.values() for name, each in places.items() if len(each) > 1}
+    found = {
+        rank: {name: place for name, (place, *_) in places.items() if name not in ambiguous}
+        for rank, places in told.items()
+    }
+    return {rank: places for rank, places in found.items() if places}

@@ -33,10 +33,12 @@ window.maps = ({ COLOURS, INK, chart, charts, count, css, cut, element, ending, 
     return { made, press: (chosen) => made.forEach((each, at) => each.setAttribute("aria-pressed", String(at === chosen))) };
   };
 
+  const noted = (notes, at) => (notes && notes[at] ? " (" + notes[at] + ")" : "");
+
   // --- cells in rows and columns, coloured by one of several measures; a cell in a state has no colour of a measure
 
   function heat(host, figure) {
-    const { columns, rows, across, measures, states, cells } = figure.data;
+    const { columns, rows, across, notes, measures, states, cells } = figure.data;
     let chosen = 0;
     const area = element("div", { class: "chart" }), legend = element("ul", { class: "legend" });
     const { made, press } = choices(measures.map((each) => each.title), choose);
@@ -89,7 +91,7 @@ window.maps = ({ COLOURS, INK, chart, charts, count, css, cut, element, ending, 
           const [column, row, state, values, lines] = cells[each[2]];
           const where = columns[column].match(/^\d+$/) ? across + " " + columns[column] : columns[column];
           const told = state ? [states[state]] : measures.map((measure, at) => measure.title + " " + WAYS[measure.kind](values[at]));
-          return [rows[row] + " / " + where, ...told, ...lines];
+          return [rows[row] + " / " + where + noted(notes, column), ...told, ...lines];
         }),
         grid: { left: room, right: 4, top: 4, bottom: 40, containLabel: false },
         xAxis: { ...axis(columns), name: across, nameLocation: "middle", nameGap: 24, nameTextStyle: { color: css("--faint"), fontSize: 11 } },
@@ -129,7 +131,7 @@ window.maps = ({ COLOURS, INK, chart, charts, count, css, cut, element, ending, 
       tooltip: tooltip(({ dataIndex: at }) => {
         const bar = series[chosen].bars[at];
         const unit = series[chosen].kind ? "" : value(bar) === 1 ? " element" : " elements";
-        return bar && [series[chosen].title + " " + range(bar), way()(value(bar)) + unit];
+        return bar && [series[chosen].title + " " + range(bar) + noted(series[chosen].notes, at), way()(value(bar)) + unit];
       }),
       grid: { left: 64, right: 8, top: 30, bottom: 42 },
       xAxis: { type: "category", data: series[chosen].bars.map(name), axisTick: { show: false }, axisLine: { lineStyle: { color: css("--line") } },
