@@ -66,6 +66,33 @@ def test_a_tensor_in_two_places_is_found_the_long_way(to: str) -> None:
     assert any(transfer.source >= 1 << 39 for transfer in found[other])
 
 
+def _all_cut(opened: Checkpoint, elsewhere: str = "") -> Checkpoint:
+    """Return the same checkpoint with each matrix in two files, as two ranks save it; one is cut at another column."""
+    entries = dict(opened.container.entries)
+    for number, (name, entry) in enumerate(entries.items()):
+        if len(entry.shape) == 2:
+            rows, columns = entry.shape
+            wide = 1 if name == elsewhere else columns // 2
+            left = Extent((0, 0), (rows, wide), "left", number << 30)
+            right = Extent((0, wide), (rows, columns - wide), "right", (number * 7 % 64) << 30)
+            entries[name] = replace(entry, extents=(left, right))
+    return Checkpoint(replace(opened.container, entries=entries), opened.settings, None, None)
+
+
+@pytest.mark.parametrize("to", DIALECTS)
+def test_tensors_that_are_cut_alike_are_alike(to: str) -> None:
+    """The folder of ranks that shard each tensor, whatever the places of the parts."""
+    opened = _all_cut(synthetic.model(LAYERS, EXPERTS))
+    assert _transfers(Source(opened.container), opened, to) == _long_way(opened, to)
+    layers = {name for name in opened.translation(to).targets if "layers." in name}
+    assert _stamped(opened, to) == layers
+    other = _all_cut(synthetic.model(LAYERS, EXPERTS), DOWN)
+    found = _transfers(Source(other.container), other, to)
+    assert found == _long_way(other, to)
+    assert found != _transfers(Source(opened.container), opened, to)
+    assert len(_stamped(opened, to) - _stamped(other, to)) == 1
+
+
 @pytest.mark.parametrize("to", DIALECTS)
 def test_a_target_with_other_sources_is_filled_from_them(to: str) -> None:
     """A target that changed its number, but not its sources, is none of those that are alike."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +16,7 @@ from transaxle.engine.copying.bitcast import Intervals
 from transaxle.engine.copying.stamps import Found, Stamps
 from transaxle.errors import Code, TransaxleError, refuse
 from transaxle.formats.catalog.catalog import Container, Entry, Extent
-from transaxle.formats.dtype import ITEM_BITS, nbytes
+from transaxle.formats.dtype import ITEM_BITS, Shape, nbytes
 from transaxle.move.endpoint import Bytes
 from transaxle.move.strided_fill import Scratch, produce
 from transaxle.move.transfer import Transfer, lower
@@ -139,8 +140,14 @@ class _AlikeStamp(NamedTuple):
 
     target: Target
     """The first of them: held, as identities of what it is made of are the key."""
+    forms: Sequence[_Form]
+    """Of each stored tensor that the target takes."""
     moves: Sequence[tuple[int, int, int, int, tuple[Loop, ...]]]
-    """Number of a stored tensor among those that the target takes, and a transfer from the beginning of that tensor."""
+    """Number of a chunk among all chunks of these tensors, and a transfer from the beginning of that chunk."""
+
+
+_Form = tuple[tuple[Shape, Shape, Shape | None], ...]
+"""The start, shape and strides of each chunk of a stored tensor: all that its transfers depend on but for its place."""
 
 
 class AlikeStamps:
@@ -148,7 +155,7 @@ class AlikeStamps:
 
     The layers of a model are filled alike, whether a target takes one expert or joins all of them: from the same places
     of the tensors that have its number. So the transfers of the first target are found the long way, and those of every
-    other follow from where its tensors begin.
+    other follow from where its tensors begin, or their chunks, if these are cut alike.
 
     Args:
         entries: the stored tensors.
@@ -161,12 +168,14 @@ class AlikeStamps:
     def filled(self, target: Target) -> tuple[Transfer, ...] | None:
         """Return the transfers that fill a target; None where they must be found the long way."""
         stamp = self._stamps.get(_key(target))
-        extents = None if stamp is None else self._extents(target)
-        if stamp is None or extents is None:
+        if stamp is None:
+            return None
+        chunks, forms = self._taken(target)
+        if forms != stamp.forms:
             return None
         return tuple(
             [
-                Transfer(extents[number].file, extents[number].offset + source, at, width, loops)
+                Transfer(chunks[number].file, chunks[number].offset + source, at, width, loops)
                 for number, source, at, width, loops in stamp.moves
             ]
         )
@@ -178,26 +187,28 @@ class AlikeStamps:
             target: a target, filled wholly.
             found: what fills it.
         """
-        key, extents = _key(target), self._extents(target)
-        if key is None or extents is None:
+        key = _key(target)
+        if key is None:
             return
-        numbers = {name: number for number, name in enumerate(name for part in target.parts for name in _names(part))}
-        moves = [
-            (numbers[name], move.source - extents[numbers[name]].offset, move.target, move.width, move.loops)
-            for name, _, move in found
-        ]
-        self._stamps[key] = _AlikeStamp(target, moves)
+        chunks, forms = self._taken(target)
+        begins = accumulate(map(len, forms), initial=0)
+        first = dict(zip((name for part in target.parts for name in _names(part)), begins, strict=False))
+        moves = []
+        for name, chunk, move in found:
+            number = first[name] + chunk
+            moves.append((number, move.source - chunks[number].offset, move.target, move.width, move.loops))
+        self._stamps[key] = _AlikeStamp(target, forms, moves)
 
-    def _extents(self, target: Target) -> list[Extent] | None:
-        """Return where the stored tensors lie that a target takes; None where one of them is in several places."""
-        extents = []
+    def _taken(self, target: Target) -> tuple[list[Extent], list[_Form]]:
+        """Return the chunks of all stored tensors that a target takes, and how each of these is cut."""
+        chunks: list[Extent] = []
+        forms: list[_Form] = []
         for part in target.parts:
             for name in _names(part):
-                entry = self._entries[name]
-                if not is_one_run(entry):
-                    return None
-                extents.append(entry.extents[0])
-        return extents
+                held = self._entries[name].extents
+                chunks += held
+                forms.append(tuple([(chunk.start, chunk.shape, chunk.strides) for chunk in held]))
+        return chunks, forms
 
 
 def _key(target: Target) -> Hashable:
