@@ -22,7 +22,7 @@ from tests.parallel.models import CONFIGS, EVEN, build, train
 from transaxle.parallel.cuts.cutting import everything
 from transaxle.torch_tensors.local_tensor import local_of
 
-STEPS, MORE = 3, 5
+STEPS, MORE = 2, 3
 WORLD = 4
 """Tensor-parallel ranks of the run that is resumed."""
 STATES = ("exp_avg", "exp_avg_sq")

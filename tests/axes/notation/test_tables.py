@@ -417,7 +417,7 @@ def test_reading_a_table_is_linear_in_its_lines(kind: str) -> None:
 
         return work
 
-    assert_linear([calls(read(count)) for count in (100, 200, 400)])
+    assert_linear([calls(read(count)) for count in (50, 100, 200)])
 
 
 def test_a_table_that_is_no_table_is_refused_at_its_first_line() -> None:

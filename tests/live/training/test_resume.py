@@ -36,7 +36,7 @@ from tests.oracles import hub
 from transaxle.live.load.load import load
 from transaxle.live.save.save import save
 
-BEFORE, AFTER = 3, 5
+BEFORE, AFTER = 2, 3
 """Steps before the checkpoint, and after it."""
 TRUTH = "truth.safetensors"
 WAYS = [

@@ -50,10 +50,10 @@ from transaxle.torch_tensors.local_tensor import local_of
 
 kinds = pytest.mark.parametrize("kind", [kind for kind, quantizer in SIX.items() if not quantizer.multiplies_codes])
 """Those whose products change by roundings where they are cut; of the others see `tests/quant/nvfp4`."""
-STEPS = 3
+STEPS = 2
 WHOLE = "whole"
 ONCE, TRAINED = 2e-5, 1e-3
-"""Largest differences, in units of the largest value of the tensor: some roundings of fp32, and what three steps of
+"""Largest differences, in units of the largest value of the tensor: some roundings of fp32, and what two steps of
 AdamW make of them, where a rounding may turn into another code."""
 _ALIGNED = {
     **SIZES, "vocab_size": 512, "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 1,
