@@ -26,6 +26,9 @@ LEFT: Mapping[str, Mapping[str, Sequence[str]]] = {
     },
     "live/conversion/test_killed_ranks.py": {"test_a_rank_is_killed_and_resume_goes_on": ("1-12",)},
     "live/load/test_experts.py": {
+        "test_a_cut_through_gate_and_up_gives_one_to_each_half": (
+            "4-sizes1-step3p5", "8-sizes0-step3p5", "4-sizes0-qwen3_moe", "8-sizes1-qwen3_moe",
+        ),
         "test_from_the_hub": ("8-sizes0", "4-sizes1"),
         "test_experts_one_by_one_and_back": ("8-sizes0", "4-sizes1"),
         "test_to_the_hub_and_back": ("8-sizes1", "4-sizes0"),
@@ -80,6 +83,10 @@ LEFT: Mapping[str, Mapping[str, Sequence[str]]] = {
         ),
         "test_training_goes_on_where_it_was": (
             "float8", "float8, E5M2", "float8_block, 1x128", "mxfp8", "nvfp4, 16x16", "nvfp4, 16x16, both ways",
+        ),
+        "test_training_is_that_of_one_rank": (
+            "2-float8", "2-float8, E5M2", "2-float8_block", "2-float8_block, 1x128", "2-mxfp8", "2-mxfp8, both ways",
+            "2-nvfp4", "2-nvfp4, 16x16", "2-nvfp4, both ways", "2-nvfp4, 16x16, both ways",
         ),
     },
     "refit/test_refit.py": {"test_rounds_of_two_jobs": ("config1-fsdp-hf", "config3-hsdp-bf16")},
