@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.quant.kernels.test_programs import EVERY_TYPE
+
 ROOT = Path(__file__).parents[3]
 PROGRAMS = Path(__file__).with_name("test_programs.py")
 TESTS = 80
@@ -20,13 +22,14 @@ TESTS = 80
 
 
 @pytest.mark.slow
-def test_the_programs_give_the_codecs_bits_in_the_interpreter() -> None:
+@pytest.mark.parametrize("every_type", [False, pytest.param(True, marks=pytest.mark.oracle)])
+def test_the_programs_give_the_codecs_bits_in_the_interpreter(every_type: bool) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(PROGRAMS)]
     done = subprocess.run(
         command,
         cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
+        env={**os.environ, "TRITON_INTERPRET": "1", **({EVERY_TYPE: "1"} if every_type else {})},
         capture_output=True,
         text=True,
         timeout=900,
