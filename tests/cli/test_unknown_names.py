@@ -119,3 +119,28 @@ def _renamed(folder: Path) -> None:
     """Give the tensors names that no table knows, of the same lengths: offsets stay."""
     (file,) = folder.glob("*.safetensors")
     file.write_bytes(file.read_bytes().replace(b"model.", b"frobn.").replace(b"lm_head", b"em_tail"))
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        (
+            ("convert", "src", "-out"),
+            "No such option '-out'. Options have two dashes; a path that begins so is written ./-out",
+        ),
+        (("plan", "src", "out", "-to", "dcp"), "No such option '-to'. Did you mean --to? A path that"),
+        (("report", "src", "-output", "x.html"), "No such option '-output'. Did you mean --output? A path"),
+        (("report", "src", "-out"), "No such option '-out'. Did you mean --output? A path"),
+    ],
+    ids=" ".join,
+)
+def test_options_behind_a_single_dash(transaxle: Transaxle, typed: tuple[str, ...], said: str) -> None:
+    """Without this click reads them letter by letter: `-out` as `-o ut`, a page of that name."""
+    done = transaxle(*typed)
+    assert done.code == USAGE
+    assert done.err.startswith(said)
+
+
+def test_values_that_stick_to_their_option_are_none(transaxle: Transaxle, tmp_path: Path) -> None:
+    done = transaxle("report", "missing", f"-o{tmp_path}/page.html")
+    assert done.code != USAGE

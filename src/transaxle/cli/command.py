@@ -53,7 +53,27 @@ class Command(click.Command):
         bare = {name: option.bare for option in self.params if isinstance(option, Bare) for name in option.opts}
         end = args.index("--") if "--" in args else len(args)
         words = [f"{word}={bare[word]}" if word in bare else word for word in args[:end]]
+        if not ctx.resilient_parsing:
+            self._check_dashes(ctx, words)
         return super().parse_args(ctx, [*words, *args[end:]])
+
+    def _check_dashes(self, ctx: click.Context, words: Sequence[str]) -> None:
+        """Refuse a word behind a single dash, which click would read letter by letter: `-out` as `-o ut`."""
+        options = [option for option in self.get_params(ctx) if isinstance(option, click.Option)]
+        names = [name for option in options for name in option.opts]
+        valued = {
+            name for option in options if not (option.is_flag or isinstance(option, Bare)) for name in option.opts
+        }
+        for before, word in zip(["", *words], words, strict=False):
+            name = word.partition("=")[0]
+            if len(name) < 3 or word[0] != "-" or not name[1].isalpha() or before in valued:
+                continue
+            meant = [each for each in names if each.startswith(f"-{name}")]
+            if meant or name[:2] not in names:
+                advice = f"Did you mean {' or '.join(meant)}? A" if meant else "Options have two dashes; a"
+                raise click.UsageError(
+                    f"No such option {name!r}. {advice} path that begins so is written ./{word}", ctx
+                )
 
     def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write summary, examples, usage, and options."""

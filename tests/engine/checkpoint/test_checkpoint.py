@@ -62,6 +62,15 @@ def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkpoints.write(tmp_path_factory.mktemp("engine") / "shapes", held)
 
 
+def test_tab_shows_what_users_need(tiny: Path) -> None:
+    """And nothing of it is missing: what is hidden is still there."""
+    with tx.open(tiny) as checkpoint:
+        shown = {name for name in dir(checkpoint) if not name.startswith("_")}
+        assert {"as_dialect", "dialect", "decode", "items", "path", "select", "state_dict", "stream"} <= shown
+        assert not {"bound", "catalog", "container", "settings", "targets", "translation", "view"} & shown
+        assert all(hasattr(checkpoint, name) for name in ("catalog", "container", "view"))
+
+
 def test_it_is_a_mapping(tiny: Path) -> None:
     wanted = checkpoints.tensors()
     with tx.open(tiny) as checkpoint:

@@ -27,8 +27,20 @@ _READERS = 2
 """Threads that read ahead: one waits for the disk while the other decodes."""
 
 
+_INTERNAL = {
+    "bound", "catalog", "checking", "checks", "container", "foreign", "in_part", "recognised", "reopening", "seen_as",
+    "settings", "sizes", "source", "source_of", "stored_names", "targets", "translation", "undecoded", "view",
+    "without_optimizer",
+}  # fmt: skip
+"""Attributes of a checkpoint that the engine uses, and Tab does not show."""
+
+
 class TensorSet(Mapping[str, "StoredTensor"]):
     """A mapping from names to stored tensors, from which values are read."""
+
+    def __dir__(self) -> list[str]:
+        """Return what users need, for Tab."""
+        return sorted(name for name in super().__dir__() if name not in _INTERNAL)
 
     def _repr_html_(self) -> str:
         rows = [f"  {each.name}  {each.dtype}  {list(each.shape)}" for each in islice(self.values(), _SHOWN)]
