@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import transaxle as tx
+from tests.forks import context
 from tests.oracles.deepspeed_peer.case import BY_NAME, TAG
 from transaxle.formats.deepspeed.keys import LATEST_UNIVERSAL, UNIVERSAL
 
@@ -46,11 +46,35 @@ def _converted(source: Path, target: Path) -> None:
     tx.convert(source, target, to=UNIVERSAL, sync=False)
 
 
+def to_universal(source: Path, target: Path) -> None:
+    """Convert by DeepSpeed's own tool, in a process that has imported DeepSpeed before."""
+    numbers = ["--num_extract_workers", "1", "--num_merge_workers", "1"]
+    paths = ["--input_folder", str(source / TAG), "--output_folder", str(target / TAG)]
+    said = target.with_name(f"{target.name}.said")
+    process = context().Process(target=_tool, args=(["--inject_missing_state", *numbers, *paths], said))
+    process.start()
+    process.join(120)
+    if process.exitcode is None:
+        process.kill()
+        process.join()
+    assert process.exitcode == 0, said.read_text("utf-8")[-3000:]
+
+
+def _tool(arguments: list[str], said: Path) -> None:
+    """Be the tool; what it prints goes to a file."""
+    with said.open("w") as log:
+        for stream in (1, 2):
+            os.dup2(log.fileno(), stream)
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    from deepspeed.checkpoint import ds_to_universal
+
+    sys.argv = ["ds_to_universal", *arguments]
+    ds_to_universal.main(ds_to_universal.parse_arguments())
+
+
 def _theirs(source: Path, target: Path) -> None:
     """DeepSpeed's own converter."""
-    folders = ["--input_folder", str(source / TAG), "--output_folder", str(target / TAG)]
-    tool = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", *folders, "--inject_missing_state"]
-    subprocess.run(tool, env={**os.environ, "DS_ACCELERATOR": "cpu"}, capture_output=True, check=True)
+    to_universal(source, target)
     (target / LATEST_UNIVERSAL).write_text(TAG, "utf-8")
 
 

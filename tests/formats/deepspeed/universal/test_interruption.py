@@ -57,11 +57,11 @@ def test_killed_at_any_point_it_is_the_old_one_or_the_new_one(tmp_path: Path) ->
     killed.convert(source, tmp_path / "reference", UNIVERSAL)
     (tmp_path / "work").mkdir()
     folders = [str(tmp_path / name) for name in ("source", "work", "reference", "old")]
-    command = [sys.executable, "-m", "tests.engine.killed", *folders, UNIVERSAL, "5"]
+    command = [sys.executable, "-m", "tests.engine.killed", *folders, UNIVERSAL, "7"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr
-    assert min(map(int, done.stdout.split())) > 20, "points where a child died"
+    assert min(map(int, done.stdout.split())) > 14, "points where a child died"
 
 
 @pytest.mark.parametrize("call", ["pwrite", "fsync", "ftruncate"])

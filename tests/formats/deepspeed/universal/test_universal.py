@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import transaxle as tx
 from tests.formats.deepspeed.zero.test_truth import differing
-from tests.oracles.deepspeed_peer.case import BY_NAME, FP32, STATES, STEP, TAG
+from tests.oracles.deepspeed_peer.case import BY_NAME, FP32, STATES, STEP
 from tests.oracles.deepspeed_peer.farm import Farm
+from tests.oracles.deepspeed_peer.resumes import to_universal
 from transaxle.formats.deepspeed.keys import UNIVERSAL
 from transaxle.formats.training_state.state import OPTIMIZER
 
 pytestmark = [pytest.mark.peers, pytest.mark.slow]
-
-
-def convert(source: Path, target: Path) -> None:
-    """Run ds_to_universal."""
-    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
-    numbers = ["--num_extract_workers", "1", "--num_merge_workers", "1"]
-    paths = ["--input_folder", str(source / TAG), "--output_folder", str(target / TAG)]
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, *numbers, *paths], env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
 
 
 READ = ("z1-bf16-w2", "z3-fp32-w2", "odd-z3-w4", "tp2-fused", "tp2-z3", "frozen-z3-w2", "pp2")
@@ -36,7 +22,7 @@ READ = ("z1-bf16-w2", "z3-fp32-w2", "odd-z3-w4", "tp2-fused", "tp2-z3", "frozen-
 
 @pytest.mark.parametrize("name", READ)
 def test_deepspeeds_own_are_read(farm: Farm, tmp_path: Path, name: str) -> None:
-    convert(farm.checkpoint(name), tmp_path)
+    to_universal(farm.checkpoint(name), tmp_path)
     wanted = dict(farm.truth(name, FP32))
     for state in STATES:
         wanted |= {f"{OPTIMIZER}{n}/{state}": held for n, held in farm.truth(name, state).items()}
@@ -49,7 +35,7 @@ def test_deepspeeds_own_are_read(farm: Farm, tmp_path: Path, name: str) -> None:
 
 def test_a_frozen_parameter_that_was_lost_is_named(farm: Farm, tmp_path: Path) -> None:
     """ds_to_universal keeps the first rank's part of it and ends well; we say so instead of loading half a weight."""
-    convert(farm.checkpoint("tp2-frozen-q"), tmp_path)
+    to_universal(farm.checkpoint("tp2-frozen-q"), tmp_path)
     with pytest.raises(tx.TransaxleError, match=r"q_proj.*first rank's part|first rank's part") as caught:
         tx.open(tmp_path)
     assert caught.value.code == "INCOMPLETE"
