@@ -375,7 +375,7 @@ def killed_at(points: list[int], bucket: Bucket, tmp_path: Path) -> int:
 
 @pytest.mark.slow
 def test_killed_at_any_point(bucket: Bucket, tmp_path: Path) -> None:
-    assert killed_at([3, 12, 24, 36, 42, 50], bucket, tmp_path) >= 5
+    assert killed_at([3, 24, 42, 50], bucket, tmp_path) >= 3
 
 
 @pytest.mark.oracle

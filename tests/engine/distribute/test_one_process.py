@@ -103,8 +103,8 @@ def killed_at(
 
 @pytest.mark.slow
 def test_killed_at_any_point(source: Path, wanted: dict[str, bytes], bucket: Bucket, sending: list[Part]) -> None:
-    deaths, kept = killed_at([2, 7, 13, 20, 27, 33, 38], source, wanted, bucket, sending)
-    assert deaths >= 6
+    deaths, kept = killed_at([2, 20, 28, 38], source, wanted, bucket, sending)
+    assert deaths >= 3
     assert kept > 1
 
 
