@@ -47,14 +47,14 @@ def write_pickle(value: object) -> bytes:
     """
     assembler = _Assembler()
     assembler.put(value, 0)
-    return b"".join((b"\x80\x02", *assembler.out, b"."))
+    return bytes(assembler.out + b".")
 
 
 class _Assembler:
     """Opcodes so far, and the texts and globals among them that can be referred to."""
 
     def __init__(self) -> None:
-        self.out: list[bytes] = []
+        self.out = bytearray(b"\x80\x02")
         self._memo: dict[str | Global, bytes] = {}
         """How to refer to what was written."""
         self._counted: dict[tuple[Global, tuple[int, ...]], bytes] = {}
@@ -74,19 +74,19 @@ class _Assembler:
         reference = self._memo.get(value)
         if reference is None:
             return False
-        self.out.append(reference)
+        self.out += reference
         return True
 
     def remember(self, value: str | Global) -> None:
         index = len(self._memo)
         number = b"%c" % index if index < 256 else struct.pack("<I", index)
         self._memo[value] = (b"h" if index < 256 else b"j") + number
-        self.out.append((b"q" if index < 256 else b"r") + number)
+        self.out += (b"q" if index < 256 else b"r") + number
 
     def call(self, function: Global, args: tuple[Any, ...], depth: int, *, new: bool = False) -> None:
         self.put(function, depth)
         self.put(args, depth)
-        self.out.append(b"\x81" if new else b"R")
+        self.out += b"\x81" if new else b"R"
 
     def counted(self, function: Global, counts: tuple[int, ...], depth: int) -> None:
         """Call a function with a tuple of integers; what was written before of the same call is written again."""
@@ -96,9 +96,9 @@ class _Assembler:
             begin = len(self.out)
             self.call(function, (counts,), depth)
             if not is_new:
-                self._counted[function, counts] = b"".join(self.out[begin:])
+                self._counted[function, counts] = bytes(self.out[begin:])
         else:
-            self.out.append(written)
+            self.out += written
 
     def record(self, cls: Global, fields: dict[Any, Any], depth: int) -> None:
         """Make an object that has these fields and nothing else; all but its values is put together only once."""
@@ -111,61 +111,61 @@ class _Assembler:
                 self._records[form] = self._memo[cls] + b")\x81}(", [self._memo[field] for field in fields]
             return
         head, references = written
-        self.out.append(head)
+        self.out += head
         for reference, value in zip(references, fields.values(), strict=True):
-            self.out.append(reference)
+            self.out += reference
             self.put(value, depth + 1)
-        self.out.append(b"ub")
+        self.out += b"ub"
 
     def items(self, items: Iterable[Any], opcode: bytes, depth: int) -> None:
         """Write items in batches, each between a mark and the opcode that takes them."""
         room = 0
         for item in items:
             if not room:
-                self.out.append(b"(")
+                self.out += b"("
                 room = _BATCH
             self.put(item, depth)
             room -= 1
             if not room:
-                self.out.append(opcode)
+                self.out += opcode
         if room:
-            self.out.append(opcode)
+            self.out += opcode
 
     def pairs(self, pairs: Mapping[Any, Any], depth: int) -> None:
         if not 0 < len(pairs) <= _BATCH // 2:
             self.items((part for pair in pairs.items() for part in pair), b"u", depth)
             return
-        self.out.append(b"(")
+        self.out += b"("
         for key, value in pairs.items():
             self.put(key, depth)
             self.put(value, depth)
-        self.out.append(b"u")
+        self.out += b"u"
 
 
 def _none(a: _Assembler, _value: None, _depth: int) -> None:
-    a.out.append(b"N")
+    a.out += b"N"
 
 
 def _bool(a: _Assembler, value: bool, _depth: int) -> None:
-    a.out.append(b"\x88" if value else b"\x89")
+    a.out += b"\x88" if value else b"\x89"
 
 
 def _int(a: _Assembler, value: int, _depth: int) -> None:
     if 0 <= value < 1 << 8:
-        a.out.append(b"K%c" % value)
+        a.out += b"K%c" % value
     elif 0 <= value < 1 << 16:
-        a.out.append(b"M" + struct.pack("<H", value))
+        a.out += b"M" + struct.pack("<H", value)
     elif -(1 << 31) <= value < 1 << 31:
-        a.out.append(b"J" + struct.pack("<i", value))
+        a.out += b"J" + struct.pack("<i", value)
     else:
         data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
         if len(data) > 255:
             raise ValueError(f"an integer of {len(data)} bytes")
-        a.out.append(b"\x8a%c" % len(data) + data)
+        a.out += b"\x8a%c" % len(data) + data
 
 
 def _float(a: _Assembler, value: float, _depth: int) -> None:
-    a.out.append(b"G" + struct.pack(">d", value))
+    a.out += b"G" + struct.pack(">d", value)
 
 
 def _complex(a: _Assembler, value: complex, depth: int) -> None:
@@ -176,7 +176,7 @@ def _str(a: _Assembler, value: str, _depth: int) -> None:
     if a.remembered(value):
         return
     data = value.encode("utf-8", "surrogatepass")
-    a.out.append(b"X" + struct.pack("<I", len(data)) + data)
+    a.out += b"X" + struct.pack("<I", len(data)) + data
     a.remember(value)
 
 
@@ -186,19 +186,19 @@ def _bytes(a: _Assembler, value: bytes, depth: int) -> None:
 
 def _tuple(a: _Assembler, value: tuple[Any, ...], depth: int) -> None:
     if len(value) > 3:
-        a.out.append(b"(")
+        a.out += b"("
     for item in value:
         a.put(item, depth)
-    a.out.append((b")", b"\x85", b"\x86", b"\x87")[len(value)] if len(value) <= 3 else b"t")
+    a.out += (b")", b"\x85", b"\x86", b"\x87")[len(value)] if len(value) <= 3 else b"t"
 
 
 def _list(a: _Assembler, value: list[Any], depth: int) -> None:
-    a.out.append(b"]")
+    a.out += b"]"
     a.items(value, b"e", depth)
 
 
 def _dict(a: _Assembler, value: dict[Any, Any], depth: int) -> None:
-    a.out.append(b"}")
+    a.out += b"}"
     a.pairs(value, depth)
 
 
@@ -211,7 +211,7 @@ def _ordered_map(a: _Assembler, value: OrderedMap, depth: int) -> None:
 def _state(a: _Assembler, state: object, depth: int) -> None:
     if state is not NOTHING:
         a.put(state, depth)
-        a.out.append(b"b")
+        a.out += b"b"
 
 
 def _global(a: _Assembler, value: Global, depth: int) -> None:
@@ -223,7 +223,7 @@ def _global(a: _Assembler, value: Global, depth: int) -> None:
     else:
         if "\n" in value.module or "\n" in value.name:
             raise ValueError("a line break in the name of a global")
-        a.out.append(f"c{value.module}\n{value.name}\n".encode())
+        a.out += f"c{value.module}\n{value.name}\n".encode()
     a.remember(value)
 
 
@@ -237,7 +237,7 @@ def _storage_type(a: _Assembler, value: StorageType, depth: int) -> None:
 
 def _persistent(a: _Assembler, value: Persistent, depth: int) -> None:
     a.put(value.pid, depth)
-    a.out.append(b"Q")
+    a.out += b"Q"
 
 
 def _object(a: _Assembler, value: Object, depth: int) -> None:
