@@ -26,11 +26,11 @@ from transaxle.live.background.asynchronous import SaveJob, Saver, async_save
 from transaxle.live.save.save import save
 
 WORLD = 2
-SHORT = timedelta(seconds=12)
+SHORT = timedelta(seconds=20)
 """How long ranks wait for one that hangs or was killed: nothing else tells them of it."""
 HUNG = 600.0
 """Seconds after which a test gives up; nothing that works waits for them."""
-PATIENCE = timedelta(seconds=8)
+PATIENCE = timedelta(seconds=10)
 """How long background processes wait for one that stands still."""
 KEPT = Saver.__init__.__defaults__
 OLD, NEW = 0.0, 100.0
