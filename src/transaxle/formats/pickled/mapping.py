@@ -28,7 +28,11 @@ def put(target: dict[Any, Any], flat: Sequence[Any]) -> None:
     if len(flat) % 2:
         raise malformed("a key without a value")
     expected = len(target) + len(flat) // 2
-    for at in range(0, len(flat), 2):
+    keys = flat[::2]
+    if _PLAIN.issuperset(map(type, keys)):  # the usual case
+        target.update(zip(keys, flat[1::2], strict=True))
+        keys = ()
+    for at in range(0, 2 * len(keys), 2):
         key = flat[at]
         kind = type(key)
         if kind is str or kind in _PLAIN or (kind is int and -_SMALL < key < _SMALL):

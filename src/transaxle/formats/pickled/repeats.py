@@ -8,7 +8,9 @@ negative number, a reference to what has not been built) is left to the machine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate, chain, repeat
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,34 +21,31 @@ from transaxle.formats.pickled.columns import Column, Remembered, Run, is_simple
 from transaxle.formats.pickled.descriptors import Global, Key, Object
 from transaxle.formats.pickled.fault import PickleFault
 from transaxle.formats.pickled.machine import Machine, Memo
-from transaxle.formats.pickled.records.even import EvenForm
-from transaxle.formats.pickled.records.step_operands import (
+from transaxle.formats.pickled.records.record_form import (
     GETS,
     MEMOIZE,
+    PUT,
+    PUTS,
     REFERENCE,
     TEXT,
     Operand,
+    RecordForm,
     Records,
-    operands_of,
+    form_of,
+    step_at,
 )
-from transaxle.formats.pickled.records.uneven import UnevenForm, uneven_form
 from transaxle.formats.pickled.steps import perform
 
 _FEWEST = 8
 """Records that are worth it."""
-_MANY = 64
-"""So many records of one length are read as an array at once, faster than records of several lengths are."""
 _LONGEST = 512
 """Cap on the bytes of a record."""
 _MOST_ALTERNATING = 2
 """Records of so many forms may take turns, as those of two halves do."""
 _LONGEST_WAIT = 12
 _NEW = 0x81
-_PUTS = {ord("q"): 1, ord("r"): 4}
-_PUTTING = frozenset({MEMOIZE, *_PUTS})
-_COUNTED = -1
-"""Stands for the next number of the memo."""
-_EMPTY_TUPLE, _LONG_TEXT, _SHORT_TEXT = ord(")"), ord("X"), 0x8C
+_COUNTED, _OBJECT = "counted", "object"
+_EMPTY_TUPLE = ord(")")
 _COST = 600
 """Bytes, estimated as the steps do, that an item of a text and an object takes at most, without the text."""
 _PLACEHOLDER = 2**32 - 1
@@ -96,7 +95,9 @@ class _History:
         self.of_value = of_value
         """They are values of texts: each record ends with the text of the next one."""
         self.places: list[_Place] = []
-        self.even, self.uneven = _Patience(), _Patience()
+        self.patience = _Patience()
+        self.last: _Candidate | None = None
+        """The form of the run before, if there was one."""
         self.built: dict[tuple[Any, ...], _Built | None] = {}
         """What records of one form build."""
 
@@ -137,86 +138,77 @@ def _take_alike(function: Global, machine: Machine, made: Object) -> bool:
     Returns:
         Whether there were any.
     """
-    data, memo, stack = machine.data, machine.memo, machine.stack
-    called = _call_before(data, machine.begin, memo, function)
-    if called is None:
+    memo = machine.memo
+    called = _call_before(machine.data, machine.begin, memo, function)
+    items = None if called is None else _items_at(function, machine, called[0])
+    if called is None or items is None or (memo.absent if items.numbers else items.is_counted and memo.is_numbered):
         return False
-    tail, of_class = called
-    width, last = len(tail), min(machine.limit, len(data) - _LONGEST)
-    first = at = machine.at
-    left = machine.left
-    while at < last:
-        if not memo.is_numbered and (counted := _counted_keys(data, at, last, tail, left)):  # the usual case
-            keys, at, left = counted
-            values = [each for key in keys for each in (made, key)]
-            memo.update(enumerate(values, memo.end))
-            stack[-1:] = (*values, function)
-            machine.at, machine.begin, machine.left = at, at - 1, left
-            continue
-        of_object, after = _put_at(data, at) if data[at] in _PUTTING else (None, at)
-        code = data[after]
-        if code == _SHORT_TEXT:
-            begin, length = after + 2, data[after + 1]
-        elif code == _LONG_TEXT:
-            begin, length = after + 5, int.from_bytes(data[after + 1 : after + 5], "little")
-        else:
-            break
-        left -= _COST + length
-        end = begin + length
-        if end >= last or left < 0:
-            break
-        text = data[begin:end]
-        of_text, end = _put_at(data, end)
-        if data[end : end + width] != tail or not text.isascii():
-            break
-        key = text.decode("ascii")
-        kept = ((made, of_object), (key, of_text)) if of_object is not None else ((key, of_text),)
-        if not _remembered(memo, kept, of_class):
-            break
-        stack[-1] = made
-        stack += (key, function)
-        at = machine.at = end + width
-        machine.begin, machine.left = at - 1, left
-    return machine.at > first
+    found = items.form.read(machine.data, machine.begin)
+    keys = found.texts[items.text][: int(found.ends.searchsorted(machine.limit, "right"))]
+    costs = list(accumulate(_COST + len(key) for key in keys))
+    numbers = found.columns[:, items.numbers]
+    are_apart = (numbers != called[1]).all(axis=1)  # none is remembered in place of the class
+    count = min(bisect_right(costs, machine.left), len(keys) if are_apart.all() else int(are_apart.argmin()))
+    if not count:
+        return False
+    machine.stack[-1:] = (*chain.from_iterable(zip(repeat(made, count), keys, strict=False)), function)
+    sides = (keys[:count] if kind == TEXT else repeat(made, count) for kind in items.kept)
+    kept = chain.from_iterable(zip(*sides, strict=True))
+    if items.numbers:
+        memo.update(zip(numbers[:count].ravel().tolist(), kept, strict=True))
+        memo.is_numbered = True
+    else:
+        memo.update(enumerate(kept, memo.end))
+    machine.left -= costs[count - 1]
+    machine.begin = int(found.ends[count - 1])
+    machine.at = machine.begin + 1
+    return True
 
 
-def _counted_keys(data: bytes, at: int, last: int, tail: bytes, left: int) -> tuple[list[str], int, int] | None:
-    """Return the short texts from here on that follow an object and are followed by one like it, all of which the memo
-    counts; where they end, and what is left to spend then. None if there are none.
-    """
-    keys: list[str] = []
-    begins, ends = bytes([MEMOIZE, _SHORT_TEXT]), bytes([MEMOIZE]) + tail
-    start, width = len(begins) + 1, len(ends)
-    while at < last and data.startswith(begins, at):
-        begin = at + start
-        end = begin + data[begin - 1]
-        left_then = left - _COST - (end - begin)
-        text = data[begin:end]
-        if end >= last or left_then < 0 or not data.startswith(ends, end) or not text.isascii():
-            break
-        keys.append(text.decode("ascii"))
-        at, left = end + width, left_then
-    return (keys, at, left) if keys else None
+class _Items(NamedTuple):
+    """Items that are a text and an object, read from one object to the next."""
+
+    form: RecordForm
+    text: int
+    """Column of the texts."""
+    numbers: list[int]
+    """Columns of the numbers under which the pickle remembers something."""
+    kept: tuple[str, ...]
+    """What is remembered, in order: a text (`TEXT`), or an object (`_OBJECT`)."""
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether the memo counts what is remembered."""
+        return len(self.kept) > 0 and not self.numbers
 
 
-def _remembered(memo: Memo, kept: Sequence[tuple[object, int | None]], of_class: int) -> bool:
-    """Put values into the memo; or none of them, where a step would put something else there, or in place of the class.
+def _items_at(function: Global, machine: Machine, called: bytes) -> _Items | None:
+    """Return the items of which the first object begins here; None where they are others, or remembered in two ways.
 
     Args:
-        memo: what has been built so far.
-        kept: values with their numbers.
-        of_class: number of the class.
+        function: the object's class.
+        machine: it builds the object.
+        called: the steps that fetch the class and call it.
     """
-    for _, number in kept:
-        if number is not None and (memo.is_numbered if number == _COUNTED else memo.absent or number == of_class):
-            return False
-    if len(kept) > 1 and len({number == _COUNTED for _, number in kept if number is not None}) > 1:
-        return False
-    for value, number in kept:
-        if number is not None:
-            memo[memo.end if number == _COUNTED else number] = value
-            memo.is_numbered = number != _COUNTED
-    return True
+    data, begin = machine.data, machine.begin
+    put_of_object, at = _put_at(data, begin + 1)
+    text = step_at(data, at)
+    if text is None or text[0] != TEXT:
+        return None
+    put_of_text, end = _put_at(data, text[2])
+    puts = {_OBJECT: put_of_object, TEXT: put_of_text}
+    if {PUT, _COUNTED} <= {*puts.values()}:
+        return None
+    forms: dict[Any, _Items] = machine.histories.setdefault(function, {})
+    key = called, put_of_object, put_of_text
+    if key not in forms:
+        columns = [*([PUT] if put_of_object == PUT else []), TEXT, *([PUT] if put_of_text == PUT else [])]
+        counted = [bytes([MEMOIZE]) if put == _COUNTED else b"" for put in puts.values()]
+        pieces = called[-1:] + counted[0], *([b""] * (len(columns) - 1)), counted[1] + called[:-1]
+        form = RecordForm(data[begin:end] + called[:-1], [Operand(0, 0, 0, kind) for kind in columns], pieces)
+        numbers = [column for column, kind in enumerate(columns) if kind == PUT]
+        forms[key] = _Items(form, columns.index(TEXT), numbers, tuple(kind for kind, put in puts.items() if put))
+    return forms[key]
 
 
 def _call_before(data: bytes, here: int, memo: Memo, function: Global) -> tuple[bytes, int] | None:
@@ -232,13 +224,12 @@ def _call_before(data: bytes, here: int, memo: Memo, function: Global) -> tuple[
     return None
 
 
-def _put_at(data: bytes, at: int) -> tuple[int | None, int]:
-    """Return the number under which a step puts something into the memo, and where the next step is."""
-    code = data[at]
+def _put_at(data: bytes, at: int) -> tuple[str, int]:
+    """Return how a step puts something into the memo, as `PUT` or `_COUNTED`, empty for others, and where it ends."""
+    code = data[at] if at < len(data) else -1
     if code == MEMOIZE:
         return _COUNTED, at + 1
-    width = _PUTS.get(code)
-    return (None, at) if width is None else (int.from_bytes(data[at + 1 : at + 1 + width], "little"), at + 1 + width)
+    return (PUT, at + 1 + PUTS[code]) if code in PUTS else ("", at)
 
 
 def _as_element(machine: Machine, run: Run) -> None:
@@ -297,88 +288,77 @@ def _is_part(machine: Machine, kind: type, *, of_value: bool = False) -> bool:
 class _Candidate(NamedTuple):
     """A form of which a run may begin."""
 
-    before: _Place
-    """Where a record of it began that was done step by step."""
-    form: EvenForm | UnevenForm
+    form: RecordForm
     known: Mapping[int, Any]
     """What the record refers to that is the same in all of them."""
-    least: int = _FEWEST
-    """So many records are worth it."""
+    height: int
+    """Values that a record puts on the stack."""
+    cost: int
+    """Bytes, estimated, that a record takes."""
 
 
 def _run_at(function: Global, machine: Machine, history: _History, place: _Place) -> Run | None:
     """Return the run that begins here, and let the machine go on after it; None if there is none."""
-    even = _even_candidates(machine, history, place)
-    for each in even:
-        run = _run_of(function, machine, history, place, each._replace(least=_MANY))
+    last, history.last = history.last, None
+    if last is not None and _is_still_known(last, machine):  # a step of its own may have come between the records
+        run = _run_of(function, machine, history, last)
         if run is not None:
-            history.even.attempt(succeeded=True)
             return run
-    for each in (*_uneven_candidates(machine, history, place), *even):
-        run = _run_of(function, machine, history, place, each)
+    for candidate in _candidates(machine, history, place):
+        run = _run_of(function, machine, history, candidate)
         if run is not None:
-            (history.even if type(each.form) is EvenForm else history.uneven).attempt(succeeded=True)
+            history.patience.attempt(succeeded=True)
             return run
     return None
 
 
-def _even_candidates(machine: Machine, history: _History, place: _Place) -> list[_Candidate]:
-    """Return the forms of records as long as those before; an attempt has failed until somebody says otherwise."""
+def _is_still_known(candidate: _Candidate, machine: Machine) -> bool:
+    """Tell whether a record of this form may begin here, and what it refers to is still the same."""
+    known, memo = candidate.known, machine.memo
+    return candidate.form.begins(machine.data, machine.begin) and all(
+        memo.get(reference, memo) is value for reference, value in known.items()
+    )
+
+
+def _candidates(machine: Machine, history: _History, place: _Place) -> Iterator[_Candidate]:
+    """Yield the forms of records like those before; an attempt has failed until somebody says otherwise."""
     data, here = machine.data, place.begin
-    found: list[_Candidate] = []
-    for before in reversed(history.places):
-        length = here - before.begin
-        ahead = data[here + length : here + length + 3]
-        if before.depth != place.depth or length > _LONGEST or ahead != data[here : here + 3]:
-            continue
-        if not found and not history.even.is_over():
-            return []
-        record, known = data[before.begin : here], dict[int, Any]()
-        operands = operands_of(record, data[here : here + length], machine.memo, known)
-        if operands and all(_is_harmless(value, machine) for value in known.values()):
-            found.append(_Candidate(before, EvenForm(record, operands), known))
-    if len(history.places) == _MOST_ALTERNATING:
-        history.even.attempt(succeeded=False)
-    return found
+    places = [before for before in reversed(history.places) if before.depth == place.depth]
+    if not places or not history.patience.is_over():
+        return
+    history.patience.attempt(succeeded=False)
+    for before in places:
+        known: dict[int, Any] = {}
+        record = data[before.begin : here]
+        form = form_of(record, data, here, machine.memo, known) if len(record) <= _LONGEST else None
+        if form is not None and all(_is_harmless(value, machine) for value in known.values()):
+            yield _Candidate(form, known, place.height - before.height, before.left - place.left)
 
 
-def _uneven_candidates(machine: Machine, history: _History, place: _Place) -> list[_Candidate]:
-    """Return the form of the record before this one, if it allows for longer and shorter ones; otherwise as above."""
-    before = history.places[-1] if history.places else place
-    length = place.begin - before.begin
-    if before.depth != place.depth or not 0 < length <= _LONGEST or not history.uneven.is_over():
-        return []
-    history.uneven.attempt(succeeded=False)
-    known: dict[int, Any] = {}
-    form = uneven_form(machine.data[before.begin : place.begin], machine.data, place.begin, machine.memo, known)
-    is_one = form is not None and all(_is_harmless(value, machine) for value in known.values())
-    return [_Candidate(before, form, known)] if is_one and form is not None else []
-
-
-def _run_of(function: Global, machine: Machine, history: _History, place: _Place, candidate: _Candidate) -> Run | None:
+def _run_of(function: Global, machine: Machine, history: _History, candidate: _Candidate) -> Run | None:
     """Return the run of a form, and let the machine go on after it; None if there is none.
 
     Args:
         function: what is called first.
         machine: it is where the run would begin.
         history: what was found before.
-        place: where the run would begin.
         candidate: the form.
     """
-    before, form, known, least = candidate
-    found = form.read(machine.data, place.begin)
+    form, known, height, cost = candidate
+    found = form.read(machine.data, machine.begin)
     count = _referable(found.columns, form.operands, machine.memo)
-    built = _what_is_built(function, machine, history, form, known) if count >= least else None
-    if built is None or len(built.values) != place.height - before.height:
+    built = _what_is_built(function, machine, history, form, known) if count >= _FEWEST else None
+    if built is None or len(built.values) != height:
         return None
     if history.of_value and not (type(machine.stack[-2]) is str and _is_text(built.values[-1], form.operands)):
         return None
     run = _run(built, found, count, form.operands, machine.memo)
     if built.kept:
         machine.memo.extend(Remembered(run, built.kept))
-    machine.charge(count * (before.left - place.left) + _longer_texts(run, form.operands))
-    machine.begin = found.ends[count - 1]
+    machine.charge(count * cost + _longer_texts(run, form.operands))
+    machine.begin = int(found.ends[count - 1])
     machine.at = machine.begin + 1
+    history.last = candidate
     return run
 
 
@@ -422,7 +402,7 @@ def _referable(columns: NDArray[np.int64], operands: Sequence[Operand], memo: Me
 
 
 def _what_is_built(
-    function: Global, machine: Machine, history: _History, form: EvenForm | UnevenForm, known: Mapping[int, Any]
+    function: Global, machine: Machine, history: _History, form: RecordForm, known: Mapping[int, Any]
 ) -> _Built | None:
     """Return what a record builds, with the numbers of columns in it; None if it is nothing simple.
 
@@ -439,9 +419,7 @@ def _what_is_built(
     return history.built[key]
 
 
-def _templates(
-    function: Global, machine: Machine, form: EvenForm | UnevenForm, known: Mapping[int, Any]
-) -> _Built | None:
+def _templates(function: Global, machine: Machine, form: RecordForm, known: Mapping[int, Any]) -> _Built | None:
     numbered: list[bytes] = []
     stands: dict[int, Any] = {}
     at = 0

@@ -8,10 +8,12 @@ number. So a strictly read archive serves as a stencil: whatever matches it is r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, repeat
+from operator import attrgetter
 from typing import Any, NamedTuple
 
+import numpy as np
 from msgspec.structs import replace
 
 from transaxle.errors import Faults, Refusal, TransaxleError, Where
@@ -133,16 +135,7 @@ class Payloads:
         """Return where the bytes of chunks lie; None for each with which something is wrong."""
         found: list[Extent | QuantizedChunk | None] = [None] * len(chunks)
         checksums: list[Sequence[Checksum]] = [()] * len(chunks)
-        alike: dict[tuple[str, int, Shape], list[int]] = {}
-        if len(chunks) >= _MANY:
-            key, same = None, list[int]()
-            for at, (_, shape, payload) in enumerate(chunks):
-                if payload is not None:
-                    file, _, length = payload
-                    if key is None or length != key[1] or shape != key[2] or file != key[0]:
-                        key = file, length, shape
-                        same = alike.setdefault(key, [])
-                    same.append(at)
+        alike = _alike_chunks(chunks) if len(chunks) >= _MANY else {}
         own, self.checksums = self.checksums, []
         for at, chunk in enumerate(chunks):
             if found[at] is not None:
@@ -172,10 +165,15 @@ class Payloads:
         assert item.dtype is not None
         (file, _, length), shape = _payload(chunks[which[0]]), chunks[which[0]].shape
         key, code, size = item.key, item.dtype.code, self._sizes.get(file, 0)
-        is_packed = code in PACKED
-        placed = [(at, chunks[at][2]) for at in which]
-        inside_file = [(at, place[1]) for at, place in placed if place is not None and place[1] + length <= size]
-        which, offsets = [at for at, _ in inside_file], [offset for _, offset in inside_file]
+        starts = [chunks[at].start for at in which]
+        offsets = [_payload(chunks[at]).offset for at in which]
+        if max(offsets) + length > size:
+            inside = [at for at, offset in enumerate(offsets) if offset + length <= size]
+            which, offsets = [which[at] for at in inside], [offsets[at] for at in inside]
+            starts = [starts[at] for at in inside]
+        if code in PACKED:
+            starts = [logical(start, code) for start in starts]
+        places = np.array(offsets, np.int64)
         taken = self._taken.setdefault(file, [])
         for archive, matching, crc32 in self._stencils.matches(file, length, offsets):
             if not isinstance(archive, _TensorArchive) or archive.repeated:
@@ -183,15 +181,19 @@ class Payloads:
             if (archive.dtype, archive.shape) != (item.dtype.name, shape):
                 continue
             place, (begin, stored) = archive.place, archive.stored
-            inside, shape_there, strides = place.offset, place.shape, place.strides
-            sums = repeat(0) if crc32 is None else crc32.tolist()
-            for match, crc in zip(matching.tolist(), sums, strict=False):
-                at, offset = which[match], offsets[match]
-                taken.append((offset, offset + length, key))
-                start = logical(chunks[at].start, code) if is_packed else chunks[at].start
-                found[at] = Extent(start, shape_there, file, offset + inside, strides)
+            here, rows = places[matching], matching.tolist()
+            taken += zip(here.tolist(), (here + length).tolist(), repeat(key))
+            chosen, begins = map(starts.__getitem__, rows), (here + place.offset).tolist()
+            extents = map(Extent, chosen, repeat(place.shape), repeat(file), begins, repeat(place.strides))
+            for at, extent in zip(map(which.__getitem__, rows), extents, strict=True):
+                found[at] = extent
+            if crc32 is None:
+                continue
+            begins, sums = (here + begin).tolist(), crc32.tolist()
+            noted = zip(map(Checksum, repeat(file), begins, repeat(stored), sums, repeat(_WHAT)), strict=False)
+            for at, crc, checksum in zip(map(which.__getitem__, rows), sums, noted, strict=True):
                 if crc:
-                    checksums[at] = (Checksum(file, offset + begin, stored, crc, _WHAT),)
+                    checksums[at] = checksum
 
     def leaf(self, item: SavedItem) -> Leaf | None:
         """Return what an object's archive holds; None if something is wrong with it.
@@ -390,6 +392,25 @@ class Payloads:
 
     def _fault(self, key: str, file: str, message: str) -> None:
         self._faults.add("CORRUPT", message, file, key)
+
+
+def _alike_chunks(chunks: Sequence[SavedChunk]) -> dict[tuple[str, int, Shape], list[int]]:
+    """Return the numbers of the chunks that have a place, by their file, its bytes, and their shape."""
+    if None not in map(_place, chunks):
+        shapes = list(map(_shape, chunks))
+        files, _, lengths = zip(*map(_place, chunks), strict=True)
+        kinds = files, lengths, shapes
+        if all(kind.count(kind[0]) == len(chunks) for kind in kinds):  # the usual case, of very many
+            return {(files[0], lengths[0], shapes[0]): list(range(len(chunks)))}
+    alike: dict[tuple[str, int, Shape], list[int]] = {}
+    for at, (_, shape, payload) in enumerate(chunks):
+        if payload is not None:
+            alike.setdefault((payload.file, payload.length, shape), []).append(at)
+    return alike
+
+
+_shape: Callable[[SavedChunk], Shape] = attrgetter("shape")
+_place: Callable[[SavedChunk], Payload | None] = attrgetter("payload")
 
 
 def _payload(chunk: SavedChunk) -> Payload:

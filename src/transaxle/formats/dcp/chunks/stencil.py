@@ -7,11 +7,13 @@ describe no place, and both copies of the tensor's checksum must still agree.
 from __future__ import annotations
 
 import struct
+from bisect import bisect_right
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from itertools import pairwise, repeat
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from transaxle.formats.dcp.metadata import Payload
@@ -223,19 +225,20 @@ class Stencils(Generic[Result]):
         if length > _WHOLE:
             return self._distant_skeletons(file, length, offsets, arrangement)
         head, tail = arrangement.head, arrangement.tail
-        parts: list[memoryview] = []
-        data, begin, end = memoryview(b""), 0, 0
-        for number, offset in enumerate(offsets):
-            if not begin <= offset <= offset + length <= end:
-                begin, end, following = offset, offset + length, number + 1
-                while following < len(offsets) and 0 <= offsets[following] - end <= length and end - begin < _BLOCK:
-                    end = offsets[following] + length
-                    following += 1
-                data = np.empty(end - begin, np.uint8).data
-                self._storage.read_into(file, begin, data)
-            at = offset - begin
-            parts += (data[at : at + head], data[at + tail : at + length])
-        return np.frombuffer(b"".join(parts), np.uint8).reshape(len(offsets), length - (tail - head))
+        rows = np.empty((len(offsets), length - (tail - head)), np.uint8)
+        places = np.array(offsets, np.int64)
+        gaps = np.diff(places) - length
+        ends = [*(((gaps < 0) | (gaps > length)).nonzero()[0] + 1).tolist(), len(places)]
+        first = 0
+        while first < len(places):
+            begin, stop = offsets[first], ends[bisect_right(ends, first)]
+            stop = first + int(places[first:stop].searchsorted(begin + _BLOCK))
+            data = np.empty(offsets[stop - 1] + length - begin, np.uint8)
+            self._storage.read_into(file, begin, data.data)
+            archives = _cut_out(data, length, places[first:stop] - begin)
+            rows[first:stop, :head], rows[first:stop, head:] = archives[:, :head], archives[:, tail:]
+            first = stop
+        return rows
 
     def _distant_skeletons(
         self, file: str, length: int, offsets: Sequence[int], arrangement: _Arrangement
@@ -256,6 +259,14 @@ class Stencils(Generic[Result]):
         return rows
 
 
+def _cut_out(data: NDArray[np.uint8], length: int, offsets: NDArray[np.int64]) -> NDArray[np.uint8]:
+    """Return so many bytes from each of these offsets, one a row; those at even steps are not copied."""
+    steps = np.diff(offsets)
+    if (steps == steps[:1]).all():
+        return np.ndarray((len(offsets), length), np.uint8, data, strides=(int(steps[0]) if len(steps) else length, 1))
+    return sliding_window_view(data, length)[offsets]
+
+
 def _progressions(offsets: Sequence[int]) -> Iterator[tuple[int, int, int]]:
     """Yield the stretches of numbers that grow by even steps: the first one's position, how many, and the step."""
     first = 0
@@ -274,7 +285,7 @@ def _matches(
     """Find out which skeletons, one a row, are those of contents that are known."""
     agree = np.ones(len(skeletons), bool)
     for first, second in arrangement.checksums:
-        agree &= (skeletons[:, first : first + _CRC.size] == skeletons[:, second : second + _CRC.size]).all(axis=1)
+        agree &= _numbers(skeletons, first) == _numbers(skeletons, second)
     has_checksum = arrangement.tail > arrangement.head and bool(arrangement.checksums)
     left = agree
     for _ in range(_FEW):
@@ -288,12 +299,14 @@ def _matches(
         result = known.get(_blanked(one.tobytes(), arrangement))
         which = alike.nonzero()[0]
         if result is not None:
-            at = arrangement.checksums[0][0] if has_checksum else 0
-            crc32 = (
-                np.ascontiguousarray(skeletons[which, at : at + _CRC.size]).view("<u4")[:, 0] if has_checksum else None
-            )
+            crc32 = _numbers(skeletons, arrangement.checksums[0][0])[which] if has_checksum else None
             yield Matches(result, which, crc32)
         left = left & ~alike
+
+
+def _numbers(skeletons: NDArray[np.uint8], at: int) -> NDArray[np.uint32]:
+    """Return the number of a checksum's size that begins at a byte of each skeleton."""
+    return np.ndarray(len(skeletons), "<u4", skeletons, at, skeletons.strides[:1])
 
 
 def _are_all(skeletons: NDArray[np.uint8], one: NDArray[np.uint8], arrangement: _Arrangement) -> bool:
