@@ -8,10 +8,10 @@ of the file are read too; fields that an old torch did not write are simply abse
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, ValuesView
 from contextlib import suppress
 from functools import partial
-from itertools import repeat
+from itertools import chain, repeat
 from typing import Any, NamedTuple
 
 import msgspec
@@ -145,46 +145,79 @@ def _items(top: object, file: str, faults: Faults) -> list[SavedItem]:
     return _ItemReader(file, faults, placed, notes if isinstance(notes, dict) else {}).items(described, paths)
 
 
-PayloadPlaces = Mapping[str, dict[Shape | None, Payload]]
-"""Key -> first index of a chunk, or None for an object -> its place."""
+class _Places:
+    """Where the parts of all items are."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, Payload] = {}
+        """Key of an object -> its place."""
+        self.chunks: defaultdict[str, dict[Shape, Payload]] = defaultdict(dict)
+        """Key of a tensor -> first index of a chunk -> its place."""
+
+    @property
+    def keys(self) -> set[str]:
+        """The keys of all items that have a place."""
+        return {*self.objects, *self.chunks}
+
+    def add(self, objects: Mapping[str, Payload], chunks: Mapping[str, dict[Shape, Payload]]) -> bool:
+        """Note further places, if none of them is noted already; tell whether they are noted."""
+        known = self.chunks
+        if not self.objects.keys().isdisjoint(objects) or any(
+            key in known and not known[key].keys().isdisjoint(places) for key, places in chunks.items()
+        ):
+            return False
+        self.objects.update(objects)
+        for key, places in chunks.items():
+            if key in known:
+                known[key].update(places)
+            else:
+                known[key] = places
+        return True
 
 
 class _ItemReader:
     """Reads the items of one metadata file."""
 
-    def __init__(self, file: str, faults: Faults, places: PayloadPlaces, notes: Mapping[Any, Any]) -> None:
+    def __init__(self, file: str, faults: Faults, places: _Places, notes: Mapping[Any, Any]) -> None:
         self._file = file
         self._faults = faults
         self._places = places
         self._notes = notes
 
     def items(self, described: Mapping[Any, Any], paths: object) -> list[SavedItem]:
-        items = []
-        bare: object = None  # an object that stands for those alike: see `repeats.bare`
+        items: list[SavedItem] = []
         known: set[str] = set()
-        for key, value in described.items():
+        keys, values = list(described), list(described.values())
+        at = 0
+        while at < len(keys):
+            key, value, first = keys[at], values[at], at
+            at += 1
             if isinstance(key, Key) and isinstance(value, Run) and key.value is value:
                 items += self._tensors(value, paths, known)
                 continue
-            if key in known:
-                self._fault(str(key), _TWICE)
-            known.add(key)
-            if not isinstance(key, str):
-                self._faults.add("CORRUPT", f"the key of an item is {kind_of(key)}, not text", self._file)
+            is_object = fields_of(value, "BytesStorageMetadata", bare=True) is not None
+            while is_object and at < len(keys) and values[at] is value:  # one stands for all alike: see `repeats.bare`
+                at += 1
+            alike = keys[first:at]
+            if is_object and not paths and self._are_plain_objects(alike, known):
+                known.update(alike)
+                places = map(self._places.objects.__getitem__, alike)
+                items += map(SavedItem, alike, zip(alike, strict=False), repeat(None), repeat(()), repeat(()), places)
                 continue
-            if value is not bare:
-                bare = value if fields_of(value, "BytesStorageMetadata", bare=True) is not None else None
-            if bare is not None and not paths:  # the usual case of very many: Megatron has some for each expert
-                places = self._places.get(key)
-                if places is not None and len(places) == 1 and None in places:
-                    items.append(SavedItem(key, (key,), None, (), (), places[None]))
+            for each in alike:
+                if each in known:
+                    self._fault(str(each), _TWICE)
+                known.add(each)
+                if not isinstance(each, str):
+                    message = f"the key of an item is {kind_of(each)}, not text"
+                    self._faults.add("CORRUPT", message, self._file)
                     continue
-            item = self._item(key, value, paths, is_object=bare is not None)
-            if item is not None:
-                items.append(item)
-            if self._faults.full:
-                return items
-        for key in self._places.keys() - known:
+                item = self._item(each, value, paths, is_object=is_object)
+                if item is not None:
+                    items.append(item)
+                if self._faults.full:
+                    return items
+        for key in self._places.keys - known:
             self._faults.add(
                 "CORRUPT",
                 "the metadata gives its place in a file, but does not list it among the items",
@@ -192,6 +225,15 @@ class _ItemReader:
                 key,
             )
         return items
+
+    def _are_plain_objects(self, keys: Sequence[Any], known: set[str]) -> bool:
+        """Tell whether keys are those of objects, each with a place of its own, as Megatron has for every expert."""
+        places = self._places
+        return (
+            known.isdisjoint(keys)
+            and all(map(places.objects.__contains__, keys))
+            and places.chunks.keys().isdisjoint(keys)
+        )
 
     def _tensors(self, run: Run, paths: object, known: set[str]) -> list[SavedItem]:
         """Return the tensors of a run; a key that was there before is a fault.
@@ -217,11 +259,14 @@ class _ItemReader:
         dtype = self._dtype(keys[0], filled(properties, run.row(0), {}), counts)
         if dtype is None:
             return []
-        rows = [zip(run.rows(start), run.rows(sizes), strict=True) for start, sizes in filter(None, columns)]
+        starts, shapes = (
+            list(zip(*(run.rows(box[side]) for box in columns if box is not None), strict=True)) or [()] * len(keys)
+            for side in (0, 1)
+        )
         found = []
-        for key, size, *boxes in zip(keys, run.rows(counts), *rows, strict=True):
+        for key, size, starts_of_key, shapes_of_key in zip(keys, run.rows(counts), starts, shapes, strict=True):
             path = self._path(key, paths)
-            item = None if path is None else self._placed_tensor(key, path, dtype, size, boxes)
+            item = None if path is None else self._placed_tensor(key, path, dtype, size, starts_of_key, shapes_of_key)
             if item is not None:
                 found.append(item)
         return found
@@ -239,14 +284,14 @@ class _ItemReader:
         return self._tensor(key, path, fields)
 
     def _object(self, key: str, path: KeyPath) -> SavedItem | None:
-        places = self._places.get(key, {})
-        if None not in places:
+        place = self._places.objects.get(key)
+        if place is None:
             self._faults.add("INCOMPLETE", "the metadata gives no file for it", self._file, key)
             return None
-        if len(places) > 1:
+        if key in self._places.chunks:
             self._fault(key, "it is not a tensor, and yet has chunks in files")
             return None
-        return SavedItem(key, path, None, (), (), places[None])
+        return SavedItem(key, path, None, (), (), place)
 
     def _tensor(self, key: str, path: KeyPath, fields: Mapping[str, Any]) -> SavedItem | None:
         listed = fields.get("chunks")
@@ -254,14 +299,16 @@ class _ItemReader:
         dtype = self._dtype(key, fields.get("properties"), shape)
         if dtype is None or shape is None or not isinstance(listed, list):
             return None
-        found: list[tuple[Shape, Shape]] = []
+        starts: list[Shape] = []
+        shapes: list[Shape] = []
         for chunk_value in listed:
             boxes = _boxes(chunk_value)
             if boxes is None:
                 self._fault(key, "a chunk's offsets or sizes are malformed")
                 return None
-            found += boxes
-        return self._placed_tensor(key, path, dtype, shape, found)
+            starts += boxes[0]
+            shapes += boxes[1]
+        return self._placed_tensor(key, path, dtype, shape, starts, shapes)
 
     def _dtype(self, key: str, properties: object, shape: Shape | None) -> DType | None:
         """Return the dtype of a tensor; None where that, its layout or its shape is a problem."""
@@ -281,13 +328,17 @@ class _ItemReader:
         return None
 
     def _placed_tensor(
-        self, key: str, path: KeyPath, dtype: DType, shape: Shape, boxes: Iterable[tuple[Shape, Shape]]
+        self, key: str, path: KeyPath, dtype: DType, shape: Shape, starts: Sequence[Shape], shapes: Iterable[Shape]
     ) -> SavedItem | None:
-        places = self._places.get(key, {})
-        chunks = [_new_chunk((start, sizes, places.get(start))) for start, sizes in boxes]
-        extra = places.keys() - {chunk.start for chunk in chunks}
-        if extra:
-            shown = " and ".join("an object" if start is None else f"a chunk at {list(start)}" for start in extra)
+        places = self._places.chunks.get(key, {})
+        is_object = key in self._places.objects
+        # Chunks are usually listed in the order in which they are stored.
+        found = places.values() if list(places) == starts else map(places.get, starts)
+        chunks = tuple(map(_new_chunk, zip(starts, shapes, found, strict=True)))
+        extra = () if isinstance(found, ValuesView) else places.keys() - set(starts)
+        if extra or is_object:
+            parts = [*(["an object"] if is_object else []), *(f"a chunk at {list(start)}" for start in extra)]
+            shown = " and ".join(parts)
             self._fault(key, f"files are listed for {shown[:200]} of it, which it does not have")
             return None
         notes = self._notes.get(key)
@@ -296,7 +347,7 @@ class _ItemReader:
         if flattened is not None and unflattened is None:
             self._fault(key, "the shape of what it is a part of is malformed")
             return None
-        return SavedItem(key, path, dtype, shape, tuple(chunks), unflattened=unflattened)
+        return SavedItem(key, path, dtype, shape, chunks, unflattened=unflattened)
 
     def _path(self, key: str, paths: object) -> KeyPath | None:
         """Return the path of a key; what is no mapping of paths is private to another planner."""
@@ -323,9 +374,9 @@ class _ItemReader:
         self._faults.add("CORRUPT", message, self._file, key)
 
 
-def _placed(stored: Mapping[Any, Any], file: str, faults: Faults) -> PayloadPlaces:
+def _placed(stored: Mapping[Any, Any], file: str, faults: Faults) -> _Places:
     """Return the places of all parts, by key and first index."""
-    places: defaultdict[str, dict[Shape | None, Payload]] = defaultdict(dict)
+    places = _Places()
     for index, info in _each(stored, places):
         if faults.full:
             break
@@ -343,18 +394,18 @@ def _placed(stored: Mapping[Any, Any], file: str, faults: Faults) -> PayloadPlac
         payload = _payload(fields_of(info, "_StorageInfo"), file, key, faults)
         if payload is None:
             continue
-        if start in places[key]:
-            complaint = (
-                "it is stored in two places" if start is None else f"its chunk at {list(start)} is stored in two places"
-            )
-            faults.add("CORRUPT", complaint, file, key)
-        places[key][start] = payload
+        if start is None:
+            if key in places.objects:
+                faults.add("CORRUPT", "it is stored in two places", file, key)
+            places.objects[key] = payload
+        else:
+            if start in places.chunks[key]:
+                faults.add("CORRUPT", f"its chunk at {list(start)} is stored in two places", file, key)
+            places.chunks[key][start] = payload
     return places
 
 
-def _each(
-    stored: Mapping[Any, Any], places: defaultdict[str, dict[Shape | None, Payload]]
-) -> Iterator[tuple[object, object]]:
+def _each(stored: Mapping[Any, Any], places: _Places) -> Iterator[tuple[object, object]]:
     """Yield each index with its place, those in runs too; but of a run without any problem the places are noted."""
     for index, info in stored.items():
         if not isinstance(index, Key) or not isinstance(info, Run) or index.value is not info:
@@ -364,24 +415,16 @@ def _each(
                 yield from zip(record[::2], record[1::2], strict=False)
 
 
-def _noted(run: Run, places: defaultdict[str, dict[Shape | None, Payload]]) -> bool:
+def _noted(run: Run, places: _Places) -> bool:
     """Note the places in a run, if there is nothing wrong with them; tell whether they are noted."""
-    found: dict[str, dict[Shape | None, Payload]] = {}
+    found = _Places()
     for index, info in zip(run.templates[::2], run.templates[1::2], strict=False):
         if not _noted_columns(run, index, info, found):
             return False
-    for key, added in found.items():
-        if key in places and not places[key].keys().isdisjoint(added):
-            return False
-    for key, added in found.items():
-        if key in places:
-            places[key].update(added)
-        else:
-            places[key] = added
-    return True
+    return places.add(found.objects, found.chunks)
 
 
-def _noted_columns(run: Run, index: object, info: object, found: dict[str, dict[Shape | None, Payload]]) -> bool:
+def _noted_columns(run: Run, index: object, info: object, found: _Places) -> bool:
     """Note the places that one item of each record of a run tells, if there is nothing wrong with them."""
     index_fields, info_fields = fields_of(index, "MetadataIndex") or {}, fields_of(info, "_StorageInfo") or {}
     key, file, start = index_fields.get("fqn"), info_fields.get("relative_path"), index_fields.get("offset")
@@ -393,34 +436,34 @@ def _noted_columns(run: Run, index: object, info: object, found: dict[str, dict[
     offsets, lengths = (run.columns[:, column].tolist() for column in spans)
     payloads = map(_new_payload, zip(repeat(file), offsets, lengths, strict=False))
     count = len(run.columns)
+    if start is None:
+        objects = (
+            {key: next(payloads)} if isinstance(key, str) else dict(zip(run.values(key.number), payloads, strict=True))
+        )
+        return len(objects) == count and found.add(objects, {})
     if isinstance(key, str):
-        known, before = found.setdefault(key, {}), len(found[key])
-        known.update(zip(repeat(None, count) if start is None else run.rows(start), payloads, strict=True))
-        return len(known) - before == count
-    keys_of_rows = run.values(key.number)
-    if start is None and not found:  # objects, each with a key of its own
-        found |= {key_of_row: {None: payload} for key_of_row, payload in zip(keys_of_rows, payloads, strict=True)}
-        return len(found) == count
-    starts = repeat(None, count) if start is None else run.rows(start)
-    for key_of_row, start_of_row, payload in zip(keys_of_rows, starts, payloads, strict=True):
-        known = found.setdefault(key_of_row, {})
+        chunks = dict(zip(run.rows(start), payloads, strict=True))
+        return len(chunks) == count and found.add({}, {key: chunks})
+    for key_of_row, start_of_row, payload in zip(run.values(key.number), run.rows(start), payloads, strict=True):
+        known = found.chunks[key_of_row]
         if start_of_row in known:
             return False
         known[start_of_row] = payload
     return True
 
 
-def _boxes(value: object) -> list[tuple[Shape, Shape]] | None:
-    """Return first index and size of a chunk, or of each in a run of them; None if one is malformed."""
+def _boxes(value: object) -> tuple[Sequence[Shape], Sequence[Shape]] | None:
+    """Return first indices and sizes of a chunk, or of a run of them; None if one is malformed."""
     if not isinstance(value, Run):
         box = _box(value)
-        return None if box is None else [box]
+        return None if box is None else ([box[0]], [box[1]])
     columns = [_box(template) for template in value.templates]
     if None in columns:  # they are references, or malformed
         boxes = [_box(each) for record in value.records() for each in record]
-        return None if None in boxes else [box for box in boxes if box is not None]
-    rows = [zip(value.rows(start), value.rows(sizes), strict=True) for start, sizes in filter(None, columns)]
-    return [box for record in zip(*rows, strict=True) for box in record]
+        found = [box for box in boxes if box is not None]
+        return None if len(found) < len(boxes) else ([start for start, _ in found], [sizes for _, sizes in found])
+    starts, shapes = ([value.rows(box[side]) for box in columns if box is not None] for side in (0, 1))
+    return list(chain.from_iterable(zip(*starts, strict=True))), list(chain.from_iterable(zip(*shapes, strict=True)))
 
 
 def _box(value: object) -> tuple[Shape, Shape] | None:

@@ -11,7 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from operator import attrgetter
+from itertools import chain, repeat
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 import msgspec
@@ -21,11 +22,11 @@ from transaxle.formats.builtin_formats import DCP, DCP_RANK
 from transaxle.formats.catalog.catalog import Container, Entry, Extent, Twin
 from transaxle.formats.catalog.inline import Number, NumbersInMemory, number
 from transaxle.formats.catalog.sidecar_files import sort_sidecars
-from transaxle.formats.dcp.chunks.chunk_tiling import outside, tiled
+from transaxle.formats.dcp.chunks.chunk_tiling import ChunkBox, outside, tiled
 from transaxle.formats.dcp.chunks.payload import Payloads, QuantizedChunk
 from transaxle.formats.dcp.chunks.quantized_chunks import AssembledTensor, assembled, buffers, copies
 from transaxle.formats.dcp.key_names import paths_within
-from transaxle.formats.dcp.metadata import METADATA, SavedChunk, SavedItem, read_metadata
+from transaxle.formats.dcp.metadata import METADATA, Payload, SavedChunk, SavedItem, read_metadata
 from transaxle.formats.dtype import ITEM_BITS, Shape, logical
 from transaxle.formats.pickled.descriptors import NOTHING, Scalar
 from transaxle.formats.storage.storage import Storage, checked_parts
@@ -183,7 +184,7 @@ def _items(storage: Storage, files: Sequence[str], conventions: Conventions, fau
         try:
             items = conventions.wanted(read_metadata(storage, file, faults))
             if len(files) == 1:  # each key is there once
-                return [_new_item((item, file, ())) for item in items]
+                return list(map(_new_item, zip(items, repeat(file), repeat(()), strict=False)))
             for item in items:
                 items_by_key.setdefault(item.key, []).append((item, file))
         except TransaxleError as error:
@@ -212,9 +213,12 @@ def _items(storage: Storage, files: Sequence[str], conventions: Conventions, fau
 
 def _sizes(storage: Storage, items: Sequence[_ItemOfRanks], member: str, faults: Faults) -> dict[str, int]:
     """Return the size of every data file; a missing or unreadable one is a fault."""
-    described = [each for item in items for each in (item.item, *item.others)]
+    described = [item.item for item in items]
+    if any(item.others for item in items):
+        described = [each for item in items for each in (item.item, *item.others)]
     parts = Counter([item.payload.file for item in described if item.payload])
-    parts.update([chunk.payload.file for item in described for chunk in item.chunks if chunk.payload])
+    chunks = chain.from_iterable(item.chunks for item in described if item.chunks)
+    parts.update([place.file for place in map(_place, chunks) if place])
     listing = storage.listing()
     present = {*listing.everything(), *listing.folders}
     sizes: dict[str, int] = {}
@@ -271,19 +275,20 @@ def _tensor(
     if code not in ITEM_BITS:
         faults.add("UNSUPPORTED", f"its elements are {code}, which cannot be read", item_of_ranks.file, item.key)
         return None
-    listed = [chunk for chunk in item.chunks if 0 not in chunk.shape or not _is_empty(item, chunk)]
-    chunks = list(listed)
+    chunks = list(item.chunks)
+    if any(0 in shape for shape in set(map(_shape, chunks))):
+        chunks = [chunk for chunk in chunks if not _is_empty(item, chunk)]
     copies: list[SavedChunk] = []
     if item_of_ranks.others:
-        boxes_seen = {chunk[:2] for chunk in listed}
+        boxes_seen = {chunk[:2] for chunk in chunks}
         for chunk in (
             chunk for other_item in item_of_ranks.others for chunk in other_item.chunks if not _is_empty(item, chunk)
         ):
             (copies if chunk[:2] in boxes_seen else chunks).append(chunk)
             boxes_seen.add(chunk[:2])
-    if not tiled(item.key, item.shape, [chunk[:2] for chunk in chunks], item_of_ranks.file, faults):
+    if not tiled(item.key, item.shape, list(map(_box, chunks)), item_of_ranks.file, faults):
         return None
-    missing = [chunk.payload for chunk in chunks].count(None)
+    missing = list(map(_place, chunks)).count(None)
     if missing:
         faults.add("INCOMPLETE", f"no file holds {missing} of its {len(chunks)} chunks", item_of_ranks.file, item.key)
         return None
@@ -291,9 +296,11 @@ def _tensor(
     places = {chunk[:2]: place for chunk, place in zip(chunks, found, strict=True)} if copies else {}
     pairs = [(places.get(copy[:2]), payloads.chunk(item, copy)) for copy in copies]
     extents = [place for place in found if isinstance(place, Extent)]
-    quantized = [
-        (chunk, place) for chunk, place in zip(chunks, found, strict=True) if isinstance(place, QuantizedChunk)
-    ]
+    quantized = []
+    if len(extents) < len(found):
+        quantized = [
+            (chunk, place) for chunk, place in zip(chunks, found, strict=True) if isinstance(place, QuantizedChunk)
+        ]
     twins = tuple(twin for pair in pairs for twin in _twins(item_of_ranks, code, *pair, faults))
     if len(extents) + len(quantized) < len(chunks):
         return None
@@ -309,6 +316,9 @@ def _tensor(
 
 
 _start: Callable[[Extent], Shape] = attrgetter("start")
+_place: Callable[[SavedChunk], Payload | None] = attrgetter("payload")
+_shape: Callable[[SavedChunk], Shape] = attrgetter("shape")
+_box: Callable[[SavedChunk], ChunkBox] = itemgetter(slice(2))
 
 
 def _is_empty(item: SavedItem, chunk: SavedChunk) -> bool:

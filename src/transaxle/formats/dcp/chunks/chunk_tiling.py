@@ -116,10 +116,11 @@ def _is_grid(shape: Shape, boxes: Sequence[ChunkBox]) -> bool:
     if len(sizes) != len(shape) or 0 in sizes or any(size % step for size, step in zip(shape, sizes, strict=True)):
         return False
     counts = (size // step for size, step in zip(shape, sizes, strict=True))
-    if prod(counts) != len(boxes) or [box[1] for box in boxes].count(sizes) < len(boxes):
+    if prod(counts) != len(boxes):
         return False
-    multiples = (range(0, size, step) for size, step in zip(shape, sizes, strict=True))
-    return {box[0] for box in boxes} == set(product(*multiples))
+    starts, shapes = zip(*boxes, strict=True)
+    multiples = tuple(product(*(range(0, size, step) for size, step in zip(shape, sizes, strict=True))))
+    return shapes.count(sizes) == len(boxes) and (starts == multiples or set(starts) == set(multiples))
 
 
 def holding(index: Shape, boxes: Iterable[ChunkBox]) -> list[int]:

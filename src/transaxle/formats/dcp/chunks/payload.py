@@ -104,7 +104,7 @@ class Payloads:
         self._stencils.expect(
             payload
             for item in items
-            if len(item.chunks) < _MANY  # more are recognised together anyway
+            if item.chunks and len(item.chunks) < _MANY  # more are recognised together anyway
             for _, _, payload in item.chunks
             if payload is not None and payload.offset + payload.length <= self._sizes.get(payload.file, 0)
         )
