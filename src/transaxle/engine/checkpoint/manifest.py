@@ -7,16 +7,18 @@ checks every tensor's bytes against it. Its own checksum covers the rest of its 
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection
 
 import msgspec
+import numpy as np
 import xxhash
 
 from transaxle.engine.checkpoint.settings import CONFIG
 from transaxle.errors import Refusal, StorageError, TransaxleError, Where, refuse
 from transaxle.formats.catalog.catalog import Container
 from transaxle.formats.catalog.sidecar_files import MANIFEST
-from transaxle.formats.dtype import nbytes
+from transaxle.formats.dtype import Shape, nbytes
 
 SCHEMA, IN_SPANS = 2, 2
 """Versions of the manifest: the last one, and the first in which large tensors are hashed in spans."""
@@ -154,46 +156,56 @@ def _size(container: Container, name: str, present: Collection[str]) -> int | No
         return None
 
 
-def _tensor_ranges(container: Container) -> dict[str, list[tuple[int, int]]]:
+_Ranges = list[tuple[list[int], int]]
+"""First bytes of ranges of one size, and that size."""
+
+
+def _tensor_ranges(container: Container) -> dict[str, _Ranges]:
     """Return the byte ranges of every file that hold tensors."""
-    ranges: dict[str, list[tuple[int, int]]] = {}
+    alike: dict[tuple[str, str, Shape], list[int]] = {}
     copies = (twin.second for twin in container.twins)
     for entry in (*container.entries.values(), *container.left.values(), *copies, *container.uncompared):
         dtype = entry.dtype
-        file, of_file = "", list[tuple[int, int]]()
         for extent in entry.extents:
-            size = nbytes(dtype, extent.shape)
-            if size:
-                if extent.file != file:
-                    file = extent.file
-                    of_file = ranges.setdefault(file, [])
-                offset = extent.offset
-                of_file.append((offset, offset + size))
+            alike.setdefault((extent.file, dtype, extent.shape), []).append(extent.offset)
+    ranges: dict[str, _Ranges] = {}
+    for (file, dtype, shape), offsets in alike.items():
+        if size := nbytes(dtype, shape):
+            ranges.setdefault(file, []).append((offsets, size))
     return ranges
 
 
-def _digest_around(container: Container, name: str, size: int, ranges: list[tuple[int, int]]) -> tuple[int, str]:
+def _digest_around(container: Container, name: str, size: int, ranges: _Ranges) -> tuple[int, str]:
     """Return the number, and the xxh3-128, of a file's bytes outside its tensors."""
     state = xxhash.xxh3_128()
-    update, read = state.update, container.storage.read
-    reached = count = start_of_block = end_of_block = near = 0
-    block = memoryview(b"")
-    for begin, end in [*sorted(ranges), (size, size)]:
-        if begin > reached:
-            count += begin - reached
-        while reached < begin:
-            if reached >= end_of_block:
-                # Between small tensors there are small gaps: many of them are read together.
-                near = near + 1 if max(reached - end_of_block, begin - reached) <= _NEAR else 0
-                wanted = begin - reached if near < _IN_A_ROW else size - reached
-                block = memoryview(read(name, reached, min(_BLOCK, wanted)))
-                start_of_block, end_of_block = reached, reached + len(block)
-            stop = min(begin, end_of_block)
-            update(block[reached - start_of_block : stop - start_of_block])
-            reached = stop
-        if end > reached:
-            reached = end
+    starts, stops = _gaps(size, ranges)
+    count, number = sum(stops) - sum(starts), 0
+    reached = end_of_block = near = 0
+    room = np.empty(min(_BLOCK, size), np.uint8).data
+    while number < len(starts):
+        reached, stop = max(reached, starts[number]), stops[number]
+        # Between small tensors there are small gaps: many of them are read together.
+        near = near + 1 if max(reached - end_of_block, stop - reached) <= _NEAR else 0
+        wanted = stop - reached if near < _IN_A_ROW else size - reached
+        block = room[: min(_BLOCK, wanted)]
+        container.storage.read_into(name, reached, block)
+        begin, end_of_block = reached, reached + len(block)
+        after = bisect_left(starts, end_of_block, number)
+        here = zip([reached, *starts[number + 1 : after]], stops[number:after], strict=True)
+        state.update(b"".join([block[start - begin : stop - begin] for start, stop in here]))
+        reached, number = end_of_block, bisect_right(stops, end_of_block, number)
     return count, state.hexdigest()
+
+
+def _gaps(size: int, ranges: _Ranges) -> tuple[list[int], list[int]]:
+    """Return where the bytes of a file begin and end that are in none of the ranges."""
+    begins = np.concatenate([np.array(offsets, np.int64) for offsets, _ in [*ranges, ([size], 0)]])
+    ends = np.concatenate([np.array(offsets, np.int64) + length for offsets, length in [*ranges, ([size], 0)]])
+    order = begins.argsort(kind="stable")
+    begins = begins[order]
+    reached = np.maximum.accumulate(np.concatenate(([0], ends[order][:-1])))
+    are_gaps = begins > reached
+    return reached[are_gaps].tolist(), begins[are_gaps].tolist()
 
 
 def read_manifest(container: Container) -> Manifest | None:

@@ -109,6 +109,7 @@ class Stencils(Generic[Result]):
         self._count = 0
         self._coming: dict[tuple[str, int], _Coming] = {}
         self._found_ahead: dict[Payload, Match[Result]] = {}
+        self._room: NDArray[np.uint8] = np.empty(0, np.uint8)
 
     def expect(self, payloads: Iterable[Payload]) -> None:
         """Note which archives `match` will be asked for: those of a file and length are then recognised together.
@@ -233,7 +234,10 @@ class Stencils(Generic[Result]):
         while first < len(places):
             begin, stop = offsets[first], ends[bisect_right(ends, first)]
             stop = first + int(places[first:stop].searchsorted(begin + _BLOCK))
-            data = np.empty(offsets[stop - 1] + length - begin, np.uint8)
+            size = offsets[stop - 1] + length - begin
+            if size > len(self._room):  # the same memory for all: the system gives new memory by the page
+                self._room = np.empty(size, np.uint8)
+            data = self._room[:size]
             self._storage.read_into(file, begin, data.data)
             archives = _cut_out(data, length, places[first:stop] - begin)
             rows[first:stop, :head], rows[first:stop, head:] = archives[:, :head], archives[:, tail:]
