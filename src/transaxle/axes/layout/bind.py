@@ -14,14 +14,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf, prod
-from operator import lt
+from operator import ge, lt
 
 from transaxle.axes.layout.relayout import Stored
 from transaxle.axes.layout.solve import Shape, solve
 from transaxle.axes.notation.expression import Expression
 from transaxle.axes.notation.family import Dialect, Family, Line, Sizes
 from transaxle.axes.notation.formula import Formula
-from transaxle.axes.notation.name import Numbering, skeleton
+from transaxle.axes.notation.name import Numbering, skeleton, skeletons
 from transaxle.axes.notation.number_format import PLAIN, WORDS, words
 from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
 
@@ -30,6 +30,8 @@ WEIGHT = ""
 OPTIM = "optim/"
 """Prefix of optimizer state: `optim/<parameter>/<state>`."""
 
+_MANY = 16
+"""Names that are read together."""
 Index = tuple[int, ...]
 """Indices of a line's name axes, in the order of the name."""
 
@@ -89,9 +91,10 @@ def _prefixes(names: Mapping[str, list[str]], dialect: Dialect) -> dict[str, int
 
 def group(names: Iterable[str]) -> dict[str, list[str]]:
     """Group parameter names that differ in digits only."""
+    listed = list(names)
     grouped: dict[str, list[str]] = defaultdict(list)
-    for name in names:
-        grouped[skeleton(name)].append(name)
+    for key, name in zip(skeletons(listed), listed, strict=True):
+        grouped[key].append(name)
     return grouped
 
 
@@ -156,7 +159,7 @@ def _bound(
     unknown: list[str] = []
     reader = _NameReader(dialect, sizes)
     doubtful: list[tuple[str, _Fits]] = []
-    for name in names:
+    for name in _others(names, prefix, reader, bound_names):
         parameter, slot = split_slot(name)
         if not parameter.startswith(prefix):
             unknown.append(name)
@@ -174,7 +177,24 @@ def _bound(
             unknown.append(name)
     if doubtful:
         _settle(doubtful, bound_names, family, sizes, encodings)
-    return Bound(family, dialect, prefix, dict(bound_names), tuple(ignored), tuple(unknown), encodings)
+    firsts = {next(iter(of_line.values())): key for key, of_line in bound_names.items()}
+    in_order = {firsts[name]: bound_names[firsts[name]] for name in names if name in firsts}
+    return Bound(family, dialect, prefix, in_order, tuple(ignored), tuple(unknown), encodings)
+
+
+def _others(names: Sequence[str], prefix: str, reader: _NameReader, bound_names: _BoundNames) -> Sequence[str]:
+    """Bind parameters that differ in numbers alone, all those of a line at once; return the other names, in order."""
+    if len(names) < _MANY:
+        return names
+    others: set[str] = set()
+    for alike in group(names).values():
+        found = reader.read_all(alike, prefix) if len(alike) >= _MANY and split_slot(alike[0])[1] == WEIGHT else None
+        if found is None:
+            others.update(alike)
+        else:
+            line, positions = found
+            bound_names[line, WEIGHT] = dict(zip(positions, alike, strict=True))
+    return [name for name in names if name in others]
 
 
 class _Merged:
@@ -356,11 +376,7 @@ class _NameReader:
         """Return the lines that may give this name, with the indices for which they do: more than one only where the
         config does not tell which.
         """
-        key = skeleton(name)
-        candidates = self.candidates.get(key)
-        if candidates is None:
-            candidates = self.candidates[key] = [self._candidate(c) for c in self.dialect.by_skeleton.get(key, ())]
-        fits = [(c.line, index) for c in candidates if (index := c.index(name)) is not None]
+        fits = [(c.line, index) for c in self._candidates(name) if (index := c.index(name)) is not None]
         if len(fits) < 2:
             return fits
         held = [self._holds(line, index, encoding) for line, index in fits]
@@ -369,6 +385,31 @@ class _NameReader:
             fit for fit, holds in zip(fits, held, strict=True) if holds is None
         ]
         return best or fits[:1]
+
+    def read_all(self, names: Sequence[str], prefix: str) -> tuple[Line, list[Index]] | None:
+        """Return the line of very many names that differ in numbers alone, and the indices of each, as `read` does;
+        None where they are to be read one by one.
+
+        Args:
+            names: parameters' names.
+            prefix: text before every name of the dialect.
+        """
+        candidates = self._candidates(names[0].removeprefix(prefix))
+        if len(candidates) != 1 or not candidates[0].numbering.is_index:
+            return None
+        (candidate,) = candidates
+        positions = candidate.line.name.match_all(names, prefix)
+        if positions is None or any(map(ge, map(max, zip(*positions, strict=True)), candidate.limits)):
+            return None
+        return candidate.line, positions
+
+    def _candidates(self, name: str) -> list[_Candidate]:
+        """Return the lines that a name may match."""
+        key = skeleton(name)
+        candidates = self.candidates.get(key)
+        if candidates is None:
+            candidates = self.candidates[key] = [self._candidate(c) for c in self.dialect.by_skeleton.get(key, ())]
+        return candidates
 
     def _candidate(self, line: Line) -> _Candidate:
         limits = tuple(self.known.get(axis, inf) for axis in line.name.axes)

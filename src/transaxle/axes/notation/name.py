@@ -31,6 +31,7 @@ _MARKS = re.compile("[\0\1]")
 """Characters that have a meaning in sort keys."""
 _DECIMAL = "(0|[1-9][0-9]{0,9})"
 _SEPARATOR = "."
+_NEXT = "\n"
 COMPILED, CHECKPOINTED, FSDP1 = "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"
 """Attribute in which `torch.compile`, the checkpoint wrapper and FSDP1 keep the module they are around."""
 _WRAPPERS = frozenset({COMPILED, CHECKPOINTED, FSDP1})
@@ -54,6 +55,23 @@ def is_outer(prefix: str) -> bool:
 def skeleton(name: str) -> str:
     """Return the name with every run of digits replaced by one `0`."""
     return _shortened(name.encode(errors="surrogatepass").translate(_ZEROS))
+
+
+def skeletons(names: Sequence[str]) -> list[str]:
+    """Return the skeleton of each of very many names."""
+    text = _joined(names)
+    if text is None:
+        return list(map(skeleton, names))
+    zeros = text.encode(errors="surrogatepass").translate(_ZEROS)
+    while b"00" in zeros:
+        zeros = zeros.replace(b"00", b"0")
+    return zeros.decode(errors="surrogatepass").split(_NEXT)
+
+
+def _joined(names: Sequence[str]) -> str | None:
+    """Return one text with a line for each name; None where a name has several lines."""
+    text = _NEXT.join(names)
+    return text if text.count(_NEXT) == len(names) - 1 else None
 
 
 @lru_cache(maxsize=1 << 14)
@@ -244,6 +262,20 @@ class Name:
         """Return the numbers in the holes, in order; None if the name does not match. Shifts are still included."""
         matched = self._regex.fullmatch(name)
         return None if matched is None else tuple(map(int, matched.groups()))
+
+    def match_all(self, names: Sequence[str], before: str) -> list[tuple[int, ...]] | None:
+        """Return what `match` does of each of very many names without the same text before them; None unless all match.
+
+        It also returns None for names without holes.
+        """
+        text = _joined(names)
+        if text is None or not self.holes:
+            return None
+        rows = re.findall(f"^{re.escape(before)}{self._regex.pattern}$", text, re.MULTILINE)
+        if len(rows) != len(names):
+            return None
+        columns = zip(*rows, strict=True) if len(self.holes) > 1 else [rows]
+        return list(zip(*(map(int, column) for column in columns), strict=True))
 
     def format(self, numbers: tuple[int, ...]) -> str:
         """Put numbers into the holes, in order.  Inverse: `match`."""

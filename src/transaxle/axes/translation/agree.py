@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import combinations
+
+from msgspec import structs
 
 from transaxle.axes.layout.bind import Index
 from transaxle.axes.layout.relayout import Check, Origin, Target, TargetPart
@@ -85,5 +86,5 @@ def _replicas(line: LineSources) -> Iterator[Check]:
     why = f"{rule}: copies are equal"
     firsts = [(place, place) for place in line.places.values() if place.whole is not place.origin.layout]
     for place, original in [*firsts, *((place, line.places[position]) for position, place in line.copies)]:
-        with_copies = replace(place, origin=replace(place.origin, layout=place.whole))
+        with_copies = structs.replace(place, origin=structs.replace(place.origin, layout=place.whole))
         yield Check(_read(place, [with_copies], rule), _read(place, [original], rule), why)

@@ -7,12 +7,14 @@ own part without a walk over the others.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import overload
+
+import msgspec
 
 from transaxle.axes.layout.bind import Bound, Index
 from transaxle.axes.layout.relayout import Origin, Stored
@@ -21,8 +23,7 @@ from transaxle.axes.notation.family import Line
 from transaxle.axes.notation.number_format import PLAIN, NumberFormat
 
 
-@dataclass(frozen=True, slots=True)
-class SourceTensor:
+class SourceTensor(msgspec.Struct, frozen=True, gc=False):
     """A stored tensor that holds part of a logical tensor."""
 
     origin: Origin
@@ -76,10 +77,13 @@ def grids(bound: Bound, stored: Mapping[str, Stored]) -> dict[tuple[Line, str], 
 
 def _have_one_form(names: Mapping[Index, str], bound: Bound, stored: Mapping[str, Stored]) -> bool:
     """Tell whether all tensors have one shape, dtype and encoding."""
-    if len({(tensor.dtype, tensor.shape) for tensor in map(stored.__getitem__, names.values())}) > 1:
+    if len(set(map(_type_and_shape, map(stored.__getitem__, names.values())))) > 1:
         return False
     encodings = bound.encodings
     return not encodings or len({encodings.get(name, PLAIN) for name in names.values()}) == 1
+
+
+_type_and_shape = attrgetter("dtype", "shape")
 
 
 class AlikeTensors(Mapping[Index, SourceTensor]):
@@ -117,18 +121,14 @@ class AlikeTensors(Mapping[Index, SourceTensor]):
     def __iter__(self) -> Iterator[Index]:
         return iter(self.grid)
 
-    def parts(self, axes: Sequence[str]) -> Iterator[tuple[Index, AlikePart]]:
-        """Yield each combination of the numbers along some of the axes, with the tensors that have it, in order.
-
-        Args:
-            axes: those; the combinations are in their order.
-        """
-        along = zip(self.axes, self.grid.numbers, strict=True)
-        divided = [[(number,) for number in numbers] if axis in axes else [numbers] for axis, numbers in along]
-        places = [self.axes.index(axis) for axis in axes]
-        for numbers in product(*divided):
-            key = tuple([numbers[place][0] for place in places])
-            yield key, AlikePart(self, numbers, dict(zip(axes, key, strict=True)))
+    def keys_along(self, axes: Sequence[str]) -> Iterator[Index]:
+        """Return each combination of the numbers along some of the axes, in their order."""
+        own = [axis for axis in self.axes if axis in axes]
+        numbers = product(*(numbers for axis, numbers in zip(self.axes, self.grid.numbers, strict=True) if axis in own))
+        if own == list(axes):
+            return numbers
+        places = [own.index(axis) for axis in axes]
+        return (tuple([each[place] for place in places]) for each in numbers)
 
 
 class AlikePart(Sequence[Origin]):
@@ -136,19 +136,28 @@ class AlikePart(Sequence[Origin]):
 
     Args:
         tensors: all tensors of the line.
-        numbers: those along each of their axes; every combination is there.
-        common: the axes in the target's name, with the number that all of them have.
+        common: the axes in the target's name, with the number that all of them have; they are axes of the tensors.
     """
 
-    def __init__(self, tensors: AlikeTensors, numbers: Sequence[tuple[int, ...]], common: Mapping[str, int]) -> None:
+    __slots__ = ("common", "tensors")
+
+    def __init__(self, tensors: AlikeTensors, common: Mapping[str, int]) -> None:
         self.tensors = tensors
-        self.numbers = numbers
         self.common = common
 
     @property
-    def names(self) -> Iterator[str]:
+    def numbers(self) -> list[tuple[int, ...]]:
+        """Those along each axis of the tensors; every combination is there."""
+        common, along = self.common, zip(self.tensors.axes, self.tensors.grid.numbers, strict=True)
+        return [(common[axis],) if axis in common else numbers for axis, numbers in along]
+
+    @property
+    def names(self) -> Iterable[str]:
         """Stored names of the tensors."""
-        return map(self.tensors.names.__getitem__, product(*self.numbers))
+        tensors, common = self.tensors, self.common
+        if len(common) == len(tensors.axes):  # one tensor
+            return (tensors.names[tuple([common[axis] for axis in tensors.axes])],)
+        return map(tensors.names.__getitem__, product(*self.numbers))
 
     @property
     def sources(self) -> Iterator[SourceTensor]:

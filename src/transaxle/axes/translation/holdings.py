@@ -57,15 +57,15 @@ class LineSources:
         """Its tensors, where they differ in nothing but their numbers."""
         return self.places if isinstance(self.places, AlikeTensors) else None
 
-    def joined(self, axes: Sequence[str]) -> dict[Index, AlikeSources]:
-        """Return the sources of targets that take alike tensors, each tensor for one target; nothing for others.
+    def joined(self, axes: Sequence[str]) -> JoinedSources | None:
+        """Return the sources of targets that take alike tensors, each tensor for one target; None for others.
 
         Args:
             axes: those in the targets' names, which number the targets.
         """
         if self.alike is None or not set(axes) <= set(self.axes):
-            return {}
-        return {key: AlikeSources(self, part) for key, part in self.alike.parts(axes)}
+            return None
+        return JoinedSources(self, self.alike, axes)
 
     @cached_property
     def _projections(self) -> dict[tuple[str, ...], frozenset[Index]]:
@@ -158,6 +158,37 @@ class AlikeSources:
     def forms(self) -> set[NumberFormat]:
         """The form in which they are stored."""
         return {self.origins.tensors.model.form}
+
+
+class JoinedSources(Mapping[Index, AlikeSources]):
+    """The sources of one component of all targets of a line, by the targets' indices, each made when it is asked for.
+
+    Args:
+        line_sources: the line that the sources are of.
+        alike: its tensors.
+        axes: those in the targets' names.
+    """
+
+    def __init__(self, line_sources: LineSources, alike: AlikeTensors, axes: Sequence[str]) -> None:
+        self.line_sources = line_sources
+        self.alike = alike
+        self._axes = axes
+        along = dict(zip(alike.axes, alike.grid.numbers, strict=True))
+        self._grid = Grid(tuple([along[axis] for axis in axes]))
+
+    def __getitem__(self, index: Index) -> AlikeSources:
+        if index not in self._grid:
+            raise KeyError(index)
+        return AlikeSources(self.line_sources, AlikePart(self.alike, dict(zip(self._axes, index, strict=True))))
+
+    def __contains__(self, index: object) -> bool:
+        return index in self._grid
+
+    def __len__(self) -> int:
+        return len(self._grid)
+
+    def __iter__(self) -> Iterator[Index]:
+        return self.alike.keys_along(self._axes)
 
 
 Sources = ComponentSources | AlikeSources

@@ -9,23 +9,33 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice, product
+from typing import NamedTuple
+
+from msgspec import structs
 
 from transaxle.axes.layout.bind import WEIGHT, Bound, Index, join_slot
 from transaxle.axes.layout.inseparable import NOTHING, inseparable
-from transaxle.axes.layout.relayout import Check, Origin, Stored, Target, TargetPart, unchanged
+from transaxle.axes.layout.relayout import EXACT, Check, Origin, Stored, Target, TargetPart, indices, unchanged
 from transaxle.axes.layout.solve import unknown_axis, with_products
 from transaxle.axes.layout.unify import unify
 from transaxle.axes.notation.expression import Expression, Layout
-from transaxle.axes.notation.family import Dialect, Line, Sizes
+from transaxle.axes.notation.family import Arithmetic, Dialect, Line, Sizes
 from transaxle.axes.notation.formula import Formula
 from transaxle.axes.notation.name import Numbering
 from transaxle.axes.notation.number_format import PLAIN, NumberFormat, Recode, same
 from transaxle.axes.translation.agree import agreements
-from transaxle.axes.translation.alike_tensors import SourceTensor, grids
+from transaxle.axes.translation.alike_tensors import AlikePart, AlikeTensors, grids
 from transaxle.axes.translation.complete import incomplete, unfilled
-from transaxle.axes.translation.holdings import AlikeSources, ComponentSources, Holdings, LineSources, Sources, solved
+from transaxle.axes.translation.gathering import (
+    Gathering,
+    SourcesByComponent,
+    all_joined,
+    shared_by_all,
+    sources_at,
+)
+from transaxle.axes.translation.holdings import Holdings, LineSources, solved
 from transaxle.axes.translation.undecided_lines import LineConditions
 from transaxle.axes.translation.unplaced import Unplaced
 from transaxle.errors import Refusal, TransaxleError, Where, refuse
@@ -54,8 +64,26 @@ class Translation:
     """Axis sizes that are the same in every layer: given ones, and those that names and shapes imply."""
 
 
-_SourcesByComponent = Mapping[str, Sources]
-"""Component -> its sources."""
+class _Model(NamedTuple):
+    """The first target of a line; others are like it."""
+
+    target: Target
+    sources: SourcesByComponent
+    form: NumberFormat
+    """The form in which these are stored."""
+    joined: Sequence[tuple[str, AlikeTensors, tuple[Arithmetic | None, Arithmetic | None], list[AlikePart]]]
+    """Of targets that take alike tensors: their logical tensors, with these tensors and the arithmetic; and what the
+    targets have taken of them.
+    """
+
+    def joined_parts(self, index: Mapping[str, int]) -> tuple[TargetPart, ...]:
+        """Return the parts of the target with an index, and note what it takes."""
+        parts = []
+        for component, tensors, arithmetic, taken in self.joined:
+            part = AlikePart(tensors, index)
+            taken.append(part)
+            parts.append(TargetPart(component, part, arithmetic))
+        return tuple(parts)
 
 
 class _Translator:
@@ -86,6 +114,7 @@ class _Translator:
         tied = {name for alias, chain in self.tied.items() for name in (alias, *chain)}
         self.whole = inseparable(parties, bound.family.tensors, tied, self.basis)
         self.holdings = Holdings(bound, stored, self.sizes, self.basis, self.whole, alike)
+        self.gathering = Gathering(self.holdings, self.tied, self.refuse)
         self.conditions = LineConditions(self.lines, self.holdings)
         self.unplaced = Unplaced(self.holdings, target, self.lines)
         self._layouts: dict[Hashable, Layout] = {}
@@ -115,7 +144,7 @@ class _Translator:
                 message = f"a tensor without a line in {self.target.label} has a name that this dialect writes"
                 self.refuse([Refusal("NAME_COLLISION", message, Where(None, name))])
             form = self.recode(name, NumberFormat(self.stored[name].dtype, self.bound.encodings.get(name, PLAIN)))
-            built[name] = replace(unchanged(name, self.stored[name]), dtype=form.dtype, encoding=form.encoding)
+            built[name] = structs.replace(unchanged(name, self.stored[name]), dtype=form.dtype, encoding=form.encoding)
         refusals = tuple(self.refusals.values())
         ignored, sizes = (*self.bound.ignored, *self.unplaced.empty), self.sizes.at({})
         return Translation(built, tuple(self.checks), kept_names, ignored, self._aliases(), refusals, sizes)
@@ -143,59 +172,80 @@ class _Translator:
         Raises:
             UsageError: UNKNOWN_AXIS where an axis is needed to name them.
         """
-        parts = {component: self._gather(component, slot, line) for component in line.expression.components}
+        parts = {component: self.gathering.sources(component, slot, line) for component in line.expression.components}
         keys = dict.fromkeys(key for by_component in parts.values() for key in by_component)
         if not keys:
             return
         rewritten = self.basis.rewrite(line.expression)
         # None (not known yet) counts as possible: the encoding of the tensor, known below, decides then.
         possible_keys = keys if line.when is None else [key for key in keys if self._is_possible(line, key)]
-        model: tuple[Target, _SourcesByComponent, NumberFormat] | None = None
-        model_form: NumberFormat | None = None
+        model: _Model | None = None
         alike = self._are_alike(line)
-        shared, are_stamped = _shared(parts, keys), alike and _divide_alike_tensors(parts, keys)
-        axes, is_recoded = line.name.axes, self.recode is not same
+        shared, joined = shared_by_all(parts, keys), all_joined(parts, keys) if alike else {}
+        index_at, is_recoded = indices(line.name.axes), self.recode is not same
         for key, name in self._names(line, slot, possible_keys):
-            index = dict(zip(axes, key, strict=True))
-            by_component = shared or {part: sources[key] for part, sources in parts.items() if key in sources}
-            if (
-                model
-                and (are_stamped or model[1] is by_component or model[1] == by_component)
-                and name not in built
-                and (not is_recoded or self.recode(name, model[2]) == model_form)
-            ):
-                if are_stamped:
-                    built[name] = model[0].at(name, index, _parts(line, by_component))
-                    self.unplaced.use(line, by_component)
-                else:  # as with layers and experts that are dims of one tensor
-                    built[name] = model[0].at(name, index, model[0].parts)
-                continue
-            stored_forms = {form for sources in by_component.values() for form in sources.forms}
-            forms = self._forms(name, stored_forms)
-            encoding = forms[0].encoding if len(forms) == 1 else None
-            if line.by_form and self.conditions.holds(line, index, encoding) is False:
-                continue
-            self.refuse(self.conditions.rivals(line, index, encoding))
-            missing = [component for component in parts if component not in by_component]
-            if missing:
-                # Where a source was refused already, its absence here is only a consequence.
-                if self.holdings.broken.isdisjoint((component, slot) for component in missing):
-                    self.lacking[line, tuple(missing)].append(name)
-                continue
-            if name in built:
-                message = f"{line.text}\nwrites the same name as {built[name].rule}"
-                self.refuse([Refusal("NAME_COLLISION", message, Where(None, name))])
-                continue
-            try:
-                built[name] = self._target(line, rewritten, name, index, by_component, forms)
-            except TransaxleError as error:
-                self.refuse(error.refusals, name)
-            self.unplaced.use(line, by_component)
-            if alike and name in built and not any(each.line_sources.scalar for each in by_component.values()):
-                model = (built[name], by_component, stored_forms.pop()) if len(stored_forms) == 1 else None
-                model_form = built[name].form
-            if len(by_component) == 1:
-                self._single[line.expression.components[0], slot, frozenset(index.items())] = name
+            index = index_at(key)
+            if model and name not in built and not (is_recoded and self.recode(name, model.form) != model.target.form):
+                if joined:
+                    built[name] = model.target.at(name, index, model.joined_parts(index))
+                    continue
+                if shared or model.sources == sources_at(
+                    parts, key
+                ):  # as with layers and experts that are dims of one tensor
+                    built[name] = model.target.at(name, index, model.target.parts)
+                    continue
+            by_component = shared or sources_at(parts, key)
+            form = self._build_one(line, slot, rewritten, name, index, by_component, parts, built)
+            if alike and form and not any(each.line_sources.scalar for each in by_component.values()):
+                taken = [
+                    (
+                        component,
+                        sources.alike,
+                        _arithmetic(line, sources.line_sources),
+                        self.unplaced.parts_taken(line, sources.line_sources),
+                    )
+                    for component, sources in joined.items()
+                ]
+                model = _Model(built[name], by_component, form, taken)
+
+    def _build_one(
+        self,
+        line: Line,
+        slot: str,
+        rewritten: Expression,
+        name: str,
+        index: Mapping[str, int],
+        by_component: SourcesByComponent,
+        components: Collection[str],
+        built: dict[str, Target],
+    ) -> NumberFormat | None:
+        """Build one target tensor; return the form in which all its sources are stored, if it was built and they have
+        one.
+        """
+        stored_forms = {form for sources in by_component.values() for form in sources.forms}
+        forms = self._forms(name, stored_forms)
+        encoding = forms[0].encoding if len(forms) == 1 else None
+        if line.by_form and self.conditions.holds(line, index, encoding) is False:
+            return None
+        self.refuse(self.conditions.rivals(line, index, encoding))
+        missing = [component for component in components if component not in by_component]
+        if missing:
+            # Where a source was refused already, its absence here is only a consequence.
+            if self.holdings.broken.isdisjoint((component, slot) for component in missing):
+                self.lacking[line, tuple(missing)].append(name)
+            return None
+        if name in built:
+            message = f"{line.text}\nwrites the same name as {built[name].rule}"
+            self.refuse([Refusal("NAME_COLLISION", message, Where(None, name))])
+            return None
+        try:
+            built[name] = self._target(line, rewritten, name, index, by_component, forms)
+        except TransaxleError as error:
+            self.refuse(error.refusals, name)
+        self.unplaced.use(line, by_component)
+        if len(by_component) == 1:
+            self._single[line.expression.components[0], slot, frozenset(index.items())] = name
+        return stored_forms.pop() if name in built and len(stored_forms) == 1 else None
 
     def _are_alike(self, line: Line) -> bool:
         """Tell whether targets of a line that have the same sources differ in name and index alone."""
@@ -233,91 +283,36 @@ class _Translator:
     def _index(self, line: Line, key: Index) -> dict[str, int]:
         return dict(zip(line.name.axes, key, strict=True))
 
-    def _names(self, line: Line, slot: str, keys: Iterable[Index]) -> Iterator[tuple[Index, str]]:
+    def _names(self, line: Line, slot: str, keys: Collection[Index]) -> Iterator[tuple[Index, str]]:
         """Yield each index with the name of its target tensor; sizes are asked for only where there is one.
 
         Raises:
             UsageError: UNKNOWN_AXIS where a number depends on the size of an axis that is not known.
             Refused: SHAPE_MISMATCH for an index that has no number.
         """
-        numbering: Numbering | None = None
-        named, bare = line.name.format, join_slot("", slot) == ""
+        if not keys:
+            return
+        numbering, names = line.name.numbering(self.sizes.at({})), map(line.name.format, keys)
+        if not numbering.is_index:
+            names = map(line.name.format, self._numbers(line, numbering, keys))
+        yield from zip(keys, names if slot == WEIGHT else (join_slot(name, slot) for name in names), strict=True)
+
+    def _numbers(self, line: Line, numbering: Numbering, keys: Iterable[Index]) -> Iterator[tuple[int, ...]]:
+        """Yield the numbers in the name of each target tensor of a line.
+
+        Raises:
+            Refused: SHAPE_MISMATCH for an index that has no number.
+        """
         for key in keys:
-            if numbering is None:
-                numbering = line.name.numbering(self.sizes.at({}))
-            if numbering.is_index:
-                numbers = key
-            else:
-                numbers = tuple([-1 if number is None else number for number in numbering.numbers(key)])
-            if not numbering.is_index and min(numbers) < 0:
+            numbers = tuple([-1 if number is None else number for number in numbering.numbers(key)])
+            if min(numbers) < 0:
                 at = ", ".join(f"{axis}={i}" for axis, i in self._index(line, key).items())
                 raise refuse("SHAPE_MISMATCH", f"{line.text}\nthe name would get the number {min(numbers)} for {at}")
-            yield key, named(numbers) if bare else join_slot(named(numbers), slot)
+            yield numbers
 
     def _forms(self, name: str, stored: Collection[NumberFormat]) -> list[NumberFormat]:
         """Return the forms in which the parts of a target tensor would be written; one, unless they do not fit."""
         return [self.recode(name, *stored)] if len(stored) == 1 else sorted({self.recode(name, f) for f in stored})
-
-    def _gather(self, component: str, slot: str, line: Line) -> Mapping[Index, Sources]:
-        """Collect the sources of one component of a target line, by the target's index.
-
-        Where several lines of the source hold it, they complete each other; a tensor that two lines hold is taken once.
-        """
-        gathered: dict[Index, ComponentSources] = {}
-        # A tied tensor that is not stored is read from the first that is, of those that it is tied to.
-        for name in (component, *self.tied.get(component, ())):
-            if (name, slot) in self.holdings.sources:
-                break
-        held = self.holdings.sources.get((name, slot), ())
-        if len(held) == 1 and len(held[0].places) == 1:  # layers and experts are dims of it: all have the same source
-            (place,) = held[0].places.values()
-            only = ComponentSources(held[0], {frozenset(place.origin.index.items()): place})
-            return {key: only for key, _ in self._keyed(held[0], line)}
-        if len(held) == 1 and (joined := held[0].joined(line.name.axes)):
-            return joined
-        for line_sources in held:
-            for key, place in self._keyed(line_sources, line):
-                entry = gathered.get(key) or gathered.setdefault(key, ComponentSources(line_sources, {}))
-                # Lines complete each other only if they number the same axes in names: a stack and single tensors would
-                # overlap.
-                if entry.line_sources is line_sources or set(entry.line_sources.axes) == set(line_sources.axes):
-                    self._agree(entry, place)
-                    entry.places.setdefault(frozenset(place.origin.index.items()), place)
-        return gathered
-
-    def _keyed(self, line_sources: LineSources, line: Line) -> Iterator[tuple[Index, SourceTensor]]:
-        """Yield each source with the index of every target tensor that it contributes to.
-
-        Raises:
-            UsageError: UNKNOWN_AXIS where an axis is in the target's names, and its size is unknown.
-        """
-        order = [line_sources.axes.index(axis) if axis in line_sources.axes else None for axis in line.name.axes]
-        for position, place in line_sources.places.items():
-            # All axes of the target's names are in the source's names too: each source belongs to one target.
-            if None not in order:
-                yield tuple(position[p] for p in order if p is not None), place
-                continue
-            ranges = []
-            for axis, p in zip(line.name.axes, order, strict=True):
-                if p is None and axis not in place.sizes:
-                    raise unknown_axis(axis, line.text)
-                ranges.append(range(place.sizes[axis]) if p is None else (position[p],))
-            yield from ((key, place) for key in product(*ranges))
-
-    def _agree(self, entry: ComponentSources, place: SourceTensor) -> None:
-        """Refuse stored tensors of different sizes for one target tensor."""
-        # The same dict object means the same line and shape, so there is nothing to compare: the usual case, for every
-        # expert but the first.
-        if not entry.places or place.sizes is entry.first.sizes:
-            return
-        origin, expected = place.origin, entry.first
-        sized = {axis: count for share in origin.layout.shares[origin.component] for axis, count, _ in share.axes}
-        if any(expected.sizes.get(axis) != count for axis, count in sized.items()):
-            shapes = (
-                f"expected {list(expected.whole.shape)} as in {expected.origin.name}, got {list(place.whole.shape)}"
-            )
-            message = f"{entry.line_sources.line.text}\n{shapes}"
-            self.refuse([Refusal("SHAPE_MISMATCH", message, Where(None, origin.name))])
 
     def _target(
         self,
@@ -325,7 +320,7 @@ class _Translator:
         rewritten: Expression,
         name: str,
         index: Mapping[str, int],
-        by_component: _SourcesByComponent,
+        by_component: SourcesByComponent,
         forms: Sequence[NumberFormat],
     ) -> Target:
         if len(forms) > 1:
@@ -342,7 +337,7 @@ class _Translator:
         parts = _parts(line, by_component)
         return Target(name, forms[0].dtype, layout, index, parts, line.text, ", ".join(by_component), forms[0].encoding)
 
-    def _refuse_some(self, line: Line, index: Mapping[str, int], by_component: _SourcesByComponent) -> None:
+    def _refuse_some(self, line: Line, index: Mapping[str, int], by_component: SourcesByComponent) -> None:
         """Refuse a scalar state (a step) for a tensor where only some sources have one: the others would inherit it.
 
         Raises:
@@ -362,7 +357,7 @@ class _Translator:
                 )
                 raise refuse("INCOMPLETE", message)
 
-    def _scalar(self, line: Line, name: str, by_component: _SourcesByComponent, dtype: str) -> Target:
+    def _scalar(self, line: Line, name: str, by_component: SourcesByComponent, dtype: str) -> Target:
         """One number for the whole target tensor: all sources must agree, which the checks prove."""
         origins = {
             place.origin.name: place.origin for sources in by_component.values() for place in sources.places.values()
@@ -370,10 +365,10 @@ class _Translator:
         first_target, *other_targets = (_single_source(origin, name, dtype, line.text) for origin in origins.values())
         why = f"{line.text}\none number would have to stand for all of them"
         self.checks.extend(Check(first_target, other_target, why) for other_target in other_targets)
-        return replace(first_target, component=", ".join(by_component))
+        return structs.replace(first_target, component=", ".join(by_component))
 
     def _layout(
-        self, line: Line, rewritten: Expression, index: Mapping[str, int], by_component: _SourcesByComponent
+        self, line: Line, rewritten: Expression, index: Mapping[str, int], by_component: SourcesByComponent
     ) -> Layout:
         """Return the target's layout: sizes come from its sources, which must agree; unsized padding is empty."""
         # Equal keys give equal layouts; computing them once per kind of layer keeps planning linear.
@@ -390,7 +385,7 @@ class _Translator:
         return self._layouts[alike]
 
     def _fill(
-        self, line: Line, rewritten: Expression, index: Mapping[str, int], by_component: _SourcesByComponent
+        self, line: Line, rewritten: Expression, index: Mapping[str, int], by_component: SourcesByComponent
     ) -> Layout:
         sizes = self.sizes.at(index)
         owner: dict[str, str] = {}
@@ -429,35 +424,23 @@ class _Translator:
         return aliases
 
 
-def _shared(parts: Mapping[str, Mapping[Index, Sources]], keys: Collection[Index]) -> _SourcesByComponent:
-    """Return the sources of each component, if all targets of a line have the same; nothing otherwise."""
-    shared = {}
-    for component, by_key in parts.items():
-        sources = {id(each): each for each in by_key.values()}
-        if len(by_key) != len(keys) or len(sources) != 1:
-            return {}
-        (shared[component],) = sources.values()
-    return shared
-
-
-def _divide_alike_tensors(parts: Mapping[str, Mapping[Index, Sources]], keys: Collection[Index]) -> bool:
-    """Tell whether the targets of a line have the same sources but for their numbers."""
-    sources = [(len(by_key), next(iter(by_key.values()), None)) for by_key in parts.values()]
-    return all(count == len(keys) and isinstance(first, AlikeSources) for count, first in sources)
-
-
-def _parts(line: Line, by_component: _SourcesByComponent) -> tuple[TargetPart, ...]:
+def _parts(line: Line, by_component: SourcesByComponent) -> tuple[TargetPart, ...]:
     """Return the logical tensors of a line's target with their sources."""
     parts = [
-        TargetPart(component, sources.origins, (sources.line_sources.line.lossy, line.lossy))
+        TargetPart(component, sources.origins, _arithmetic(line, sources.line_sources))
         for component, sources in by_component.items()
     ]
     return tuple(parts)
 
 
+def _arithmetic(line: Line, of: LineSources) -> tuple[Arithmetic | None, Arithmetic | None]:
+    both = of.line.lossy, line.lossy
+    return EXACT if both == EXACT else both
+
+
 def _single_source(origin: Origin, name: str, dtype: str, rule: str) -> Target:
     """Return the target that is one stored tensor, whatever its name says."""
-    part = TargetPart(origin.component, (replace(origin, index={}),))
+    part = TargetPart(origin.component, (structs.replace(origin, index={}),))
     return Target(name, dtype, origin.layout, {}, (part,), rule)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
 from transaxle.axes.layout.relayout import Check
 from transaxle.axes.notation.family import Dialect, Line
+from transaxle.axes.translation.alike_tensors import AlikePart
 from transaxle.axes.translation.holdings import AlikeSources, Holdings, LineSources, Sources
 from transaxle.errors import Refusal, Where
 
@@ -31,16 +32,22 @@ class Unplaced:
         self._target = target
         self._lines = lines
         self._used: set[tuple[str, str]] = set()
-        self._alike: dict[tuple[LineSources, Line], list[AlikeSources]] = defaultdict(list)
+        self._alike: dict[tuple[LineSources, Line], list[AlikePart]] = defaultdict(list)
 
     def use(self, line: Line, by_component: Mapping[str, Sources]) -> None:
         """Take the sources of one target of a line for placed."""
         for sources in by_component.values():
             if isinstance(sources, AlikeSources):
-                self._alike[sources.line_sources, line].append(sources)
+                self.parts_taken(line, sources.line_sources).append(sources.origins)
             else:
                 origins = (place.origin for place in sources.places.values())
                 self._used.update((origin.name, origin.component) for origin in origins)
+
+    def parts_taken(self, line: Line, of: LineSources) -> list[AlikePart]:
+        """Return the alike tensors of a stored line that the targets of a line take; those of other targets are added
+        by the caller.
+        """
+        return self._alike[of, line]
 
     def names(self, checks: Iterable[Check], *, clean: bool) -> Iterator[str]:
         """Yield the tensors that keep their names.
@@ -55,12 +62,12 @@ class Unplaced:
         sides = (side for check in checks for side in (check.first, check.second))
         used = self._used | {(o.name, o.component) for side in sides for part in side.parts for o in part.origins}
         # The targets of a line take equally many.
-        wholly = {of for (of, _), found in self._alike.items() if len(found) * len(found[0].origins) == len(of.places)}
+        wholly = {of for (of, _), found in self._alike.items() if len(found) * len(found[0]) == len(of.places)}
         left = [(line, slot) for line, slot in self._holdings.bound.names if not self._all_in(wholly, line, slot)]
         asked = {line for line, _ in left}
         for (of, _), found in self._alike.items():
             if of.line in asked:
-                used.update((origin.name, origin.component) for each in found for origin in each.origins)
+                used.update((origin.name, origin.component) for each in found for origin in each)
         for line, slot in left:
             yield from self._homeless(line, slot, used, clean=clean)
 

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-import msgspec
+from msgspec.structs import replace
 
 from transaxle.axes.layout.model_tensors import Model as Tables
 from transaxle.axes.layout.relayout import Check, Target
@@ -93,7 +92,7 @@ def converted(
     if not alike or is_flipped(modules, said[1]) != is_flipped((), said[1]):
         files[said[0]] = InMemoryFile(config_of(said[1], modules, saved))
     entries = {name: _entry(name, _FILE + name, target.dtype, target.shape) for name, target in named.items()}
-    return msgspec.structs.replace(adapter, storage=VirtualFiles(adapter.storage, files), entries=entries)
+    return replace(adapter, storage=VirtualFiles(adapter.storage, files), entries=entries)
 
 
 def _base(adapter: Container, lora: Lora, config: Mapping[str, Any], express: Express) -> tuple[Any, Container]:
@@ -103,19 +102,15 @@ def _base(adapter: Container, lora: Lora, config: Mapping[str, Any], express: Ex
         UsageError: UNKNOWN_FAMILY, AMBIGUOUS, UNKNOWN_AXIS.
         Refused: MISSING_TENSOR where it does not have what the adapter changes.
     """
-    bare = msgspec.structs.replace(adapter, carried=(), metadata={}, twins=(), left={}, training=(), unread=())
+    bare = replace(adapter, carried=(), metadata={}, twins=(), left={}, training=(), unread=())
     targets = lora.targets()
-    named = express(
-        msgspec.structs.replace(bare, entries={name: _entry(name, name, _ANY, ()) for name in targets}), "", config
-    )
+    named = express(replace(bare, entries={name: _entry(name, name, _ANY, ()) for name in targets}), "", config)
     reading = named.recognised
     tables = Tables(reading.family, named.sizes, tp=0)
     shapes = {reading.prefix + name: shape for name, shape in tables.stored(reading.dialect)}
     if not targets <= shapes.keys():
         raise gathered(missing(name, shapes) for name in sorted(targets - shapes.keys()))
-    return reading, msgspec.structs.replace(
-        bare, entries={name: _entry(name, name, _ANY, shape) for name, shape in shapes.items()}
-    )
+    return reading, replace(bare, entries={name: _entry(name, name, _ANY, shape) for name, shape in shapes.items()})
 
 
 def _entry(name: str, file: str, dtype: str, shape: tuple[int, ...]) -> Entry:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from transaxle.axes.geometry.piece import Move
 from transaxle.axes.geometry.strided import Loop
-from transaxle.axes.layout.relayout import Copier, Target, TargetPart, is_one_run, unchanged
+from transaxle.axes.layout.relayout import Copier, Target, is_one_run, unchanged
 from transaxle.axes.translation.alike_tensors import AlikePart
 from transaxle.engine.copying.bitcast import Intervals
 from transaxle.engine.copying.stamps import Found, Stamps
@@ -140,6 +139,8 @@ class _AlikeStamp(NamedTuple):
 
     target: Target
     """The first of them: held, as identities of what it is made of are the key."""
+    axes: tuple[str, ...]
+    """Those of the targets' names."""
     forms: Sequence[_Form]
     """Of each stored tensor that the target takes."""
     moves: Sequence[tuple[int, int, int, int, tuple[Loop, ...]]]
@@ -168,11 +169,17 @@ class AlikeStamps:
     def filled(self, target: Target) -> tuple[Transfer, ...] | None:
         """Return the transfers that fill a target; None where they must be found the long way."""
         stamp = self._stamps.get(_key(target))
-        if stamp is None:
+        if stamp is None or stamp.target.dtype != target.dtype or stamp.axes != tuple(target.index):
             return None
-        chunks, forms = self._taken(target)
-        if forms != stamp.forms:
-            return None
+        chunks: list[Extent] = []
+        for name, form in zip(_names(target), stamp.forms, strict=True):
+            held = self._entries[name].extents
+            if len(held) != len(form):
+                return None
+            for chunk, (start, shape, strides) in zip(held, form, strict=True):
+                if chunk.start != start or chunk.shape != shape or chunk.strides != strides:
+                    return None
+            chunks += held
         return tuple(
             [
                 Transfer(chunks[number].file, chunks[number].offset + source, at, width, loops)
@@ -190,38 +197,33 @@ class AlikeStamps:
         key = _key(target)
         if key is None:
             return
-        chunks, forms = self._taken(target)
-        begins = accumulate(map(len, forms), initial=0)
-        first = dict(zip((name for part in target.parts for name in _names(part)), begins, strict=False))
+        first: dict[str, int] = {}
+        chunks: list[Extent] = []
+        forms: list[_Form] = []
+        for name in _names(target):
+            held = self._entries[name].extents
+            first[name] = len(chunks)
+            chunks += held
+            forms.append(tuple([(chunk.start, chunk.shape, chunk.strides) for chunk in held]))
         moves = []
         for name, chunk, move in found:
             number = first[name] + chunk
             moves.append((number, move.source - chunks[number].offset, move.target, move.width, move.loops))
-        self._stamps[key] = _AlikeStamp(target, forms, moves)
-
-    def _taken(self, target: Target) -> tuple[list[Extent], list[_Form]]:
-        """Return the chunks of all stored tensors that a target takes, and how each of these is cut."""
-        chunks: list[Extent] = []
-        forms: list[_Form] = []
-        for part in target.parts:
-            for name in _names(part):
-                held = self._entries[name].extents
-                chunks += held
-                forms.append(tuple([(chunk.start, chunk.shape, chunk.strides) for chunk in held]))
-        return chunks, forms
+        self._stamps[key] = _AlikeStamp(target, tuple(target.index), forms, moves)
 
 
 def _key(target: Target) -> Hashable:
     """Return what the targets have in common that are filled alike; None where nothing is known of others."""
-    parts = []
+    index = target.index
+    key: list[Hashable] = [id(target.layout)]
     for part in target.parts:
         origins = part.origins
-        if not isinstance(origins, AlikePart) or origins.common != target.index:
+        if type(origins) is not AlikePart or (origins.common is not index and origins.common != index):
             return None
-        parts.append((part.component, id(origins.tensors)))
-    return id(target.layout), target.dtype, tuple(target.index), tuple(parts)
+        key += (part.component, id(origins.tensors))
+    return tuple(key)
 
 
-def _names(part: TargetPart) -> Iterator[str]:
-    """Return the stored tensors that a part of a target takes, if they are alike."""
-    return part.origins.names if isinstance(part.origins, AlikePart) else iter(())
+def _names(target: Target) -> list[str]:
+    """Return the stored tensors that a target takes, if they are alike."""
+    return [name for part in target.parts if isinstance(part.origins, AlikePart) for name in part.origins.names]
