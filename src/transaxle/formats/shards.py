@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, Protocol, TypeVar
 
 import msgspec
@@ -20,7 +20,7 @@ from transaxle.formats.catalog.sidecar_files import STATE_FOLDER
 from transaxle.formats.catalog.strict_json import MAX_PAIRS, NotJsonError, dropped, members, pairs_in, repeated
 from transaxle.formats.format import INDEX
 from transaxle.formats.storage.storage import Storage, is_plain
-from transaxle.formats.training_state.state import OPTIMIZER
+from transaxle.formats.training_state.state import OPTIMIZER, has_state
 
 WEIGHT_MAP = "weight_map"
 """Tensor name -> name of the shard that holds it."""
@@ -36,6 +36,7 @@ _MAX_INDEX = 200_000_000
 _NULL = msgspec.Raw(b"null")
 _EMPTY = msgspec.Raw(b"{}")
 
+_quoted = json.encoder.encode_basestring_ascii
 _text: msgspec.json.Decoder[str] = msgspec.json.Decoder(str)
 _weight_map: msgspec.json.Decoder[dict[str, str]] = msgspec.json.Decoder(dict[str, str])
 
@@ -70,8 +71,13 @@ class ReadFiles(msgspec.Struct, Generic[FileContent], frozen=True):
 
 def encode_index(weight_map: Mapping[str, str], total_size: int) -> bytes:
     """Return the text of an index, in the layout that transformers gives it."""
-    index = {INDEX_METADATA: {TOTAL_SIZE: total_size}, WEIGHT_MAP: dict(weight_map)}
-    return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
+    if not weight_map:
+        index = {INDEX_METADATA: {TOTAL_SIZE: total_size}, WEIGHT_MAP: {}}
+        return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
+    # Written out, as indented text takes `json` five times as long, and there may be a hundred thousand tensors.
+    lines = [f"    {_quoted(name)}: {_quoted(weight_map[name])}" for name in sorted(weight_map)]
+    head = f'{{\n  "{INDEX_METADATA}": {{\n    "{TOTAL_SIZE}": {total_size}\n  }},\n  "{WEIGHT_MAP}": {{\n'
+    return (head + ",\n".join(lines) + "\n  }\n}\n").encode()
 
 
 def read_index(storage: Storage, index: str) -> tuple[dict[str, str], dict[str, str]]:
@@ -280,7 +286,8 @@ def lay_out_shards(
             everything.
         lay_out_file: lays out one file; called for the optimizer's state, if there is any, before the model.
     """
-    state = [item for item in sized if item[0].name.startswith(OPTIMIZER)]
+    are_some = has_state(spec.name for spec, _ in sized)
+    state = [item for item in sized if item[0].name.startswith(OPTIMIZER)] if are_some else []
     if shard_size is None or len(state) in (0, len(sized)):
         return _lay_out(form, stem, ending, sized, shard_size, lay_out_file)
     beside = _lay_out(form, f"{STATE_FOLDER}/{STATE_FOLDER}", ending, state, shard_size, lay_out_file)
@@ -301,34 +308,38 @@ def _lay_out(
     entries: dict[str, Entry] = {}
     files: dict[str, int] = {}
     fragments: list[Fragment] = []
+    weight_map: dict[str, str] = {}
+    inside = len(stem.rpartition("/")[0]) + 1 if "/" in stem else 0
     for number, shard in enumerate(shards, 1):
         file = shard_name(stem, ending, number, len(shards))
         placed, known_fragments, files[file] = lay_out_file(file, shard)
         fragments.extend(known_fragments)
-        entries |= {entry.name: entry for entry in placed}
+        names = [entry.name for entry in placed]
+        entries.update(zip(names, placed, strict=True))
+        weight_map.update(dict.fromkeys(names, file[inside:]))
     if len(shards) > 1:
-        inside = len(stem.rpartition("/")[0]) + 1 if "/" in stem else 0
-        weight_map = {entry.name: entry.extents[0].file[inside:] for entry in entries.values()}
         index, name = encode_index(weight_map, sum(size for _, size in sized)), f"{stem}{ending}{INDEX}"
         fragments.append(Fragment(name, 0, index))
         files[name] = len(index)
     return Draft(form, entries, files, tuple(fragments))
 
 
-def split(sized: Iterable[Sized], shard_size: int | None) -> list[list[Sized]]:
+def split(sized: Sequence[Sized], shard_size: int | None) -> list[list[Sized]]:
     """Fill shards in order, as huggingface_hub does; there is at least one, even if it is empty."""
+    if shard_size is None or sum(size for _, size in sized) <= shard_size:
+        return [list(sized)]
     shards: list[list[Sized]] = []
     current: list[Sized] = []
     room = shard_size
     for spec, size in sized:
-        if shard_size is not None and size > shard_size:
+        if size > shard_size:
             shards.append([(spec, size)])
             continue
-        if room is not None and shard_size is not None and size > room:
+        if size > room:
             shards.append(current)
             current, room = [], shard_size
         current.append((spec, size))
-        room = None if room is None else room - size
+        room -= size
     return [*shards, current] if current or not shards else shards
 
 

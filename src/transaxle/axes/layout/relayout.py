@@ -333,11 +333,13 @@ class _Chunks:
 
     def __init__(self, chunks: Sequence[Chunk]) -> None:
         self.chunks = chunks
-        self.by_start: dict[Shape, list[int]] = {}
-        for number, chunk in enumerate(chunks):
-            self.by_start.setdefault(chunk.start, []).append(number)
-        starts, shapes = (zip(*rows, strict=True) for rows in ([c.start for c in chunks], [c.shape for c in chunks]))
-        self.edges = [_edges(set(zip(*of_dim, strict=True))) for of_dim in zip(starts, shapes, strict=True)]
+        starts, shapes = [chunk.start for chunk in chunks], [chunk.shape for chunk in chunks]
+        self.by_start: dict[Shape, list[int]] = {start: [number] for number, start in enumerate(starts)}
+        if len(self.by_start) < len(chunks):
+            self.by_start = {}
+            for number, start in enumerate(starts):
+                self.by_start.setdefault(start, []).append(number)
+        self.edges = list(map(_edges, zip(*starts, strict=True), zip(*shapes, strict=True)))
 
     def overlapping(self, spans: Sequence[Interval]) -> list[int]:
         """Return the numbers of the chunks that overlap a region, in order."""
@@ -354,19 +356,23 @@ class _Chunks:
         return sorted([number for number in candidates if _overlaps(self.chunks[number], spans)])
 
 
-def _edges(spans: Iterable[tuple[int, int]]) -> tuple[list[int], list[int]]:
+def _edges(starts: Sequence[int], sizes: Sequence[int]) -> tuple[list[int], list[int]]:
     """Return where chunks begin along a dim, and the last position before which those up to each of these end.
 
     Args:
-        spans: first position and number of positions of each chunk.
+        starts: first position of each chunk.
+        sizes: number of positions of each.
     """
-    ends: dict[int, int] = {}
-    for start, size in spans:
-        ends[start] = max(ends.get(start, 0), start + size)
-    starts = sorted(ends)
+    if sizes.count(sizes[0]) == len(sizes):  # the usual case
+        ends = {start: start + sizes[0] for start in set(starts)}
+    else:
+        ends = {}
+        for start, size in set(zip(starts, sizes, strict=True)):
+            ends[start] = max(ends.get(start, 0), start + size)
+    begins = sorted(ends)
     # Running maxima, not the ends themselves: they ascend even where chunks have different sizes, so that bisect may be
     # used. Chunks they let through needlessly are dropped afterwards.
-    return starts, list(accumulate((ends[start] for start in starts), max))
+    return begins, list(accumulate((ends[start] for start in begins), max))
 
 
 def _overlaps(chunk: Chunk, spans: Sequence[Interval]) -> bool:

@@ -7,7 +7,9 @@ and that of every other follows from where its chunk begins.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from itertools import repeat
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -57,7 +59,7 @@ class Stamps:
     def __init__(self, entries: Mapping[str, Entry]) -> None:
         self._entries = entries
         self._stamps: dict[int, _Stamp] = {}  # by the identity of the parts, which targets that are alike share
-        self._chunks: dict[Hashable, dict[Shape, Extent]] = {}
+        self._chunks: dict[tuple[str, tuple[int, ...]], dict[Hashable, dict[Shape, Extent]]] = {}
 
     def filled(self, target: Target) -> tuple[Transfer] | None:
         """Return the one transfer that fills a target; None where it must be found the long way."""
@@ -88,26 +90,23 @@ class Stamps:
         chunks = self._alike(origin.name, chunk, tuple(dim for dim, _ in pinned))
         axes = tuple(axis for _, axis in pinned)
         _, source, place, width, loops = astuple(found.transfer)
-        inside = source - chunk.offset
-        filled = {
-            at: (Transfer(other.file, other.offset + inside, place, width, loops),) for at, other in chunks.items()
-        }
+        begins = [other.offset + source - chunk.offset for other in chunks.values()]
+        files = (other.file for other in chunks.values())
+        fills = zip(map(Transfer, files, begins, repeat(place), repeat(width), repeat(loops)), strict=False)
+        filled = dict(zip(chunks, fills, strict=True))
         self._stamps[id(target.parts)] = _Stamp(target.parts, target.layout, target.dtype, axes, filled)
 
     def _alike(self, name: str, chunk: Extent, dims: tuple[int, ...]) -> dict[Shape, Extent]:
         """Return the chunks that differ from one in their index of some dims alone, by that index."""
         dims_left = [dim for dim in range(len(chunk.start)) if dim not in dims]
-        rest = tuple([chunk.start[dim] for dim in dims_left])
-        key = name, dims, rest, chunk.shape, chunk.strides
-        found = self._chunks.get(key)
-        if found is None:
-            place, others = _picked(dims), _picked(dims_left)
-            found = self._chunks[key] = {
-                place(extent.start): extent
-                for extent in self._entries[name].extents
-                if extent.shape == chunk.shape and extent.strides == chunk.strides and others(extent.start) == rest
-            }
-        return found
+        place, others = _picked(dims), _picked(dims_left)
+        sets = self._chunks.get((name, dims))
+        if sets is None:
+            sets = self._chunks[name, dims] = defaultdict(dict)
+            for extent in self._entries[name].extents:
+                start = extent.start
+                sets[others(start), extent.shape, extent.strides][place(start)] = extent
+        return sets[others(chunk.start), chunk.shape, chunk.strides]
 
 
 def _picked(dims: Sequence[int]) -> Callable[[Shape], Shape]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -295,6 +296,8 @@ def _viewed(
 def _outputs(view: View, names: Iterable[str], encoding: str) -> list[OutputTensor]:
     """Return the tensors that are written for a view, some of them as the buffers of an encoding."""
     encoded, stored, outputs = frozenset(names), view.stored, list[OutputTensor]()
+    if not encoded and not stored:  # the usual case, of very many
+        return [OutputTensor(name, target.dtype, target.layout.shape, target) for name, target in view.targets.items()]
     for name, target in view.targets.items():
         if name in encoded:
             outputs.extend(buffers_of(view, name, encoding))
@@ -305,21 +308,26 @@ def _outputs(view: View, names: Iterable[str], encoding: str) -> list[OutputTens
     return outputs
 
 
-def _by_name(written: Iterable[OutputTensor], problems: list[Refusal]) -> dict[str, OutputTensor]:
+def _by_name(written: Sequence[OutputTensor], problems: list[Refusal]) -> dict[str, OutputTensor]:
     """Return output tensors by name; duplicates, and sizes that no machine can hold, are problems."""
-    outputs: dict[str, OutputTensor] = {}
-    checked: set[tuple[int, ...]] = set()
+    outputs = dict(zip(map(_name, written), written, strict=True))
+    too_large = {shape for shape in set(map(_shape, written)) if prod(shape) > _LARGEST}
+    if len(outputs) == len(written) and not too_large:
+        return outputs
+    outputs = {}
     for product in written:
-        if product.shape not in checked and prod(product.shape) > _LARGEST:  # else laying it out would never end
+        if product.shape in too_large:  # else laying it out would never end
             message = f"the tensor would have the shape {list(product.shape)}: a size in the config is not plausible"
             problems.append(Refusal("CORRUPT", message, Where(None, product.name)))
             continue
-        checked.add(product.shape)
         if product.name in outputs:
             message = f"{product.target.rule}\nwrites the same name as {outputs[product.name].target.rule}"
             problems.append(Refusal("NAME_COLLISION", message, Where(None, product.name)))
         outputs[product.name] = product
     return outputs
+
+
+_name, _shape = map(attrgetter, ("name", "shape"))
 
 
 @stage("lay out files")
@@ -334,7 +342,8 @@ def _drafted(
 ) -> tuple[Draft, list[str]]:
     """Lay out the target files; also return the source's notes that have no place in them."""
     specs = [Spec(product.name, product.dtype, product.shape) for product in written.values()]
-    specs.sort(key=lambda spec: natural(spec.name))
+    keys = [natural(spec.name) for spec in specs]
+    specs = [specs[at] for at in sorted(range(len(specs)), key=keys.__getitem__)]
     files = checkpoint.container.files
     metadata, left_out = dict(_FRAMEWORK), []
     for key, value in notes.items():
@@ -445,13 +454,13 @@ def _planned(
         if entry is None:
             continue
         shape, extents = entry.shape, entry.extents
-        size = nbytes(output.dtype, shape)
-        if len(extents) == 1 and extents[0].shape == shape and entry.dtype == output.dtype:
-            places: tuple[Transfer, ...] = (Transfer(extents[0].file, extents[0].offset, 0, size),)
+        dtype, size = output.dtype, nbytes(output.dtype, shape)
+        if len(extents) == 1 and (extent := extents[0]).shape == shape and entry.dtype == dtype:
+            places: tuple[Transfer, ...] = (Transfer(extent.file, extent.offset, 0, size),)
         else:
             places = _places(entry, extents)
-        copies = _places(entry, further[name]) if name in further else ()
-        dtype, rule, step = output.dtype, target.rule, output.step
+        copies = _places(entry, further[name]) if further and name in further else ()
+        rule, step = target.rule, output.step
         planned.append(PlannedTensor(name, dtype, shape, places, size, rule, transfers, arithmetic, step, copies))
     return planned
 

@@ -333,7 +333,7 @@ class _ItemReader:
         places = self._places.chunks.get(key, {})
         is_object = key in self._places.objects
         # Chunks are usually listed in the order in which they are stored.
-        found = places.values() if list(places) == starts else map(places.get, starts)
+        found = places.values() if tuple(places) == tuple(starts) else map(places.get, starts)
         chunks = tuple(map(_new_chunk, zip(starts, shapes, found, strict=True)))
         extra = () if isinstance(found, ValuesView) else places.keys() - set(starts)
         if extra or is_object:

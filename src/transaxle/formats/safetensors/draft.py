@@ -8,6 +8,8 @@ back is byte for byte the file it started from.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate, repeat
+from operator import attrgetter
 from typing import Any
 
 from msgspec.structs import replace
@@ -19,7 +21,7 @@ from transaxle.formats.dtype import BITS, nbytes
 from transaxle.formats.safetensors.header import MAX_DIMS, METADATA, blank_seal, encode_header, room_for_seal
 from transaxle.formats.shards import Sized, lay_out_shards
 from transaxle.formats.training_state.run_facts import KEPT_RUN, facts_as_text
-from transaxle.formats.training_state.state import OPTIMIZER
+from transaxle.formats.training_state.state import has_state
 from transaxle.formats.training_state.state_groups import KEPT, ParamGroup, encode
 
 _STEM = "model"
@@ -57,7 +59,7 @@ def draft(
     """
     faults = Faults()
     if _are_plain(tensors):  # the usual case, of very many
-        sized = [(spec, nbytes(spec.dtype, spec.shape)) for spec in tensors]
+        sized = list(zip(tensors, map(nbytes, map(_dtype, tensors), map(_shape, tensors)), strict=True))
     else:
         sized, names_so_far = [], set[str]()
         for spec in tensors:
@@ -66,7 +68,7 @@ def draft(
     if faults:
         raise faults.error()
     beside = {KEPT: encode(groups)} if groups else {}
-    if any(spec.name.startswith(OPTIMIZER) for spec in tensors) and (facts := facts_as_text(run or {})) is not None:
+    if has_state(map(_name, tensors)) and (facts := facts_as_text(run or {})) is not None:
         beside[KEPT_RUN] = facts
     first_file_metadata = iter([beside])
     room = blank_seal(sum(size > 0 for _, size in sized)) if sealed else {}
@@ -84,8 +86,8 @@ def draft(
 
 def _are_plain(tensors: Sequence[Spec]) -> bool:
     """Tell whether nothing can be wrong with any of the tensors, and each of their elements fills whole bytes."""
-    names = {spec.name for spec in tensors}
-    kinds = {(spec.dtype, len(spec.shape)) for spec in tensors}
+    names = set(map(_name, tensors))
+    kinds = set(zip(map(_dtype, tensors), map(len, map(_shape, tensors)), strict=True))
     has_places = all(dtype in _WHOLE_BYTES and dims <= MAX_DIMS for dtype, dims in kinds)
     return has_places and len(names) == len(tensors) and METADATA not in names and "".join(names).isascii()
 
@@ -114,20 +116,25 @@ def _size(spec: Spec, names_so_far: set[str], faults: Faults) -> int:
 
 def _lay_out(file: str, shard: Iterable[Sized], metadata: Mapping[str, str]) -> tuple[list[Entry], list[Fragment], int]:
     """Give each tensor of one file its offset; also return the file's header and its size."""
-    rows: list[tuple[Spec, int, int]] = []
-    end = 0
-    by_name = sorted(shard, key=lambda item: item[0].name)
+    items = list(shard)
+    names = [spec.name for spec, _ in items]
     by_type: dict[str, list[Sized]] = {}
-    for item in by_name:
+    for at in sorted(range(len(items)), key=names.__getitem__):
+        item = items[at]
         by_type.setdefault(item[0].dtype, []).append(item)
+    specs: list[Spec] = []
+    ends = [0]
     for dtype in sorted(by_type, key=_RANK.__getitem__, reverse=True):
-        for spec, size in by_type[dtype]:
-            rows.append((spec, end, end + size))
-            end += size
-    header = encode_header(rows, metadata)
-    base = len(header)
-    placed = [
-        Entry(spec.name, spec.dtype, spec.shape, (Extent(_STARTS[len(spec.shape)], spec.shape, file, base + begin),))
-        for spec, begin, _ in rows
-    ]
-    return placed, [Fragment(file, 0, header)], base + end
+        of_type, sizes = zip(*by_type[dtype], strict=True)
+        specs += of_type
+        ends += [*accumulate(sizes, initial=ends[-1])][1:]
+    header = encode_header(zip(specs, ends, ends[1:], strict=False), metadata)
+    base, shapes = len(header), list(map(_shape, specs))
+    extents = map(
+        Extent, map(_STARTS.__getitem__, map(len, shapes)), shapes, repeat(file), [base + end for end in ends]
+    )
+    placed = list(map(Entry, map(_name, specs), map(_dtype, specs), shapes, zip(extents, strict=False)))
+    return placed, [Fragment(file, 0, header)], base + ends[-1]
+
+
+_name, _dtype, _shape = map(attrgetter, ("name", "dtype", "shape"))

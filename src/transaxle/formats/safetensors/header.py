@@ -52,7 +52,7 @@ class _TensorInfo(msgspec.Struct, forbid_unknown_fields=True, frozen=True, gc=Fa
     """A header's entry for one tensor."""
 
     dtype: str
-    shape: list[Count]
+    shape: tuple[Count, ...]
     data_offsets: tuple[Count, Count]
 
 
@@ -214,12 +214,8 @@ def encode_header(tensors: Iterable[tuple[Spec, int, int]], metadata: Mapping[st
         Refused: UNSUPPORTED for names or metadata that are no Unicode, and for a header over 100 MB.
     """
     document: dict[str, object] = {METADATA: dict(sorted(metadata.items()))} if metadata else {}
-    shapes: dict[tuple[int, ...], list[int]] = {}
     for spec, begin, end in tensors:
-        shape = shapes.get(spec.shape)
-        if shape is None:
-            shape = shapes[spec.shape] = list(spec.shape)
-        document[spec.name] = _TensorInfo(spec.dtype, shape, (begin, end))
+        document[spec.name] = _TensorInfo(spec.dtype, spec.shape, (begin, end))
     try:
         text = msgspec.json.encode(document)
     except UnicodeEncodeError as error:
