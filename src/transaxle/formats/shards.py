@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Generic, Protocol, TypeVar
 
 import msgspec
@@ -20,7 +20,7 @@ from transaxle.formats.catalog.sidecar_files import STATE_FOLDER
 from transaxle.formats.catalog.strict_json import MAX_PAIRS, NotJsonError, dropped, members, pairs_in, repeated
 from transaxle.formats.format import INDEX
 from transaxle.formats.storage.storage import Storage, is_plain
-from transaxle.formats.training_state.state import OPTIMIZER, has_state
+from transaxle.formats.training_state.state import OPTIMIZER
 
 WEIGHT_MAP = "weight_map"
 """Tensor name -> name of the shard that holds it."""
@@ -322,6 +322,12 @@ def _lay_out(
         fragments.append(Fragment(name, 0, index))
         files[name] = len(index)
     return Draft(form, entries, files, tuple(fragments))
+
+
+def has_state(names: Iterable[str]) -> bool:
+    """Tell whether some names are those of an optimizer's state; very many are searched as one text."""
+    listed = list(names)
+    return OPTIMIZER in "".join(listed) and any(name.startswith(OPTIMIZER) for name in listed)
 
 
 def split(sized: Sequence[Sized], shard_size: int | None) -> list[list[Sized]]:

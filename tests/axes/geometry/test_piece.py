@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import product
 from math import prod
 
@@ -10,8 +11,20 @@ from hypothesis import strategies as st
 
 from tests.axes import walking
 from tests.axes.apply import Intervals, law, move, take
-from transaxle.axes.geometry.piece import Piece, cut, meet, pieces
+from transaxle.axes.geometry.piece import Meeting, Move, Piece, cut, pieces
 from transaxle.axes.notation.expression import Expression, Share, parse
+
+NO_INDEX: Mapping[str, int] = {}
+
+
+def meet(
+    source: Piece, target: Piece, source_index: Mapping[str, int] = NO_INDEX, target_index: Mapping[str, int] = NO_INDEX
+) -> Move | None:
+    """Return the copy from one piece into another."""
+    meeting = Meeting(source, target, source_index, target_index)
+    move = meeting.at(source_index)
+    assert move is None or meeting.size == move.size
+    return move
 
 
 @st.composite
@@ -152,6 +165,14 @@ def test_axes_in_names() -> None:
     assert meet(one, stack, source_index={"e": 3}) is None
     assert meet(one, one, {"e": 1}, {"e": 1}) is not None
     assert meet(one, one, {"e": 1}, {"e": 2}) is None
+
+
+def test_one_meeting_serves_all_sources_that_are_alike() -> None:
+    (one,) = pieces(SINGLE, "x")
+    (stack,) = pieces(STACKED, "x", [[(1, 3)], [(0, 8)]])  # a chunk that holds two of three
+    meeting = Meeting(one, stack, {"e"}, {})
+    moves = [meeting.at({"e": e}) for e in range(4)]
+    assert moves == [None, Move(0, 0, ((2, 1, 4), (4, 2, 1))), Move(0, 8, ((2, 1, 4), (4, 2, 1))), None]
 
 
 def test_an_axis_that_only_the_target_has_is_broadcast() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -8,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec.structs import replace
 
 from tests.axes import walking
 from tests.axes.apply import HOLE, Array, Entry, Extent, Store, arange, fill, law, numbers, only, translated
@@ -370,12 +370,12 @@ def test_sources_of_other_layouts_are_unsupported() -> None:
     store, one = moved("blocked", "grouped", tensors, e=2)
     gate, up = one.parts
     odd = replace(up.origins[1], layout=parse("up[d f]").layout({"d": 128, "f": 128}))
-    twisted = replace(one, parts=(gate, replace(up, origins=(up.origins[0], odd))))
+    twisted = replace(one, parts=(gate, up._replace(origins=(up.origins[0], odd))))
     with pytest.raises(Refused, match=r"up\.0 and up\.1 differ") as caught:
         relaid(twisted, (1, 128, 128), store, BLOCK)
     assert caught.value.code == "UNSUPPORTED"
     equal = replace(odd, layout=parse("up[f d]").layout({"d": 128, "f": 128}))
-    again = replace(one, parts=(gate, replace(up, origins=(up.origins[0], equal))))
+    again = replace(one, parts=(gate, up._replace(origins=(up.origins[0], equal))))
     assert relaid(again, (1, 128, 128), store, BLOCK).target.shape == (2, 2, 1)
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from tests.engine import synthetic
 from transaxle.axes.geometry.chunk import Shard, whole
+from transaxle.axes.geometry.piece import Meeting
 from transaxle.axes.layout import relayout
 from transaxle.axes.notation.formula import Formula
 from transaxle.axes.notation.name import Name
@@ -37,7 +38,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
         monkeypatch.setattr(owner, attribute, counting)
 
-    count(relayout, "meet", MEETS)
+    count(Meeting, "at", MEETS)
     count(relayout, "pieces", PIECES)
     count(Formula, "__call__", FORMULAS)
     count(Name, "format", FORMATS)

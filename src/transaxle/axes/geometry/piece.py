@@ -1,14 +1,15 @@
 """Pieces: which box of a logical tensor one chunk of a stored tensor holds, and where.
 
-`pieces` lowers a layout, whole or cut, to pieces; `meet` intersects a source piece with a target piece into one strided
-copy. Nothing else moves data: relayouts, resharding, box reads and rank-local plans are all `meet` over two lists.
+`pieces` lowers a layout, whole or cut, to pieces; a `Meeting` intersects a source piece with a target piece into one
+strided copy. Nothing else moves data: relayouts, resharding, box reads and rank-local plans are all such meetings.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from math import prod
 
 from transaxle.axes.geometry.strided import Loop, coalesce, lexicographic_boxes, rank, row_major
 from transaxle.axes.notation.expression import Layout, Share
@@ -123,59 +124,70 @@ def pieces(
     return tuple(result)
 
 
-_ANY: Mapping[str, int] = {}
-
-
-def meet(
-    source: Piece,
-    target: Piece,
-    source_index: Mapping[str, int] = _ANY,
-    target_index: Mapping[str, int] = _ANY,
-) -> Move | None:
-    """Intersect two pieces of one logical tensor; None where they share nothing.
+class Meeting:
+    """Where two pieces of one logical tensor meet, for all sources that differ in the indices in their names alone.
 
     Args:
         source: a piece of a logical tensor.
         target: another piece of the same.
-        source_index: the axes that live in the source's name, with its indices.
-        target_index: the same for the target.
+        named: the axes that live in the source's name.
+        target_index: the axes that live in the target's name, with its indices.
 
     An axis that only the target has is a copy axis: it is written for every index (broadcast). The source has no axis
     that the target lacks.
-
-    Post-condition: for every index of the logical tensor that both pieces hold, and no other, the move holds the pair
-    of its places.
     """
-    source_offset, target_offset = source.offset, target.offset
-    loops = []
-    for axis, (low, high) in target.box.items():
-        step = target.strides[axis]
-        # The source's name fixes this axis: one index of the target's box, or no overlap.
-        if axis in source_index:
+
+    __slots__ = ("_loops", "_named", "_same", "_source_offset", "_target_offset", "size")
+
+    def __init__(self, source: Piece, target: Piece, named: Container[str], target_index: Mapping[str, int]) -> None:
+        self._named: list[tuple[str, int, int, int]] = []
+        self._same: list[tuple[str, int]] = []
+        source_offset, target_offset = source.offset, target.offset
+        loops: list[Loop] = []
+        for axis, (low, high) in target.box.items():
+            step = target.strides[axis]
+            # The source's name fixes this axis: one index of the target's box, or no overlap.
+            if axis in named:
+                self._named.append((axis, low, high, step))
+                continue
+            # An axis that the source lacks is a copy axis: source stride 0 repeats one value.
+            span = source.box.get(axis)
+            if span is None:
+                loops.append((high - low, 0, step))
+                continue
+            first, last = max(low, span[0]), min(high, span[1])
+            stride = source.strides[axis]
+            source_offset += (first - span[0]) * stride
+            target_offset += (first - low) * step
+            loops.append((max(last - first, 0), stride, step))
+        is_empty = any(size == 0 for size, _, _ in loops)
+        # Axes in the target's name select one index of the source.
+        for axis, index in target_index.items():
+            if axis in source.box:
+                low, high = source.box[axis]
+                is_empty = is_empty or not low <= index < high
+                source_offset += (index - low) * source.strides[axis]
+            elif axis in named:
+                self._same.append((axis, index))
+        self._source_offset, self._target_offset, self._loops = source_offset, target_offset, coalesce(loops)
+        self.size = 0 if is_empty else prod(size for size, _, _ in self._loops)
+        """Number of elements of each move."""
+
+    def at(self, source_index: Mapping[str, int]) -> Move | None:
+        """Return the copy from a source with these indices in its name; None where the pieces share nothing.
+
+        Post-condition: for every index of the logical tensor that both pieces hold, and no other, the move holds the
+        pair of its places.
+        """
+        if not self.size:
+            return None
+        for axis, same in self._same:
+            if source_index[axis] != same:
+                return None
+        target_offset = self._target_offset
+        for axis, low, high, step in self._named:
             index = source_index[axis]
             if not low <= index < high:
                 return None
             target_offset += (index - low) * step
-            continue
-        # An axis that the source lacks is a copy axis: source stride 0 repeats one value.
-        span = source.box.get(axis)
-        if span is None:
-            loops.append((high - low, 0, step))
-            continue
-        first, last = max(low, span[0]), min(high, span[1])
-        if first >= last:
-            return None
-        stride = source.strides[axis]
-        source_offset += (first - span[0]) * stride
-        target_offset += (first - low) * step
-        loops.append((last - first, stride, step))
-    # Axes in the target's name select one index of the source.
-    for axis, index in target_index.items():
-        if axis in source.box:
-            low, high = source.box[axis]
-            if not low <= index < high:
-                return None
-            source_offset += (index - low) * source.strides[axis]
-        elif axis in source_index and source_index[axis] != index:
-            return None
-    return Move(source_offset, target_offset, coalesce(loops))
+        return Move(self._source_offset, target_offset, self._loops)

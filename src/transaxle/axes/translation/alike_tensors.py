@@ -14,8 +14,6 @@ from math import prod
 from operator import attrgetter, itemgetter
 from typing import overload
 
-import msgspec
-
 from transaxle.axes.layout.bind import Bound, Index
 from transaxle.axes.layout.relayout import Origin, Stored
 from transaxle.axes.notation.expression import Layout
@@ -23,7 +21,8 @@ from transaxle.axes.notation.family import Line
 from transaxle.axes.notation.number_format import PLAIN, NumberFormat
 
 
-class SourceTensor(msgspec.Struct, frozen=True, gc=False):
+@dataclass(frozen=True, slots=True)
+class SourceTensor:
     """A stored tensor that holds part of a logical tensor."""
 
     origin: Origin

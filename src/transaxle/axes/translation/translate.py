@@ -9,11 +9,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice, product
 from typing import NamedTuple
-
-from msgspec import structs
 
 from transaxle.axes.layout.bind import WEIGHT, Bound, Index, join_slot
 from transaxle.axes.layout.inseparable import NOTHING, inseparable
@@ -25,12 +23,12 @@ from transaxle.axes.notation.family import Arithmetic, Dialect, Line, Sizes
 from transaxle.axes.notation.formula import Formula
 from transaxle.axes.notation.name import Numbering
 from transaxle.axes.notation.number_format import PLAIN, NumberFormat, Recode, same
-from transaxle.axes.translation.agree import agreements
 from transaxle.axes.translation.alike_tensors import AlikePart, AlikeTensors, grids
 from transaxle.axes.translation.complete import incomplete, unfilled
 from transaxle.axes.translation.gathering import (
     Gathering,
     SourcesByComponent,
+    agreements,
     all_joined,
     shared_by_all,
     sources_at,
@@ -144,7 +142,7 @@ class _Translator:
                 message = f"a tensor without a line in {self.target.label} has a name that this dialect writes"
                 self.refuse([Refusal("NAME_COLLISION", message, Where(None, name))])
             form = self.recode(name, NumberFormat(self.stored[name].dtype, self.bound.encodings.get(name, PLAIN)))
-            built[name] = structs.replace(unchanged(name, self.stored[name]), dtype=form.dtype, encoding=form.encoding)
+            built[name] = replace(unchanged(name, self.stored[name]), dtype=form.dtype, encoding=form.encoding)
         refusals = tuple(self.refusals.values())
         ignored, sizes = (*self.bound.ignored, *self.unplaced.empty), self.sizes.at({})
         return Translation(built, tuple(self.checks), kept_names, ignored, self._aliases(), refusals, sizes)
@@ -365,7 +363,7 @@ class _Translator:
         first_target, *other_targets = (_single_source(origin, name, dtype, line.text) for origin in origins.values())
         why = f"{line.text}\none number would have to stand for all of them"
         self.checks.extend(Check(first_target, other_target, why) for other_target in other_targets)
-        return structs.replace(first_target, component=", ".join(by_component))
+        return replace(first_target, component=", ".join(by_component))
 
     def _layout(
         self, line: Line, rewritten: Expression, index: Mapping[str, int], by_component: SourcesByComponent
@@ -440,7 +438,7 @@ def _arithmetic(line: Line, of: LineSources) -> tuple[Arithmetic | None, Arithme
 
 def _single_source(origin: Origin, name: str, dtype: str, rule: str) -> Target:
     """Return the target that is one stored tensor, whatever its name says."""
-    part = TargetPart(origin.component, (structs.replace(origin, index={}),))
+    part = TargetPart(origin.component, (replace(origin, index={}),))
     return Target(name, dtype, origin.layout, {}, (part,), rule)
 
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from msgspec.structs import replace
+from msgspec import structs
 
 from transaxle.axes.layout.model_tensors import Model as Tables
 from transaxle.axes.layout.relayout import Check, Target
@@ -92,7 +93,7 @@ def converted(
     if not alike or is_flipped(modules, said[1]) != is_flipped((), said[1]):
         files[said[0]] = InMemoryFile(config_of(said[1], modules, saved))
     entries = {name: _entry(name, _FILE + name, target.dtype, target.shape) for name, target in named.items()}
-    return replace(adapter, storage=VirtualFiles(adapter.storage, files), entries=entries)
+    return structs.replace(adapter, storage=VirtualFiles(adapter.storage, files), entries=entries)
 
 
 def _base(adapter: Container, lora: Lora, config: Mapping[str, Any], express: Express) -> tuple[Any, Container]:
@@ -102,15 +103,17 @@ def _base(adapter: Container, lora: Lora, config: Mapping[str, Any], express: Ex
         UsageError: UNKNOWN_FAMILY, AMBIGUOUS, UNKNOWN_AXIS.
         Refused: MISSING_TENSOR where it does not have what the adapter changes.
     """
-    bare = replace(adapter, carried=(), metadata={}, twins=(), left={}, training=(), unread=())
+    bare = structs.replace(adapter, carried=(), metadata={}, twins=(), left={}, training=(), unread=())
     targets = lora.targets()
-    named = express(replace(bare, entries={name: _entry(name, name, _ANY, ()) for name in targets}), "", config)
+    named = express(structs.replace(bare, entries={name: _entry(name, name, _ANY, ()) for name in targets}), "", config)
     reading = named.recognised
     tables = Tables(reading.family, named.sizes, tp=0)
     shapes = {reading.prefix + name: shape for name, shape in tables.stored(reading.dialect)}
     if not targets <= shapes.keys():
         raise gathered(missing(name, shapes) for name in sorted(targets - shapes.keys()))
-    return reading, replace(bare, entries={name: _entry(name, name, _ANY, shape) for name, shape in shapes.items()})
+    return reading, structs.replace(
+        bare, entries={name: _entry(name, name, _ANY, shape) for name, shape in shapes.items()}
+    )
 
 
 def _entry(name: str, file: str, dtype: str, shape: tuple[int, ...]) -> Entry:
@@ -155,7 +158,7 @@ def _saved(
 def _renamed(target: Target, entries: Mapping[str, Entry], dtype: str) -> Target:
     """Return a target that is made of the adapter's tensors, not of the base's."""
     parts = tuple(
-        replace(part, origins=tuple(replace(origin, name=entries[origin.name].name) for origin in part.origins))
+        part._replace(origins=tuple(replace(origin, name=entries[origin.name].name) for origin in part.origins))
         for part in target.parts
     )
     return replace(target, dtype=dtype, parts=parts)

@@ -13,7 +13,6 @@ from functools import cached_property, partial
 from typing import Any
 
 import msgspec
-from msgspec import structs
 
 from transaxle.axes.layout.relayout import Check, Target
 from transaxle.axes.layout.solve import Shape
@@ -245,7 +244,7 @@ class _BufferFollower:
         if name in self.targets:
             message = f"{target.rule}\nwrites the same name as {self.targets[name].rule}"
             self._refuse([Refusal("NAME_COLLISION", message)], name)
-        self.targets[name] = target if name == target.name else structs.replace(target, name=name)
+        self.targets[name] = target if name == target.name else replace(target, name=name)
         if described is not None and described != (target.dtype, target.shape):
             self.stored[name] = described
 
@@ -286,7 +285,7 @@ class _BufferFollower:
                 described = convention.presented(tensor.encoding, target.shape, role, stored_dtype)
             parts[role] = name
             self._add(buffer, name, described)
-            self.checks.extend(structs.replace(c, first=structs.replace(c.first, name=name)) for c in checks)
+            self.checks.extend(replace(c, first=replace(c.first, name=name)) for c in checks)
         self.names[target.name] = parts[Role.CODES]
         self.encoded[target.name] = Encoded(target.name, tensor.encoding, target.shape, parts, convention.name)
 
@@ -306,7 +305,7 @@ class _BufferFollower:
             dtype = self.catalog.container.entries[tensor.parts[role]].dtype
             per_matrix = role is not Role.SCALE or set(tensor.encoding.tile) == {WHOLE}
             split_parts = per_matrix and len(target.parts) > 1 and len(target.shape) > 2
-            targets = [structs.replace(target, parts=(part,)) for part in target.parts] if split_parts else [target]
+            targets = [replace(target, parts=(part,)) for part in target.parts] if split_parts else [target]
             relayouts = [
                 scales(relayout, tile, tiles, named=partial(buffer_name, role=role), dtype=dtype)
                 for relayout in targets
@@ -337,7 +336,7 @@ class _BufferFollower:
         for (role, first, inside), (_, second, _) in sides:
             if role is not Role.CODES:
                 yield from inside
-                named = structs.replace(first, name=first_tensor.parts[role])
+                named = replace(first, name=first_tensor.parts[role])
                 yield Check(named, second, check.why)
 
 

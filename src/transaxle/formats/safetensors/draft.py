@@ -19,9 +19,8 @@ from transaxle.formats.builtin_formats import SAFETENSORS
 from transaxle.formats.catalog.catalog import Draft, Entry, Extent, Fragment, Spec
 from transaxle.formats.dtype import BITS, nbytes
 from transaxle.formats.safetensors.header import MAX_DIMS, METADATA, blank_seal, encode_header, room_for_seal
-from transaxle.formats.shards import Sized, lay_out_shards
+from transaxle.formats.shards import Sized, has_state, lay_out_shards
 from transaxle.formats.training_state.run_facts import KEPT_RUN, facts_as_text
-from transaxle.formats.training_state.state import has_state
 from transaxle.formats.training_state.state_groups import KEPT, ParamGroup, encode
 
 _STEM = "model"

@@ -88,12 +88,6 @@ class State(msgspec.Struct, frozen=True):
         return root | groups | beside | ({LEFT_BEHIND: dict(self.left_behind)} if self.left_behind else {})
 
 
-def has_state(names: Iterable[str]) -> bool:
-    """Tell whether some names are those of an optimizer's state; very many are searched as one text."""
-    listed = list(names)
-    return OPTIMIZER in "".join(listed) and any(name.startswith(OPTIMIZER) for name in listed)
-
-
 def arrange(leaves: Sequence[Leaf], *, file: str, read: Callable[[Any], object] | None = None) -> State:
     """Name the leaves of a state.
 
