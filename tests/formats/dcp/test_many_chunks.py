@@ -42,7 +42,14 @@ def described(*, with_paths: bool = True) -> Object:
     objects: PlacedObjects = [
         ((f"fc1._extra_state/shard_{at}",), Payload("__0_0.distcp", 10**12, 1500)) for at in range(EXPERTS)
     ]
-    return metadata_of(tensors, objects, with_paths=with_paths)
+    made = metadata_of(tensors, objects, with_paths=with_paths)
+    assert isinstance(made.state, dict)
+    for name in ("state_dict_metadata", "storage_data"):
+        made.state[name] = dict(made.state[name].parts)
+    for item in made.state["state_dict_metadata"].values():
+        if isinstance(item.state, dict):
+            item.state["chunks"] = list(item.state["chunks"].parts)
+    return made
 
 
 def read(folder: Path, made: Object) -> tuple[list[SavedItem] | None, list[Refusal]]:

@@ -25,7 +25,7 @@ from transaxle.formats.pickled.descriptors import (
     StorageType,
     TensorRef,
 )
-from transaxle.formats.pickled.writer import write_pickle
+from transaxle.formats.pickled.writer import Streamed, write_pickle
 
 
 def loads(data: bytes) -> Any:
@@ -135,3 +135,10 @@ def test_a_field_that_is_no_text_is_not_mistaken_for_one() -> None:
     states: list[dict[Any, Any]] = [{1: "a"}, {True: "b"}, {1.0: "c"}, {1: "d"}]
     shown = [repr(each.state) for each in read(write_pickle([Object(space, new=True, state=s) for s in states])).value]
     assert shown == [repr(state) for state in states]
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 499, 500, 501, 1000, 1700])
+def test_what_is_made_as_it_is_written_is_written_alike(count: int) -> None:
+    pairs = {f"key {number}": [number, (number,)] for number in range(count)}
+    assert write_pickle(Streamed(iter(pairs.items()), is_dict=True)) == write_pickle(pairs)
+    assert write_pickle([Streamed(iter(pairs.values()))]) == write_pickle([list(pairs.values())])

@@ -13,6 +13,7 @@ from transaxle.formats.dcp.byte_items import LARGEST, frame
 from transaxle.formats.dcp.metadata import DATA_FILE, Payload
 from transaxle.formats.dtype import PACKED, Shape, logical, nbytes
 from transaxle.formats.pickled.descriptors import CODES, DType, Global, Object
+from transaxle.formats.pickled.writer import Streamed
 from transaxle.formats.torch_file.zip.layout import ALIGNMENT
 from transaxle.formats.training_state.state import KeyPath, joined
 
@@ -211,39 +212,51 @@ PlacedObjects = list[tuple[KeyPath, Payload]]
 
 
 def metadata_of(tensors: ChunksByTensor, objects: PlacedObjects, *, with_paths: bool = True) -> Object:
-    """Return the description of everything, as torch's classes hold it.
+    """Return the description of everything, as torch's classes hold it, to be written once.
 
     Args:
         tensors: with their chunks.
         objects: pickled values.
         with_paths: note the path of each key in the state dict, as torch's planners do; Megatron's keys are no paths.
     """
-    properties = {tensor.dtype: _properties(tensor.dtype) for tensor, _ in tensors}
-    described, paths, stored = {}, {}, {}
-    for tensor, chunks in tensors:
-        key = joined(tensor.path)
-        boxes = [_made("ChunkStorageMetadata", offsets=_size(c.start), sizes=_size(c.shape)) for c in chunks]
-        described[key] = _made(
-            "TensorStorageMetadata", properties=properties[tensor.dtype], size=_size(tensor.shape), chunks=boxes
-        )
-        paths[key] = tensor.path
-        for number, (start, _, payload) in enumerate(chunks):
-            index = _made("MetadataIndex", fqn=key, index=number, offset=_size(start))
-            stored[index] = _place(payload)
-    for path, payload in objects:
-        key = joined(path)
-        described[key] = Object(_CLASSES["BytesStorageMetadata"], new=True)
-        paths[key] = path
-        stored[_made("MetadataIndex", fqn=key, index=None, offset=None)] = _place(payload)
+    paths = {joined(path): path for path in (*(tensor.path for tensor, _ in tensors), *(path for path, _ in objects))}
     about = _made("StorageMeta", checkpoint_id=None, save_id=None, load_id=None, modules=[])
     return _made(
         "Metadata",
-        state_dict_metadata=described,
+        state_dict_metadata=Streamed(_described(tensors, objects), is_dict=True),
         planner_data=paths if with_paths else None,
-        storage_data=stored,
+        storage_data=Streamed(_stored(tensors, objects), is_dict=True),
         storage_meta=about,
         version=VERSION,
     )
+
+
+def _described(tensors: ChunksByTensor, objects: PlacedObjects) -> Iterator[tuple[str, Object]]:
+    """Yield what each key is: a tensor with its chunks, or an object."""
+    properties = {tensor.dtype: _properties(tensor.dtype) for tensor, _ in tensors}
+    for tensor, chunks in tensors:
+        boxes = (_made("ChunkStorageMetadata", offsets=_size(c.start), sizes=_size(c.shape)) for c in chunks)
+        yield (
+            joined(tensor.path),
+            _made(
+                "TensorStorageMetadata",
+                properties=properties[tensor.dtype],
+                size=_size(tensor.shape),
+                chunks=Streamed(boxes),
+            ),
+        )
+    for path, _ in objects:
+        yield joined(path), Object(_CLASSES["BytesStorageMetadata"], new=True)
+
+
+def _stored(tensors: ChunksByTensor, objects: PlacedObjects) -> Iterator[tuple[Object, Object]]:
+    """Yield where each chunk and each object is."""
+    for tensor, chunks in tensors:
+        key = joined(tensor.path)
+        for number, (start, _, payload) in enumerate(chunks):
+            yield _made("MetadataIndex", fqn=key, index=number, offset=_size(start)), _place(payload)
+    for path, payload in objects:
+        yield _made("MetadataIndex", fqn=joined(path), index=None, offset=None), _place(payload)
 
 
 def _place(payload: Payload) -> Object:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 from transaxle.formats.pickled.allowed_globals.allowed import STORAGES
 from transaxle.formats.pickled.descriptors import (
@@ -33,6 +34,14 @@ _SETS = frozenset({"set", "frozenset"})
 _INTEGERS = frozenset({int})
 _VIEW = {False: Global("torch._utils", "_rebuild_tensor_v2"), True: Global("torch._utils", "_rebuild_tensor_v3")}
 _STORAGES = {dtype: Global("torch", name) for name, dtype in STORAGES.items()}
+
+
+class Streamed(NamedTuple):
+    """A list or a dict whose parts are made as they are written, so that very many never exist together."""
+
+    parts: Iterable[Any]
+    """Elements; or pairs of a key and a value."""
+    is_dict: bool = False
 
 
 def write_pickle(value: object) -> bytes:
@@ -133,7 +142,7 @@ class _Assembler:
 
     def pairs(self, pairs: Mapping[Any, Any], depth: int) -> None:
         if not 0 < len(pairs) <= _BATCH // 2:
-            self.items((part for pair in pairs.items() for part in pair), b"u", depth)
+            self.items(chain.from_iterable(pairs.items()), b"u", depth)
             return
         self.out += b"("
         for key, value in pairs.items():
@@ -200,6 +209,14 @@ def _list(a: _Assembler, value: list[Any], depth: int) -> None:
 def _dict(a: _Assembler, value: dict[Any, Any], depth: int) -> None:
     a.out += b"}"
     a.pairs(value, depth)
+
+
+def _streamed(a: _Assembler, value: Streamed, depth: int) -> None:
+    a.out += b"}" if value.is_dict else b"]"
+    if value.is_dict:
+        a.items(chain.from_iterable(value.parts), b"u", depth)
+    else:
+        a.items(value.parts, b"e", depth)
 
 
 def _ordered_map(a: _Assembler, value: OrderedMap, depth: int) -> None:
@@ -281,6 +298,7 @@ _WRITERS: dict[type, Callable[[_Assembler, Any, int], None]] = {
     tuple: _tuple,
     list: _list,
     dict: _dict,
+    Streamed: _streamed,
     OrderedMap: _ordered_map,
     Global: _global,
     DType: _dtype,
