@@ -11,6 +11,7 @@ import pytest
 
 from tests.formats.files import FILE, INDEX, info, made, names_in, open_files
 from transaxle.errors import Code, StorageError, TransaxleError, UsageError
+from transaxle.formats.catalog.sidecar_files import SCRATCH
 from transaxle.formats.detect import open_container
 from transaxle.formats.registry import builtin
 
@@ -34,6 +35,21 @@ def fill(folder: Path, names: Iterable[str]) -> None:
             place.write_text(json.dumps({"weight_map": {"a": SHARD}}))
         else:
             place.write_text("global_step2\n" if place.name == "latest" else "{}")
+
+
+@pytest.mark.parametrize("name", ["", FILE, "transaxle.json"], ids=["folder", "file", "manifest"])
+def test_what_a_killed_run_left_is_not_opened(tmp_path: Path, name: str) -> None:
+    """Its headers are whole and its data may be zeros, so nothing else would tell."""
+    partial = tmp_path / ".out.transaxle-partial"
+    fill(partial, [FILE, "transaxle.json"])
+    open_container(str(partial / name if name == FILE else partial)).storage.close()
+    (partial / SCRATCH).mkdir()
+    with pytest.raises(TransaxleError, match="--resume") as caught:
+        open_container(str(partial / name))
+    assert caught.value.code == "INCOMPLETE"
+    with pytest.raises(TransaxleError) as around:
+        open_container(str(tmp_path))
+    assert "There is one in" not in str(around.value)
 
 
 OPENED = {

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transaxle.arguments import Weights
@@ -17,12 +18,12 @@ from transaxle.errors import LONGEST_NAME, Refusal, TransaxleError, Where, gathe
 from transaxle.formats.builtin_formats import DCP, DCP_DATA, DCP_METADATA, SAFETENSORS
 from transaxle.formats.catalog.catalog import Container
 from transaxle.formats.catalog.checksums import witnessed
-from transaxle.formats.catalog.sidecar_files import MANIFEST, STATE_FOLDER
+from transaxle.formats.catalog.sidecar_files import MANIFEST, SCRATCH, STATE_FOLDER
 from transaxle.formats.format import INDEX, Clue, Folder, Format
 from transaxle.formats.newest_step import check_newest, listed
 from transaxle.formats.registry import builtin, every_format, find, installed, one_file_ends, unknown
 from transaxle.formats.staging.location import storage_at
-from transaxle.formats.storage.storage import Storage, too_long
+from transaxle.formats.storage.storage import Storage, is_url, too_long
 
 if TYPE_CHECKING:
     from transaxle.formats.deepspeed.table_cuts import Cutter
@@ -79,6 +80,10 @@ def open_container(
 
 def _open(storage: Storage, wanted: Format | None, options: dict[str, Any]) -> Container:
     folder = _folder(storage)
+    if SCRATCH in folder.folders or (storage.single and _unfinished_around(storage.path)):
+        message = "a run that was killed, or is still at work, has not written all of this: the rest is zeros"
+        hint = "Continue it with --resume and its other options, or remove it with transaxle clean."
+        raise refuse("INCOMPLETE", message, file=storage.path, hint=hint)
     matches = _first_matches(folder, wanted)
     if not matches and storage.single and wanted and wanted.one_file:
         matches = [_Match(wanted, None, storage.single)]
@@ -108,6 +113,11 @@ def _open(storage: Storage, wanted: Format | None, options: dict[str, Any]) -> C
     if long:
         raise gathered(Refusal(*too_long(name), Where(member, name)) for name in long)
     return container
+
+
+def _unfinished_around(file: str) -> bool:
+    """Tell whether a file on this machine is in a folder that is not written to its end."""
+    return not is_url(file) and (Path(file).parent / SCRATCH).is_dir()
 
 
 def _folder(storage: Storage, inside: str = "") -> Folder:
@@ -225,6 +235,7 @@ def _nothing(folder: Folder, wanted: Format | None) -> TransaxleError:
 def _holds_one(storage: Storage, inside: str, wanted: Format | None) -> bool:
     """Tell whether a sub-folder looks like a checkpoint; one that cannot be looked at does not."""
     try:
-        return bool(_first_matches(_folder(storage, inside), wanted))
+        folder = _folder(storage, inside)
+        return SCRATCH not in folder.folders and bool(_first_matches(folder, wanted))
     except TransaxleError:
         return False

@@ -13,9 +13,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from transaxle.errors import Refusal, Where
 from transaxle.formats import registry
 from transaxle.formats.catalog.catalog import Spec
-from transaxle.formats.catalog.sidecar_files import MANIFEST
+from transaxle.formats.catalog.sidecar_files import MANIFEST, SCRATCH
 from transaxle.formats.format import Format
-from transaxle.formats.staging.place import SCRATCH
 
 _PACKED = (
     ".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip", ".tar", ".tgz", ".7z", ".rar",

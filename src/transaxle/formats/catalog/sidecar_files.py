@@ -18,6 +18,8 @@ from transaxle.formats.storage.storage import Storage
 
 MANIFEST = "transaxle.json"
 """Our own description of a checkpoint that we wrote; the engine handles it, so it is neither carried nor ignored."""
+SCRATCH = ".transaxle"
+"""Folder for files outside the checkpoint while it is written; its presence means that the work is not finished."""
 STATE_FOLDER = "optimizer"
 """Folder for the optimizer's state: a framework that loads a model reads the files beside its config."""
 _CONFIG = "config.json"

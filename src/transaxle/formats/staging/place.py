@@ -18,6 +18,7 @@ from pathlib import Path
 
 from transaxle.arguments import Overwrite, read_overwrite
 from transaxle.errors import refuse
+from transaxle.formats.catalog.sidecar_files import SCRATCH
 from transaxle.formats.registry import is_one_file
 from transaxle.formats.staging.belongings import LocalFolder, head_of, irreplaceable, replaced_file
 from transaxle.formats.staging.syscalls import exchange, rename_new
@@ -26,10 +27,9 @@ from transaxle.formats.storage.os_errors import failed
 
 PARTIAL, OLD = "partial", "old"
 """Suffixes of the two hidden neighbours."""
-SCRATCH, JOURNAL, ITEMS, MOVES = ".transaxle", "journal", "items", "moves"
-"""Folder inside the hidden one for files outside the checkpoint; in it the file that lists finished tensors, the folder
-with the results of work items, and the file that says what each of them does. The first folder's presence means that
-the work is not finished.
+JOURNAL, ITEMS, MOVES = "journal", "items", "moves"
+"""Inside `SCRATCH`: the file that lists finished tensors, the folder with the results of work items, and the file that
+says what each of them does.
 """
 OURS = re.compile(rf"\.(.+)\.transaxle-({PARTIAL}|{OLD})", re.DOTALL)
 """Name of a hidden neighbour: groups are the target's name and the suffix."""

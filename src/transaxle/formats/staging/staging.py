@@ -20,10 +20,11 @@ from typing import Literal, Self
 
 from transaxle.arguments import Overwrite
 from transaxle.errors import refuse
+from transaxle.formats.catalog.sidecar_files import SCRATCH
 from transaxle.formats.staging.belongings import several_files
 from transaxle.formats.staging.claim import Claim, lock, opened
 from transaxle.formats.staging.leftovers import leftover_at
-from transaxle.formats.staging.place import SCRATCH, TargetPlace, make_durable
+from transaxle.formats.staging.place import TargetPlace, make_durable
 from transaxle.formats.staging.syscalls import reserve
 from transaxle.formats.storage.os_errors import failed
 from transaxle.formats.storage.storage import Handles, checked_parts

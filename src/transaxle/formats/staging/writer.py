@@ -7,8 +7,8 @@ import secrets
 from contextlib import suppress
 from pathlib import Path
 
+from transaxle.formats.catalog.sidecar_files import SCRATCH
 from transaxle.formats.staging.claim import FOLDER, busy, joined
-from transaxle.formats.staging.place import SCRATCH
 from transaxle.formats.staging.staging import write_at
 from transaxle.formats.storage.os_errors import failed
 from transaxle.formats.storage.storage import Handles
