@@ -33,6 +33,9 @@ printf '%s\\n' "${{COMPREPLY[@]}}"
         (("--to", "safetensor:hf"), "safetensors"),
         (("--to", "safetensor"), "safetensors"),
         (("--to", "dpc:torchtitan"), "dcp"),
+        (("--to", "deepspeed_universal"), "deepspeed-universal"),
+        (("--to", "huggingface"), "hf"),
+        (("--to", "pt"), "torch"),
         (("--to", "hf", "--from", "hff"), "hf"),
         (("--to", "hf", "--format", "safetensor"), "safetensors"),
         (("--to", "hf", "--family", "qwn3_moe"), "qwen3_moe"),
@@ -50,6 +53,38 @@ def test_item_7_a_misspelt_name_gets_the_nearest(
 def test_item_7_a_format_that_is_only_read_is_no_slip(ck: Path, transaxle: Transaxle) -> None:
     outcome = transaxle("plan", ck, "out", "--to", "deepspeed:hf")
     assert (outcome.code, "cannot write format 'deepspeed'" in outcome.err) == (REFUSED, True)
+    assert "Did you mean deepspeed-universal?" in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        (("-o", "out", "--to", "hf"), "second argument: transaxle convert SRC DST --to TARGET"),
+        (("--output-dir", "out", "--to", "hf"), "second argument: transaxle convert SRC DST --to TARGET"),
+        (("out", "--to", "megatron_torch", "--tensor-model-parallel-size", "2"), "Did you mean '--tp'?"),
+        (("out", "--to", "megatron_torch", "--target-tensor-parallel-size", "2"), "Did you mean '--tp'?"),
+        (("out", "--to", "torchtitan:dcp"), "The format comes first: dcp:torchtitan"),
+        (("out",), "For example --to hf, --to dcp:torchtitan"),
+    ],
+    ids=" ".join,
+)
+def test_habits_of_other_programs_get_what_to_write_here(
+    typed: tuple[str, ...], said: str, ck: Path, transaxle: Transaxle
+) -> None:
+    outcome = transaxle("convert", ck, *typed)
+    assert (outcome.code, outcome.out, said in outcome.err) == (USAGE, "", True)
+
+
+def test_a_name_that_is_nearest_to_a_format_is_called_a_format(ck: Path, transaxle: Transaxle) -> None:
+    assert "there is no format 'deepspeed_universal'" in transaxle("plan", ck, "out", "--to", "deepspeed_universal").err
+
+
+def test_megatrons_names_in_safetensors_come_with_what_megatron_loads(ck: Path, transaxle: Transaxle) -> None:
+    loads = "--to torch_dist or --to megatron_torch"
+    assert loads in transaxle("convert", ck, "out", "--to", "megatron").out
+    assert "note:" not in transaxle("convert", ck, "out2", "--to", "safetensors:megatron").out
+    again = transaxle("convert", ck, "out", "--to", "megatron", "--resume")
+    assert (again.code, "hashed while written" in again.out, "B/s" in again.out) == (0, False, False)
 
 
 def test_item_7_a_format_that_nobody_has(ck: Path, transaxle: Transaxle) -> None:

@@ -24,6 +24,25 @@ _MANY = 16
 """Options that make sections worth their titles."""
 
 
+_PLACES = frozenset(
+    ("-i", "-o", "--in", "--out", "--input", "--output", "--input-dir", "--output-dir", "--input-path", "--output-path",
+     "--src", "--dst", "--source", "--load", "--save", "--load-dir", "--save-dir", "--input-folder", "--output-folder")
+)  # fmt: skip
+"""Options by which other programs take the source and the target."""
+_ELSEWHERE = {
+    f"--{before}{name}{after}": ours
+    for ours, names in {
+        "--tp": ("tp", "tensor-parallel", "tensor-model-parallel"),
+        "--pp": ("pp", "pipeline-parallel", "pipeline-model-parallel"),
+        "--ep": ("ep", "expert-parallel", "expert-model-parallel"),
+    }.items()
+    for name in names
+    for before in ("", "target-")
+    for after in ("", "-size", "-degree")
+} | {"--target": "--to", "--to-format": "--to", "--target-format": "--to", "--target-dialect": "--to"}
+"""Options of other programs -> ours."""
+
+
 class Bare(click.Option):
     """An option whose value may be omitted; if given, it follows a `=`, never a space, as the next word is an
     argument.
@@ -55,7 +74,22 @@ class Command(click.Command):
         words = [f"{word}={bare[word]}" if word in bare else word for word in args[:end]]
         if not ctx.resilient_parsing:
             self._check_dashes(ctx, words)
-        return super().parse_args(ctx, [*words, *args[end:]])
+        try:
+            return super().parse_args(ctx, [*words, *args[end:]])
+        except click.NoSuchOption as error:
+            raise self._meant(ctx, error) from None
+
+    def _meant(self, ctx: click.Context, error: click.NoSuchOption) -> click.UsageError:
+        """Return the error for an option that other programs have, with what to write here."""
+        places = [each.human_readable_name for each in self.params if isinstance(each, click.Argument)]
+        if error.option_name in _PLACES and "DST" in places:
+            line = f"{ctx.command_path} {' '.join(places)} --to TARGET"
+            message = f"No such option {error.option_name!r}. The target is the second argument: {line}"
+            return click.UsageError(message, ctx)
+        ours = _ELSEWHERE.get(error.option_name)
+        if any(ours in each.opts for each in self.params):
+            return click.UsageError(f"No such option {error.option_name!r}. Did you mean {ours!r}?", ctx)
+        return error
 
     def _check_dashes(self, ctx: click.Context, words: Sequence[str]) -> None:
         """Refuse a word behind a single dash, which click would read letter by letter: `-out` as `-o ut`."""

@@ -125,8 +125,18 @@ _READING = (
     click.option("--average-replicas", "average", is_flag=True, default=None,
                  help="DeepSpeed only: where replicas differ between ranks, use their mean."),
 )  # fmt: skip
+
+
+class _Target(click.types.StringParamType):
+    """The type of `--to`, which says what can be written where it is missing."""
+
+    def get_missing_message(self, param: click.Parameter, ctx: click.Context | None) -> str:  # noqa: ARG002
+        """Return what follows "Missing option"."""
+        return "For example --to hf, --to dcp:torchtitan or --to torch_dist; `transaxle dialects` lists more."
+
+
 _PLANNING = (
-    click.option("--to", metavar="TARGET", required=True, shell_complete=completing(_targets),
+    click.option("--to", metavar="TARGET", required=True, type=_Target(), shell_complete=completing(_targets),
                  help="FORMAT, FORMAT:DIALECT, or DIALECT alone: `hf` is short for safetensors:hf."),
     click.option("--shard-size", metavar="SIZE", callback=_size, default="5GB", show_default=True,
                  help="Most bytes of tensors in one written file."),

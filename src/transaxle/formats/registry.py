@@ -89,16 +89,17 @@ def get(name: str) -> Format:
     return kind
 
 
-def unknown(name: str, known: Sequence[str]) -> TransaxleError:
+def unknown(name: str, known: Sequence[str], hint: str = "") -> TransaxleError:
     """Return the error for a format that does not exist, with the nearest one that does.
 
     Args:
         name: what the user typed.
         known: names of the formats that it could have been.
+        hint: what to do, where that is known better than by the nearest name.
     """
     close = difflib.get_close_matches(name.lower(), known, 1)
     message = f"there is no format {name!r}; there are: {', '.join(known)}"
-    return refuse("AMBIGUOUS", message, hint=f"Did you mean {close[0]}?" if close else "")
+    return refuse("AMBIGUOUS", message, hint=hint or (f"Did you mean {close[0]}?" if close else ""))
 
 
 def every_format() -> tuple[Format, ...]:

@@ -7,6 +7,7 @@ can leave, and the page's script shows them as text; its policy lets nothing run
 from __future__ import annotations
 
 import base64
+import errno
 import hashlib
 import json
 import math
@@ -245,11 +246,18 @@ def check_destination(path: str, *, overwrite: bool) -> None:
 
     Raises:
         UsageError: EXISTS for a file that is there, unless it is a report that may be replaced.
+        StorageError: IO for a folder that is missing or read-only.
         Refused: UNSUPPORTED for a URL.
     """
     if "://" in path:
         raise refuse("UNSUPPORTED", "a report is written to this machine only", file=path, hint="Name a local file.")
     target = Path(path)
+    try:
+        if not os.access(target.parent, os.W_OK | os.X_OK):
+            target.parent.stat()
+            raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise failed(error, "writing the report", path) from error
     if not os.path.lexists(target):
         return
     if not overwrite:

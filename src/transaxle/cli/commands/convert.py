@@ -127,6 +127,7 @@ def command(
         if check:
             report = _verified(screen, prepared, report, dst, source_options, limit)
         if shown is not None:
+            screen.consequence, screen.way_on = f"{dst} is written, but not its report", ""
             shown.write(prepared.plan, report)
         return _told(screen, report, page)
 
@@ -236,9 +237,10 @@ def print_report(screen: Screen, report: Report) -> None:
         report.dialect,
         plural(report.tensors, "tensor"),
         size(report.bytes_written),
-        f"{duration(report.seconds)} ({speed(report.bytes_written, report.seconds)})",
-        "hashed while written (xxh3-128)",
     ]
+    if report.resumed < report.tensors or not report.tensors:
+        rate = speed(report.bytes_written, report.seconds)
+        parts += [f"{duration(report.seconds)} ({rate})", "hashed while written (xxh3-128)"]
     screen.line((" · ".join(parts), "bold"))
     if report.resumed:
         screen.line(f"  {plural(report.resumed, 'tensor')} had been written by an earlier run")

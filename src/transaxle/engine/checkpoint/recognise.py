@@ -65,6 +65,13 @@ class Recognised(msgspec.Struct, frozen=True):
     """Number of names that the dialect reads."""
 
 
+_USUAL = {
+    "huggingface": "hf", "hub": "hf", "pt": "torch", "pth": "torch", "bin": "torch", "mcore": "torch_dist",
+    "megatron-lm": "torch_dist", "fsdp": "dcp", "fsdp2": "dcp", "zero": "deepspeed-universal",
+}  # fmt: skip
+"""What people call a target -> the dialect or format that they mean."""
+
+
 def pick_family(label: str, families: Families) -> Family:
     """Return a family by its name, or by a model type that no other family has.
 
@@ -99,13 +106,18 @@ def pick_dialect(family: Family, label: str, formats: Sequence[str] = ()) -> Dia
     match = family.dialect(label)
     if match is None:
         names = [*family.labels, *(d.name for d in family.dialects), IDENTITY]
-        close = difflib.get_close_matches(label.lower(), [*names, *formats], 1)
+        usual = [name for name in (_USUAL.get(label.lower()),) if name in (*names, *formats)]
+        close = usual or difflib.get_close_matches(label.lower(), [*names, *formats], 1)
         besides = f"; and no format is called so (known: {', '.join(formats)})" if formats else ""
-        raise refuse(
-            "AMBIGUOUS",
-            f"family {family.name} has no dialect {label!r}; it has: {', '.join(family.labels)}, {IDENTITY}{besides}",
-            hint=f"Did you mean {close[0]}?" if close else "Add one with --rules FILE.",
+        message = (
+            f"family {family.name} has no dialect {label!r}; it has: {', '.join(family.labels)}, {IDENTITY}{besides}"
         )
+        if close and close[0] in formats:
+            message = (
+                f"there is no format {label!r} (known: {', '.join(formats)}), and no such dialect of {family.name}"
+            )
+        ways = f"`transaxle dialects {family.name}` says what each is; --rules FILE adds one."
+        raise refuse("AMBIGUOUS", message, hint=f"Did you mean {close[0]}?" if close else ways)
     return match
 
 

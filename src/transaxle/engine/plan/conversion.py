@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from operator import attrgetter
@@ -88,11 +88,11 @@ def parse_to(to: str) -> tuple[str, str | None]:
     if kind is not None and kind.draft:
         return first, second or None
     if kind is None and (colon or not first):
-        raise unknown(first, writable())
+        raise unknown(first, writable(), f"The format comes first: {second}:{first}" if second in writable() else "")
     if kind is not None:
-        raise refuse(
-            "UNSUPPORTED", f"cannot write format {first!r}; formats that can be written: {', '.join(writable())}"
-        )
+        message = f"cannot write format {first!r}; formats that can be written: {', '.join(writable())}"
+        near = next((name for name in writable() if name.startswith(first)), None)
+        raise refuse("UNSUPPORTED", message, hint=f"Did you mean {near}?" if near else "")
     return SAFETENSORS.name, first
 
 
@@ -176,9 +176,17 @@ def make_plan(
         allow_lossy=allow_lossy,
         stayed=casts_of(checkpoint.container.storage).stayed if recoding_any else (),
         counted=counted(checkpoint.bound, checkpoint.sizes, view.axes) if reading else {},
-        notes=(*draft.notes, *(config_notes(checkpoint, configs) if checkpoint.settings.config else ())),
+        notes=(*draft.notes, *_said(checkpoint, configs, to)),
     )
     return Prepared(plan, checkpoint, draft)
+
+
+def _said(checkpoint: Checkpoint, configs: Mapping[str, bytes | None], to: str) -> Iterator[str]:
+    """Yield what the target's config does not say, and which formats a framework has beside safetensors."""
+    yield from config_notes(checkpoint, configs) if checkpoint.settings.config else ()
+    own = [name for name in writable() if any(each.startswith("megatron") for each in get(name).dialects)]
+    if any(to in get(name).dialects for name in own):
+        yield f"safetensors with the names of {to}; what Megatron loads is written with --to {' or --to '.join(own)}"
 
 
 @stage("find tables")
