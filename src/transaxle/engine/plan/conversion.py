@@ -39,7 +39,7 @@ from transaxle.formats.builtin_formats import SAFETENSORS
 from transaxle.formats.catalog.catalog import Draft, Entry, Extent, Spec
 from transaxle.formats.dtype import ITEM_BITS, nbytes
 from transaxle.formats.format import Format, uncollected
-from transaxle.formats.registry import find, get, unknown, writable
+from transaxle.formats.registry import builtin, find, get, unknown, writable
 from transaxle.formats.storage.storage import VirtualFiles, layer
 from transaxle.formats.training_state.full_precision import with_full_precision
 from transaxle.formats.training_state.state import LEFT_BEHIND, MEGATRON, ROOT, RUN
@@ -184,8 +184,8 @@ def make_plan(
 def _said(checkpoint: Checkpoint, configs: Mapping[str, bytes | None], to: str) -> Iterator[str]:
     """Yield what the target's config does not say, and which formats a framework has beside safetensors."""
     yield from config_notes(checkpoint, configs) if checkpoint.settings.config else ()
-    own = [name for name in writable() if any(each.startswith("megatron") for each in get(name).dialects)]
-    if any(to in get(name).dialects for name in own):
+    own = {name: kind.dialects for name, kind in builtin().items() if kind.draft and kind.dialects}
+    if any(to in dialects for dialects in own.values()):
         yield f"safetensors with the names of {to}; what Megatron loads is written with --to {' or --to '.join(own)}"
 
 
