@@ -316,7 +316,10 @@ class _Attention(torch.nn.Module):
 
 
 def logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """One forward pass of a GPTModel on the CPU, which needs a stand-in for its CUDA-only calls."""
+    """One forward pass of a GPTModel on the CPU, which needs a stand-in for its CUDA-only calls.
+
+    What Megatron compiles runs as it is written: compiling it takes half a minute, and it is called once.
+    """
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
     from megatron.core.transformer.moe import moe_utils
 
@@ -324,6 +327,7 @@ def logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     hidden = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
     with (
         torch.no_grad(),
+        torch.compiler.set_stance("force_eager"),
         patch.object(CudaRNGStatesTracker, "fork", lambda *_: nullcontext()),
         patch.object(moe_utils, "te_general_gemm", None, create=True),
     ):
