@@ -106,6 +106,7 @@ LEFT: Mapping[str, Mapping[str, Sequence[str]]] = {
             for page in ("page", "valued", "planned", "refused", "unopened", "finished", "differing", "sharded")
             for look in ("1440-dark", "390-light")
         ),
+        "test_nothing_else_may_run": ("valued", "planned", "unopened", "finished"),
     },
     "test_examples.py": {"test_training_resumes_on_the_same_and_on_other_ranks": ("hf",)},
 }  # fmt: skip
