@@ -19,12 +19,17 @@ def as_bytes(tensor: torch.Tensor) -> Bytes:
     return byte_view(tensor).numpy()
 
 
+def with_own_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose memory has its values: of a conjugate or negative that torch has put off, a copy."""
+    return tensor.resolve_conj().resolve_neg()
+
+
 def copied_to_cpu(tensor: torch.Tensor) -> torch.Tensor:
     """Return a contiguous copy on the CPU: from a GPU into page-locked memory, which takes a tenth of the time.
 
     A contiguous tensor of the CPU is returned as it is.
     """
-    local = tensor.detach().contiguous()
+    local = with_own_bytes(tensor.detach()).contiguous()
     if not local.is_cuda:
         return local.cpu()
     return torch.empty(local.shape, dtype=local.dtype, pin_memory=True).copy_(local)
@@ -47,7 +52,7 @@ def same_bytes(first: torch.Tensor, second: torch.Tensor) -> bool:
         return False
     if first.is_meta or second.is_meta:
         return True
-    own, other = (byte_view(tensor.detach().contiguous()) for tensor in (first, second))
+    own, other = (byte_view(with_own_bytes(tensor.detach()).contiguous()) for tensor in (first, second))
     return torch.equal(own, other.to(own.device))
 
 

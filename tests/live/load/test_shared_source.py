@@ -1,4 +1,4 @@
-"""A checkpoint that is replaced while the ranks open it one after the other: a refusal on all, nothing loaded."""
+"""What all ranks of a load have alike: one checkpoint, also where it is replaced meanwhile, and the arguments."""
 
 from __future__ import annotations
 
@@ -93,3 +93,50 @@ def test_copies_on_several_machines_are_compared(tmp_path: Path, other: int) -> 
         save(_state(value), tmp_path / str(rank), to="safetensors")
     for said in run(2, _differ, str(tmp_path)):
         assert ("ranks 0 and 1 opened different checkpoints" in said) == (other == 2)
+
+
+def _each_its_own(rank: int, world: int, folder: str) -> tuple[str, float]:
+    state = _state(0)
+    try:
+        load(state, f"{folder}/{rank}")
+    except TransaxleError as error:
+        return str(error), float(state["part.0.weight"].sum())
+    return "", float(state["part.0.weight"].sum())
+
+
+@pytest.mark.parametrize("other", [1, 2])
+def test_several_paths_have_equal_copies(tmp_path: Path, other: int) -> None:
+    for rank, value in ((0, 1), (1, other)):
+        save(_state(value), tmp_path / str(rank), to="safetensors")
+    for said, total in run(2, _each_its_own, str(tmp_path)):
+        if other == 1:
+            assert (said, total) == ("", 24.0)
+        else:
+            assert said.startswith("AMBIGUOUS")
+            assert f"{tmp_path / '0'} and {tmp_path / '1'}" in said
+            assert total == 0
+
+
+def _asked(rank: int, world: int, source: str, argument: str, values: tuple[Any, Any]) -> str:
+    state = _state(0)
+    with pytest.raises(TransaxleError) as found:
+        load(state, source, **{argument: values[rank]})
+    assert all(not tensor.any() for tensor in state.values())
+    return str(found.value)
+
+
+ASKED: dict[str, tuple[Any, Any]] = {
+    "broadcast_replicated": (True, False),
+    "strict": (False, True),
+    "dtype": (None, "fp32"),
+    "dialect": (None, "identity"),
+}
+
+
+@pytest.mark.parametrize("argument", ASKED)
+def test_all_ranks_ask_for_the_same(tmp_path: Path, argument: str) -> None:
+    """With `broadcast_replicated` on one of them, ranks would wait for each other in different collectives."""
+    save(_state(1), tmp_path / "out", to="safetensors")
+    for said in run(2, _asked, str(tmp_path / "out"), argument, ASKED[argument]):
+        assert said.startswith("AMBIGUOUS")
+        assert f"{argument}: rank 1 gave {ASKED[argument][1]!r}" in said

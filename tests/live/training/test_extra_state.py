@@ -54,6 +54,7 @@ EVERYTHING: dict[str, Any] = {
     "tensor": torch.arange(6, dtype=torch.bfloat16).reshape(2, 3),
     "empty": torch.empty(0, 3, dtype=torch.int8),
     "array": np.arange(4, dtype=np.uint32),
+    "scalars": [np.float64(0.1), np.int32(7), np.array(2.5)],
     "milestones": collections.Counter([3, 5, 3]),
     "stream": io.BytesIO(b"abc"),
 }

@@ -20,7 +20,7 @@ from transaxle.live.model.matching import left_out
 from transaxle.live.model.meta import materialise
 from transaxle.live.model.quantized_model import stand_in
 from transaxle.live.model.state_tensors import Leaves, State
-from transaxle.live.tensors.destination import Landing
+from transaxle.live.tensors.destination import Landing, overlapping
 from transaxle.live.training.group_options import restore
 from transaxle.live.training.optimizer_state import follow, install, rooms_for
 from transaxle.quant.modules.entries import begin_anew, put_values
@@ -28,6 +28,9 @@ from transaxle.quant.modules.masters import MASTER, MasterWeights
 from transaxle.torch_tensors.local_tensor import local_of
 from transaxle.torch_tensors.placement import local_parts
 from transaxle.torch_tensors.shard_grid import ShardGrid
+
+_OVERLAP = "it shares elements with another tensor, or with itself, for which the source has other values"
+_OWN_MEMORY = "Give each tensor memory of its own."
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,8 @@ def destinations(plan: LoadPlan, state: State, checkpoint: Checkpoint, device: t
     wanted = {name: tensor for name, tensor in filled.items() if name in plan.wanted}
     shapes = {name: plan.stored[name].shape for name in wanted}
     parts = list(local_parts(wanted, shapes))
-    landings = {part: Landing(tensor, plan.stored[name].dtype) for name, part, tensor in parts}
+    shared = overlapping({part: tensor for _, part, tensor in parts})
+    landings = {part: Landing(tensor, plan.stored[name].dtype, apart=part in shared) for name, part, tensor in parts}
     names = {part: name for name, part, _ in parts}
     return Destinations(own, landings, names, values, parameters, states)
 
@@ -93,10 +97,10 @@ def _default_device() -> torch.device:
 
 
 def check_filled(landings: Mapping[str, Landing]) -> None:
-    """Prove that every byte of every tensor was written.
+    """Prove that every byte of every tensor was written, and is still there.
 
     Raises:
-        Refused: INCOMPLETE.
+        Refused: INCOMPLETE; UNEQUAL_COPIES for tensors that share memory, and that the source has other values for.
     """
     short = [
         Refusal(
@@ -105,8 +109,13 @@ def check_filled(landings: Mapping[str, Landing]) -> None:
         for name, landing in landings.items()
         if landing.left
     ]
-    if short:
-        raise gathered(short)
+    lost = [
+        Refusal("UNEQUAL_COPIES", _OVERLAP, Where(None, name), _OWN_MEMORY)
+        for name, landing in landings.items()
+        if not landing.left and landing.is_overwritten
+    ]
+    if short or lost:
+        raise gathered([*short, *lost])
 
 
 def finish(plan: LoadPlan, filled: Destinations) -> int:

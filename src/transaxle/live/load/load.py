@@ -6,7 +6,7 @@ read by one of them and sent to the others.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, TypedDict, Unpack
 
@@ -22,18 +22,19 @@ from transaxle.arguments import (
     read_optional_text,
     shows,
 )
-from transaxle.engine.checkpoint.checkpoint import CheckpointLike
-from transaxle.engine.copying.duplicate_checks import plan_checks, unequal
-from transaxle.errors import Refusal, gathered
+from transaxle.engine.checkpoint.checkpoint import CheckpointLike, StoredTensor
+from transaxle.engine.copying.duplicate_checks import PlannedCheck, plan_checks, unequal
+from transaxle.errors import Refusal, Where, gathered
+from transaxle.formats.dtype import nbytes
 from transaxle.formats.storage.storage import Storage
 from transaxle.live.load.filling import Destinations, check_filled, destinations, finish
-from transaxle.live.load.load_plan import LoadRequest, plan_load
+from transaxle.live.load.load_plan import LoadPlan, LoadRequest, plan_load
 from transaxle.live.load.planned_reads import Reads, reads
 from transaxle.live.load.shared_source import check_sums, counted, opened
 from transaxle.live.model.report import LoadReport
-from transaxle.live.model.source_view import View
 from transaxle.live.model.state_tensors import State
-from transaxle.live.tensors.destination import Rooms
+from transaxle.live.sharding.global_tensors import Census
+from transaxle.live.tensors.destination import NamePair, Rooms
 from transaxle.live.tensors.type_change import Conversion
 from transaxle.live.training.optimizers import AnyOptimizer
 from transaxle.live.transport.tensor_exchange import RankExchange
@@ -45,6 +46,8 @@ from transaxle.torch_tensors.torch_arguments import Device, Ranks, read_device
 _WASTE, _GAP, _FEW = 1.4, 64, 256
 """Bytes that may be read for each one needed, the gap between runs that is read along in any case, and the number of
 runs up to which none is."""
+_TIED = "the model has one tensor for it and {first}"
+_UNTIED = "Build the model without the tie."
 
 
 class Loading(TypedDict, total=False):
@@ -113,13 +116,14 @@ def load(
     world, clock = World(group), Clock()
     with world.together():
         request, meta_device = _request(state, optimizer, extra, options, strict=strict), read_device("device", device)
+    world.require_alike(_alike(request, options))
     with opened(src, options, world) as source:
         checkpoint, counter = counted(source, request.decode)
         with clock.stage("plan"):
             plan = plan_load(request, checkpoint, world)
             read = reads(plan.wanted, plan.stored, world.rank, once=options.get("broadcast_replicated", True))
         with clock.stage("check"), world.together():
-            _check_copies(plan.view, world, options.get("jobs"))
+            _check_copies(plan, world, options.get("jobs"))
         with world.together():
             filled = destinations(plan, state, checkpoint, meta_device)
             storage = plan.view.checkpoint.container.storage
@@ -181,6 +185,13 @@ def _request(
     )
 
 
+def _alike(request: LoadRequest, options: Loading) -> dict[str, Any]:
+    """Return the arguments that all ranks have to give alike."""
+    asked = {name: getattr(request, name) for name in ("family", "dialect", "strict", "decode", "dtype")}
+    said = {"axes": options.get("axes"), "broadcast_replicated": options.get("broadcast_replicated", True)}
+    return asked | said
+
+
 def _movement(read: Reads, storage: Storage, filled: Destinations, jobs: int | None, world: World) -> Movement:
     """Return what carries the bytes from the source into this rank's tensors."""
     limit = msgspec.structs.replace(limits(jobs), waste=_WASTE, gap=_GAP, few=_FEW)
@@ -197,13 +208,43 @@ def _converted(planned: Mapping[str, Conversion], filled: Destinations, world: W
     return tuple(replace(each, exact=False) if name in rounded else each for name, each in planned.items())
 
 
-def _check_copies(seen: View, world: World, jobs: int | None) -> None:
-    """Prove stored copies equal, each pair by one rank."""
+def _check_copies(plan: LoadPlan, world: World, jobs: int | None) -> None:
+    """Prove stored copies equal, and what the model has one tensor for, each pair by one rank."""
     problems: list[Refusal] = []
-    if not (seen.checkpoint.checks or seen.checkpoint.container.twins):
+    seen = plan.view
+    checks = _plan_tie_checks(plan.same_memory, plan.wanted, plan.stored, problems)
+    if seen.checkpoint.checks or seen.checkpoint.container.twins:
+        checks += plan_checks(seen.checkpoint.source, seen.checkpoint.checks, problems)
+    if not checks and not problems:
         return
-    checks = plan_checks(seen.checkpoint.source, seen.checkpoint.checks, problems)
     place = world.ranks.index(world.rank)
     problems += unequal(checks[place :: world.size], seen.checkpoint.container.storage, limits(jobs))
     if problems:
         raise gathered(problems)
+
+
+def _plan_tie_checks(
+    pairs: Iterable[NamePair], targets: Census, stored: Mapping[str, StoredTensor], problems: list[Refusal]
+) -> list[PlannedCheck]:
+    """Plan the comparisons of what a source has for two names of one tensor; the same on all ranks.
+
+    Args:
+        pairs: see `same_memory`, of all ranks.
+        targets: the model's tensors.
+        stored: the source's, by the model's names.
+        problems: takes UNEQUAL_COPIES for pairs of two types.
+    """
+    planned = []
+    for first, second in sorted(pairs):
+        if (targets[first].shape, targets[first].held) != (targets[second].shape, targets[second].held):
+            continue  # they are alike on some ranks only, and no two names of one tensor: see `overlapping`
+        one, other = stored[first], stored[second]
+        why = _TIED.format(first=first)
+        if one.dtype != other.dtype:
+            message = f"{why}\nbut one is {one.dtype} in the source, the other {other.dtype}"
+            problems.append(Refusal("UNEQUAL_COPIES", message, Where(None, second), _UNTIED))
+            continue
+        transfers = tuple(one.transfers()), tuple(other.transfers())
+        if transfers[0] != transfers[1]:
+            planned.append(PlannedCheck(second, why, nbytes(one.dtype, one.shape), *transfers))
+    return planned

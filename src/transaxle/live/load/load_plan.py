@@ -28,6 +28,7 @@ from transaxle.live.model.quantized_model import Sorted, Weights, stand_in
 from transaxle.live.model.source_view import View
 from transaxle.live.model.state_tensors import Leaves, State, leaves, tied, unwritable
 from transaxle.live.sharding.global_tensors import Census, census
+from transaxle.live.tensors.destination import NamePair, same_memory
 from transaxle.live.tensors.type_change import Conversion, check_dtype
 from transaxle.live.training.group_options import settings_for
 from transaxle.live.training.optimizer_state import by_name, doubled, rooms_for, taken_away, unrestored, untrained
@@ -92,6 +93,8 @@ class LoadPlan:
     """Tensors with rows of padding: rows in the source and in the model."""
     untried: frozenset[str]
     """Modules of this rank on the meta device: whether they load what they show is tried when they have memory."""
+    same_memory: frozenset[NamePair]
+    """Names whose tensors are one on some rank, and that the source has both."""
 
 
 def plan_load(request: LoadRequest, checkpoint: Checkpoint, world: World) -> LoadPlan:
@@ -159,6 +162,7 @@ def plan_load(request: LoadRequest, checkpoint: Checkpoint, world: World) -> Loa
         frozenset(filled_by_modules),
         _padded(wanted, source),
         frozenset(island.path for island in own.islands if island.is_meta),
+        frozenset(pair for pair in names.same_memory if wanted.keys() >= set(pair)),
     )
 
 
@@ -239,6 +243,8 @@ class _SharedNames:
     """Entries that are no tensors."""
     omitted: frozenset[str]
     """Parameters and buffers that neither a state dict shows nor a load fills."""
+    same_memory: frozenset[NamePair]
+    """Names of the source whose tensors are one in the model."""
 
 
 @dataclass(frozen=True)
@@ -281,8 +287,10 @@ def _shared_names(
     """Put together what the ranks know of their names; collective."""
     trained = optimizer.optimizers is not None
     duplicates = doubled(optimizer.parameters, own.parameters, stored) if trained else set()
-    of_all_ranks = world.gather((tied(filled, stored), duplicates, tuple(own.others), omitted))
-    return _SharedNames(*(frozenset(name for of_rank in of_all_ranks for name in of_rank[i]) for i in range(4)))
+    held = {name: own.weights.get(name, tensor) for name, tensor in filled.items()}
+    doubles = tuple(same_memory(held, stored))
+    of_all_ranks = world.gather((tied(filled, stored), duplicates, tuple(own.others), omitted, doubles))
+    return _SharedNames(*(frozenset(chain.from_iterable(each)) for each in zip(*of_all_ranks, strict=True)))
 
 
 def _matched(

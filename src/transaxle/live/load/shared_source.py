@@ -72,25 +72,27 @@ def counted(checkpoint: Checkpoint, decode: str | None) -> tuple[Checkpoint, Cou
 def refuse_different(checkpoint: Checkpoint, world: World) -> None:
     """Prove that all ranks which opened one path have one checkpoint; collective.
 
-    Copies on the disks of several machines are one if their manifests are, or without manifests their files' sizes.
+    Copies on the disks of several machines are one if their manifests are, or without manifests their files' sizes;
+    they may have several paths.
 
     Args:
         checkpoint: what this rank opened.
         world: the ranks.
 
     Raises:
-        Refused: CORRUPT, on every rank.
+        Refused: on every rank: CORRUPT where they have one path, else AMBIGUOUS.
     """
     with world.together():
         mine = unpinned(checkpoint.path), _identity(checkpoint)
     opened_by_rank = world.gather(mine)
     first_path, first_identity = opened_by_rank[0]
     for rank, (path, identity) in zip(world.ranks, opened_by_rank, strict=True):
-        if path == first_path and identity != first_identity:
-            first = world.ranks[0]
-            message = (
-                f"ranks {first} and {rank} opened different checkpoints: it was replaced while they were opening it"
-            )
+        if identity != first_identity:
+            message = f"ranks {world.ranks[0]} and {rank} opened different checkpoints"
+            if path != first_path:
+                message = f"{message}: {first_path} and {path}"
+                raise refuse("AMBIGUOUS", message, hint="Give the same path on all ranks, or paths of equal copies.")
+            message = f"{message}: it was replaced while they were opening it"
             raise refuse("CORRUPT", message, file=path, hint="Load again when no other program writes to this path.")
 
 

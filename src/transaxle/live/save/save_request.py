@@ -186,11 +186,4 @@ def check_alike(settings: SaveSettings, world: World) -> None:
     Raises:
         UsageError: AMBIGUOUS, on every rank.
     """
-    first, *others = world.gather(settings)
-    for rank, other in zip(world.ranks[1:], others, strict=True):
-        if other != first:
-            name = next(each.name for each in fields(first) if getattr(other, each.name) != getattr(first, each.name))
-            given = (
-                f"rank {rank} gave {getattr(other, name)!r}, but rank {world.ranks[0]} gave {getattr(first, name)!r}"
-            )
-            raise refuse("AMBIGUOUS", f"{name}: {given}", hint="Give the same arguments on all ranks.")
+    world.require_alike({each.name: getattr(settings, each.name) for each in fields(settings)})

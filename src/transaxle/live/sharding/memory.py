@@ -23,7 +23,7 @@ from transaxle.formats.training_state.state_groups import GROUPS, ParamGroup
 from transaxle.live.sharding.global_tensors import Census, Global
 from transaxle.torch_tensors.local_tensor import local_of
 from transaxle.torch_tensors.placement import Held, local_shape
-from transaxle.torch_tensors.tensor_bytes import Bytes, as_bytes, byte_view, copied_to_cpu
+from transaxle.torch_tensors.tensor_bytes import Bytes, as_bytes, byte_view, copied_to_cpu, with_own_bytes
 
 FORMAT = "live"
 CONFIG = "config.json"
@@ -124,7 +124,7 @@ class Memory(Storage):
         # all ranks, so the own copy serves.
         if int(rank) != self._rank and (own is None or own.dim()):
             raise refuse("IO", f"rank {self._rank} cannot read it: it is in the memory of rank {rank}", tensor=tensor)
-        return local_of(self._tensors[tensor])
+        return with_own_bytes(local_of(self._tensors[tensor]))
 
     def _copied(self, name: str, local: torch.Tensor) -> Bytes:
         """Copy a tensor to the CPU; the copies that were asked for last are kept."""

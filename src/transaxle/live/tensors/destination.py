@@ -1,13 +1,15 @@
 """Where loaded bytes go: a local tensor's own storage where that is possible, else through a staging buffer.
 
 A contiguous CPU tensor of the stored type is filled in place. Any other (on a GPU, strided, of another type) gets its
-bytes in a buffer, pinned for GPUs, from which torch copies once all of them are there.
+bytes in a buffer, pinned for GPUs, from which torch copies once all of them are there. Tensors that share memory are
+found here, because what the source has for each of them must be the same, or one would be lost.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import chain
 from math import prod
 
 import torch
@@ -15,8 +17,12 @@ import torch
 from transaxle.live.tensors.type_change import cast
 from transaxle.move.endpoint import Sink
 from transaxle.torch_tensors.local_tensor import local_of
-from transaxle.torch_tensors.tensor_bytes import Bytes, as_bytes
+from transaxle.torch_tensors.shard_grid import ShardGrid
+from transaxle.torch_tensors.tensor_bytes import Bytes, as_bytes, same_bytes
 from transaxle.torch_tensors.torch_dtype import torch_dtype
+
+NamePair = tuple[str, str]
+"""Names of two tensors of a model."""
 
 
 class Rooms(Sink):
@@ -53,14 +59,21 @@ class Landing:
     Args:
         tensor: the tensor or DTensor; only this rank's part is written.
         dtype: safetensors code of the bytes that come.
+        apart: keep the bytes that came, since something else may be written over them.
     """
 
-    def __init__(self, tensor: torch.Tensor, dtype: str) -> None:
+    def __init__(self, tensor: torch.Tensor, dtype: str, *, apart: bool = False) -> None:
         self._local = local_of(tensor)
         self._dtype = torch_dtype(dtype)
         self._direct = (
-            self._local.device.type == "cpu" and self._local.is_contiguous() and self._local.dtype == self._dtype
+            not apart
+            and self._local.device.type == "cpu"
+            and self._local.is_contiguous()
+            and self._local.dtype == self._dtype
+            and not (self._local.is_conj() or self._local.is_neg())
         )
+        self._apart = apart
+        self._values: torch.Tensor | None = None
         self.size = prod(self._local.shape) * self._dtype.itemsize
         self._left = self.size
         self._staging: torch.Tensor | None = None
@@ -89,7 +102,13 @@ class Landing:
                 values, self.exact = cast(values, self._local.dtype)
             with torch.no_grad():
                 self._local.copy_(values)
+            self._values = values if self._apart else None
             self._staging = self._held = None
+
+    @property
+    def is_overwritten(self) -> bool:
+        """Whether the tensor, kept `apart`, has other values by now than it was given."""
+        return self._values is not None and not same_bytes(self._local, self._values)
 
     @property
     def left(self) -> int:
@@ -100,3 +119,74 @@ class Landing:
     def written(self) -> int:
         """Bytes of the tensor that are in their place."""
         return (self.size - self._left) * self._local.element_size() // self._dtype.itemsize
+
+
+def same_memory(tensors: Mapping[str, torch.Tensor], present: Collection[str]) -> Iterator[NamePair]:
+    """Yield pairs of names whose tensors are one object, or this rank's parts of them one view of one memory.
+
+    Args:
+        tensors: this rank's, by name.
+        present: names that are looked at.
+    """
+    first: dict[object, str] = {}
+    for name, tensor in tensors.items():
+        if name in present and (other := first.setdefault(_view_of(tensor), name)) != name:
+            yield other, name
+
+
+def _view_of(tensor: torch.Tensor) -> object:
+    """Return what is equal for tensors that are the same elements in the same order."""
+    if isinstance(tensor, ShardGrid) or tensor.is_meta:
+        return id(tensor)
+    local = local_of(tensor)
+    if local.layout != torch.strided or not local.numel() or not local.data_ptr():
+        return id(tensor)
+    return local.device, local.data_ptr(), tuple(local.shape), local.stride(), local.dtype
+
+
+def overlapping(tensors: Mapping[str, torch.Tensor]) -> set[str]:
+    """Return the names whose local tensors may share elements with another one, or within themselves.
+
+    Tensors that are one view of one memory are no reason, see `same_memory`; views between whose elements others lie,
+    such as columns, are taken for overlapping ones.
+
+    Args:
+        tensors: this rank's, by name; none of them on the meta device.
+    """
+    spans: dict[tuple[torch.device, int], list[tuple[int, int, object, str]]] = {}
+    found = set[str]()
+    for name, tensor in tensors.items():
+        local = local_of(tensor)
+        if not local.numel() or not local.data_ptr():
+            continue
+        if _folds(local):
+            found.add(name)
+        begin, size = local.data_ptr(), local.element_size()
+        reach = sum((count - 1) * step for count, step in zip(local.shape, local.stride(), strict=True)) + 1
+        key = local.device, local.untyped_storage().data_ptr()
+        spans.setdefault(key, []).append((begin, begin + reach * size, _view_of(tensor), name))
+    return found.union(*(set(_crossing(each)) for each in spans.values() if len(each) > 1))
+
+
+def _crossing(spans: list[tuple[int, int, object, str]]) -> Iterator[str]:
+    """Yield the names of those that cross another one which is no view of the same elements."""
+    run: list[tuple[int, int, object, str]] = []
+    end = 0
+    for span in chain(sorted(spans, key=lambda each: each[:2]), [(0, 0, None, "")]):
+        if run and (not span[3] or span[0] >= end):
+            if len({view for _, _, view, _ in run}) > 1:
+                yield from (name for *_, name in run)
+            run, end = [], 0
+        run.append(span)
+        end = max(end, span[1])
+
+
+def _folds(local: torch.Tensor) -> bool:
+    """Tell whether several indices may stand for one element."""
+    reach = 0
+    dims = zip(local.shape, local.stride(), strict=True)
+    for step, count in sorted((step, count) for count, step in dims if count > 1):
+        if step <= reach:
+            return True
+        reach += step * (count - 1)
+    return False

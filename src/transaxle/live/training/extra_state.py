@@ -20,7 +20,7 @@ import torch
 
 from transaxle.errors import Refusal, Where, gathered, refuse
 from transaxle.live.transport.world import World
-from transaxle.torch_tensors.tensor_bytes import as_bytes
+from transaxle.torch_tensors.tensor_bytes import as_bytes, copied_to_cpu
 from transaxle.torch_tensors.torch_dtype import code_of, torch_dtype
 
 FILE = "transaxle_extra.json"
@@ -29,8 +29,8 @@ MODEL, STATE, EXTRA = "model", "state", "extra"
 """Whose states are in it, as the first part of their names: the modules', the state dict's, the user's own."""
 _DEEPEST = 64
 _WORLD, _SHARED, _RANKS = "world", "shared", "ranks"
-_TUPLE, _SET, _DICT, _COUNTER, _BYTES, _STREAM, _TENSOR, _ARRAY, _FLOAT = (
-    "tuple", "set", "dict", "counter", "bytes", "stream", "tensor", "array", "float",
+_TUPLE, _SET, _DICT, _COUNTER, _BYTES, _STREAM, _TENSOR, _ARRAY, _SCALAR, _FLOAT = (
+    "tuple", "set", "dict", "counter", "bytes", "stream", "tensor", "array", "scalar", "float",
 )  # fmt: skip
 _DTYPE, _SHAPE, _DATA = "dtype", "shape", "data"
 
@@ -184,9 +184,10 @@ def _octets(value: Any, path: str, problems: list[Refusal]) -> Any:
         return {_STREAM: _text(value.getvalue())}
     if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc":
         array = np.ascontiguousarray(value)
-        return {_ARRAY: {_DTYPE: array.dtype.str, _SHAPE: list(value.shape), _DATA: _text(array.tobytes())}}
+        kind = _SCALAR if isinstance(value, np.generic) else _ARRAY
+        return {kind: {_DTYPE: array.dtype.str, _SHAPE: list(value.shape), _DATA: _text(array.tobytes())}}
     if type(value) in (torch.Tensor, torch.nn.Parameter) and not value.is_meta and value.layout == torch.strided:
-        held = value.detach().cpu().contiguous()
+        held = copied_to_cpu(value)
         data = _text(as_bytes(held).tobytes())
         return {_TENSOR: {_DTYPE: code_of(held.dtype), _SHAPE: list(held.shape), _DATA: data}}
     message = f"it is a {type(value).__module__}.{type(value).__qualname__}, which is not plain data"
@@ -226,6 +227,7 @@ def _array(kind: str, held: Mapping[str, Any]) -> Any:
         dtype = torch_dtype(held[_DTYPE])
         flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
         return flat.reshape(held[_SHAPE])
-    if kind != _ARRAY:
+    if kind not in (_ARRAY, _SCALAR):
         raise ValueError(f"unknown kind {kind}")
-    return np.frombuffer(data, np.dtype(held[_DTYPE])).reshape(held[_SHAPE])
+    array = np.frombuffer(data, np.dtype(held[_DTYPE])).reshape(held[_SHAPE])
+    return array[()] if kind == _SCALAR else array

@@ -180,6 +180,22 @@ class World:
         _raise(refusal for _, refusal in of_all_ranks)
         return [item for items, _ in of_all_ranks for item in items]
 
+    def require_alike(self, given: Mapping[str, object]) -> None:
+        """Prove that all ranks give the same arguments; collective.
+
+        Args:
+            given: what this rank gives, by the arguments' names.
+
+        Raises:
+            UsageError: AMBIGUOUS, on every rank.
+        """
+        first, *others = self.gather(given)
+        for rank, other in zip(self.ranks[1:], others, strict=True):
+            if other != first:
+                name = next(name for name in first if other[name] != first[name])
+                said = f"rank {rank} gave {other[name]!r}, but rank {self.ranks[0]} gave {first[name]!r}"
+                raise refuse("AMBIGUOUS", f"{name}: {said}", hint="Give the same arguments on all ranks.")
+
     def agree(self, error: TransaxleError | None) -> None:
         """Raise on every rank the refusals of any rank.
 
