@@ -304,8 +304,6 @@ def _viewed(
 def _outputs(view: View, names: Iterable[str], encoding: str) -> list[OutputTensor]:
     """Return the tensors that are written for a view, some of them as the buffers of an encoding."""
     encoded, stored, outputs = frozenset(names), view.stored, list[OutputTensor]()
-    if not encoded and not stored:  # the usual case, of very many
-        return [OutputTensor(name, target.dtype, target.layout.shape, target) for name, target in view.targets.items()]
     for name, target in view.targets.items():
         if name in encoded:
             outputs.extend(buffers_of(view, name, encoding))
