@@ -122,6 +122,13 @@ def test_a_byte_of_packed_elements_is_not_taken_apart(code: str, shape: list[int
     assert caught.value.code in {"UNSUPPORTED", "SHAPE_MISMATCH"}
 
 
+@pytest.mark.parametrize("box", [5, slice(0, 2)], ids=str)
+def test_what_is_no_box_is_told_what_one_is(box: Any, tmp_path: Path) -> None:
+    (tmp_path / files.FILE).write_bytes(files.made({"x": files.info("F32", [2], 0, 8)}, bytes(8)))
+    with tx.open(tmp_path) as checkpoint, pytest.raises(tx.TransaxleError, match="a box is a tuple of slices"):
+        checkpoint["x"].read(box)
+
+
 def test_packed_rows_that_are_no_whole_bytes_still_have_their_bytes(tmp_path: Path) -> None:
     data = bytes(range(3))
     (tmp_path / files.FILE).write_bytes(files.made({"x": files.info("F4", [2, 3], 0, 3)}, data))

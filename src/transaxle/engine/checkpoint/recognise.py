@@ -21,6 +21,7 @@ from transaxle.engine.checkpoint.settings import CONFIG, Settings, stored_config
 from transaxle.engine.views.encoded import Catalog, catalog
 from transaxle.errors import TransaxleError, refuse
 from transaxle.families import Families
+from transaxle.formats.builtin_formats import CALLED
 from transaxle.formats.catalog.catalog import Container
 
 IDENTITY = "identity"
@@ -65,13 +66,6 @@ class Recognised(msgspec.Struct, frozen=True):
     """Number of names that the dialect reads."""
 
 
-_USUAL = {
-    "huggingface": "hf", "hub": "hf", "pt": "torch", "pth": "torch", "bin": "torch", "mcore": "torch_dist",
-    "megatron-lm": "torch_dist", "fsdp": "dcp", "fsdp2": "dcp", "zero": "deepspeed-universal",
-}  # fmt: skip
-"""What people call a target -> the dialect or format that they mean."""
-
-
 def pick_family(label: str, families: Families) -> Family:
     """Return a family by its name, or by a model type that no other family has.
 
@@ -106,7 +100,7 @@ def pick_dialect(family: Family, label: str, formats: Sequence[str] = ()) -> Dia
     match = family.dialect(label)
     if match is None:
         names = [*family.labels, *(d.name for d in family.dialects), IDENTITY]
-        usual = [name for name in (_USUAL.get(label.lower()),) if name in (*names, *formats)]
+        usual = [name for name in (CALLED.get(label.lower()),) if name in (*names, *formats)]
         close = usual or difflib.get_close_matches(label.lower(), [*names, *formats], 1)
         besides = f"; and no format is called so (known: {', '.join(formats)})" if formats else ""
         message = (

@@ -176,6 +176,8 @@ class StoredTensor:
 def _spans(name: str, shape: tuple[int, ...], box: SliceBox | None) -> list[tuple[int, int]]:
     if box is None:
         return [(0, size) for size in shape]
+    if not isinstance(box, tuple | list):
+        raise refuse("SHAPE_MISMATCH", f"a box is a tuple of slices, and this is {box!r}", tensor=name)
     if len(box) != len(shape) or any(getattr(bounds, "step", 0) not in (None, 1) for bounds in box):
         raise refuse("SHAPE_MISMATCH", f"a box needs one slice of step 1 for each dim of {list(shape)}", tensor=name)
     spans = [bounds.indices(size)[:2] for bounds, size in zip(box, shape, strict=True)]
