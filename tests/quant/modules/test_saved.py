@@ -50,6 +50,27 @@ def test_every_format_is_saved_and_loaded_bit_for_bit(kind: str, asynchronous: b
     assert _equal(kept, other)
 
 
+@pytest.mark.parametrize("kind", MORE)
+def test_half_a_weight_fills_none(kind: str, tmp_path: Path) -> None:
+    """Codes under the scales of others are other values: neither is taken alone, also where names may be missing."""
+    full = {name: raw(entry.detach()).clone() for name, entry in _model(kind, 0).state_dict().items()}
+    typed = {name: full[name].view(entry.dtype) for name, entry in _model(kind, 0).state_dict().items()}
+    weight = "0.weight"
+    model = _model(kind, 1)
+    kept = {name: raw(entry.detach()).clone() for name, entry in model.state_dict().items()}
+    for gone in (weight, f"{weight}_scale_inv"):
+        place = tmp_path / gone
+        tx.save({name: entry for name, entry in typed.items() if name != gone}, place, to="safetensors:identity")
+        with pytest.raises(tx.TransaxleError) as found:
+            tx.load(model, place, dialect="identity", strict=False)
+        assert gone in {each.where.tensor for each in found.value.refusals}
+        assert all(torch.equal(raw(entry.detach()), kept[name]) for name, entry in model.state_dict().items())
+    tx.save({n: e for n, e in typed.items() if not n.startswith(weight)}, tmp_path / "none", to="safetensors:identity")
+    tx.load(model, tmp_path / "none", dialect="identity", strict=False)
+    for name, entry in model.state_dict().items():
+        assert torch.equal(raw(entry.detach()), kept[name] if name.startswith(weight) else full[name])
+
+
 def _llama(seed: int) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -27,6 +27,9 @@ from transaxle.torch_tensors.local_tensor import local_of, placed_like
 from transaxle.torch_tensors.torch_dtype import code_of, torch_dtype
 from transaxle.torch_tensors.tp_shard import mark, part_of
 
+_HALF = "the source has other codes or scales of its weight, which mean nothing without it"
+_WHOLE_WEIGHT = "Copy the tensor into the source, or leave out all of the weight's."
+
 
 @dataclass(frozen=True, slots=True)
 class _Weight:
@@ -163,9 +166,13 @@ class Weights:
             else:
                 origins = (name,) if source is None else source.origins
                 other = next((encoded[origin] for origin in origins if origin in encoded), None)
-                if other is None:
+                lacking = [full for full in one.entries if full not in stored]
+                if other is None and (not lacking or len(lacking) == len(one.entries)):
                     continue  # what is missing, or of another type, is told entry by entry
-                problems.append(_another(name, one, other))
+                if other is None:
+                    problems += [Refusal("MISSING_TENSOR", _HALF, Where(None, full), _WHOLE_WEIGHT) for full in lacking]
+                else:
+                    problems.append(_another(name, one, other))
                 gone.update(full for full in stored if full.startswith(f"{name}_"))
             gone.update((*one.entries, *one.state))
         return Sorted(anew, tuple(begins), frozenset(gone), problems)
