@@ -322,3 +322,22 @@ def test_memory_stays_small(tmp_path: Path) -> None:
     finally:
         tracemalloc.stop()
     assert peak < 40 << 20
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_decoded_values_that_would_become_infinite_are_refused_before_anything_is_written(
+    tmp_path: Path, dtype: str
+) -> None:
+    """A finite code times a finite scale above the range of the type; an infinite scale stands for infinity."""
+    held: Tensors = {}
+    for name, scale in {"over.weight": 3e38, "infinite.weight": np.inf, "fine.weight": 7e35}.items():
+        held[name] = np.full((128, 128), 448, quantized.E4M3)
+        held[name + SCALE] = np.full((1, 1), scale, np.float32)
+    source, out = store(tmp_path / "source", held, FP8), tmp_path / "out"
+    with pytest.raises(tx.TransaxleError, match="LOSSY") as caught:
+        tx.convert(source, out, to="safetensors:identity", decode=dtype, sync=False)
+    assert [refusal.where.tensor for refusal in caught.value.refusals] == ["over.weight"]
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+    report = tx.convert(source, out, to="safetensors:identity", decode=dtype, allow_lossy=True, sync=False)
+    errors = {told.what.name: told.error.max for told in report.recoded}
+    assert [name for name, error in errors.items() if error == np.inf] == ["over.weight"]

@@ -33,7 +33,7 @@ from transaxle.engine.execute.commit import carry, write_known, write_rest
 from transaxle.engine.execute.execute import Report, reported, whole
 from transaxle.engine.plan.conversion import Prepared
 from transaxle.engine.plan.planned import Measured
-from transaxle.engine.views.cast import CASTING, casts_of, refuse_infinite
+from transaxle.engine.views.cast import CASTING, casts_of, refuse_infinite, refuse_overflow
 from transaxle.errors import Refusal, Where, gathered, refuse
 from transaxle.formats.catalog.checksums import Witness
 from transaxle.formats.parts.shared_location import shared_staging_at
@@ -227,6 +227,8 @@ def commit(
         cast = {each.name for each in prepared.plan.recoded if each.action in CASTING}
         infinite = {name: error for name, error in measured.items() if name in cast}
         refuse_infinite(infinite, casts_of(storage).dtype)
+        decoded = {each.name for each in prepared.plan.recoded if each.action == "decoded"}
+        refuse_overflow({name: error for name, (error, _) in measured.items() if name in decoded})
     if not isinstance(stage, Staging):
         _take_parts(plan, stage, results)
     write_known(stage, prepared.draft.early())

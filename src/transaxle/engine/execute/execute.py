@@ -23,7 +23,7 @@ from transaxle.engine.execute.tensor_stream import Sizes, decoding_errors, items
 from transaxle.engine.number_text import duration, plural, size
 from transaxle.engine.plan.conversion import Prepared, ready
 from transaxle.engine.plan.planned import Measured, Plan, PlannedTensor
-from transaxle.engine.views.cast import CASTING, casting_errors, casts_of, refuse_infinite
+from transaxle.engine.views.cast import CASTING, casting_errors, casts_of, refuse_infinite, refuse_overflow
 from transaxle.errors import gathered
 from transaxle.formats.catalog.checksums import Witness
 from transaxle.formats.registry import is_one_file
@@ -149,17 +149,18 @@ def execute(
     plan = ready(cleared)
     limit = (limit or limits()).holding(plan.band)
     casts = _casts(prepared, limit)
+    decoded = _decoded(prepared, limit)
     errors = dict(cleared.errors)
     if cleared.finished:
         resumed = len(plan.tensors)
         single = is_one_file(target) if takes_parts(target) else not Path(target).is_dir()
         found = sweep_beside(target)
-        recoded = _measured(prepared, limit, errors, casts)
+        recoded = _measured(prepared, errors, decoded, casts)
     else:
         with staging_at(target, overwrite=overwrite, resume=resume, sync=sync) as staging:
             single = staging.single is not None
             resumed = _write(cleared, staging, limit, progress, errors, times)
-            recoded = _measured(prepared, limit, errors, casts)
+            recoded = _measured(prepared, errors, decoded, casts)
             with span("commit"):
                 staging.commit()
             found = staging.found
@@ -228,15 +229,30 @@ def _casts(prepared: Prepared, limit: Limits) -> dict[str, tuple[Error, int]]:
     return found
 
 
+def _decoded(prepared: Prepared, limit: Limits) -> dict[str, Error]:
+    """Return how far decoded tensors are from the exact products of codes and scales; they are read once for it.
+
+    Raises:
+        Refused: LOSSY where values become infinite, unless that is allowed.
+    """
+    plan = prepared.plan
+    names = [each.name for each in plan.recoded if each.action == "decoded"]
+    found = decoding_errors(prepared.checkpoint.container.storage, names, limit) if names else {}
+    if not plan.allow_lossy:
+        refuse_overflow(found)
+    return found
+
+
 def _measured(
-    prepared: Prepared, limit: Limits, encoded: Mapping[str, Error], casts: Mapping[str, tuple[Error, int]]
+    prepared: Prepared,
+    encoded: Mapping[str, Error],
+    decoded: Mapping[str, Error],
+    casts: Mapping[str, tuple[Error, int]],
 ) -> tuple[Measured, ...]:
-    """Return how far each tensor is from what it was; those that are decoded are read once more for it."""
+    """Return how far each tensor is from what it was."""
     recoded = prepared.plan.recoded
     if not recoded:
         return ()
-    names = [each.name for each in recoded if each.action == "decoded"]
-    decoded = decoding_errors(prepared.checkpoint.container.storage, names, limit)
     averaged = averages_of(prepared.checkpoint.container.storage)
     cast = {name: error for name, (error, _) in casts.items()}
     found = {"decoded": decoded, "encoded": encoded, "averaged": averaged, "cast": cast, "merged": cast}

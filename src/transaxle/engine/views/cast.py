@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from math import prod
+from math import isinf, prod
 from typing import ClassVar, Literal
 
 import msgspec
@@ -216,15 +216,26 @@ def refuse_infinite(errors: Mapping[str, tuple[Error, int]], dtype: str | None) 
     hint = "Leave them out with --skip NAME, allow it with --allow-lossy, or use bf16, which has the range of fp32."
     if dtype is None:
         hint = "Cast the model first (convert with --dtype bf16), or allow it with --allow-lossy."
-    problems = [
-        Refusal(
-            "LOSSY",
-            f"{count:,} finite values would become infinite in {dtype or 'the type of the weight'}",
-            Where(None, name),
-            hint,
-        )
-        for name, (_, count) in errors.items()
-        if count
-    ]
-    if problems:
-        raise gathered(problems)
+    what = dtype or "the type of the weight"
+    _refuse_each(
+        {name: f"{n:,} finite values would become infinite in {what}" for name, (_, n) in errors.items() if n}, hint
+    )
+
+
+def refuse_overflow(errors: Mapping[str, Error]) -> None:
+    """Refuse decoded tensors with finite values that the type they are decoded to would make infinite.
+
+    Args:
+        errors: by tensor, see `decoding_errors`: how far the decoded values are from the exact products.
+
+    Raises:
+        Refused: LOSSY, with every tensor that has such values.
+    """
+    message = "finite values (code times scale) would become infinite when decoded"
+    hint = "Leave them encoded with --skip NAME, or allow it with --allow-lossy."
+    _refuse_each({name: message for name, error in errors.items() if isinf(error.max)}, hint)
+
+
+def _refuse_each(messages: Mapping[str, str], hint: str) -> None:
+    if messages:
+        raise gathered([Refusal("LOSSY", message, Where(None, name), hint) for name, message in messages.items()])
