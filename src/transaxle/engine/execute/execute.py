@@ -238,7 +238,7 @@ def _decoded(prepared: Prepared, limit: Limits) -> dict[str, Error]:
     plan = prepared.plan
     names = [each.name for each in plan.recoded if each.action == "decoded"]
     found = decoding_errors(prepared.checkpoint.container.storage, names, limit) if names else {}
-    if not plan.allow_lossy:
+    if found and not plan.allow_lossy:
         refuse_overflow(found)
     return found
 
