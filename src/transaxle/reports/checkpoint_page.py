@@ -18,6 +18,7 @@ from transaxle.engine.facts.legend import axes_of
 from transaxle.engine.facts.value_facts import CheckpointValues, TensorValues
 from transaxle.engine.number_text import parameters, plural, size
 from transaxle.errors import shortened
+from transaxle.formats.catalog.inline import NUMBERS
 from transaxle.reports.html_page import MOST_ROWS, Column, Figure, Page, Section, Table, capped, shades
 from transaxle.reports.layout_rows import LayoutRow, layout_rows
 from transaxle.reports.unusual import LOOKED_FOR, unusual
@@ -183,8 +184,9 @@ def _in_files(checkpoint: Checkpoint) -> dict[str, tuple[int, int]]:
     amount: Counter[str] = Counter()
     for entry in checkpoint.container.entries.values():
         elements = prod(entry.shape)
-        count.update({extent.file for extent in entry.extents})
-        for extent in entry.extents:
+        extents = [extent for extent in entry.extents if extent.file != NUMBERS]  # those are in a pickle
+        count.update({extent.file for extent in extents})
+        for extent in extents:
             amount[extent.file] += entry.nbytes * prod(extent.shape) // elements if elements else 0
     return {file: (count[file], amount[file]) for file in sorted(count, key=natural)}
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from tests.checkpoints import CONFIG, SIZES, TENSORS, Tensors, tensors, tiny, write
 from tests.cli.running import USAGE, Transaxle, flip, lines, only
@@ -75,6 +76,17 @@ def test_different_shapes_and_dtypes_are_different_rows(here: Path, transaxle: T
         ["l.3.w", "F32", "[4,", "3]"],
         ["l.4.w", "F16", "[4,", "2]"],
     ]
+
+
+def test_numbers_in_a_pickle_are_in_its_file(here: Path, transaxle: Transaxle) -> None:
+    torch.save({"w": torch.arange(3.0), "step": 7}, here / "state.pt")
+    head, *rows = lines(transaxle("ls", "state.pt").out)
+    assert head[-3:] == ["in", "1", "file"]
+    assert rows == [["step", "I64", "[]"], ["w", "F32", "[3]"]]
+    assert json.loads(transaxle("ls", "state.pt", "--json").out)["files"] == 1
+    page = transaxle("report", "state.pt", "-o", "page.html")
+    assert page.code == 0
+    assert "//numbers" not in (here / "page.html").read_text()
 
 
 def test_names_cannot_write_to_the_terminal(here: Path, transaxle: Transaxle) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.checkpoint.manifest import load, stale
 from transaxle.errors import Refusal, TransaxleError
+from transaxle.formats.catalog.inline import NUMBERS
 
 JsonFacts = dict[str, Any]
 _FACTS = (
@@ -38,6 +39,7 @@ def totals(checkpoint: Checkpoint) -> Totals:
     """Count the tensors of a checkpoint, in the dialect of the view."""
     tensors = list(checkpoint.values())
     tensor_files = {extent.file for entry in checkpoint.container.entries.values() for extent in entry.extents}
+    tensor_files.discard(NUMBERS)  # they are in a pickle
     return Totals(len(tensors), checkpoint.parameters, sum(t.nbytes for t in tensors), len(tensor_files))
 
 
