@@ -28,18 +28,17 @@ def put(target: dict[Any, Any], flat: Sequence[Any]) -> None:
     if len(flat) % 2:
         raise malformed("a key without a value")
     expected = len(target) + len(flat) // 2
-    keys = flat[::2]
+    keys, values = flat[::2], flat[1::2]
     if _PLAIN.issuperset(map(type, keys)):  # the usual case
-        target.update(zip(keys, flat[1::2], strict=True))
-        keys = ()
-    for at in range(0, 2 * len(keys), 2):
-        key = flat[at]
-        kind = type(key)
-        if kind is str or kind in _PLAIN or (kind is int and -_SMALL < key < _SMALL):
-            target[key] = flat[at + 1]
-        elif kind in _KEPT:
-            target[Key(key)] = flat[at + 1]
-        else:
-            raise malformed(f"a {kind.__name__} as a key of a dict")
+        target.update(zip(keys, values, strict=True))
+    else:
+        for key, value in zip(keys, values, strict=True):
+            kind = type(key)
+            if kind in _PLAIN or (kind is int and -_SMALL < key < _SMALL):
+                target[key] = value
+            elif kind in _KEPT:
+                target[Key(key)] = value
+            else:
+                raise malformed(f"a {kind.__name__} as a key of a dict")
     if len(target) != expected:
         raise malformed("a dict has the same key twice")
