@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
 
+import msgspec
+
 WHOLE = 0
 """Size of a tile that covers a whole dim, however long that is."""
 
@@ -86,8 +88,7 @@ ENCODINGS: Mapping[str, Encoding] = MappingProxyType({e.name: e for e in (FLOAT8
 """The encodings by name, in the variant that we write; files may hold others (E5M2 codes, other tiles)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Encoded:
+class Encoded(msgspec.Struct, frozen=True):
     """A tensor that a checkpoint stores in several buffers."""
 
     name: str

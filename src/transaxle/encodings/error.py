@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+
+import msgspec
 
 
-@dataclass(frozen=True, slots=True)
-class Error:
+class Error(msgspec.Struct, frozen=True):
     """Summed differences of two arrays of equal size. The errors of a tensor's parts add up to that of the whole.
 
     Two NaN do not differ. A NaN differs from any number by infinity, and so does an infinity from anything else.

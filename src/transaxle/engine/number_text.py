@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from html import escape
-
 _STEPS = ((10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k"))
 _COUNTS = ((10**12, "T"), (10**9, "B"), (10**6, "M"))
 
@@ -46,4 +44,6 @@ def duration(seconds: float) -> str:
 
 def notebook(text: str) -> str:
     """Write a text as a notebook shows it: names of files and tensors may have any characters."""
+    from html import escape  # with a table of all entities, which only notebooks need
+
     return f"<pre>{escape(text)}</pre>"

@@ -19,7 +19,7 @@ from typing import IO
 
 import msgspec
 
-from transaxle.encodings.arithmetic.codec import Error
+from transaxle.encodings.error import Error
 from transaxle.errors import refuse
 from transaxle.formats.catalog.checksums import SummedRange
 from transaxle.formats.parts.part_layout import KeptShare, SentPart

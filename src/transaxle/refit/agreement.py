@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 import torch
 
 from transaxle.arguments import Config, PathLike
@@ -175,7 +176,7 @@ class _Views:
     def _view(self, everything: Census, names: Census) -> View:
         parts = {part: tensor for _, part, tensor in local_parts(self.own.tensors)}
         memory = container(everything, parts, self.rank, self.config)
-        source = Checkpoint(memory, replace(self.said, config=None, partial=True), None, None)
+        source = Checkpoint(memory, msgspec.structs.replace(self.said, config=None, partial=True), None, None)
         return self.weights.seen(source, names, self.asked.family, self.asked.dialect, None, partial=False)
 
     def _casts(

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypedDict, Unpack
 
+import msgspec
 import torch
 
 from transaxle.arguments import (
@@ -174,7 +175,7 @@ def planned_stream(state: State, to: str, options: Streaming, world: World) -> S
 
         def seen() -> Checkpoint:
             memory = container(everything, parts, world.rank, config)
-            return Checkpoint(memory, replace(said, config=None), None, None)
+            return Checkpoint(memory, msgspec.structs.replace(said, config=None), None, None)
 
         sent_as: dict[str, str] = {}
         if dtype is not None:

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from tests.encodings import walk
 from transaxle.encodings.arithmetic import codec, kernel
 from transaxle.encodings.arithmetic.codec import (
-    Error,
     Path,
     Wide,
     amax,
@@ -28,8 +27,9 @@ from transaxle.encodings.arithmetic.codec import (
 )
 from transaxle.encodings.arithmetic.minifloat import MINIFLOATS
 from transaxle.encodings.arithmetic.tiling import tiling
-from transaxle.encodings.arithmetic.wide import LARGEST, WIDE
+from transaxle.encodings.arithmetic.wide import LARGEST, wide_dtype
 from transaxle.encodings.encoding import FLOAT8, FLOAT8_BLOCK, MXFP4, MXFP8, NVFP4, WHOLE, Encoding
+from transaxle.encodings.error import Error
 from transaxle.errors import TransaxleError
 
 PATHS: list[Path] = ["numpy", "compiled"] if kernel.load() else ["numpy"]
@@ -87,7 +87,7 @@ def matrices(kind: str, shape: tuple[int, int], wide: Wide) -> NDArray[Any]:
         "NaN": lambda: np.where(rng.random(shape) < 0.01, np.copysign(math.nan, normal), normal),
     }
     with np.errstate(all="ignore"):
-        return made[kind]().astype(WIDE[wide])
+        return made[kind]().astype(wide_dtype(wide))
 
 
 KINDS = [
@@ -141,7 +141,7 @@ def test_decode_is_code_times_scale(encoding: Encoding, wide: Wide, path: Path) 
     if encoding.scale == "F32":
         scale = rng.standard_normal(grid).astype(np.float32)
     found = decode_box(encoding, codes, scale, phase=phase, factor=factor, dtype=wide, path=path)
-    assert found.dtype == WIDE[wide]
+    assert found.dtype == wide_dtype(wide)
     form = FORMS[encoding.code]
     for i in range(shape[0]):
         for j in range(shape[1]):
@@ -156,7 +156,7 @@ def test_decode_is_code_times_scale(encoding: Encoding, wide: Wide, path: Path) 
             code = codes[i, j].item() if bits == 8 else codes[i, j // 2].item() >> 4 * (j % 2) & 15
             product = walk.f32(form.value(code) * single)
             with np.errstate(over="ignore"):
-                expected = float(np.array(product, np.float32).astype(WIDE[wide]))
+                expected = float(np.array(product, np.float32).astype(wide_dtype(wide)))
             assert repr(float(found[i, j])) == repr(expected), (i, j)
 
 
@@ -180,7 +180,7 @@ def test_nan_keeps_the_sign_of_its_code_and_has_no_payload(wide: Wide, path: Pat
     codes = np.array([[0x7F, 0xFF, 0x01, 0x81] * 8], np.uint8)
     quiet = {"BF16": 0x7FC0, "F16": 0x7E00, "F32": 0x7FC00000}[wide]
     word = np.uint32 if wide == "F32" else np.uint16
-    sign = 1 << (8 * WIDE[wide].itemsize - 1)
+    sign = 1 << (8 * wide_dtype(wide).itemsize - 1)
     found = decode_box(MXFP8, codes, np.array([[255]], np.uint8), dtype=wide, path=path)
     assert found.view(word).tolist() == [[quiet, quiet | sign] * 16]
     infinite = decode_box(FLOAT8, codes & 0x80, np.array([[-math.inf]], np.float32), dtype=wide, path=path)
@@ -222,10 +222,10 @@ def test_both_paths_give_the_same_bits(data: st.DataObject) -> None:
     wide = data.draw(st.sampled_from(WIDES))
     shape = data.draw(shapes)
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
-    raw = rng.integers(0, 256, (*shape, WIDE[wide].itemsize), np.uint8)
+    raw = rng.integers(0, 256, (*shape, wide_dtype(wide).itemsize), np.uint8)
     if data.draw(st.booleans()):
         raw[..., -1] = raw[..., -1] & 0x80 | 0x3E
-    values = raw.view(WIDE[wide])[..., 0]
+    values = raw.view(wide_dtype(wide))[..., 0]
     tensor = {path: amax(values, path=path) for path in PATHS}
     assert bits_of(np.array(tensor["numpy"])) == bits_of(np.array(tensor["compiled"]))
     most = float(tensor["numpy"])

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -327,7 +328,7 @@ def test_transformers_takes_mxfp4() -> None:
         from transformers import Mxfp4Config
         from transformers.quantizers.quantizers_utils import should_convert_module
     names = [f"model.layers.{layer}.mlp.experts.{name}" for layer in range(2) for name in ("gate_up_proj", "down_proj")]
-    ones = {name: replace(one(name, MXFP4), shape=(2, 64, 64)) for name in names[:2]}
+    ones = {name: msgspec.structs.replace(one(name, MXFP4), shape=(2, 64, 64)) for name in names[:2]}
     left = dict.fromkeys(names[2:], (2, 64, 64)) | {f"{name}_bias": (2, 64) for name in names}
     for config in ({}, {SECTION: OSS}):
         section = written(config, ones, left, decoded=names[2:])[SECTION]

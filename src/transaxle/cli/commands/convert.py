@@ -12,7 +12,6 @@ from transaxle.arguments import Overwrite
 from transaxle.cli import options
 from transaxle.cli.command import Command
 from transaxle.cli.commands.plan import print_counted, print_notes, print_others
-from transaxle.cli.commands.verify import print_comparison, print_verification
 from transaxle.cli.screen.quantities import duration, plural, size, speed
 from transaxle.cli.screen.recoded import print_measured, print_stayed
 from transaxle.cli.screen.screen import Screen
@@ -20,7 +19,6 @@ from transaxle.engine.checkpoint.checkpoint import open_checkpoint
 from transaxle.engine.checkpoint.settings import CONFIG
 from transaxle.engine.execute.execute import Report, execute
 from transaxle.engine.execute.preflight import preflight
-from transaxle.engine.execute.read_back import read_back
 from transaxle.engine.plan.conversion import HUB, Prepared, make_plan, ready
 from transaxle.engine.plan.planned import Plan
 from transaxle.errors import TransaxleError
@@ -211,6 +209,8 @@ def _told(screen: Screen, report: Report, page: str | None = None) -> int:
         screen.note(note)
     print_report(screen, report)
     if found is not None:
+        from transaxle.cli.commands.verify import print_comparison, print_verification
+
         print_verification(screen, found)
         if found.comparison is not None:
             print_comparison(screen, found.comparison)
@@ -223,6 +223,8 @@ def _verified(
     screen: Screen, prepared: Prepared, report: Report, dst: str, reading: Mapping[str, Any], limit: Limits
 ) -> Report:
     """Read the result back; return the report with what came out."""
+    from transaxle.engine.execute.read_back import read_back
+
     screen.consequence, screen.way_on = f"{dst} is written, but not verified", ""
     return replace(report, verification=read_back(prepared, dst, reading, limit, screen.progress))
 

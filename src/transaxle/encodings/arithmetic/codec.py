@@ -22,12 +22,12 @@ from transaxle.encodings.arithmetic import kernel, vectorised
 from transaxle.encodings.arithmetic.minifloat import E4M3, MINIFLOATS, Minifloat, power_of_two
 from transaxle.encodings.arithmetic.scaling import scales
 from transaxle.encodings.arithmetic.tiling import Tiling, tiling
-from transaxle.encodings.arithmetic.wide import LARGEST, WIDE, wide_code, widened
+from transaxle.encodings.arithmetic.wide import LARGEST, wide_code, wide_dtype, widened
 from transaxle.encodings.encoding import Encoding
 from transaxle.encodings.error import Error
 from transaxle.errors import refuse
 
-__all__ = ["Error", "Path", "Wide", "active", "amax", "decode_box", "decode_error", "encode_error", "encode_rows"]
+__all__ = ["Path", "Wide", "active", "amax", "decode_box", "decode_error", "encode_error", "encode_rows"]
 
 Path = Literal["compiled", "numpy"]
 """Which implementation computes. The bits are the same."""
@@ -160,7 +160,7 @@ def decode_box(
     """
     matrix, tiles, kind = _encoded(encoding, codes, phase)
     single, _ = _scale(encoding, scale, tiles, factor)
-    values = _out(tiles.shape, WIDE[dtype], out)
+    values = _out(tiles.shape, wide_dtype(dtype), out)
     _arithmetic(path).value(matrix, tiles, single, kind, values, dtype)
     return values
 

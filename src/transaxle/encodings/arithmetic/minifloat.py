@@ -11,9 +11,10 @@ Sources: OCP 8-bit Floating Point Specification 1.0 (E4M3, E5M2), OCP Microscali
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from functools import cached_property
 from types import MappingProxyType
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -23,8 +24,7 @@ _F32_MANTISSA = 23
 _F32_BIAS = 127
 
 
-@dataclass(frozen=True, slots=True)
-class Minifloat:
+class Minifloat(msgspec.Struct, frozen=True, dict=True):
     """A type of one sign bit, a few exponent bits and a few mantissa bits, with subnormals."""
 
     code: str
@@ -41,10 +41,10 @@ class Minifloat:
     """Code that NaN becomes, without sign."""
     infinite: int | None = None
     """Code of infinity, without sign, where there is one: it is read and never made."""
-    values: NDArray[np.float32] = field(init=False, repr=False, compare=False)
-    """What each code means; NaN keeps its sign and has no payload."""
 
-    def __post_init__(self) -> None:
+    @cached_property
+    def values(self) -> NDArray[np.float32]:
+        """What each code means; NaN keeps its sign and has no payload."""
         magnitude = np.arange(1 << (self.bits - 1), dtype=np.int64)
         exponent, fraction = magnitude >> self.mantissa, magnitude & ((1 << self.mantissa) - 1)
         significand = np.where(exponent == 0, fraction, fraction + (1 << self.mantissa))
@@ -54,7 +54,7 @@ class Minifloat:
             positive[self.infinite] = np.inf
         values = np.concatenate([positive, np.copysign(positive, -1.0)]).astype(np.float32)
         values.flags.writeable = False
-        object.__setattr__(self, "values", values)
+        return values
 
     @property
     def sign(self) -> int:

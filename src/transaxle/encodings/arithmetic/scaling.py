@@ -9,8 +9,7 @@ An amax that is NaN says that the tile holds a NaN.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -27,8 +26,7 @@ _HALVED = 0x400000
 """Mantissa bits of 2**-127 as a subnormal float32: only the first of them is set."""
 
 
-@dataclass(frozen=True, slots=True)
-class TileScales:
+class TileScales(msgspec.Struct, frozen=True):
     """Scales of the tiles of a matrix, in the shape of the amaxes."""
 
     stored: NDArray[np.float32] | NDArray[np.uint8]

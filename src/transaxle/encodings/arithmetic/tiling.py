@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from transaxle.encodings.encoding import WHOLE, Encoding
 from transaxle.errors import refuse
 
 
-@dataclass(frozen=True, slots=True)
-class Tiling:
+class Tiling(msgspec.Struct, frozen=True):
     """A matrix, part of a larger one, and its tiles. Along a dim, position `i` is in tile `(phase + i) // tile`."""
 
     shape: tuple[int, int]

@@ -6,25 +6,33 @@ ml_dtypes converts too, but several times slower. Here a NaN keeps its sign, and
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from types import MappingProxyType
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
 from transaxle.errors import refuse
 
-WIDE: Mapping[str, np.dtype[Any]] = MappingProxyType(
-    {"BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16), "F32": np.dtype(np.float32)}
-)
-"""The numpy type of each wide type, by safetensors code."""
-
+WIDE = ("BF16", "F16", "F32")
+"""Safetensors codes of the wide types."""
 
 LARGEST: Mapping[str, float] = MappingProxyType(
     {"BF16": (2 - 2.0**-7) * 2.0**127, "F16": (2 - 2.0**-10) * 2.0**15, "F32": (2 - 2.0**-23) * 2.0**127}
 )
 """The largest finite value of each wide type."""
+
+
+@cache
+def wide_dtype(code: str) -> np.dtype[Any]:
+    """Return the numpy type of a wide type; `ml_dtypes` is imported by the first who asks for BF16."""
+    if code == "BF16":
+        import ml_dtypes
+
+        bfloat16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+        return bfloat16
+    return np.dtype({"F16": np.float16, "F32": np.float32}[code])
 
 
 def wide_code(dtype: np.dtype[Any]) -> str:
@@ -33,8 +41,8 @@ def wide_code(dtype: np.dtype[Any]) -> str:
     Raises:
         Refused: DTYPE_MISMATCH for a type that is not wide.
     """
-    for code, wide_dtype in WIDE.items():
-        if dtype == wide_dtype:
+    for code in WIDE:
+        if dtype == wide_dtype(code):
             return code
     raise refuse("DTYPE_MISMATCH", f"values of {dtype} cannot be encoded; {', '.join(WIDE)} can")
 
@@ -48,7 +56,7 @@ def without_sign(values: NDArray[Any]) -> NDArray[np.uint16] | NDArray[np.uint32
 
 def widened(values: NDArray[Any]) -> NDArray[np.float32]:
     """Return values as float32, exactly."""
-    if values.dtype == WIDE["BF16"]:
+    if values.dtype == wide_dtype("BF16"):
         return (values.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
     with np.errstate(invalid="ignore"):
         return values.astype(np.float32, copy=False)
@@ -63,7 +71,7 @@ def narrowed(values: NDArray[np.float32], code: str) -> NDArray[Any]:
     if code == "F16":
         with np.errstate(all="ignore"):
             half = values.astype(np.float16).view(np.uint16)
-        return np.where(nan, (raw >> 16 & 0x8000 | 0x7E00).astype(np.uint16), half).view(WIDE[code])
+        return np.where(nan, (raw >> 16 & 0x8000 | 0x7E00).astype(np.uint16), half).view(wide_dtype(code))
     # Round to nearest, ties to even: add half of the last kept bit, and one more if that bit is set.
     even = (raw + np.uint32(0x7FFF) + (raw >> 16 & 1)) >> 16
-    return np.where(nan, raw >> 16 & 0x8000 | 0x7FC0, even).astype(np.uint16).view(WIDE[code])
+    return np.where(nan, raw >> 16 & 0x8000 | 0x7FC0, even).astype(np.uint16).view(wide_dtype(code))

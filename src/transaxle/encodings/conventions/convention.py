@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
 
+import msgspec
 import numpy as np
 
 from transaxle.encodings.encoding import WHOLE, Encoding, Role
@@ -42,8 +43,7 @@ GlobalMeaning = Literal["factor", "divisor", "amax"]
 """How the per-tensor scale enters a value; see `Convention.meaning`."""
 
 
-@dataclass(frozen=True, slots=True)
-class NameForm:
+class NameForm(msgspec.Struct, frozen=True):
     """How the last segment of a buffer's name is made from that of its tensor."""
 
     weight: str

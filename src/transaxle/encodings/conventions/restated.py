@@ -9,9 +9,9 @@ here, from the amax alone. Where they do not, nothing is written.
 from __future__ import annotations
 
 from collections.abc import Container, Iterable
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -49,8 +49,7 @@ def hub_convention(encodings: Iterable[Encoding]) -> Convention:
     return CONVENTIONS[COMPRESSED_TENSORS if names - {DEEPSEEK} else DEEPSEEK]
 
 
-@dataclass(frozen=True, slots=True)
-class HubBuffer:
+class HubBuffer(msgspec.Struct, frozen=True):
     """What a hub has in the place of one buffer of a trained weight."""
 
     stored: str

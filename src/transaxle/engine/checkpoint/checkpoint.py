@@ -5,16 +5,16 @@ Nothing is loaded until a tensor is read, and a read touches only the bytes of i
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cached_property, partial
 from math import prod
 from operator import attrgetter
 from typing import Any, TypeAlias
 
-import msgspec
+from msgspec.structs import replace
 
 from transaxle.arguments import DType, PathLike, Patterns, read_float_type, read_path, read_patterns, read_source
 from transaxle.axes.layout.bind import Bound
@@ -240,7 +240,7 @@ class Checkpoint(TensorSet):
         view, source = partial.translation(dialect), partial.source_of(dialect)
         covered = {name: target for name, target in view.targets.items() if source.covers(target)}
         remaining = tuple(refusal for refusal in view.refusals if refusal.code not in LACKING)
-        return partial._expressed(replace(view, targets=covered, refusals=remaining), dialect)
+        return partial._expressed(dataclasses.replace(view, targets=covered, refusals=remaining), dialect)
 
     def _expressed(self, view: View, dialect: str) -> Checkpoint:
         """Return the same checkpoint under another view, or raise the view's refusals."""
@@ -261,7 +261,7 @@ class Checkpoint(TensorSet):
 
     def checking(self, checks: Sequence[Check]) -> Checkpoint:
         """Return the same view with further pairs of copies that must prove equal."""
-        return self if not checks else self._seen(replace(self.view, checks=(*self.checks, *checks)), self._label)
+        return self._seen(dataclasses.replace(self.view, checks=(*self.checks, *checks)), self._label)
 
     def without_optimizer(self) -> Checkpoint:
         """Return the same checkpoint without the optimizer's state and settings."""
@@ -272,7 +272,7 @@ class Checkpoint(TensorSet):
         if not state and not left:
             return self
         metadata |= {LEFT_BEHIND: {**metadata.get(LEFT_BEHIND, {}), **left}} if left else {}
-        container = msgspec.structs.replace(self.container.without(state), metadata=metadata, unread=())
+        container = replace(self.container.without(state), metadata=metadata, unread=())
         return Checkpoint(container, self.settings, None, None, self.undecoded)
 
     def decode(self, to: str, only: Sequence[str] = (), skip: Sequence[str] = ()) -> Checkpoint:

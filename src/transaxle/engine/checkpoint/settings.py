@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypedDict
+
+import msgspec
 
 from transaxle.arguments import (
     Config,
@@ -59,8 +60,7 @@ class Reading(TypedDict, total=False):
     """A LoRA adapter of peft (a folder or its file) that is merged into the weights when they are read."""
 
 
-@dataclass(frozen=True)
-class Settings:
+class Settings(msgspec.Struct, frozen=True):
     """How to read a checkpoint."""
 
     format: str | None = None
@@ -71,9 +71,9 @@ class Settings:
     """Dialect; None: recognised."""
     config: Mapping[str, Any] | None = None
     """config.json; None: the checkpoint's own."""
-    axes: Mapping[str, int] = field(default_factory=dict)
+    axes: Mapping[str, int] = msgspec.field(default_factory=dict)
     """Axis sizes that override everything."""
-    families: Families = field(default_factory=builtin)
+    families: Families = msgspec.field(default_factory=builtin)
     """Known families."""
     weights: Weights | None = None
     """Which weights to read where an optimizer keeps copies of its own; None: those of DeepSpeed's, not Megatron's."""

@@ -7,8 +7,10 @@ these; the codes and scales of quantized ones are tensors like others, and move 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
+
+import msgspec
 
 from transaxle.axes.layout.bind import Bound, bind
 from transaxle.axes.layout.solve import Shape
@@ -66,7 +68,7 @@ def seen(checkpoint: Checkpoint, stems: Sequence[Stem]) -> Checkpoint:
         Refused: see `grouped`.
     """
     family, container = table(stems), checkpoint.container
-    table_settings = replace(
+    table_settings = msgspec.structs.replace(
         checkpoint.settings,
         family=FAMILY,
         dialect=STORED,

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from operator import getitem
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 
 from transaxle.axes.geometry.piece import Interval
@@ -38,8 +38,7 @@ SliceBox = tuple[slice, ...]
 """One slice of step 1 per dim."""
 
 
-@dataclass(frozen=True, eq=False)
-class StoredTensor:
+class StoredTensor(msgspec.Struct, frozen=True, eq=False):
     """One tensor of an opened checkpoint: its name, dtype and shape are known, its values are read on demand."""
 
     name: str

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from transaxle.arguments import read_overwrite
-from transaxle.encodings.arithmetic.codec import Error
+from transaxle.encodings.error import Error
 from transaxle.engine.copying.replica_mean import averages_of
 from transaxle.engine.distribute.executors.executor import Executor
 from transaxle.engine.distribute.item_work import (

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from transaxle.arguments import Overwrite
-from transaxle.encodings.arithmetic.codec import Error
-from transaxle.engine.compare.verification import Verification
+from transaxle.encodings.error import Error
 from transaxle.engine.copying.duplicate_checks import unequal
 from transaxle.engine.copying.replica_mean import averages_of
 from transaxle.engine.execute.commit import write_known, write_rest
@@ -39,6 +38,7 @@ from transaxle.move.workers import Limits, Progress, Worker, limits, unwatched
 from transaxle.spans import span
 
 if TYPE_CHECKING:
+    from transaxle.engine.compare.verification import Verification
     from transaxle.formats.staging.location import Stage
 
 

@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from transaxle.arguments import Overwrite
-from transaxle.encodings.arithmetic.codec import Error
+from transaxle.encodings.error import Error
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
-from transaxle.engine.execute.resume_check import is_finished
 from transaxle.engine.plan.conversion import Prepared
 from transaxle.errors import Refusal, TransaxleError, UsageError, Where, gathered
 from transaxle.formats.parts.shared_location import shared_staging_at
@@ -106,7 +105,11 @@ def preflight(
     finished = False
 
     def is_done() -> bool:
-        return resume and not overwrite and not problems and is_finished(prepared, target, limit, progress, errors)
+        if not resume or overwrite or problems:
+            return False
+        from transaxle.engine.execute.resume_check import is_finished
+
+        return is_finished(prepared, target, limit, progress, errors)
 
     def look() -> None:
         nonlocal finished

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from transaxle.encodings.arithmetic.codec import Error
+from transaxle.encodings.error import Error
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.checkpoint.manifest import encode
 from transaxle.engine.compare.compare import Comparison, Difference

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
-from transaxle.encodings.arithmetic.codec import Error
+from transaxle.encodings.error import Error
 from transaxle.engine.plan.planned import PlannedTensor
 from transaxle.engine.views.decoded import decoders_of
 from transaxle.engine.views.encode import Step, buffer_blocks, largest

@@ -13,8 +13,8 @@ import msgspec
 from transaxle.axes.layout.bind import Bound
 from transaxle.axes.layout.relayout import Target
 from transaxle.axes.notation.computed import Steps
-from transaxle.encodings.arithmetic.codec import Error
 from transaxle.encodings.encoding import Role
+from transaxle.encodings.error import Error
 from transaxle.engine.checkpoint.settings import CONFIG
 from transaxle.engine.copying.duplicate_checks import PlannedCheck
 from transaxle.engine.number_text import notebook, plural, size

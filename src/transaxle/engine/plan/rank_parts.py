@@ -159,7 +159,7 @@ def padded(checkpoint: Checkpoint, dialect: str, degrees: Degrees) -> Checkpoint
             axes, length = _padding(node, known)
             if len(axes) == 1 and length is not None and axes[0] not in known:
                 given[axes[0]] = -length % multiple
-    settings = replace(checkpoint.settings, axes={**given, **checkpoint.settings.axes})
+    settings = msgspec.structs.replace(checkpoint.settings, axes={**given, **checkpoint.settings.axes})
     return Checkpoint(checkpoint.container, settings, None, None, checkpoint.undecoded)
 
 
@@ -194,7 +194,7 @@ def _repadded(checkpoint: Checkpoint, multiple: int) -> Checkpoint:
     if all(entries[name] is entry for name, entry in container.entries.items()):
         return checkpoint
     storage = container.storage if layer(container.storage, NumbersInMemory) is not None else inline
-    settings = replace(
+    settings = msgspec.structs.replace(
         checkpoint.settings,
         family=reading.family.name,
         dialect=reading.dialect.label,

@@ -20,9 +20,10 @@ import numpy.typing as npt
 
 from transaxle.axes.layout.relayout import unchanged
 from transaxle.axes.notation.number_format import PLAIN, NumberFormat, Recode
-from transaxle.encodings.arithmetic.codec import Error, Wide, decode_box, decode_error
+from transaxle.encodings.arithmetic.codec import Wide, decode_box, decode_error
 from transaxle.encodings.conventions.convention import CONVENTIONS
 from transaxle.encodings.encoding import Encoded, Role
+from transaxle.encodings.error import Error
 from transaxle.engine.copying.source import Source
 from transaxle.engine.views.encoded import Catalog, buffer_name
 from transaxle.engine.views.header_metadata import without_notes

@@ -15,10 +15,11 @@ import numpy as np
 
 from transaxle.axes.layout.bind import WEIGHT, split_slot
 from transaxle.axes.layout.relayout import Target
-from transaxle.encodings.arithmetic.codec import Error, amax, encode_error, encode_rows
+from transaxle.encodings.arithmetic.codec import amax, encode_error, encode_rows
 from transaxle.encodings.arithmetic.wide import WIDE
 from transaxle.encodings.conventions.convention import CONVENTIONS
 from transaxle.encodings.encoding import ENCODINGS, Encoding, Role
+from transaxle.encodings.error import Error
 from transaxle.engine.views.encoded import View
 from transaxle.engine.views.name_filter import chosen
 from transaxle.errors import Refusal, Where, refuse

@@ -7,8 +7,9 @@ The interpreter describes these without importing anything; only numbers, texts 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from transaxle.formats.pickled.allowed_globals.allowed import ALLOWED, INERT, GlobalRule, Names
 from transaxle.formats.pickled.descriptors import Object, TensorRef
@@ -70,13 +71,12 @@ COUNTERS = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_s
 _ROWS = ("vocab_size", "padded_vocab_size")
 
 
-@dataclass(frozen=True)
-class RunState:
+class RunState(msgspec.Struct, frozen=True):
     """What a checkpoint holds beside the model's tensors, as plain data."""
 
-    args: Mapping[str, Any] = field(default_factory=dict)
+    args: Mapping[str, Any] = msgspec.field(default_factory=dict)
     """Megatron's arguments."""
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    facts: Mapping[str, Any] = msgspec.field(default_factory=dict)
     """Iteration, version, scheduler, optimizer settings."""
 
     def config(self) -> dict[str, Any]:

@@ -10,9 +10,11 @@ The classes that they name are never looked for.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
+
+from msgspec.structs import replace
 
 from transaxle.formats.format import HERE
 from transaxle.formats.megatron.arguments_of_run import COUNTERS, NAMES, RunState, plain_data

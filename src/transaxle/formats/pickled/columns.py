@@ -7,9 +7,9 @@ Such a step may change what it got, and the run would not know: so it is told af
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -22,15 +22,13 @@ Row = Sequence[Any]
 """The values of one record: numbers, texts, and what is referred to."""
 
 
-@dataclass(frozen=True, slots=True)
-class Column:
+class Column(msgspec.Struct, frozen=True):
     """In a template, the number of a column of texts or references."""
 
     number: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Run:
+class Run(msgspec.Struct, frozen=True, eq=False):
     """What several records built."""
 
     templates: tuple[Any, ...]
@@ -43,7 +41,7 @@ class Run:
     """Column -> its texts; or their ASCII, one row a record."""
     references: Sequence[int] = ()
     """Columns of references that are none of `texts`."""
-    referred: Mapping[int, Any] = field(default_factory=dict)
+    referred: Mapping[int, Any] = msgspec.field(default_factory=dict)
     """What they refer to."""
 
     def records(self) -> Iterator[tuple[Any, ...]]:

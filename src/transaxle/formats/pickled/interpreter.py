@@ -9,8 +9,9 @@ recurse. So whatever a pickle says, it costs at most the memory it was granted.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
 from transaxle.formats.pickled.allowed_globals.allowed import ALLOWED, Names
@@ -23,8 +24,7 @@ _UNSAFE = "the pickle asks for {}, which is not on the list of harmless names; n
 _HINT = "Only if you trust its author: load it with the program that wrote it, and save plain tensors."
 
 
-@dataclass(frozen=True, slots=True)
-class Pickled:
+class Pickled(msgspec.Struct, frozen=True):
     """The contents of a pickle."""
 
     value: Any

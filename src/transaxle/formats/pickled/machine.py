@@ -8,8 +8,9 @@ from __future__ import annotations
 import struct
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from transaxle.formats.pickled.allowed_globals.allowed import MEMBER, Names
 from transaxle.formats.pickled.allowed_globals.builders import Build
@@ -30,8 +31,7 @@ PersistentId = Callable[[object], object]
 """Resolves a persistent id to the value in its place; raises PickleFault."""
 
 
-@dataclass(frozen=True, slots=True)
-class Bounds:
+class Bounds(msgspec.Struct, frozen=True):
     """Caps on what a pickle may cost."""
 
     size: int = 256 * _MIB

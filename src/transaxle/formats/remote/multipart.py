@@ -8,7 +8,6 @@ time that grows with the bytes, since the client waits for ever for a server tha
 
 from __future__ import annotations
 
-import hashlib
 import re
 import time
 from collections.abc import Iterator, Sequence
@@ -49,7 +48,7 @@ class StoredPart(msgspec.Struct, frozen=True):
 
     def is_of(self, data: Buffer) -> bool:
         """Tell whether its tag says that it has these bytes; tags that are no MD5 sums say nothing."""
-        return self.size == len(data) and self.etag == hashlib.md5(data, usedforsecurity=False).hexdigest()
+        return self.size == len(data) and self.etag == _md5(data)
 
 
 class OpenUpload(msgspec.Struct, frozen=True):
@@ -115,7 +114,13 @@ def completed_tag(tags: Sequence[str]) -> str | None:
     """Return the tag of a file made of parts with these tags; None where they are not MD5 sums, as with some keys."""
     if not all(_MD5.fullmatch(tag) for tag in tags):
         return None
-    return f"{hashlib.md5(b''.join(map(bytes.fromhex, tags)), usedforsecurity=False).hexdigest()}-{len(tags)}"
+    return f"{_md5(b''.join(map(bytes.fromhex, tags)))}-{len(tags)}"
+
+
+def _md5(data: Buffer) -> str:
+    import hashlib  # with OpenSSL, which only services need
+
+    return hashlib.md5(data, usedforsecurity=False).hexdigest()
 
 
 class S3Multipart:

@@ -8,7 +8,6 @@ checkpoint for an instant on file systems that cannot exchange two names.
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import re
 import shutil
@@ -237,6 +236,8 @@ def neighbour(target: Path, ending: str) -> Path:
     """
     name = target.name
     if len(os.fsencode(name)) > _LONGEST:
+        import hashlib
+
         name = hashlib.sha256(os.fsencode(name)).hexdigest()
     return target.with_name(f".{name}.transaxle-{ending}")
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from transaxle.formats.catalog.catalog import Checksum
 from transaxle.formats.catalog.seal import DIGITS, Seal, seal_of
@@ -30,8 +31,7 @@ _WIDEST = 1 << 30
 _PICKLE_BEGINS = b"\x80"
 
 
-@dataclass(frozen=True, slots=True)
-class Saved:
+class Saved(msgspec.Struct, frozen=True):
     """The result of one call of `torch.save`."""
 
     value: Any

@@ -6,7 +6,7 @@ written it returns uninitialised memory. Here a storage has one dtype, one size,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from transaxle.formats.dtype import ITEM_BITS
 from transaxle.formats.pickled.descriptors import DType, StorageType
@@ -24,8 +24,7 @@ def item_bytes(dtype: DType) -> int:
     return max(ITEM_BITS[dtype.code] // 8, 1)
 
 
-@dataclass(slots=True, eq=False)
-class StoredStorage:
+class StoredStorage(msgspec.Struct, eq=False):
     """One storage."""
 
     key: str

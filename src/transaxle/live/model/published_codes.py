@@ -131,7 +131,7 @@ def as_trained(checkpoint: Checkpoint) -> Checkpoint:
     names = {old: trained.stored(each.name, role, FLOAT8) for each in encoded for role, old in each.parts.items()}
     renamed = [msgspec.structs.replace(entry, name=names.get(old, old)) for old, entry in container.entries.items()]
     entries = {entry.name: entry for entry in renamed}
-    settings = replace(checkpoint.settings, config=written(checkpoint.config, {}, {}))
+    settings = msgspec.structs.replace(checkpoint.settings, config=written(checkpoint.config, {}, {}))
     return Checkpoint(msgspec.structs.replace(container, entries=entries), settings, None, None, checkpoint.undecoded)
 
 

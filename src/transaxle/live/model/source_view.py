@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import msgspec
+
 from transaxle.axes.layout.bind import join_slot, split_slot
 from transaxle.axes.layout.solve import Shape
 from transaxle.axes.notation.family import Dialect, Line
@@ -141,7 +143,7 @@ def _of_family(checkpoint: Checkpoint, family: str) -> Checkpoint:
     except TransaxleError as error:
         if error.code != _UNDECIDED or checkpoint.settings.family is not None:
             raise
-        said = replace(checkpoint.settings, family=family)
+        said = msgspec.structs.replace(checkpoint.settings, family=family)
         return Checkpoint(checkpoint.container, said, None, None, checkpoint.undecoded)
     return checkpoint
 

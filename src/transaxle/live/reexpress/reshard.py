@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, TypedDict, Unpack
+
+from msgspec.structs import replace
 
 from transaxle.arguments import Config, PathLike, check_keywords, read_optional_text, shows
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, StoredTensor

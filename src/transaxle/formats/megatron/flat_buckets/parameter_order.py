@@ -9,10 +9,11 @@ module, stored under the same name; and experts are a loop over experts, or over
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
+
+import msgspec
 
 _REGISTERED = (
     # A model.
@@ -48,8 +49,7 @@ class UnknownOrderError(Exception):
     """Says why the order of a model's parameters is not known."""
 
 
-@dataclass(frozen=True, slots=True)
-class Order:
+class Order(msgspec.Struct, frozen=True):
     """What the names leave open."""
 
     norms_apart: bool

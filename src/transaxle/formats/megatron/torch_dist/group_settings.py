@@ -7,10 +7,9 @@ not on every rank, weight decay or none, which vectors and biases have, and anot
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
-import msgspec
+from msgspec.structs import replace
 
 from transaxle.axes.layout.bind import split_slot
 from transaxle.formats.catalog.catalog import Container
@@ -68,9 +67,7 @@ def _kind(group: object) -> object:
 def with_groups(container: Container, state: RunState) -> Container:
     """Return a container whose metadata have the optimizer's settings by parameter, where these can be told."""
     groups = _named(container, state)
-    return (
-        container if not groups else msgspec.structs.replace(container, metadata={**container.metadata, GROUPS: groups})
-    )
+    return container if not groups else replace(container, metadata={**container.metadata, GROUPS: groups})
 
 
 def _named(container: Container, state: RunState) -> list[ParamGroup]:

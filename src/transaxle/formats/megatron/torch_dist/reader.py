@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import msgspec
 import numpy as np
 from msgspec.structs import replace
 
@@ -278,7 +277,7 @@ def _outside(container: Container, inside: SubFolder) -> Container:
         storage=inline.over(inside.below),
         entries={name: placed(entry) for name, entry in container.entries.items()},
         files={inside.named(name): size for name, size in container.files.items()},
-        checksums=tuple(msgspec.structs.replace(each, file=inside.named(each.file)) for each in container.checksums),
+        checksums=tuple(replace(each, file=inside.named(each.file)) for each in container.checksums),
         twins=tuple(replace(twin, first=placed(twin.first), second=placed(twin.second)) for twin in container.twins),
     )
 

@@ -7,16 +7,16 @@ is not listed refuses the pickle, however harmless it may be.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from transaxle.formats.pickled.allowed_globals import builders, transformer_engine
 from transaxle.formats.pickled.allowed_globals.builders import Build
 from transaxle.formats.pickled.descriptors import NOTHING, DType, StorageType
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class GlobalRule:
+class GlobalRule(msgspec.Struct, frozen=True, eq=False):
     """How an allowed global is represented."""
 
     value: Any = NOTHING

@@ -12,8 +12,9 @@ docs/reference/transformer-engine.md.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from transaxle.formats.pickled.allowed_globals.builders import Args, Caller, counts, fits, tensor_of
 from transaxle.formats.pickled.descriptors import NOTHING, DType, Global, Object, Quantized, TensorRef
@@ -71,8 +72,7 @@ _DTYPES = {(_OLDEST_NATIVE, _ENUM): OLD, (_NATIVE, _ENUM): UNTOLD, (f"{_PACKAGE}
 _FORMATS = frozenset({(_NATIVE, "Float8BlockScaleTensorFormat")})
 
 
-@dataclass(frozen=True, slots=True)
-class _TensorMaker:
+class _TensorMaker(msgspec.Struct, frozen=True):
     """One function that makes tensors of one class."""
 
     kind: str

@@ -10,8 +10,9 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
+
+import msgspec
 
 from transaxle.errors import TransaxleError, refuse
 from transaxle.formats.catalog.catalog import Checksum
@@ -38,8 +39,7 @@ _AHEAD = 512
 """Bytes read at once around a local header; its padding is at most 64."""
 
 
-@dataclass(frozen=True, slots=True)
-class ZipRecord:
+class ZipRecord(msgspec.Struct, frozen=True):
     """One file in the archive."""
 
     name: str
@@ -52,8 +52,7 @@ class ZipRecord:
     """Its checksum; 0 if the writer computed none, as torch may be told to."""
 
 
-@dataclass(frozen=True, slots=True)
-class Archive:
+class Archive(msgspec.Struct, frozen=True):
     """The records of a torch file."""
 
     window: FileWindow

@@ -11,7 +11,8 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Iterable
-from dataclasses import dataclass
+
+import msgspec
 
 from transaxle.formats.torch_file.zip.archive import (
     CENTRAL,
@@ -39,8 +40,7 @@ _MADE_BY, _NEEDED = 0x031E, 0x002D
 """Versions in the zip64 end record, as miniz writes them."""
 
 
-@dataclass(frozen=True, slots=True)
-class ZipItem:
+class ZipItem(msgspec.Struct, frozen=True):
     """A record to be written."""
 
     name: str
@@ -53,8 +53,7 @@ class ZipItem:
     """Whether it reserves space for data that is known last, and so has no checksum."""
 
 
-@dataclass(frozen=True, slots=True)
-class ZipLayout:
+class ZipLayout(msgspec.Struct, frozen=True):
     """Positions of everything in an archive."""
 
     offsets: tuple[int, ...]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from transaxle.errors import TransaxleError, refuse
 from transaxle.formats.storage.storage import Storage
 
 
-@dataclass(frozen=True, slots=True)
-class FileWindow:
+class FileWindow(msgspec.Struct, frozen=True):
     """A range of a file."""
 
     storage: Storage
