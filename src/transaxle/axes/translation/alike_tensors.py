@@ -76,13 +76,14 @@ def grids(bound: Bound, stored: Mapping[str, Stored]) -> dict[tuple[Line, str], 
 
 def _have_one_form(names: Mapping[Index, str], bound: Bound, stored: Mapping[str, Stored]) -> bool:
     """Tell whether all tensors have one shape, dtype and encoding."""
-    if len(set(map(_type_and_shape, map(stored.__getitem__, names.values())))) > 1:
+    tensors = list(map(stored.__getitem__, names.values()))
+    if len(set(map(_DTYPE, tensors))) > 1 or len(set(map(_SHAPE, tensors))) > 1:
         return False
     encodings = bound.encodings
     return not encodings or len({encodings.get(name, PLAIN) for name in names.values()}) == 1
 
 
-_type_and_shape = attrgetter("dtype", "shape")
+_DTYPE, _SHAPE = attrgetter("dtype"), attrgetter("shape")
 
 
 class AlikeTensors(Mapping[Index, SourceTensor]):
