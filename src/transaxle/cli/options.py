@@ -183,7 +183,7 @@ _WRITING = (
                 "files in its folder."),
     click.option("--resume", is_flag=True, help="Continue an interrupted conversion."),
     click.option("--verify", "check", is_flag=True,
-                 help="Read the result back, check it against its manifest and compare it with SRC."),
+                 help="Read the result back and compare it with SRC; check both against their manifests."),
     click.option("--no-sync", is_flag=True, help="Do not wait until everything is on disk."),
 )  # fmt: skip
 _EVERYWHERE = (

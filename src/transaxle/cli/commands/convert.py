@@ -102,7 +102,7 @@ def command(
                 return 0  # the first rank speaks for all
             if check:
                 with work[0].planned() as prepared:
-                    report = _verified(screen, prepared, report, dst, source_options, limit)
+                    report = _verified(screen, prepared, report, src, dst, source_options, limit)
             return _told(screen, report)
     with open_checkpoint(src, **source_options) as source:
         with screen.working("planning"):
@@ -123,7 +123,7 @@ def command(
                 written: dict[str, Any] = {"overwrite": overwrite, "resume": resume, "sync": not no_sync}
                 report = _carried_out(prepared, dst, {**written, "limit": limit, "progress": progress}, shown)
         if check:
-            report = _verified(screen, prepared, report, dst, source_options, limit)
+            report = _verified(screen, prepared, report, src, dst, source_options, limit)
         if shown is not None:
             screen.consequence, screen.way_on = f"{dst} is written, but not its report", ""
             shown.write(prepared.plan, report)
@@ -220,13 +220,19 @@ def _told(screen: Screen, report: Report, page: str | None = None) -> int:
 
 
 def _verified(
-    screen: Screen, prepared: Prepared, report: Report, dst: str, reading: Mapping[str, Any], limit: Limits
+    screen: Screen,
+    prepared: Prepared,
+    report: Report,
+    src: str,
+    dst: str,
+    reading: Mapping[str, Any],
+    limit: Limits,
 ) -> Report:
     """Read the result back; return the report with what came out."""
     from transaxle.engine.execute.read_back import read_back
 
     screen.consequence, screen.way_on = f"{dst} is written, but not verified", ""
-    return replace(report, verification=read_back(prepared, dst, reading, limit, screen.progress))
+    return replace(report, verification=read_back(prepared, dst, src, reading, limit, screen.progress))
 
 
 def print_report(screen: Screen, report: Report) -> None:

@@ -197,6 +197,15 @@ def verify(checkpoint: Checkpoint, limit: Limits | None = None, progress: Progre
     )
 
 
+def has_hashes(container: Container) -> bool:
+    """Tell whether something beside the tensors says what their bytes were: a manifest, or digests in their file.
+
+    Raises:
+        Refused: CORRUPT where the manifest itself is damaged.
+    """
+    return _against(load(container), container) != "structure"
+
+
 def _blocks(tensor: StoredTensor, worker: Worker) -> Iterator[memoryview]:
     """Read a tensor in order; of many tensors, what they are made of is found out one by one."""
     return worker.blocks(tensor.transfers(), tensor.nbytes)

@@ -1,4 +1,8 @@
-"""What a conversion or a save has written, read back: against its manifest and, where there is one, its source."""
+"""What a conversion or a save has written, read back: against its manifest and, where there is one, its source.
+
+What is written gets hashes of its own. So bytes of the source that were damaged before anyone read them would be right
+from then on: a source with hashes of its own is held against these too.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +14,15 @@ from typing import Any
 from transaxle.engine.checkpoint.checkpoint import open_checkpoint
 from transaxle.engine.compare.compare import compare
 from transaxle.engine.compare.pair import of_second
-from transaxle.engine.compare.verification import Verification, verify
+from transaxle.engine.compare.verification import Verification, has_hashes, verify
 from transaxle.engine.execute.resume_check import reproduced
 from transaxle.engine.plan.conversion import Prepared
 from transaxle.errors import Refusal, Where, gathered
 from transaxle.move.workers import Limits, Progress, limits, unwatched
 
+_OF_FILES = ("format", "optimizer")
+"""Options of reading that say which of a source's files and tensors are read."""
+_DAMAGED = "What was written has the same bytes: convert an intact copy. If they are meant, delete the old manifest."
 _OF_SOURCE = ("decode", "lenient")
 """Options of reading the source that do not hold for what was made of it, beside those that never hold for a second."""
 Watching = Callable[[int, str], AbstractContextManager[Progress]]
@@ -28,25 +35,47 @@ def _nobody(_total: int, _label: str) -> Iterator[Progress]:
 
 
 def read_back(
-    prepared: Prepared, target: str, reading: Mapping[str, Any], limit: Limits, watching: Watching = _nobody
+    prepared: Prepared,
+    target: str,
+    source: str | None,
+    reading: Mapping[str, Any],
+    limit: Limits,
+    watching: Watching = _nobody,
 ) -> Verification:
     """Check what was written against its manifest and the source; what was encoded is encoded again for comparison.
 
     Args:
         prepared: the plan that was carried out.
         target: where the checkpoint is.
+        source: where the source is, to be held against its own hashes, if it has any; None: in no files.
         reading: how the source was opened.
         limit: workers and memory.
         watching: shows progress.
     """
+    damaged = () if source is None else _damaged(source, reading, limit, watching)
     own = {name: value for name, value in of_second(reading).items() if name not in _OF_SOURCE}
     with open_checkpoint(target, **own) as written:
         with watching(written.container.nbytes, "verifying") as progress:
             found = verify(written, limit, progress)
+        found = replace(found, problems=(*found.problems, *damaged))
         with watching(written.container.nbytes, "comparing") as progress:
             if prepared.plan.band:
                 return replace(found, comparison=reproduced(prepared, written, limit, progress))
             return replace(found, comparison=compare(prepared.checkpoint, written, limit=limit, progress=progress))
+
+
+def _damaged(source: str, reading: Mapping[str, Any], limit: Limits, watching: Watching) -> tuple[Refusal, ...]:
+    """Return the tensors of a source that are not those of which its manifest, or its file, keeps hashes."""
+    with open_checkpoint(source, **{name: reading[name] for name in _OF_FILES if name in reading}) as stored:
+        if not has_hashes(stored.container):
+            return ()
+        with watching(stored.container.nbytes, "verifying the source") as progress:
+            found = verify(stored, limit, progress)
+    return tuple(
+        Refusal(each.code, f"in the source, {each.message}", Where(source, each.where.tensor), _DAMAGED)
+        for each in found.problems
+        if each.where.tensor is not None
+    )
 
 
 def check_saved(target: str) -> Verification:
