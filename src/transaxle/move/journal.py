@@ -49,7 +49,7 @@ class Task(msgspec.Struct, frozen=True):
     source: str
     """Path of the source, as typed; only said, not compared."""
     state: str
-    """Hash of the state of the source's files."""
+    """Hash of the state of the source's files, and of those of an adapter that is merged into it."""
     plan: str
     """Hash of everything that the plan does."""
 
@@ -63,7 +63,8 @@ class Task(msgspec.Struct, frozen=True):
         if begun.to != self.to:
             return f"it writes {begun.to}, but this conversion writes {self.to}"
         if begun.plan == self.plan:
-            return f"it reads {begun.source}, which is another source, or has changed since"
+            source = f"it reads {begun.source}, which is another source, or has changed since"
+            return f"{source}; or it merges another adapter"
         options = "encode, decode, dtype, rules, config, axes, shard size …"
         return f"it was started with other options ({options}), or from another source"
 

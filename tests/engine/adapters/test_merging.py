@@ -234,3 +234,40 @@ def test_it_excludes_other_changes(tmp_path: Path) -> None:
             tx.convert(tmp_path, tmp_path / "out", to="hf", merge=tmp_path, **other)
     with pytest.raises(TypeError, match="only and skip need"):
         tx.convert(tmp_path, tmp_path / "out", to="hf", merge=tmp_path, only="*")
+
+
+def test_an_adapter_that_changed_is_not_mixed_into_what_is_resumed(tmp_path: Path) -> None:
+    """What was merged before would have the values of one adapter, and what is merged now those of another."""
+    made(tmp_path, "patterns")
+    how: dict[str, Any] = {"to": "hf", "merge": tmp_path / "adapter", "resume": True, "jobs": 1}
+    blocks = iter(range(8))
+
+    def stop(_: int) -> None:
+        if next(blocks, None) is None:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        tx.convert(tmp_path / "base", tmp_path / "out", **how, progress=stop)
+    file = tmp_path / "adapter" / ADAPTER
+    text = file.read_text("utf-8")
+    file.write_text(text.replace('"lora_alpha": 6', '"lora_alpha": 7'), "utf-8")
+    with pytest.raises(TransaxleError, match="merges another adapter") as caught:
+        tx.convert(tmp_path / "base", tmp_path / "out", **how)
+    assert caught.value.code == "EXISTS"
+    assert not (tmp_path / "out").exists()
+    del how["resume"]
+    wanted = tx.convert(tmp_path / "base", tmp_path / "out", **how)
+    assert wanted.resumed == 0
+
+
+def test_the_adapter_is_never_the_target(tmp_path: Path) -> None:
+    """It is read, and nothing is left of it where a checkpoint replaces its folder."""
+    made(tmp_path, "patterns")
+    (tmp_path / "link").symlink_to(tmp_path / "adapter")
+    for target in ("adapter", "link", "adapter/inside", "."):
+        with pytest.raises(TransaxleError, match="the adapter") as caught:
+            tx.convert(
+                tmp_path / "base", tmp_path / target, to="hf", merge=tmp_path / "adapter", overwrite="everything"
+            )
+        assert caught.value.code == "EXISTS"
+    assert {path.name for path in (tmp_path / "adapter").iterdir()} >= {ADAPTER, WEIGHTS}

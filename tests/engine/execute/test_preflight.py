@@ -93,3 +93,15 @@ def test_what_was_named_beside_the_source_is_not_deleted(source: Path, tmp_path:
     with pytest.raises(UsageError, match=r"the target contains .*config.json"):
         tx.convert(source, out, to="hf", config=out / "config.json", overwrite=True)
     assert contents(out) == before
+
+
+def test_what_was_named_beside_a_source_elsewhere_is_not_deleted(source: Path, tmp_path: Path) -> None:
+    """The source is at a service, and the config in the folder that is to be replaced."""
+    out = tmp_path / "out"
+    tx.convert(source, out, to="torchtitan")
+    before = contents(out)
+    url = f"memory://{tmp_path.name}/ck"
+    tx.convert(source, url, to="hf")
+    with pytest.raises(UsageError, match=r"the target contains .*config.json"):
+        tx.convert(url, out, to="hf", config=out / "config.json", overwrite=True)
+    assert contents(out) == before

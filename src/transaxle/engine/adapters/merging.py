@@ -114,7 +114,7 @@ def _merged(
         mergers[_MERGED + name] = Merger(entry, stored, model.container.storage, (target, source), replaced=replaced)
         extent = Extent((0,) * len(entry.shape), entry.shape, _MERGED + name, 0)
         entries[name] = replace(entry, extents=(extent,))
-    storage = MergedStorage(model.container.storage, mergers, adapter.storage)
+    storage = MergedStorage(model.container.storage, mergers, adapter)
     return replace(model.container, storage=storage, entries=entries)
 
 

@@ -19,13 +19,16 @@ import msgspec
 from transaxle.arguments import Overwrite
 from transaxle.encodings.error import Error
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
+from transaxle.engine.checkpoint.peft_adapter import ADAPTER_CONFIG
 from transaxle.engine.plan.conversion import Prepared
+from transaxle.engine.views.cast import CastStorage
 from transaxle.errors import Refusal, TransaxleError, UsageError, Where, gathered
+from transaxle.formats.catalog.catalog import Container
 from transaxle.formats.parts.shared_location import shared_staging_at
 from transaxle.formats.remote.url import address, local_path
 from transaxle.formats.staging.location import shown, staging_at, takes_parts
 from transaxle.formats.staging.staging import Staging
-from transaxle.formats.storage.storage import Storage, is_url
+from transaxle.formats.storage.storage import Storage, is_url, layer
 from transaxle.move.hashing import digest
 from transaxle.move.journal import Task, refuse_other
 from transaxle.move.workers import Limits, Progress, limits, unwatched
@@ -164,6 +167,9 @@ def task_of(prepared: Prepared, problems: list[Refusal]) -> Task:
     """Return what a journal would belong to; files of the source that cannot be opened are added to the problems."""
     plan, storage = prepared.plan, prepared.checkpoint.container.storage
     state = state_of(storage, source_files(prepared), problems)
+    adapter = _adapter(storage)
+    if adapter is not None:
+        state = digest((state + state_of(adapter.storage, (*adapter.files, ADAPTER_CONFIG), problems)).encode())
     what = msgspec.json.encode(msgspec.structs.replace(plan, refusals=(), source=""))
     return Task(f"{plan.format}:{plan.dialect}", plan.source, state, digest(what))
 
@@ -184,8 +190,15 @@ def state_of(storage: Storage, files: Iterable[str], problems: list[Refusal]) ->
     return digest("".join(lines).encode())
 
 
+def _adapter(storage: Storage) -> Container | None:
+    """Return the adapter that is merged into a checkpoint when it is read; None where there is none."""
+    changing = layer(storage, CastStorage)
+    return None if changing is None else changing.adapter
+
+
 def refuse_together(checkpoint: Checkpoint, target: str) -> None:
-    """Refuse a target that is the source, lies in it or around it, or holds a file that was named beside it.
+    """Refuse a target that is the source, or an adapter that is merged into it, lies in one of them or around it, or
+    holds a file that was named beside them.
 
     Args:
         checkpoint: the source.
@@ -200,45 +213,62 @@ def refuse_together(checkpoint: Checkpoint, target: str) -> None:
 
 
 def _reasons(checkpoint: Checkpoint, target: str) -> Iterator[str]:
-    source = checkpoint.path
-    here, there = _here(source), _here(target)
+    container = checkpoint.container
+    yield from _meeting("source", checkpoint.path, container, target)
+    adapter = _adapter(container.storage)
+    if adapter is not None:
+        yield from _meeting("adapter", adapter.path, adapter, target)
+    there = _here(target)
+    if there is not None:
+        target_path = Path(os.path.realpath(there))
+        for name in checkpoint.settings.files:
+            if target_path in (named := Path(os.path.realpath(name)), *named.parents):
+                yield f"the target contains {name}, which would be deleted"
+
+
+def _meeting(what: str, path: str, container: Container, target: str) -> Iterator[str]:
+    """Yield why a target is not apart from what is read.
+
+    Args:
+        what: what it is called, `source` or `adapter`.
+        path: its path or URL, as typed.
+        container: its files.
+        target: path or URL, as typed.
+    """
+    here, there = _here(path), _here(target)
     if here is None or there is None:
         if here is there:
-            yield from _remote(source, target)
+            yield from _remote(what, path, target)
         return
-    target_path, source_path = Path(os.path.realpath(there)), Path(os.path.realpath(here))
-    if _same(source_path, target_path):
-        yield f"the target is the source {source} itself, which is never changed"
-    elif source_path.is_dir() and any(_same(source_path, above) for above in target_path.parents):
-        yield f"the target lies inside the source {source}, which is never changed"
-    elif any(_same(target_path, above) for above in source_path.parents):
-        yield f"the target contains the source {source}, which would be deleted"
+    target_path, path_read = Path(os.path.realpath(there)), Path(os.path.realpath(here))
+    if _same(path_read, target_path):
+        yield f"the target is the {what} {path} itself, which is never changed"
+    elif path_read.is_dir() and any(_same(path_read, above) for above in target_path.parents):
+        yield f"the target lies inside the {what} {path}, which is never changed"
+    elif any(_same(target_path, above) for above in path_read.parents):
+        yield f"the target contains the {what} {path}, which would be deleted"
     else:
-        yield from _files(checkpoint, source_path, target_path)
-    for name in checkpoint.settings.files:
-        if target_path in (named := Path(os.path.realpath(name)), *named.parents):
-            yield f"the target contains {name}, which would be deleted"
+        yield from _files(what, container, path_read, target_path)
 
 
-def _files(checkpoint: Checkpoint, source: Path, target: Path) -> Iterator[str]:
-    """Yield a reason for the first file of the source that the target holds through a link."""
-    container = checkpoint.container
-    folder = source if source.is_dir() else source.parent
+def _files(what: str, container: Container, path: Path, target: Path) -> Iterator[str]:
+    """Yield a reason for the first file of what is read that the target holds through a link."""
+    folder = path if path.is_dir() else path.parent
     for name in (*container.files, *container.carried):
         file = Path(os.path.realpath(folder / name))
         if _same(target, file) or target in file.parents:
-            yield f"the source's {name} is a link to {file}, which would be replaced"
+            yield f"the {what}'s {name} is a link to {file}, which would be replaced"
             return
 
 
-def _remote(source: str, target: str) -> Iterator[str]:
-    here, there = address(source), address(target)
+def _remote(what: str, path: str, target: str) -> Iterator[str]:
+    here, there = address(path), address(target)
     if here == there:
-        yield f"the target is the source {source} itself, which is never changed"
+        yield f"the target is the {what} {path} itself, which is never changed"
     elif there.startswith(f"{here}/"):
-        yield f"the target lies inside the source {source}, which is never changed"
+        yield f"the target lies inside the {what} {path}, which is never changed"
     elif here.startswith(f"{there}/"):
-        yield f"the target contains the source {source}, which would be deleted"
+        yield f"the target contains the {what} {path}, which would be deleted"
 
 
 def _here(path: str) -> str | None:

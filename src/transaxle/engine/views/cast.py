@@ -107,6 +107,9 @@ class CastStorage(VirtualFiles):
         dtype: safetensors code of the wanted dtype; None: each keeps its own.
     """
 
+    adapter: Container | None = None
+    """The adapter that is merged into the tensors, where they are cast for that; see `MergedStorage`."""
+
     def __init__(
         self, below: Storage, casters: Mapping[str, Caster], stayed: Sequence[str], dtype: Wide | None
     ) -> None:

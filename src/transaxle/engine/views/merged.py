@@ -19,7 +19,7 @@ from transaxle.encodings.arithmetic.wide import widened
 from transaxle.engine.copying.source import Source
 from transaxle.engine.views.cast import BAND, Caster, CastStorage
 from transaxle.engine.views.decoded import RowMajorBytes
-from transaxle.formats.catalog.catalog import Entry
+from transaxle.formats.catalog.catalog import Container, Entry
 from transaxle.formats.dtype import numpy_dtype
 from transaxle.formats.storage.storage import Storage
 from transaxle.move.endpoint import Readable
@@ -161,19 +161,19 @@ class MergedStorage(CastStorage):
     Args:
         below: the files.
         mergers: virtual file -> its merger.
-        adapter: the files of the adapter, which are closed with the others.
+        adapter: the adapter, whose files are closed with the others.
     """
 
-    def __init__(self, below: Storage, mergers: Mapping[str, Merger], adapter: Storage) -> None:
+    def __init__(self, below: Storage, mergers: Mapping[str, Merger], adapter: Container) -> None:
         super().__init__(below, mergers, (), None)
-        self._adapter = adapter
+        self.adapter = adapter
 
     def recheck(self) -> None:
         """See `Storage`."""
-        self._adapter.recheck()
+        self.adapter.storage.recheck()
         super().recheck()
 
     def close(self) -> None:
         """See `Storage`."""
-        self._adapter.close()
+        self.adapter.storage.close()
         super().close()
