@@ -49,6 +49,12 @@ MODELS: dict[str, Made] = {
         lambda: GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=32, n_positions=8)),
         {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True},
     ),
+    "mixed": (
+        lambda: GPT2LMHeadModel(
+            GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=32, n_positions=8, tie_word_embeddings=False)
+        ),
+        {"target_modules": ["attn.c_proj", "lm_head"]},  # squares [in, out], and one that is [out, in]
+    ),
     "fused": (lambda: Phi3ForCausalLM(Phi3Config(**SIZES)), {"target_modules": ["qkv_proj", "gate_up_proj"]}),
     "stacked": (
         lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**MOE)), {"target_modules": ["v_proj"], "target_parameters": EXPERTS}
@@ -271,3 +277,31 @@ def test_the_adapter_is_never_the_target(tmp_path: Path) -> None:
             )
         assert caught.value.code == "EXISTS"
     assert {path.name for path in (tmp_path / "adapter").iterdir()} >= {ADAPTER, WEIGHTS}
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {"target_modules": ["q_proj", "embed_tokens"]},
+        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
+        {"target_modules": ["q_proj", "lm_head"]},
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    ],
+)
+@pytest.mark.parametrize("both", [False, True])
+def test_one_of_two_that_are_tied_is_not_changed_alone(tmp_path: Path, chosen: dict[str, Any], both: bool) -> None:
+    """peft trains the embedding and leaves the head; a model that has one tensor for both cannot say so."""
+    MODELS["tied"] = (lambda: LlamaForCausalLM(LlamaConfig(**{**SIZES, "tie_word_embeddings": True})), chosen)
+    try:
+        made(tmp_path, "tied")
+    finally:
+        del MODELS["tied"]
+    file = tmp_path / "base" / "model.safetensors"
+    base = load_file(file)
+    if both:
+        save_file({**base, "lm_head.weight": base["model.embed_tokens.weight"].clone()}, file)
+    for target in ("hf", "safetensors"):
+        with pytest.raises(TransaxleError, match="tied to") as caught:
+            tx.convert(tmp_path / "base", tmp_path / "out", to=target, merge=tmp_path / "adapter")
+        assert {each.code for each in caught.value.refusals} == {"UNSUPPORTED"}
+        assert "Untie" in caught.value.hint

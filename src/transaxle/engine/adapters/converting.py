@@ -71,7 +71,7 @@ def converted(
         Refused: UNSUPPORTED for another adapter than LoRA, and where the other dialect's weights are changed by what
             has no factors; MISSING_TENSOR, SHAPE_MISMATCH where it is not an adapter of this model; AMBIGUOUS.
     """
-    lora = Lora(adapter.entries, said[1])
+    lora = Lora(adapter.entries, said[1], config)
     reading, base = _base(adapter, lora, config, express)
     changes = lora.changes({name: entry.shape for name, entry in base.entries.items()})
     view = express(base, reading.dialect.label, config).translation(dialect)

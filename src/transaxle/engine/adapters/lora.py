@@ -37,6 +37,11 @@ _PATTERN = re.compile(r"\^?(?:[\w.-]|\\\.)+")
 """Keys of patterns that are names or ends of names; other regular expressions may take for ever."""
 USUAL, _LARGEST = 8, 1e9
 """Rank and alpha where none is said, and what is no real one."""
+_CONV1D_MODELS = frozenset({"clvp", "decision_transformer", "gpt2", "imagegpt", "openai-gpt"})
+_CONV1D = frozenset({"c_attn", "c_fc", "c_proj", "q_attn"})
+"""Models of transformers, and modules in them, whose weights are `[in, out]`. There peft goes by the class of each
+module, and `fan_in_fan_out` ends up as the last one needs it.
+"""
 _MOST = 6
 """Parameters of a module of which all orders are tried."""
 _HINT = "Merge it with peft: merge_and_unload(), then save_pretrained()."
@@ -86,13 +91,15 @@ class Lora:
     Args:
         entries: its tensors.
         config: its adapter_config.json.
+        base: the config.json of its base.
 
     Raises:
         Refused: UNSUPPORTED, CORRUPT: every reason why its change of the weights is not known.
     """
 
-    def __init__(self, entries: Mapping[str, Entry], config: Mapping[str, Any]) -> None:
+    def __init__(self, entries: Mapping[str, Entry], config: Mapping[str, Any], base: Mapping[str, Any]) -> None:
         self._config = config
+        self._has_conv1d = str(base.get("model_type")) in _CONV1D_MODELS
         self._problems = list(_unsupported(config))
         self._low: dict[str, dict[str, Entry]] = {}
         self._replaced: dict[str, Entry] = {}
@@ -160,7 +167,7 @@ class Lora:
             stacks = any(len(shapes[f"{module}.{name}"]) == 3 for name in parameters)
             ways = [False, True] if stacks else [False]
         else:
-            ways = [EMBEDDING[0] in self._low[paths[0]] or bool(self._config.get("fan_in_fan_out"))]
+            ways = [EMBEDDING[0] in self._low[paths[0]] or self._is_flipped(module)]
             parameters = ["weight"]
         possible = []
         for order in permutations(parameters) if len(parameters) == len(paths) <= _MOST else ():
@@ -181,6 +188,12 @@ class Lora:
             self._refuse("SHAPE_MISMATCH", message, module)
         else:
             yield from possible[0]
+
+    def _is_flipped(self, module: str) -> bool:
+        """Tell whether the weight of a module is `[in, out]`."""
+        if self._has_conv1d:
+            return module.rpartition(".")[2] in _CONV1D
+        return bool(self._config.get("fan_in_fan_out"))
 
     def _change(self, path: str, name: str, shapes: Mapping[str, tuple[int, ...]], swapped: bool) -> LowRank | None:
         """Return the change of a weight by one pair of factors; None where it does not fit."""

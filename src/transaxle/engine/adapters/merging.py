@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from msgspec.structs import replace
 
+from transaxle.axes.layout.bind import Bound
 from transaxle.axes.layout.relayout import Target, unchanged
 from transaxle.axes.notation.family import Sizes
 from transaxle.engine.adapters.lora import Changes, Lora, LowRank
@@ -41,6 +42,10 @@ class Model(Protocol):
     container: Container
 
     @property
+    def config(self) -> Mapping[str, Any]:
+        """Its config.json."""
+
+    @property
     def catalog(self) -> Catalog:
         """Its tensors as tables see them."""
 
@@ -51,6 +56,10 @@ class Model(Protocol):
     @property
     def recognised(self) -> Any:
         """Its family and dialect."""
+
+    @property
+    def bound(self) -> Bound:
+        """Its names read through its dialect."""
 
     @property
     def sizes(self) -> Sizes:
@@ -88,10 +97,11 @@ def merged(
 def _merged(
     model: Model, adapter: Container, config: Mapping[str, Any], express: Callable[[Container, str], Model]
 ) -> Container:
-    lora = Lora(adapter.entries, config)
+    lora = Lora(adapter.entries, config, model.config)
     dialect, shapes = _trained_in(model, lora.targets())
     changes = lora.changes(shapes)
     changed = _changed(model.container, adapter, changes, shapes if dialect else changes.names, shapes)
+    tied = {} if dialect is None else model.translation(dialect).aliases
     if dialect is None:
         prefix, source = "", Source(changed)
         targets: Mapping[str, Target] = {name: unchanged(name, entry) for name, entry in changed.entries.items()}
@@ -103,7 +113,7 @@ def _merged(
             raise gathered(view.refusals)
         targets = view.targets
     wanted = {prefix + name: target for name, target in targets.items() if origins(target) & set(changes.names)}
-    problems = [*_lost(changes, wanted), *_misfits(model.container, changes, wanted)]
+    problems = [*_lost(changes, wanted, tied), *_misfits(model.container, changes, wanted), *_tied(model, wanted)]
     if problems:
         raise gathered(problems)
     mergers, entries = {}, dict(model.container.entries)
@@ -190,11 +200,15 @@ def origins(target: Target) -> set[str]:
     return {origin.name for part in target.parts for origin in part.origins}
 
 
-def _lost(changes: Changes, wanted: Mapping[str, Target]) -> Iterator[Refusal]:
-    """Yield changes that would reach no stored weight."""
+def _lost(changes: Changes, wanted: Mapping[str, Target], tied: Mapping[str, str]) -> Iterator[Refusal]:
+    """Yield changes that would reach no stored weight; of tied ones one is stored for all."""
     reached = {name for target in wanted.values() for name in origins(target)}
     for name in sorted(set(changes.names) - reached):
-        yield Refusal("UNSUPPORTED", "no stored tensor is made of this one", Where(None, name), _WAY)
+        if name in tied:
+            message = f"the adapter changes it alone, and in the model it is tied to {tied[name]}"
+            yield Refusal("UNSUPPORTED", message, Where(None, name), _UNTIE)
+        else:
+            yield Refusal("UNSUPPORTED", "no stored tensor is made of this one", Where(None, name), _WAY)
 
 
 def _misfits(model: Container, changes: Changes, wanted: Mapping[str, Target]) -> Iterator[Refusal]:
@@ -217,4 +231,19 @@ def _misfits(model: Container, changes: Changes, wanted: Mapping[str, Target]) -
             yield Refusal("UNSUPPORTED", message, where, _WAY)
 
 
+def _tied(model: Model, wanted: Collection[str]) -> Iterator[Refusal]:
+    """Yield weights that are tied to others: peft trains one alone, and the merged model would have both changed."""
+    if model.family is None:
+        return
+    groups = [{alias, *chain} for alias, chain in model.sizes.originals.items()]
+    for (line, _), names in model.bound.names.items():
+        others = set[str]().union(*(group for group in groups if not group.isdisjoint(line.expression.components)))
+        for name in names.values() if others else ():
+            if name in wanted:
+                tied = ", ".join(sorted(others.difference(line.expression.components)))
+                message = f"the adapter changes it alone, and the model has {tied} tied to it, which would change too"
+                yield Refusal("UNSUPPORTED", message, Where(None, name), _UNTIE)
+
+
+_UNTIE = "Untie the model first: give it a tensor for each of them, and tie_word_embeddings false in its config.json."
 _WAY = "Convert the model into the names of the adapter first, and merge there."
