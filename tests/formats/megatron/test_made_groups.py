@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+import transaxle as tx
 from transaxle.errors import Refused
 from transaxle.formats.megatron.torch_dist.made_groups import made_groups
 from transaxle.formats.megatron.torch_dist.written_state import groups_in, optimizer_settings
@@ -96,3 +100,41 @@ def test_experts_get_groups_of_their_own() -> None:
     assert groups_in(settings[1]) == [{**groups[0], "is_expert_parallel": True}]
     again, _ = optimizer_settings(shapes, {"optimizer": settings}, (), 7)
     assert again == settings
+
+
+@pytest.mark.parametrize("target", ["torch_dist", "megatron_torch"])
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9), "the state momentum_buffer"),
+        (lambda p: torch.optim.RMSprop(p, lr=1e-3), "the state square_avg"),
+        (lambda p: torch.optim.Adagrad(p, lr=1e-3), "the state sum"),
+        (lambda p: torch.optim.Adamax(p, lr=1e-3), "the state exp_inf"),
+        (lambda p: torch.optim.NAdam(p, lr=1e-3), "mu_product"),
+        (lambda p: torch.optim.RAdam(p, lr=1e-3), "RAdam"),
+        (lambda p: torch.optim.AdamW(p, lr=1e-3, amsgrad=True), "amsgrad is set"),
+        (lambda p: torch.optim.AdamW(p, lr=1e-3, maximize=True), "maximize is set"),
+    ],
+)
+def test_megatron_does_not_go_on_with_adam_from_another_optimizer(
+    tmp_path: Path, target: str, made: Callable[[Any], torch.optim.Optimizer], said: str
+) -> None:
+    torch.manual_seed(0)
+    weights = torch.nn.ParameterDict({name.replace(".", "·"): torch.randn(4, 4) for name in SHAPES})
+    optimizer = made(weights.parameters())
+    for weight in weights.values():
+        weight.grad = torch.randn_like(weight)
+    optimizer.step()
+    tx.save(weights, tmp_path / "run", to="dcp", optimizer=optimizer)
+    with pytest.raises(Refused, match=said) as caught:
+        tx.convert(tmp_path / "run", tmp_path / "out", to=f"{target}:identity", optimizer=True)
+    assert "--no-optimizer" in caught.value.hint
+    assert not (tmp_path / "out").exists()
+
+
+def test_weight_decay_in_the_gradient_is_said() -> None:
+    group = _group(0.1, MATRIX, amsgrad=False, decoupled_weight_decay=False)
+    _, notes = made_groups([group], 7, SHAPES)
+    assert "decoupled_weight_decay=False in OptimizerConfig" in notes[1]
+    _, notes = made_groups([{**group, "decoupled_weight_decay": True}], 7, SHAPES)
+    assert len(notes) == 1

@@ -37,6 +37,7 @@ from transaxle.formats.megatron.torch_dist.written_state import (
 from transaxle.formats.megatron.written_arguments import arguments
 from transaxle.formats.torch_file.draft import surround
 from transaxle.formats.torch_file.zip.layout import ZipLayout
+from transaxle.formats.training_state.full_precision import MASTER
 from transaxle.formats.training_state.state import OPTIMIZER
 from transaxle.formats.training_state.state_groups import GROUPS
 
@@ -264,7 +265,8 @@ def _settings(
         message = f"its parameters have made {' and '.join(map(str, sorted(steps)))} steps; Megatron keeps one number"
         raise refuse("UNSUPPORTED", message, hint="Write the weights alone: --no-optimizer.")
     step = steps.pop() if steps else 0
-    made, notes = optimizer_settings(shapes, facts, groups, step)
+    names = {state for _, _, state in states} - {STEP, MASTER}
+    made, notes = optimizer_settings(shapes, facts, groups, step, names)
     found = groups_in(made)
     dense = [{**group, _EXPERT_GROUP: False} for group in found if not group.get(_EXPERT_GROUP)]
     experts = [group for group in found if group.get(_EXPERT_GROUP)]

@@ -148,7 +148,8 @@ def _optimizer(
         message = f"its parameters have made {' and '.join(map(str, sorted(steps)))} steps; Megatron keeps one number"
         raise refuse("UNSUPPORTED", message, hint="Write the weights alone: --no-optimizer.")
     trained = {name: shapes[name] for name in parameters if name in shapes}
-    return optimizer_settings(trained, facts, groups, steps.pop() if steps else 0)
+    names = {state for _, _, state in states} - {_STEP, MASTER}
+    return optimizer_settings(trained, facts, groups, steps.pop() if steps else 0, names)
 
 
 def _number(data: bytes, dtype: str) -> int:

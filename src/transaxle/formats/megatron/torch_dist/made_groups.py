@@ -7,7 +7,7 @@ betas and epsilon from the group that it found. Weight decay is for matrices, an
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,11 @@ _SETTINGS = ("lr", "initial_lr", "betas", "eps", "weight_decay", "bias_correctio
 _OF_ALL = ("lr", "initial_lr", "max_lr", "min_lr")
 _USUAL = {"betas": (0.9, 0.999), "eps": 1e-8}
 """Megatron's defaults."""
+_MOMENTS = frozenset({"exp_avg", "exp_avg_sq"})
+"""States of Adam."""
+_COUPLED, _AMSGRAD = "decoupled_weight_decay", "amsgrad"
+_OTHER_STEPS = (_AMSGRAD, "maximize")
+"""Settings of torch's Adam with which a step is another than Megatron's."""
 _WEIGHTS_ALONE = "Write the weights alone: --no-optimizer."
 _SHOWN = 3
 """Names in a note."""
@@ -55,7 +60,29 @@ def made_groups(
         message = "the settings of its optimizer are not there, and Megatron finds its own by the learning rate"
         raise refuse("UNSUPPORTED", message, hint=_WEIGHTS_ALONE)
     made = [_made(settings.get(decays, known), decays, step) for decays in (True, False)]
-    return made, [_advice(known, made), *_unknown(known), *_decayed_otherwise(groups, parameters)]
+    return made, [_advice(known, made), *_unknown(known), *_coupled(groups), *_decayed_otherwise(groups, parameters)]
+
+
+def refuse_other_optimizers(groups: Sequence[ParamGroup], states: Collection[str]) -> None:
+    """Refuse the state of an optimizer that is not Adam: Megatron would go on as if it were.
+
+    Args:
+        groups: settings of the source's optimizer.
+        states: names of its states, beside steps and copies of weights.
+
+    Raises:
+        Refused: UNSUPPORTED.
+    """
+    others = sorted(set(states) - _MOMENTS)
+    why = [f"it has the state {', '.join(others)}"] if others else []
+    if states and not others and _MOMENTS - set(states):
+        why.append(f"it has no {', '.join(_MOMENTS - set(states))}")
+    why += [f"{key} is set" for key in _OTHER_STEPS if any(group.get(key) for group in groups)]
+    if any(_COUPLED in group and _AMSGRAD not in group for group in groups):  # torch's Adam has both
+        why.append("its settings are those of torch's RAdam or NAdam")
+    if why:
+        message = f"its optimizer is not the Adam that Megatron would go on with: {'; '.join(why)}"
+        raise refuse("UNSUPPORTED", message, hint=_WEIGHTS_ALONE)
 
 
 def _plain(value: object) -> object:
@@ -97,6 +124,12 @@ def _unknown(known: Mapping[str, Any]) -> list[str]:
     lacking = {key: value for key, value in _USUAL.items() if key not in known}
     taken = ", ".join(f"{key} {value}" for key, value in lacking.items())
     return [f"the source does not say all settings of its optimizer: Megatron goes on with {taken}"] if lacking else []
+
+
+def _coupled(groups: Sequence[ParamGroup]) -> list[str]:
+    coupled = any(group.get("weight_decay") and not group.get(_COUPLED, True) for group in groups)
+    note = f"its weight decay is part of the gradient, and Megatron's is not: set {_COUPLED}=False in OptimizerConfig"
+    return [note] if coupled else []
 
 
 def _decayed_otherwise(groups: Sequence[ParamGroup], parameters: Mapping[str, Shape]) -> list[str]:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from transaxle.formats.dtype import Shape
-from transaxle.formats.megatron.torch_dist.made_groups import made_groups
+from transaxle.formats.megatron.torch_dist.made_groups import made_groups, refuse_other_optimizers
 from transaxle.formats.megatron.written_arguments import arguments
 from transaxle.formats.pickled.descriptors import Global, Object
 from transaxle.formats.torch_file.draft import surround
@@ -74,7 +74,11 @@ def state_of_run(
 
 
 def optimizer_settings(
-    parameters: Mapping[str, Shape], facts: Mapping[str, Any], groups: Sequence[ParamGroup], step: int
+    parameters: Mapping[str, Shape],
+    facts: Mapping[str, Any],
+    groups: Sequence[ParamGroup],
+    step: int,
+    states: Collection[str] = (),
 ) -> tuple[dict[Any, Any], list[str]]:
     """Return the optimizer's settings as Megatron keeps them: those of the source's own run, or made from its groups.
 
@@ -83,17 +87,20 @@ def optimizer_settings(
         facts: what the source says of its run, if it is Megatron's.
         groups: settings of the source's optimizer.
         step: steps it has made.
+        states: names of its states, beside steps and copies of weights.
 
     Returns:
         The settings, and notes on what Megatron must be told to go on with them.
 
     Raises:
-        Refused: UNSUPPORTED where the groups of the source differ in a way that Megatron's cannot.
+        Refused: UNSUPPORTED where the source's optimizer is not Adam, or its groups differ in a way that Megatron's
+            cannot.
     """
     has_experts = any(_EXPERTS in name for name in parameters)
     own = groups_in(facts.get("optimizer"))
     if own:
         return _chained([*own, *_of_experts(own, has_experts)], has_experts), []
+    refuse_other_optimizers(groups, states)
     made, notes = made_groups(groups, step, parameters)
     if _SAMPLES not in facts.get("counters", {}):
         notes.append("the source does not say how many samples it has read: Megatron's data and schedule begin anew")
