@@ -9,6 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
 
 import transaxle as tx
 from tests.checkpoints import CONFIG, GATE, tensors, tiny, write
@@ -114,6 +115,16 @@ def test_channels_that_stand_out(tmp_path: Path) -> None:
         "half": "50, 7",
         "single": "50, 7",
     }
+
+
+@pytest.mark.parametrize("name", ["complex32", "complex64", "complex128"])
+def test_complex_numbers_are_not_measured(tmp_path: Path, name: str) -> None:
+    parts = {"complex32": torch.half, "complex64": torch.float, "complex128": torch.double}[name]
+    file = tmp_path / "one.pt"
+    torch.save({"x": torch.randn(3, 2).to(parts).view(getattr(torch, name)), "w": torch.ones(2)}, file)
+    with tx.open(file) as checkpoint:
+        found = measure_values(checkpoint, limits(1))
+    assert (list(found.tensors), found.unmeasured) == (["w"], ("x",))
 
 
 def test_quantized_tensors_are_decoded(tmp_path: Path) -> None:

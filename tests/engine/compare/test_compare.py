@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -190,6 +191,25 @@ def test_distances_of_every_type(tmp_path: Path, kind: str) -> None:
     two[[3, 100, 199_999]] = np.ones(3).astype(dtype)
     found = tx.diff(plain(tmp_path / "one", {"x": one}), plain(tmp_path / "two", {"x": two}), numeric=True)
     assert (found.differences[0].elements, found.differences[0].max_abs) == (3, 1.0)
+
+
+@pytest.mark.parametrize("name", ["complex32", "complex64", "complex128"])
+def test_bits_of_complex_numbers_are_compared(tmp_path: Path, name: str) -> None:
+    """A zero of the other sign is another tensor, equal NaN are none, and the distance is that of the numbers."""
+    parts = torch.tensor([[0.0, 0.0], [math.nan, 1.0], [3.0, 4.0]], dtype=torch.float64)
+    one = parts.to({"complex32": torch.half, "complex64": torch.float, "complex128": torch.double}[name])
+    negative, moved = one.clone(), one.clone()
+    negative[0, 1] = -0.0
+    moved[2] = 0.0
+    for file, values in (("one", one), ("negative", negative), ("moved", moved)):
+        torch.save({"x": values.view(getattr(torch, name))}, tmp_path / f"{file}.pt")
+    found = {
+        file: tx.diff(tmp_path / "one.pt", tmp_path / f"{file}.pt", numeric=True).differences
+        for file in ("one", "negative", "moved")
+    }
+    assert found["one"] == ()
+    assert [(each.elements, each.max_abs) for each in found["negative"]] == [(1, 0.0)]
+    assert [(each.elements, each.max_abs) for each in found["moved"]] == [(1, 5.0)]
 
 
 def test_packed_types_are_compared_and_not_measured(tmp_path: Path) -> None:

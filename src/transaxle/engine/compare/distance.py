@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 Counts = npt.NDArray[np.int64]
 EXPONENTS = 2048
 """Exponents of double precision as they are stored: 0 is below 2**-1022, 2047 infinite, `e` is from 2**(e-1023) on."""
+_WORD = 8
+"""Bytes of the largest whole numbers."""
 _STEPS = (0.0, 0.5, 1.0, 2.0)
 """Bounds by which differences are counted, in steps between neighbouring codes."""
 _ROOM = 1 + 2**-10
@@ -128,11 +130,10 @@ class Distance:
         if by_value:
             unequal = (x != y) & ~(np.isnan(x) & np.isnan(y))
         else:
-            kind = numpy_dtype(first_dtype)
-            words = f"u{kind.itemsize}"
-            bits = kind.itemsize <= 8
-            a, b = (np.frombuffer(block, words if bits else kind) for block in (first_block, second_block))
-            unequal = a != b
+            size = numpy_dtype(first_dtype).itemsize
+            word = min(size, _WORD)
+            a, b = (np.frombuffer(block, f"u{word}") for block in (first_block, second_block))
+            unequal = a != b if size == word else (a != b).reshape(-1, size // word).any(1)
         if self.rounding is not None:
             with np.errstate(invalid="ignore"):
                 whole = np.where(unequal, np.abs(x - y), 0.0)
@@ -162,4 +163,9 @@ class Distance:
 def _wide(block: memoryview, dtype: str) -> np.ndarray:
     """Return values in double precision; complex ones stay complex."""
     kind = numpy_dtype(dtype)
-    return np.frombuffer(block, kind).astype(np.complex128 if kind.kind == "c" else np.float64)
+    values = np.frombuffer(block, kind)
+    with np.errstate(invalid="ignore"):  # NaN of the kind that signals
+        if kind.names:  # half precision, for which numpy has no complex type
+            parts = np.stack([values[name].astype(np.float64) for name in kind.names], axis=-1)
+            return parts.view(np.complex128).reshape(-1)
+        return values.astype(np.complex128 if kind.kind == "c" else np.float64)

@@ -95,7 +95,8 @@ def measure_values(checkpoint: Checkpoint, limit: Limits, progress: Progress = u
 
 
 def _has_numbers(tensor: StoredTensor) -> bool:
-    return ITEM_BITS.get(tensor.dtype, 8) >= 8 and numpy_dtype(tensor.dtype).kind in "fiuVb"
+    kind = numpy_dtype(tensor.dtype)
+    return ITEM_BITS.get(tensor.dtype, 8) >= 8 and kind.kind in "fiuVb" and not kind.names  # complex halves have names
 
 
 def _measured(tensor: StoredTensor, worker: Worker, progress: Progress) -> TensorValues:

@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
+import numpy as np
+
 from transaxle.errors import Faults, TransaxleError
 from transaxle.formats.catalog.catalog import Draft, Entry, Extent, Fragment, Spec
 from transaxle.formats.deepspeed import keys
@@ -181,7 +183,7 @@ def _settings(facts: Mapping[str, Any], counted: Mapping[str, object]) -> dict[s
     keeps its own of the others.
     """
     groups = [
-        {key: _tupled(value) for key, value in group.items() if key != keys.PARAMS}
+        {key: _plain(value) for key, value in group.items() if key != keys.PARAMS}
         for group in facts.get(keys.GROUPS, ())
     ]
     common = {key: value for key, value in (groups[0] if groups else {}).items() if _agree(groups, key, value)}
@@ -204,8 +206,11 @@ def _agree(groups: Sequence[Mapping[str, Any]], key: str, value: object) -> bool
     return all(key in group and group[key] == value for group in groups)
 
 
-def _tupled(value: object) -> object:
-    return tuple(value) if isinstance(value, list) else value
+def _plain(value: object) -> object:
+    """Return a setting as DeepSpeed has it: numbers without a dtype, also where torch's optimizer has a tensor."""
+    if isinstance(value, np.generic):
+        return value.item()
+    return tuple(map(_plain, value)) if isinstance(value, list | tuple) else value
 
 
 def _scaler(said: object) -> Object | None:
