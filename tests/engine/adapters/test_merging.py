@@ -305,3 +305,45 @@ def test_one_of_two_that_are_tied_is_not_changed_alone(tmp_path: Path, chosen: d
             tx.convert(tmp_path / "base", tmp_path / "out", to=target, merge=tmp_path / "adapter")
         assert {each.code for each in caught.value.refusals} == {"UNSUPPORTED"}
         assert "Untie" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
+        {"target_modules": ["q_proj", "embed_tokens", "lm_head"]},
+    ],
+)
+def test_rows_that_pad_a_vocabulary_have_no_change(tmp_path: Path, chosen: dict[str, Any]) -> None:
+    """What an adapter's file has after a tensor is not the rest of it."""
+    MODELS["padded"] = (lambda: LlamaForCausalLM(LlamaConfig(**SIZES)), chosen)
+    try:
+        made(tmp_path, "padded")
+    finally:
+        del MODELS["padded"]
+    how: dict[str, Any] = {"merge": tmp_path / "adapter"}
+    tx.convert(tmp_path / "base", tmp_path / "moved", to="vllm")
+    tx.convert(tmp_path / "base", tmp_path / "direct", to="hf", **how)
+    tx.convert(tmp_path / "moved", tmp_path / "out", to="hf", **how)
+    tx.convert(tmp_path / "moved", tmp_path / "same", to="safetensors", **how)
+    found, direct, same = (load_file(tmp_path / place / "model.safetensors") for place in ("out", "direct", "same"))
+    assert found.keys() == direct.keys()
+    assert all(torch.equal(found[name], direct[name]) for name in direct)
+    rows = SIZES["vocab_size"]
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        assert torch.equal(same[name][:rows], direct[name])
+        assert len(same[name]) > rows
+        assert not same[name][rows:].any()
+
+
+def test_what_an_adapter_leaves_keeps_its_bits(tmp_path: Path) -> None:
+    """Zeros keep their sign in the rows of a fused weight that are not the adapter's."""
+    made(tmp_path, "patterns")
+    file = tmp_path / "base" / "model.safetensors"
+    base = load_file(file)
+    base["model.layers.0.self_attn.k_proj.weight"][0] = -0.0
+    save_file(base, file)
+    tx.convert(tmp_path / "base", tmp_path / "moved", to="megatron")
+    tx.convert(tmp_path / "moved", tmp_path / "out", to="hf", merge=tmp_path / "adapter")
+    found = load_file(tmp_path / "out" / "model.safetensors")["model.layers.0.self_attn.k_proj.weight"]
+    assert torch.equal(found.view(torch.int32), base["model.layers.0.self_attn.k_proj.weight"].view(torch.int32))

@@ -49,12 +49,12 @@ ScaleArray = npt.NDArray[Any]
 
 
 class RowMajorBytes:
-    """The bytes of one stored buffer in row-major order, wherever its chunks lie."""
+    """The bytes of one stored buffer in row-major order, wherever its chunks lie; what no transfer fills is zero."""
 
     def __init__(self, reader: Readable, transfers: list[Transfer]) -> None:
         self._reader = reader
         self._transfers = transfers
-        self._plain = len(transfers) == 1 and not transfers[0].loops
+        self._plain = len(transfers) == 1 and not transfers[0].loops and not transfers[0].target
         self._local = threading.local()
 
     def read(self, start: int, stop: int) -> Bytes:
@@ -62,7 +62,7 @@ class RowMajorBytes:
         out: Bytes = np.empty(stop - start, np.uint8)
         if start == stop:
             return out
-        if self._plain:
+        if self._plain and stop <= self._transfers[0].target_end:
             self._reader.read_into(self._transfers[0].file, self._transfers[0].source + start, out.data)
             return out
         scratch: Scratch | None = getattr(self._local, "scratch", None)

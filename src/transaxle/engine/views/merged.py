@@ -151,8 +151,9 @@ class Merger(Caster):
         change = self._change.read(start * _ITEM, stop * _ITEM).view(np.float64)
         if self._replaced:
             return change
+        values = wide(self.entry, super()._values(start, stop))
         with np.errstate(all="ignore"):
-            return wide(self.entry, super()._values(start, stop)) + change
+            return np.where(change == 0, values, values + change)  # a zero that stays keeps its sign
 
 
 class MergedStorage(CastStorage):
