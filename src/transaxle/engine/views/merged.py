@@ -165,6 +165,8 @@ class MergedStorage(CastStorage):
         adapter: the adapter, whose files are closed with the others.
     """
 
+    adapter: Container
+
     def __init__(self, below: Storage, mergers: Mapping[str, Merger], adapter: Container) -> None:
         super().__init__(below, mergers, (), None)
         self.adapter = adapter
