@@ -119,3 +119,43 @@ def test_conjugates_and_negatives_are_saved_and_filled_as_values(tmp_path: Path)
     report = tx.load(filled, tmp_path / "out", extra={"kept": None})
     assert filled[A].tolist() == plain.conj().tolist() == report.extra["kept"]["tensor"].tolist()
     assert filled[B].tolist() == [0, -1, -2]
+
+
+class Tied(nn.Module):
+    """An embedding and a head, which may be one."""
+
+    def __init__(self, *, tie: bool) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(4, 3), nn.Linear(3, 4, bias=False)
+        with torch.no_grad():
+            self.head.weight.copy_(self.embed.weight)
+        if tie:
+            self.head.weight = self.embed.weight
+
+
+@pytest.mark.parametrize("unlike", ["", "state", "settings"])
+def test_a_tied_weight_takes_one_state_and_one_group(tmp_path: Path, unlike: str) -> None:
+    """The weights are equal; what an optimizer knows of them need not be."""
+    source = Tied(tie=False)
+    groups = [{"params": [each]} for each in source.parameters()]
+    optimizer = torch.optim.SGD(groups, lr=0.0, momentum=0.9)
+    for scale, each in enumerate(source.parameters(), 1):
+        each.grad = torch.full_like(each, float(scale if unlike == "state" else 1))
+    optimizer.step()
+    optimizer.param_groups[1]["lr"] = 0.5 if unlike == "settings" else 0.0
+    tx.save(source, tmp_path / "untied", to="dcp", optimizer=optimizer)
+    target = Tied(tie=True)
+    follower = torch.optim.SGD(target.parameters(), lr=0.1, momentum=0.9)
+    if not unlike:
+        report = tx.load(target, tmp_path / "untied", optimizer=follower)
+        assert report.unexpected == ()
+        assert follower.state[target.embed.weight]["momentum_buffer"].eq(1).all()
+        return
+    before = target.embed.weight.detach().clone()
+    with pytest.raises(tx.TransaxleError) as found:
+        tx.load(target, tmp_path / "untied", optimizer=follower)
+    told = [(each.code, each.where.tensor) for each in found.value.refusals]
+    state, settings = ("UNEQUAL_COPIES", "optim/head.weight/momentum_buffer"), ("UNSUPPORTED", "head.weight")
+    assert told == [state if unlike == "state" else settings]
+    assert torch.equal(target.embed.weight, before)
+    assert not follower.state

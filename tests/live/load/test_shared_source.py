@@ -140,3 +140,58 @@ def test_all_ranks_ask_for_the_same(tmp_path: Path, argument: str) -> None:
     for said in run(2, _asked, str(tmp_path / "out"), argument, ASKED[argument]):
         assert said.startswith("AMBIGUOUS")
         assert f"{argument}: rank 1 gave {ASKED[argument][1]!r}" in said
+
+
+def _seen(rank: int, world: int, folder: str, how: str) -> str:
+    """Ranks that read one checkpoint in two ways; the one that gives a wrong keyword raises its own error."""
+    source, config = Path(folder, "out"), {"vocab_size": 4 + rank}
+    state = _state(0)
+    try:
+        match how:
+            case "config":
+                load(state, source, config=config)
+            case "rules":
+                load(state, source, rules=Path(folder, f"{rank}.rules"))
+            case "opened with a config":
+                load(state, open_checkpoint(source, config=config))
+            case "opened another":
+                load(state, open_checkpoint(Path(folder, str(rank))))
+            case "optimizer":
+                load(state, source, optimizer=torch.optim.SGD([torch.zeros(1)]) if rank else None)
+            case "keyword":
+                misspelt: Any = {"strikt": True} if rank else {}
+                load(state, source, **misspelt)
+            case _:
+                opened = open_checkpoint(source, config={"a": 1})
+                load(state, opened if rank else source, config=None if rank else {"a": 1})
+    except (TransaxleError, TypeError) as error:
+        assert all(not tensor.any() for tensor in state.values())
+        return str(error)
+    return ""
+
+
+TABLE = "family own\n  axes d\n  {name} : d\ndialect mine\n  {name} = {name}[d]\n"
+"""A table of the user's own."""
+WAYS = {
+    "config": "config: rank 1 reads the checkpoint with another value than rank 0",
+    "rules": "rules: rank 1 reads the checkpoint with another value than rank 0",
+    "opened with a config": "config: rank 1 reads",
+    "opened another": "ranks 0 and 1 opened different checkpoints",
+    "optimizer": "optimizer: rank 1 gave True, but rank 0 gave False",
+    "keyword": "rank 1 failed: TypeError",
+    "equal": "",
+}
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_all_ranks_read_in_one_way(tmp_path: Path, how: str) -> None:
+    """Tables and configs decide which values go where, so two of them would fill a model from two readings."""
+    save(_state(1), tmp_path / "out", to="safetensors")
+    for rank in (0, 1):
+        save(_state(1 + rank), tmp_path / str(rank), to="safetensors")
+        (tmp_path / f"{rank}.rules").write_text(TABLE.format(name="vw"[rank]))
+    first, second = run(2, _seen, str(tmp_path), how)
+    assert WAYS[how] in " ".join(first.split())
+    assert first == second or how == "keyword"
+    assert first.startswith("AMBIGUOUS") == (how not in ("keyword", "equal"))
+    assert ("unexpected keyword argument 'strikt'" in second) == (how == "keyword")

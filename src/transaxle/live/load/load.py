@@ -6,7 +6,7 @@ read by one of them and sent to the others.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, TypedDict, Unpack
 
@@ -112,9 +112,9 @@ def load(
         TypeError: an argument of a type that it cannot have.
         TransaxleError: on every rank, before anything is written, with every problem of every rank.
     """
-    check_keywords("load", options, Loading.__annotations__)
     world, clock = World(group), Clock()
     with world.together():
+        check_keywords("load", options, Loading.__annotations__)
         request, meta_device = _request(state, optimizer, extra, options, strict=strict), read_device("device", device)
     world.require_alike(_alike(request, options))
     with opened(src, options, world) as source:
@@ -188,8 +188,8 @@ def _request(
 def _alike(request: LoadRequest, options: Loading) -> dict[str, Any]:
     """Return the arguments that all ranks have to give alike."""
     asked = {name: getattr(request, name) for name in ("family", "dialect", "strict", "decode", "dtype")}
-    said = {"axes": options.get("axes"), "broadcast_replicated": options.get("broadcast_replicated", True)}
-    return asked | said
+    said = {"optimizer": request.optimizer is not None, "axes": options.get("axes")}
+    return asked | said | {"broadcast_replicated": options.get("broadcast_replicated", True)}
 
 
 def _movement(read: Reads, storage: Storage, filled: Destinations, jobs: int | None, world: World) -> Movement:
@@ -213,6 +213,7 @@ def _check_copies(plan: LoadPlan, world: World, jobs: int | None) -> None:
     problems: list[Refusal] = []
     seen = plan.view
     checks = _plan_tie_checks(plan.same_memory, plan.wanted, plan.stored, problems)
+    checks += _plan_state_checks(plan.same_state, plan.stored, problems)
     if seen.checkpoint.checks or seen.checkpoint.container.twins:
         checks += plan_checks(seen.checkpoint.source, seen.checkpoint.checks, problems)
     if not checks and not problems:
@@ -234,17 +235,32 @@ def _plan_tie_checks(
         stored: the source's, by the model's names.
         problems: takes UNEQUAL_COPIES for pairs of two types.
     """
-    planned = []
+    planned: list[PlannedCheck] = []
     for first, second in sorted(pairs):
         if (targets[first].shape, targets[first].held) != (targets[second].shape, targets[second].held):
             continue  # they are alike on some ranks only, and no two names of one tensor: see `overlapping`
-        one, other = stored[first], stored[second]
-        why = _TIED.format(first=first)
-        if one.dtype != other.dtype:
-            message = f"{why}\nbut one is {one.dtype} in the source, the other {other.dtype}"
-            problems.append(Refusal("UNEQUAL_COPIES", message, Where(None, second), _UNTIED))
-            continue
-        transfers = tuple(one.transfers()), tuple(other.transfers())
-        if transfers[0] != transfers[1]:
-            planned.append(PlannedCheck(second, why, nbytes(one.dtype, one.shape), *transfers))
+        planned += _plan_tie_check(first, second, stored, problems)
     return planned
+
+
+def _plan_state_checks(
+    pairs: Iterable[NamePair], stored: Mapping[str, StoredTensor], problems: list[Refusal]
+) -> list[PlannedCheck]:
+    """Plan the comparisons of optimizer state that a source has for two names of one parameter."""
+    return [check for first, second in sorted(pairs) for check in _plan_tie_check(first, second, stored, problems)]
+
+
+def _plan_tie_check(
+    first: str, second: str, stored: Mapping[str, StoredTensor], problems: list[Refusal]
+) -> Iterator[PlannedCheck]:
+    """Yield the comparison of two tensors of a source that are one in the model; none where they lie in one place."""
+    one, other = stored[first], stored[second]
+    why = _TIED.format(first=first)
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        a, b = (one.dtype, other.dtype) if one.dtype != other.dtype else (list(one.shape), list(other.shape))
+        message = f"{why}\nbut one is {a} in the source, the other {b}"
+        problems.append(Refusal("UNEQUAL_COPIES", message, Where(None, second), _UNTIED))
+        return
+    transfers = tuple(one.transfers()), tuple(other.transfers())
+    if transfers[0] != transfers[1]:
+        yield PlannedCheck(second, why, nbytes(one.dtype, one.shape), *transfers)

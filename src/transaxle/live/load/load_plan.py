@@ -30,8 +30,16 @@ from transaxle.live.model.state_tensors import Leaves, State, leaves, tied, unwr
 from transaxle.live.sharding.global_tensors import Census, census
 from transaxle.live.tensors.destination import NamePair, same_memory
 from transaxle.live.tensors.type_change import Conversion, check_dtype
-from transaxle.live.training.group_options import settings_for
-from transaxle.live.training.optimizer_state import by_name, doubled, rooms_for, taken_away, unrestored, untrained
+from transaxle.live.training.group_options import settings_for, unlike_tied
+from transaxle.live.training.optimizer_state import (
+    by_name,
+    doubled,
+    other_names,
+    rooms_for,
+    taken_away,
+    unrestored,
+    untrained,
+)
 from transaxle.live.training.optimizers import AnyOptimizer, Optimizers
 from transaxle.live.training.state_beside import Beside
 from transaxle.live.transport.world import World
@@ -95,6 +103,8 @@ class LoadPlan:
     """Modules of this rank on the meta device: whether they load what they show is tried when they have memory."""
     same_memory: frozenset[NamePair]
     """Names whose tensors are one on some rank, and that the source has both."""
+    same_state: frozenset[NamePair]
+    """Optimizer state that is loaded, and that the source has for another name of the same parameter, too."""
 
 
 def plan_load(request: LoadRequest, checkpoint: Checkpoint, world: World) -> LoadPlan:
@@ -163,6 +173,7 @@ def plan_load(request: LoadRequest, checkpoint: Checkpoint, world: World) -> Loa
         _padded(wanted, source),
         frozenset(island.path for island in own.islands if island.is_meta),
         frozenset(pair for pair in names.same_memory if wanted.keys() >= set(pair)),
+        names.same_state,
     )
 
 
@@ -215,6 +226,8 @@ class _Optimizer:
     """Tensors for the state that the source has."""
     unrestored: tuple[str, ...] = ()
     """State that they have made and the source lacks."""
+    other_names: Mapping[str, str] = field(default_factory=dict)
+    """Further names of tied parameters, with those above."""
 
 
 @dataclass(frozen=True)
@@ -237,8 +250,8 @@ class _SharedNames:
 
     tied: frozenset[str]
     """Names of tensors that have another name, under which they are filled."""
-    duplicates: frozenset[str]
-    """Optimizer state that the source has once more, under another name of a tied parameter."""
+    same_state: frozenset[NamePair]
+    """Optimizer state, and where the source has it once more, under another name of a tied parameter."""
     others: frozenset[str]
     """Entries that are no tensors."""
     omitted: frozenset[str]
@@ -273,7 +286,8 @@ def _optimizer(optimizer: AnyOptimizer | None, own: Leaves, stored: Mapping[str,
         return _Optimizer()
     optimizers, parameters = by_name(optimizer, own)
     states = rooms_for(optimizers, parameters, stored)
-    return _Optimizer(optimizers, parameters, states, unrestored(optimizers, parameters, stored))
+    made = unrestored(optimizers, parameters, stored)
+    return _Optimizer(optimizers, parameters, states, made, other_names(parameters, own.parameters))
 
 
 def _shared_names(
@@ -285,11 +299,10 @@ def _shared_names(
     world: World,
 ) -> _SharedNames:
     """Put together what the ranks know of their names; collective."""
-    trained = optimizer.optimizers is not None
-    duplicates = doubled(optimizer.parameters, own.parameters, stored) if trained else set()
+    states = tuple(doubled(optimizer.other_names, stored)) if optimizer.other_names else ()
     held = {name: own.weights.get(name, tensor) for name, tensor in filled.items()}
     doubles = tuple(same_memory(held, stored))
-    of_all_ranks = world.gather((tied(filled, stored), duplicates, tuple(own.others), omitted, doubles))
+    of_all_ranks = world.gather((tied(filled, stored), states, tuple(own.others), omitted, doubles))
     return _SharedNames(*(frozenset(chain.from_iterable(each)) for each in zip(*of_all_ranks, strict=True)))
 
 
@@ -311,7 +324,8 @@ def _matched(
         seen.config.get("vocab_size"),
     )
     training_items = {item.name for item in checkpoint.container.training if item.name is not None}
-    expected = names.others | names.duplicates | source.quantized.gone | training_items
+    copies = {second for _, second in names.same_state}
+    expected = names.others | copies | source.quantized.gone | training_items
     return _Match(
         [*problems, *source.quantized.problems],
         (*missing, *model.optimizer.unrestored, *sorted(names.omitted)),
@@ -330,8 +344,9 @@ def _settings(optimizer: _Optimizer, view: View, problems: list[Refusal]) -> lis
     """Return the settings that the source has for each parameter group; add what stands against them."""
     if optimizer.optimizers is None:
         return []
-    settings, unlike = settings_for(optimizer.optimizers, optimizer.parameters, _groups(view, problems))
-    problems += unlike
+    groups = _groups(view, problems)
+    settings, unlike = settings_for(optimizer.optimizers, optimizer.parameters, groups)
+    problems += [*unlike, *unlike_tied(optimizer.other_names, groups)]
     return settings
 
 

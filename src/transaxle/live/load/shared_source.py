@@ -5,6 +5,7 @@ Each rank opens the path for itself, and the checkpoint there may be replaced in
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -38,13 +39,16 @@ def opened(src: CheckpointLike, options: Mapping[str, Any], world: World) -> Ite
 
     Raises:
         TypeError: there are options for a source that is open already.
-        TransaxleError: on every rank: what opening it raises; CORRUPT where the ranks have opened different ones.
+        TransaxleError: on every rank: what opening it raises; CORRUPT, AMBIGUOUS where the ranks have opened different
+            ones, or in different ways.
     """
     if isinstance(src, Checkpoint):
         with world.together():
             said = [name for name in _OF_OPEN if options.get(name) is not None]
             if said:
                 raise TypeError(f"{', '.join(said)}: pass this to open() instead; the checkpoint is already open")
+        if world.size > 1:
+            refuse_different(src, world)
         yield src
         return
     reading: dict[str, Any] = {name: options.get(name) for name in _OF_OPEN}
@@ -70,10 +74,10 @@ def counted(checkpoint: Checkpoint, decode: str | None) -> tuple[Checkpoint, Cou
 
 
 def refuse_different(checkpoint: Checkpoint, world: World) -> None:
-    """Prove that all ranks which opened one path have one checkpoint; collective.
+    """Prove that all ranks have opened one checkpoint, in one way; collective.
 
     Copies on the disks of several machines are one if their manifests are, or without manifests their files' sizes;
-    they may have several paths.
+    they may have several paths. So may configs and tables of rules, whose contents are compared.
 
     Args:
         checkpoint: what this rank opened.
@@ -83,10 +87,10 @@ def refuse_different(checkpoint: Checkpoint, world: World) -> None:
         Refused: on every rank: CORRUPT where they have one path, else AMBIGUOUS.
     """
     with world.together():
-        mine = unpinned(checkpoint.path), _identity(checkpoint)
+        mine = unpinned(checkpoint.path), _identity(checkpoint), _reading(checkpoint)
     opened_by_rank = world.gather(mine)
-    first_path, first_identity = opened_by_rank[0]
-    for rank, (path, identity) in zip(world.ranks, opened_by_rank, strict=True):
+    first_path, first_identity, first_reading = opened_by_rank[0]
+    for rank, (path, identity, reading) in zip(world.ranks, opened_by_rank, strict=True):
         if identity != first_identity:
             message = f"ranks {world.ranks[0]} and {rank} opened different checkpoints"
             if path != first_path:
@@ -94,6 +98,24 @@ def refuse_different(checkpoint: Checkpoint, world: World) -> None:
                 raise refuse("AMBIGUOUS", message, hint="Give the same path on all ranks, or paths of equal copies.")
             message = f"{message}: it was replaced while they were opening it"
             raise refuse("CORRUPT", message, file=path, hint="Load again when no other program writes to this path.")
+        if reading != first_reading:
+            names = sorted({*first_reading, *reading})
+            name = next(name for name in names if reading.get(name) != first_reading.get(name))
+            message = f"{name}: rank {rank} reads the checkpoint with another value than rank {world.ranks[0]}"
+            raise refuse("AMBIGUOUS", message, file=path, hint="Give the same arguments on all ranks.")
+
+
+def _reading(checkpoint: Checkpoint) -> dict[str, str]:
+    """Return the arguments that say how a checkpoint is read, by name, as hashes of them."""
+    how, settings = checkpoint.reopening, checkpoint.settings
+    said: Mapping[str, Any] = {"config": settings.config, "axes": settings.axes}
+    if how is not None:
+        said = {**how.options, "rules": how.rules, "view": how.steps}
+    return {name: digest(_text(each)) for name, each in said.items() if each}
+
+
+def _text(value: object) -> bytes:
+    return json.dumps(value, sort_keys=True, default=repr).encode()
 
 
 def _identity(checkpoint: Checkpoint) -> str:

@@ -21,6 +21,7 @@ from transaxle.torch_tensors.torch_dtype import code_of
 
 _OWN = frozenset({"foreach", "fused", "capturable", "differentiable"})
 _HINT = "Build the optimizer with the groups that the source has."
+_UNTIE = "Build the model without the tie."
 
 
 def groups_of(optimizers: Optimizers, named: Mapping[str, torch.Tensor]) -> list[ParamGroup]:
@@ -76,6 +77,22 @@ def all_groups(mine: Sequence[ParamGroup], world: World) -> list[ParamGroup]:
     return list(found.values())
 
 
+def unlike_tied(others: Mapping[str, str], stored: Iterable[ParamGroup]) -> list[Refusal]:
+    """Return UNSUPPORTED for each tied parameter whose names a source trains with different settings.
+
+    Args:
+        others: further names of parameters, with those that the optimizers have.
+        stored: the source's groups by the model's names.
+    """
+    of = {name: settings_of(group) for group in stored for name in group[PARAMS]}
+    pairs = [((first, of[first]), (name, of[name])) for name, first in others.items() if name in of and first in of]
+    return [
+        Refusal("UNSUPPORTED", f"{_told_apart(one, two)}, but here they are one tensor", Where(None, two[0]), _UNTIE)
+        for one, two in pairs
+        if repr(sorted(one[1].items())) != repr(sorted(two[1].items()))
+    ]
+
+
 def settings_for(
     optimizers: Optimizers, named: Mapping[str, torch.Tensor], stored: Iterable[ParamGroup]
 ) -> tuple[list[Mapping[str, Any]], list[Refusal]]:
@@ -101,14 +118,18 @@ def settings_for(
         found.append(taken[mine[0]] if mine else {})
         other = next((name for name in mine if repr(taken[name]) != repr(found[-1])), None)
         if other is not None:
-            first, second = found[-1], taken[other]
-            unlike = [key for key in {**first, **second} if repr(first.get(key)) != repr(second.get(key))]
-            said = "; ".join(f"{key}: {first.get(key)!r} and {second.get(key)!r}" for key in unlike)
-            message = (
-                f"the source trains {mine[0]} and {other} with different settings ({said}), but here they are one group"
-            )
-            problems.append(Refusal("UNSUPPORTED", message, Where(None, f"optimizer group {number}"), _HINT))
+            said = _told_apart((mine[0], found[-1]), (other, taken[other]))
+            where = Where(None, f"optimizer group {number}")
+            problems.append(Refusal("UNSUPPORTED", f"{said}, but here they are one group", where, _HINT))
     return found, problems
+
+
+def _told_apart(first: tuple[str, ParamGroup], second: tuple[str, ParamGroup]) -> str:
+    """Return in words what a source trains two parameters with; each is given by name and settings."""
+    (name, one), (other, two) = first, second
+    unlike = [key for key in {**one, **two} if repr(one.get(key)) != repr(two.get(key))]
+    said = "; ".join(f"{key}: {one.get(key)!r} and {two.get(key)!r}" for key in unlike)
+    return f"the source trains {name} and {other} with different settings ({said})"
 
 
 def restore(optimizers: Optimizers, found: Sequence[Mapping[str, Any]]) -> None:

@@ -6,7 +6,7 @@ in the shape and placement of its parameter.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Collection, Container, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from transaxle.errors import Refusal, Where, gathered, refuse
 from transaxle.formats.catalog.sidecar_files import STATE_FOLDER
 from transaxle.live.derived.settle import unnamed
 from transaxle.live.model.state_tensors import Leaves
+from transaxle.live.tensors.destination import NamePair
 from transaxle.live.training.optimizer_twin import Twins
 from transaxle.live.training.optimizers import CARRY, AnyOptimizer, Optimizers, apart
 from transaxle.quant.modules.masters import MASTER, MasterWeights
@@ -145,20 +146,28 @@ def taken_away(checkpoint: Checkpoint) -> list[Refusal]:
     return [Refusal("INCOMPLETE", message, Where(file), hint) for file in files]
 
 
-def doubled(
-    named: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor], stored: Mapping[str, StoredTensor]
-) -> set[str]:
-    """Return names of state that a source has under another name of a tied parameter beside the optimizer's.
+def other_names(named: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Return further names of the optimizer's parameters, with those that it goes by.
 
     Args:
         named: the optimizer's parameters by name.
         parameters: the model's; a tied one has several names.
-        stored: the source's tensors by the model's names.
     """
     first = {id(parameter): name for name, parameter in named.items()}
-    others = {name: first[id(p)] for name, p in parameters.items() if name not in named and id(p) in first}
-    slots = ((full, *split_slot(full)) for full in stored)
-    return {full for full, name, key in slots if key and name in others and join_slot(others[name], key) in stored}
+    return {name: first[id(p)] for name, p in parameters.items() if name not in named and id(p) in first}
+
+
+def doubled(others: Mapping[str, str], stored: Collection[str]) -> Iterator[NamePair]:
+    """Yield (name, other name) of state that a source has under another name of a tied parameter, too.
+
+    Args:
+        others: see `other_names`.
+        stored: the source's tensors by the model's names.
+    """
+    for full in stored:
+        name, key = split_slot(full)
+        if key and name in others and (first := join_slot(others[name], key)) in stored:
+            yield first, full
 
 
 def as_tensor(value: object) -> torch.Tensor | None:
