@@ -38,3 +38,21 @@ def test_the_files_hold_the_full_tensors(tmp_path: Path, world: int, shape: tupl
     assert len(stored) == sum(map(len, PLACEMENTS.values()))
     assert sum(each["own"] for each in found) == sum(v.nbytes for v in stored.values())
     assert tx.verify(target).ok
+
+
+def _misspelt(rank: int, world: int, folder: str) -> list[str]:
+    told = []
+    for function in (tx.save, tx.async_save):
+        misspelt: Any = {"overwite": True} if rank else {}
+        with pytest.raises((TypeError, tx.TransaxleError)) as found:
+            function({"w": torch.ones(2)}, folder, **misspelt)
+        told.append(str(found.value))
+    return told
+
+
+def test_a_keyword_that_does_not_exist_is_told_to_the_other_ranks(tmp_path: Path) -> None:
+    """Given on one rank alone, it would let them wait."""
+    first, second = run(2, _misspelt, str(tmp_path / "out"))
+    assert all("rank 1 failed: TypeError" in each for each in first)
+    assert all("unexpected keyword argument 'overwite'" in each for each in second)
+    assert not (tmp_path / "out").exists()

@@ -31,7 +31,7 @@ from transaxle.live.background.spawned import Parent, without_main_script
 from transaxle.live.model.report import SaveReport
 from transaxle.live.model.state_tensors import State
 from transaxle.live.save.collected_state import CollectedState, collect
-from transaxle.live.save.save_request import UNSAID, SaveRequest, SaveSettings, Saving
+from transaxle.live.save.save_request import UNSAID, SaveRequest, SaveSettings, Saving, goes_on, wait_for
 from transaxle.live.training.optimizers import AnyOptimizer
 from transaxle.live.transport.rendezvous import Rendezvous
 from transaxle.live.transport.shared_memory import Region
@@ -229,8 +229,13 @@ class SaveJob:
             raise self._answer if self._answer is not None else TimeoutError
         return self._answer
 
+    def wait(self) -> None:
+        """Wait for it, whatever comes of it."""
+        self._wait(None)
+
     def over(self) -> None:
         """Wait for it, and raise its error if nobody has been told."""
+        wait_for(self._dst)
         if not self._was_told:
             self.result()
 
@@ -293,12 +298,14 @@ def async_save(
     Raises:
         TransaxleError: on every rank, before the snapshot; or the error of the previous save.
     """
-    check_keywords("async_save", options, Saving.__annotations__)
-    request = SaveRequest(state, dst, to, optimizer, extra, overwrite=overwrite, **options)
     world = World(group)
     key = os.getpid(), world.ranks
     begin = time.monotonic()
     saver, last = _SAVERS.get(key, (None, None))
+
+    def request() -> SaveRequest:
+        check_keywords("async_save", options, Saving.__annotations__)
+        return SaveRequest(state, dst, to, optimizer, extra, overwrite=overwrite, **options)
 
     def is_ready() -> bool:
         if last is not None and saver is not None:
@@ -319,4 +326,5 @@ def async_save(
         at_end(partial(_finish, key))
     job = SaveJob(saver, settings.dst, time.monotonic() - begin, first=world.rank == world.ranks[0])
     _SAVERS[key] = saver, job
+    goes_on(settings.dst, job.wait)
     return job

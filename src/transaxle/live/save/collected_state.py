@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from transaxle.formats.training_state.state_groups import ParamGroup
 from transaxle.live.model.live_config import shared_config
 from transaxle.live.model.published_codes import published
 from transaxle.live.model.state_tensors import Leaves, State, leaves, unsavable
-from transaxle.live.save.save_request import SaveRequest, SaveSettings, check_alike
+from transaxle.live.save.save_request import SaveRequest, SaveSettings, check_alike, wait_for
 from transaxle.live.sharding.global_tensors import Census, census
 from transaxle.live.training.extra_state import EXTRA, FILE, MODEL, STATE, state_of, written
 from transaxle.live.training.group_options import all_groups, groups_of
@@ -52,18 +52,21 @@ class _Training:
     """Parameters that have gradients and belong to none of them."""
 
 
-def collect(request: SaveRequest, world: World) -> tuple[SaveSettings, CollectedState]:
+def collect(asked: Callable[[], SaveRequest], world: World) -> tuple[SaveSettings, CollectedState]:
     """Find out what all ranks hold, and what is to be done with it; collective.
 
     Args:
-        request: what this rank is asked for.
+        asked: returns what this rank is asked for; where it raises, the other ranks do not wait for this one.
         world: the ranks.
 
     Raises:
+        TypeError: an argument that there is not, or of a type that it cannot have.
         TransaxleError: on every rank.
     """
     with world.together():
+        request = asked()
         settings, given_config = request.settings(None), model_config(request.config)
+        wait_for(settings.dst)
         leaves_of_state = leaves(request.state, sharded=True)
         if problems := unsavable(leaves_of_state.tensors):
             raise gathered(problems)

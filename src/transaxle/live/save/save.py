@@ -66,9 +66,12 @@ def save(
         TypeError: an argument of a type that it cannot have.
         TransaxleError: on every rank; the target is then as it was, unless `verify` found the error.
     """
-    check_keywords("save", options, Saving.__annotations__)
-    request = SaveRequest(state, dst, to, optimizer, extra, overwrite=overwrite, **options)
     world, clock = World(group), Clock()
+
+    def request() -> SaveRequest:
+        check_keywords("save", options, Saving.__annotations__)
+        return SaveRequest(state, dst, to, optimizer, extra, overwrite=overwrite, **options)
+
     with clock.stage("plan"):
         settings, collected = collect(request, world)
     return write_checkpoint(settings, collected, world, clock)

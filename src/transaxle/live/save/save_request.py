@@ -1,8 +1,9 @@
-"""What a save is asked for: the arguments of `save` and `async_save`, and what all ranks must give alike."""
+"""What a save is asked for: the arguments of `save` and `async_save`, what all ranks must give alike, and its turn."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from typing import Any, TypedDict
@@ -24,9 +25,14 @@ from transaxle.engine.checkpoint.recognise import IDENTITY, pick_dialect, pick_f
 from transaxle.engine.checkpoint.settings import model_config, settings
 from transaxle.engine.plan.conversion import SHARD_SIZE, parse_to
 from transaxle.errors import refuse
+from transaxle.formats.staging.location import on_this_machine
+from transaxle.formats.storage.storage import is_url
 from transaxle.live.model.state_tensors import State
 from transaxle.live.training.optimizers import AnyOptimizer
 from transaxle.live.transport.world import World
+
+_WAITS: dict[tuple[int, str], Callable[[], object]] = {}
+"""For each process and target, what waits for the last save there in the background; a forked process has none."""
 
 
 class Saving(TypedDict, total=False):
@@ -187,3 +193,27 @@ def check_alike(settings: SaveSettings, world: World) -> None:
         UsageError: AMBIGUOUS, on every rank.
     """
     world.require_alike({each.name: getattr(settings, each.name) for each in fields(settings)})
+
+
+def goes_on(target: str, wait: Callable[[], object]) -> None:
+    """Say that a save in the background has begun: a later one to the same place waits for it.
+
+    Otherwise the earlier one could be committed last, and its older values would take the place of the newer ones.
+
+    Args:
+        target: folder or URL, as typed.
+        wait: returns when the save has ended, successfully or not.
+    """
+    _WAITS[_key(target)] = wait
+
+
+def wait_for(target: str) -> None:
+    """Return when no save of this process to a target, a folder or URL as typed, goes on any more."""
+    wait = _WAITS.pop(_key(target), None)
+    if wait is not None:
+        wait()
+
+
+def _key(target: str) -> tuple[int, str]:
+    place = on_this_machine(target)
+    return os.getpid(), place.rstrip("/") if is_url(place) else os.path.abspath(place)  # noqa: PTH100 - links stay

@@ -1,0 +1,34 @@
+"""A save to the place of another one that goes on in the background: the later one is what stays."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+import torch
+
+import transaxle as tx
+from transaxle.live.background import asynchronous
+
+SLOW = 1.0
+"""Seconds for which the background process stands still."""
+
+
+def test_an_earlier_save_never_takes_the_place_of_a_later_one(tmp_path: Path) -> None:
+    """The first is committed last if nobody waits for it."""
+    state = {"w": torch.ones(3)}
+    job = tx.async_save(state, tmp_path / "latest", to="safetensors", overwrite=True)
+    saver, _ = asynchronous._SAVERS[os.getpid(), (0,)]
+    pid = saver._process.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    threading.Timer(SLOW, os.kill, (pid, signal.SIGCONT)).start()
+    state["w"].fill_(2)
+    tx.save(state, f"{tmp_path}/latest/", to="safetensors", overwrite=True)
+    assert job.done()
+    assert job.result().tensors == 1
+    state["w"].zero_()
+    tx.load(state, tmp_path / "latest")
+    assert state["w"].tolist() == [2, 2, 2]
