@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +50,10 @@ def _module() -> Any:
     return Module()
 
 
-def _fit(folder: Path, epochs: int, io: bool, resume: str | None = None, **said: Any) -> tuple[Any, Any]:
-    """Train, with a checkpoint an epoch; return trainer and module."""
+def _fit(
+    folder: Path, epochs: int, io: bool, resume: str | None = None, more: Sequence[Any] = (), **said: Any
+) -> tuple[Any, Any]:
+    """Train, with a checkpoint an epoch, and more callbacks; return trainer and module."""
     from pytorch_lightning import Trainer
     from pytorch_lightning.callbacks import ModelCheckpoint
 
@@ -61,7 +64,7 @@ def _fit(folder: Path, epochs: int, io: bool, resume: str | None = None, **said:
         warnings.simplefilter("ignore")
         trainer = Trainer(
             max_epochs=epochs, accelerator="cpu", devices=1, logger=False, enable_progress_bar=False,
-            enable_model_summary=False, callbacks=[rotation], default_root_dir=str(folder),
+            enable_model_summary=False, callbacks=[*more, rotation], default_root_dir=str(folder),
             plugins=plugins,
         )  # fmt: skip
         trainer.fit(module, ckpt_path=resume)
@@ -164,3 +167,13 @@ def test_ranks_under_ddp_resume_what_one_saved_and_one_resumes_what_they_saved(t
     for world in (2, 1):
         for found in run(world, _on_two, str(tmp_path), str(tmp_path / "saved")):
             assert _alike(found, saved)
+
+
+def test_averages_in_the_place_of_weights_are_refused(tmp_path: Path) -> None:
+    """A callback gives Lightning other weights to save than those of the module."""
+    from pytorch_lightning.callbacks import EMAWeightAveraging
+
+    with pytest.raises(tx.TransaxleError) as found:
+        _fit(tmp_path, 1, True, more=[EMAWeightAveraging(decay=0.5)])
+    assert (found.value.code, found.value.refusals[0].where.tensor) == ("UNSUPPORTED", "net.0.weight")
+    assert list(tmp_path.iterdir()) == []

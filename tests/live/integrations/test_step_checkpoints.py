@@ -124,15 +124,18 @@ def test_nothing_is_deleted_before_a_newer_one_is_complete(tmp_path: Path, backg
     steps = StepCheckpoints(str(url), 2, None, background=background)
 
     def names() -> set[int]:
-        return set(steps.steps())
+        return set(steps.steps("step-"))
 
     def save(number: int, best: str | None = None) -> None:
         steps.save(model, f"step-{number}", best, to="safetensors:identity")
         steps.wait()
 
+    url.mkdir()
+    tx.save(model, url / "pretrained-0", to="safetensors:identity")  # a checkpoint, and no step of this run
     for number in range(1, 5):
         save(number, "step-1")
     assert names() == {1, 3, 4}
+    assert tx.verify(url / "pretrained-0").ok
     (url / "step-5").mkdir()
     (url / "step-5" / "notes.txt").write_text("mine")
     with pytest.raises(tx.TransaxleError, match=r"EXISTS"):
@@ -231,3 +234,26 @@ def test_what_cannot_be_is_refused_when_callbacks_are_made() -> None:
         tx.AccelerateHooks(model, url="s3://bucket/run", keep=0)
     with pytest.raises(TypeError, match="url must be a path"):
         tx.TrainerCheckpoints(url=3)  # type: ignore[arg-type]  # what is tried
+
+
+class _Place:
+    """A place in the data, as a loader keeps it."""
+
+    def __init__(self, row: int) -> None:
+        self.row = row
+
+    def state_dict(self) -> dict[str, int]:
+        return {"row": self.row}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.row = state["row"]
+
+
+def test_accelerates_hooks_restore_what_they_save(tmp_path: Path) -> None:
+    model, place = torch.nn.Linear(3, 2), _Place(5)
+    hooks = tx.AccelerateHooks(model, to="safetensors", extra={"place": place, "name": "first run"})
+    (tmp_path / "checkpoint_1").mkdir()
+    hooks.save([model], [], str(tmp_path / "checkpoint_1"))
+    place.row = 9
+    hooks.load([model], str(tmp_path / "checkpoint_1"))
+    assert place.row == 5

@@ -111,7 +111,7 @@ def _rotation(folder: Path, every: int) -> int:
             saved(url, step)
         if not _died(at, partial(saved, url, 3)):
             break
-        steps = StepCheckpoints(str(url), 1, None, background=False).steps()
+        steps = StepCheckpoints(str(url), 1, None, background=False).steps("step-")
         assert max(steps) in (2, 3), f"point {at}"
         for step, name in steps.items():
             assert tx.verify(url / name).ok, f"point {at}: {name} is broken"

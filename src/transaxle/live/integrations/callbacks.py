@@ -34,7 +34,7 @@ from transaxle.live.integrations.step_checkpoints import (
 from transaxle.live.load.load import load
 from transaxle.live.save.save import save
 from transaxle.live.save.save_request import UNSAID, check_options
-from transaxle.live.training.extra_state import EXTRA, FILE, Extras
+from transaxle.live.training.extra_state import EXTRA, FILE, Extras, Stateful
 from transaxle.live.transport.world import World
 from transaxle.torch_tensors.module_wrappers import unwrapped
 from transaxle.torch_tensors.torch_arguments import Ranks, read_group
@@ -43,6 +43,8 @@ FOLDER = "transaxle"
 """The checkpoint's folder, inside that of the trainer."""
 _EVENT = "on_"
 _SCHEDULE = "lr_scheduler"
+_PREFIX = "checkpoint-"
+"""Begin of the name of a step's folder, as the Trainer gives it."""
 _STATE_FILE, _HISTORY = "trainer_state.json", "log_history"
 """File in which the Trainer keeps its progress, and what it has logged so far."""
 _PROGRESS = "trainer_state"
@@ -152,7 +154,7 @@ class TrainerCheckpoints:
         folder = Path(read_path("output_dir", output_dir))
         if self._steps is None:
             raise refuse("UNSUPPORTED", "there is no url to fetch from", hint="Give TrainerCheckpoints(url=…).")
-        steps = self._steps.steps()
+        steps = self._steps.steps(_PREFIX)
         if not steps:
             return None
         name = _name(max(steps))
@@ -231,7 +233,7 @@ def _schedule(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _name(step: int) -> str:
     """Return the name of a step's folder, as the Trainer gives it."""
-    return f"checkpoint-{step}"
+    return f"{_PREFIX}{step}"
 
 
 def _source(state: Any, place: str) -> str:
@@ -302,7 +304,7 @@ class AccelerateHooks:
         optimizer: its optimizer, to include its state in the checkpoint; accelerate always writes its own copy of a
             prepared optimizer, and loads that copy afterwards unless it is sharded.
         to: `FORMAT[:DIALECT]`, as for `save`.
-        extra: other objects to save, as for `save`.
+        extra: other objects to save, as for `save`; those with `load_state_dict` are restored by `load_state`.
         background: with `url`, write while training goes on, as `async_save` does; call `wait` at the end.
         group: the ranks that train, and save, together; None: all.
         **options: `url` (a folder or URL for the checkpoints), `keep` (how many of them stay; what `keep_best` names
@@ -363,7 +365,8 @@ class AccelerateHooks:
         """Load the model, and remove it from the list that accelerate will load."""
         self.wait()
         place = Path(input_dir, FOLDER) if self._steps is None else self._steps.place(Path(input_dir).name)
-        load(self._model, place, optimizer=self._optimizer, group=self._group)
+        held = {name: each for name, each in (self._extra or {}).items() if isinstance(each, Stateful)}
+        load(self._model, place, optimizer=self._optimizer, extra=held, group=self._group)
         models[:] = [model for model in models if not self._is_ours(model)]
 
     def keep_best(self, output_dir: PathLike | None) -> None:

@@ -26,6 +26,7 @@ from transaxle.live.load.load import load
 from transaxle.live.save.save import save
 from transaxle.live.save.save_request import UNSAID, Saving, check_options
 from transaxle.live.tensors.array_tensors import as_tensor
+from transaxle.torch_tensors.tensor_bytes import same_bytes
 
 _INTERFACES = ("lightning_fabric.plugins.io.checkpoint_io", "lightning.fabric.plugins.io.checkpoint_io")
 """Modules with Lightning's class, under the names of its two packages."""
@@ -95,12 +96,7 @@ class LightningCheckpoints:
         if storage_options is not None:
             hint = "Set up the service's client in its own way: environment, profile or login."
             raise refuse("UNSUPPORTED", "storage_options are not passed on", file=str(path), hint=hint)
-        shown = self._module.state_dict()
-        if checkpoint[_WEIGHTS].keys() != shown.keys():
-            message = "on_save_checkpoint has changed the names of the weights"
-            raise refuse(
-                "UNSUPPORTED", message, hint="Keep what belongs to the run under other keys of the checkpoint."
-            )
+        self._check_weights(checkpoint[_WEIGHTS])
         optimizers = list(self._trainer.optimizers) if checkpoint.get(_OPTIMIZERS) else []
         rest = {key: value for key, value in checkpoint.items() if key not in (_WEIGHTS, _OPTIMIZERS)}
         names = {id(parameter): name for name, parameter in self._module.named_parameters()}
@@ -119,6 +115,23 @@ class LightningCheckpoints:
             self._job = async_save(self._module, place, **told)
         else:
             save(self._module, place, **told)
+
+    def _check_weights(self, given: Mapping[str, Any]) -> None:
+        """Refuse weights that are not the module's, such as the averages that a callback puts in their place.
+
+        Raises:
+            Refused: UNSUPPORTED.
+        """
+        shown = self._module.state_dict()
+        if given.keys() != shown.keys():
+            message = "on_save_checkpoint has changed the names of the weights"
+            hint = "Keep what belongs to the run under other keys of the checkpoint."
+            raise refuse("UNSUPPORTED", message, hint=hint)
+        for name, tensor in shown.items():
+            if isinstance(tensor, torch.Tensor) and not _same(given[name], tensor):
+                message = "on_save_checkpoint (of a callback such as WeightAveraging) has put other values in its place"
+                hint = "Let such a callback save with Lightning's own CheckpointIO; transaxle reads its files."
+                raise refuse("UNSUPPORTED", message, tensor=name, hint=hint)
 
     def load_checkpoint(
         self,
@@ -183,6 +196,13 @@ class LightningCheckpoints:
         if self._alone is None:
             self._alone = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
         return self._alone
+
+
+def _same(given: Any, own: torch.Tensor) -> bool:
+    """Tell whether a value is a tensor of a module, or a copy of it."""
+    if not isinstance(given, torch.Tensor) or (given.shape, given.dtype) != (own.shape, own.dtype):
+        return False
+    return given.data_ptr() == own.data_ptr() or same_bytes(given.detach().to(own.device), own.detach())
 
 
 class _Rest:

@@ -120,17 +120,20 @@ class StepCheckpoints:
             job.result()
             self._tidy()
 
-    def steps(self) -> dict[int, str]:
-        """Return the complete checkpoints with numbers: number -> name.
+    def steps(self, common: str) -> dict[int, str]:
+        """Return the complete checkpoints of a run's steps: number -> name.
+
+        Args:
+            common: what their names have before the number; others belong to somebody else.
 
         Raises:
             StorageError: IO.
         """
         found = [(match, name) for name in _members(self._url) if (match := _NUMBERED.fullmatch(name)) is not None]
-        return {int(match[2]): name for match, name in found if is_complete(self.place(name))}
+        return {int(match[2]): name for match, name in found if match[1] == common and is_complete(self.place(name))}
 
     def _tidy(self) -> None:
-        """Delete, on one rank, all but the newest few up to the one just saved; those of later steps stay.
+        """Delete, on one rank, all but the newest few up to the one just saved; later and other ones stay.
 
         A run that went back to an earlier step has later ones, too, until it replaces them. What killed runs have left
         of steps goes, too.
@@ -142,7 +145,7 @@ class StepCheckpoints:
         if newest is None:
             return
         try:
-            numbers = {number: name for number, name in self.steps().items() if number <= int(newest[2])}
+            numbers = {number: name for number, name in self.steps(newest[1]).items() if number <= int(newest[2])}
             for number in sorted(numbers)[: -self._keep]:
                 if numbers[number] not in (self.best, self._last):
                     remove(self.place(numbers[number]))
