@@ -51,6 +51,20 @@ def test_every_format_is_saved_and_loaded_bit_for_bit(kind: str, asynchronous: b
 
 
 @pytest.mark.parametrize("kind", MORE)
+def test_every_format_is_loaded_decoded(kind: str, tmp_path: Path) -> None:
+    """What only training with codes needs (columnwise codes, histories) says nothing of the values."""
+    model = _model(kind, 0)
+    tx.save(model, tmp_path / "saved", to="dcp:identity")
+    plain = nn.Sequential(nn.Linear(64, 166), nn.Linear(166, 48)).bfloat16()
+    report = tx.load(plain, tmp_path / "saved", decode="bf16")
+    assert (report.missing, report.unexpected) == ((), ())
+    for name, weight in plain.named_parameters():
+        source = model.get_parameter(name)
+        values = source.dequantize() if isinstance(source, QuantizedTensor) else source
+        assert torch.equal(weight, values.to(torch.bfloat16)), name
+
+
+@pytest.mark.parametrize("kind", MORE)
 def test_half_a_weight_fills_none(kind: str, tmp_path: Path) -> None:
     """Codes under the scales of others are other values: neither is taken alone, also where names may be missing."""
     full = {name: raw(entry.detach()).clone() for name, entry in _model(kind, 0).state_dict().items()}

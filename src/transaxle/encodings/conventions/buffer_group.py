@@ -32,6 +32,7 @@ from transaxle.encodings.conventions.convention import (
     Convention,
 )
 from transaxle.encodings.conventions.quantization import Quantization, module_of
+from transaxle.encodings.conventions.restated import training_only
 from transaxle.encodings.conventions.scheme import CHANNEL, variant
 from transaxle.encodings.conventions.torchao_convention import Described, described
 from transaxle.encodings.encoding import FLOAT8, FLOAT8_BLOCK, MXFP4, MXFP8, NVFP4, WHOLE, Encoded, Encoding, Role
@@ -114,6 +115,8 @@ def group(
         codes_without_scales = [
             name for name, entry in entries.items() if entry.dtype in CODES and not finder.take_codes(name, entry)
         ]
+        # Codes that are scaled along columns, for the backward pass, say nothing that the others do not.
+        finder.used.update(training_only([each.parts[Role.CODES] for each in finder.encoded.values()], entries))
         for name in codes_without_scales:
             if name not in finder.used:
                 finder.take_codes_without_scales(name, entries[name])

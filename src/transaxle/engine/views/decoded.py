@@ -22,6 +22,7 @@ from transaxle.axes.layout.relayout import unchanged
 from transaxle.axes.notation.number_format import PLAIN, NumberFormat, Recode
 from transaxle.encodings.arithmetic.codec import Wide, decode_box, decode_error
 from transaxle.encodings.conventions.convention import CONVENTIONS
+from transaxle.encodings.conventions.restated import training_only
 from transaxle.encodings.encoding import Encoded, Role
 from transaxle.encodings.error import Error
 from transaxle.engine.copying.source import Source
@@ -318,7 +319,7 @@ def decoded(catalog: Catalog, chosen: Collection[str], dtype: Wide) -> Container
 
     Returns:
         A container with a plain entry under each of these names instead of its buffers; input scales are left out, as
-            they belong to the layer's activations, not to the weight.
+            they belong to the layer's activations, not to the weight, and so is what only training with codes needs.
 
     Raises:
         Refused: UNSUPPORTED for a tensor whose codes are no whole bytes row by row.
@@ -335,6 +336,7 @@ def decoded(catalog: Catalog, chosen: Collection[str], dtype: Wide) -> Container
     entries: dict[str, Entry] = {}
     decoders: dict[str, Decoder] = {}
     heads = {tensor.parts[Role.CODES]: tensor for tensor in tensors.values()}
+    aside = {name: container.entries[name] for name in training_only(heads, container.entries)}
     for stored, entry in container.entries.items():
         tensor = heads.get(stored)
         if tensor is not None:
@@ -343,10 +345,9 @@ def decoded(catalog: Catalog, chosen: Collection[str], dtype: Wide) -> Container
             entries[tensor.name] = Entry(
                 tensor.name, dtype, tensor.shape, (Extent((0,) * len(tensor.shape), tensor.shape, file, 0),)
             )
-        elif stored not in parts:
+        elif stored not in parts and stored not in aside:
             entries[stored] = entry
     storage = DecodedStorage(container.storage, decoders)
     metadata = without_notes(container.metadata, tensors)
-    return msgspec.structs.replace(
-        container, storage=storage, entries=entries, metadata=metadata, left={**container.left, **input_scales}
-    )
+    left = {**container.left, **input_scales, **aside}
+    return msgspec.structs.replace(container, storage=storage, entries=entries, metadata=metadata, left=left)
