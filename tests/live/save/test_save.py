@@ -40,6 +40,26 @@ def test_the_files_hold_the_full_tensors(tmp_path: Path, world: int, shape: tupl
     assert tx.verify(target).ok
 
 
+def _unlike(rank: int, world: int, folder: str) -> list[str]:
+    told = []
+    for options in ({"rules": Path(folder, f"{rank}.rules")}, {"config": {"vocab_size": rank}}):
+        with pytest.raises(tx.TransaxleError) as found:
+            tx.save({"w": torch.ones(2)}, Path(folder, "out"), to="dcp", **options)
+        told.append(f"{found.value.code} {found.value.refusals[0].message}")
+    return told
+
+
+def test_tables_and_configs_that_differ_between_ranks_are_refused(tmp_path: Path) -> None:
+    for rank, name in enumerate("vw"):
+        (tmp_path / f"{rank}.rules").write_text(
+            f"family own\n  axes d\n  {name} : d\ndialect mine\n  {name} = {name}[d]\n"
+        )
+    for rules, config in run(2, _unlike, str(tmp_path)):
+        assert rules.startswith("AMBIGUOUS rules: rank 1 gave 'one with the hash ")
+        assert config.startswith("AMBIGUOUS config: rank 1 gave 'one with the hash ")
+    assert not (tmp_path / "out").exists()
+
+
 def _misspelt(rank: int, world: int, folder: str) -> list[str]:
     told = []
     for function in (tx.save, tx.async_save):

@@ -16,7 +16,7 @@ from transaxle.formats.training_state.state_groups import ParamGroup
 from transaxle.live.model.live_config import shared_config
 from transaxle.live.model.published_codes import published
 from transaxle.live.model.state_tensors import Leaves, State, leaves, unsavable
-from transaxle.live.save.save_request import SaveRequest, SaveSettings, check_alike, wait_for
+from transaxle.live.save.save_request import SaveRequest, SaveSettings, check_alike, contents, wait_for
 from transaxle.live.sharding.global_tensors import Census, census
 from transaxle.live.training.extra_state import EXTRA, FILE, MODEL, STATE, state_of, written
 from transaxle.live.training.group_options import all_groups, groups_of
@@ -66,6 +66,7 @@ def collect(asked: Callable[[], SaveRequest], world: World) -> tuple[SaveSetting
     with world.together():
         request = asked()
         settings, given_config = request.settings(None), model_config(request.config)
+        read = contents(settings, given_config)
         wait_for(settings.dst)
         leaves_of_state = leaves(request.state, sharded=True)
         if problems := unsavable(leaves_of_state.tensors):
@@ -76,7 +77,7 @@ def collect(asked: Callable[[], SaveRequest], world: World) -> tuple[SaveSetting
         owner = MODEL if isinstance(request.state, nn.Module) else STATE
         extra_states = {f"{owner}/{name}": value for name, value in others.items()}
         extra_states |= {f"{EXTRA}/{name}": state_of(each) for name, each in (request.extra or {}).items()}
-    check_alike(settings, world)
+    check_alike(settings, read, world)
     extra_file = written(extra_states, world)
     global_tensors, config = census(own, world), shared_config(request.state, given_config, world)
     settings = replace(request.settings(config), untrained=training.untrained, left=leaves_of_state.untouched)

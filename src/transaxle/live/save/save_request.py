@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
@@ -22,14 +23,16 @@ from transaxle.arguments import (
     read_text,
 )
 from transaxle.engine.checkpoint.recognise import IDENTITY, pick_dialect, pick_family
-from transaxle.engine.checkpoint.settings import model_config, settings
+from transaxle.engine.checkpoint.settings import LONGEST_TABLE, model_config, settings
 from transaxle.engine.plan.conversion import SHARD_SIZE, parse_to
 from transaxle.errors import refuse
 from transaxle.formats.staging.location import on_this_machine
+from transaxle.formats.storage.local import read_file
 from transaxle.formats.storage.storage import is_url
 from transaxle.live.model.state_tensors import State
 from transaxle.live.training.optimizers import AnyOptimizer
 from transaxle.live.transport.world import World
+from transaxle.move.hashing import digest
 
 _WAITS: dict[tuple[int, str], Callable[[], object]] = {}
 """For each process and target, what waits for the last save there in the background; a forked process has none."""
@@ -186,13 +189,35 @@ def check_options(function: str, to: str, options: Saving) -> None:
             raise refuse("AMBIGUOUS", f"no family has a dialect {label!r}", hint=hint)
 
 
-def check_alike(settings: SaveSettings, world: World) -> None:
+def contents(settings: SaveSettings, config: Mapping[str, Any] | None) -> dict[str, str | None]:
+    """Return what stands for the contents of a table and of a config, by the arguments' names.
+
+    Args:
+        settings: what is written and how.
+        config: as the user gave it; None: nothing given.
+
+    Raises:
+        Refused: UNSUPPORTED for a table that is no regular file or too long.
+        StorageError: IO where it cannot be read.
+    """
+    table = None if settings.rules is None else read_file(settings.rules, LONGEST_TABLE)
+    text = None if config is None else json.dumps(config, sort_keys=True, default=repr).encode()
+    octets = {"rules": table, "config": text}
+    return {name: None if each is None else f"one with the hash {digest(each)}" for name, each in octets.items()}
+
+
+def check_alike(settings: SaveSettings, read: Mapping[str, str | None], world: World) -> None:
     """Prove that all ranks ask for the same; collective.
+
+    Args:
+        settings: what is written and how; tables may have several paths.
+        read: see `contents`.
+        world: the ranks.
 
     Raises:
         UsageError: AMBIGUOUS, on every rank.
     """
-    world.require_alike({each.name: getattr(settings, each.name) for each in fields(settings)})
+    world.require_alike({**{each.name: getattr(settings, each.name) for each in fields(settings)}, **read})
 
 
 def goes_on(target: str, wait: Callable[[], object]) -> None:
