@@ -38,7 +38,7 @@ from transaxle.engine.compare.pair import opened_pair
 from transaxle.engine.compare.verification import Verification, verify_against
 from transaxle.engine.compare.verification import verify as _verify
 from transaxle.engine.execute.execute import Report, execute
-from transaxle.engine.execute.preflight import preflight
+from transaxle.engine.execute.preflight import in_order, preflight
 from transaxle.engine.plan.conversion import SHARD_SIZE, Prepared, make_plan
 from transaxle.engine.plan.planned import Plan
 from transaxle.engine.views.encode import Encode
@@ -175,7 +175,7 @@ def _planned(
     target, limit = read_path("dst", dst), limits(options.get("jobs"), options.get("memory"))
     shard_size = read_size("shard_size", options.get("shard_size", SHARD_SIZE))
     encode = _encode(options, reading)
-    with opened("src", src, reading) as checkpoint:
+    with in_order(src, target), opened("src", src, reading) as checkpoint:
         prepared = make_plan(
             checkpoint,
             read_text("to", to, "safetensors:hf"),

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+import transaxle as tx
 from tests.checkpoints import INDEX, WHOLE, tiny, write
 from tests.cli.running import MACHINE, REFUSED, USAGE, Transaxle
 from transaxle.formats.registry import builtin, writable
@@ -135,6 +139,82 @@ def test_overwrite_spares_what_is_no_checkpoint(ck: Path, transaxle: Transaxle) 
     outcome = transaxle("convert", ck, "thesis", "--to", "torchtitan", "--overwrite")
     assert outcome.code == USAGE
     assert Path("thesis/chapter1.tex").read_text() == "years of work"
+
+
+def _checkpoint(ck: Path) -> None:
+    shutil.copytree(ck, "there")
+
+
+def _with_notes(ck: Path) -> None:
+    _checkpoint(ck)
+    Path("there/notes.md").write_text("mine")
+
+
+def _project(ck: Path) -> None:
+    Path("there").mkdir()
+    Path("there/chapter1.tex").write_text("years of work")
+
+
+def _file(ck: Path) -> None:
+    Path("there").write_text("mine")
+
+
+def _here(ck: Path) -> None:
+    _checkpoint(ck)
+    os.chdir("there")
+
+
+@pytest.mark.parametrize(
+    ("make", "target", "way"),
+    [
+        (_checkpoint, "there", "--overwrite"),
+        (_with_notes, "there", "--overwrite=everything"),
+        (_project, "there", ""),
+        (_file, "there", ""),
+        (_here, "../there", ""),
+        (_checkpoint, "there/model.safetensors", "--overwrite"),
+    ],
+)
+def test_a_target_that_exists_gets_a_way_out_that_works(
+    make: Callable[[Path], None], target: str, way: str, ck: Path, transaxle: Transaxle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is offered is accepted; where nothing would be, only another place is."""
+    monkeypatch.chdir(Path.cwd())  # back afterwards
+    make(ck := ck.resolve())
+    asked = ("convert", ck, target, "--to", "hf")
+    refused = transaxle(*asked)
+    offered = re.search(r"--overwrite(=everything)?", refused.err)
+    assert (refused.code, offered[0] if offered else "") == (USAGE, way)
+    assert transaxle(*asked, way or "--overwrite").code == (0 if way else USAGE)
+    if not way:
+        assert "overwriting it would be refused" in refused.err
+
+
+@pytest.mark.parametrize("exists", [False, True])
+@pytest.mark.parametrize("command", ["plan", "convert"])
+def test_places_the_other_way_round(command: str, exists: bool, ck: Path, transaxle: Transaxle) -> None:
+    if exists:
+        Path("out").mkdir()
+    outcome = transaxle(command, "out/", ck, "--to", "hf")
+    assert outcome.code == (REFUSED if exists else MACHINE)
+    assert f"The source comes first, then the target; here the target, {ck}, holds a checkpoint." in outcome.err
+    assert "comes first" not in transaxle(command, "out/", "nothing", "--to", "hf").err
+    with pytest.raises(tx.TransaxleError, match="The source comes first"):
+        getattr(tx, command)("out/", ck, to="hf")
+
+
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("hf:Qwen/Qwen3-0.6B", "Did you mean hf://Qwen/Qwen3-0.6B?"),
+        ("s3:/bucket/ck", "Did you mean s3://bucket/ck?"),
+        ("Qwen/Qwen3-0.6B", "If it is a repository of a hub, write hf://Qwen/Qwen3-0.6B."),
+        ("absent/deep/ck", "absent/deep does not exist either."),
+    ],
+)
+def test_a_path_that_may_be_a_url(path: str, meant: str, here: Path, transaxle: Transaxle) -> None:
+    outcome = transaxle("ls", path)
+    assert (outcome.code, meant in outcome.err) == (MACHINE, True)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import subprocess
 import sys
@@ -64,6 +65,16 @@ def test_examples_in_the_help_can_be_typed() -> None:
             program_name, command_name, *arguments = shlex.split(line)
             assert (program_name, command_name) == (NAME, name)
             found.make_context(name, arguments)
+
+
+def test_the_help_speaks_of_no_option_that_the_command_lacks() -> None:
+    strange = {}
+    for name, found in _commands():
+        context = click.Context(found, info_name=name)
+        options = {word for each in found.get_params(context) for word in (*each.opts, *each.secondary_opts)}
+        strange[name] = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", found.get_help(context))) - options
+    assert strange.pop("work") == {"--array", "--wrap", "--write"}  # of Slurm and of `plan`, in its example
+    assert {name for name, words in strange.items() if words} == set()
 
 
 def test_the_version(transaxle: Transaxle) -> None:

@@ -64,6 +64,12 @@ def test_item_7_a_format_that_is_only_read_is_no_slip(ck: Path, transaxle: Trans
         (("out", "--to", "megatron_torch", "--tensor-model-parallel-size", "2"), "Did you mean '--tp'?"),
         (("out", "--to", "megatron_torch", "--target-tensor-parallel-size", "2"), "Did you mean '--tp'?"),
         (("out", "--to", "torchtitan:dcp"), "The format comes first: dcp:torchtitan"),
+        (("out", "--to", "dcp/torchtitan"), "Did you mean dcp:torchtitan?"),
+        (("out", "--to", "torchtitan, dcp"), "Did you mean dcp:torchtitan?"),
+        (("out", "--to", "hf:torchtitan"), "a format stands before the colon: safetensors:torchtitan"),
+        (("out", "--to", "hf:"), "a format stands before the colon: safetensors:hf"),
+        (("out", "--to", "out.bin"), "the target is the second argument, and --to says what is written there"),
+        (("out", "--to", "./out/"), "the target is the second argument, and --to says what is written there"),
         (("out",), "For example --to hf, --to dcp:torchtitan"),
     ],
     ids=" ".join,
@@ -83,6 +89,8 @@ def test_megatrons_names_in_safetensors_come_with_what_megatron_loads(ck: Path, 
     loads = "--to torch_dist or --to megatron_torch"
     assert loads in transaxle("convert", ck, "out", "--to", "megatron").out
     assert "note:" not in transaxle("convert", ck, "out2", "--to", "safetensors:megatron").out
+    assert "--to dcp:torchtitan" in transaxle("plan", ck, "out3", "--to", "torchtitan").out
+    assert "note:" not in transaxle("plan", ck, "out3", "--to", "dcp:torchtitan").out
     again = transaxle("convert", ck, "out", "--to", "megatron", "--resume")
     assert (again.code, "hashed while written" in again.out, "B/s" in again.out) == (0, False, False)
 

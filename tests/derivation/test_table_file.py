@@ -47,6 +47,7 @@ def test_what_is_there_is_replaced_only_if_that_is_asked_for(
             with pytest.raises(UsageError, match=stays[overwrite]) as caught:
                 write(path, overwrite=overwrite)
             assert (caught.value.code, bool(caught.value.hint)) == ("EXISTS", True)
+            assert there is None or ("=everything" in caught.value.hint) == (len(stays) == 2)
         assert there is None or path.read_text() == there
     else:
         TABLE.save(path, overwrite=overwrite)

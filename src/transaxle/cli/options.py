@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
+from functools import partial, wraps
 from typing import Any
 
 import click
@@ -107,24 +107,31 @@ def _targets() -> list[str]:
     return [*names, *(f"{form}:{name}" for form in writable() for name in names)]
 
 
-_READING = (
-    click.option("--family", metavar="NAME", shell_complete=completing(families),
-                 help="Model family, if it is not recognised."),
-    click.option("--config", metavar="FILE", type=click.Path(), help="Read the model's sizes from this config.json."),
-    click.option("--axis", "axes", metavar="AXIS=SIZE", callback=_axes, multiple=True,
-                 help="Size of one axis, for example g=8. Repeatable."),
-    click.option("--rules", metavar="FILE", type=click.Path(), help="File with families and dialects of your own."),
-    click.option("--from", "dialect", metavar="DIALECT", shell_complete=completing(dialects),
-                 help="Dialect of the source, if it is not recognised."),
-    click.option("--format", metavar="FORMAT", shell_complete=completing(_readable),
-                 help="Format of the source, if a folder holds several."),
-    click.option("--weights", type=click.Choice(["fp32", "lp"]),
-                 help="DeepSpeed, Megatron: read the optimizer's fp32 weights, or the model's own."),
-    click.option("--optimizer/--no-optimizer", default=None,
-                 help="Include the optimizer state, or leave it out.  [default: include it, except with `--to hf`]"),
-    click.option("--average-replicas", "average", is_flag=True, default=None,
-                 help="DeepSpeed only: where replicas differ between ranks, use their mean."),
-)  # fmt: skip
+def _reading_options(optimizer_default: str) -> tuple[Callable[[Callable[..., int]], Callable[..., int]], ...]:
+    """Return the options on how a checkpoint is read.
+
+    Args:
+        optimizer_default: what becomes of the optimizer state where the user says nothing.
+    """
+    return (
+        click.option("--family", metavar="NAME", shell_complete=completing(families),
+                     help="Model family, if it is not recognised."),
+        click.option("--config", metavar="FILE", type=click.Path(),
+                     help="Read the model's sizes from this config.json."),
+        click.option("--axis", "axes", metavar="AXIS=SIZE", callback=_axes, multiple=True,
+                     help="Size of one axis, for example g=8. Repeatable."),
+        click.option("--rules", metavar="FILE", type=click.Path(), help="File with families and dialects of your own."),
+        click.option("--from", "dialect", metavar="DIALECT", shell_complete=completing(dialects),
+                     help="Dialect of the source, if it is not recognised."),
+        click.option("--format", metavar="FORMAT", shell_complete=completing(_readable),
+                     help="Format of the source, if a folder holds several."),
+        click.option("--weights", type=click.Choice(["fp32", "lp"]),
+                     help="DeepSpeed, Megatron: read the optimizer's fp32 weights, or the model's own."),
+        click.option("--optimizer/--no-optimizer", default=None,
+                     help=f"Include the optimizer state, or leave it out.  [default: {optimizer_default}]"),
+        click.option("--average-replicas", "average", is_flag=True, default=None,
+                     help="DeepSpeed only: where replicas differ between ranks, use their mean."),
+    )  # fmt: skip
 
 
 class _Target(click.types.StringParamType):
@@ -197,7 +204,7 @@ _EVERYWHERE = (
 def printing(body: Callable[..., int]) -> Callable[..., int]:
     """Add the options on what is printed, give the command its screen, and print the errors that it raises."""
 
-    @functools.wraps(body)
+    @wraps(body)
     def command(*args: Any, **options: Any) -> int:
         names = ("as_json", "everything", "quiet", "verbose")
         profile = options.pop("profile", None)  # of commands that move bytes
@@ -222,23 +229,28 @@ def printing(body: Callable[..., int]) -> Callable[..., int]:
     return _with(_EVERYWHERE, command)
 
 
-def reading(body: Callable[..., int]) -> Callable[..., int]:
-    """Add the options on how a checkpoint is read; the command gets them as `source_options`, for `open_checkpoint`."""
+def reading(body: Callable[..., int], optimizer_default: str = "include it") -> Callable[..., int]:
+    """Add the options on how a checkpoint is read; the command gets them as `source_options`, for `open_checkpoint`.
 
-    @functools.wraps(body)
+    Args:
+        body: the command.
+        optimizer_default: as for `_reading_options`.
+    """
+
+    @wraps(body)
     def command(*args: Any, axes: dict[str, int], **other_options: Any) -> int:
         names = ("family", "config", "rules", "dialect", "format", "weights", "optimizer", "average")
         source_options = {name: other_options.pop(name) for name in names}
         options_given = {name: value for name, value in source_options.items() if value is not None}
         return body(*args, source_options={**options_given, **({"axes": axes} if axes else {})}, **other_options)
 
-    return _with(_READING, command)
+    return _with(_reading_options(optimizer_default), command)
 
 
 def deriving(body: Callable[..., int]) -> Callable[..., int]:
     """Add the option that derives a missing table, which joins the command's `source_options`. Below `printing`."""
 
-    @functools.wraps(body)
+    @wraps(body)
     def command(
         screen: Screen, *args: Any, src: str, source_options: dict[str, Any], derive: bool, **other_options: Any
     ) -> int:
@@ -261,7 +273,7 @@ def deriving(body: Callable[..., int]) -> Callable[..., int]:
 def planning(body: Callable[..., int]) -> Callable[..., int]:
     """Add the options on what is written; the command gets `degrees`: for which ranks, or None."""
 
-    @functools.wraps(body)
+    @wraps(body)
     def command(*args: Any, **other_options: Any) -> int:
         names = ("tp", "pp", "ep", "make_vocab_size_divisible_by")
         return body(*args, degrees=read_degrees({name: other_options.pop(name) for name in names}), **other_options)
@@ -279,7 +291,7 @@ def decoding(body: Callable[..., int]) -> Callable[..., int]:
     `source_options`.
     """
 
-    @functools.wraps(body)
+    @wraps(body)
     def command(*args: Any, source_options: dict[str, Any], decode: str | None, **other_options: Any) -> int:
         return body(
             *args, source_options={**source_options, "decode": decode} if decode else source_options, **other_options
@@ -294,7 +306,7 @@ def recoding(body: Callable[..., int]) -> Callable[..., int]:
     The command gets `encode`: what to encode, or None.
     """
 
-    @functools.wraps(body)
+    @wraps(body)
     def command(
         *args: Any,
         source_options: dict[str, Any],
@@ -330,7 +342,7 @@ def recoding(body: Callable[..., int]) -> Callable[..., int]:
 def working(body: Callable[..., int]) -> Callable[..., int]:
     """Add the options that limit the use of the machine; the command gets them as `limit`."""
 
-    @functools.wraps(body)
+    @wraps(body)
     def command(*args: Any, jobs: int | None, memory: int | None, **other_options: Any) -> int:
         from transaxle.move.workers import limits
 
@@ -365,6 +377,8 @@ def converting(body: Callable[..., int]) -> Callable[..., int]:
     parts = (
         click.argument("src", type=click.Path()),
         click.argument("dst", type=click.Path()),
-        *(planning, reading, recoding, writing, working, *_DIVIDING, printing, deriving),
+        planning,
+        partial(reading, optimizer_default="include it, except with `--to hf`"),
+        *(recoding, writing, working, *_DIVIDING, printing, deriving),
     )
     return _with(parts, body)

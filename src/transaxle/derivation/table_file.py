@@ -38,15 +38,18 @@ def check_place(path: PathLike, *, overwrite: Overwrite = False) -> None:
         return
     if target.is_dir():
         raise refuse("EXISTS", "this is a folder", file=shown, hint="Name a file in it.")
-    if not overwrite:
-        hint = f"{_ELSEWHERE} with --overwrite (overwrite=True)."
-        raise refuse("EXISTS", "the file already exists", file=shown, hint=hint)
     try:
-        if overwrite != EVERYTHING and target.exists() and not _is_table(target):
-            hint = f'{_ELSEWHERE} anyway: --overwrite={EVERYTHING} (overwrite="{EVERYTHING}").'
-            raise refuse("EXISTS", "the file is not replaced: it is no table", file=shown, hint=hint)
+        is_other = overwrite != EVERYTHING and target.exists() and not (target.is_file() and _is_table(target))
     except OSError as error:
-        raise failed(error, "reading the file that is to be replaced", shown) from error
+        if overwrite:
+            raise failed(error, "reading the file that is to be replaced", shown) from error
+        is_other = True
+    anyway = f'{_ELSEWHERE} anyway: --overwrite={EVERYTHING} (overwrite="{EVERYTHING}").'
+    if not overwrite:
+        hint = anyway if is_other else f"{_ELSEWHERE} with --overwrite (overwrite=True)."
+        raise refuse("EXISTS", "the file already exists", file=shown, hint=hint)
+    if is_other:
+        raise refuse("EXISTS", "the file is not replaced: it is no table", file=shown, hint=anyway)
 
 
 def write_table(text: str, path: PathLike, *, overwrite: Overwrite = False) -> None:

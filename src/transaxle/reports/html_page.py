@@ -241,8 +241,12 @@ def _plain(data: Any) -> Any:
     return value
 
 
-def check_destination(path: str, *, overwrite: bool) -> None:
+def check_destination(path: str, *, overwrite: bool | None) -> None:
     """Refuse a file that cannot be written.
+
+    Args:
+        path: the file.
+        overwrite: a report that is there may be replaced; None: nothing ever is, whatever the user says.
 
     Raises:
         UsageError: EXISTS for a file that is there, unless it is a report that may be replaced.
@@ -260,10 +264,13 @@ def check_destination(path: str, *, overwrite: bool) -> None:
         raise failed(error, "writing the report", path) from error
     if not os.path.lexists(target):
         return
+    is_report = target.is_file() and _is_report(target)
     if not overwrite:
-        hint = "Name another file, or replace it: --overwrite (overwrite=True)."
+        way = "Name another file, or "
+        way += "remove this one." if overwrite is None else "replace it: --overwrite (overwrite=True)."
+        hint = way if is_report else "Name another file."
         raise refuse("EXISTS", "the file already exists", file=path, hint=hint)
-    if not _is_report(target):
+    if not is_report:
         raise refuse(
             "EXISTS", "it exists and is no report, so it is not replaced", file=path, hint="Name another file."
         )

@@ -18,7 +18,7 @@ from transaxle.cli.screen.screen import Screen
 from transaxle.engine.checkpoint.checkpoint import open_checkpoint
 from transaxle.engine.checkpoint.settings import CONFIG
 from transaxle.engine.execute.execute import Report, execute
-from transaxle.engine.execute.preflight import preflight
+from transaxle.engine.execute.preflight import in_order, preflight
 from transaxle.engine.plan.conversion import HUB, Prepared, make_plan, ready
 from transaxle.engine.plan.planned import Plan
 from transaxle.errors import TransaxleError
@@ -104,7 +104,7 @@ def command(
                 with work[0].planned() as prepared:
                     report = _verified(screen, prepared, report, src, dst, source_options, limit)
             return _told(screen, report)
-    with open_checkpoint(src, **source_options) as source:
+    with in_order(src, dst), open_checkpoint(src, **source_options) as source:
         with screen.working("planning"):
             prepared = make_plan(source, to, target=dst, **shaping)
             if work is None:
@@ -167,7 +167,7 @@ class _Shown:
         from transaxle.reports.html_page import check_destination, check_jinja
 
         check_jinja()
-        check_destination(path, overwrite=False)
+        check_destination(path, overwrite=None)
         self.times = FileTimes()
         self._path = path
 

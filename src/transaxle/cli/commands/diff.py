@@ -74,7 +74,7 @@ def command(
         from transaxle.reports.html_page import check_destination, check_jinja
 
         check_jinja()
-        check_destination(report, overwrite=False)
+        check_destination(report, overwrite=None)
     with opened_pair(a, b, source_options) as (first, second):
         with screen.progress(first.container.nbytes, "comparing") as progress:
             measured = numeric or stat or report is not None

@@ -18,7 +18,7 @@ from transaxle.cli.screen.refusals import error_document, print_refusals
 from transaxle.cli.screen.screen import Screen
 from transaxle.engine.checkpoint.checkpoint import open_checkpoint
 from transaxle.engine.checkpoint.settings import settings
-from transaxle.engine.execute.preflight import Cleared, preflight
+from transaxle.engine.execute.preflight import Cleared, in_order, preflight
 from transaxle.engine.facts.fold import fold
 from transaxle.engine.facts.moves import UNCHANGED, rules, words
 from transaxle.engine.plan.conversion import make_plan
@@ -109,12 +109,16 @@ def command(
         )
     if items is not None and path is None and on is None:
         raise click.UsageError("--items needs --write or --on: nothing else is divided")
+    if report is not None:
+        from transaxle.reports.html_page import check_destination
+
+        check_destination(report, overwrite=None)
     stored = None
     if path is not None or on is not None:
         from transaxle.engine.distribute.conversion_order import order
 
         stored = order(src, dst, to, source_options, shaping)
-    with open_checkpoint(src, **source_options) as checkpoint, screen.working("planning"):
+    with in_order(src, dst), open_checkpoint(src, **source_options) as checkpoint, screen.working("planning"):
         planned = make_plan(checkpoint, to, target=dst, **shaping)
         several = stored is not None
         prepared = preflight(planned, dst, overwrite=overwrite, resume=resume, several=several, limit=limit)

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,11 +26,12 @@ from transaxle.engine.plan.conversion import Prepared
 from transaxle.engine.views.cast import CastStorage
 from transaxle.errors import Refusal, TransaxleError, UsageError, Where, gathered
 from transaxle.formats.catalog.catalog import Container
+from transaxle.formats.detect import open_container
 from transaxle.formats.parts.shared_location import shared_staging_at
 from transaxle.formats.remote.url import address, local_path
 from transaxle.formats.staging.location import shown, staging_at, takes_parts
 from transaxle.formats.staging.staging import Staging
-from transaxle.formats.storage.storage import Storage, is_url, layer
+from transaxle.formats.storage.storage import Storage, close, is_url, layer
 from transaxle.move.hashing import digest
 from transaxle.move.journal import Task, refuse_other
 from transaxle.move.workers import Limits, Progress, limits, unwatched
@@ -38,6 +41,43 @@ if TYPE_CHECKING:
     from transaxle.formats.staging.location import Stage
 
 _HINT = "Choose another target; once the new checkpoint is verified, you can remove the old one."
+
+
+@contextmanager
+def in_order(source: object, target: object) -> Iterator[None]:
+    """Let the error of a source that is not there, or is empty, say so where the target is a checkpoint.
+
+    Args:
+        source: path of the source, as typed; of anything else nothing is asked.
+        target: the same of the target.
+    """
+    try:
+        yield
+    except TransaxleError as error:
+        paths = [os.fspath(path) for path in (source, target) if isinstance(path, str | os.PathLike)]
+        if len(paths) < 2 or is_url(paths[0]) or not _is_empty(paths[0]) or not _holds_checkpoint(paths[1]):
+            raise
+        first, *rest = error.refusals
+        meant = f"The source comes first, then the target; here the target, {paths[1]}, holds a checkpoint."
+        raise gathered([replace(first, hint=f"{first.hint} {meant}".strip()), *rest]) from error
+
+
+def _is_empty(path: str) -> bool:
+    """Tell whether nothing is at a path, or a folder without anything in it."""
+    try:
+        return next(Path(path).iterdir(), None) is None
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+
+
+def _holds_checkpoint(path: str) -> bool:
+    try:
+        close(open_container(path).storage)
+    except TransaxleError:
+        return False
+    return True
 
 
 class Cleared(Prepared, frozen=True):

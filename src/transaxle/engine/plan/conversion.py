@@ -26,7 +26,7 @@ from transaxle.engine.plan.model_config import config_notes, rewritten
 from transaxle.engine.plan.planned import OutputTensor, Plan, PlannedTensor, Recoded, routes
 from transaxle.engine.plan.rank_parts import of_ranks, padded
 from transaxle.engine.plan.recoding import buffers_of, components, displaced, recoded, recoding
-from transaxle.engine.plan.target_names import clashing, is_one_file, misnamed, unholdable, without_line
+from transaxle.engine.plan.target_names import clashing, is_one_file, misnamed, parse_to, unholdable, without_line
 from transaxle.engine.plan.training_beside import nesting_of, without_training
 from transaxle.engine.views.cast import casts_of
 from transaxle.engine.views.encode import Encode, choose
@@ -34,12 +34,11 @@ from transaxle.engine.views.encoded import View, describes_tensors
 from transaxle.engine.views.header_metadata import joined, without_notes
 from transaxle.engine.views.param_groups import regrouped
 from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
-from transaxle.families import is_dialect
 from transaxle.formats.builtin_formats import SAFETENSORS
 from transaxle.formats.catalog.catalog import Draft, Entry, Extent, Spec
 from transaxle.formats.dtype import ITEM_BITS, nbytes
 from transaxle.formats.format import Format, uncollected
-from transaxle.formats.registry import builtin, find, get, unknown, writable
+from transaxle.formats.registry import builtin, get, writable
 from transaxle.formats.storage.storage import VirtualFiles, layer
 from transaxle.formats.training_state.full_precision import with_full_precision
 from transaxle.formats.training_state.state import LEFT_BEHIND, MEGATRON, ROOT, RUN
@@ -69,31 +68,6 @@ class Prepared(msgspec.Struct, frozen=True):
 HUB = (SAFETENSORS.name, "hf")
 """Format and dialect of a model on a hub; optimizer state is left out unless asked for. No property of the format, but
 what programs that fetch a model from there expect."""
-
-
-def parse_to(to: str) -> tuple[str, str | None]:
-    """Split `FORMAT[:DIALECT]` or `DIALECT`, which is short for `safetensors:DIALECT`.
-
-    Returns:
-        format and dialect; no dialect means the source's own names.
-
-    Raises:
-        UsageError: AMBIGUOUS for a format that does not exist.
-        Refused: UNSUPPORTED for one that cannot be written.
-    """
-    first, colon, second = to.partition(":")
-    if not colon and (first == IDENTITY or is_dialect(first)):
-        return SAFETENSORS.name, first  # asked first: a dialect that ships is no reason to look for installed formats
-    kind = find(first)
-    if kind is not None and kind.draft:
-        return first, second or None
-    if kind is None and (colon or not first):
-        raise unknown(first, writable(), f"The format comes first: {second}:{first}" if second in writable() else "")
-    if kind is not None:
-        message = f"cannot write format {first!r}; formats that can be written: {', '.join(writable())}"
-        near = next((name for name in writable() if name.startswith(first)), None)
-        raise refuse("UNSUPPORTED", message, hint=f"Did you mean {near}?" if near else "")
-    return SAFETENSORS.name, first
 
 
 def for_hub(to: str) -> bool:
@@ -185,8 +159,11 @@ def _said(checkpoint: Checkpoint, configs: Mapping[str, bytes | None], to: str) 
     """Yield what the target's config does not say, and which formats a framework has beside safetensors."""
     yield from config_notes(checkpoint, configs) if checkpoint.settings.config else ()
     own = {name: kind.dialects for name, kind in builtin().items() if kind.draft and kind.dialects}
+    ways, framework = [f"dcp:{to}"] if to.partition("@")[0] == "torchtitan" else [], "torchtitan"
     if any(to in dialects for dialects in own.values()):
-        yield f"safetensors with the names of {to}; what Megatron loads is written with --to {' or --to '.join(own)}"
+        ways, framework = list(own), "Megatron"
+    if ways:
+        yield f"safetensors with the names of {to}; for what {framework} loads, write --to {' or --to '.join(ways)}"
 
 
 @stage("find tables")

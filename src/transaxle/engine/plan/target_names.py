@@ -7,11 +7,15 @@ pairs are refused wherever they are written. What a target has no place for is t
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 
-from transaxle.errors import Refusal, Where
+from transaxle.engine.checkpoint.recognise import IDENTITY
+from transaxle.errors import Refusal, Where, refuse
+from transaxle.families import is_dialect
 from transaxle.formats import registry
+from transaxle.formats.builtin_formats import SAFETENSORS
 from transaxle.formats.catalog.catalog import Spec
 from transaxle.formats.catalog.sidecar_files import MANIFEST, SCRATCH
 from transaxle.formats.format import Format
@@ -26,6 +30,55 @@ _OTHERS = (
     ".zarr",
 )  # fmt: skip
 _RENAME = "Rename one of them in the source."
+
+
+def parse_to(to: str) -> tuple[str, str | None]:
+    """Split `FORMAT[:DIALECT]` or `DIALECT`, which is short for `safetensors:DIALECT`.
+
+    Returns:
+        format and dialect; no dialect means the source's own names.
+
+    Raises:
+        UsageError: AMBIGUOUS for a format that does not exist, and for what is no name.
+        Refused: UNSUPPORTED for one that cannot be written.
+    """
+    first, colon, second = to.partition(":")
+    if not colon and (first == IDENTITY or is_dialect(first)):
+        return SAFETENSORS.name, first  # asked first: a dialect that ships is no reason to look for installed formats
+    kind = registry.find(first)
+    if kind is not None and kind.draft:
+        return first, second or None
+    if kind is None and (colon or not first):
+        raise registry.unknown(first, registry.writable(), _before_colon(first, second))
+    if kind is not None:
+        message = f"cannot write format {first!r}; formats that can be written: {', '.join(registry.writable())}"
+        near = next((name for name in registry.writable() if name.startswith(first)), None)
+        raise refuse("UNSUPPORTED", message, hint=f"Did you mean {near}?" if near else "")
+    if hint := _no_name(to):
+        raise refuse("AMBIGUOUS", f"{to!r} is neither FORMAT:DIALECT nor one of them", hint=hint)
+    return SAFETENSORS.name, first
+
+
+def _before_colon(first: str, second: str) -> str:
+    """Return what to write instead of two words with a colon, the first of which is no format; empty if unknown."""
+    if second in registry.writable():
+        return f"The format comes first: {second}:{first}"
+    if not is_dialect(first):
+        return ""
+    wanted = second if is_dialect(second) else first
+    return f"{first} is a dialect; a format stands before the colon: {SAFETENSORS.name}:{wanted}"
+
+
+def _no_name(to: str) -> str:
+    """Return what to write instead of a text that can be no name: with another sign than a colon, or a path."""
+    words = re.split(r"[^\w@.-]+", to)
+    if len(words) == 2:
+        for form, label in (words, reversed(words)):
+            if form in registry.writable() and (label == IDENTITY or is_dialect(label)):
+                return f"Did you mean {form}:{label}?"
+    if "/" in to or registry.is_one_file(to):
+        return "This looks like a path: the target is the second argument, and --to says what is written there."
+    return ""
 
 
 def is_one_file(target: str | None) -> bool:

@@ -40,6 +40,7 @@ _COMPARED = 64 << 20
 """Cap on the bytes of a listed file that are compared with the manifest."""
 _SHOWN = 8
 _WAY_OUT = f'--overwrite={EVERYTHING} (overwrite="{EVERYTHING}").'
+ELSEWHERE = "Choose another place."
 _HEAD = 16
 
 
@@ -88,7 +89,7 @@ def irreplaceable(folder: ReplaceableFolder, overwrite: Overwrite) -> tuple[str,
         return "", ""
     files = (name for name, kind in top.items() if kind == "file")
     if not any(name.endswith(MANIFEST) or is_of_checkpoint(name) for name in files) and not any(map(is_step, top)):
-        return "the folder does not hold a checkpoint", "Choose another place."
+        return "the folder does not hold a checkpoint", ELSEWHERE
     foreign = [] if overwrite == EVERYTHING else strangers(folder)
     if not foreign:
         return "", ""
@@ -97,6 +98,18 @@ def irreplaceable(folder: ReplaceableFolder, overwrite: Overwrite) -> tuple[str,
     verb = "belongs" if len(foreign) == 1 else "belong"
     reason = f"{shown}{rest} {verb} to no checkpoint, and would be deleted with the checkpoint in that folder"
     return reason, f"Move these files elsewhere, or replace everything: {_WAY_OUT}"
+
+
+def when_kept(reason: str, hint: str) -> tuple[str, str]:
+    """Return what an error adds about a target that exists and was not to be replaced, and its hint.
+
+    Args:
+        reason: why it must stay even if it is to be replaced; empty if it may be.
+        hint: what goes with the reason.
+    """
+    if not reason:
+        return "", "Choose another place, or replace it with --overwrite (overwrite=True)."
+    return f", and overwriting it would be refused: {reason}", hint
 
 
 def strangers(folder: ReplaceableFolder) -> list[str]:

@@ -12,14 +12,23 @@ import os
 import re
 import shutil
 import stat
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from transaxle.arguments import Overwrite, read_overwrite
-from transaxle.errors import refuse
+from transaxle.errors import TransaxleError, refuse
 from transaxle.formats.catalog.sidecar_files import SCRATCH
 from transaxle.formats.registry import is_one_file
-from transaxle.formats.staging.belongings import LocalFolder, head_of, irreplaceable, replaced_file
+from transaxle.formats.staging.belongings import (
+    ELSEWHERE,
+    LocalFolder,
+    head_of,
+    irreplaceable,
+    replaced_file,
+    when_kept,
+)
 from transaxle.formats.staging.syscalls import exchange, rename_new
 from transaxle.formats.storage.local import unexpanded
 from transaxle.formats.storage.os_errors import failed
@@ -34,7 +43,7 @@ OURS = re.compile(rf"\.(.+)\.transaxle-({PARTIAL}|{OLD})", re.DOTALL)
 """Name of a hidden neighbour: groups are the target's name and the suffix."""
 _LONGEST = 200
 """Cap on the bytes of a name that our suffix still fits within the 255 of file systems."""
-_REPLACE = "Choose another place, or replace it with --overwrite (overwrite=True)."
+_EXISTS = "the target already exists"
 
 
 class TargetPlace:
@@ -99,8 +108,9 @@ class TargetPlace:
         if not os.path.lexists(self.typed if not self._overwrite else self.target):
             return
         if not self._overwrite:
-            raise refuse("EXISTS", "the target already exists", file=self.typed, hint=_REPLACE + beside)
-        self._refuse(*self._irreplaceable())
+            reason, hint = self._if_overwritten(self._irreplaceable)
+            raise refuse("EXISTS", f"{_EXISTS}{reason}", file=self.typed, hint=hint + beside)
+        self._refuse(*self._irreplaceable(self._overwrite))
 
     def recover(self) -> None:
         """Put back the checkpoint that a run moved aside before it died while replacing it."""
@@ -132,10 +142,9 @@ class TargetPlace:
         elif self._overwrite:
             self._refuse(*irreplaceable(LocalFolder(self.old), self._overwrite))
         else:
-            message = (
-                f"the target already exists: {self.old}, left by a run that died while replacing it, will be put back"
-            )
-            raise refuse("EXISTS", message, file=self.typed, hint=_REPLACE)
+            _, hint = self._if_overwritten(partial(irreplaceable, LocalFolder(self.old)))
+            message = f"{_EXISTS}: {self.old}, left by a run that died while replacing it, will be put back"
+            raise refuse("EXISTS", message, file=self.typed, hint=hint)
 
     def check_writable(self) -> None:
         """Check that files can be created beside the target.
@@ -181,23 +190,35 @@ class TargetPlace:
         if reason:
             raise refuse("EXISTS", f"the target is not replaced: {reason}", file=self.typed, hint=hint)
 
-    def _irreplaceable(self) -> tuple[str, str]:
-        """Return why an existing target must stay, and a hint; two empty texts if it may be replaced."""
-        elsewhere = "Choose another place."
+    def _if_overwritten(self, look: Callable[[Overwrite], tuple[str, str]]) -> tuple[str, str]:
+        """Return why `--overwrite` would not do either, to follow a message, and a hint that names only what would.
+
+        Args:
+            look: what says why a target must stay, as `irreplaceable`.
+        """
         try:
+            return when_kept(*look(True))
+        except (OSError, TransaxleError):
+            return when_kept("it cannot be examined", ELSEWHERE)
+
+    def _irreplaceable(self, overwrite: Overwrite) -> tuple[str, str]:
+        """Return why an existing target must stay, and a hint; two empty texts if it may be replaced."""
+        try:
+            if not os.path.lexists(self.target):  # a link that leads nowhere yet
+                return "", ""
             mode = os.lstat(self.target).st_mode
             if self.single:
                 if not stat.S_ISREG(mode):
-                    return "it is not a regular file", elsewhere
-                return replaced_file(self.target.name, head_of(self.target), self._overwrite)
+                    return "it is not a regular file", ELSEWHERE
+                return replaced_file(self.target.name, head_of(self.target), overwrite)
             if not stat.S_ISDIR(mode):
-                return "it is a file, but a folder is to be written", elsewhere
+                return "it is a file, but a folder is to be written", ELSEWHERE
             current = Path.cwd()
             if self.target == current or self.target in current.parents:
-                return "it is the current folder, or contains it", elsewhere
+                return "it is the current folder, or contains it", ELSEWHERE
             if self.target.is_mount():
-                return "a file system is mounted there; use a folder inside it", elsewhere
-            return irreplaceable(LocalFolder(self.target), self._overwrite)
+                return "a file system is mounted there; use a folder inside it", ELSEWHERE
+            return irreplaceable(LocalFolder(self.target), overwrite)
         except OSError as error:
             raise failed(error, "reading its status", self.typed) from error
 

@@ -25,11 +25,13 @@ from transaxle.formats.registry import holds_tensors, is_one_file, opens_checkpo
 from transaxle.formats.remote.multipart import complete_stream
 from transaxle.formats.remote.service import FILE, Info, Service, Stream
 from transaxle.formats.staging.belongings import (
+    ELSEWHERE,
     RemoteFolder,
     irreplaceable,
     remote_head_of,
     replaced_file,
     several_files,
+    when_kept,
 )
 from transaxle.formats.storage.storage import checked_parts
 
@@ -262,17 +264,20 @@ class Upload:
         if info is None:
             return
         if not self._overwrite:
-            hint = "Choose another place, or replace it with --overwrite (overwrite=True)."
-            raise refuse("EXISTS", "the target already exists", file=self._shown, hint=hint)
-        if info.get("type") != FILE:
-            reason, hint = irreplaceable(RemoteFolder(self._service), self._overwrite)
-        elif self._single:
-            head = remote_head_of(self._service, int(info.get("size") or 0))
-            reason, hint = replaced_file(self._single, head, self._overwrite)
-        else:
-            reason, hint = "the target is a file, but a folder is to be written", "Choose another place."
+            reason, hint = when_kept(*self._irreplaceable(info, overwrite=True))
+            raise refuse("EXISTS", f"the target already exists{reason}", file=self._shown, hint=hint)
+        reason, hint = self._irreplaceable(info, self._overwrite)
         if reason:
             raise refuse("EXISTS", f"the target is not replaced: {reason}", file=self._shown, hint=hint)
+
+    def _irreplaceable(self, info: Info, overwrite: Overwrite) -> tuple[str, str]:
+        """Return why an existing target must stay, and a hint; two empty texts if it may be replaced."""
+        if info.get("type") != FILE:
+            return irreplaceable(RemoteFolder(self._service), overwrite)
+        if self._single:
+            head = remote_head_of(self._service, int(info.get("size") or 0))
+            return replaced_file(self._single, head, overwrite)
+        return "the target is a file, but a folder is to be written", ELSEWHERE
 
     def _delete_old(self) -> None:
         start = f"{self._service.path}/"

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import stat
 import weakref
 from collections.abc import Sequence
@@ -39,6 +40,9 @@ _KINDS = {
 _SNAPSHOTS, _BLOBS = "snapshots", "blobs"
 _BLOCK = 1 << 20
 
+_ALMOST_URL = re.compile(r"(hf|s3|gs|gcs|az|abfs):/?([^/].*)")
+_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+"""A name as hubs have them, `OWNER/NAME`."""
 _HOLD = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
 _REPLACED = "the checkpoint was replaced while it was open"
 _CHANGED = "the file was changed while the checkpoint was open"
@@ -295,13 +299,17 @@ def _kind_of(path: str) -> int:
 
 
 def _similar(path: str) -> str:
-    """Suggest the path beside a missing one whose name is closest; empty if none is close."""
+    """Suggest what a missing path may mean: a URL with a slash too few, the closest name beside it, a repository."""
     if at_home := unexpanded(path):
         return at_home
+    if slip := _ALMOST_URL.fullmatch(path):
+        return f"Did you mean {slip[1]}://{slip[2]}?"
     missing = Path(path)
     try:
         beside = [entry.name for entry in missing.parent.iterdir()]
     except OSError:
+        if _REPOSITORY.fullmatch(path):
+            return f"If it is a repository of a hub, write hf://{path}."
         return f"{missing.parent} does not exist either." if missing.parent.name else ""
     close = difflib.get_close_matches(missing.name, beside, n=1)
     return f"Did you mean {missing.parent / close[0]}?" if close else ""

@@ -24,7 +24,8 @@ from transaxle.arguments import (
 )
 from transaxle.engine.checkpoint.recognise import IDENTITY, pick_dialect, pick_family
 from transaxle.engine.checkpoint.settings import LONGEST_TABLE, model_config, settings
-from transaxle.engine.plan.conversion import SHARD_SIZE, parse_to
+from transaxle.engine.plan.conversion import SHARD_SIZE
+from transaxle.engine.plan.target_names import parse_to
 from transaxle.errors import refuse
 from transaxle.formats.staging.location import on_this_machine
 from transaxle.formats.storage.local import read_file
