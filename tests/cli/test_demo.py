@@ -42,4 +42,6 @@ def test_the_demo_keeps_its_files_if_told_so(here: Path) -> None:
 @pytest.mark.parametrize("path", ["file/tour"])
 def test_a_folder_that_cannot_be_made(path: str, here: Path) -> None:
     Path("file").write_text("")
-    assert process("demo", "--keep", path).code == 4
+    outcome = process("demo", "--keep", path)
+    assert (outcome.code, "making the folder" in outcome.err) == (4, True)
+    assert [each.name for each in here.iterdir()] == ["file"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import re
 import shutil
 from collections.abc import Callable
@@ -201,6 +202,57 @@ def test_places_the_other_way_round(command: str, exists: bool, ck: Path, transa
     assert "comes first" not in transaxle(command, "out/", "nothing", "--to", "hf").err
     with pytest.raises(tx.TransaxleError, match="The source comes first"):
         getattr(tx, command)("out/", ck, to="hf")
+
+
+def _cache(ck: Path, revision: str = "0123abcd") -> Path:
+    """Make the cache of a hub: links in `snapshots` to files without names in `blobs`."""
+    cache = ck.parent / "models--me--mine"
+    (snapshot := cache / "snapshots" / revision).mkdir(parents=True)
+    (cache / "blobs").mkdir()
+    for number, file in enumerate(sorted(ck.iterdir())):
+        shutil.copy(file, cache / "blobs" / f"{number:040x}")
+        (snapshot / file.name).symlink_to(f"../../blobs/{number:040x}")
+    return snapshot
+
+
+def test_the_cache_of_a_hub_is_read_where_its_versions_are(ck: Path, transaxle: Transaxle) -> None:
+    snapshot = _cache(ck)
+    assert transaxle("convert", snapshot, "out", "--to", "dcp:torchtitan").code == 0
+    outcome = transaxle("ls", "models--me--mine")
+    assert (outcome.code, "models--me--mine/snapshots/0123abcd." in outcome.err) == (REFUSED, True)
+
+
+def test_files_that_are_no_checkpoint_say_what_to_give(ck: Path, transaxle: Transaxle) -> None:
+    Path("models").mkdir()
+    for name in ("model.gguf", "arrays.npz", "model.onnx", "models/model.gguf"):
+        Path(name).write_bytes(b"GGUF")
+    for path in ("model.gguf", "arrays.npz", "model.onnx", "models"):
+        outcome = transaxle("ls", path)
+        assert outcome.code == REFUSED
+        assert "are not read" in outcome.err
+        assert "Give the checkpoint that it was made from, or save its tensors as safetensors." in outcome.err
+        assert "--format" not in outcome.err
+    assert f"Give the folder: {ck}\n" in transaxle("ls", ck / "config.json").err
+    assert "--format safetensors" in transaxle("ls", __file__).err
+    Path("alone.bin").write_bytes(pickle.dumps([1]))
+    assert "save its tensors with torch.save" in transaxle("ls", "alone.bin").err
+
+
+def test_sizes_that_are_given_wrongly_are_blamed_first(ck: Path, transaxle: Transaxle) -> None:
+    outcome = transaxle("plan", ck, "out", "--to", "torchtitan", "--axis", "g=3")
+    assert (outcome.code, "Correct --axis and --config, if you gave them." in outcome.out) == (REFUSED, True)
+    Path("empty").mkdir()
+    outcome = transaxle("plan", ck, "out", "--to", "torchtitan", "--config", "empty")
+    assert (outcome.code, "empty/config.json\n      no such file" in outcome.err) == (MACHINE, True)
+
+
+@pytest.mark.parametrize(
+    ("target", "way"),
+    [("ck", "you can remove the old one"), ("ck/out", "a folder beside it"), (".", "does not contain it")],
+)
+def test_a_target_in_or_around_the_source(target: str, way: str, ck: Path, transaxle: Transaxle) -> None:
+    outcome = transaxle("convert", ck, target, "--to", "hf", "--overwrite")
+    assert (outcome.code, way in outcome.err, "--overwrite" in outcome.err) == (USAGE, True, False)
 
 
 @pytest.mark.parametrize(

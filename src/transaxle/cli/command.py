@@ -39,7 +39,21 @@ _ELSEWHERE = {
     for name in names
     for before in ("", "target-")
     for after in ("", "-size", "-degree")
-} | {"--target": "--to", "--to-format": "--to", "--target-format": "--to", "--target-dialect": "--to"}
+} | {
+    f"--{name}": ours
+    for ours, names in {
+        "--to": ("target", "to-format", "target-format", "target-dialect", "output-format"),
+        "--from": ("dialect", "from-dialect", "source-dialect"),
+        "--as": ("to",),
+        "--format": ("source-format", "from-format", "input-format"),
+        "--axis": ("axes",),
+        "--overwrite": ("force",),
+        "--shard-size": ("max-shard-size",),
+        "--dtype": ("torch-dtype", "precision"),
+        "--jobs": ("workers", "num-workers", "threads"),
+    }.items()
+    for name in names
+}
 """Options of other programs -> ours."""
 
 

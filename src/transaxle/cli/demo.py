@@ -21,6 +21,7 @@ from transaxle.cli.screen.screen import Screen
 from transaxle.engine.facts.moves import RENAMED, UNCHANGED, rules, words
 from transaxle.errors import refuse
 from transaxle.extras import install
+from transaxle.formats.storage.os_errors import failed
 
 _SIZES = {
     "vocab_size": 56,
@@ -85,7 +86,7 @@ def command(screen: Screen, keep: str | None) -> int:
         except FileExistsError:
             raise refuse("EXISTS", "the folder already exists", file=keep, hint="Choose another folder.") from None
         except OSError as error:
-            raise refuse("IO", error.strerror or str(error), file=keep) from None
+            raise failed(error, "making the folder", keep) from None
         return _run(screen, folder, shown=f"{keep.rstrip('/')}/")
 
 

@@ -7,6 +7,7 @@ the user is asked.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
@@ -21,7 +22,7 @@ from transaxle.formats.catalog.checksums import witnessed
 from transaxle.formats.catalog.sidecar_files import MANIFEST, SCRATCH, STATE_FOLDER
 from transaxle.formats.format import INDEX, Clue, Folder, Format
 from transaxle.formats.newest_step import check_newest, listed
-from transaxle.formats.registry import builtin, every_format, find, installed, one_file_ends, unknown
+from transaxle.formats.registry import builtin, every_format, find, installed, one_file_ends, unknown, unread_end
 from transaxle.formats.staging.location import storage_at
 from transaxle.formats.storage.storage import Storage, is_url, too_long
 
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
 
 _SHARD = re.compile(r".*-(\d+)-of-(\d+)")
 _LOOKED_INTO = 50
+_SNAPSHOTS = "snapshots"
+"""Folder in the cache of a hub, with a folder for each version."""
+_ORIGIN = "Give the checkpoint that it was made from, or save its tensors as safetensors."
 _WRITTEN_AS = re.compile(rb'\{\s*"transaxle":\s*\d+,\s*"format":\s*"([A-Za-z0-9_.+-]{1,100})"')
 """How our manifests begin: the rest, which may be long, is not read."""
 _LONGEST_BEGINNING = 512
@@ -204,11 +208,7 @@ def _nothing(folder: Folder, wanted: Format | None) -> TransaxleError:
     storage = folder.storage
     what = f"no {wanted.name} checkpoint" if wanted else "no checkpoint"
     if storage.single:
-        # Files of any name are given that are safetensors; those of other formats keep their endings.
-        hint = f"If you know its format, give it: --format {SAFETENSORS.name}." if not wanted else ""
-        return refuse(
-            "UNSUPPORTED", f"{what}: the file's name does not tell a known format", file=storage.path, hint=hint
-        )
+        return _no_file(storage.path, what, wanted)
     if wanted is None or wanted.newest:
         for kind in every_format():
             check_newest(folder, kind.newest)
@@ -220,16 +220,41 @@ def _nothing(folder: Folder, wanted: Format | None) -> TransaxleError:
         return refuse("INCOMPLETE", message, file=DCP_METADATA, hint=hint)
     names = [*folder.names, *(f"{name}/" for name in folder.folders)]
     path = storage.path.rstrip("/")
-    others = [name for name in folder.folders if name != STATE_FOLDER]
+    others = [name for name in folder.folders if name not in (STATE_FOLDER, _SNAPSHOTS)]
+    if _SNAPSHOTS in folder.folders:  # the cache of a hub, of which the other folders hold files without names
+        others = [f"{_SNAPSHOTS}/{name}" for name in storage.listing(_SNAPSHOTS).folders]
     deeper = [f"{path}/{name}" for name in others[:_LOOKED_INTO] if _holds_one(storage, name, wanted)]
     hint = ""
     if deeper:
         hint = f"There is one in {listed(deeper)}."
+    elif wanted is None and (ends := sorted(set(filter(None, map(unread_end, folder.names))))):
+        hint = f"Files that end in {listed(ends)} are not read. {_ORIGIN}"
     elif wanted is None:
         kinds = listed([kind.name for kind in every_format()])
         hint = f"Give the file or folder that holds the tensors; these are read: {kinds}."
     message = f"{what} here; found {listed(names) or 'nothing'}"
     return refuse("UNSUPPORTED", message, file=storage.path, hint=hint)
+
+
+def _no_file(path: str, what: str, wanted: Format | None) -> TransaxleError:
+    """Refuse a file whose name is not that of a checkpoint."""
+    if wanted is not None:
+        hint = ""
+    elif end := unread_end(path):
+        return refuse("UNSUPPORTED", f"{what}: files that end in {end} are not read", file=path, hint=_ORIGIN)
+    elif not is_url(path) and _is_checkpoint(around := os.path.dirname(path) or "."):  # noqa: PTH120 - as typed
+        hint = f"Give the folder: {around}"
+    else:  # files of any name are given that are safetensors; those of other formats keep their endings
+        hint = f"If it is a safetensors file all the same, say so: --format {SAFETENSORS.name}."
+    return refuse("UNSUPPORTED", f"{what}: the file's name does not tell a known format", file=path, hint=hint)
+
+
+def _is_checkpoint(path: str) -> bool:
+    storage = storage_at(path)
+    try:
+        return _holds_one(storage, "", None)
+    finally:
+        storage.close()
 
 
 def _holds_one(storage: Storage, inside: str, wanted: Format | None) -> bool:

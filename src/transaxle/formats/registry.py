@@ -128,6 +128,11 @@ def foreign_ends() -> tuple[str, ...]:
     return (*(end for kind in builtin().values() for end in kind.parts), *_FOREIGN)
 
 
+def unread_end(name: str) -> str:
+    """Return the end of the name of a file with tensors that no format here reads; empty for other names."""
+    return next((end for end in _FOREIGN if name.lower().endswith(end)), "")
+
+
 def holds_tensors(name: str) -> bool:
     """Tell whether a file of this name holds tensors, in whatever format."""
     lower = name.lower()

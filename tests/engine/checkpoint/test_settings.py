@@ -46,7 +46,14 @@ def test_files_that_the_system_makes_up_are_read(tmp_path: Path) -> None:
     assert caught.value.code == "CORRUPT"
 
 
-@pytest.mark.parametrize("kind", ["FIFO", "socket", "device", "folder"])
+def test_of_a_folder_its_config_is_meant(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match=r"config\.json\n +no such file"):
+        as_config(tmp_path)
+    with pytest.raises(Refused, match="this is a folder, not a regular file"):
+        as_rules(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["FIFO", "socket", "device"])
 def test_rules_and_configs_that_are_no_regular_files_are_refused(
     tmp_path: Path, kind: str, read: Read, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -57,10 +64,8 @@ def test_rules_and_configs_that_are_no_regular_files_are_refused(
     elif kind == "socket":
         with socket.socket(socket.AF_UNIX) as bound:
             bound.bind(str(path))
-    elif kind == "device":
-        path.symlink_to("/dev/zero")
     else:
-        path.mkdir()
+        path.symlink_to("/dev/zero")
     with pytest.raises(Refused, match=f"this is a {kind}, not a regular file") as caught:
         read(path)
     assert (caught.value.code, caught.value.where.file) == ("UNSUPPORTED", "special")

@@ -19,7 +19,8 @@ Shape = tuple[int, ...]
 """Elements along each dim."""
 
 _NOT_ITS_TABLE = (
-    "If the config is this model's own, the table does not fit it: correct its axes, and give it with --rules (rules=)."
+    "Correct --axis and --config, if you gave them. If the config is this model's own, the table does not fit it: "
+    "correct its axes, and give it with --rules (rules=)."
 )
 
 

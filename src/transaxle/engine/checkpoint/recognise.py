@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from transaxle.arguments import read_text
 from transaxle.axes.layout.bind import Bound, bind, group, score, split_slot
 from transaxle.axes.notation.family import Dialect, Family, Sizes
 from transaxle.axes.notation.name import skeleton
@@ -97,7 +98,7 @@ def pick_dialect(family: Family, label: str, formats: Sequence[str] = ()) -> Dia
     Raises:
         UsageError: AMBIGUOUS, listing the dialects there are.
     """
-    match = family.dialect(label)
+    match = family.dialect(read_text("dialect", label, "hf"))
     if match is None:
         names = [*family.labels, *(d.name for d in family.dialects), IDENTITY]
         usual = [name for name in (CALLED.get(label.lower()),) if name in (*names, *formats)]
@@ -288,7 +289,7 @@ def _nothing(
     model = f" (config.json has model_type {types[0]!r})" if types and (candidates or dialect) else ""
     ways = _ways(types)
     # One name in twenty is like one of almost any table; half of them are not.
-    known = closest and 2 * close[closest] >= len(samples)
+    known = samples and closest and 2 * close[closest] >= len(samples)
     hint = f"Closest: {closest}; if it is not that, {ways}" if known else _sentence(ways)
     return refuse("UNKNOWN_FAMILY", f"{wanted} of the tensor names: {first_names}{model}", hint=hint)
 

@@ -27,6 +27,7 @@ from transaxle.formats.storage.storage import Storage
 CONFIG = "config.json"
 LONGEST_CONFIG = 8 << 20
 """Cap on the bytes of a config; those that list every quantized layer have some hundred thousand."""
+_AXES = "`transaxle info PATH` lists the axes of a checkpoint, each with its size: --axis takes these names."
 LONGEST_TABLE = 1 << 18
 """Cap on the bytes of a rules file; the longest that ships has seven thousand."""
 
@@ -128,7 +129,7 @@ def settings(
         known = {axis for entry in families.everything.entries.values() for axis in entry.axes}
     for axis in given:
         if axis not in known:
-            raise refuse("UNKNOWN_AXIS", f"no family has an axis {axis!r}", hint=f"Axes: {', '.join(sorted(known))}.")
+            raise refuse("UNKNOWN_AXIS", f"no family has an axis {axis!r}", hint=_AXES)
     return Settings(
         read_optional_text("format", format, "safetensors"),
         read_optional_text("family", family, "qwen3_moe"),
@@ -156,11 +157,10 @@ def model_config(given: Config | None) -> Mapping[str, Any] | None:
 
 
 def _file_of(config: str | Mapping[str, Any] | None) -> str | Mapping[str, Any] | None:
-    """Return the config.json of a folder that has one; anything else is what it is."""
+    """Return the path of the config.json of a folder; anything else is what it is."""
     if not isinstance(config, str):
         return config
-    inside = Path(config, CONFIG)
-    return str(inside) if inside.exists() else config
+    return str(Path(config, CONFIG)) if Path(config).is_dir() else config
 
 
 def _text(path: str, most: int) -> str:

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from transaxle.formats.staging.location import Stage
 
 _HINT = "Choose another target; once the new checkpoint is verified, you can remove the old one."
+_BESIDE = "Choose a target outside of the source, such as a folder beside it."
+_WITHOUT = "Choose a target that does not contain it, such as a new folder."
 
 
 @contextmanager
@@ -249,10 +251,10 @@ def refuse_together(checkpoint: Checkpoint, target: str) -> None:
     """
     found = list(dict.fromkeys(_reasons(checkpoint, target)))
     if found:
-        raise gathered(Refusal("EXISTS", reason, Where(target), _HINT) for reason in found)
+        raise gathered(Refusal("EXISTS", reason, Where(target), hint) for reason, hint in found)
 
 
-def _reasons(checkpoint: Checkpoint, target: str) -> Iterator[str]:
+def _reasons(checkpoint: Checkpoint, target: str) -> Iterator[tuple[str, str]]:
     container = checkpoint.container
     yield from _meeting("source", checkpoint.path, container, target)
     adapter = _adapter(container.storage)
@@ -263,11 +265,11 @@ def _reasons(checkpoint: Checkpoint, target: str) -> Iterator[str]:
         target_path = Path(os.path.realpath(there))
         for name in checkpoint.settings.files:
             if target_path in (named := Path(os.path.realpath(name)), *named.parents):
-                yield f"the target contains {name}, which would be deleted"
+                yield f"the target contains {name}, which would be deleted", _WITHOUT
 
 
-def _meeting(what: str, path: str, container: Container, target: str) -> Iterator[str]:
-    """Yield why a target is not apart from what is read.
+def _meeting(what: str, path: str, container: Container, target: str) -> Iterator[tuple[str, str]]:
+    """Yield why a target is not apart from what is read, each with what to do.
 
     Args:
         what: what it is called, `source` or `adapter`.
@@ -282,33 +284,33 @@ def _meeting(what: str, path: str, container: Container, target: str) -> Iterato
         return
     target_path, path_read = Path(os.path.realpath(there)), Path(os.path.realpath(here))
     if _same(path_read, target_path):
-        yield f"the target is the {what} {path} itself, which is never changed"
+        yield f"the target is the {what} {path} itself, which is never changed", _HINT
     elif path_read.is_dir() and any(_same(path_read, above) for above in target_path.parents):
-        yield f"the target lies inside the {what} {path}, which is never changed"
+        yield f"the target lies inside the {what} {path}, which is never changed", _BESIDE
     elif any(_same(target_path, above) for above in path_read.parents):
-        yield f"the target contains the {what} {path}, which would be deleted"
+        yield f"the target contains the {what} {path}, which would be deleted", _WITHOUT
     else:
         yield from _files(what, container, path_read, target_path)
 
 
-def _files(what: str, container: Container, path: Path, target: Path) -> Iterator[str]:
+def _files(what: str, container: Container, path: Path, target: Path) -> Iterator[tuple[str, str]]:
     """Yield a reason for the first file of what is read that the target holds through a link."""
     folder = path if path.is_dir() else path.parent
     for name in (*container.files, *container.carried):
         file = Path(os.path.realpath(folder / name))
         if _same(target, file) or target in file.parents:
-            yield f"the {what}'s {name} is a link to {file}, which would be replaced"
+            yield f"the {what}'s {name} is a link to {file}, which would be replaced", _WITHOUT
             return
 
 
-def _remote(what: str, path: str, target: str) -> Iterator[str]:
+def _remote(what: str, path: str, target: str) -> Iterator[tuple[str, str]]:
     here, there = address(path), address(target)
     if here == there:
-        yield f"the target is the {what} {path} itself, which is never changed"
+        yield f"the target is the {what} {path} itself, which is never changed", _HINT
     elif there.startswith(f"{here}/"):
-        yield f"the target lies inside the {what} {path}, which is never changed"
+        yield f"the target lies inside the {what} {path}, which is never changed", _BESIDE
     elif here.startswith(f"{there}/"):
-        yield f"the target contains the {what} {path}, which would be deleted"
+        yield f"the target contains the {what} {path}, which would be deleted", _WITHOUT
 
 
 def _here(path: str) -> str | None:

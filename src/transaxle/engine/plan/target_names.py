@@ -29,6 +29,7 @@ _OTHERS = (
     ".ptd", ".pte", ".rten", ".tensors", ".tmp", ".torch", ".torchscript", ".txt", ".weights", ".yaml", ".yml",
     ".zarr",
 )  # fmt: skip
+_PLACE = "This looks like a place: the target is the second argument, and --to says what is written there."
 _RENAME = "Rename one of them in the source."
 
 
@@ -63,6 +64,10 @@ def _before_colon(first: str, second: str) -> str:
     """Return what to write instead of two words with a colon, the first of which is no format; empty if unknown."""
     if second in registry.writable():
         return f"The format comes first: {second}:{first}"
+    if second.startswith("//"):
+        return _PLACE
+    if not first and is_dialect(second):
+        return f"Did you mean {second}?"
     if not is_dialect(first):
         return ""
     wanted = second if is_dialect(second) else first
@@ -77,7 +82,7 @@ def _no_name(to: str) -> str:
             if form in registry.writable() and (label == IDENTITY or is_dialect(label)):
                 return f"Did you mean {form}:{label}?"
     if "/" in to or registry.is_one_file(to):
-        return "This looks like a path: the target is the second argument, and --to says what is written there."
+        return _PLACE
     return ""
 
 

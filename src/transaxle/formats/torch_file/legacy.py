@@ -70,7 +70,8 @@ def _head(window: FileWindow, data: bytes, *, complete: bool) -> Head:
         return pickled.value
 
     if following("magic number") != MAGIC:
-        raise window.unsupported("the file is a pickle, but not one that torch wrote")
+        hint = "Load it with the program that wrote it, and save its tensors with torch.save or as safetensors."
+        raise window.unsupported("the file is a pickle, but not one that torch wrote", hint)
     if following("protocol version") != _PROTOCOL:
         raise window.corrupt(f"the protocol version is not {_PROTOCOL}")
     system = following("system")

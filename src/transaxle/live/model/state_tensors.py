@@ -195,7 +195,9 @@ def _check(state: object) -> None:
     """Refuse what is neither model nor state dict."""
     if not isinstance(state, nn.Module | Mapping):
         hint = "Give a torch.nn.Module, or a mapping of names to tensors."
-        raise refuse("UNSUPPORTED", f"a {type(state).__name__} is neither a model nor a state dict", hint=hint)
+        raise refuse(
+            "UNSUPPORTED", f"this is neither a model nor a state dict, but of type {type(state).__name__}", hint=hint
+        )
 
 
 def _quantized(model: nn.Module) -> dict[str, torch.Tensor]:
