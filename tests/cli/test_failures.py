@@ -255,6 +255,12 @@ def test_a_target_in_or_around_the_source(target: str, way: str, ck: Path, trans
     assert (outcome.code, way in outcome.err, "--overwrite" in outcome.err) == (USAGE, True, False)
 
 
+def test_a_degree_that_does_not_divide_is_told_once_with_the_axis(ck: Path, transaxle: Transaxle) -> None:
+    outcome = transaxle("plan", ck, "out", "--to", "megatron_torch", "--tp", "3")
+    assert (outcome.code, "g: 2 (64 positions) does not divide over 3 ranks" in outcome.out) == (REFUSED, True)
+    assert "the table has no line for it" not in outcome.out
+
+
 @pytest.mark.parametrize(
     ("path", "meant"),
     [

@@ -95,7 +95,9 @@ def test_megatrons_names_in_safetensors_come_with_what_megatron_loads(ck: Path, 
     loads = "--to torch_dist or --to megatron_torch"
     assert loads in transaxle("convert", ck, "out", "--to", "megatron").out
     assert "note:" not in transaxle("convert", ck, "out2", "--to", "safetensors:megatron").out
-    assert "--to dcp:torchtitan" in transaxle("plan", ck, "out3", "--to", "torchtitan").out
+    assert "what torchtitan loads, write --to dcp:torchtitan" in transaxle("plan", ck, "out3", "--to", "torchtitan").out
+    assert "what vLLM loads, write --to hf" in transaxle("plan", ck, "out3", "--to", "vllm").out
+    assert "note:" not in transaxle("plan", ck, "out3", "--to", "transformers").out  # from_pretrained takes them
     assert "note:" not in transaxle("plan", ck, "out3", "--to", "dcp:torchtitan").out
     again = transaxle("convert", ck, "out", "--to", "megatron", "--resume")
     assert (again.code, "hashed while written" in again.out, "B/s" in again.out) == (0, False, False)

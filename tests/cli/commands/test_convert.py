@@ -272,6 +272,14 @@ def test_state_of_an_optimizer_that_is_left_behind_is_one_line(transaxle: Transa
         assert "exp_avg" in transaxle(verb, "run", f"all-{verb}", "--to", "hf", "--all").out
 
 
+def test_what_megatrons_modules_save_beside_tensors_is_one_line(ck: Path, transaxle: Transaxle) -> None:
+    assert transaxle("convert", ck, "mine", "--to", "torch_dist").code == 0
+    short, long = (transaxle("plan", "mine", "out", "--to", "hf", *more).out for more in ((), ("--all",)))
+    assert short.count("_extra_state") == 1
+    assert "left behind: _extra_state of 10 modules (--all lists them)" in short
+    assert long.count("._extra_state") == 10
+
+
 def test_a_model_of_a_hub_without_a_config_says_what_is_missing(ck: Path, transaxle: Transaxle) -> None:
     said = (
         "  no config.json goes along, since the source has none (--config gives one); "

@@ -124,7 +124,8 @@ def share_out(expression: Expression, cuts: Sequence[Cuttable], sizes: Mapping[s
             rows = size(renamed, {**known, **rest}) // (1 if rest else ranks)
             positions = None if total % ranks else _along(renamed, cut.axes, known, [rows] * ranks)
             if positions is None:
-                message = f"{expression.text}\n{cut.text}: {total} does not divide over {ranks} ranks"
+                count = sizes[last] if total == sizes[last] else f"{sizes[last]} ({total} positions)"
+                message = f"{expression.text}\n{cut.text}: {count} does not divide over {ranks} ranks"
                 raise refuse("UNSUPPORTED", message, hint="Choose another degree of tensor parallelism.")
             return dim, positions
     return None

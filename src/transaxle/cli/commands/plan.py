@@ -28,6 +28,8 @@ from transaxle.formats.training_state.state import OPTIMIZER
 from transaxle.move.workers import Limits
 
 _GAP = "  "
+_EXTRA = "._extra_state"
+"""End of the names under which Megatron's modules save what is no tensor."""
 _OF_REFIT = frozenset({
     "src", "dst", "meshes", "together", "ranks_per_node", "config", "family", "axes", "rules", "dtype", "as_json",
     "everything", "quiet", "verbose",
@@ -279,7 +281,10 @@ def print_others(screen: Screen, kept: tuple[str, ...], ignored: tuple[str, ...]
     if state:
         count = plural(len(state), "entry", "entries")
         screen.line(f"  left behind: state of the optimizer, {count} (--all lists them)")
-    if others := tuple(sorted({*ignored}.difference(state))):
+    extra = () if screen.everything else tuple(name for name in ignored if name.endswith(_EXTRA))
+    if extra:
+        screen.line(f"  left behind: {_EXTRA[1:]} of {plural(len(extra), 'module')} (--all lists them)")
+    if others := tuple(sorted({*ignored}.difference(state, extra))):
         screen.some("  left behind", list(folded(others)))
     if carried:
         shown = ", ".join(carried) if screen.everything or len(carried) <= 8 else f"{', '.join(carried[:8])} …"

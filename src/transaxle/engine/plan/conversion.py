@@ -158,12 +158,20 @@ def make_plan(
 def _said(checkpoint: Checkpoint, configs: Mapping[str, bytes | None], to: str) -> Iterator[str]:
     """Yield what the target's config does not say, and which formats a framework has beside safetensors."""
     yield from config_notes(checkpoint, configs) if checkpoint.settings.config else ()
-    own = {name: kind.dialects for name, kind in builtin().items() if kind.draft and kind.dialects}
-    ways, framework = [f"dcp:{to}"] if to.partition("@")[0] == "torchtitan" else [], "torchtitan"
-    if any(to in dialects for dialects in own.values()):
-        ways, framework = list(own), "Megatron"
+    framework, ways = _loads(to)
     if ways:
         yield f"safetensors with the names of {to}; for what {framework} loads, write --to {' or --to '.join(ways)}"
+
+
+def _loads(to: str) -> tuple[str, Sequence[str]]:
+    """Return whose names those of a bare dialect are, and what to write for that framework; empty where it is this."""
+    own = {name: kind.dialects for name, kind in builtin().items() if kind.draft and kind.dialects}
+    name = to.partition("@")[0]
+    if name == "te" or any(to in dialects for dialects in own.values()):
+        return "Megatron", tuple(own)
+    others = {"torchtitan": ("torchtitan", f"dcp:{to}"), "automodel": ("Automodel", "hf"), "vllm": ("vLLM", "hf")}
+    framework, *ways = others.get(name, (to,))
+    return framework, ways
 
 
 @stage("find tables")

@@ -90,6 +90,7 @@ def rank_parts(
                     known[key] = share_out(line.expression, cuts, at, ranks)
                 found[name] = known[key]
             except TransaxleError as error:
+                found[name] = None  # as if it were whole, so that it is refused once
                 problems.extend(
                     Refusal(each.code, each.message, Where(None, name), each.hint) for each in error.refusals
                 )
