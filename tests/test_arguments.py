@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 import transaxle as tx
+from tests.checkpoints import tiny
 from transaxle import arguments
 from transaxle.torch_tensors import torch_arguments
 
@@ -353,6 +354,17 @@ def test_names_of_types_and_devices_that_torch_has_not() -> None:
     assert torch_arguments.read_dtype("dtype", "F8_E4M3") == torch.float8_e4m3fn
     assert torch_arguments.read_device("device", "cpu") == torch.device("cpu")
     assert arguments.read_float_type("dtype", "fp8") == "fp8"
+
+
+def test_a_dialect_of_a_wrong_type_gets_a_sentence(tmp_path: Path) -> None:
+    with tx.open(tiny(tmp_path / "ck")) as ck, pytest.raises(TypeError, match='must be a str such as "hf"; got 3'):
+        ck.as_dialect(3)  # type: ignore[arg-type]
+
+
+def test_what_has_no_names_is_like_no_table(tmp_path: Path) -> None:
+    with pytest.raises(tx.TransaxleError, match=r"\(no tensors\)") as caught:
+        tx.save({}, tmp_path / "out", to="hf")
+    assert "Closest" not in caught.value.hint
 
 
 def test_a_long_value_is_shown_by_its_beginning() -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import transaxle as tx
-from tests.checkpoints import INDEX, WHOLE, tiny, write
+from tests.checkpoints import CONFIG, GATE, INDEX, WHOLE, tensors, tiny, write
 from tests.cli.running import MACHINE, REFUSED, USAGE, Transaxle
 from transaxle.formats.registry import builtin, writable
 
@@ -255,6 +255,77 @@ def test_a_target_in_or_around_the_source(target: str, way: str, ck: Path, trans
     assert (outcome.code, way in outcome.err, "--overwrite" in outcome.err) == (USAGE, True, False)
 
 
+def _mixed(folder: Path) -> tuple[str, list[str]]:
+    changed = tensors()
+    changed[GATE] = changed[GATE].astype(np.float32)
+    write(folder, changed, config=CONFIG)
+    return "--dtype", ["--dtype", "bf16"]
+
+
+def _untied(folder: Path) -> tuple[str, list[str]]:
+    write(folder, tensors(), config={**CONFIG, "tie_word_embeddings": True})
+    Path("untied.json").write_text(json.dumps({**CONFIG, "tie_word_embeddings": False}))
+    return "--config FILE", ["--config", "untied.json"]
+
+
+def _lossy(folder: Path) -> tuple[str, list[str]]:
+    changed = tensors()
+    changed["model.norm.weight"][0] = 1e30
+    write(folder, changed, config=CONFIG)
+    return "--allow-lossy", ["--dtype", "fp16", "--allow-lossy"]
+
+
+def _unheard(folder: Path) -> tuple[str, list[str]]:
+    write(folder, {"q.w": np.zeros((3, 3), np.float32)}, config={"model_type": "ctrl"})
+    return "--to safetensors:identity", ["--to", "safetensors:identity"]
+
+
+def _partly(folder: Path) -> tuple[str, list[str]]:
+    held = tensors()
+    del held[GATE]
+    write(folder, held, config=CONFIG)
+    return "--to safetensors:identity", ["--to", "safetensors:identity"]
+
+
+def _strict(folder: Path) -> tuple[str, list[str]]:
+    write(folder, {**tensors(), "foo.bar": np.zeros(3, np.float32)}, config=CONFIG)
+    return "Omit --strict.", []
+
+
+@pytest.mark.parametrize(
+    ("make", "asked"),
+    [
+        (_mixed, []),
+        (_untied, []),
+        (_lossy, ["--dtype", "fp16"]),
+        (_unheard, []),
+        (_partly, []),
+        (_strict, ["--strict"]),
+    ],
+)
+def test_what_a_refusal_tells_to_do_works(
+    make: Callable[[Path], tuple[str, list[str]]], asked: list[str], here: Path, transaxle: Transaxle
+) -> None:
+    way, followed = make(here / "ck")
+    refused = transaxle("convert", "ck", "out", "--to", "automodel", *asked)
+    assert (refused.code in (USAGE, REFUSED), way in refused.err) == (True, True)
+    assert transaxle("convert", "ck", "out", "--to", "automodel", *followed).code == 0
+
+
+@pytest.mark.parametrize(
+    ("target", "to", "way"),
+    [
+        ("x.pt", "hf", "End it in .safetensors, or write another format: --to torch."),
+        ("x.safetensors", "torch", "or write another format: --to safetensors."),
+        ("x.bin", "dcp", "Name a folder, or write another format: --to torch."),
+    ],
+)
+def test_a_file_for_another_format(target: str, to: str, way: str, ck: Path, transaxle: Transaxle) -> None:
+    outcome = transaxle("convert", ck, target, "--to", to)
+    assert (outcome.code, way in outcome.err) == (REFUSED, True)
+    assert transaxle("convert", ck, target, "--to", re.findall(r"--to (\w+)", way)[0]).code == 0
+
+
 def test_a_degree_that_does_not_divide_is_told_once_with_the_axis(ck: Path, transaxle: Transaxle) -> None:
     outcome = transaxle("plan", ck, "out", "--to", "megatron_torch", "--tp", "3")
     assert (outcome.code, "g: 2 (64 positions) does not divide over 3 ranks" in outcome.out) == (REFUSED, True)
@@ -307,6 +378,7 @@ def test_two_checkpoints_in_one_folder(ck: Path, transaxle: Transaxle) -> None:
     outcome = transaxle("ls", ck)
     assert outcome.code == USAGE
     assert "a.safetensors, b.safetensors" in outcome.err
+    assert (f"Give one of them: {ck}/a.safetensors\n" in outcome.err, "--format" in outcome.err) == (True, False)
     assert transaxle("ls", ck / "a.safetensors").code == 0
 
 

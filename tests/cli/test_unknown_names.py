@@ -11,7 +11,7 @@ import pytest
 
 from tests.cli.running import REFUSED, USAGE, Transaxle, process
 
-WAYS = ("--to FORMAT:identity", "--derive", "transaxle derive FOLDER -o frobnitz.rules", "--rules frobnitz.rules")
+WAYS = ("--to safetensors:identity", "--derive", "transaxle derive FOLDER -o frobnitz.rules", "--rules frobnitz.rules")
 """What one can do with a model that no table knows."""
 BASH = """
 {source}

@@ -290,5 +290,5 @@ class _refusing:  # noqa: N801 - reads as a clause: with _refusing(what)
 
 
 def _no_table(what: str, why: str, hint: str = "") -> TransaxleError:
-    by_hand = "Write the table by hand (docs/how-to/add-a-family.md), or keep all names with --to FORMAT:identity."
+    by_hand = "Write the table by hand (docs/how-to/add-a-family.md), or keep all names with --to safetensors:identity."
     return refuse("UNSUPPORTED", f"no table can be derived for {what}: {why}", hint=hint or by_hand)

@@ -163,7 +163,7 @@ EXPLANATIONS: Mapping[Code, Explanation] = {
         "The target joins several weights in one tensor (gate and up, or q, k and v), and the source stores them in "
         "different dtypes. One tensor has one dtype, and a cast would change values.",
         "model.layers.0.mlp.experts.gate_up_proj\n    [e [gate:f | up:f] d]\n    its parts are stored as BF16 and F32",
-        "Choose a dialect that stores them separately, or cast them to one dtype before saving the checkpoint.",
+        "Choose a dialect that stores them separately, or cast them to one with --dtype.",
     ),
     "UNEQUAL_COPIES": Explanation(
         "Copies that should be equal are not.",

@@ -194,12 +194,13 @@ def _shard(member: str) -> re.Match[str] | None:
 
 def _several(path: str, matches: Sequence[_Match]) -> TransaxleError:
     members = [match.member for match in matches]
-    if len({match.kind.name for match in matches}) > 1:
-        hint = "Give one of them, or say its format: --format NAME."
+    kinds = list(dict.fromkeys(match.kind.name for match in matches))
+    if len(kinds) > 1:
+        hint = f"Give one of them, or say its format: --format {' or --format '.join(kinds)}."
     elif all(_shard(member) for member in members):
         hint = f"These look like the shards of one checkpoint: its index (*{INDEX}) is missing."
     else:
-        hint = "Give one of them, or say its format: --format NAME."
+        hint = f"Give one of them: {path.rstrip('/')}/{members[0]}"
     return refuse("AMBIGUOUS", f"the folder holds several checkpoints: {listed(members)}", file=path, hint=hint)
 
 

@@ -40,7 +40,7 @@ def test_a_model_around_a_known_one_is_refused(
     assert refusal.code == "UNKNOWN_FAMILY"
     assert "qwen3_moe is only one part of this model" in refusal.message
     assert all(name in refusal.message for name in extra)
-    assert "--to FORMAT:identity" in refusal.hint
+    assert "--to safetensors:identity" in refusal.hint
     assert "--rules" in refusal.hint
     with pytest.raises(tx.TransaxleError, match="UNKNOWN_FAMILY"):
         tx.convert(source, tmp_path / "out", to=to, sync=False)

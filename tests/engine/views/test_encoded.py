@@ -468,7 +468,7 @@ def test_malformed_buffers_are_listed_and_identity_still_moves_them(tmp_path: Pa
     source = quantized.store(tmp_path / "source", (held, config))
     (found,) = tx.plan(source, tmp_path / "x", to="torchtitan").refusals
     assert found.code == "SHAPE_MISMATCH"
-    assert "--to FORMAT:identity" in found.hint
+    assert "--to safetensors:identity" in found.hint
     with pytest.raises(tx.TransaxleError, match="SHAPE_MISMATCH"):
         tx.open(source, decode="bf16")
     tx.convert(source, tmp_path / "same", to="safetensors", sync=False)

@@ -42,7 +42,7 @@ def incomplete(holdings: Holdings, tied: Container[str]) -> list[Refusal]:
     table = ", or the table lacks a line for it" if bound.unknown else ""
     hint = (
         f"Check whether a shard is missing{table}; a part of a checkpoint can be converted under its own names:  --to "
-        "FORMAT:identity."
+        "safetensors:identity."
     )
     return [Refusal("MISSING_TENSOR", "\n".join([head, *missing[:_LISTED], *tail]), Where(), hint)]
 

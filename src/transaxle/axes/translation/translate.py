@@ -41,6 +41,11 @@ from transaxle.errors import Refusal, TransaxleError, Where, refuse
 _MOST_INDICES = 100_000
 """Cap on the indices of an axis for which a condition is asked: a config may claim any size."""
 
+_ONE_FORM = (
+    "Cast plain tensors to one type with --dtype (dtype=), decode others with --decode (decode=), or choose a dialect "
+    "that stores them apart."
+)
+
 
 @dataclass(frozen=True)
 class Translation:
@@ -323,7 +328,7 @@ class _Translator:
     ) -> Target:
         if len(forms) > 1:
             kinds = " and ".join(" ".join(word for word in form if word) for form in forms)
-            raise refuse("DTYPE_MIXED", f"{line.text}\nits parts are stored as {kinds}")
+            raise refuse("DTYPE_MIXED", f"{line.text}\nits parts are stored as {kinds}", hint=_ONE_FORM)
         scalar = {sources.line_sources.scalar for sources in by_component.values()}
         if scalar == {True}:
             self._refuse_some(line, index, by_component)

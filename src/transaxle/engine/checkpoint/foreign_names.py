@@ -17,7 +17,7 @@ from transaxle.errors import Code, Refusal, Where
 
 _LISTED = 6
 """Cap on the names that a refusal lists."""
-_IDENTITY = 'keep all names with --to FORMAT:identity (to="FORMAT:identity")'
+_IDENTITY = 'keep all names with --to safetensors:identity (to="safetensors:identity")'
 _TABLE = "add lines for them to a table of your own (--rules FILE)"
 
 

@@ -22,7 +22,8 @@ ADAPTER_STEM = "adapter_model"
 _KIND, _BASE = "peft_type", "base_model_name_or_path"
 _HINT = (
     "Load it with tx.load(peft_model, …), merge it:  transaxle convert BASE OUT --to hf --merge ADAPTER, keep its "
-    "names:  --to FORMAT:identity, or give its base's config and a dialect:  --config BASE/config.json --to DIALECT."
+    "names:  --to safetensors:identity, or give its base's config and a dialect:  --config BASE/config.json --to "
+    "DIALECT."
 )
 
 

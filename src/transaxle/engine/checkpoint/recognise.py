@@ -247,7 +247,7 @@ def _several(readings: Sequence[Recognised], matched: int, names: int, types: Se
         f"ways{names_only}",
         hint=(
             "Choose with --config FILE, or with --family NAME and --from DIALECT (config=, family=, dialect=). Names "
-            "stay as they are with --to FORMAT:identity."
+            "stay as they are with --to safetensors:identity."
         ),
     )
 
@@ -317,7 +317,7 @@ def _sentence(text: str) -> str:
 
 def _ways(types: Sequence[str]) -> str:
     """Return what can be done with a model that no table knows: its model type may be one that transformers knows."""
-    own = 'convert it under its own names, into any format, with --to FORMAT:identity (to="FORMAT:identity")'
+    own = 'convert it under its own names with --to safetensors:identity, dcp:identity and so on (to="dcp:identity")'
     if not types:
         config = "names alone show few families: say which it is with its config.json (--config FILE) or --family NAME"
         return f"{config}; or {own}; or add a table with --rules FILE."

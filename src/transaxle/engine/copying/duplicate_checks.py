@@ -25,6 +25,10 @@ from transaxle.move.workers import Limits, Pair, share
 from transaxle.spans import stage
 
 _SIDES = ("first", "second")
+_APART = (
+    "Remove the copy that is out of date; or, if both were trained apart, give a config that says so, as "
+    '"tie_word_embeddings": false does (--config FILE, config=).'
+)
 
 
 class PlannedCheck(msgspec.Struct, frozen=True, gc=False):
@@ -42,6 +46,8 @@ class PlannedCheck(msgspec.Struct, frozen=True, gc=False):
     """Reads the second, in the first's layout."""
     rounded: tuple[str, str] | None = None
     """Dtypes of both, where the second is the first in lower precision."""
+    hint: str = ""
+    """What to do where they differ."""
 
     def as_json(self) -> dict[str, Any]:
         """Return it as plain JSON data, with a name for each number."""
@@ -56,7 +62,7 @@ def plan_checks(source: Source, checks: Sequence[Check], problems: list[Refusal]
     for check in checks:
         if check.first.dtype != check.second.dtype:
             message = f"{check.why}\nbut one is {check.first.dtype}, the other {check.second.dtype}"
-            problems.append(Refusal("UNEQUAL_COPIES", message, Where(None, check.first.name)))
+            problems.append(Refusal("UNEQUAL_COPIES", message, Where(None, check.first.name), _APART))
             continue
         try:
             first, second = (tuple(source.transfers(side)) for side in (check.first, check.second))
@@ -64,7 +70,7 @@ def plan_checks(source: Source, checks: Sequence[Check], problems: list[Refusal]
         except TransaxleError as error:
             problems.extend(error.refusals)
             continue
-        planned.append(PlannedCheck(check.first.name, check.why, size, first, second))
+        planned.append(PlannedCheck(check.first.name, check.why, size, first, second, hint=_APART))
     return planned + _plan_twins(source.container, problems)
 
 
@@ -104,7 +110,8 @@ def unequal(checks: Sequence[PlannedCheck], reader: Readable, limit: Limits) -> 
         else:
             differ = _rounds_otherwise(pair, check, *check.rounded)
         if differ:
-            found[number] = Refusal("UNEQUAL_COPIES", f"{check.why}\nbut their bytes differ", Where(None, check.name))
+            message = f"{check.why}\nbut their bytes differ"
+            found[number] = Refusal("UNEQUAL_COPIES", message, Where(None, check.name), check.hint)
 
     share(enumerate(checks), limit.jobs, partial(Pair, reader, reader, limit), compare)
     return [found[number] for number in sorted(found)]

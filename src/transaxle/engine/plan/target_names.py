@@ -103,7 +103,10 @@ def misnamed(target: str | None, form: str) -> Iterator[Refusal]:
     if registry.is_one_file(target):
         if not target.endswith(endings):
             message = f"the ending of the name belongs to another format, and {form} is to be written"
-            yield Refusal("UNSUPPORTED", message, Where(target), "Choose another name, or another --to.")
+            others = [name for name in registry.writable() if target.endswith(registry.get(name).one_file)]
+            name = f"End it in {endings[0]}" if endings else "Name a folder"
+            hint = f"{name}, or write another format: --to {' or --to '.join(others)}." if others else f"{name}."
+            yield Refusal("UNSUPPORTED", message, Where(target), hint)
         return
     lower, whole = target.lower(), (*registry.one_file_ends(), *endings)
     ending = next((end for end in (*whole, *registry.foreign_ends(), *_PACKED, *_OTHERS) if lower.endswith(end)), None)

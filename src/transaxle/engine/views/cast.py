@@ -22,6 +22,7 @@ from transaxle.encodings.arithmetic.codec import Wide
 from transaxle.encodings.conventions.restated import training_only
 from transaxle.encodings.error import Error
 from transaxle.engine.copying.source import Source
+from transaxle.engine.number_text import plural
 from transaxle.engine.views.decoded import RowMajorBytes
 from transaxle.engine.views.encoded import Catalog
 from transaxle.engine.views.name_filter import chosen
@@ -220,9 +221,8 @@ def refuse_infinite(errors: Mapping[str, tuple[Error, int]], dtype: str | None) 
     if dtype is None:
         hint = "Cast the model first (convert with --dtype bf16), or allow it with --allow-lossy."
     what = dtype or "the type of the weight"
-    _refuse_each(
-        {name: f"{n:,} finite values would become infinite in {what}" for name, (_, n) in errors.items() if n}, hint
-    )
+    counts = {name: plural(count, "finite value") for name, (_, count) in errors.items() if count}
+    _refuse_each({name: f"{count} would become infinite in {what}" for name, count in counts.items()}, hint)
 
 
 def refuse_overflow(errors: Mapping[str, Error]) -> None:

@@ -34,7 +34,7 @@ StoredForm = tuple[str, Shape]
 
 _SCALE = "scale"
 """Part of the name of every buffer of scales."""
-_WAY_OUT = "To keep the tensors exactly as stored:  --to FORMAT:identity."
+_WAY_OUT = "To keep the tensors exactly as stored:  --to safetensors:identity."
 """Hint for buffers that do not fit together."""
 
 
@@ -258,7 +258,9 @@ class _BufferFollower:
         kinds = {self._kind(name): name for name in names}
         if len(kinds) > 1:
             listed = " and ".join(f"{words} ({name})" for (words, *_), name in kinds.items())
-            raise refuse("DTYPE_MIXED", f"{target.rule}\nits parts are stored as {listed}", tensor=target.name)
+            message = f"{target.rule}\nits parts are stored as {listed}"
+            hint = "Decode them with --decode (decode=), or choose a dialect that stores them apart."
+            raise refuse("DTYPE_MIXED", message, tensor=target.name, hint=hint)
         return self.catalog.encoded.get(names[0]) if names else None
 
     def _kind(self, name: str) -> tuple[str, Encoding | None, str]:
