@@ -347,6 +347,20 @@ def test_a_path_that_may_be_a_url(path: str, meant: str, here: Path, transaxle: 
 
 
 @pytest.mark.parametrize(
+    ("page", "meant"),
+    [
+        ("https://huggingface.co/Qwen/Qwen3-0.6B", "Write hf://Qwen/Qwen3-0.6B\n"),
+        ("https://huggingface.co/Qwen/Qwen3-0.6B/tree/main", "Write hf://Qwen/Qwen3-0.6B@main\n"),
+    ],
+)
+def test_the_page_of_a_repository_is_not_the_repository(
+    page: str, meant: str, here: Path, transaxle: Transaxle
+) -> None:
+    outcome = transaxle("ls", page)
+    assert (outcome.code, meant in outcome.err) == (REFUSED, True)
+
+
+@pytest.mark.parametrize(
     ("options", "said"),
     [
         (["--to", "torchtitn"], "Did you mean torchtitan?"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import TYPE_CHECKING
 
 from transaxle.errors import refuse
@@ -19,11 +20,22 @@ if TYPE_CHECKING:
     """A checkpoint in the making."""
 
 
+_PAGE = re.compile(r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/([^/?#]+/[^/?#]+)(?:/tree/([^/?#]+))?/?")
+"""The page of a repository in a browser: owner and name, and the revision that it shows."""
+
+
 def storage_at(path: str | os.PathLike[str]) -> Storage:
-    """Open a path or URL for reading; raises as `LocalStorage`, `RemoteStorage` or `HubService`."""
+    """Open a path or URL for reading; raises as `LocalStorage`, `RemoteStorage` or `HubService`.
+
+    Raises:
+        Refused: UNSUPPORTED for the page of a repository, which holds no files.
+    """
     path = on_this_machine(os.fspath(path))
     if not is_url(path):
         return LocalStorage(path)
+    if page := _PAGE.fullmatch(path):
+        hint = f"Write {HUB}://{page[1]}{f'@{page[2]}' if page[2] else ''}"
+        raise refuse("UNSUPPORTED", "this is the page of a repository, for browsers", file=path, hint=hint)
     from transaxle.formats.remote.remote_storage import RemoteStorage
 
     if scheme(path).lower() == HUB:
