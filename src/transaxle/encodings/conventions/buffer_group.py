@@ -30,9 +30,9 @@ from transaxle.encodings.conventions.convention import (
     TORCHAO,
     WEIGHT,
     Convention,
+    training_only,
 )
 from transaxle.encodings.conventions.quantization import Quantization, module_of
-from transaxle.encodings.conventions.restated import training_only
 from transaxle.encodings.conventions.scheme import CHANNEL, variant
 from transaxle.encodings.conventions.torchao_convention import Described, described
 from transaxle.encodings.encoding import FLOAT8, FLOAT8_BLOCK, MXFP4, MXFP8, NVFP4, WHOLE, Encoded, Encoding, Role

@@ -10,7 +10,7 @@ Names are split at dots, and only the last segment counts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
@@ -28,6 +28,9 @@ DEEPSEEK, COMPRESSED_TENSORS, GPT_OSS = "deepseek", "compressed_tensors", "gpt_o
 TORCHAO, MODELOPT = "torchao", "modelopt"
 TE, TE_HALVED = "te", "te_256"
 """TransformerEngine, and its nvfp4 variant whose block scales reach 256 (`nvfp4_e4m3_max`)."""
+
+ASIDE = ("columnwise_data", "columnwise_scale_inv", "amax_history", "scaled_for", "rounding_state")
+"""Suffixes of buffers that only training needs; they follow the name of the codes and `_`."""
 
 _BYTES = "U8"
 _E8M0 = "F8_E8M0"
@@ -64,6 +67,16 @@ class NameForm(msgspec.Struct, frozen=True):
             return None
         inner = segment[len(before) : len(segment) - len(after)]
         return inner if inner and self(inner) == segment else None
+
+
+def training_only(weights: Iterable[str], names: Container[str]) -> list[str]:
+    """Return the names of buffers beside some weights that only the next step of training needs.
+
+    Args:
+        weights: names of the weights' codes.
+        names: of everything there is.
+    """
+    return [buffer for name in weights for suffix in ASIDE if (buffer := f"{name}_{suffix}") in names]
 
 
 def _suffix(end: str) -> NameForm:

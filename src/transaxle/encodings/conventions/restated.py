@@ -8,7 +8,7 @@ here, from the amax alone. Where they do not, nothing is written.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -31,8 +31,6 @@ from transaxle.errors import Refusal, Where
 
 TRAINED = frozenset({DEEPSEEK, TE, TE_HALVED})
 """Conventions under which training saves the entries of quantized weights."""
-ASIDE = ("columnwise_data", "columnwise_scale_inv", "amax_history", "scaled_for", "rounding_state")
-"""Suffixes of buffers that only training needs; they follow the name of the codes and `_`."""
 _OUT = 'Keep it as it is with to="dcp", or write the decoded values:  transaxle convert --decode bf16 --to hf.'
 _AT_ONCE = 256
 """Matrices that are compared at a time."""
@@ -73,16 +71,6 @@ def hub_buffers(tensor: Encoded, to: Convention) -> list[HubBuffer]:
         )
         for role, stored in tensor.parts.items()
     ]
-
-
-def training_only(weights: Iterable[str], names: Container[str]) -> list[str]:
-    """Return the names of buffers beside some weights that only the next step of training needs.
-
-    Args:
-        weights: names of the weights' codes.
-        names: of everything there is.
-    """
-    return [buffer for name in weights for suffix in ASIDE if (buffer := f"{name}_{suffix}") in names]
 
 
 def restated(

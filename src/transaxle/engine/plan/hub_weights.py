@@ -11,13 +11,12 @@ import numpy as np
 from msgspec.structs import replace
 
 from transaxle.encodings.conventions import te_convention as te
-from transaxle.encodings.conventions.convention import DEEPSEEK
+from transaxle.encodings.conventions.convention import DEEPSEEK, training_only
 from transaxle.encodings.conventions.restated import (
     TRAINED,
     hub_buffers,
     hub_convention,
     hub_global_scales,
-    training_only,
     unsaid,
 )
 from transaxle.encodings.encoding import Encoded, Role

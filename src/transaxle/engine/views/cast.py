@@ -19,7 +19,7 @@ from transaxle.axes.layout.bind import WEIGHT, Bound, split_slot
 from transaxle.axes.layout.relayout import unchanged
 from transaxle.encodings.arithmetic.casting import CASTS, PLAIN, cast, cast_error
 from transaxle.encodings.arithmetic.codec import Wide
-from transaxle.encodings.conventions.restated import training_only
+from transaxle.encodings.conventions.convention import training_only
 from transaxle.encodings.error import Error
 from transaxle.engine.copying.source import Source
 from transaxle.engine.number_text import plural

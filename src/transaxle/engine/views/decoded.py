@@ -21,8 +21,7 @@ import numpy.typing as npt
 from transaxle.axes.layout.relayout import unchanged
 from transaxle.axes.notation.number_format import PLAIN, NumberFormat, Recode
 from transaxle.encodings.arithmetic.codec import Wide, decode_box, decode_error
-from transaxle.encodings.conventions.convention import CONVENTIONS
-from transaxle.encodings.conventions.restated import training_only
+from transaxle.encodings.conventions.convention import CONVENTIONS, training_only
 from transaxle.encodings.encoding import Encoded, Role
 from transaxle.encodings.error import Error
 from transaxle.engine.copying.source import Source

@@ -19,14 +19,20 @@ import numpy as np
 import torch
 
 from transaxle.encodings.conventions.buffer_group import group
-from transaxle.encodings.conventions.convention import COMPRESSED_TENSORS, CONVENTIONS, DEEPSEEK, TE, Convention
+from transaxle.encodings.conventions.convention import (
+    COMPRESSED_TENSORS,
+    CONVENTIONS,
+    DEEPSEEK,
+    TE,
+    Convention,
+    training_only,
+)
 from transaxle.encodings.conventions.quantization import read
 from transaxle.encodings.conventions.restated import (
     TRAINED,
     hub_buffers,
     hub_convention,
     hub_global_scales,
-    training_only,
     unsaid,
 )
 from transaxle.encodings.conventions.rewriting import written

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from transaxle.encodings.conventions.restated import ASIDE
+from transaxle.encodings.conventions.convention import ASIDE
 from transaxle.encodings.encoding import Encoding
 from transaxle.quant.frame.quantizers import Quantizer
 from transaxle.quant.kernels.components import columnwise_of, layout
