@@ -104,6 +104,12 @@ def decode(text: bytes, file: str = MANIFEST) -> Manifest:
     return manifest
 
 
+def has_manifest(container: Container) -> bool:
+    """Tell whether a checkpoint's folder has a manifest, whatever it says."""
+    storage = container.storage
+    return not storage.single and MANIFEST in storage.names()
+
+
 def load(container: Container) -> Manifest | None:
     """Return the manifest in a checkpoint's folder, whatever it says; None where there is none.
 
@@ -111,9 +117,9 @@ def load(container: Container) -> Manifest | None:
         Refused: CORRUPT.
         StorageError: IO.
     """
-    storage = container.storage
-    if storage.single or MANIFEST not in storage.names():
+    if not has_manifest(container):
         return None
+    storage = container.storage
     size = storage.size(MANIFEST)
     if size > _LARGEST:
         raise refuse("CORRUPT", f"a manifest of {size} bytes is too long to be real", file=MANIFEST)

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, StoredTensor
-from transaxle.engine.checkpoint.manifest import IN_SPANS, Manifest, TensorRecord, load, stale
+from transaxle.engine.checkpoint.manifest import IN_SPANS, TensorRecord, has_manifest, load, stale
 from transaxle.engine.compare.compare import Comparison, Difference, compare
 from transaxle.engine.number_text import notebook, plural, size
 from transaxle.errors import Refusal, Where
@@ -191,19 +191,15 @@ def verify(checkpoint: Checkpoint, limit: Limits | None = None, progress: Progre
         len(stored),
         stored.parameters,
         sum(tensor.nbytes for tensor in stored.values()),
-        _against(manifest, container),
+        _against(container),
         (*problems, *(damaged[name] for name in stored if name in damaged)),
         extra,
     )
 
 
 def has_hashes(container: Container) -> bool:
-    """Tell whether something beside the tensors says what their bytes were: a manifest, or digests in their file.
-
-    Raises:
-        Refused: CORRUPT where the manifest itself is damaged.
-    """
-    return _against(load(container), container) != "structure"
+    """Tell whether something beside the tensors says what their bytes were: a manifest, or digests in their file."""
+    return _against(container) != "structure"
 
 
 def _blocks(tensor: StoredTensor, worker: Worker) -> Iterator[memoryview]:
@@ -211,9 +207,9 @@ def _blocks(tensor: StoredTensor, worker: Worker) -> Iterator[memoryview]:
     return worker.blocks(tensor.transfers(), tensor.nbytes)
 
 
-def _against(manifest: Manifest | None, container: Container) -> str:
+def _against(container: Container) -> str:
     """Return what all of the tensors' bytes were checked against."""
-    if manifest is not None:
+    if has_manifest(container):
         return "manifest"
     files = {extent.file for entry in container.entries.values() for extent in entry.extents}
     return "digests" if container.seals and files <= {seal.file for seal in container.seals} else "structure"

@@ -5,7 +5,6 @@ Each rank opens the path for itself, and the checkpoint there may be replaced in
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -20,7 +19,7 @@ from transaxle.formats.catalog.checksums import Tally, Witness
 from transaxle.formats.catalog.sidecar_files import MANIFEST
 from transaxle.formats.storage.storage import Storage, layer, unpinned
 from transaxle.live.load.planned_reads import Counting
-from transaxle.live.transport.world import World
+from transaxle.live.transport.world import World, comparable
 from transaxle.move.hashing import digest
 
 _LARGEST_MANIFEST = 1 << 30
@@ -111,11 +110,7 @@ def _reading(checkpoint: Checkpoint) -> dict[str, str]:
     said: Mapping[str, Any] = {"config": settings.config, "axes": settings.axes}
     if how is not None:
         said = {**how.options, "rules": how.rules, "view": how.steps}
-    return {name: digest(_text(each)) for name, each in said.items() if each}
-
-
-def _text(value: object) -> bytes:
-    return json.dumps(value, sort_keys=True, default=repr).encode()
+    return {name: digest(comparable(each)) for name, each in said.items() if each}
 
 
 def _identity(checkpoint: Checkpoint) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
@@ -32,7 +31,7 @@ from transaxle.formats.storage.local import read_file
 from transaxle.formats.storage.storage import is_url
 from transaxle.live.model.state_tensors import State
 from transaxle.live.training.optimizers import AnyOptimizer
-from transaxle.live.transport.world import World
+from transaxle.live.transport.world import World, comparable
 from transaxle.move.hashing import digest
 
 _WAITS: dict[tuple[int, str], Callable[[], object]] = {}
@@ -202,8 +201,7 @@ def contents(settings: SaveSettings, config: Mapping[str, Any] | None) -> dict[s
         StorageError: IO where it cannot be read.
     """
     table = None if settings.rules is None else read_file(settings.rules, LONGEST_TABLE)
-    text = None if config is None else json.dumps(config, sort_keys=True, default=repr).encode()
-    octets = {"rules": table, "config": text}
+    octets = {"rules": table, "config": None if config is None else comparable(config)}
     return {name: None if each is None else f"one with the hash {digest(each)}" for name, each in octets.items()}
 
 

@@ -9,6 +9,7 @@ each with a world of its own; then the numbers are those in the group, and `numb
 
 from __future__ import annotations
 
+import json
 import pickle
 import secrets
 import time
@@ -278,6 +279,11 @@ class Clock:
             yield
         finally:
             self.stages[name] = self.stages.get(name, 0.0) + time.monotonic() - begin
+
+
+def comparable(value: object) -> bytes:
+    """Return a text that is the same for equal values: what ranks compare of a config, or send a hash of."""
+    return json.dumps(value, sort_keys=True, default=repr).encode()
 
 
 def _raise(errors: Iterable[TransaxleError | None]) -> None:
