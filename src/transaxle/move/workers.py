@@ -201,7 +201,20 @@ class Worker:
             arithmetic: what is done to every value.
         """
         ends = block_ends(transfers, size, self.room, length)
+        if arithmetic is None and self._lend is None and is_whole(transfers, size):
+            return self._read(transfers[0], ends)
         return self.cut(transfers, ends, dtype=dtype, arithmetic=arithmetic)
+
+    def _read(self, whole: Transfer, ends: Iterable[int]) -> Iterator[memoryview]:
+        """Read one range of a file as it lies there, in blocks: what `cut` yields, sooner."""
+        start = 0
+        for stop in ends:
+            self.go_on()
+            out = self._block[: stop - start].data
+            with span("read", stop - start):
+                self._reader.read_into(whole.file, whole.source + start, out)
+            yield out
+            start = stop
 
     def cut(
         self, transfers: Sequence[Transfer], ends: Iterable[int], *, dtype: str = "U8", arithmetic: Steps | None = None

@@ -61,13 +61,10 @@ class Channels:
     def __init__(self, width: int, kind: npt.DTypeLike) -> None:
         self.width = width
         self.largest: npt.NDArray[Any] = np.zeros(width, kind)
+        self.address = self.largest.ctypes.data if width else None
+        """Where the compiled loops put the largest; None where channels are not looked at."""
         self.column = 0
         """The channel of the next element."""
-
-    @property
-    def address(self) -> int | None:
-        """Where the compiled loops put the largest; None where channels are not looked at."""
-        return self.largest.ctypes.data if self.width else None
 
     def passed(self, count: int) -> None:
         """Go on by so many elements."""
@@ -192,6 +189,8 @@ class ExactTally:
         self._channels = Channels(width, self._word)
         self._loops = loops
         self._bins = np.zeros((2, kind.tables, kind.bins, 2), np.uint64)
+        sums, squares = self._bins
+        self._addresses = ctypes.byref(self._found), sums.ctypes.data, squares.ctypes.data
         self._sums: dict[int, int] = {}
         self._squares: dict[int, int] = {}
 
@@ -211,9 +210,8 @@ class ExactTally:
         if self._held + len(codes) > self._type.capacity:
             self._drain()
         self._held += len(codes)
-        sums, squares = self._bins
-        place = self._channels.width, self._channels.column, self._channels.address
-        loops(codes.ctypes.data, len(codes), ctypes.byref(self._found), sums.ctypes.data, squares.ctypes.data, *place)
+        width, column = self._channels.width, self._channels.column
+        loops(codes.ctypes.data, len(codes), *self._addresses, width, column, self._channels.address)
         self._channels.passed(len(codes))
 
     def _drain(self) -> None:

@@ -137,9 +137,10 @@ WIDEN(16)
 WIDEN(32)
 WIDEN(64)
 
-/* Looks at a piece: zeros, the largest and the smallest value, the largest size of a finite number, and the smallest but
-   0, less 1. Codes without a sign are in the order of sizes, and those with it come after them, so three extremes of
-   codes tell both. Where something is not finite, `odd` looks again, and the answer is 0. */
+/* Looks at a piece: the largest and the smallest value, zeros, the largest size of a finite number, and the smallest but
+   0, less 1. Codes without a sign are in the order of sizes, and those with it come after them, so the smallest size and
+   two extremes of codes tell all of it but zeros: where there are any, `zeros` looks again. Where something is not finite,
+   `odd` does, and the answer is 0. */
 #define LOOK(name, bits, infinity)                                                                                     \
     CLONED static void odd_##name(const uint##bits##_t *restrict x, int count, extremes *e, uint##bits##_t *highest) { \
         const uint##bits##_t limit = (uint##bits##_t)infinity;                                                         \
@@ -158,27 +159,37 @@ WIDEN(64)
         e->nans += (int64_t)nans, e->infinite += (int64_t)infinite, *highest = top;                                    \
         if (least <= most) widen_##bits(e, least, most);                                                               \
     }                                                                                                                  \
+    CLONED static uint##bits##_t zeros_##name(const uint##bits##_t *restrict x, int count, extremes *e) {              \
+        uint##bits##_t zeros = 0, lowest = UINT##bits##_MAX;                                                           \
+        for (int j = 0; j < count; j++) {                                                                              \
+            uint##bits##_t size = x[j] & UINT##bits##_MAX >> 1, less = (uint##bits##_t)(size - 1);                     \
+            zeros += size == 0;                                                                                        \
+            lowest = less < lowest ? less : lowest;                                                                    \
+        }                                                                                                              \
+        e->zeros += (int64_t)zeros;                                                                                    \
+        return lowest;                                                                                                 \
+    }                                                                                                                  \
     CLONED static int look_##name(const uint##bits##_t *restrict x, int count, extremes *e, uint##bits##_t *highest,   \
                                   uint##bits##_t *lowest) {                                                            \
         const uint##bits##_t mask = UINT##bits##_MAX >> 1;                                                             \
-        uint##bits##_t zeros = 0, top = 0, bottom = UINT##bits##_MAX, high = 0, low = UINT##bits##_MAX;                \
+        uint##bits##_t bottom = mask, high = 0;                                                                        \
         int##bits##_t positive = INT##bits##_MIN;                                                                      \
         for (int j = 0; j < count; j++) {                                                                              \
-            uint##bits##_t size = x[j] & mask, less = (uint##bits##_t)(size - 1);                                      \
+            uint##bits##_t size = x[j] & mask;                                                                         \
             int##bits##_t code = (int##bits##_t)x[j];                                                                  \
-            zeros += size == 0;                                                                                        \
-            top = size > top ? size : top;                                                                             \
-            bottom = less < bottom ? less : bottom;                                                                    \
+            bottom = size < bottom ? size : bottom;                                                                    \
             high = x[j] > high ? x[j] : high;                                                                          \
-            low = x[j] < low ? x[j] : low;                                                                             \
             positive = code > positive ? code : positive;                                                              \
         }                                                                                                              \
-        e->zeros += (int64_t)zeros, *highest = top, *lowest = bottom;                                                  \
-        if (top >= (uint##bits##_t)infinity) {                                                                         \
+        *lowest = bottom ? (uint##bits##_t)(bottom - 1) : zeros_##name(x, count, e);                                   \
+        const int signs = high > mask, none = positive >= 0;                                                           \
+        const uint##bits##_t below = signs ? high & mask : 0, above = none ? (uint##bits##_t)positive : 0;             \
+        *highest = above > below ? above : below;                                                                      \
+        if (*highest >= (uint##bits##_t)infinity) {                                                                    \
             odd_##name(x, count, e, highest);                                                                          \
             return 0;                                                                                                  \
         }                                                                                                              \
-        uint##bits##_t most = low > mask ? low : (uint##bits##_t)positive, least = high > mask ? high : low;           \
+        uint##bits##_t most = none ? above : (uint##bits##_t)(bottom | (mask + 1)), least = signs ? high : bottom;     \
         widen_##bits(e, PLACE(bits, least), PLACE(bits, most));                                                        \
         return 1;                                                                                                      \
     }
@@ -221,37 +232,60 @@ LARGEST(64)
 
 /* ---- half precision and bfloat16 ---- */
 
-enum { CHUNK = 256 }; /* elements added together */
+enum { SIXTEEN = 16 }; /* sums that each take every sixteenth element: 64 of a piece */
+typedef uint32_t words __attribute__((vector_size(SIXTEEN * sizeof(uint32_t))));
+typedef int32_t integers __attribute__((vector_size(SIXTEEN * sizeof(int32_t))));
+typedef float singles __attribute__((vector_size(SIXTEEN * sizeof(float))));
 
-/* Add the numbers of a chunk from `bottom` to `most`, whose exponents are 21 - stored apart at most, exactly. `stored` are the
-   bits of a mantissa that are stored.
-   - Moved under exponents that make them whole numbers, in units of the last bit of the smallest, they are less than 2^22,
-     so 256 of them add up to less than 2^30.
-   - Their squares are less than 2^44, and exact in single precision, because mantissas have 11 bits at most. Adding and
-     taking away 2^45 leaves of each a multiple of 2^22, of which 256 add up to at most 2^30 of them, and the rest, less
-     than 2^22, of which they add up to less than 2^30. That holds however the processor rounds.
-   `CODE` puts sign and mantissa where single precision has them, and the exponent as it is. Where `all` numbers are known
-   to be in the range, none is looked at. */
-#define ADD_16(name, stored, CODE)                                                                                     \
-    INLINE void band_##name(const uint16_t *restrict x, int all, uint16_t bottom, uint16_t most, whole *sums,          \
+typedef struct { integers sum, rest; words high; } sixteen;
+
+/* Add sixteen numbers, whole ones of 11 bits at most before they were multiplied with powers of 2, to sums that hold 64 of
+   them exactly:
+   - They are less than 2^23, so their sum is less than 2^29.
+   - Their squares are less than 2^46, and exact in single precision. Adding 2^46 leaves of each a multiple of 2^23: how
+     many times that is what the code of the result is above the code of 2^46. 64 of them are at most 2^29, and of the
+     rest, less than 2^23 each, less than 2^29. That holds however the processor rounds. */
+INLINE void add_sixteen(sixteen *to, words code) {
+    singles value = (singles)code, square = value * value, large = square + 0x1p46f;
+    to->sum += __builtin_convertvector(value, integers);
+    to->high += (words)large;
+    to->rest += __builtin_convertvector(square - (large - 0x1p46f), integers);
+}
+
+/* What sums come to together, of which each has taken `count` numbers. */
+INLINE void deposit_sixteen(const sixteen *from, uint32_t count, whole *sum, whole *squares) {
+    const uint32_t none = count * ((127 + 46) << 23);
+    int64_t of_sum = 0, of_rest = 0, of_high = 0;
+    for (int lane = 0; lane < SIXTEEN; lane++)
+        of_sum += from->sum[lane], of_rest += from->rest[lane], of_high += (uint32_t)(from->high[lane] - none);
+    deposit(sum, of_sum, 0), deposit(squares, of_rest, 0), deposit(squares, of_high, 23);
+}
+
+/* Add the numbers of a piece from `bottom` to `most`, whose exponents are 22 - stored apart at most. `stored` are the bits
+   of a mantissa that are stored. Numbers are moved under exponents that make them whole numbers, in units of the last bit
+   of the smallest. `LOW` and `HIGH` put sign and mantissa of the halves of a word where single precision has them, and the
+   exponent as it is. Where `all` numbers are known to be in the range, none is looked at. */
+#define ADD_16(name, stored, LOW, HIGH)                                                                                \
+    INLINE words ranged_##name(words code, int all, uint32_t from, uint32_t span, uint32_t raised) {                   \
+        return all ? code + raised : (code + raised) & (words)((code & 0x7fffffff) - from <= span);                    \
+    }                                                                                                                  \
+    INLINE void band_##name(const uint16_t *x, int count, int all, uint16_t bottom, uint16_t most, whole *sums,        \
                             whole *squares) {                                                                          \
         const int low = bottom >> stored;                                                                              \
-        const uint32_t from = CODE(bottom), span = CODE(most) - from;                                                  \
+        const uint32_t from = LOW((uint32_t)bottom), span = LOW((uint32_t)most) - from;                                \
         const uint32_t raised = (uint32_t)(127 + stored - low) << 23;                                                  \
-        int32_t sum = 0, high = 0, rest = 0;                                                                           \
-        for (int j = 0; j < CHUNK; j++) {                                                                              \
-            uint32_t code = CODE(x[j]);                                                                                \
-            code = all || (code & 0x7fffffff) - from <= span ? code + raised : 0;                                      \
-            float value, square, large;                                                                                \
-            memcpy(&value, &code, sizeof value);                                                                       \
-            square = value * value, large = square + 0x1p45f - 0x1p45f;                                                \
-            sum += (int32_t)value, high += (int32_t)(large * 0x1p-22f), rest += (int32_t)(square - large);             \
+        sixteen found = {{0}, {0}, {0}};                                                                               \
+        for (int j = 0; j < count; j += 2 * SIXTEEN) {                                                                 \
+            words word;                                                                                                \
+            memcpy(&word, x + j, sizeof word);                                                                         \
+            add_sixteen(&found, ranged_##name(LOW(word), all, from, span, raised));                                    \
+            add_sixteen(&found, ranged_##name(HIGH(word), all, from, span, raised));                                   \
         }                                                                                                              \
-        deposit(sums + low, sum, 0), deposit(squares + low, rest + (int64_t)high * (1 << 22), 0);                      \
+        deposit_sixteen(&found, (uint32_t)count / SIXTEEN, sums + low, squares + low);                                 \
     }                                                                                                                  \
-    INLINE void subnormal_##name(const uint16_t *restrict x, whole *sums, whole *squares) {                            \
+    INLINE void subnormal_##name(const uint16_t *restrict x, int count, whole *sums, whole *squares) {                 \
         int32_t sum = 0, square = 0;                                                                                   \
-        for (int j = 0; j < CHUNK; j++) {                                                                              \
+        for (int j = 0; j < count; j++) {                                                                              \
             int32_t size = x[j] & 0x7fff, mantissa = size < 1 << stored ? size : 0, sign = -(int32_t)(x[j] >> 15);     \
             sum += (mantissa ^ sign) - sign;                                                                           \
             square += mantissa * mantissa;                                                                             \
@@ -260,22 +294,20 @@ enum { CHUNK = 256 }; /* elements added together */
     }                                                                                                                  \
     INLINE uint16_t bottom_##name(uint16_t most) {                                                                     \
         int exponent = most >> stored;                                                                                 \
-        return (uint16_t)((exponent > 21 - stored ? exponent - (21 - stored) : 1) << stored);                          \
+        return (uint16_t)((exponent > 22 - stored ? exponent - (22 - stored) : 1) << stored);                          \
     }                                                                                                                  \
-    CLONED static void add_##name(const uint16_t *x, int count, uint16_t highest, uint16_t lowest, uint16_t least,     \
+    CLONED static void add_##name(const uint16_t *x, int count, uint16_t highest, uint16_t lowest, int every,          \
                                   whole *sums, whole *squares) {                                                       \
         const uint16_t smallest = 1 << stored, first = bottom_##name(highest);                                         \
-        for (const uint16_t *end = x + count; x < end; x += CHUNK) {                                                   \
-            if (least >= first) {                                                                                      \
-                band_##name(x, 1, first, highest, sums, squares);                                                      \
-                continue;                                                                                              \
-            }                                                                                                          \
-            if (lowest < smallest - 1) subnormal_##name(x, sums, squares);                                             \
-            for (uint16_t most = highest; most >= smallest;) {                                                         \
-                uint16_t bottom = bottom_##name(most);                                                                 \
-                band_##name(x, 0, bottom, most, sums, squares);                                                        \
-                most = lowest < bottom - 1 ? below_16(x, CHUNK, bottom) : 0;                                           \
-            }                                                                                                          \
+        if (every && lowest >= first - 1) {                                                                            \
+            band_##name(x, count, 1, first, highest, sums, squares);                                                   \
+            return;                                                                                                    \
+        }                                                                                                              \
+        if (lowest < smallest - 1) subnormal_##name(x, count, sums, squares);                                          \
+        for (uint16_t most = highest; most >= smallest;) {                                                             \
+            uint16_t bottom = bottom_##name(most);                                                                     \
+            band_##name(x, count, 0, bottom, most, sums, squares);                                                     \
+            most = lowest < bottom - 1 ? below_16(x, count, bottom) : 0;                                               \
         }                                                                                                              \
     }                                                                                                                  \
     void transaxle_##name(const uint8_t *from, int64_t count, extremes *e, whole *sums, whole *squares, int64_t width, \
@@ -287,17 +319,19 @@ enum { CHUNK = 256 }; /* elements added together */
             uint16_t highest, lowest;                                                                                  \
             int64_t zeros = e->zeros;                                                                                  \
             int finite = look_##name(x, here, e, &highest, &lowest);                                                   \
-            int every = finite && e->zeros == zeros && here % CHUNK == 0;                                              \
-            add_##name(x, here, highest, lowest, every ? lowest + 1 : 0, sums, squares);                               \
+            int every = finite && e->zeros == zeros && here % (2 * SIXTEEN) == 0;                                            \
+            add_##name(x, (here + 2 * SIXTEEN - 1) / (2 * SIXTEEN) * (2 * SIXTEEN), highest, lowest, every, sums, squares);            \
             if (largest)                                                                                               \
                 largest_16(x, here, width, (at + first) % width, 0, finite ? 0x7fff : (0x7fff >> stored << stored) - 1,\
                            largest);                                                                                   \
         }                                                                                                              \
     }
-#define CODE_BF16(code) ((uint32_t)(code) << 16)
-#define CODE_F16(code) ((uint32_t)((code) & 0x7fff) << 13 | (uint32_t)((code) & 0x8000) << 16)
-ADD_16(bf16, 7, CODE_BF16)
-ADD_16(f16, 10, CODE_F16)
+#define LOW_BF16(word) ((word) << 16)
+#define HIGH_BF16(word) ((word) & 0xffff0000)
+#define LOW_F16(word) (((word) & 0x7fff) << 13 | ((word) & 0x8000) << 16)
+#define HIGH_F16(word) (((word) & 0x7fff0000) >> 3 | ((word) & 0x80000000))
+ADD_16(bf16, 7, LOW_BF16, HIGH_BF16)
+ADD_16(f16, 10, LOW_F16, HIGH_F16)
 
 /* ---- single precision ---- */
 
