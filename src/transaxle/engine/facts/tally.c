@@ -261,6 +261,11 @@ INLINE void deposit_sixteen(const sixteen *from, uint32_t count, whole *sum, who
     deposit(sum, of_sum, 0), deposit(squares, of_rest, 0), deposit(squares, of_high, 23);
 }
 
+/* Ask for the next piece while this one is looked at, so that nobody waits for it; there may be none. */
+INLINE void expect(const uint8_t *next, int size) {
+    for (int at = 0; at < size; at += 64) __builtin_prefetch(next + at);
+}
+
 /* Add the numbers of a piece from `bottom` to `most`, whose exponents are 22 - stored apart at most. `stored` are the bits
    of a mantissa that are stored. Numbers are moved under exponents that make them whole numbers, in units of the last bit
    of the smallest. `LOW` and `HIGH` put sign and mantissa of the halves of a word where single precision has them, and the
@@ -316,6 +321,7 @@ INLINE void deposit_sixteen(const sixteen *from, uint32_t count, whole *sum, who
         for (int64_t first = 0; first < count; first += PIECE_16) {                                                    \
             int here = (int)(count - first < PIECE_16 ? count - first : PIECE_16);                                     \
             const uint16_t *x = ARRAY(uint16_t, from + first * 2, here, room);                                         \
+            expect(from + (first + PIECE_16) * 2, sizeof room);                                                        \
             uint16_t highest, lowest;                                                                                  \
             int64_t zeros = e->zeros;                                                                                  \
             int finite = look_##name(x, here, e, &highest, &lowest);                                                   \
