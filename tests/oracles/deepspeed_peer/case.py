@@ -63,6 +63,8 @@ class Case:
     """Name of the module list in the custom model."""
     head_rows: bool = False
     """The custom model's output layer, and the embedding tied to it, are cut along the hidden dim."""
+    dealt: bool = False
+    """ZeRO-1/2: `round_robin_gradients`, which deals the parameters of a group out to the ranks in turn."""
     elastic: bool = False
     """ZeRO-1/2: `elastic_checkpoint`, which saves states without padding and without settings."""
     accumulate: str = ""
@@ -104,6 +106,8 @@ CASES = (
     Case("frozen-z1-w2", _ONE2, 1, frozen="embed_tokens"),
     Case("frozen-z2-w2", _ONE2, 2, "fp32", frozen="embed_tokens"),
     Case("frozen-z3-w2", _ONE2, 3, frozen="embed_tokens|layers.0.self_attn.q_proj"),
+    Case("dealt-z1-w2", _ONE2, 1, model="odd", dealt=True),
+    Case("dealt-z2-w4", _ONE4, 2, dealt=True),
     Case("elastic-z1-w2", _ONE2, 1, model="odd", elastic=True),
     Case("elastic-z2-w4", _ONE4, 2, "fp32", elastic=True),
     Case("bf16-optimizer-w2", _ONE2, 1, accumulate="fp32"),

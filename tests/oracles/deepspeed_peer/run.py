@@ -59,6 +59,7 @@ Truth = dict[str, Tensors]
 def configuration(case: Case, *, universal: bool = False) -> dict[str, Any]:
     zero: dict[str, Any] = {"stage": case.zero, "overlap_comm": False, "parameter_alignment": case.aligned}
     zero |= {"elastic_checkpoint": True} if case.elastic else {}
+    zero |= {"round_robin_gradients": True} if case.dealt else {}
     if case.zero == 3:
         zero |= {"stage3_param_persistence_threshold": 10}
     if case.sub_group:
@@ -150,6 +151,10 @@ def local_truth(engine: Any, case: Case) -> Truth:
     optimizer = engine.optimizer
     if case.zero == 0:
         return unsharded_truth(engine, case)
+    if case.dealt:  # DeepSpeed 0.19.8 links fragments in the order that its flat buffers do not have
+        as_given, optimizer.bit16_groups = optimizer.bit16_groups, optimizer.round_robin_bit16_groups
+        optimizer._link_all_hp_params()
+        optimizer.bit16_groups = as_given
     if hasattr(optimizer, "_hp_optimizer_states_linked"):
         # DeepSpeed 0.19.8 links all groups' fragments when the first group has stepped, before the others have.
         optimizer._hp_optimizer_states_linked = False

@@ -46,6 +46,8 @@ EXPERTS: Final = ".deepspeed_experts."
 """Stands before an expert's number in the names of DeepSpeed's own mixtures."""
 CONFIG: Final = "ds_config"
 DATA_BEFORE_EXPERTS: Final = "use_data_before_expert_parallelism"
+ZERO_CONFIG: Final = "zero_optimization"
+ROUND_ROBIN: Final = "round_robin_gradients"
 VERSION: Final = "ds_version"
 
 # A rank's optimizer file.

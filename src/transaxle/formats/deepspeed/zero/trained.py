@@ -122,16 +122,25 @@ def _placed_parameters(model: RankModel, states: Sequence[RankState], *, zero3: 
         message = f"there are {len(model.shapes)} groups of parameters, but {len(states[0].groups)} of flat buffers"
         raise refuse("CORRUPT", message, file=model.file)
     shares = experts.ExpertShares(model, states)
+    dealt = _is_dealt(model)
     for group, shapes in enumerate(model.shapes):
         for rank, sharing in enumerate(shares.of(group)):
             buffers = _buffers(sharing, group)
-            for place, intervals in _placed(sharing, group, shapes, buffers[keys.FP32]):
+            for place, intervals in _placed(sharing, group, shapes, buffers[keys.FP32], dealt=dealt):
                 _check_inside(place, intervals, buffers, sharing)
                 yield group, shares.name(place.name, rank), place.shape, intervals, buffers
 
 
+def _is_dealt(model: RankModel) -> bool:
+    """Tell whether the parameters of each group were dealt out to its ranks in turn: `round_robin_gradients`."""
+    config = model.root.get(keys.CONFIG)
+    zero = None if config is None else config.get(keys.ZERO_CONFIG)
+    dealt = None if zero is None else zero.get(keys.ROUND_ROBIN)
+    return dealt is not None and dealt.flag()
+
+
 def _placed(
-    states: Sequence[RankState], group: int, shapes: Mapping[str, Shape], masters: Sequence[Vector]
+    states: Sequence[RankState], group: int, shapes: Mapping[str, Shape], masters: Sequence[Vector], *, dealt: bool
 ) -> Iterator[tuple[Position, list[FlatRun]]]:
     """Yield the parameters of a group with their intervals in the buffers of the ranks that share it."""
     width = _width(states, group, masters)
@@ -143,9 +152,19 @@ def _placed(
         message = f"group {group}: its parameters need {used} elements, but its buffers have {width * len(states)}"
         raise refuse("CORRUPT", message, file=states[0].file)
     cut = {place.name: list(runs(place, width, len(states))) for place in places}
-    _check_map(states, group, cut)
+    # The shapes are in the order of the buffers. The map of DeepSpeed 0.19.8 is in the order before parameters were
+    # dealt out, which its buffers never had.
+    places_before, _ = positions(_before_dealing(shapes, len(states)), (0,) * len(shapes)) if dealt else ((), 0)
+    cut_before = {place.name: list(runs(place, width, len(states))) for place in places_before}
+    _check_map(states, group, cut, cut_before)
     for place in places:
         yield place, cut[place.name]
+
+
+def _before_dealing(shapes: Mapping[str, Shape], ranks: int) -> dict[str, Shape]:
+    """Return parameters in the order that they had before they were dealt out to so many ranks in turn."""
+    numbers = [number for rank in range(ranks) for number in range(rank, len(shapes), ranks)]
+    return dict(shape for _, shape in sorted(zip(numbers, shapes.items(), strict=True)))
 
 
 def _buffers(states: Sequence[RankState], group: int) -> dict[str, list[Vector]]:
@@ -223,26 +242,45 @@ def _check_inside(
                 raise refuse(code, message, file=states[run.part].file, tensor=place.name)
 
 
-def _check_map(states: Sequence[RankState], group: int, cut: Mapping[str, Sequence[FlatRun]]) -> None:
-    """Check the ranks' own maps of fragments, where they exist, against the lengths."""
+def _check_map(
+    states: Sequence[RankState],
+    group: int,
+    cut: Mapping[str, Sequence[FlatRun]],
+    cut_before: Mapping[str, Sequence[FlatRun]],
+) -> None:
+    """Check the ranks' own maps of fragments, where they exist, against the lengths.
+
+    Args:
+        states: the ranks' files.
+        group: its number.
+        cut: parameter -> its intervals.
+        cut_before: the same in another order that a map may have; empty where there is none.
+    """
     for dp_rank, state in enumerate(states):
         listed = state.root.get(keys.MAPPINGS)
         if listed is None:
             continue
-        expected = {
-            name: (run.at, run.stop - run.start)
-            for name, intervals in cut.items()
-            for run in intervals
-            if run.part == dp_rank
-        }
+        expected = _fragments(cut, dp_rank)
         recorded = {name: _fragment(node) for name, node in _nth(listed, group).named()}
+        # A parameter that a rank does not hold is either absent or recorded with zero elements.
+        if cut_before and {name: at for name, at in recorded.items() if at[1]} == _fragments(cut_before, dp_rank):
+            continue
         for name in [*expected, *recorded]:
-            # A parameter that a rank does not hold is either absent or recorded with zero elements.
             if expected.get(name, (0, 0)) != recorded.get(name, (0, 0)):
                 start, count = expected.get(name, (0, 0))
                 said = recorded.get(name)
                 message = f"by the lengths it has {count} elements from {start}, but {keys.MAPPINGS} says {said}"
                 raise refuse("CORRUPT", message, file=state.file, tensor=name)
+
+
+def _fragments(cut: Mapping[str, Sequence[FlatRun]], dp_rank: int) -> dict[str, tuple[int, int]]:
+    """Return parameter -> where it begins in the buffer of a rank that holds some of it, and how many elements."""
+    return {
+        name: (run.at, run.stop - run.start)
+        for name, intervals in cut.items()
+        for run in intervals
+        if run.part == dp_rank
+    }
 
 
 def _fragment(node: CheckedValue) -> tuple[int, int]:
