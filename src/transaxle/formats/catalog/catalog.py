@@ -82,6 +82,8 @@ class Twin(msgspec.Struct, frozen=True):
     """Whether each rank updates its copy by itself, so that the copies may drift apart."""
     rounded: bool = False
     """Whether the copy has lower precision: then it must be what the first rounds to, bit by bit."""
+    dates: bool = False
+    """Whether it tells that files are of one save: it is compared also where its tensor is not wanted."""
 
 
 class Container(msgspec.Struct, frozen=True):
@@ -130,10 +132,16 @@ class Container(msgspec.Struct, frozen=True):
         return sum(entry.nbytes for entry in self.entries.values())
 
     def without(self, names: Collection[str]) -> Container:
-        """Return the container without some tensors: they move to `left`, and their copies are not compared."""
+        """Return the container without some tensors: they move to `left`, and their copies are not compared.
+
+        Copies that tell whether all files are of one save are compared nevertheless.
+        """
         unwanted = {name: entry for name, entry in self.entries.items() if name in names}
         places = {(extent.file, extent.offset) for entry in unwanted.values() for extent in entry.extents}
-        kept = [any((each.file, each.offset) not in places for each in twin.first.extents) for twin in self.twins]
+        kept = [
+            twin.dates or any((each.file, each.offset) not in places for each in twin.first.extents)
+            for twin in self.twins
+        ]
         return replace(
             self,
             entries={name: entry for name, entry in self.entries.items() if name not in unwanted},

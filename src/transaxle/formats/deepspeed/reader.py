@@ -7,7 +7,7 @@ lengths, maps, shapes and metadata of all files must agree, and what several ran
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -29,7 +29,7 @@ from transaxle.formats.deepspeed.zero.numbered import read_numbered
 from transaxle.formats.deepspeed.zero.ranks import RankModel, RankState, read_layer, read_model, read_state
 from transaxle.formats.deepspeed.zero.shard import RankShard, merge_shards, unspread
 from transaxle.formats.deepspeed.zero.stage import ModelRank, Stage, assemble
-from transaxle.formats.deepspeed.zero.trained import trained
+from transaxle.formats.deepspeed.zero.trained import OF_ONE_RUN, trained
 from transaxle.formats.deepspeed.zero.training_run import DEGREES, run_of, state_groups
 from transaxle.formats.format import HERE
 from transaxle.formats.storage.storage import Storage
@@ -105,6 +105,7 @@ def open_deepspeed(
         faults.add("INCOMPLETE", message, prefix.rstrip("/") or path, hint=_ONLY_LOW)
     if faults:
         raise faults.error()
+    check_one_save([model for ranks in models.values() for model in ranks])
     pp, tp = degrees(models, files.layers.values(), len(files.optimizer.get(0, {})))
     catalog = _Assembly()
     table_cuts = _table_cuts(models, layers, storage, cutter) if tp > 1 else None
@@ -112,6 +113,7 @@ def open_deepspeed(
     for stage in range(pp):
         numbers = [stage * tp + rank for rank in range(tp)]
         catalog.add(_stage([(models[n], states.get(n, ())) for n in numbers], table_cuts, faults), stage)
+    catalog.twins.extend(_steps_of_stages([states[stage * tp][0] for stage in range(pp) if states.get(stage * tp)]))
     # Layer files come last: what the optimizer's files already gave in full precision has precedence.
     _add_layers(catalog, layers, _info(models[0], table_cuts, tp), tp, faults)
     if pp > 1 or layers:
@@ -197,6 +199,38 @@ def _with_experts(
                 "INCOMPLETE", f"there are expert files of model rank {rank}, but its model file is missing", inline.path
             )
     return models_with_experts
+
+
+def check_one_save(models: Sequence[RankModel]) -> None:
+    """Check that all model files were saved after the same number of steps.
+
+    Raises:
+        Refused: CORRUPT where they were not: the files of two saves are mixed.
+    """
+    first_file, first_steps = "", None
+    for model in models:
+        steps = model.root.get(keys.GLOBAL_STEPS)
+        if steps is None:
+            continue
+        if first_steps is not None and steps.value != first_steps:
+            message = f"it was saved after {steps.value} steps, but {first_file} after {first_steps}"
+            raise refuse("CORRUPT", message, file=model.file, hint=OF_ONE_RUN)
+        first_file, first_steps = model.file, steps.value
+
+
+def _steps_of_stages(states: Sequence[RankState]) -> Iterator[Twin]:
+    """Yield the steps of the groups of all pipeline stages as copies of the first stage's.
+
+    Args:
+        states: an optimizer file of each stage.
+    """
+    for state in states[1:]:
+        if len(state.groups) != len(states[0].groups):
+            continue
+        for number, (group, first_group) in enumerate(zip(state.groups, states[0].groups, strict=True)):
+            step, first_step = group.numbers.get(keys.STEP), first_group.numbers.get(keys.STEP)
+            if step is not None and first_step is not None:
+                yield Twin(first_step, step, f"step of group {number} is one number in all pipeline stages", dates=True)
 
 
 def degrees(models: _Models, layers: Collection[Mapping[int, str]], parts: int = 0) -> tuple[int, int]:

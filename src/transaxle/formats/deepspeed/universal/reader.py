@@ -24,7 +24,7 @@ from transaxle.formats.deepspeed.hints import Hint, check_hint, hint_in, hints_e
 from transaxle.formats.deepspeed.metadata import affine
 from transaxle.formats.deepspeed.metadata.name_patterns import Patterns
 from transaxle.formats.deepspeed.metadata.universal_info import UniversalInfo
-from transaxle.formats.deepspeed.reader import SCRIPTS, TIES, degrees
+from transaxle.formats.deepspeed.reader import SCRIPTS, TIES, check_one_save, degrees
 from transaxle.formats.deepspeed.zero.flat import Shape
 from transaxle.formats.deepspeed.zero.ranks import RankModel, Tensors, read_model
 from transaxle.formats.deepspeed.zero.stage import ModelRank, Stage, assemble
@@ -71,6 +71,7 @@ def open_universal(storage: Storage, path: str, member: str, weights: Weights = 
     models = _models(inline, storage, prefix, checksums, faults)
     if faults:
         raise faults.error()
+    check_one_save(models)
     shapes, stage = _beside(models, faults)
     settings, files = _settings(inline, prefix, checksums)
     entries: dict[str, Entry] = {}

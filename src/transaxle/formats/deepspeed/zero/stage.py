@@ -153,9 +153,8 @@ def _trained(stage: Stage, name: str, ranks: Sequence[ModelRank], spreads: _Spre
             # A step belongs to a group, so all its parameters refer to the same bytes: one comparison is enough.
             if (first_entry.extents, entry.extents) not in stage.compared and first_entry is not entry:
                 stage.compared.add((first_entry.extents, entry.extents))
-                stage.twins.append(
-                    Twin(first_entry, entry, f"{key} of {name} is one number on all tensor-parallel ranks")
-                )
+                why = f"{key} of {name} is one number on all tensor-parallel ranks"
+                stage.twins.append(Twin(first_entry, entry, why, dates=key == keys.STEP))
 
 
 def _put(

@@ -30,7 +30,8 @@ from transaxle.formats.deepspeed.zero.ranks import RankModel, RankState
 from transaxle.formats.deepspeed.zero.shard import RankShard
 from transaxle.formats.pickled.descriptors import Object
 
-_OF_ONE_RUN = "The folder mixes files of two runs; keep those of one."
+OF_ONE_RUN = "The folder mixes files of two runs; keep those of one."
+"""What to do where files contradict each other."""
 _SLACK = 16
 """Elements per rank by which a vector may exceed its parameters: it is padded for alignment."""
 
@@ -68,7 +69,7 @@ def trained(model: RankModel, states: Sequence[RankState]) -> tuple[dict[str, Tr
             "CORRUPT",
             f"its ranks were saved with different ZeRO stages: {sorted(stages)}",
             file=states[0].file,
-            hint=_OF_ONE_RUN,
+            hint=OF_ONE_RUN,
         )
     counts = {len(state.groups) for state in states}
     if len(counts) > 1:
@@ -96,7 +97,7 @@ def _check_counts(states: Sequence[RankState]) -> None:
             message = (
                 f"{keys.PARTITION_COUNT} is {list(counts or ())}, but {list(first_counts or ())} in {states[0].file}"
             )
-            raise refuse("CORRUPT", message, file=state.file, hint=_OF_ONE_RUN)
+            raise refuse("CORRUPT", message, file=state.file, hint=OF_ONE_RUN)
     if first_counts is not None and len(first_counts) != len(states[0].groups):
         message = f"{keys.PARTITION_COUNT} has {len(first_counts)} numbers for {len(states[0].groups)} groups"
         raise refuse("CORRUPT", message, file=states[0].file)
@@ -353,4 +354,5 @@ def _steps(parameters: Mapping[str, Trained], states: Sequence[RankState]) -> It
             for key, entry in states[0].groups[group].numbers.items():
                 entry_elsewhere = state.groups[group].numbers.get(key)
                 if entry_elsewhere is not None:
-                    yield Twin(entry, entry_elsewhere, f"{key} of the group of {name} is one number on all ranks")
+                    why = f"{key} of the group of {name} is one number on all ranks"
+                    yield Twin(entry, entry_elsewhere, why, dates=key == keys.STEP)
