@@ -85,3 +85,70 @@ def test_a_source_without_adapters_is_told() -> None:
     model.merge_adapter()
     with pytest.raises(tx.TransaxleError, match="its adapter is merged"):
         tx.Refit(model, _base(2), adapter="merged")
+
+
+def _tied_model(seed: int, *, tied: bool) -> Any:
+    import transformers
+
+    torch.manual_seed(seed)
+    config = transformers.LlamaConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=32, tie_word_embeddings=tied,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize(
+    ("how", "one"),
+    [
+        ({"target_modules": ["embed_tokens"]}, False),
+        ({"target_modules": ["lm_head"]}, False),
+        ({"target_modules": ["embed_tokens"], "ensure_weight_tying": True}, True),
+        ({"target_modules": ["q_proj"], "trainable_token_indices": [1, 3]}, True),
+    ],
+)
+def test_an_adapter_of_tied_weights_changes_what_it_is_of(how: dict[str, Any], *, one: bool) -> None:
+    """An engine computes what the trainer does; where the adapter tears the tie, only one with an untied head can."""
+    import peft
+
+    model = peft.get_peft_model(_tied_model(1, tied=True), peft.LoraConfig(r=2, **how)).eval()
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number)) * 0.3)
+        tokens = torch.arange(10)[None]
+        wanted = model(tokens).logits
+        before = _held(model)
+        for tied in (True, False):
+            engine = _tied_model(2, tied=tied)
+            if tied and not one:
+                with pytest.raises(tx.TransaxleError, match="UNEQUAL_COPIES"):
+                    tx.Refit(model, engine, adapter="merged")
+                continue
+            tx.Refit(model, engine, adapter="merged").push()
+            torch.testing.assert_close(engine(tokens).logits, wanted)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in _held(model).items())
+
+
+def test_adapters_of_two_parameters_of_one_module_are_all_merged() -> None:
+    """The experts of a layer are one module, in which adapters lie around one another."""
+    import peft
+    import transformers
+
+    def base(seed: int) -> Any:
+        torch.manual_seed(seed)
+        config = transformers.MixtralConfig(
+            hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+            vocab_size=32, num_local_experts=4,
+        )  # fmt: skip
+        return transformers.MixtralForCausalLM(config)
+
+    targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    model = peft.get_peft_model(base(1), peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=targets))
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number)))
+    before, engine = _held(model), base(2)
+    tx.Refit(model, engine, adapter="merged").push()
+    wanted = _merged(model)
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in engine.state_dict().items())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in _held(model).items())

@@ -256,3 +256,33 @@ def test_nobody_at_the_address_is_an_error_of_the_machine() -> None:
     with pytest.raises(tx.TransaxleError) as found:
         tx.refit.meet(f"127.0.0.1:{free_port()}", 1, 2, timeout=1)
     assert found.value.code == "IO"
+
+
+class _Tied(nn.Module):
+    """An embedding and a head, which may be one tensor."""
+
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(4, 3), nn.Linear(3, 4, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+
+@pytest.mark.parametrize("side", ["source", "target"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_tie_that_comes_or_goes_between_pushes_is_refused(side: str, *, tied: bool) -> None:
+    """What the plan leaves out for a tie, or writes twice, would have other values than the source's."""
+    models = {"source": _Tied(tied=tied), "target": _Tied(tied=tied)}
+    refit = tx.Refit(models["source"], models["target"])
+    refit.push()
+    changed = models[side]
+    changed.head.weight = nn.Parameter(torch.randn(4, 3)) if tied else changed.embed.weight
+    before = {name: tensor.clone() for name, tensor in models["target"].state_dict().items()}
+    with pytest.raises(tx.TransaxleError, match=rf"the {side} has it in another form: .*tied") as found:
+        refit.push()
+    assert [each.where.tensor for each in found.value.refusals] == ["head.weight"]
+    assert all(torch.equal(tensor, before[name]) for name, tensor in models["target"].state_dict().items())
+    tied_now = models["source"].head.weight is models["source"].embed.weight
+    if tied_now or models["target"].head.weight is not models["target"].embed.weight:
+        tx.Refit(models["source"], models["target"]).push()
+        assert all(torch.equal(models["source"].state_dict()[n], t) for n, t in models["target"].state_dict().items())

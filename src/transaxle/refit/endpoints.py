@@ -16,6 +16,7 @@ from transaxle.axes.geometry.piece import Move
 from transaxle.errors import Refusal, Where, gathered, refuse
 from transaxle.live.model.state_tensors import Leaves
 from transaxle.live.sharding.memory import tensor_of
+from transaxle.live.tensors.destination import view_of
 from transaxle.live.transport.world import World
 from transaxle.move.transfer import Transfer
 from transaxle.torch_tensors.local_tensor import local_of, stored_local
@@ -38,17 +39,21 @@ class Form:
     """Of this rank's part."""
     placement: object
     """Its mesh, and how it lies there."""
+    tied_to: str
+    """Name of the first tensor that is the same memory: its own where there is no other."""
 
 
 def forms(tensors: Mapping[str, torch.Tensor]) -> dict[str, Form]:
     """Return the forms of this rank's tensors."""
-    return {name: _form(tensor) for name, tensor in tensors.items()}
+    first: dict[object, str] = {}
+    return {name: _form(tensor, first.setdefault(view_of(tensor), name)) for name, tensor in tensors.items()}
 
 
-def _form(tensor: torch.Tensor) -> Form:
+def _form(tensor: torch.Tensor, tied_to: str) -> Form:
     if isinstance(tensor, DTensor):
-        return Form(tensor.dtype, tuple(tensor.shape), (tensor.device_mesh, tensor.placements, part_of(tensor)))
-    return Form(tensor.dtype, tuple(tensor.shape), part_of(tensor))
+        placement = tensor.device_mesh, tensor.placements, part_of(tensor)
+        return Form(tensor.dtype, tuple(tensor.shape), placement, tied_to)
+    return Form(tensor.dtype, tuple(tensor.shape), part_of(tensor), tied_to)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -72,12 +77,12 @@ def check_forms(side: str, now: Mapping[str, torch.Tensor], planned: Mapping[str
         for name in planned
         if name not in now
     ]
-    for name, tensor in now.items():
-        was, form = planned.get(name), _form(tensor)
+    for name, form in forms(now).items():
+        was = planned.get(name)
         if was is None:
             problems.append(Refusal("UNEXPECTED_TENSOR", f"the {side} did not have it", Where(None, name), _ANEW))
         elif was != form:
-            message = f"the {side} has it in another form: {_words(form)}, was {_words(was)}"
+            message = f"the {side} has it in another form: {_words(form, was, name)}; was {_words(was, form, name)}"
             problems.append(Refusal("SHAPE_MISMATCH", message, Where(None, name), _ANEW))
     if problems:
         raise gathered(problems)
@@ -99,8 +104,11 @@ def check_alike(names: str, given: tuple[object, ...], world: World) -> None:
         raise refuse("AMBIGUOUS", message, hint="Give all ranks of both sides the same arguments.")
 
 
-def _words(form: Form) -> str:
-    return f"{str(form.dtype).removeprefix('torch.')} {list(form.shape)}"
+def _words(form: Form, other: Form, name: str) -> str:
+    words = f"{str(form.dtype).removeprefix('torch.')} {list(form.shape)}"
+    if form.tied_to == other.tied_to:
+        return words
+    return f"{words}, not tied" if form.tied_to == name else f"{words}, tied to {form.tied_to}"
 
 
 class SourceValues:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+import transaxle as tx
 from tests.live.ranks import run
 from transaxle.errors import TransaxleError
 from transaxle.live.reexpress.reshard import reshard
@@ -121,3 +122,23 @@ def test_ties_that_one_rank_cannot_prove_are_refused(tie: str) -> None:
     with pytest.raises(TransaxleError) as found:
         run(2, _cut, tie)
     assert {one.where.tensor for one in found.value.refusals} == {HEAD}
+
+
+@pytest.mark.parametrize("how", ["refit", "reshard"])
+def test_two_names_of_one_memory_take_one_tensor_only(how: str) -> None:
+    """The state dict of a tied model has two tensors, but one memory."""
+
+    def move(source: dict[str, torch.Tensor], target: dict[str, torch.Tensor]) -> None:
+        if how == "refit":
+            tx.Refit(source, target).push()
+        else:
+            tx.reshard(source, target)
+
+    memory = torch.zeros(4, 3)
+    target = {"embed": memory.detach(), "head": memory.detach()}
+    with pytest.raises(tx.TransaxleError, match="embed has other"):
+        move({"embed": torch.ones(4, 3), "head": torch.full((4, 3), 2.0)}, target)
+    assert not memory.any()
+    both = torch.ones(4, 3)
+    move({"embed": both, "head": both.detach()}, target)
+    assert torch.equal(memory, both)

@@ -93,6 +93,16 @@ def _narrowed(
     return replace(found, tensors=tensors, copies=copies, untouched=untouched, kept=(*found.kept, *problems))
 
 
+def base_names(model: nn.Module, names: Collection[str]) -> dict[str, str]:
+    """Return what a plain model calls the weights of the base; copies that are trained have no such name.
+
+    Args:
+        model: the model, see `adapted`.
+        names: of what it holds.
+    """
+    return {name: base for name, (base, copy) in _below(model, names).items() if not copy}
+
+
 def _below(model: nn.Module, names: Collection[str]) -> dict[str, tuple[str, bool]]:
     """Return, for the names of what belongs to the base, the base's own, and whether it is a copy that is trained."""
     kinds = {own_name(path): kind for path, kind in _kinds(model)}

@@ -6,7 +6,7 @@ proved to be nothing else than what is copied, on every rank; nothing is conclud
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,7 @@ from transaxle.engine.checkpoint.checkpoint import StoredTensor
 from transaxle.errors import Refusal, Where
 from transaxle.live.model.state_tensors import tied
 from transaxle.live.sharding.global_tensors import Census
+from transaxle.live.tensors.destination import same_memory
 from transaxle.live.transport.world import World
 from transaxle.torch_tensors.local_tensor import local_of
 from transaxle.torch_tensors.tensor_bytes import same_bytes
@@ -76,7 +77,7 @@ def torn(sides: Sides, stored: Mapping[str, StoredTensor], *, once: bool = True)
         stored: the source's tensors by the target's names; the same on all ranks.
         once: values that are equal now count, too; otherwise only the same memory.
     """
-    shared = sides.world.gather(list(_shared(sides.own_target, stored)))
+    shared = sides.world.gather(list(same_memory(sides.own_target, stored)))
     both = sorted({names for of_rank in shared for names in of_rank})
     pairs = {names: tuple(origin for n in names for origin in sorted(stored[n].origins)) for names in both}
     alike = {names: _alike(stored[names[0]], stored[names[1]], sides.source) for names in both}
@@ -88,14 +89,6 @@ def torn(sides: Sides, stored: Mapping[str, StoredTensor], *, once: bool = True)
         for names in both
         if not alike[names] or pairs[names] not in equal
     ]
-
-
-def _shared(own_target: Mapping[str, torch.Tensor], stored: Collection[str]) -> Iterator[Pair]:
-    """Yield names of the source whose tensor is one in the target."""
-    first: dict[int, str] = {}
-    for name, tensor in own_target.items():
-        if name in stored and first.setdefault(id(tensor), name) != name:
-            yield first[id(tensor)], name
 
 
 def _alike(first: StoredTensor, second: StoredTensor, source: Census) -> bool:

@@ -16,7 +16,7 @@ import torch
 
 from transaxle.live.tensors.type_change import cast
 from transaxle.move.endpoint import Sink
-from transaxle.torch_tensors.local_tensor import local_of
+from transaxle.torch_tensors.local_tensor import local_of, stored_local
 from transaxle.torch_tensors.shard_grid import ShardGrid
 from transaxle.torch_tensors.tensor_bytes import Bytes, as_bytes, same_bytes
 from transaxle.torch_tensors.torch_dtype import torch_dtype
@@ -130,15 +130,17 @@ def same_memory(tensors: Mapping[str, torch.Tensor], present: Collection[str]) -
     """
     first: dict[object, str] = {}
     for name, tensor in tensors.items():
-        if name in present and (other := first.setdefault(_view_of(tensor), name)) != name:
+        if name in present and (other := first.setdefault(view_of(tensor), name)) != name:
             yield other, name
 
 
-def _view_of(tensor: torch.Tensor) -> object:
+def view_of(tensor: torch.Tensor) -> object:
     """Return what is equal for tensors that are the same elements in the same order."""
     if isinstance(tensor, ShardGrid) or tensor.is_meta:
         return id(tensor)
-    local = local_of(tensor)
+    local = stored_local(tensor)
+    if type(local) is not torch.Tensor:  # of DTensors this is the quick way, which most have
+        local = local_of(tensor)
     if local.layout != torch.strided or not local.numel() or not local.data_ptr():
         return id(tensor)
     return local.device, local.data_ptr(), tuple(local.shape), local.stride(), local.dtype
@@ -164,7 +166,7 @@ def overlapping(tensors: Mapping[str, torch.Tensor]) -> set[str]:
         begin, size = local.data_ptr(), local.element_size()
         reach = sum((count - 1) * step for count, step in zip(local.shape, local.stride(), strict=True)) + 1
         key = local.device, local.untyped_storage().data_ptr()
-        spans.setdefault(key, []).append((begin, begin + reach * size, _view_of(tensor), name))
+        spans.setdefault(key, []).append((begin, begin + reach * size, view_of(tensor), name))
     return found.union(*(set(_crossing(each)) for each in spans.values() if len(each) > 1))
 
 
