@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -178,9 +178,34 @@ def _unlike(rank: int, world: int) -> tuple[str, str, str]:
 def test_ranks_that_ask_for_different_things_are_told() -> None:
     first, second = run(2, _unlike)
     assert first == second
-    assert "the ranks give different arguments" in first[0]
+    assert "in_place: rank 1 gave False, but rank 0 gave True" in " ".join(first[0].split())
     assert "the ranks push different tensors" in first[1]
     assert "no tensor has a name like 'x*'" in first[2]
+
+
+def _misspelt(rank: int, world: int) -> list[str]:
+    """Give one rank a keyword that there is not."""
+    wrong: Any = {"strikt": True} if rank else {}
+    calls: list[Callable[[], object]] = [
+        lambda: tx.Refit({"w": torch.ones(4)}, {"w": torch.zeros(4)}, **wrong),
+        lambda: tx.reshard({"w": torch.ones(4)}, {"w": torch.zeros(4)}, **wrong),
+        lambda: list(tx.refit.named_tensors({"w": torch.ones(4)}, to="identity", **wrong)),
+        lambda: tx.reshard({"w": torch.ones(4)}, {"w": torch.zeros(4)}, strict=not rank),
+    ]
+    said = []
+    for call in calls:
+        with pytest.raises((tx.TransaxleError, TypeError)) as found:
+            call()
+        said.append(" ".join(str(found.value).split()))
+    return said
+
+
+def test_a_wrong_keyword_of_one_rank_is_told_to_all() -> None:
+    others, own = run(2, _misspelt)
+    assert all("rank 1 failed: TypeError" in each for each in others[:3])
+    assert all("unexpected keyword argument 'strikt'" in each for each in own[:3])
+    assert others[3] == own[3]
+    assert "strict: rank 1 gave False, but rank 0 gave True" in own[3]
 
 
 def test_a_tensor_that_is_replaced_by_another_form_is_refused() -> None:

@@ -13,11 +13,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from transaxle.axes.geometry.piece import Move
-from transaxle.errors import Refusal, Where, gathered, refuse
+from transaxle.errors import Refusal, Where, gathered
 from transaxle.live.model.state_tensors import Leaves
 from transaxle.live.sharding.memory import tensor_of
 from transaxle.live.tensors.destination import view_of
-from transaxle.live.transport.world import World
 from transaxle.move.transfer import Transfer
 from transaxle.torch_tensors.local_tensor import local_of, stored_local
 from transaxle.torch_tensors.placement import local_parts
@@ -86,22 +85,6 @@ def check_forms(side: str, now: Mapping[str, torch.Tensor], planned: Mapping[str
             problems.append(Refusal("SHAPE_MISMATCH", message, Where(None, name), _ANEW))
     if problems:
         raise gathered(problems)
-
-
-def check_alike(names: str, given: tuple[object, ...], world: World) -> None:
-    """Prove that all ranks ask for the same; collective.
-
-    Args:
-        names: of the arguments.
-        given: their values on this rank.
-        world: the ranks.
-
-    Raises:
-        UsageError: AMBIGUOUS, on every rank.
-    """
-    if any(each != given for each in world.gather(given)):
-        message = f"the ranks give different arguments ({names})"
-        raise refuse("AMBIGUOUS", message, hint="Give all ranks of both sides the same arguments.")
 
 
 def _words(form: Form, other: Form, name: str) -> str:

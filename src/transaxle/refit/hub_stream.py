@@ -42,7 +42,7 @@ from transaxle.live.transport.bucket_exchange import BucketExchange
 from transaxle.live.transport.world import World
 from transaxle.move.runs import Item
 from transaxle.refit.carrying import carry
-from transaxle.refit.endpoints import SourceValues, TargetRoom, check_alike
+from transaxle.refit.endpoints import SourceValues, TargetRoom
 from transaxle.refit.hops import program, schedule
 from transaxle.torch_tensors.local_tensor import local_of
 from transaxle.torch_tensors.placement import local_parts
@@ -120,13 +120,15 @@ def named_tensors(
         TypeError: an argument of a type that it cannot have.
         TransaxleError: on every rank.
     """
-    check_keywords("named_tensors", options, Streaming.__annotations__)
-    size, world = read_size("bucket", bucket), World(group)
-    dialect, device = read_text("to", to, "hf"), read_device("device", options.get("device"))
-    takers = world.ranks if on is None else tuple(on)
-    if not set(takers) <= set(world.ranks):
-        raise ValueError(f"on must be ranks of the group, {list(world.ranks)}; got {on!r}")
-    check_alike("to, bucket, on, dtype", (dialect, size, takers, str(options.get("dtype"))), world)
+    world = World(group)
+    with world.together():
+        check_keywords("named_tensors", options, Streaming.__annotations__)
+        size, dialect = read_size("bucket", bucket), read_text("to", to, "hf")
+        device = read_device("device", options.get("device"))
+        takers = world.ranks if on is None else tuple(on)
+        if not set(takers) <= set(world.ranks):
+            raise ValueError(f"on must be ranks of the group, {list(world.ranks)}; got {on!r}")
+    world.require_alike({"to": dialect, "bucket": size, "on": takers, "dtype": str(options.get("dtype"))})
     return streamed(planned_stream(state, dialect, options, world), takers, size, device, world)
 
 

@@ -38,7 +38,7 @@ from transaxle.refit.adapters import read_adapter, source_leaves, target_leaves
 from transaxle.refit.agreement import Agreement, Asked, agreed
 from transaxle.refit.carrying import carry
 from transaxle.refit.encoded_targets import Buffers, encode, largest, put
-from transaxle.refit.endpoints import Form, SourceValues, TargetRoom, check_alike, check_forms, forms
+from transaxle.refit.endpoints import Form, SourceValues, TargetRoom, check_forms, forms
 from transaxle.refit.hops import Program, program, schedule
 from transaxle.torch_tensors.local_tensor import local_of
 from transaxle.torch_tensors.torch_arguments import Ranks
@@ -138,19 +138,19 @@ class Refit:
         in_place: bool = False,
         **options: Unpack[Refitting],
     ) -> None:
-        check_keywords("Refit", options, Refitting.__annotations__)
         self._world = world = World(group)
         self._states = src_state, dst_state
         self._in_place = in_place
         self._pause = options.get("pause")
         with world.together():
+            check_keywords("Refit", options, Refitting.__annotations__)
             asked, bucket = _asked(options), _bucket(options.get("bucket", "64MB"))
             self._adapter = read_adapter(options.get("adapter"))
             source = source_leaves(src_state, self._adapter, values=False)
             target = target_leaves(dst_state, self._adapter)
             self._forms: tuple[Mapping[str, Form], Mapping[str, Form]] = forms(source.tensors), forms(target.tensors)
-        given = self._adapter, asked.strict, asked.dtype, asked.family, asked.dialect, in_place, bucket
-        check_alike("adapter, strict, dtype, family, dialect, in_place, bucket", given, world)
+        said = {name: getattr(asked, name) for name in ("strict", "dtype", "family", "dialect")}
+        world.require_alike({"adapter": self._adapter, **said, "in_place": in_place, "bucket": bucket})
         self._plan: Agreement = agreed((src_state, source), (dst_state, target), world, asked)
         plan = self._plan
         self._exchange = BucketExchange(world)

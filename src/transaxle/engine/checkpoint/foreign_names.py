@@ -18,7 +18,7 @@ from transaxle.errors import Code, Refusal, Where
 _LISTED = 6
 """Cap on the names that a refusal lists."""
 _IDENTITY = 'keep all names with --to safetensors:identity (to="safetensors:identity")'
-_TABLE = "add lines for them to a table of your own (--rules FILE)"
+_TABLE = 'add lines for them to a table of your own (--rules FILE, rules="FILE")'
 
 
 def foreign(bound: Bound, config: Mapping[str, Any], target: Dialect, *, family_given: bool = False) -> list[Refusal]:
@@ -56,12 +56,12 @@ def foreign(bound: Bound, config: Mapping[str, Any], target: Dialect, *, family_
         lines.append(f"… and {len(unknown) - _LISTED:,} more")
     ways = [_IDENTITY, _TABLE]
     if not unknown:
-        ways.append(
-            f"convert {'only the text model' if nested else f'it without {bound.prefix!r}'} with --family {family.name}"
-        )
+        what = "only the text model" if nested else f"it without {bound.prefix!r}"
+        ways.append(f'convert {what} with --family {family.name} (family="{family.name}")')
     elif not inside:
         ways.append(
-            f"declare the model a {family.name} with --config FILE or --family {family.name}, and they keep their names"
+            f'declare the model a {family.name} with --config FILE (config="FILE") or --family {family.name}'
+            f' (family="{family.name}"), and they keep their names'
         )
     where = Where(None, unknown[0] if len(unknown) == 1 else None)
     code: Code = "UNKNOWN_FAMILY" if wrapped else "UNEXPECTED_TENSOR"

@@ -9,7 +9,7 @@ from typing import Any, TypedDict, Unpack
 
 from msgspec.structs import replace
 
-from transaxle.arguments import Config, PathLike, check_keywords, read_optional_text, shows
+from transaxle.arguments import Config, PathLike, check_keywords, read_flag, read_optional_text, shows
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, StoredTensor
 from transaxle.engine.checkpoint.settings import Settings, model_config, settings
 from transaxle.formats.catalog.catalog import Container
@@ -95,14 +95,17 @@ def reshard(
         TypeError: an argument of a type that it cannot have.
         TransaxleError: on every rank, before anything is written; also if the two sides have no name in common.
     """
-    check_keywords("reshard", options, Resharding.__annotations__)
     begin = time.monotonic()
     world = World(group)
     with world.together():
+        check_keywords("reshard", options, Resharding.__annotations__)
+        read_flag("strict", strict)
         said = settings(family=options.get("family"), axes=options.get("axes"), rules=options.get("rules"))
         dialect = read_optional_text("dialect", options.get("dialect"), "hf")
         given_config = model_config(config)
         own_source, own_target = leaves(src_state).tensors, leaves(dst_state)
+    asked = {name: options.get(name) for name in ("family", "axes")}
+    world.require_alike({"strict": strict, "dialect": dialect, **asked})
     source_config = shared_config(src_state, given_config, world)
     source, target = census(own_source, world), census(own_target.tensors, world)
     sides = Sides(own_source, own_target.tensors, source, target, world)

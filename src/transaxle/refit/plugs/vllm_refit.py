@@ -103,10 +103,10 @@ class VllmRefit:
         address: str | None = None,
         **options: Unpack[ToVllm],
     ) -> None:
-        check_keywords("VllmRefit", options, ToVllm.__annotations__)
-        read_optional_text("address", address, "10.0.0.7:29600")
         self._trainers = trainers = World(group)
         with trainers.together():
+            check_keywords("VllmRefit", options, ToVllm.__annotations__)
+            read_optional_text("address", address, "10.0.0.7:29600")
             self._engines = _Engines(engine if trainers.rank == trainers.ranks[0] else [], options)
             meeting = self._engines.prepare(address, trainers.size, _said(options))
         meeting = trainers.gather(meeting)[0]

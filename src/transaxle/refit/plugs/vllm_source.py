@@ -56,12 +56,13 @@ class VllmSource:
         group: Ranks | None = None,
         **options: Unpack[Streaming],
     ) -> None:
-        check_keywords("VllmSource", options, Streaming.__annotations__)
         self._state, self._options = state, options
-        read_streaming(options)
-        self._to, self._bucket = read_text("to", to, "hf"), read_size("bucket", bucket)
-        self._device = read_device("device", options.get("device"))
         self._world = World(group)
+        with self._world.together():
+            check_keywords("VllmSource", options, Streaming.__annotations__)
+            read_streaming(options)
+            self._to, self._bucket = read_text("to", to, "hf"), read_size("bucket", bucket)
+            self._device = read_device("device", options.get("device"))
         self._planned = planned_stream(state, self._to, options, self._world).planned
 
     def metadata(self) -> list[ParamMeta]:
