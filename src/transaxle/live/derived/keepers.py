@@ -7,13 +7,15 @@ the marks that they leave, and none of them is imported.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
+import torch
 from torch import nn
 
 from transaxle.axes.notation.name import own_name
 from transaxle.errors import Refusal, Where
 from transaxle.live.derived.zero3 import is_taken_apart
+from transaxle.torch_tensors.local_tensor import stored_local
 
 _HOOK, _HOOKS, _OFFLOAD = "_hf_hook", "hooks", "offload"
 """accelerate: a module's hook, those that are one, and whether it brings the weights for each forward pass."""
@@ -22,9 +24,49 @@ _MASTER = "_hp_mapping"
 _DEEPSPEED = "deepspeed.runtime"
 _MEGATRON, _MEGATRON_STATE = "megatron.core.", "megatron.core.parallel_state"
 """Megatron: what the names of its modules begin with, and the module that knows the degrees of parallelism."""
+_FSDP, _STATES = "torch.distributed.fsdp._fully_shard._fsdp_state", "torch.distributed._composable_state"
+"""FSDP2: the module of its states, and the one that has those of all modules."""
+_WHILE_GATHERED = ("_unsharded_param", "_sharded_post_forward_param")
+"""FSDP2: what takes the place of a parameter from its forward pass until it is sharded again."""
 _BEFORE = (
     "Load into the model before deepspeed.initialize; to resume an engine, use a universal checkpoint (--to deepspeed)."
 )
+
+
+def gathered_for_now(tensors: Mapping[str, torch.Tensor]) -> list[Refusal]:
+    """Refuse parameters that FSDP2 has gathered for a forward pass: it frees them, with what is written into them.
+
+    A model's `state_dict` shards its parameters again; only who takes the parameters themselves gets these.
+
+    Args:
+        tensors: those of a state dict, by name.
+    """
+    if _FSDP not in sys.modules:
+        return []
+    memory = set(_gathered_memory())
+    message = "FSDP2 has gathered this parameter for a forward pass, and frees it, with what is written into it"
+    hint = "Give the model itself, or its state_dict(), which shards the parameters again."
+    return [
+        Refusal("UNSUPPORTED", message, Where(None, name), hint)
+        for name, tensor in (tensors.items() if memory else ())
+        if isinstance(tensor, nn.Parameter) and _memory(tensor) in memory
+    ]
+
+
+def _gathered_memory() -> Iterator[int]:
+    """Yield where the parameters lie that FSDP2 has gathered, in all models."""
+    for reference in list(sys.modules[_STATES]._module_state_mapping.values()):
+        state = reference()
+        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+        for each in (parameter for group in groups if group is not None for parameter in group.fsdp_params):
+            held = () if each.sharded_state.name == "SHARDED" else _WHILE_GATHERED
+            found = (getattr(each, name, None) for name in held)
+            yield from (address for tensor in found if tensor is not None and (address := _memory(tensor)))
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    local = stored_local(tensor)
+    return local.untyped_storage().data_ptr() if local.layout == torch.strided and not local.is_meta else 0
 
 
 def partitioned(model: nn.Module) -> list[Refusal]:

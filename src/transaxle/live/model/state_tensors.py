@@ -19,7 +19,7 @@ from transaxle.axes.notation.name import own_name
 from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
 from transaxle.live.derived import fsdp1
 from transaxle.live.derived.derived import EXTRA_STATE, Island, islands
-from transaxle.live.derived.keepers import kept_elsewhere, partitioned, shared_out
+from transaxle.live.derived.keepers import gathered_for_now, kept_elsewhere, partitioned, shared_out
 from transaxle.live.derived.zero3 import is_taken_apart, own_range, refused_parts
 from transaxle.live.sharding.megatron_shards import MODULE as MEGATRON
 from transaxle.live.sharding.megatron_shards import Factory, is_sharded, megatron_state
@@ -115,13 +115,26 @@ def leaves(state: State, *, sharded: bool = False, ranges: bool = False) -> Leav
     if problems:
         raise gathered(problems)
     if not isinstance(state, nn.Module):
-        kept = _take_arrays(tensors, others)
-        own = _with_shards(tensors, others, of_megatron, sharded=sharded) if of_megatron else Leaves(tensors, others)
-        return replace(own, kept=kept) if kept else own
+        return _of_mapping(tensors, others, of_megatron, sharded=sharded)
     apart = tuple(islands(state, entries))
     for path in (island.full(name) for island in apart for name in island.derived):
         tensors[own_name(path)] = _copy(tensors[own_name(path)])
     return Leaves(tensors, others, _quantized(state), apart, tuple(kept_elsewhere(state)))
+
+
+def _of_mapping(
+    tensors: dict[str, torch.Tensor], others: dict[str, Any], of_megatron: list[Any], *, sharded: bool
+) -> Leaves:
+    """Return the leaves of a state dict.
+
+    Raises:
+        Refused: UNSUPPORTED for parameters that FSDP2 is about to free, and see `_take_arrays`, `_with_shards`.
+    """
+    if freed := gathered_for_now(tensors):
+        raise gathered(freed)
+    kept = _take_arrays(tensors, others)
+    own = _with_shards(tensors, others, of_megatron, sharded=sharded) if of_megatron else Leaves(tensors, others)
+    return replace(own, kept=kept) if kept else own
 
 
 def _take_arrays(tensors: dict[str, torch.Tensor], others: dict[str, Any]) -> tuple[Refusal, ...]:
