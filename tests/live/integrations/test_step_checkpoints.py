@@ -222,6 +222,35 @@ def test_accelerate_saves_under_a_url_and_loads_at_another_world(
             assert torch.equal(found[name][1], moment), name
 
 
+@pytest.mark.parametrize("background", [False, True])
+def test_the_best_state_stays_when_a_run_resumes(tmp_path: Path, *, background: bool) -> None:
+    """Each checkpoint says which one is the best, so hooks that are made anew keep it, too."""
+    model, extra = torch.nn.Linear(2, 2), {"epoch": 3}
+
+    def hooks() -> tx.AccelerateHooks:
+        url, to = tmp_path / "run", "safetensors:identity"
+        return tx.AccelerateHooks(model, to=to, extra=extra, url=url, keep=1, background=background)
+
+    first = hooks()
+    for number in range(3):
+        first.save([model], [], f"out/checkpoint_{number}")
+        first.wait()
+        if number == 0:
+            first.keep_best("out/checkpoint_0")
+    resumed = hooks()
+    resumed.load([model], "out/checkpoint_2")
+    resumed.save([model], [], "out/checkpoint_3")
+    resumed.wait()
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["checkpoint_0", "checkpoint_3"]
+    again = hooks()
+    again.load([model], "out/checkpoint_3")
+    again.keep_best("out/checkpoint_3")
+    again.load([model], "out/checkpoint_3")  # what is said since the start of this run counts
+    again.save([model], [], "out/checkpoint_4")
+    again.wait()
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["checkpoint_3", "checkpoint_4"]
+
+
 def test_what_cannot_be_is_refused_when_callbacks_are_made() -> None:
     model = torch.nn.Linear(2, 2)
     with pytest.raises(tx.TransaxleError, match="keep counts the checkpoints under url"):

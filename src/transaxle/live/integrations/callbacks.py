@@ -49,6 +49,8 @@ _STATE_FILE, _HISTORY = "trainer_state.json", "log_history"
 """File in which the Trainer keeps its progress, and what it has logged so far."""
 _PROGRESS = "trainer_state"
 """Name under which a checkpoint has that file's text."""
+_BEST = "transaxle_best"
+"""Name under which a checkpoint has the name of the best one."""
 _WEIGHTS = ".safetensors"
 _BLOCK = 8 << 20
 
@@ -160,7 +162,7 @@ class TrainerCheckpoints:
         name = _name(max(steps))
         target = folder / name
         if not target.exists():
-            progress = _progress(self._steps.place(name))
+            progress = _text_beside(self._steps.place(name), _PROGRESS)
             if progress is None:
                 message = "this checkpoint was not saved by the callback: it has no progress of a Trainer"
                 raise refuse("INCOMPLETE", message, file=self._steps.place(name), hint="Load it with tx.load.")
@@ -248,7 +250,7 @@ def _source(state: Any, place: str) -> str:
         with suppress(OSError):
             if _has_history(state, Path(place, _STATE_FILE).read_bytes()) and Path(place, FOLDER).exists():
                 return str(Path(place, FOLDER))
-    return place if _has_history(state, (_progress(place) or "").encode()) else ""
+    return place if _has_history(state, (_text_beside(place, _PROGRESS) or "").encode()) else ""
 
 
 def _has_history(state: Any, text: bytes) -> bool:
@@ -259,15 +261,19 @@ def _has_history(state: Any, text: bytes) -> bool:
         return False
 
 
-def _progress(place: str) -> str | None:
-    """Return the Trainer's progress of a complete checkpoint under a URL or in a folder; None where there is none.
+def _text_beside(place: str, name: str) -> str | None:
+    """Return a text that a complete checkpoint under a URL or in a folder has beside tensors; None where there is none.
+
+    Args:
+        place: of the checkpoint.
+        name: such as `_PROGRESS`, that of a Trainer.
 
     Raises:
         Refused: CORRUPT.
         StorageError: IO.
     """
     text = stored_bytes(place, FILE) if is_complete(place) else None
-    found = None if text is None else Extras(text, World()).states.get(f"{EXTRA}/{_PROGRESS}")
+    found = None if text is None else Extras(text, World()).states.get(f"{EXTRA}/{name}")
     return found if isinstance(found, str) else None
 
 
@@ -354,6 +360,8 @@ class AccelerateHooks:
         """Save the model, and remove its weights from the list that accelerate will write."""
         told = {"to": self._to, "optimizer": self._optimizer, "extra": self._extra, **self._options}
         if self._steps is not None:
+            best = World(self._group).gather(self._steps.best)[0]
+            told["extra"] = {**(self._extra or {}), **({} if best is None else {_BEST: best})}
             self._steps.save(self._model, Path(output_dir).name, **told)
         else:
             save(self._model, Path(output_dir, FOLDER), overwrite=True, group=self._group, **told)
@@ -367,10 +375,15 @@ class AccelerateHooks:
         place = Path(input_dir, FOLDER) if self._steps is None else self._steps.place(Path(input_dir).name)
         held = {name: each for name, each in (self._extra or {}).items() if isinstance(each, Stateful)}
         load(self._model, place, optimizer=self._optimizer, extra=held, group=self._group)
+        if self._steps is not None:
+            recorded = World(self._group).pool(lambda: _text_beside(str(place), _BEST))[0]
+            self._steps.best = self._steps.best or recorded
         models[:] = [model for model in models if not self._is_ours(model)]
 
     def keep_best(self, output_dir: PathLike | None) -> None:
         """Let a checkpoint stay however old it becomes, and no longer the one that was the best before.
+
+        Each later checkpoint has its name, and `load_state` of one of these takes it up again.
 
         Args:
             output_dir: what `save_state` was given, or returned; None: none stays.
