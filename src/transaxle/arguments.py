@@ -77,7 +77,7 @@ class Degrees:
 
 def wrong_type(argument: str, accepted: str, given: object) -> TypeError:
     """Build (not raise) the error for an argument of a type that it cannot have."""
-    text = repr(given)
+    text = repr(given).replace("\n", " ")
     shown = text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]} …"
     return TypeError(f"{argument} must be {accepted}; got {shown} ({type(given).__name__})")
 

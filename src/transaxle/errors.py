@@ -100,7 +100,7 @@ class Refusal:
         head = f"{self.code}  {place}" if place else self.code
         lines = [head, *(f"    {line}" for line in shown.message.splitlines())]
         if self.hint:
-            lines.append(f"    {shown.hint}")
+            lines += [f"    {line}" for line in shown.hint.splitlines()]
         return "\n".join(lines)
 
     def as_json(self) -> dict[str, Any]:

@@ -152,9 +152,17 @@ def test_so_it_does_where_another_run_is_writing(ck: Path, transaxle: Transaxle)
 
 
 def test_so_it_does_where_there_is_no_space(ck: Path, transaxle: Transaxle, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=20_000))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=10**6, free=20_000))
     assert _both(transaxle, ck, "out", "--to", "torchtitan") == (MACHINE, ["NO_SPACE"])
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=40_000))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=10**6, free=40_000))
+    assert _both(transaxle, ck, "out", "--to", "torchtitan") == (0, [])
+
+
+def test_a_file_system_that_does_not_tell_its_size_is_not_full(
+    ck: Path, transaxle: Transaxle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some of FUSE say zeros; those of the kernel that hold no files, such as /sys, refuse the first one."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=0, free=0))
     assert _both(transaxle, ck, "out", "--to", "torchtitan") == (0, [])
 
 

@@ -224,6 +224,12 @@ def opened(browser: Any) -> Iterator[Open]:
     assert said == []
 
 
+def test_a_long_rule_in_what_it_says_first_does_not_widen_the_page(planned: Path, opened: Open) -> None:
+    shown = opened(planned, min(WIDTHS), SCHEMES[0])
+    shown.locator(".lead").first.evaluate("(text) => { text.textContent = 'mtp.layers.'.repeat(40); }")
+    assert shown.evaluate("document.documentElement.scrollWidth") <= min(WIDTHS)
+
+
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("which", KINDS)
@@ -311,7 +317,7 @@ def test_axes_that_move_keep_their_colour(finished: Path, opened: Open) -> None:
 def test_a_conversion_says_first_what_was_done(finished: Path, opened: Open) -> None:
     shown = opened(finished)
     assert "experts" in shown.locator("header .lead").first.inner_text()
-    assert "No tensor was encoded" in shown.locator("#first").inner_text()
+    assert "Values. None changed." in shown.locator("#first").inner_text()
     assert "Nothing." not in shown.locator("#first").inner_text()
     titles = shown.locator("main h2").all_inner_texts()
     assert titles[:5] == ["What was done", "What becomes what", "How axes move", "Rules", "Time and rate by file"]

@@ -77,6 +77,10 @@ def test_what_stands_against_it_and_what_is_kept(tmp_path: Path) -> None:
     kept = [row for row in table(data(page), "others") if "kept" in row["what becomes of it"]]
     assert [(row["name"], row["names"]) for row in kept] == [("extra.[0-1].weight", 2)]
     assert data(page)["figures"]["flow"]["data"]["others"] == [["as named", 48]]
+    assert page.read_text("utf-8").count("reason against it</dt>") == 1
+    noted = tx.report(tx.plan(source, tmp_path / "other", to="torchtitan"), tmp_path / "noted.html").read_text("utf-8")
+    assert noted.index("<strong>Refused.</strong> <bdi>Nothing.") < noted.index("<strong>Note.</strong>")
+    assert "against it</dt>" not in noted
     with pytest.raises(TypeError, match="the plan is already made"):
         tx.report(plan, tmp_path / "other.html", family="llama")
 

@@ -36,6 +36,8 @@ def test_numbers_are_those_of_the_command_and_of_the_files(tmp_path: Path, trans
     facts = found["facts"]
     assert facts == {key: told[key] for key in facts if key != "recoded"} | {"recoded": len(told["recoded"])}
     written = {file.name: load_file(file) for file in (tmp_path / "out").glob("*.safetensors")}
+    said = f"{len(told['recoded'])} tensors cast; {sum(each['exact'] for each in told['recoded'])} exactly."
+    assert said in (tmp_path / "page.html").read_text("utf-8")
     rows = {row["file"]: row for row in table(found, "times")}
     assert len(rows) > 1
     assert {file: row["tensors"] for file, row in rows.items()} == {

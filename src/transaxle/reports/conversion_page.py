@@ -55,8 +55,11 @@ def conversion_page(plan: Plan, done: Finished | None = None) -> Page:
         done: what was done of it.
     """
     contiguous = round(100 * plan.contiguous / plan.copies) if plan.copies else 100
+    against = len(plan.refusals)
     before = f"{plan.source_format}:{plan.from_dialect or 'own names'}"
     notices: list[tuple[str, str]] = [(each.code, _told(each)) for each in plan.refusals[:_MOST_REFUSALS]]
+    if plan.notes and not notices:
+        notices = [("Refused", "Nothing.")]
     notices += [("Note", note) for note in plan.notes]
     notices += [
         ("Counted", f"No config says the size of axis {axis}; the names show {count}.")
@@ -67,14 +70,16 @@ def conversion_page(plan: Plan, done: Finished | None = None) -> Page:
         title=plan.source,
         headline=f"{before} -> {plan.format}:{plan.dialect}" + (f" · {plan.family}" if plan.family else ""),
         tiles=(
-            (size(plan.bytes_read), "read"),
-            (size(plan.bytes_written), "written"),
+            *([(f"{against:,}", "reason against it" if against == 1 else "reasons against it")] if against else []),
+            (size(plan.bytes_read), "to read"),
+            (size(plan.bytes_written), "to write"),
             (f"{len(plan.tensors):,}", "tensors in the target"),
             (f"{contiguous} %", f"of {plural(plan.copies, 'copy', 'copies')} in one piece"),
         ),
         first="What stands against it",
         notices=tuple(notices),
-        quiet="Nothing has been written. A conversion with refusals does not begin.",
+        quiet="Nothing has been written. A conversion with refusals does not begin."
+        + (" All amounts leave out the tensors that are refused." if against else ""),
         sections=tuple(_sections(plan)),
         lead=tuple(_in_short(plan)),
         facts={
@@ -258,10 +263,13 @@ def _in_short(plan: Plan) -> Iterator[str]:
             yield f"Axis {called} goes from the names into {after} of {what}: {many} of each become one."
         else:
             yield f"Axis {called} goes from {before} into the names of {what}: one tensor of each becomes {many}."
+    joined: dict[str, list[str]] = {}
     for route in plan.routes:
         sources, target = rules(route)
         if len(sources) > 1:
-            yield f"Joined: {_listed(route.component.split(', '))} become {target}."
+            joined.setdefault(route.component, []).append(target)
+    for component, targets in joined.items():
+        yield f"Joined: {_listed(component.split(', '))} become {_listed(targets)}."
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,7 +47,7 @@ def finished_page(done: Finished, plan: Page | None = None) -> Page:
             (size(report.bytes_written), "written"),
             (duration(report.seconds), f"at {rate}" if rate else "in all"),
             (f"{report.tensors:,}", "tensors"),
-            (f"{len(report.recoded):,}", "with other values"),
+            (f"{len(report.recoded):,}", "changed in value"),
             *(() if plan is None else plan.tiles[-1:]),
         ),
         first="What was done",
@@ -64,11 +65,10 @@ def finished_page(done: Finished, plan: Page | None = None) -> Page:
 
 def _notices(report: Report) -> Iterator[tuple[str, str]]:
     found = report.verification
-    exact, recoded = sum(each.error.exact for each in report.recoded), len(report.recoded)
-    if recoded:
-        yield "Values", f"{plural(recoded, 'tensor')} encoded, decoded or cast, {exact:,} of them exactly."
-    else:
-        yield "Values", "No tensor was encoded, decoded or cast."
+    actions = Counter(each.what.action for each in report.recoded)
+    exact = sum(each.error.exact for each in report.recoded)
+    done = ", ".join(f"{plural(count, 'tensor')} {action}" for action, count in actions.items())
+    yield "Values", f"{done}; {exact:,} exactly." if done else "None changed."
     if found is not None:
         yield "Verified" if found.ok else "Not what it should be", f"{found.verdict}."
     if report.resumed:

@@ -143,7 +143,10 @@ def test_info_alone_describes_the_installation(transaxle: Transaxle) -> None:
     found = transaxle("info", "--json").json
     assert found["packages"]["numpy"] == np.__version__
     assert "hf" in found["families"]["qwen3_moe"]
-    assert f"kernels: {active()}" in transaxle("info").out
+    shown = transaxle("info").out
+    assert f"kernels: {active()}" in shown
+    assert f"{len(found['families'])}; `transaxle families` lists them" in shown
+    assert len(shown.splitlines()) < 10
 
 
 @pytest.mark.parametrize("option", [("--axis", "q=3"), ("--family", "qwen3_mo"), ("--from", "hff")])

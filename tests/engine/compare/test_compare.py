@@ -48,6 +48,24 @@ def test_equal_checkpoints(tmp_path: Path) -> None:
     assert json.loads(json.dumps(found.as_json()))["equal"] is True
 
 
+def test_logical_tensors_are_told_also_where_both_sides_have_one_dialect(tmp_path: Path) -> None:
+    held = checkpoints.tensors() | {"of.no.table": np.ones(2)}
+    del held["model.norm.weight"]
+    first = checkpoints.write(tmp_path / "first", held, config=checkpoints.CONFIG)
+    held = checkpoints.tensors()
+    held[GATE][0, 0] += 1
+    del held["model.layers.1.mlp.gate.weight"]
+    second = checkpoints.write(tmp_path / "second", held, config=checkpoints.CONFIG)
+    for numeric in (False, True):
+        found = {each.name: (each.kind, each.component) for each in tx.diff(first, second, numeric=numeric).differences}
+        assert found == {
+            GATE: ("values", "gate"),
+            "model.layers.1.mlp.gate.weight": ("only_first", "router"),
+            "model.norm.weight": ("only_second", "norm"),
+            "of.no.table": ("only_first", ""),
+        }
+
+
 @pytest.mark.parametrize("dialect", ["hf", "automodel", "torchtitan", "megatron", "te", "transformers"])
 @pytest.mark.parametrize("numeric", [False, True])
 def test_one_changed_value_is_found_in_any_dialect(tmp_path: Path, dialect: str, *, numeric: bool) -> None:

@@ -21,6 +21,7 @@ def test_item_5_a_plan_is_printed_short(source: Path, tmp_path: Path) -> None:
     lines = str(plan).splitlines()
     assert lines[0] == "safetensors, hf -> safetensors, torchtitan@0.3"
     assert lines[-1] == "  nothing refused"
+    assert ["experts" in line for line in lines[1:5]] == [True, True, True, False]  # what moves comes first
     assert f"{len(plan.tensors)} tensors" in lines[-2]
     assert len(lines) <= 16
     assert "\n" not in repr(plan)

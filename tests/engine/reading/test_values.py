@@ -130,6 +130,9 @@ def test_item_4_a_slice_reads_its_box(tmp_path: Path) -> None:
         for wrong in ([0, 1], True, np.array([True, False, True]), "w", 1.5):
             with pytest.raises(TypeError, match="slices, numbers"):
                 tensor[wrong]  # type: ignore[index]  # what is tried
+        with pytest.raises(TypeError, match="gives an array, for more") as long:
+            tensor[np.ones(60, bool).reshape(3, 4, 5)]
+        assert len(str(long.value).splitlines()) == 1
         with pytest.raises(IndexError, match="out of bounds"):
             tensor[3]
         with pytest.raises(IndexError, match="too many indices"):

@@ -133,7 +133,7 @@ class _FileReader:
     def meant(self, name: str) -> str:
         """Return a hint at the names that may be meant by one that is not known."""
         close = get_close_matches(name, [*self.known, *self.own], 3)
-        return f"Did you mean {' or '.join(close)}?" if close else "`transaxle info` lists the families that ship."
+        return f"Did you mean {' or '.join(close)}?" if close else "`transaxle families` lists those that ship."
 
     def _keep(self, statement: Statement, error: TransaxleError) -> None:
         self.result.problems.extend(replace(refusal, where=statement.where) for refusal in error.refusals)

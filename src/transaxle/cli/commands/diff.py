@@ -14,8 +14,7 @@ from transaxle.cli.command import Command
 from transaxle.cli.commands.verify import print_across, print_comparison
 from transaxle.cli.screen.quantities import plural
 from transaxle.cli.screen.screen import Screen
-from transaxle.engine.checkpoint.checkpoint import Checkpoint
-from transaxle.engine.compare.compare import Comparison, Difference, compare
+from transaxle.engine.compare.compare import Comparison, Difference, compare, components
 from transaxle.engine.compare.pair import opened_pair
 from transaxle.engine.facts.fold import fold
 from transaxle.move.workers import Limits
@@ -79,7 +78,7 @@ def command(
         with screen.progress(first.container.nbytes, "comparing") as progress:
             measured = numeric or stat or report is not None
             comparison = compare(first, second, numeric=measured, limit=limit, progress=progress)
-        components = _components(second) if stat else {}
+        named = components(second) if stat else {}
     if report is not None:
         from transaxle.reports.reporting import report as write_report
 
@@ -89,7 +88,7 @@ def command(
     elif comparison.equal:
         print_comparison(screen, comparison)
     elif stat:
-        _print_stat(screen, comparison, components)
+        _print_stat(screen, comparison, named)
     else:
         _print_names(screen, comparison)
     if report is not None and not screen.as_json:
@@ -141,21 +140,13 @@ def _measured(group: Iterable[Difference]) -> str:
     return f"{words}, RMS {max(rms):.1e}, relative {max(relative):.1e}"
 
 
-def _components(checkpoint: Checkpoint) -> dict[str, str]:
-    """Return the logical tensors in each stored tensor that a table reads."""
-    if checkpoint.family is None:
-        return {}
-    bound_names = checkpoint.bound.names.items()
-    return {name: ", ".join(line.expression.components) for (line, _), names in bound_names for name in names.values()}
-
-
-def _print_stat(screen: Screen, comparison: Comparison, components: Mapping[str, str]) -> None:
+def _print_stat(screen: Screen, comparison: Comparison, named: Mapping[str, str]) -> None:
     """Print one row per logical tensor.
 
     Args:
         screen: where to print.
         comparison: the differences.
-        components: name in the second checkpoint -> its logical tensors.
+        named: name in the second checkpoint -> its logical tensors.
     """
     groups: dict[str, list[Difference]] = defaultdict(list)
     uncompared: dict[str, int] = defaultdict(int)
@@ -163,8 +154,8 @@ def _print_stat(screen: Screen, comparison: Comparison, components: Mapping[str,
         if difference.kind in _UNCOMPARED:
             uncompared[_what(difference, comparison)] += 1
         else:
-            groups[components.get(difference.name, _NO_TABLE)].append(difference)
-    totals = Counter(components.values())
+            groups[named.get(difference.name, _NO_TABLE)].append(difference)
+    totals = Counter(named.values())
     cells = [
         [
             component,

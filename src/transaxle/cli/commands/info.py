@@ -48,7 +48,7 @@ _LABELS = 24
         ("transaxle info Qwen3-30B-A3B/", "describe a checkpoint"),
         ("transaxle info Qwen3-30B-A3B/ --tree", "and where its bytes are, as a tree of names"),
         ("transaxle info --family qwen3", "print the table of a family, all that it takes over included"),
-        ("transaxle info", "describe this installation: version, kernels, families, dialects"),
+        ("transaxle info", "describe this installation: version, kernels, packages, formats"),
     ),
     help="""Describe a checkpoint, or this installation.
 
@@ -150,7 +150,10 @@ def _checkpoint_lines(screen: Screen, facts: JsonFacts) -> list[tuple[str, str]]
             ("prefix", facts["prefix"]),
         ]
     else:
-        lines += [("family", f"not recognised: {reason['message']}"), ("", reason["hint"])]
+        lines += [
+            ("family", f"not recognised: {reason['message']}"),
+            *(("", line) for line in reason["hint"].splitlines()),
+        ]
     lines += [
         ("unknown", _some(screen, list(folded(tuple(facts["unknown"]))))),
         ("holds", f"{plural(facts['tensors'], 'tensor')}, {parameters(facts['parameters'])}, {size(facts['bytes'])}"),
@@ -262,7 +265,7 @@ def _installation_lines(facts: JsonFacts) -> list[tuple[str, str]]:
                 ", ".join(f"{name} {version or '(not installed)'}" for name, version in facts["packages"].items()),
             ),
             *((label, ", ".join(names)) for label, names in facts["formats"].items()),
-            *((f"family {name}", ", ".join(labels)) for name, labels in facts["families"].items()),
+            ("families", f"{len(facts['families']):,}; `transaxle families` lists them"),
         ]
     return lines
 

@@ -83,7 +83,7 @@ def pick_family(label: str, families: Families) -> Family:
         close = [family.name for family in of_type]
     near = f"close to it: {', '.join(close)}; " if close else ""
     another = "Add one with --rules FILE, which `transaxle derive` makes for any model type of transformers"
-    hint = f"Did you mean {close[0]}?" if close else f"{another}; `transaxle info` lists those there are."
+    hint = f"Did you mean {close[0]}?" if close else f"{another}; `transaxle families` lists those there are."
     raise refuse("UNKNOWN_FAMILY", f"no family {label!r}; {near}{len(families)} are known", hint=hint)
 
 
@@ -216,13 +216,13 @@ def recognise(
     best = [r for r in best if r.dialect.name not in ENGINES or r.family.name not in besides]
     distinct = {(r.family.name, _reading(r, grouped)): r for r in reversed(best)}
     if len(distinct) > 1 and types and family is None and not candidates:
-        raise _unknown_type(types, _sentence(_ways(types)))
+        raise _unknown_type(types, _ways(types))
     if len(distinct) > 1:
         raise _several(best, most, len(names), types)
     chosen = best[0]
     if family is None and types and not any(t in chosen.family.model_types for t in types):
-        look = f"Its names look like {chosen.family.name}: if that is right, give --family {chosen.family.name}"
-        raise _unknown_type(types, f"{look}; or {_ways(types)}")
+        look = f"Its names look like {chosen.family.name}; if that is right:  --family {chosen.family.name}"
+        raise _unknown_type(types, f"{look}\n{_ways(types)}")
     return chosen
 
 
@@ -290,7 +290,7 @@ def _nothing(
     ways = _ways(types)
     # One name in twenty is like one of almost any table; half of them are not.
     known = samples and closest and 2 * close[closest] >= len(samples)
-    hint = f"Closest: {closest}; if it is not that, {ways}" if known else _sentence(ways)
+    hint = f"Closest: {closest}\n{ways}" if known else ways
     return refuse("UNKNOWN_FAMILY", f"{wanted} of the tensor names: {first_names}{model}", hint=hint)
 
 
@@ -311,21 +311,17 @@ def _unknown_type(types: Sequence[str], hint: str) -> TransaxleError:
     return refuse("UNKNOWN_FAMILY", message, hint=hint)
 
 
-def _sentence(text: str) -> str:
-    return f"{text[:1].upper()}{text[1:]}"
-
-
 def _ways(types: Sequence[str]) -> str:
-    """Return what can be done with a model that no table knows: its model type may be one that transformers knows."""
-    own = 'convert it under its own names with --to safetensors:identity, dcp:identity and so on (to="dcp:identity")'
+    """Return what can be done with a model that no table knows, a line each: transformers may know its model type."""
+    own = "To keep its names:  --to safetensors:identity  (or dcp:identity and so on)"
     if not types:
-        config = "names alone show few families: say which it is with its config.json (--config FILE) or --family NAME"
-        return f"{config}; or {own}; or add a table with --rules FILE."
+        config = "Names show few families. To say which it is:  --config FILE  (its config.json), or --family NAME"
+        return f"{config}\n{own}\nTo add a table:  --rules FILE"
     name = re.sub(r"\W", "_", types[0])
+    file = f"{name}.rules"
     return (
-        f"{own}; or let --derive (of convert and plan) derive its table from transformers; or keep a derived table:  "
-        f"transaxle derive FOLDER -o {name}.rules  (FOLDER has its config.json; often the model type alone will do), "
-        f"and give --rules {name}.rules."
+        f"{own}\nTo derive its table from transformers:  --derive (of convert and plan)\n"
+        f"or once, for all commands:  transaxle derive FOLDER -o {file}  and then  --rules {file}"
     )
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -245,10 +245,18 @@ def compare(
         dict(Counter(view[name].component for name in common)),
         sum(view[name].parameters for name in common),
         sum(view[name].nbytes + second[name].nbytes for name in common),
-        tuple(sorted(differences, key=lambda difference: difference.name)),
+        tuple(sorted(_with_components(differences, view, second), key=lambda difference: difference.name)),
         dict(sorted(across.items())),
         None if survey is None else survey.surveyed(),
     )
+
+
+def _with_components(differences: Sequence[Difference], first: Checkpoint, second: Checkpoint) -> list[Difference]:
+    """Return the differences with their logical tensors: sides in one dialect are compared without asking a table."""
+    if all(difference.component for difference in differences):
+        return list(differences)
+    known = components(first) | components(second)
+    return [each if each.component else replace(each, component=known.get(each.name, "")) for each in differences]
 
 
 def _only_in_one(first: Checkpoint, second: Checkpoint, explained: Collection[str]) -> Iterator[Difference]:
@@ -303,6 +311,14 @@ def _encodings(first: Checkpoint, second: Checkpoint) -> Iterator[tuple[Differen
         }
         component = first[name].component if name in first else ""
         yield Difference(name, component, "encoding", f"stored as {' and '.join(words)}"), {name, *parts}
+
+
+def components(checkpoint: Checkpoint) -> dict[str, str]:
+    """Return the logical tensors in each stored tensor that a table reads."""
+    if checkpoint.family is None:
+        return {}
+    bound_names = checkpoint.bound.names.items()
+    return {name: ", ".join(line.expression.components) for (line, _), names in bound_names for name in names.values()}
 
 
 def _stored_as(encoded_tensor: Encoded | None, checkpoint: Checkpoint, name: str) -> str:

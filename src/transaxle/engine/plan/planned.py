@@ -159,6 +159,11 @@ def _moved(parts: Iterable[Transfer], start: int) -> tuple[Transfer, ...]:
     return tuple(sorted(moved, key=_start))
 
 
+def _dims(rule: str) -> str:
+    """Return what a rule says of its tensor beside the name."""
+    return rule.partition(" = ")[2]
+
+
 class Route(msgspec.Struct, frozen=True):
     """One line of a plan, as people read it."""
 
@@ -303,9 +308,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             plural(len(self.tensors), "tensor"),
             f"{plural(self.copies, 'copy', 'copies')}, {contiguous} % contiguous",
         )
+        routes = sorted(self.routes, key=lambda route: [_dims(text) for text in route.source] == [_dims(route.target)])
         lines = [
             f"{self.source_format}, {self.from_dialect or 'names of its own'} -> {self.format}, {self.dialect}",
-            *(f"  {', '.join(route.source)} -> {route.target}  x{route.tensors:,}" for route in self.routes[:_SHOWN]),
+            *(f"  {', '.join(route.source)} -> {route.target}  x{route.tensors:,}" for route in routes[:_SHOWN]),
             *([f"  … and {len(self.routes) - _SHOWN:,} more rules"] if len(self.routes) > _SHOWN else []),
             "  ".join(("", *amounts)),
         ]

@@ -11,6 +11,8 @@ from typing import SupportsIndex, TypeAlias
 
 import msgspec
 
+from transaxle.arguments import wrong_type
+
 One: TypeAlias = SupportsIndex | slice | EllipsisType | None
 Index: TypeAlias = One | tuple[One, ...]
 """What may stand between the brackets of a tensor."""
@@ -61,7 +63,9 @@ def _of_dim(part: object, size: int, dim: int) -> tuple[slice, int | slice]:
             return slice(0, 0), slice(None)
         return slice(min(found), max(found) + 1), slice(None, None, found.step)
     if isinstance(part, bool) or getattr(part, "shape", None) or not isinstance(part, SupportsIndex):
-        raise TypeError(f"a tensor of a checkpoint takes slices, numbers, ... and None; got {part!r}: read it first")
+        raise wrong_type(
+            "an index of a tensor", "slices, numbers, ... and None (.numpy() gives an array, for more)", part
+        )
     number = operator.index(part)
     if not -size <= number < size:
         raise IndexError(f"index {number} is out of bounds for dim {dim} with size {size}")

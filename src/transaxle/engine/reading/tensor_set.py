@@ -9,7 +9,7 @@ from posixpath import commonprefix
 from typing import TYPE_CHECKING, Any, Literal
 
 from transaxle.arguments import Patterns, Size, read_patterns, read_size
-from transaxle.engine.number_text import notebook
+from transaxle.engine.number_text import notebook, plural
 from transaxle.engine.views.name_filter import chosen
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ class Selection(TensorSet):
         return len(self._names)
 
     def __repr__(self) -> str:
-        return f"<{len(self):,} tensors of {self._home!r}>"
+        return f"<{plural(len(self), 'tensor')} of {self._home!r}>"
 
 
 class _NoSuchNameError(KeyError):

@@ -107,7 +107,7 @@ class Staging:
             self._place.check_writable()
         with _as_storage_error("looking up the free space", str(self.path)):
             freed = sum(path.lstat().st_blocks * 512 for path in self.path.rglob("*"))
-            self._check_space(sum(files.values()), shutil.disk_usage(self.path.parent).free + freed)
+            self._check_space(sum(files.values()), self.path.parent, freed)
 
     def __enter__(self) -> Self:
         created = False
@@ -196,13 +196,18 @@ class Staging:
         self._remove_others(frozenset(paths.values()))
         with _as_storage_error("looking up the free space", str(self.path)):
             allocated = sum(path.stat().st_blocks * 512 for path in paths.values() if path.is_file())
-            self._check_space(sum(files.values()), shutil.disk_usage(self.path).free + allocated)
+            self._check_space(sum(files.values()), self.path, allocated)
         reused = {name for name, size in files.items() if self._create(name, paths[name], size)}
         return frozenset(reused)
 
-    def _check_space(self, wanted: int, free: int) -> None:
-        """Refuse what cannot fit before a byte is reserved: on some file systems reserving takes the memory itself."""
-        if wanted > free:
+    def _check_space(self, wanted: int, folder: Path, freed: int) -> None:
+        """Refuse what cannot fit before a byte is reserved: on some file systems reserving takes the memory itself.
+
+        File systems that do not tell their size (some of FUSE) say 0 bytes in all: there writing shows what fits.
+        """
+        space = shutil.disk_usage(folder)
+        free = space.free + freed
+        if space.total and wanted > free:
             raise refuse(
                 "NO_SPACE",
                 f"{wanted:,} bytes are needed, {free:,} are free",

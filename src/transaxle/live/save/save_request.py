@@ -185,7 +185,7 @@ def check_options(function: str, to: str, options: Saving) -> None:
     for label in labels:
         if label not in known:
             close = get_close_matches(label, [*known, IDENTITY], 1)
-            hint = f"Did you mean {close[0]}?" if close else "`transaxle info` lists the families and their dialects."
+            hint = f"Did you mean {close[0]}?" if close else "`transaxle dialects FAMILY` lists those of a family."
             raise refuse("AMBIGUOUS", f"no family has a dialect {label!r}", hint=hint)
 
 
