@@ -15,6 +15,7 @@ from pathlib import Path
 import click
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from tests.blocks import execute
 from tests.checkpoints import CONFIG, tensors, tiny, write
@@ -104,6 +105,16 @@ def _beside(page: str, folder: Path) -> None:
         (rules,) = (block for _, block in _blocks(text, "text") if block.startswith("family"))
         (folder / "mine.rules").write_text(rules)
         _old_run(folder / "old-run")
+    if "tiny-adapter" in text:
+        (folder / "tiny-adapter").mkdir()
+        (folder / "tiny-adapter" / "adapter_config.json").write_text(
+            json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 4})
+        )
+        module, rank = "base_model.model.model.layers.0.self_attn.q_proj", 2
+        rows, columns = tensors()["model.layers.0.self_attn.q_proj.weight"].shape
+        held = {f"{module}.lora_A.weight": np.ones((rank, columns), np.float32)}
+        held |= {f"{module}.lora_B.weight": np.ones((rows, rank), np.float32)}
+        save_file(held, folder / "tiny-adapter" / "adapter_model.safetensors")
     if "tiny-llama-fp8" in text:
         quantized.store(folder / "tiny-llama-fp8", quantized.llama(d=256, f=384, g=2, r=2, head=128, layers=2))
     if "toy.rules" in text:
