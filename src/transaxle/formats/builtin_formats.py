@@ -195,7 +195,7 @@ FORMATS = (SAFETENSORS, TORCH, DCP, TORCH_DIST, MEGATRON_TORCH, UNIVERSAL, DEEPS
 """In the order in which lists show them."""
 
 CALLED = {
-    "huggingface": "hf", "hub": "hf", "pt": "torch", "pth": "torch", "bin": "torch", "mcore": "torch_dist",
-    "megatron-lm": "torch_dist", "fsdp": "dcp", "fsdp2": "dcp", "zero": "deepspeed-universal",
+    "huggingface": "hf", "hub": "hf", "sglang": "hf", "pt": "torch", "pth": "torch", "bin": "torch",
+    "mcore": "torch_dist", "megatron-lm": "torch_dist", "fsdp": "dcp", "fsdp2": "dcp", "zero": "deepspeed-universal",
 }  # fmt: skip
 """What people call a target -> the dialect or format that they mean."""

@@ -185,7 +185,7 @@ def _map(comparison: Comparison, survey: Surveyed) -> Section:
     rows.sort(key=lambda row: (-_order(row[6]), row[0]))
     text = (
         "The relative change of a tensor is the norm of A - B over the norm of B; of several tensors in one cell "
-        "(experts), of all of them together. Cells without colour are equal."
+        "(experts), of all of them together. Cells with an outline only are equal."
     )
     left_out = len(groups) > MOST_GROUPS or len(columns) > MOST_LAYERS
     text += " The figure has those that changed most; the table has all." if left_out else ""

@@ -269,7 +269,7 @@ def check_destination(path: str, *, overwrite: bool | None) -> None:
         way = "Name another file, or "
         way += "remove this one." if overwrite is None else "replace it: --overwrite (overwrite=True)."
         hint = way if is_report else "Name another file."
-        raise refuse("EXISTS", "the file already exists", file=path, hint=hint)
+        raise refuse("EXISTS", f"the {'folder' if target.is_dir() else 'file'} already exists", file=path, hint=hint)
     if not is_report:
         raise refuse(
             "EXISTS", "it exists and is no report, so it is not replaced", file=path, hint="Name another file."

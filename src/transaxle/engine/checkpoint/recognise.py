@@ -87,6 +87,20 @@ def pick_family(label: str, families: Families) -> Family:
     raise refuse("UNKNOWN_FAMILY", f"no family {label!r}; {near}{len(families)} are known", hint=hint)
 
 
+_NUMBERS = {
+    **dict.fromkeys(("fp8", "float8", "float8_block"), "--encode float8_block"),
+    "mxfp8": "--encode mxfp8",
+    **dict.fromkeys(("nvfp4", "fp4"), "--encode nvfp4"),
+    **{
+        name: f"--dtype {dtype} (or --decode {dtype}, of quantized tensors)"
+        for dtype, names in {"bf16": ("bf16", "bfloat16"), "fp32": ("fp32", "float32")}.items()
+        for name in names
+    },
+    **dict.fromkeys(("fp16", "float16"), "--dtype fp16"),
+}
+"""Formats of numbers that people write where a dialect belongs -> the option that is meant."""
+
+
 def pick_dialect(family: Family, label: str, formats: Sequence[str] = ()) -> Dialect:
     """Return a dialect of a family by its label.
 
@@ -112,7 +126,11 @@ def pick_dialect(family: Family, label: str, formats: Sequence[str] = ()) -> Dia
                 f"there is no format {label!r} (known: {', '.join(formats)}), and no such dialect of {family.name}"
             )
         ways = f"`transaxle dialects {family.name}` says what each is; --rules FILE adds one."
-        raise refuse("AMBIGUOUS", message, hint=f"Did you mean {close[0]}?" if close else ways)
+        if label.lower() in _NUMBERS:
+            ways = f"That is a format of numbers: --to hf {_NUMBERS[label.lower()]}."
+        elif close:
+            ways = f"Did you mean {close[0]}?"
+        raise refuse("AMBIGUOUS", message, hint=ways)
     return match
 
 
