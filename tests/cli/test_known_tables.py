@@ -44,6 +44,7 @@ def test_item_8_families_by_a_word(transaxle: Transaxle) -> None:
         "",
         ["0", "families", "of", f"{len(builtin())};"],
     )
+    assert ("transaxle derive" in nothing.err, "transaxle dialects" in nothing.err) == (True, False)
 
 
 def test_item_8_dialects(transaxle: Transaxle) -> None:

@@ -47,9 +47,8 @@ def command(screen: Screen, word: str | None) -> int:
     rows = [[name, _types(name, entry), ", ".join(entry.dialects)] for name, entry in shown.items()]
     if rows:
         screen.table(rows, indent="")
-    screen.note(
-        f"{plural(len(shown), 'family', 'families')} of {len(entries):,}; `transaxle dialects FAMILY` says more"
-    )
+    more = "`transaxle dialects FAMILY` says more" if rows else "`transaxle derive` makes tables of other models"
+    screen.note(f"{plural(len(shown), 'family', 'families')} of {len(entries):,}; {more}")
     return 0
 
 

@@ -196,7 +196,8 @@ def _aimed(
         wanted, fitting = _written_in(checkpoint, kind)
     if degrees is not None and "degrees" not in kind.draft_takes:
         message = f"{kind.title} has no files for each rank: it is read at any degree of parallelism"
-        others = [f"{each}:{label}" if label else each for each in writable() if "degrees" in get(each).draft_takes]
+        kept = f":{label}" if label and ":" in to else ""
+        others = [f"{each}{kept}" for each in writable() if "degrees" in get(each).draft_takes]
         options = "--tp, --pp, --ep and --make-vocab-size-divisible-by"
         raise refuse("UNSUPPORTED", message, hint=f"Omit {options}, or write --to {' or --to '.join(others)}.")
     if degrees is not None and "parts" not in kind.draft_takes and degrees.pp * degrees.ep > 1:

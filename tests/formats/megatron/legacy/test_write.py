@@ -264,7 +264,7 @@ def test_ranks_that_do_not_fit(run: Run, message: str, hint: str, tmp_path: Path
 
 def test_formats_without_ranks(tmp_path: Path) -> None:
     _hub(tmp_path / "hub", Run())
-    for to, dialect in (("hf", ":hf"), ("dcp", "")):
+    for to, dialect in (("hf", ""), ("safetensors:hf", ":hf"), ("dcp", "")):
         with pytest.raises(TransaxleError, match=r"has no files for each rank") as caught:
             tx.convert(tmp_path / "hub", tmp_path / "out", to=to, tp=2)
         assert f"or write --to torch_dist{dialect} or --to megatron_torch{dialect}." in str(caught.value)
