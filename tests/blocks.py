@@ -1,4 +1,7 @@
-"""Python as a page shows it, run as a program of its own: in a process that has imported torch before."""
+"""Python as a page shows it, and commands of ours as it tells to type them: each run as a program of its own.
+
+That is a process forked from one that has imported torch and transformers before.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,10 @@ import atexit
 import os
 import sys
 import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from tests.forks import context
 
@@ -15,28 +20,45 @@ _SECONDS = 300.0
 
 
 def execute(code: str, folder: Path) -> tuple[int, str]:
-    """Run a program in a folder; return its exit code, and what it printed."""
-    output = folder.with_name(f"{folder.name}.printed")
-    process = context().Process(target=_program, args=(code, str(folder), str(output)))
+    """Run a program in a folder; return its exit code, and what it printed, errors last."""
+    end, printed, errors = _run(_program, code, folder)
+    return end, printed + errors
+
+
+def typed(words: Sequence[str], folder: Path) -> tuple[int, str, str]:
+    """Run a command of ours in a folder, as its script would.
+
+    Args:
+        words: of the command line, the program's name first.
+        folder: where it is typed.
+
+    Returns:
+        The exit code, standard output, and standard error.
+    """
+    return _run(_command, list(words), folder)
+
+
+def _run(target: Callable[[Any], None], argument: Any, folder: Path) -> tuple[int, str, str]:
+    places = [folder.with_name(f"{folder.name}.{kind}") for kind in ("printed", "errors")]
+    process = context().Process(target=_redirected, args=(target, argument, str(folder), *map(str, places)))
     process.start()
     process.join(_SECONDS)
     if process.exitcode is None:
         process.kill()
         process.join()
-    printed = output.read_text("utf-8")
-    output.unlink()
-    return process.exitcode or 0, printed
+    printed, errors = (place.read_text("utf-8") for place in places)
+    for place in places:
+        place.unlink()
+    return process.exitcode or 0, printed, errors
 
 
-def _program(code: str, folder: str, output: str) -> None:
+def _redirected(target: Callable[[Any], None], argument: Any, folder: str, output: str, errors: str) -> None:
     os.chdir(folder)
-    with Path(output).open("wb") as printed:
-        os.dup2(printed.fileno(), 1)
-        os.dup2(printed.fileno(), 2)
-    sys.argv, sys.path[:0] = ["-c"], [""]
-    main = sys.modules["__main__"] = ModuleType("__main__")
+    for descriptor, name in ((1, output), (2, errors)):
+        with Path(name).open("wb") as printed:
+            os.dup2(printed.fileno(), descriptor)
     try:
-        exec(compile(code, "<page>", "exec"), main.__dict__)  # noqa: S102 - the project's own pages
+        target(argument)
     except Exception:  # noqa: BLE001 - the reader would see it
         traceback.print_exc()
         raise SystemExit(1) from None
@@ -44,3 +66,16 @@ def _program(code: str, folder: str, output: str) -> None:
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
+
+
+def _program(code: str) -> None:
+    sys.argv, sys.path[:0] = ["-c"], [""]
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    exec(compile(code, "<page>", "exec"), main.__dict__)  # noqa: S102 - the project's own pages
+
+
+def _command(words: list[str]) -> None:
+    from transaxle.cli import main
+
+    sys.argv = words
+    raise SystemExit(main())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.blocks import execute
+from tests.blocks import execute, typed
 
 
 def test_a_program_prints_and_ends(tmp_path: Path) -> None:
@@ -15,3 +15,11 @@ def test_a_program_prints_and_ends(tmp_path: Path) -> None:
     assert execute("raise SystemExit(3)", tmp_path) == (3, "")
     assert execute("import atexit\natexit.register(print, __name__)", tmp_path)[1] == "__main__\n"
     assert execute("import os\nos.abort()", tmp_path)[0] < 0
+
+
+def test_a_command_prints_and_ends_as_its_script_does(tmp_path: Path) -> None:
+    code, printed, errors = typed(["transaxle", "--version"], tmp_path)
+    assert (code, printed.split()[0], errors) == (0, "transaxle", "")
+    code, printed, errors = typed(["transaxle", "ls", "nothing"], tmp_path)
+    assert (code, printed) == (4, "")
+    assert "nothing" in errors

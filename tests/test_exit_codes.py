@@ -1,6 +1,7 @@
 """The examples end with exit code 0, run after run: torch may abort a process whose meshes outlive its process groups.
 
 Each rank is a process of its own that ends by itself, as under torchrun; forked ones would end without what aborts.
+Here that is tried often. `make test` tries it once, under torchrun: the page on training (`tests/test_docs.py`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ WORLD = 2
 SECONDS = 600.0
 """Seconds after which a program hangs; nothing that works needs them."""
 _TAIL = 2000
-often = pytest.param(40, marks=pytest.mark.oracle)
+TIMES = 40
+pytestmark = pytest.mark.oracle
 
 
 def _ends(program: Path, words: list[str], folder: Path) -> list[tuple[int, str]]:
@@ -49,21 +51,19 @@ def _ends(program: Path, words: list[str], folder: Path) -> list[tuple[int, str]
     return [(code, place.read_text("utf-8")[-_TAIL:]) for code, place in zip(codes, places, strict=True)]
 
 
-def _failed(program: Path, words: list[str], folder: Path, times: int) -> dict[int, list[tuple[int, str]]]:
+def _failed(program: Path, words: list[str], folder: Path) -> dict[int, list[tuple[int, str]]]:
     """Return the runs in which a rank did not end with 0."""
-    ends = {run: _ends(program, [*words, "--out", str(folder / f"out-{run}")], folder) for run in range(times)}
+    ends = {run: _ends(program, [*words, "--out", str(folder / f"out-{run}")], folder) for run in range(TIMES)}
     return {run: each for run, each in ends.items() if any(code for code, _ in each)}
 
 
-@pytest.mark.parametrize("times", [1, often])
-def test_training_ends_well(tmp_path: Path, times: int) -> None:
+def test_training_ends_well(tmp_path: Path) -> None:
     """FSDP2, with saves in the background up to the end."""
-    assert _failed(TRAIN, ["--steps", "2", "--every", "1"], tmp_path, times) == {}
+    assert _failed(TRAIN, ["--steps", "2", "--every", "1"], tmp_path) == {}
 
 
-@pytest.mark.parametrize("times", [often])
-def test_tensor_parallel_training_ends_well(tmp_path: Path, times: int) -> None:
+def test_tensor_parallel_training_ends_well(tmp_path: Path) -> None:
     settings, tensors = hub.make(HUB, 0)
     (tmp_path / "config.json").write_text(json.dumps(settings))
     save_file(tensors, tmp_path / hub.WEIGHTS)
-    assert _failed(TENSOR_PARALLEL, ["--source", str(tmp_path)], tmp_path, times) == {}
+    assert _failed(TENSOR_PARALLEL, ["--source", str(tmp_path)], tmp_path) == {}
