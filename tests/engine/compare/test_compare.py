@@ -230,6 +230,22 @@ def test_bits_of_complex_numbers_are_compared(tmp_path: Path, name: str) -> None
     assert [(each.elements, each.max_abs) for each in found["moved"]] == [(1, 5.0)]
 
 
+@pytest.mark.parametrize(
+    ("one", "two"),
+    [
+        (np.array([2**53, 7], np.int64), np.array([2**53 + 1, 7], np.int64)),
+        (np.array([0x7FC00000, 5], np.uint32).view(np.float32), np.array([0x7FC00001, 5], np.uint32).view(np.float32)),
+    ],
+    ids=["large whole numbers", "payloads of NaN"],
+)
+def test_what_differs_in_bits_alone_is_said_to(tmp_path: Path, one: npt.NDArray[Any], two: npt.NDArray[Any]) -> None:
+    (found,) = tx.diff(
+        plain(tmp_path / "one", {"x": one}), plain(tmp_path / "two", {"x": two}), numeric=True
+    ).differences
+    assert (found.elements, found.max_abs) == (1, 0.0)
+    assert found.detail == "1 of 2 elements differ in their bits, but not in double precision"
+
+
 def test_packed_types_are_compared_and_not_measured(tmp_path: Path) -> None:
     for folder, byte in (("one", b"\1"), ("two", b"\2")):
         (tmp_path / folder).mkdir()

@@ -389,7 +389,10 @@ def _difference(
         return None
     if not measurable:
         return Difference(first.name, component, "values", "the values differ")
-    detail = f"{distance.elements:,} of {first.parameters:,} elements differ, by at most {distance.largest:.3g}"
+    apart = (
+        f", by at most {distance.largest:.3g}" if distance.largest else " in their bits, but not in double precision"
+    )
+    detail = f"{distance.elements:,} of {first.parameters:,} elements differ{apart}"
     return Difference(
         first.name, component, "values", detail, distance.elements, distance.largest, distance.rms, distance.relative
     )

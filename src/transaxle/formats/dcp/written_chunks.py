@@ -82,7 +82,7 @@ def as_torch_tensor(spec: Spec, path: KeyPath, names_by_key: dict[str, str], fau
     dtype = DTYPES.get(spec.dtype)
     if dtype is None:
         hint = "Choose a format that can hold this tensor, or leave it out."
-        faults.add("UNSUPPORTED", f"torch has no dtype for {spec.dtype}", None, shown, hint)
+        faults.add("UNSUPPORTED", f"{spec.dtype} is not written to DCP folders", None, shown, hint)
         return None
     try:
         size = nbytes(spec.dtype, spec.shape)

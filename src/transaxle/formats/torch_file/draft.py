@@ -105,7 +105,7 @@ def _size(spec: Spec, names_so_far: set[str], faults: Faults) -> int:
         faults.add("UNSUPPORTED", f"the tensor has {len(spec.shape)} dims, more than {_MAX_DIMS}", None, shown)
     if spec.dtype not in _BY_CODE:
         hint = "Choose a format that can hold this tensor, or leave it out."
-        faults.add("UNSUPPORTED", f"torch has no dtype for {spec.dtype}", None, shown, hint)
+        faults.add("UNSUPPORTED", f"{spec.dtype} is not written to torch files", None, shown, hint)
         return 0
     pack = PACKED.get(spec.dtype, 1)
     if pack > 1 and (not spec.shape or spec.shape[-1] % pack):

@@ -133,7 +133,7 @@ def _check(spec: Spec, parameter: str, state: str, file: str, places: Mapping[st
         reference(spec.dtype, spec.shape, 0)
         nbytes(spec.dtype, spec.shape)
     except KeyError:
-        faults.add("UNSUPPORTED", f"torch has no dtype for {spec.dtype}", None, shown)
+        faults.add("UNSUPPORTED", f"{spec.dtype} is not written to universal checkpoints", None, shown)
     except TransaxleError as error:
         faults.add(error.code, error.refusals[0].message, None, shown)
 
