@@ -24,7 +24,7 @@ from transaxle.formats.catalog.catalog import Draft, Entry, Extent, Fragment, Sp
 from transaxle.formats.deepspeed import keys
 from transaxle.formats.deepspeed.hints import HINTS, Hint, written
 from transaxle.formats.deepspeed.zero.training_run import CLASS, CLIENT, FIELDS
-from transaxle.formats.dtype import nbytes
+from transaxle.formats.dtype import nbytes, numpy_dtype
 from transaxle.formats.pickled.allowed_globals.allowed import ALLOWED
 from transaxle.formats.pickled.descriptors import Global, Object, OrderedMap
 from transaxle.formats.storage.storage import is_plain
@@ -39,6 +39,7 @@ _GROUPS = 32
 _LONGEST = 255
 _UNNAMED = "#"
 _SIZE = Global("torch", "Size")
+_WEIGHTS_ALONE = "Leave out the optimizer: --no-optimizer, or optimizer=False."
 
 
 def draft(
@@ -56,11 +57,12 @@ def draft(
         metadata: left out: the format has no place for free text.
         shard_size: left out: every tensor is a file.
         run: counters and settings, as `run.facts_of` gives them.
-        read: returns the bytes of a small tensor; for the step, which ZeRO-3 reads from the settings.
+        read: returns the bytes of a small tensor; for steps, which ZeRO-3 reads from the settings.
 
     Raises:
         Refused: for every tensor that has no place: UNSUPPORTED (dtype, a name that is no file name, optimizer state of
-            a parameter that has no name), PATH_ESCAPE, NAME_COLLISION, SHAPE_MISMATCH.
+            a parameter that has no name, or with a step other than that of its group), PATH_ESCAPE, NAME_COLLISION,
+            SHAPE_MISMATCH.
     """
     del metadata, shard_size
     facts = _counted(run or {})
@@ -88,9 +90,10 @@ def draft(
         entries[spec.name] = Entry(spec.name, spec.dtype, shape, (extent,))
         files[file] = layout.size
         fragments.extend(Fragment(file, at, data) for at, data in layout.known)
+    step = None if read is None else _common_step(facts, tensors, read, faults)
     if faults:
         raise faults.error()
-    for file, data in _small(folder, facts, tensors, read):
+    for file, data in _small(folder, facts, tensors, step):
         files[file] = sum(map(len, data))
         fragments.extend(_fragments_of(file, data))
     return Draft(keys.UNIVERSAL, entries, files, tuple(fragments))
@@ -150,16 +153,41 @@ def _beside(spec: Spec, parameter: str, hints: Mapping[str, Hint], faults: Fault
 _Data = list[bytes]
 
 
+def _common_step(
+    facts: Mapping[str, Any], tensors: Sequence[Spec], read: Callable[[str], bytes], faults: Faults
+) -> tuple[Spec, bytes] | None:
+    """Return the step that all parameters have; None where groups have steps of their own, or there is none.
+
+    ZeRO-1 and 2 take one step for all parameters of a group, from their files; ZeRO-3 one for all, from the settings.
+    So another step within a group is a fault, and one of another group's has no place in the settings.
+    """
+    group_of = {name: at for at, group in enumerate(facts.get(keys.GROUPS, ())) for name in group[keys.PARAMS]}
+    first_of: dict[int | None, tuple[str, float]] = {}
+    common: tuple[Spec, bytes] | None = None
+    for spec in tensors:
+        parameter, state = split_name(spec.name)
+        if state != keys.STEP:
+            continue
+        data = read(spec.name)
+        common = common or (spec, data)
+        step = float(np.frombuffer(data, numpy_dtype(spec.dtype))[0])
+        first, its_step = first_of.setdefault(group_of.get(parameter), (parameter, step))
+        if step != its_step:
+            message = f"it was updated {step:g} times, {first} {its_step:g} times: DeepSpeed has one step for a group"
+            faults.add("UNSUPPORTED", message, None, spec.name, _WEIGHTS_ALONE)
+    return common if len({step for _, step in first_of.values()}) == 1 else None
+
+
 def _small(
-    folder: str, facts: Mapping[str, Any], tensors: Sequence[Spec], read: Callable[[str], bytes] | None
+    folder: str, facts: Mapping[str, Any], tensors: Sequence[Spec], step: tuple[Spec, bytes] | None
 ) -> Iterator[tuple[str, _Data]]:
     """Yield the files that hold no tensors of the model."""
-    step = next((spec for spec in tensors if split_name(spec.name)[1] == keys.STEP), None)
     step_bytes: list[int | bytes] = []
     counted: dict[str, object] = {}
-    if step is not None and read is not None:
-        step_bytes.append(read(step.name))
-        counted[keys.STEP] = reference(step.dtype, (), 0)
+    if step is not None:
+        spec, data = step
+        step_bytes.append(data)
+        counted[keys.STEP] = reference(spec.dtype, (), 0)
     file = f"{folder}/{keys.ZERO_FOLDER}/{keys.OPTIMIZER_FILE}"
     layout = surround(file, _settings(facts, counted), step_bytes)
     yield file, [data for _, data in layout.known]
