@@ -33,13 +33,13 @@ _BEFORE = (
 )
 
 
-def gathered_for_now(tensors: Mapping[str, torch.Tensor]) -> list[Refusal]:
+def gathered_for_now(parameters: Mapping[str, torch.Tensor]) -> list[Refusal]:
     """Refuse parameters that FSDP2 has gathered for a forward pass: it frees them, with what is written into them.
 
     A model's `state_dict` shards its parameters again; only who takes the parameters themselves gets these.
 
     Args:
-        tensors: those of a state dict, by name.
+        parameters: those in a state dict, by name.
     """
     if _FSDP not in sys.modules:
         return []
@@ -48,8 +48,8 @@ def gathered_for_now(tensors: Mapping[str, torch.Tensor]) -> list[Refusal]:
     hint = "Give the model itself, or its state_dict(), which shards the parameters again."
     return [
         Refusal("UNSUPPORTED", message, Where(None, name), hint)
-        for name, tensor in (tensors.items() if memory else ())
-        if isinstance(tensor, nn.Parameter) and _memory(tensor) in memory
+        for name, tensor in (parameters.items() if memory else ())
+        if _memory(tensor) in memory
     ]
 
 

@@ -130,7 +130,8 @@ def _of_mapping(
     Raises:
         Refused: UNSUPPORTED for parameters that FSDP2 is about to free, and see `_take_arrays`, `_with_shards`.
     """
-    if freed := gathered_for_now(tensors):
+    parameters = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter)}
+    if parameters and (freed := gathered_for_now(parameters)):
         raise gathered(freed)
     kept = _take_arrays(tensors, others)
     own = _with_shards(tensors, others, of_megatron, sharded=sharded) if of_megatron else Leaves(tensors, others)
