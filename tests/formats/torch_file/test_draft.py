@@ -176,9 +176,9 @@ def test_an_index(tmp_path: Path) -> None:
 
 
 REFUSED: dict[str, tuple[list[Spec], Code, str]] = {
-    "a type of safetensors only": ([Spec("a", "F6_E2M3", (4,))], "UNSUPPORTED", "no dtype"),
-    "a quantized type": ([Spec("a", "QINT8", (4,))], "UNSUPPORTED", "no dtype"),
-    "no type": ([Spec("a", "NONE", (4,))], "UNSUPPORTED", "no dtype"),
+    "a type of safetensors only": ([Spec("a", "F6_E2M3", (4,))], "UNSUPPORTED", "is not written to torch files"),
+    "a quantized type": ([Spec("a", "QINT8", (4,))], "UNSUPPORTED", "is not written to torch files"),
+    "no type": ([Spec("a", "NONE", (4,))], "UNSUPPORTED", "is not written to torch files"),
     "two of a name": ([Spec("a", "F32", (4,)), Spec("a", "F32", (4,))], "NAME_COLLISION", "two tensors"),
     "too many dims": ([Spec("a", "F32", (1,) * 65)], "UNSUPPORTED", "65 dims"),
     "half a pack": ([Spec("a", "F4", (2, 3))], "SHAPE_MISMATCH", "is not a multiple of 2"),
