@@ -67,6 +67,12 @@ def code_of(dtype: np.dtype) -> str:
     return _codes()[dtype]
 
 
+def stored_number(data: bytes, code: str) -> float:
+    """Return the number that the bytes of one element mean, such as an optimizer's step; integers stay exact."""
+    value: float = np.frombuffer(data, numpy_dtype(code))[0].item()
+    return value
+
+
 PACKED = {"F4": 2}
 """Codes of which torch counts several elements as one, along the last dim."""
 

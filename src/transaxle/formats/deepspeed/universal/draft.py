@@ -24,7 +24,7 @@ from transaxle.formats.catalog.catalog import Draft, Entry, Extent, Fragment, Sp
 from transaxle.formats.deepspeed import keys
 from transaxle.formats.deepspeed.hints import HINTS, Hint, written
 from transaxle.formats.deepspeed.zero.training_run import CLASS, CLIENT, FIELDS
-from transaxle.formats.dtype import nbytes, numpy_dtype
+from transaxle.formats.dtype import nbytes, stored_number
 from transaxle.formats.pickled.allowed_globals.allowed import ALLOWED
 from transaxle.formats.pickled.descriptors import Global, Object, OrderedMap
 from transaxle.formats.storage.storage import is_plain
@@ -170,7 +170,7 @@ def _common_step(
             continue
         data = read(spec.name)
         common = common or (spec, data)
-        step = float(np.frombuffer(data, numpy_dtype(spec.dtype))[0])
+        step = stored_number(data, spec.dtype)
         first, its_step = first_of.setdefault(group_of.get(parameter), (parameter, step))
         if step != its_step:
             message = f"it was updated {step:g} times, {first} {its_step:g} times: DeepSpeed has one step for a group"

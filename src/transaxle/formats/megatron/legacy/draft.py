@@ -21,7 +21,7 @@ from transaxle.axes.layout.bind import split_slot
 from transaxle.errors import Faults, TransaxleError, refuse
 from transaxle.formats.builtin_formats import MEGATRON_MODEL, MEGATRON_TORCH, MEGATRON_TRACKER
 from transaxle.formats.catalog.catalog import Draft, Entry, Extent, Fragment, Spec
-from transaxle.formats.dtype import ITEM_BITS, PACKED, numpy_dtype
+from transaxle.formats.dtype import ITEM_BITS, PACKED, stored_number
 from transaxle.formats.megatron.iterations import RELEASE, iteration_folder
 from transaxle.formats.megatron.legacy.joined_ranks import EMBEDDING, is_cut_by_rows
 from transaxle.formats.megatron.legacy.param_order import is_vocabulary
@@ -260,7 +260,7 @@ def _settings(
         return None, []
     shapes = {spec.name: spec.shape for spec in tensors if spec.name in parameters}
     stored = {(spec.dtype, read(spec.name)) for spec, _, state in states if state == STEP and read is not None}
-    steps = {int(np.frombuffer(data, numpy_dtype(dtype))[0]) for dtype, data in stored}
+    steps = {int(stored_number(data, dtype)) for dtype, data in stored}
     if len(steps) > 1:
         message = f"its parameters have made {' and '.join(map(str, sorted(steps)))} steps; Megatron keeps one number"
         raise refuse("UNSUPPORTED", message, hint="Write the weights alone: --no-optimizer.")

@@ -18,8 +18,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise, product
 from typing import Any
 
-import numpy as np
-
 from transaxle.arguments import Degrees
 from transaxle.axes.layout.bind import join_slot, split_slot
 from transaxle.errors import Faults, refuse
@@ -35,7 +33,7 @@ from transaxle.formats.dcp.written_chunks import (
     cut,
     metadata_of,
 )
-from transaxle.formats.dtype import Shape, logical, numpy_dtype
+from transaxle.formats.dtype import Shape, logical, stored_number
 from transaxle.formats.megatron.iterations import BACKEND_FILE, COMMON_FILE, RELEASE, iteration_folder
 from transaxle.formats.megatron.torch_dist.written_state import common_state, counted, optimizer_settings, step_of
 from transaxle.formats.megatron.written_arguments import is_padded
@@ -143,17 +141,17 @@ def _optimizer(
     parameters = dict.fromkeys(parameter for _, parameter, _ in states)
     if not parameters:
         return None, []
-    steps = {_number(read(spec.name), spec.dtype) for spec, _, state in states if state == _STEP and read is not None}
+    steps = {
+        int(stored_number(read(spec.name), spec.dtype))
+        for spec, _, state in states
+        if state == _STEP and read is not None
+    }
     if len(steps) > 1:
         message = f"its parameters have made {' and '.join(map(str, sorted(steps)))} steps; Megatron keeps one number"
         raise refuse("UNSUPPORTED", message, hint="Write the weights alone: --no-optimizer.")
     trained = {name: shapes[name] for name in parameters if name in shapes}
     names = {state for _, _, state in states} - {_STEP, MASTER}
     return optimizer_settings(trained, facts, groups, steps.pop() if steps else 0, names)
-
-
-def _number(data: bytes, dtype: str) -> int:
-    return int(np.frombuffer(data, numpy_dtype(dtype))[0])
 
 
 def _placed(
