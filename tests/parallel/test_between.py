@@ -40,13 +40,18 @@ def _part(config: dict[str, Any], mesh: DeviceMesh, seed: int) -> nn.Module:
 
 
 def _everything(config: dict[str, Any]) -> tuple[Tensors, Tensors]:
-    """All weights, and all of AdamW's state: every moment another, and so many steps for each parameter."""
+    """All weights, and all of AdamW's state: every moment another, and another step for each parameter."""
     weights = {name: value.detach() for name, value in build(config).named_parameters()}
     generator, states = torch.Generator().manual_seed(7), Tensors()
     for number, (name, value) in enumerate(weights.items()):
         states |= {f"optim/{name}/{key}": torch.rand(value.shape, generator=generator) for key in STATES}
         states[f"optim/{name}/step"] = torch.tensor(3.0 + number)
     return weights, states
+
+
+def _of_one_step(states: Tensors) -> Tensors:
+    """The same moments after as many steps everywhere, as DeepSpeed has them in a group."""
+    return {name: torch.tensor(5.0) if name.endswith("/step") else value for name, value in states.items()}
 
 
 def _cut(model: nn.Module, whole: Tensors) -> Tensors:
@@ -86,10 +91,11 @@ def _wrong(model: nn.Module, held: Mapping[str, Tensor], whole: Tensors) -> list
 def _all_pairs(rank: int, world: int, config: dict[str, Any], out: str) -> dict[str, list[str]]:
     """Return what is wrong in the target of every pair, on this rank."""
     meshes = {degree: DeviceMesh("cpu", list(range(degree))) for degree in DEGREES}
-    weights, states = _everything(config)
-    nothing = {name: torch.zeros_like(value) for name, value in states.items()}
+    weights, everywhere = _everything(config)
+    nothing = {name: torch.zeros_like(value) for name, value in everywhere.items()}
     found: dict[str, list[str]] = {}
     for a in DEGREES:
+        states = _of_one_step(everywhere) if FORMATS[a] == UNIVERSAL else everywhere
         source: Tensors = {}
         if rank < a:
             model = _part(config, meshes[a], 0)
