@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import click
@@ -31,6 +32,7 @@ from transaxle.families import BLOCKS, INDEX, SPELLED, Entry, Tables, is_traced,
 REFERENCE = Path(__file__).parent / "reference"
 FAMILIES = Path(families.__file__).parent
 SCHEMAS = Path(cli.__file__).parent / "schemas"
+PROVEN = FAMILIES.parent / "parallel/plans/proven_types.json"
 WIDTH = 92
 _PEER = re.compile(r"Derived from transformers ([0-9.]+[0-9])")
 _OF_PEER = "transformers: "
@@ -230,6 +232,13 @@ def promises() -> Iterator[str]:
             yield f"| {script} | {' | '.join(figure.values())} |\n"
 
 
+def cut_types() -> Iterator[str]:
+    """Yield the model types that `tensor_parallel` cuts."""
+    record = msgspec.json.decode(PROVEN.read_bytes())
+    types = ", ".join(f"`{each}`" for each in record["types"])
+    yield fill(f"With transformers {record['transformers']}, {len(record['types'])} types: {types}.", 120) + "\n"
+
+
 PARTS: dict[str, Callable[[], Iterator[str]]] = {
     "commands": commands,
     "codes": codes,
@@ -240,6 +249,7 @@ PARTS: dict[str, Callable[[], Iterator[str]]] = {
     "besides": besides,
     "documents": documents,
     "promises": promises,
+    "cut_types": cut_types,
 }
 
 

@@ -23,6 +23,7 @@ from transaxle.parallel.cuts.cutting import Kept, keep, kept_by, replaced, tell_
 from transaxle.parallel.cuts.dropout import drop_alike, random_refusals
 from transaxle.parallel.cuts.tp_modules import count_heads, cut_module, is_cut
 from transaxle.parallel.plans.alone import ASKED, Alone, no_names, refuse_methods
+from transaxle.parallel.plans.proven_types import check_type
 from transaxle.parallel.plans.table_reading import read
 from transaxle.parallel.plans.tp_plan import Plan, Rules, make_plan
 from transaxle.parallel.universal_metadata import record_of, universal_checkpoint_info
@@ -65,7 +66,8 @@ def tensor_parallel(
         UsageError: UNKNOWN_FAMILY, AMBIGUOUS, UNKNOWN_AXIS.
         Refused: before anything is changed, with every problem: cuts that the table does not allow, or that go through
             a head or a tile of a quantized parameter (BLOCK_MISALIGNED); missing or unknown modules; parameters that
-            the table does not have; ranks with another plan than the first one.
+            the table does not have; ranks with another plan than the first one; a model of transformers whose type is
+            not among those that were shown to compute the same when they are cut.
     """
     if not isinstance(mesh, DeviceMesh):
         raise wrong_type("mesh", "a DeviceMesh of one dim", mesh)
@@ -76,6 +78,7 @@ def tensor_parallel(
     with world.together():
         if any(is_cut(module) for module in model.modules()):
             raise refuse("UNSUPPORTED", f"this {type(model).__name__} is already cut")
+        check_type(model)
         _check_experts(model, mesh, dtensor=dtensor)
         tp_plan = make_plan(model, read(model), mesh.size(), None if plan == "auto" else plan)
         _check_ties(model, tp_plan)

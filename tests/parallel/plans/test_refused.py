@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.live.ranks import run
 from tests.parallel.models import CONFIGS, EVEN, build
 from transaxle.errors import TransaxleError
+from transaxle.parallel.plans.proven_types import check_type
 from transaxle.parallel.plans.table_reading import read
 from transaxle.parallel.plans.tp_plan import Plan, Role, make_plan
 from transaxle.parallel.tensor_parallel import tensor_parallel
@@ -100,6 +101,21 @@ def _tied(rank: int, world: int) -> str:
     with pytest.raises(TransaxleError, match="already cut"):
         tensor_parallel(model, init_device_mesh("cpu", (world,)))
     return str(caught.value)
+
+
+def _of_another_type(rank: int, world: int, config: dict[str, Any]) -> str:
+    model = build(config)
+    with pytest.raises(TransaxleError) as caught:
+        tensor_parallel(model, init_device_mesh("cpu", (world,)))
+    return str(caught.value)
+
+
+def test_a_type_of_which_nobody_has_shown_that_it_can_be_cut() -> None:
+    """Heads of this one work in pairs: by the table alone it would be cut, and compute something else."""
+    for said in run(2, _of_another_type, {**EVEN, "model_type": "diffllama"}):
+        assert "models of type diffllama are not cut over ranks" in said
+    check_type(build(EVEN))
+    check_type(nn.Sequential(nn.Linear(2, 2)))
 
 
 def test_models_of_which_too_little_is_known() -> None:
