@@ -62,6 +62,7 @@ MODELS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "stacked": (
         lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**MOE)), {"target_modules": ["v_proj"], "target_parameters": EXPERTS}
     ),
+    "mixture": (lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**MOE)), {"target_modules": "all-linear"}),
 }  # fmt: skip
 
 
@@ -231,7 +232,8 @@ def test_peft_makes_the_same_changes_of_it(
 
 
 @pytest.mark.parametrize(
-    ("kind", "dialect"), [("patterns", "megatron"), ("every", "megatron"), ("every", "torchtitan"), ("stacked", "te")]
+    ("kind", "dialect"),
+    [("patterns", "megatron"), ("every", "megatron"), ("every", "torchtitan"), ("stacked", "te"), ("mixture", "hf")],
 )
 def test_the_way_back_gives_the_same_changes(tmp_path: Path, kind: str, dialect: str) -> None:
     """Of what was joined, every part has all ranks; in the model that it was trained in, it changes the same."""

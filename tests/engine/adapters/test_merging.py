@@ -59,6 +59,9 @@ MODELS: dict[str, Made] = {
     "stacked": (
         lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**MOE)), {"target_modules": ["v_proj"], "target_parameters": EXPERTS}
     ),
+    "every": (
+        lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**MOE, "mlp_only_layers": [0]})), {"target_modules": "all-linear"}
+    ),
 }  # fmt: skip
 
 

@@ -33,8 +33,8 @@ _HARMLESS = frozenset(
 """Keys of adapter_config.json that do not change what is added to the weights, or that are read here."""
 _PLAIN_STARTS = (None, True, False, "gaussian", "orthogonal", "eva")
 """Ways to start an adapter that leave the base as it is; the others subtract something from it."""
-_PATTERN = re.compile(r"\^?(?:[\w.-]|\\\.)+")
-"""Keys of patterns that are names or ends of names; other regular expressions may take for ever."""
+_PATTERN = re.compile(r"(?:\^|\.\*\\\.)?(?:[\w.-]|\\\.)+")
+"""Keys of patterns that are names or ends of names (peft's own begin with `.*\\.`); others may take for ever."""
 USUAL, _LARGEST = 8, 1e9
 """Rank and alpha where none is said, and what is no real one."""
 _CONV1D_MODELS = frozenset({"clvp", "decision_transformer", "gpt2", "imagegpt", "openai-gpt"})
@@ -118,6 +118,10 @@ class Lora:
                 module = module.removesuffix(INNER)
             inside.setdefault(module, []).append(path)
         self._modules = {module: sorted(paths, key=len, reverse=True) for module, paths in inside.items()}
+        found = {name for module in self._modules for name in self._parameters(module)}
+        for name in sorted(_target_parameters(config)[0] - found):
+            self._refuse("UNSUPPORTED", f"target_parameters has {name}, but the adapter changes none", None)
+        self._check()
 
     def targets(self) -> set[str]:
         """Return the names that the model must have."""
@@ -152,13 +156,14 @@ class Lora:
             self._replaced[inside.replace(f"{INNER}.", ".")] = entry
 
     def _parameters(self, module: str) -> list[str]:
-        """Return the parameters of a module that are targets themselves."""
-        found = {
-            str(target).rpartition(".")[2]
-            for target in self._config.get("target_parameters") or ()
-            if f".{module}".endswith(f".{str(target).rpartition('.')[0]}")
-        }
-        return sorted(found)
+        """Return the parameters of a module that are targets themselves.
+
+        Of mixtures peft writes names without their modules. These are of each module that it did not choose as such.
+        """
+        bare, whole = _target_parameters(self._config)
+        named = {name for path, name in whole if f".{module}".endswith(f".{path}")}
+        chosen = any(f".{module}".endswith(f".{each}") for each in self._config.get("target_modules") or ())
+        return sorted(named or (set() if chosen else bare))
 
     def _of_module(self, module: str, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[LowRank]:
         paths = self._modules[module]
@@ -249,9 +254,12 @@ def _unsupported(config: Mapping[str, Any]) -> Iterator[Refusal]:
     if others:
         message = f"adapter_config.json has {', '.join(others)}: its change of the weights is not B @ A alone"
         yield Refusal("UNSUPPORTED", message, Where(), _HINT)
-    parameters = config.get("target_parameters") or []
-    if not isinstance(parameters, list) or not all(isinstance(each, str) and "." in each for each in parameters):
-        yield Refusal("UNSUPPORTED", "target_parameters has more than names with their modules", Where(), _HINT)
+    parameters, modules = config.get("target_parameters") or [], config.get("target_modules") or []
+    if not isinstance(parameters, list) or not all(isinstance(each, str) for each in parameters):
+        yield Refusal("UNSUPPORTED", "target_parameters has more than names", Where(), _HINT)
+    elif _target_parameters(config)[0] and not isinstance(modules, list):
+        message = f"target_modules is {str(modules)[:40]!r}, so it is not known which modules target_parameters means"
+        yield Refusal("UNSUPPORTED", message, Where(), _HINT)
     for patterns, key in (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha")):
         given = config.get(patterns) or {}
         if not isinstance(given, Mapping) or not all(map(_PATTERN.fullmatch, given)):
@@ -260,6 +268,12 @@ def _unsupported(config: Mapping[str, Any]) -> Iterator[Refusal]:
         numbers = [config.get(key, USUAL), *given.values()]
         if not all(_is_number(value, whole=key == "r") for value in numbers):
             yield Refusal("CORRUPT", f"{key} or {patterns} has something else than positive numbers", Where(), _HINT)
+
+
+def _target_parameters(config: Mapping[str, Any]) -> tuple[set[str], set[tuple[str, str]]]:
+    """Return the targets that are names of parameters, and those with their modules, as (module, name)."""
+    targets = [str(target).rpartition(".") for target in config.get("target_parameters") or ()]
+    return {name for path, _, name in targets if not path}, {(path, name) for path, _, name in targets if path}
 
 
 def _is_number(value: object, *, whole: bool) -> bool:
