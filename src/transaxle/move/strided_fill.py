@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from transaxle.formats.storage.strided_reads import read_strided, transposed
+from transaxle.formats.storage.strided_reads import FileRange, read_ranges, read_strided, transposed
 from transaxle.move.endpoint import Bytes, Readable
 from transaxle.move.transfer import Transfer
 
@@ -82,8 +82,41 @@ def produce(reader: Readable, parts: Collection[Transfer], start: int, out: Byte
     # Parts never overlap, so their sizes show whether there is padding. Zeroing only then saves a pass over the buffer.
     if sum(part.size for part in parts) != len(out):
         out[:] = 0
+    if len(parts) < 2 or getattr(reader, "lend", None) is not None:
+        for part in parts:
+            fill(reader, part, out, start, scratch)
+        return
+    # What needs one read is read together: straight into place, or side by side into the scratch.
+    ranges: list[FileRange] = []
+    spread: list[tuple[Bytes, Transfer]] = []
+    used = 0
     for part in parts:
-        fill(reader, part, out, start, scratch)
+        at, size = part.target - start, part.source_span
+        if not part.loops:
+            ranges.append((part.file, part.source, out.data[at : at + size]))
+            continue
+        if used + size > len(scratch.array) or not scratch.takes(part):
+            _read_and_scatter(reader, ranges, spread, out, start)
+            used = 0
+        if scratch.takes(part):
+            held = scratch.array[used : used + size]
+            used += size
+            ranges.append((part.file, part.source, held.data))
+            spread.append((held, part))
+        else:
+            fill(reader, part, out, start, scratch)
+    _read_and_scatter(reader, ranges, spread, out, start)
+
+
+def _read_and_scatter(
+    reader: Readable, ranges: list[FileRange], spread: list[tuple[Bytes, Transfer]], out: Bytes, start: int
+) -> None:
+    """Read ranges, and scatter those of them that a transfer spreads over the target; both lists are emptied."""
+    read_ranges(reader, ranges)
+    for held, transfer in spread:
+        scatter(held, transfer, out, transfer.target - start)
+    ranges.clear()
+    spread.clear()
 
 
 def fill(reader: Readable, transfer: Transfer, out: Bytes, start: int, scratch: Scratch) -> None:

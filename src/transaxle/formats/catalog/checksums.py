@@ -18,9 +18,9 @@ from msgspec.structs import replace
 from transaxle.axes.geometry.strided import Loop
 from transaxle.errors import Refusal, Where, gathered
 from transaxle.formats.catalog.catalog import Checksum, Container, Entry
-from transaxle.formats.storage.crc32 import crc32
+from transaxle.formats.storage.crc32 import crc32, crc32_each
 from transaxle.formats.storage.storage import Overlay, Storage
-from transaxle.formats.storage.strided_reads import read_strided
+from transaxle.formats.storage.strided_reads import FileRange, read_ranges, read_strided
 
 _BLOCK = 1 << 20
 _MOST_PARTS = 4096
@@ -92,21 +92,12 @@ class Witness(Overlay):
     def read_into(self, name: str, offset: int, view: memoryview) -> None:
         """See `Storage`."""
         self.below.read_into(name, offset, view)
-        end = offset + view.nbytes
-        for checksum in self._touched(name, offset, end):
-            start, stop = max(offset, checksum.offset), min(end, checksum.offset + checksum.size)
-            if stop - start == checksum.size and checksum not in self._tallies:  # the usual case of many small ranges
-                self._judged_whole(checksum, view, offset)
-                continue
-            with self._lock:
-                tally = self._tally(checksum)
-                gaps = tally.gaps(start, stop) if tally else []
-                if tally:
-                    tally.read += stop - start
-            for first, last in gaps:
-                with view.cast("B") as octets:
-                    crc = crc32(octets[first - offset : last - offset])
-                self.count(checksum, [(first, last, crc)])
+        self._sum([(name, offset, view)])
+
+    def read_ranges(self, ranges: Sequence[FileRange]) -> None:
+        """See `formats.storage.strided_reads.read_ranges`."""
+        read_ranges(self.below, ranges)
+        self._sum(ranges)
 
     def read_strided(self, name: str, offset: int, view: memoryview, width: int, loops: Sequence[Loop]) -> None:
         """See `formats.storage.strided_reads.read_strided`; such runs are too short to be summed up one by one."""
@@ -212,16 +203,29 @@ class Witness(Overlay):
         message = f"{checksum.what}: its bytes do not match the checksum in the file"
         return Refusal("CORRUPT", message, Where(checksum.file, self._tensor_in(checksum)), _HINT)
 
-    def _judged_whole(self, checksum: Checksum, view: memoryview, offset: int) -> None:
-        """Check a range of which no part was read before, and all of which is in bytes that begin at an offset."""
-        if checksum in self._settled:
-            return
-        begin = checksum.offset - offset
-        with view.cast("B") as octets:
-            is_right = crc32(octets[begin : begin + checksum.size]) == checksum.crc32
+    def _sum(self, ranges: Sequence[FileRange]) -> None:
+        """Sum up what was read."""
+        whole: dict[Checksum, memoryview] = {}
+        for name, offset, view in ranges:
+            octets, end = view.cast("B"), offset + view.nbytes
+            for checksum in self._touched(name, offset, end):
+                start, stop = max(offset, checksum.offset), min(end, checksum.offset + checksum.size)
+                if stop - start == checksum.size and checksum not in self._tallies:  # the usual case of many small ones
+                    if checksum not in self._settled:
+                        whole[checksum] = octets[start - offset : stop - offset]
+                    continue
+                with self._lock:
+                    tally = self._tally(checksum)
+                    gaps = tally.gaps(start, stop) if tally else []
+                    if tally:
+                        tally.read += stop - start
+                for first, last in gaps:
+                    self.count(checksum, [(first, last, crc32(octets[first - offset : last - offset]))])
+        sums = crc32_each([*whole.values()])
         with self._lock:
-            self._settled.setdefault(checksum, is_right)
-            self._tallies.pop(checksum, None)
+            for checksum, crc in zip(whole, sums, strict=True):
+                self._settled.setdefault(checksum, crc == checksum.crc32)
+                self._tallies.pop(checksum, None)
 
     def _sum_up(self, checksum: Checksum, first: int, last: int, buffer: bytearray) -> None:
         crc, at = 0, first

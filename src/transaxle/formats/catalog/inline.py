@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from transaxle.axes.geometry.strided import Loop
 from transaxle.formats.catalog.catalog import Extent
 from transaxle.formats.storage.storage import Overlay, Storage
-from transaxle.formats.storage.strided_reads import read_each, read_strided
+from transaxle.formats.storage.strided_reads import FileRange, read_each, read_one_by_one, read_ranges, read_strided
 
 NUMBERS = "//numbers"
 """Name of the pseudo-file; as a path it would have an empty part."""
@@ -79,3 +79,10 @@ class NumbersInMemory(Overlay):
             read_each(self, name, offset, view, width, loops)
         else:
             read_strided(self.below, name, offset, view, width, loops)
+
+    def read_ranges(self, ranges: Sequence[FileRange]) -> None:
+        """See `formats.storage.strided_reads.read_ranges`."""
+        if any(name == NUMBERS for name, _, _ in ranges):
+            read_one_by_one(self, ranges)
+        else:
+            read_ranges(self.below, ranges)

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import ctypes
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import numpy as np
 
-from transaxle.formats.storage.strided_reads import compiled_function
+from transaxle.formats.storage.strided_reads import address, compiled_function
 
 _FEWEST = 1 << 12
 """Bytes that are worth the call."""
@@ -31,6 +31,28 @@ def crc32(data: memoryview, crc: int = 0) -> int:
     octets, result = np.frombuffer(data, np.uint8), _CRC(crc)
     added = compiled(octets.ctypes.data, len(octets), ctypes.byref(result))
     return zlib.crc32(octets[added:].data, result.value)
+
+
+def crc32_each(pieces: Sequence[memoryview]) -> list[int]:
+    """Return the CRC-32 of each of many pieces, summed while the interpreter lock is given away once.
+
+    Args:
+        pieces: each writable, contiguous and not empty.
+    """
+    compiled = load_crc32_each() if len(pieces) > 1 else None
+    if compiled is None:
+        return [crc32(piece) for piece in pieces]
+    stretches = np.array([(address(piece), piece.nbytes) for piece in pieces], np.int64)
+    sums = np.zeros(len(pieces), np.uint32)
+    summed = compiled(stretches.ctypes.data, len(pieces), sums.ctypes.data)
+    return sums.tolist() if summed == len(pieces) else [crc32(piece) for piece in pieces]
+
+
+@cache
+def load_crc32_each() -> Callable[..., int] | None:
+    """Return the compiled function for many pieces; otherwise as `load_crc32`."""
+    arguments = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p)
+    return compiled_function("transaxle_crc32_each", arguments, ctypes.c_int64)
 
 
 @cache

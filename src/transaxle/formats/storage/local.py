@@ -25,7 +25,7 @@ from transaxle.axes.geometry.strided import Loop
 from transaxle.errors import Refusal, StorageError, TransaxleError, refuse
 from transaxle.formats.storage.os_errors import failed
 from transaxle.formats.storage.storage import Handles, Listing, Storage, checked_parts
-from transaxle.formats.storage.strided_reads import read_runs
+from transaxle.formats.storage.strided_reads import FileRange, read_open, read_runs
 
 _FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
 """Without blocking, so that a FIFO or device that has replaced the file since its check opens at once, and is refused.
@@ -39,6 +39,8 @@ _KINDS = {
 }
 _SNAPSHOTS, _BLOBS = "snapshots", "blobs"
 _BLOCK = 1 << 20
+_AT_ONCE = 64
+"""Ranges that are read in one call at most: that many files are open for it."""
 
 _ALMOST_URL = re.compile(r"(hf|s3|gs|gcs|az|abfs):/?([^/].*)")
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -146,6 +148,13 @@ class LocalStorage(Storage):
         """Read runs of a file at once; see `formats.storage.strided_reads.read_strided`."""
         with self._handles.use(name) as fd:
             read_runs(fd, offset, view.cast("B"), width, loops, partial(_read, fd, name))
+
+    def read_ranges(self, ranges: Sequence[FileRange]) -> None:
+        """Read ranges of several files at once; see `formats.storage.strided_reads.read_ranges`."""
+        for first in range(0, len(ranges), _AT_ONCE):
+            some = ranges[first : first + _AT_ONCE]
+            with self._handles.use_all({name for name, _, _ in some}) as descriptors:
+                read_open(descriptors, some, self.read_into)
 
     def recheck(self) -> None:
         """Check that no file that was read has changed since; see `Storage.recheck`."""

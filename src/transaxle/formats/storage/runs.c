@@ -1,5 +1,5 @@
-/* Strided reads: runs of one file, equally long, each read by one `pread` into its place. Transposed copies: runs of a
-   single element. The CRC-32 of what was read.
+/* Strided reads: runs of one file, equally long, each read by one `pread` into its place. Reads of many ranges of many
+   files. Transposed copies: runs of a single element. The CRC-32 of what was read.
 
    A column cut of a matrix is a run of a few kB in each row. Asked for one by one from Python, every run costs several
    times its copy; here it costs the system call. Plain C11 and POSIX; no state, no allocation, no dependency. */
@@ -42,6 +42,16 @@ int64_t transaxle_runs(int fd, int64_t offset, uint8_t *out, int64_t width, int 
             if (pread(fd, out + at, (size_t)width, (off_t)from) != width) return first;
     }
     return total;
+}
+
+/* `ranges`: descriptor, first byte, address and size of each. Reads the ranges from number `first` on; otherwise as
+   above. */
+int64_t transaxle_ranges(const int64_t *ranges, int64_t total, int64_t first) {
+    for (; first < total; first++) {
+        const int64_t *range = ranges + 4 * first;
+        if (pread((int)range[0], (void *)(intptr_t)range[2], (size_t)range[3], (off_t)range[1]) != range[3]) break;
+    }
+    return first;
 }
 
 /* A transpose goes through square tiles: of each, the lines of the source and those of the target stay in the cache, so
@@ -200,6 +210,24 @@ int64_t transaxle_crc32(const uint8_t *data, int64_t size, uint32_t *crc) {
 #endif
     (void)data, (void)size, (void)crc;
     return 0;
+}
+
+/* The CRC-32 of each of many stretches of memory; `stretches`: address and size of each. Returns how many it has summed:
+   all, or none where the processor cannot. */
+int64_t transaxle_crc32_each(const int64_t *stretches, int64_t total, uint32_t *crcs) {
+    for (int64_t number = 0; number < total; number++) {
+        const uint8_t *data = (const uint8_t *)(intptr_t)stretches[2 * number];
+        int64_t size = stretches[2 * number + 1];
+        uint32_t crc = 0;
+        int64_t at = transaxle_crc32(data, size, &crc);
+        if (size >= 64 && !at) return 0;
+        for (crc = ~crc; at < size; at++) {
+            crc ^= data[at];
+            for (int bit = 0; bit < 8; bit++) crc = crc >> 1 ^ (0xEDB88320 & -(crc & 1));
+        }
+        crcs[number] = ~crc;
+    }
+    return total;
 }
 
 /* Which source this was built from: strided_reads.py loads no other. */

@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from io import BytesIO
 from threading import Lock
 from typing import Protocol, TypeVar
@@ -19,7 +20,7 @@ import msgspec
 
 from transaxle.axes.geometry.strided import Loop
 from transaxle.errors import LONGEST_NAME, Code, Refusal, refuse
-from transaxle.formats.storage.strided_reads import read_each, read_strided
+from transaxle.formats.storage.strided_reads import FileRange, read_each, read_one_by_one, read_ranges, read_strided
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _PINNED = re.compile(r"(hf://(?:(?:datasets|spaces)/)?[^/@]+/[^/@]+)@[0-9a-f]{40}(?=/|$)")
@@ -214,6 +215,13 @@ class VirtualFiles(Overlay):
         else:
             read_strided(self.below, name, offset, view, width, loops)
 
+    def read_ranges(self, ranges: Sequence[FileRange]) -> None:
+        """See `formats.storage.strided_reads.read_ranges`."""
+        if self._files.keys().isdisjoint([name for name, _, _ in ranges]):
+            read_ranges(self.below, ranges)
+        else:
+            read_one_by_one(self, ranges)
+
 
 Layer = TypeVar("Layer", bound=Overlay)
 
@@ -331,6 +339,18 @@ class Handles:
     def use(self, name: str) -> _Use:
         """Give the descriptor of a file, opened if need be; it stays open at least until the block ends."""
         return _Use(self, name)
+
+    @contextmanager
+    def use_all(self, names: Iterable[str]) -> Iterator[dict[str, int]]:
+        """Give the descriptors of several files, by name; otherwise as `use`."""
+        used: dict[str, _Handle] = {}
+        try:
+            for name in names:
+                used[name] = self.acquire(name)
+            yield {name: handle.fd for name, handle in used.items()}
+        finally:
+            for name, handle in used.items():
+                self.release(name, handle)
 
     def drop(self, name: str) -> None:
         """Close a file's descriptor now, or as soon as its last user is done."""

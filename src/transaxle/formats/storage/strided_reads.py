@@ -5,6 +5,10 @@ its copy. `runs.c`, built like the kernel of the encodings when the package is i
 the interpreter lock. A storage that offers this is `Strided`; any other reads run by run, as does every storage if the
 loop was not built.
 
+What a block is made of may also be many ranges of several files, as rows that several ranks have saved. Reading gives
+the interpreter lock away each time, and two threads wait for it longer than for the reads: a loop in `runs.c` reads all
+ranges meanwhile.
+
 Runs of a single element, as those of a transposed matrix, are read together with what lies between them, and put into
 their places in memory: `runs.c` does that tile by tile, where numpy would fetch every line of memory again and again.
 """
@@ -13,7 +17,7 @@ from __future__ import annotations
 
 import ctypes
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from math import prod
 from pathlib import Path
@@ -32,6 +36,8 @@ _ARGUMENTS = (ctypes.c_int, _INT64, _POINTER, _INT64, ctypes.c_int, _POINTER, _I
 _OF_TRANSPOSE = (_POINTER, _POINTER, _INT64, _INT64, _INT64, _INT64, _INT64, ctypes.c_int, _POINTER)
 _ELEMENTS = frozenset({1, 2, 4, 8})
 """Bytes of elements that can be transposed."""
+FileRange = tuple[str, int, memoryview]
+"""A file, the first byte of a range in it, and where its bytes go: writable, contiguous, and of bytes."""
 _FEWEST = 8
 """Rows and columns that a transpose has at least; numpy is as fast with fewer."""
 
@@ -120,6 +126,50 @@ def read_runs(
             finished += 1
 
 
+def read_ranges(reader: _Plain, ranges: Sequence[FileRange]) -> None:
+    """Read ranges into their places: at once if the reader has a `read_ranges` of its own, which takes these.
+
+    Raises:
+        TransaxleError: what `read_into` raises; some ranges may be in place then.
+    """
+    together = getattr(reader, "read_ranges", None)
+    if together is None or len(ranges) < 2:
+        read_one_by_one(reader, ranges)
+    else:
+        together(ranges)
+
+
+def read_one_by_one(reader: _Plain, ranges: Sequence[FileRange]) -> None:
+    """Read ranges one after the other; otherwise as `read_ranges`."""
+    for name, offset, view in ranges:
+        reader.read_into(name, offset, view)
+
+
+def read_open(
+    descriptors: Mapping[str, int], ranges: Sequence[FileRange], read_one: Callable[[str, int, memoryview], None]
+) -> None:
+    """Read ranges of open files, as `read_ranges`.
+
+    Args:
+        descriptors: that of each file.
+        ranges: what is read.
+        read_one: reads one range; called for each that the compiled loop could not read.
+    """
+    compiled = load_ranges()
+    wanted = [each for each in ranges if each[2].nbytes]
+    numbers = np.array(
+        [(descriptors[name], offset, address(view), view.nbytes) for name, offset, view in wanted], np.int64
+    )
+    finished = 0
+    while finished < len(wanted):
+        if compiled is not None:
+            finished = compiled(numbers.ctypes.data, len(wanted), finished)
+        # The loop stopped at a range that needs attention (an error, a short read): Python reads that one.
+        if finished < len(wanted):
+            read_one(*wanted[finished])
+            finished += 1
+
+
 def _place(loops: Sequence[Loop], number: int) -> tuple[int, int]:
     """Return the offsets of one run from the first one, in the file and in the view."""
     source = target = 0
@@ -170,9 +220,21 @@ def load() -> Callable[..., int] | None:
 
 
 @cache
+def load_ranges() -> Callable[..., int] | None:
+    """Return the compiled loop over ranges; otherwise as `load`."""
+    arguments = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
+    return compiled_function("transaxle_ranges", arguments, ctypes.c_int64)
+
+
+@cache
 def load_transpose() -> Callable[..., None] | None:
     """Return the compiled transpose; otherwise as `load`."""
     return compiled_function("transaxle_transpose", _OF_TRANSPOSE, None)
+
+
+def address(view: memoryview) -> int:
+    """Return where the bytes of a view are in memory. It must be writable, contiguous and not empty."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
 def compiled_function(name: str, arguments: Sequence[type], result: type | None) -> Callable[..., Any] | None:

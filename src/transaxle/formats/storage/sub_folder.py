@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from transaxle.axes.geometry.strided import Loop
 from transaxle.formats.storage.storage import Listing, Overlay, Storage
-from transaxle.formats.storage.strided_reads import read_strided
+from transaxle.formats.storage.strided_reads import FileRange, read_ranges, read_strided
 
 
 class SubFolder(Overlay):
@@ -44,3 +44,7 @@ class SubFolder(Overlay):
     def read_strided(self, name: str, offset: int, view: memoryview, width: int, loops: Sequence[Loop]) -> None:
         """See `formats.storage.strided_reads.read_strided`."""
         read_strided(self.below, self.named(name), offset, view, width, loops)
+
+    def read_ranges(self, ranges: Sequence[FileRange]) -> None:
+        """See `formats.storage.strided_reads.read_ranges`."""
+        read_ranges(self.below, [(self.named(name), offset, view) for name, offset, view in ranges])

@@ -13,7 +13,7 @@ from transaxle.axes.geometry.strided import Loop
 from transaxle.engine.checkpoint.checkpoint import StoredTensor
 from transaxle.formats.dtype import nbytes
 from transaxle.formats.storage.storage import Overlay, Storage
-from transaxle.formats.storage.strided_reads import read_strided
+from transaxle.formats.storage.strided_reads import FileRange, read_ranges, read_strided
 from transaxle.live.sharding.global_tensors import Census, Global
 from transaxle.move.runs import Item
 from transaxle.torch_tensors.placement import Held, local_shape
@@ -38,6 +38,12 @@ class Counting(Overlay):
         read_strided(self.below, name, offset, view, width, loops)
         with self._lock:
             self.count += width * prod(count for count, _, _ in loops)
+
+    def read_ranges(self, ranges: Sequence[FileRange]) -> None:
+        """See `formats.storage.strided_reads.read_ranges`."""
+        read_ranges(self.below, ranges)
+        with self._lock:
+            self.count += sum(view.nbytes for _, _, view in ranges)
 
 
 @dataclass(frozen=True)
