@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from transaxle.spans import start_clock
 
-_NEW_OBJECTS = 100_000
+_NEW_OBJECTS = 1_000_000
 """Objects made before the collector looks for garbage: imports and plans make many, and hardly any garbage."""
 
 

@@ -71,8 +71,9 @@ def read_strided(reader: _Plain, name: str, offset: int, view: memoryview, width
     Raises:
         TransaxleError: what `read_into` raises; some runs may be in place then.
     """
-    if isinstance(reader, Strided):
-        reader.read_strided(name, offset, view, width, loops)
+    strided = getattr(reader, "read_strided", None)  # `Strided`, but a check of a protocol takes as long as a read
+    if strided is not None:
+        strided(name, offset, view, width, loops)
     else:
         read_each(reader, name, offset, view, width, loops)
 
