@@ -39,6 +39,8 @@ _LISTING = (
     "transaxle.families",
 )
 """Modules that help needs no more."""
+_OF_PLANS = ("transaxle.engine.plan", "transaxle.engine.execute", "transaxle.engine.compare.compare", "numpy.ma")
+"""Modules that only plans, conversions and comparisons need, and numpy's masked arrays, which nothing does."""
 _OF_WORKERS = ("transaxle.engine.distribute", "secrets")
 """Modules that only work of several processes needs."""
 BLAS = "OPENBLAS_NUM_THREADS"
@@ -47,6 +49,7 @@ COMMANDS = {
     "ls": (("ls", "ck"), (*NEVER, *_READING)),
     "plan": (("plan", "ck", "out", "--to", "torchtitan"), (*NEVER, *_OF_WORKERS)),
     "convert": (("convert", "ck", "out", "--to", "torchtitan"), (*NEVER, *_OF_WORKERS)),
+    "report": (("report", "ck", "--values", "-o", "page.html"), (*NEVER, *_OF_WORKERS, *_OF_PLANS)),
 }
 SCRIPT = """
 import json, sys

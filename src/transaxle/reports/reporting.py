@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeAlias, Unpack
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard, Unpack, cast
 
 from transaxle.arguments import Overwrite, PathLike, check_keywords, read_path, shows
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, CheckpointLike, opened
 from transaxle.engine.checkpoint.settings import Reading
-from transaxle.engine.compare.compare import Comparison
-from transaxle.engine.execute.execute import Report
-from transaxle.engine.facts.sharding_facts import Sharding
 from transaxle.engine.facts.value_facts import measure_values
-from transaxle.engine.plan.planned import Plan
 from transaxle.errors import Refused, TransaxleError
 from transaxle.move.workers import Progress, limits, unwatched
 from transaxle.reports.html_page import Page, as_html, check_destination, check_jinja, write_page
 
-Made: TypeAlias = Plan | Report | Comparison | Sharding
+if TYPE_CHECKING:
+    from transaxle.engine.compare.compare import Comparison
+    from transaxle.engine.execute.execute import Report
+    from transaxle.engine.facts.sharding_facts import Sharding
+    from transaxle.engine.plan.planned import Plan
+
+Made: TypeAlias = "Plan | Report | Comparison | Sharding"
 """What other functions return, and a report shows."""
 
 
@@ -85,13 +88,13 @@ def reported(
     path = read_path("dst", dst)
     check_jinja()
     check_destination(path, overwrite=bool(overwrite))
-    if values and isinstance(src, Made):
-        raise TypeError("values is for a checkpoint")
     refused = None
-    if isinstance(src, Made):
+    if _is_made(src):
+        if values:
+            raise TypeError("values is for a checkpoint")
         html = as_html(_made(src, reading))
     else:
-        html, refused = _checkpoint(src, reading, progress if values else None)
+        html, refused = _checkpoint(cast("CheckpointLike", src), reading, progress if values else None)
     write_page(html, path, overwrite=bool(overwrite))
     return Path(path), refused
 
@@ -112,8 +115,23 @@ def _checkpoint(
         return as_html(refused_page(src.path if isinstance(src, Checkpoint) else str(src), error)), error
 
 
+def _is_made(src: CheckpointLike | Made) -> TypeGuard[Made]:
+    """Tell whether another function has made it; what plans and conversions need is imported only then."""
+    if isinstance(src, str | os.PathLike | Checkpoint):
+        return False
+    from transaxle.engine.compare.compare import Comparison
+    from transaxle.engine.execute.execute import Report
+    from transaxle.engine.facts.sharding_facts import Sharding
+    from transaxle.engine.plan.planned import Plan
+
+    return isinstance(src, Plan | Report | Comparison | Sharding)
+
+
 def _made(src: Made, reading: Mapping[str, Any]) -> Page:
     """Return the page of what another function has made."""
+    from transaxle.engine.execute.execute import Report
+    from transaxle.engine.facts.sharding_facts import Sharding
+    from transaxle.engine.plan.planned import Plan
     from transaxle.reports.conversion_page import conversion_page
     from transaxle.reports.difference_page import difference_page
     from transaxle.reports.finished_page import Finished, finished_page

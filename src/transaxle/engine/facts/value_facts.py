@@ -121,7 +121,9 @@ def _outstanding(largest: Doubles) -> tuple[tuple[int, ...], float]:
     """Return the channels that stand out, and how far the largest does."""
     if not len(largest):
         return (), math.nan
-    median = float(np.median(largest))
     order = np.argsort(-largest, kind="stable")
-    found = order[largest[order] > _OUTSTANDING * median] if median else order[:0]
+    ranked = largest[order]
+    # As `np.median`, which imports numpy's masked arrays for it.
+    median = float(ranked[(len(ranked) - 1) // 2] + ranked[len(ranked) // 2]) / 2
+    found = order[ranked > _OUTSTANDING * median] if median else order[:0]
     return tuple(found.tolist()), float(largest.max()) / median if median else math.nan
