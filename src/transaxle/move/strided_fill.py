@@ -13,6 +13,9 @@ from transaxle.formats.storage.strided_reads import FileRange, read_ranges, read
 from transaxle.move.endpoint import Bytes, Readable
 from transaxle.move.transfer import Transfer
 
+_TOGETHER = 1 << 20
+"""Bytes that are read side by side into the scratch, of several transfers: no more than stays in the cache."""
+
 
 class Scratch:
     """A reused buffer for strided reads; one per worker.
@@ -95,7 +98,7 @@ def produce(reader: Readable, parts: Collection[Transfer], start: int, out: Byte
         if not part.loops:
             ranges.append((part.file, part.source, out.data[at : at + size]))
             continue
-        if used + size > len(scratch.array) or not scratch.takes(part):
+        if used + size > min(_TOGETHER, len(scratch.array)) or not scratch.takes(part):
             _read_and_scatter(reader, ranges, spread, out, start)
             used = 0
         if scratch.takes(part):
