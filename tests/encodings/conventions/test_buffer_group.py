@@ -283,6 +283,9 @@ MALFORMED: list[tuple[dict[str, Any] | None, Entries, str, str]] = [
         "UNSUPPORTED",
         "more than code times scale",
     ),
+    # Integers: bitsandbytes, and compressed-tensors with a config that does not say so.
+    (None, entries(weight=("I8", (8, 8)), SCB=("F32", (8,)), weight_format=("U8", ())), "UNSUPPORTED", "integers"),
+    (None, entries(weight=("I8", (8, 8)), weight_scale=("BF16", (8, 1))), "UNSUPPORTED", "integers, I8"),
 ]
 
 

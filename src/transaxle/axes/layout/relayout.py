@@ -167,6 +167,8 @@ class Check:
     """The other copy in the same layout."""
     why: str
     """The rule that says they are copies."""
+    hint: str = ""
+    """What to do where they differ; empty for copies of a tensor."""
 
 
 def indices(axes: Sequence[str]) -> Callable[[Sequence[int]], dict[str, int]]:

@@ -61,6 +61,9 @@ _LINES = tuple(replace(FLOAT8_BLOCK, tile=tile) for tile in ((1, 128), (128, 1))
 """Tiles of one row or one column, which TransformerEngine stores under DeepSeek's names."""
 _OTHERS = ("weight_zero_point", "weight_g_idx")
 """Further buffers of a weight of integer codes: with them, a value is more than code x scale."""
+_INTEGERS = "I8"
+_SCALES_OF_INTEGERS = ("weight_scale", "SCB")
+"""Scales of weights of 8-bit integers, as compressed-tensors and bitsandbytes name them."""
 
 
 class StoredBuffer(Protocol):
@@ -225,6 +228,11 @@ class _Finder:
     def take_rest(self, name: str) -> None:
         """Check a tensor that belongs to no encoded one: it is plain, unless only scales have such a name."""
         head, dot, segment = name.rpartition(".")
+        weight = self.entries.get(f"{head}{dot}{WEIGHT}")
+        if segment in _SCALES_OF_INTEGERS and weight is not None and weight.dtype == _INTEGERS:
+            message = f"the {WEIGHT} beside these scales has codes of integers, {_dtype_and_shape(weight)}"
+            self._refuse("UNSUPPORTED", name, f"{message}, which are not supported")
+            return
         expected = [f"{head}{dot}{codes}" for codes in self._codes_of(segment, head + dot, self.entries[name])]
         if not expected:
             if self.quantization and TORCHAO in self.quantization.conventions and _is_torchao(segment):

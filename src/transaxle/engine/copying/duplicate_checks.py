@@ -62,7 +62,7 @@ def plan_checks(source: Source, checks: Sequence[Check], problems: list[Refusal]
     for check in checks:
         if check.first.dtype != check.second.dtype:
             message = f"{check.why}\nbut one is {check.first.dtype}, the other {check.second.dtype}"
-            problems.append(Refusal("UNEQUAL_COPIES", message, Where(None, check.first.name), _APART))
+            problems.append(Refusal("UNEQUAL_COPIES", message, Where(None, check.first.name), check.hint or _APART))
             continue
         try:
             first, second = (tuple(source.transfers(side)) for side in (check.first, check.second))
@@ -70,7 +70,7 @@ def plan_checks(source: Source, checks: Sequence[Check], problems: list[Refusal]
         except TransaxleError as error:
             problems.extend(error.refusals)
             continue
-        planned.append(PlannedCheck(check.first.name, check.why, size, first, second, hint=_APART))
+        planned.append(PlannedCheck(check.first.name, check.why, size, first, second, hint=check.hint or _APART))
     return planned + _plan_twins(source.container, problems)
 
 

@@ -183,8 +183,12 @@ def choose(view: View, wanted: Encode, components: Mapping[str, Sequence[str]]) 
     linear = [name for name, target in plain.items() if _is_linear(target, components.get(name, ()))]
     names = chosen([*plain, *view.encoded], wanted.only, wanted.skip, "tensor", default=linear)
     if not names:
-        message = f"nothing to encode: {len(view.encoded)} tensors are already encoded"
-        raise refuse("AMBIGUOUS", message, hint=hint)
+        why = (
+            f"{len(view.encoded)} tensors are already encoded"
+            if view.encoded
+            else "no plain tensor is the weight of a linear layer"
+        )
+        raise refuse("AMBIGUOUS", f"nothing to encode: {why}", hint=hint)
     misfits = {name: _misfit(view, plain.get(name), ENCODINGS[wanted.encoding], name) for name in names}
     problems = [Refusal("UNSUPPORTED", why, Where(None, name), _WAY_OUT) for name, why in misfits.items() if why]
     return [name for name, why in misfits.items() if not why], problems

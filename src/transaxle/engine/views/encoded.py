@@ -35,6 +35,7 @@ StoredForm = tuple[str, Shape]
 _SCALE = "scale"
 """Part of the name of every buffer of scales."""
 _WAY_OUT = "To keep the tensors exactly as stored:  --to safetensors:identity."
+_DECODED = "Choose a dialect that keeps these tensors apart, or decode them:  --decode bf16."
 """Hint for buffers that do not fit together."""
 
 
@@ -318,7 +319,7 @@ class _BufferFollower:
                 role,
                 first,
                 [
-                    Check(first, other_target, _merged(target, role, first, other_target))
+                    Check(first, other_target, _merged(target, role, first, other_target), _DECODED)
                     for other_target in other_targets
                 ],
             )
@@ -339,7 +340,7 @@ class _BufferFollower:
             if role is not Role.CODES:
                 yield from inside
                 named = replace(first, name=first_tensor.parts[role])
-                yield Check(named, second, check.why)
+                yield Check(named, second, check.why, check.hint)
 
 
 def _merged(target: Target, role: Role, first: Target, second: Target) -> str:
@@ -350,10 +351,7 @@ def _merged(target: Target, role: Role, first: Target, second: Target) -> str:
     while names[0][-1:] == names[1][-1:] != []:
         names = [name[:-1] for name in names]
     first_name, second_name = (".".join(name) for name in names)
-    return (
-        f"{target.rule}\nit has one {role} for the tensors of {first_name} and {second_name}, whose values differ; "
-        "--decode bf16 avoids this"
-    )
+    return f"{target.rule}\nit has one {role} for the tensors of {first_name} and {second_name}, which have one each"
 
 
 def written_as(tensor: Encoded) -> Convention:
