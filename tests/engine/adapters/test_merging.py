@@ -329,9 +329,12 @@ def test_rows_that_pad_a_vocabulary_have_no_change(tmp_path: Path, chosen: dict[
     tx.convert(tmp_path / "base", tmp_path / "direct", to="hf", **how)
     tx.convert(tmp_path / "moved", tmp_path / "out", to="hf", **how)
     tx.convert(tmp_path / "moved", tmp_path / "same", to="safetensors", **how)
-    found, direct, same = (load_file(tmp_path / place / "model.safetensors") for place in ("out", "direct", "same"))
-    assert found.keys() == direct.keys()
-    assert all(torch.equal(found[name], direct[name]) for name in direct)
+    tx.convert(tmp_path / "base", tmp_path / "ranks", to="megatron_torch", tp=2)  # 256 rows
+    tx.convert(tmp_path / "ranks", tmp_path / "joined", to="hf", **how)
+    places = ("out", "joined", "direct", "same")
+    found, joined, direct, same = (load_file(tmp_path / place / "model.safetensors") for place in places)
+    assert found.keys() == joined.keys() == direct.keys()
+    assert all(torch.equal(each[name], direct[name]) for each in (found, joined) for name in direct)
     rows = SIZES["vocab_size"]
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         assert torch.equal(same[name][:rows], direct[name])

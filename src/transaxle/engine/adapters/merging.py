@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from transaxle.axes.layout.bind import Bound
 from transaxle.axes.layout.relayout import Target, unchanged
+from transaxle.axes.layout.solve import fill
 from transaxle.axes.notation.family import Sizes
 from transaxle.engine.adapters.lora import Changes, Lora, LowRank
 from transaxle.engine.copying.source import Source
@@ -40,6 +41,7 @@ class Model(Protocol):
     """The checkpoint of a model."""
 
     container: Container
+    settings: Any
 
     @property
     def config(self) -> Mapping[str, Any]:
@@ -72,16 +74,18 @@ class Model(Protocol):
         """Return the reader of the tensors in another dialect."""
 
 
-def merged(
-    model: Model, adapter: Container, config: Mapping[str, Any], express: Callable[[Container, str], Model]
-) -> Container:
+Express = Callable[[Container, str, None, Mapping[str, int]], Model]
+"""Makes a checkpoint of other tensors of a model: files, label of their dialect, no other config, sizes of axes."""
+
+
+def merged(model: Model, adapter: Container, config: Mapping[str, Any], express: Express) -> Container:
     """Return the files of a model with an adapter merged into the weights; where that fails, the adapter is closed.
 
     Args:
         model: the checkpoint, under its stored names.
         adapter: the files of the adapter.
         config: its adapter_config.json.
-        express: makes a checkpoint of the same model of a container and the label of its dialect.
+        express: makes a checkpoint of the same model; see `Express`.
 
     Raises:
         Refused: UNSUPPORTED for another adapter than LoRA, and for weights that are not plain; MISSING_TENSOR,
@@ -94,9 +98,7 @@ def merged(
         raise
 
 
-def _merged(
-    model: Model, adapter: Container, config: Mapping[str, Any], express: Callable[[Container, str], Model]
-) -> Container:
+def _merged(model: Model, adapter: Container, config: Mapping[str, Any], express: Express) -> Container:
     lora = Lora(adapter.entries, config, model.config)
     dialect, shapes = _trained_in(model, lora.targets())
     changes = lora.changes(shapes)
@@ -107,7 +109,7 @@ def _merged(
         targets: Mapping[str, Target] = {name: unchanged(name, entry) for name, entry in changed.entries.items()}
     else:
         label, prefix = model.recognised.dialect.label, model.recognised.prefix
-        other = express(changed, dialect)
+        other = express(changed, dialect, None, {**_padding(model), **model.settings.axes})
         view, source = other.translation(label), other.source_of(label)
         if view.refusals:
             raise gathered(view.refusals)
@@ -144,6 +146,18 @@ def _trained_in(model: Model, wanted: set[str]) -> tuple[str | None, Mapping[str
             return label, {name: target.shape for name, target in targets.items()}
         known |= targets.keys()
     raise gathered(missing(name, known) for name in sorted(wanted - known) or sorted(wanted - stored.keys()))
+
+
+def _padding(model: Model) -> dict[str, int]:
+    """Return how much the stored weights are padded, which no other dialect shows."""
+    found: dict[str, int] = {}
+    for (line, _), names in model.bound.names.items():
+        for position, name in names.items() if line.expression.padding else ():
+            shape = model.container.entries[name].shape
+            if len(shape) == len(line.expression.dims):  # a step has no dims
+                known = fill(line.expression, shape, model.sizes.at(dict(zip(line.name.axes, position, strict=True))))
+                found |= {axis: known[axis] for axis in line.expression.padding}
+    return found
 
 
 def missing(name: str, known: Collection[str]) -> Refusal:

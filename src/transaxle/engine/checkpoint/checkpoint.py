@@ -329,9 +329,9 @@ class Checkpoint(TensorSet):
         changed = merged(self.stored, files, adapter_config(files) or {}, self._with_files)
         return Checkpoint(changed, self.settings, None, None)
 
-    def _with_files(self, files: Container, dialect: str, config: Mapping[str, Any] | None = None) -> Checkpoint:
+    def _with_files(self, files: Container, dialect: str, config: Any = None, axes: Any = None) -> Checkpoint:
         """Return a checkpoint of other tensors of the same model; no dialect: the one that the user says, if any."""
-        said = replace(self.settings, dialect=dialect or self.settings.dialect)
+        said = replace(self.settings, dialect=dialect or self.settings.dialect, axes=axes or self.settings.axes)
         return Checkpoint(files, said if config is None else replace(said, config=config), None, None)
 
     @property
