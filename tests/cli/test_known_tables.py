@@ -79,6 +79,7 @@ def test_item_8_a_family_has_a_legend(name: str, transaxle: Transaxle) -> None:
 def test_item_8_the_legend_is_in_words(transaxle: Transaxle) -> None:
     told = {each["axis"]: each["meaning"] for each in transaxle("dialects", "qwen3_moe", "--json").json["axes"]}
     assert (told["e"], told["l"], told["d"]) == ("experts", "layers", "hidden size")
+    assert told["p"] == "rows or columns of padding"
     assert ["e", "num_experts|num_local_experts", "experts"] in lines(transaxle("dialects", "qwen3_moe").out)
 
 

@@ -51,6 +51,7 @@ def test_numbers_are_those_of_the_command(tmp_path: Path, transaxle: Transaxle) 
     again = transaxle("plan", "ck", "out", "--to", "torchtitan", "--report", "plan.html")
     assert (again.code, "already exists" in again.err) == (USAGE, True)
     assert "the folder already exists" in transaxle("report", "ck", "-o", "ck").err
+    assert "the folder absent does not exist" in transaxle("report", "ck", "-o", "absent/page.html").err
     assert ("or remove this one" in again.err, "--overwrite" in again.err) == (True, False)  # that is for the target
 
 

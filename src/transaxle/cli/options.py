@@ -130,7 +130,7 @@ def _reading_options(optimizer_default: str) -> tuple[Callable[[Callable[..., in
         click.option("--optimizer/--no-optimizer", default=None,
                      help=f"Include the optimizer state, or leave it out.  [default: {optimizer_default}]"),
         click.option("--average-replicas", "average", is_flag=True, default=None,
-                     help="DeepSpeed only: where replicas differ between ranks, use their mean."),
+                     help="DeepSpeed, Megatron: where replicas differ between ranks, use their mean."),
     )  # fmt: skip
 
 

@@ -37,6 +37,8 @@ _ORIGIN = "Give the checkpoint that it was made from, or save its tensors as saf
 _WRITTEN_AS = re.compile(rb'\{\s*"transaxle":\s*\d+,\s*"format":\s*"([A-Za-z0-9_.+-]{1,100})"')
 """How our manifests begin: the rest, which may be long, is not read."""
 _LONGEST_BEGINNING = 512
+_WEIGHTS = "weights"
+"""What readers take of formats that may hold weights twice."""
 
 
 class _Match(NamedTuple):
@@ -54,6 +56,9 @@ def open_container(
     weights: Weights | None = None,
     cutter: Cutter | None = None,
     optimizer: bool | None = None,
+    *,
+    average: bool = False,
+    lenient: bool = False,
 ) -> Container:
     """Open the checkpoint that a path denotes: a folder, an index or a tensor file.
 
@@ -63,6 +68,8 @@ def open_container(
         weights: of a format that holds them twice, which weights; None: those that an optimizer keeps.
         cutter: says how ranks cut parameters where the checkpoint does not.
         optimizer: whether its state is wanted, for formats that may not know it; None: if it is known.
+        average: whether replicas that differ are to be averaged, which only formats of ranks have.
+        lenient: open a format that has no choice of weights, and no replicas, all the same.
 
     Raises:
         UsageError: AMBIGUOUS if there are two candidates at the step that decides, or no such format.
@@ -74,15 +81,31 @@ def open_container(
     if format is not None and wanted is None:
         raise unknown(format, [each.name for each in every_format()])
     options = {"weights": weights, "cutter": cutter, "optimizer": optimizer}
+    asked = () if lenient else _asked(weights, average=average)
     storage = storage_at(path)
     try:
-        return _open(storage, wanted, {name: option for name, option in options.items() if option is not None})
+        return _open(storage, wanted, {name: option for name, option in options.items() if option is not None}, asked)
     except BaseException:
         storage.close()
         raise
 
 
-def _open(storage: Storage, wanted: Format | None, options: dict[str, Any]) -> Container:
+def has_choices(format: str) -> bool:  # noqa: A002 - as above
+    """Tell whether checkpoints of a format may hold weights twice, or replicas that differ."""
+    kind = find(format)
+    return kind is not None and _WEIGHTS in kind.reader_takes
+
+
+def _asked(weights: Weights | None, *, average: bool) -> tuple[tuple[str, str], ...]:
+    """Return why what is asked for cannot be had of a format that stores each weight once, and what to do."""
+    precision = "{} stores its weights once, so there is no precision to choose", "Omit --weights."
+    replicas = "{} stores its weights once, so there are no replicas to average", "Omit --average-replicas (average=)."
+    return (*([precision] if weights is not None else []), *([replicas] if average else []))
+
+
+def _open(
+    storage: Storage, wanted: Format | None, options: dict[str, Any], asked: Sequence[tuple[str, str]]
+) -> Container:
     folder = _folder(storage)
     if SCRATCH in folder.folders or (storage.single and _unfinished_around(storage.path)):
         message = "a run that was killed, or is still at work, has not written all of this: the rest is zeros"
@@ -100,9 +123,9 @@ def _open(storage: Storage, wanted: Format | None, options: dict[str, Any]) -> C
     if shard and int(shard[2]) > 1 and not storage.single:
         message = f"this is shard {int(shard[1])} of {int(shard[2])}; the other shards and their index are missing"
         raise refuse("INCOMPLETE", message, file=member, hint="To read this shard alone, give the file itself.")
-    if "weights" in options and "weights" not in kind.reader_takes:
-        message = f"{kind.title} stores its weights once, so there is no precision to choose"
-        raise refuse("UNSUPPORTED", message, file=storage.path, hint="Omit --weights.")
+    if asked and _WEIGHTS not in kind.reader_takes:
+        where = Where(storage.path)
+        raise gathered(Refusal("UNSUPPORTED", message.format(kind.title), where, hint) for message, hint in asked)
     if kind.newest in folder.names:
         check_newest(folder, kind.newest)
     taken = {name: option for name, option in options.items() if name in kind.reader_takes}

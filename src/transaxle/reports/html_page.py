@@ -256,6 +256,8 @@ def check_destination(path: str, *, overwrite: bool | None) -> None:
     if "://" in path:
         raise refuse("UNSUPPORTED", "a report is written to this machine only", file=path, hint="Name a local file.")
     target = Path(path)
+    if not os.path.lexists(target.parent):
+        raise refuse("IO", f"the folder {target.parent} does not exist", file=path, hint="Create it first.")
     try:
         if not os.access(target.parent, os.W_OK | os.X_OK):
             target.parent.stat()

@@ -89,6 +89,14 @@ def test_numbers_in_a_pickle_are_in_its_file(here: Path, transaxle: Transaxle) -
     assert "//numbers" not in (here / "page.html").read_text()
 
 
+def test_tensor_files_that_are_not_read_are_named(ck: Path, transaxle: Transaxle) -> None:
+    torch.save({"w": torch.zeros(2)}, ck / "pytorch_model.bin")
+    assert lines(transaxle("ls", ck).out)[-1] == ["pytorch_model.bin"]
+    assert lines(transaxle("ls", ck, "--format", "torch").out)[-1] == ["model.safetensors"]
+    (ck / "pytorch_model.bin").unlink()
+    assert lines(transaxle("ls", ck).out)[-1][0].endswith(".weight")
+
+
 def test_names_cannot_write_to_the_terminal(here: Path, transaxle: Transaxle) -> None:
     write(here / "odd", {"a\x1b[2Jb\nc": np.zeros(2, np.float32)})
     out = transaxle("ls", "odd").out

@@ -6,8 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import save_file
 
+import transaxle as tx
 from tests.checkpoints import write
+from tests.corpus.deepspeed import MODEL, run
 from transaxle.engine.compare.pair import opened_pair
 from transaxle.errors import TransaxleError
 
@@ -39,3 +43,20 @@ def test_other_files_keep_their_names(tmp_path: Path) -> None:
     ):
         pass
     assert caught.value.refusals[0].where.file == f"{tmp_path / 'mine.rules'}, line 1"
+
+
+def test_one_of_the_two_may_store_its_weights_once(tmp_path: Path) -> None:
+    """What DeepSpeed trained in low precision, beside a file of it, in either order."""
+    step = run(tmp_path / "run")
+    low = torch.load(step / MODEL, weights_only=False)["module"]
+    file = tmp_path / FILE
+    save_file(dict(low), file)
+    for pair in ((step, file), (file, step)):
+        assert tx.diff(*pair, weights="lp", optimizer=False)
+        assert not tx.diff(*pair, weights="fp32", optimizer=False)
+        assert not tx.diff(*pair, average=True, optimizer=False)
+    for chosen in ({"weights": "lp"}, {"average": True}):
+        with pytest.raises(TransaxleError, match="both store their weights once"):
+            tx.diff(file, file, **chosen)
+        with pytest.raises(TransaxleError, match="stores its weights once"):
+            tx.open(file, **chosen)

@@ -90,7 +90,7 @@ def test_the_server_of_these_tests_can_tell_the_truth(liar: str) -> None:
     [
         ("longer", "CORRUPT", "bytes of the file belong to no tensor"),
         ("shorter", "CORRUPT", "truncated"),
-        ("no number", "IO", "the service|no such file|listing the folder"),
+        ("no number", "IO", "the service|no such file|opening it"),
         ("whole", "IO", "sent more than the"),
         ("endless", "IO", "sent more than the"),
         ("cut", "IO", "reading"),

@@ -13,6 +13,7 @@ from transaxle.cli.screen import summary
 from transaxle.cli.screen.screen import Screen
 from transaxle.engine.checkpoint.checkpoint import open_checkpoint
 from transaxle.engine.facts.checkpoint_facts import totals
+from transaxle.formats.registry import is_one_file
 
 
 @click.command(
@@ -58,4 +59,7 @@ def command(screen: Screen, path: str, seen_as: str | None, source_options: dict
             return 0
         screen.line((summary.headline(checkpoint, view), "bold"))
         screen.table([summary.cells(row) for row in rows])
+        tensor_files = [name for name in checkpoint.container.ignored if is_one_file(name)]
+        if tensor_files:
+            screen.some("  other tensor files, not read (--format chooses)", tensor_files)
     return 0

@@ -436,7 +436,7 @@ def open_checkpoint(
         dtype: `bf16`, `fp16` or `fp32`: plain floating-point tensors are cast when they are read.
         only: patterns of the names to be decoded or cast.
         skip: patterns of names that stay as they are.
-        lenient: decode what is encoded, if anything is: of two that are compared, one may be plain.
+        lenient: decode what is encoded, and choose weights, if anything is: one of two may have no choice.
         merge: path of a LoRA adapter that is merged into the weights when they are read.
         **options: those of `settings`.
 
@@ -454,7 +454,7 @@ def open_checkpoint(
     source = read_path("path", path)
     user_settings = settings(**options)
     wanted = user_settings.format, user_settings.weights, partial(_cut, user_settings), user_settings.optimizer
-    container = open_container(source, *wanted)
+    container = open_container(source, *wanted, average=user_settings.average, lenient=lenient)
     if describes_tensors(container.metadata):
         container = ordering(container)
     if user_settings.average:

@@ -15,6 +15,7 @@ from transaxle.engine.checkpoint.recognise import IDENTITY
 from transaxle.engine.compare.distance import Distance
 from transaxle.engine.compare.survey import Survey, Surveyed
 from transaxle.engine.copying.duplicate_checks import plan_checks, unequal
+from transaxle.engine.facts.fold import FoldedRow, fold
 from transaxle.engine.number_text import notebook, plural, size
 from transaxle.engine.plan.training_beside import beside
 from transaxle.errors import Refusal, TransaxleError
@@ -109,10 +110,15 @@ class Comparison:
         return f"<comparison {self.first} and {self.second}: {self.verdict}>"
 
     def __str__(self) -> str:
-        """Return what `print` shows: the verdict, and the first differences."""
+        """Return what `print` shows: the verdict, and the first differences, layers and experts folded."""
+        keys = [each.kind if each.kind == "values" else each.detail for each in self.differences]
+        by_key = {(each.name, key): each for each, key in zip(self.differences, keys, strict=True)}
+        rows = fold([each.name for each in self.differences], keys)
         lines = [f"{self.first} and {self.second}: {self.verdict}"]
-        lines += [f"  {repr(each)[1:-1]}" for each in self.differences[:_SHOWN]]
-        more = len(self.differences) - _SHOWN
+        for row in rows[:_SHOWN]:
+            group = [by_key[name, str(row.key)] for name in row.names]
+            lines.append(f"  {repr(group[0])[1:-1] if len(group) == 1 else _folded(row, group)}")
+        more = sum(row.count for row in rows[_SHOWN:])
         return "\n".join([*lines, *([f"  … and {more:,} more: .differences"] if more > 0 else [])])
 
     def _repr_html_(self) -> str:
@@ -138,6 +144,14 @@ class Comparison:
             "across": dict(self.across),
             "differences": [asdict(difference) for difference in self.differences],
         }
+
+
+def _folded(row: FoldedRow, group: Sequence[Difference]) -> str:
+    """Describe tensors that differ alike."""
+    detail = "the values differ" if row.key == "values" else group[0].detail
+    measured = [each.max_abs for each in group if each.max_abs is not None]
+    largest = f", max |Δ| {max(measured):.1e}" if measured else ""
+    return f"differences {row.name} {row.times}: {detail}{largest}"
 
 
 def in_common(first: Checkpoint, second: Checkpoint) -> tuple[Checkpoint, Checkpoint]:

@@ -10,10 +10,13 @@ from typing import Any
 
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, CheckpointLike, opened
 from transaxle.engine.views.encoded import nothing_encoded
-from transaxle.errors import Refusal, TransaxleError, Where, gathered
+from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
+from transaxle.formats.detect import has_choices
 
 _OF_FIRST = frozenset({"dialect", "format", "only", "skip", "dtype", "merge"})
 """Options of names, files, casts and adapters: they hold for the first checkpoint only."""
+_OF_ONE = frozenset({"decode", "weights", "average"})
+"""Options that need hold for one of the two only: the other may have nothing to decode or to choose."""
 
 
 def of_second(reading: Mapping[str, Any]) -> dict[str, Any]:
@@ -53,7 +56,7 @@ def _placed(refusal: Refusal, path: Path) -> Refusal:
 def opened_pair(
     a: CheckpointLike, b: CheckpointLike, reading: Mapping[str, Any]
 ) -> Iterator[tuple[Checkpoint, Checkpoint]]:
-    """Give two checkpoints; one of them may be plain where encoded tensors are to be decoded.
+    """Give two checkpoints; one of them may have nothing to decode, nor weights to choose.
 
     Args:
         a: a path, or an opened checkpoint.
@@ -62,19 +65,26 @@ def opened_pair(
 
     Raises:
         TypeError: there are options, and `a` and `b` are both open already.
+        Refused: UNSUPPORTED where neither stores weights twice, and some are chosen.
         UsageError: AMBIGUOUS where tensors are to be decoded, and neither has anything encoded.
         TransaxleError: what `open_checkpoint` raises.
     """
     decode = reading.get("decode")
     first: Mapping[str, Any] = {} if isinstance(a, Checkpoint) and not isinstance(b, Checkpoint) else reading
     second: Mapping[str, Any] = {} if isinstance(b, Checkpoint) else of_second(reading)
-    if decode is not None:
+    chosen = {name for name in _OF_ONE if reading.get(name)}
+    if chosen:
         first, second = ({**options, "lenient": True} if options else options for options in (first, second))
     with ExitStack() as stack:
         one, two = (
             stack.enter_context(_named(opened(argument, source, options), source))
             for argument, source, options in (("a", a, first), ("b", b, second))
         )
+        if chosen - {"decode"} and not any(
+            has_choices(side.format) for side, options in ((one, first), (two, second)) if options
+        ):
+            message = f"both store their weights once: {', '.join(sorted(chosen - {'decode'}))} has nothing to choose"
+            raise refuse("UNSUPPORTED", message, hint="Omit --weights and --average-replicas (weights=, average=).")
         if decode is not None and not (one.decoded or two.decoded):
             raise nothing_encoded(decode)
         yield one, two

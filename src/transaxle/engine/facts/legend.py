@@ -68,6 +68,7 @@ _WORDS = {
     "-n % 64": "rows of padding, so that the vocabulary is a multiple of 64",
 }
 """Formula of a size -> what there are so many of."""
+_PADDING = "rows or columns of padding"
 
 
 class Axis(msgspec.Struct, frozen=True):
@@ -89,9 +90,10 @@ def peer_of(label: str) -> Peer:
 def axes_of(family: Family) -> tuple[Axis, ...]:
     """Return the legend of a family's axes, in table order."""
     found = []
+    padding = {axis for dialect in family.dialects for line in dialect.lines for axis in line.expression.padding}
     for axis, formula in family.axes.items():
         size = "" if formula is None else formula.text
-        found.append(Axis(axis, size, _WORDS.get(size, "")))
+        found.append(Axis(axis, size, _WORDS.get(size, _PADDING if axis in padding else "")))
     return tuple(found)
 
 

@@ -148,7 +148,7 @@ class Service:
         Raises:
             StorageError: IO.
         """
-        with self._named("listing the folder", file):
+        with self._named("opening it" if self.scheme in WEB else "listing the folder", file):
             self.client.invalidate_cache()
             try:
                 return [dict(member) for member in self.client.ls(path, detail=True)]
