@@ -6,7 +6,7 @@ them all at once; or straight into its tensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,12 +16,12 @@ from transaxle.axes.geometry.piece import Move
 from transaxle.errors import Refusal, Where, gathered
 from transaxle.live.model.state_tensors import Leaves
 from transaxle.live.sharding.memory import tensor_of
-from transaxle.live.tensors.destination import view_of
+from transaxle.live.tensors.destination import overlapping, unlike_overlap, view_of
 from transaxle.move.transfer import Transfer
 from transaxle.torch_tensors.local_tensor import local_of, stored_local
 from transaxle.torch_tensors.placement import local_parts
-from transaxle.torch_tensors.strided_copy import copy_box
-from transaxle.torch_tensors.tensor_bytes import with_plain_bytes
+from transaxle.torch_tensors.strided_copy import copy_box, same_views
+from transaxle.torch_tensors.tensor_bytes import same_bytes, with_plain_bytes
 from transaxle.torch_tensors.torch_dtype import torch_dtype
 from transaxle.torch_tensors.tp_shard import part_of
 
@@ -136,6 +136,21 @@ def _in_elements(transfer: Transfer, itemsize: int) -> Move:
     return Move(transfer.source // itemsize, transfer.target // itemsize, (*loops, run))
 
 
+class Overlaps:
+    """Remembers which tensors may share elements, until tensors move: to look at all of them takes long."""
+
+    def __init__(self) -> None:
+        self._places: list[tuple[str, int]] = []
+        self._names: frozenset[str] = frozenset()
+
+    def of(self, tensors: Mapping[str, torch.Tensor]) -> frozenset[str]:
+        """Return the names of those that may, see `overlapping`."""
+        places = [(name, _local(tensor).data_ptr()) for name, tensor in tensors.items()]
+        if places != self._places:
+            self._places, self._names = places, frozenset(overlapping(tensors))
+        return self._names
+
+
 class TargetRoom:
     """Where values come in on this rank.
 
@@ -144,16 +159,24 @@ class TargetRoom:
         names: the part of each item, by key; those of other ranks are not among the tensors.
         padded: keys of the items that no value fills whole.
         in_place: write them straight into the tensors.
+        shared: names of tensors that may share elements, which are looked at before anything is written.
     """
 
     def __init__(
-        self, tensors: Mapping[str, torch.Tensor], names: Sequence[str], padded: Iterable[int], *, in_place: bool
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        names: Sequence[str],
+        padded: Iterable[int],
+        *,
+        in_place: bool,
+        shared: Collection[str] = (),
     ) -> None:
         self._names = names
         self._padded = frozenset(padded)
         self._locals = {name: _local(tensor) for name, tensor in tensors.items()}
         self._rooms: dict[str, torch.Tensor] = {}
         self._in_place = in_place
+        self._shared = shared
 
     def __bool__(self) -> bool:
         """Whether this rank has any of the target."""
@@ -166,7 +189,7 @@ class TargetRoom:
             local = self._locals.get(name)
             if local is None or name in self._rooms:
                 continue
-            if self._in_place and local.is_contiguous():
+            if self._in_place and local.is_contiguous() and name not in self._shared:
                 room = local
             else:
                 room = torch.empty(local.shape, dtype=local.dtype, device=local.device)
@@ -189,6 +212,26 @@ class TargetRoom:
             room = self._rooms.pop(name, None)
             if room is not None and room.data_ptr() != tensor.data_ptr():
                 with_plain_bytes(tensor).copy_(room.view(tensor.shape))
+
+    def check_shared(self) -> None:
+        """Prove that tensors in the same memory can hold the values that came in, each its own.
+
+        Raises:
+            Refused: UNEQUAL_COPIES.
+        """
+        groups: dict[tuple[torch.device, int], list[str]] = {}
+        for name in self._rooms.keys() & self._shared:
+            local = self._locals[name]
+            groups.setdefault((local.device, local.untyped_storage().data_ptr()), []).append(name)
+        problems: list[Refusal] = []
+        for names in groups.values():
+            views = same_views({name: with_plain_bytes(self._locals[name]) for name in names})
+            for name, view in views.items():
+                view.copy_(self._rooms[name].view(view.shape))
+            lost = (name for name, view in views.items() if not same_bytes(view, self._rooms[name].view(view.shape)))
+            problems += (unlike_overlap(name) for name in sorted(lost))
+        if problems:
+            raise gathered(problems)
 
     def switch(self) -> int:
         """Give the tensors the values that came in; return their bytes."""

@@ -38,7 +38,7 @@ from transaxle.refit.adapters import read_adapter, source_leaves, target_leaves
 from transaxle.refit.agreement import Agreement, Asked, agreed
 from transaxle.refit.carrying import carry
 from transaxle.refit.encoded_targets import Buffers, encode, largest, put
-from transaxle.refit.endpoints import Form, SourceValues, TargetRoom, check_forms, forms
+from transaxle.refit.endpoints import Form, Overlaps, SourceValues, TargetRoom, check_forms, forms
 from transaxle.refit.hops import Program, program, schedule
 from transaxle.torch_tensors.local_tensor import local_of
 from transaxle.torch_tensors.torch_arguments import Ranks
@@ -158,6 +158,7 @@ class Refit:
         self._padded = [i.key for i in plan.items if sum(t.size for t in i.transfers) != i.size]
         self._chosen: dict[_Patterns, frozenset[str]] = {}
         self._programs: dict[frozenset[str] | None, Program] = {}
+        self._overlaps = Overlaps()
         self._version = 0
         self._lost = ""
         self._program(None)
@@ -286,7 +287,8 @@ class Refit:
             encoded = {name: tensor for name, tensor in codes.items() if tensor is not None}
             filled = {n: t for n, t in target.tensors.items() if n not in plan.quantized.gone} | values | encoded
             taken = {name: tensor for name, tensor in filled.items() if name in plan.match.stored}
-            room = TargetRoom(taken, plan.parts, self._padded, in_place=self._in_place)
+            shared = self._overlaps.of(taken)
+            room = TargetRoom(taken, plan.parts, self._padded, in_place=self._in_place, shared=shared)
             room.begin(program.keys)
             return _Room(SourceValues(source, plan.sent_as), room, values, encoded), target
 
@@ -296,6 +298,7 @@ class Refit:
             carry(program, room.source, room.target, self._exchange)
         with self._world.together():
             room.target.hand_over(room.encoded)
+            room.target.check_shared()
         targets = {name: each for name, each in self._plan.codes.items() if program.moves(name)}
         sizes = largest(targets, room.encoded, self._world)
         buffers: dict[str, np.ndarray] = {}

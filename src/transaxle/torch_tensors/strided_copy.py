@@ -5,12 +5,15 @@ A move says in elements what goes where; here it becomes one `copy_` between two
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from transaxle.axes.geometry.piece import Move
 from transaxle.torch_tensors.local_tensor import local_of
+
+_ALIGNED = 64
+"""Bytes that every element's size divides."""
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -74,3 +77,20 @@ def stacked_view(first: torch.Tensor, count: int) -> torch.Tensor:
         count: how many lie one after the other in its storage.
     """
     return first.as_strided((count, *first.shape), (first.numel(), *first.stride()))
+
+
+def same_views(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return tensors that lie to one another as these do, in memory of their own without values."""
+    first = min(tensor.data_ptr() for tensor in tensors.values()) // _ALIGNED * _ALIGNED
+    reach = {
+        name: 1 + sum((count - 1) * step for count, step in zip(tensor.shape, tensor.stride(), strict=True))
+        for name, tensor in tensors.items()
+    }
+    size = max(tensor.data_ptr() - first + reach[name] * tensor.element_size() for name, tensor in tensors.items())
+    memory = torch.empty(size, dtype=torch.uint8, device=next(iter(tensors.values())).device)
+    views = {}
+    for name, tensor in tensors.items():
+        begin = tensor.data_ptr() - first
+        own = memory[begin : begin + reach[name] * tensor.element_size()].view(tensor.dtype)
+        views[name] = own.as_strided(tensor.shape, tensor.stride())
+    return views

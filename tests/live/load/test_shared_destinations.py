@@ -109,6 +109,42 @@ def test_views_of_one_memory_take_what_they_can_hold(tmp_path: Path, name: str) 
     assert all(torch.equal(filled[key], values) for key, values in unlike.items())
 
 
+def _resharded(source: dict[str, torch.Tensor], target: dict[str, torch.Tensor]) -> None:
+    tx.reshard(source, target)
+
+
+def _refitted(source: dict[str, torch.Tensor], target: dict[str, torch.Tensor]) -> None:
+    with tx.Refit(source, target) as refit:
+        refit.push()
+
+
+def _refitted_in_place(source: dict[str, torch.Tensor], target: dict[str, torch.Tensor]) -> None:
+    with tx.Refit(source, target, in_place=True) as refit:
+        refit.push()
+
+
+@pytest.mark.parametrize("copy", [_resharded, _refitted, _refitted_in_place])
+@pytest.mark.parametrize("name", VIEWS)
+def test_views_of_one_memory_take_live_values_as_those_of_files(
+    name: str, copy: Callable[[dict[str, torch.Tensor], dict[str, torch.Tensor]], None]
+) -> None:
+    views, cross = VIEWS[name]
+    consistent = {key: view.clone() for key, view in views(torch.arange(1.0, 33.0)).items()}
+    unlike = {key: torch.arange(1.0, 1 + view.numel()).view(view.shape) ** 1.5 for key, view in consistent.items()}
+    memory = torch.zeros(32)
+    filled = views(memory)
+    if cross:
+        with pytest.raises(tx.TransaxleError) as found:
+            copy(unlike, filled)
+        assert {each.code for each in found.value.refusals} == {"UNEQUAL_COPIES"}
+        assert copy is _resharded or not memory.any()  # a refit leaves its target as it was
+    else:
+        copy(unlike, filled)
+        assert all(torch.equal(filled[key], values) for key, values in unlike.items())
+    copy(consistent, filled)
+    assert all(torch.equal(filled[key], values) for key, values in consistent.items())
+
+
 def test_conjugates_and_negatives_are_saved_and_filled_as_values(tmp_path: Path) -> None:
     """torch puts both off: the memory has other values, and its bytes may not be looked at."""
     plain = torch.arange(6.0) * (1 + 2j)

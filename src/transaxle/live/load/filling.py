@@ -13,7 +13,7 @@ from torch import nn
 
 from transaxle.axes.layout.bind import join_slot
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
-from transaxle.errors import Refusal, Where, gathered
+from transaxle.errors import gathered
 from transaxle.live.derived.settle import settle, untaken
 from transaxle.live.load.load_plan import LoadPlan, leaves_for, read_into
 from transaxle.live.model.matching import left_out
@@ -28,9 +28,6 @@ from transaxle.quant.modules.masters import MASTER, MasterWeights
 from transaxle.torch_tensors.local_tensor import local_of
 from transaxle.torch_tensors.placement import local_parts
 from transaxle.torch_tensors.shard_grid import ShardGrid
-
-_OVERLAP = "it shares elements with another tensor, or with itself, for which the source has other values"
-_OWN_MEMORY = "Give each tensor memory of its own."
 
 
 @dataclass(frozen=True)
@@ -94,28 +91,6 @@ def destinations(plan: LoadPlan, state: State, checkpoint: Checkpoint, device: t
 
 def _default_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-
-
-def check_filled(landings: Mapping[str, Landing]) -> None:
-    """Prove that every byte of every tensor was written, and is still there.
-
-    Raises:
-        Refused: INCOMPLETE; UNEQUAL_COPIES for tensors that share memory, and that the source has other values for.
-    """
-    short = [
-        Refusal(
-            "INCOMPLETE", f"{landing.written} bytes were written, but {landing.left} are missing", Where(None, name)
-        )
-        for name, landing in landings.items()
-        if landing.left
-    ]
-    lost = [
-        Refusal("UNEQUAL_COPIES", _OVERLAP, Where(None, name), _OWN_MEMORY)
-        for name, landing in landings.items()
-        if not landing.left and landing.is_overwritten
-    ]
-    if short or lost:
-        raise gathered([*short, *lost])
 
 
 def finish(plan: LoadPlan, filled: Destinations) -> int:

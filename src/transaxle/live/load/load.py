@@ -27,14 +27,14 @@ from transaxle.engine.copying.duplicate_checks import PlannedCheck, plan_checks,
 from transaxle.errors import Refusal, Where, gathered
 from transaxle.formats.dtype import nbytes
 from transaxle.formats.storage.storage import Storage
-from transaxle.live.load.filling import Destinations, check_filled, destinations, finish
+from transaxle.live.load.filling import Destinations, destinations, finish
 from transaxle.live.load.load_plan import LoadPlan, LoadRequest, plan_load
 from transaxle.live.load.planned_reads import Reads, reads
 from transaxle.live.load.shared_source import check_sums, counted, opened
 from transaxle.live.model.report import LoadReport
 from transaxle.live.model.state_tensors import State
 from transaxle.live.sharding.global_tensors import Census
-from transaxle.live.tensors.destination import NamePair, Rooms
+from transaxle.live.tensors.destination import NamePair, Rooms, check_filled
 from transaxle.live.tensors.type_change import Conversion
 from transaxle.live.training.optimizers import AnyOptimizer
 from transaxle.live.transport.tensor_exchange import RankExchange

@@ -23,7 +23,7 @@ from transaxle.live.reexpress.ties import Sides
 from transaxle.live.sharding.global_tensors import Census, census
 from transaxle.live.sharding.memory import container, memory_of
 from transaxle.live.sharding.replicas import Replicas
-from transaxle.live.tensors.destination import Landing, Rooms
+from transaxle.live.tensors.destination import Landing, Rooms, check_filled, overlapping
 from transaxle.live.transport.tensor_exchange import RankExchange
 from transaxle.live.transport.world import World
 from transaxle.move.mover import Movement
@@ -93,7 +93,8 @@ def reshard(
 
     Raises:
         TypeError: an argument of a type that it cannot have.
-        TransaxleError: on every rank, before anything is written; also if the two sides have no name in common.
+        TransaxleError: on every rank, before anything is written; also if the two sides have no name in common. Only
+            values for tensors that overlap in part, and cannot hold them all, are refused afterwards.
     """
     begin = time.monotonic()
     world = World(group)
@@ -114,15 +115,15 @@ def reshard(
         seen = _seen(memory, target, said, dialect)
     plan = matched(sides, own_target, seen.tensors, strict=strict)
     with world.together():
-        landings = {
-            name: Landing(tensor, plan.stored[name].dtype)
-            for name, tensor in own_target.tensors.items()
-            if name in plan.stored
-        }
+        taken = {name: tensor for name, tensor in own_target.tensors.items() if name in plan.stored}
+        shared = overlapping(taken)
+        landings = {n: Landing(tensor, plan.stored[n].dtype, apart=n in shared) for n, tensor in taken.items()}
         items, names = _items(target, plan.stored, Replicas(source))
         movement = Movement(items, memory_of(memory), Rooms(landings, names), limits(jobs=1), RankExchange(world))
     with world.together():
         received = movement.run()
+    with world.together():
+        check_filled(landings)
     with world.together():
         settle(own_target.islands, own_target.tensors)
     written = sum(landing.written for landing in landings.values())

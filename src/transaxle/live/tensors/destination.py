@@ -14,6 +14,7 @@ from math import prod
 
 import torch
 
+from transaxle.errors import Refusal, Where, gathered
 from transaxle.live.tensors.type_change import cast
 from transaxle.move.endpoint import Sink
 from transaxle.torch_tensors.local_tensor import local_of, stored_local
@@ -23,6 +24,8 @@ from transaxle.torch_tensors.torch_dtype import torch_dtype
 
 NamePair = tuple[str, str]
 """Names of two tensors of a model."""
+_OVERLAP = "it shares elements with another tensor, or with itself, for which the source has other values"
+_OWN_MEMORY = "Give each tensor memory of its own."
 
 
 class Rooms(Sink):
@@ -119,6 +122,29 @@ class Landing:
     def written(self) -> int:
         """Bytes of the tensor that are in their place."""
         return (self.size - self._left) * self._local.element_size() // self._dtype.itemsize
+
+
+def check_filled(landings: Mapping[str, Landing]) -> None:
+    """Prove that every byte of every tensor was written, and is still there.
+
+    Raises:
+        Refused: INCOMPLETE; UNEQUAL_COPIES for tensors that share memory, and that the source has other values for.
+    """
+    short = [
+        Refusal(
+            "INCOMPLETE", f"{landing.written} bytes were written, but {landing.left} are missing", Where(None, name)
+        )
+        for name, landing in landings.items()
+        if landing.left
+    ]
+    lost = [unlike_overlap(name) for name, each in landings.items() if not each.left and each.is_overwritten]
+    if short or lost:
+        raise gathered([*short, *lost])
+
+
+def unlike_overlap(name: str) -> Refusal:
+    """Return UNEQUAL_COPIES for a tensor whose values would be lost to another one's, in the same memory."""
+    return Refusal("UNEQUAL_COPIES", _OVERLAP, Where(None, name), _OWN_MEMORY)
 
 
 def same_memory(tensors: Mapping[str, torch.Tensor], present: Collection[str]) -> Iterator[NamePair]:
