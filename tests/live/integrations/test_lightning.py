@@ -169,11 +169,40 @@ def test_ranks_under_ddp_resume_what_one_saved_and_one_resumes_what_they_saved(t
             assert _alike(found, saved)
 
 
-def test_averages_in_the_place_of_weights_are_refused(tmp_path: Path) -> None:
-    """A callback gives Lightning other weights to save than those of the module."""
+@pytest.mark.parametrize("background", [False, True])
+def test_averages_and_weights_resume_as_with_lightnings_own_checkpoints(tmp_path: Path, background: bool) -> None:
+    """A callback gives Lightning averages to save in the place of the module's weights, which it keeps beside them."""
     from pytorch_lightning.callbacks import EMAWeightAveraging
 
+    def averaged(name: str, epochs: int, resume: str | None = None) -> dict[str, torch.Tensor]:
+        ours = name != "own"
+        said = {"background": background} if ours else {}
+        fitted = _fit(tmp_path / name, epochs, ours, resume, [EMAWeightAveraging(decay=0.5)], **said)
+        return _values(*fitted)  # the averages, which the callback leaves in the module
+
+    averaged("own", 2)
+    wanted = averaged("own", 4, str(tmp_path / "own" / "epoch=1.ckpt"))
+    averaged("ours", 2)
+    assert _alike(averaged("ours", 4, str(tmp_path / "ours" / "epoch=1.ckpt")), wanted)
+    for number in (1, 3):
+        own = torch.load(tmp_path / "own" / f"epoch={number}.ckpt", weights_only=False)
+        with tx.open(tmp_path / "ours" / f"epoch={number}.ckpt") as ours:
+            for before, key in (("", "state_dict"), ("current_model_state.", "current_model_state")):
+                for name, tensor in own[key].items():
+                    assert ours[before + name].tobytes() == tensor.numpy().tobytes(), (number, name)
+            moments = own["optimizer_states"][0]["state"][0]["exp_avg"].numpy()
+            assert ours["optim/current_model_state.net.0.weight/exp_avg"].tobytes() == moments.tobytes()
+
+
+def test_other_values_in_the_place_of_weights_are_refused(tmp_path: Path) -> None:
+    from pytorch_lightning import Callback
+
+    class Zeros(Callback):
+        def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+            weights = checkpoint["state_dict"]
+            checkpoint["state_dict"] = {name: torch.zeros_like(each) for name, each in weights.items()}
+
     with pytest.raises(tx.TransaxleError) as found:
-        _fit(tmp_path, 1, True, more=[EMAWeightAveraging(decay=0.5)])
+        _fit(tmp_path, 1, True, more=[Zeros()])
     assert (found.value.code, found.value.refusals[0].where.tensor) == ("UNSUPPORTED", "net.0.weight")
     assert list(tmp_path.iterdir()) == []

@@ -23,6 +23,7 @@ from transaxle.formats.storage.storage import is_url
 from transaxle.live.background.asynchronous import SaveJob, async_save
 from transaxle.live.integrations.step_checkpoints import remove
 from transaxle.live.load.load import load
+from transaxle.live.model.state_tensors import State
 from transaxle.live.save.save import save
 from transaxle.live.save.save_request import UNSAID, Saving, check_options
 from transaxle.live.tensors.array_tensors import as_tensor
@@ -32,6 +33,9 @@ _INTERFACES = ("lightning_fabric.plugins.io.checkpoint_io", "lightning.fabric.pl
 """Modules with Lightning's class, under the names of its two packages."""
 _WEIGHTS, _OPTIMIZERS, _GROUPS, _STATE = "state_dict", "optimizer_states", "param_groups", "state"
 """Keys of Lightning's dict, and of an optimizer's."""
+_TRAINED = "current_model_state"
+"""Key under which `WeightAveraging` keeps the module's own weights, after it has put averages in their place."""
+_BEFORE = f"{_TRAINED}."
 _REST = "lightning"
 """Name under which a checkpoint has the rest of the dict."""
 
@@ -41,7 +45,8 @@ class LightningCheckpoints:
 
     Each checkpoint is a folder, or lies under a URL. `fit(ckpt_path=…)` resumes from it on any number of ranks, and
     `ModelCheckpoint` rotates it; what is deleted is what Transaxle has written, after the newer one is complete. For
-    strategies whose first rank saves the whole model: one device and DDP.
+    strategies whose first rank saves the whole model: one device and DDP. With Lightning's `WeightAveraging` it has the
+    averages under the module's names, and the weights that are trained under `current_model_state.…`.
 
     Args:
         module: the `LightningModule` that is trained.
@@ -96,10 +101,12 @@ class LightningCheckpoints:
         if storage_options is not None:
             hint = "Set up the service's client in its own way: environment, profile or login."
             raise refuse("UNSUPPORTED", "storage_options are not passed on", file=str(path), hint=hint)
-        self._check_weights(checkpoint[_WEIGHTS])
+        prefix, state = self._state(checkpoint)
         optimizers = list(self._trainer.optimizers) if checkpoint.get(_OPTIMIZERS) else []
         rest = {key: value for key, value in checkpoint.items() if key not in (_WEIGHTS, _OPTIMIZERS)}
-        names = {id(parameter): name for name, parameter in self._module.named_parameters()}
+        if prefix:
+            rest.pop(_TRAINED)
+        names = {id(parameter): prefix + name for name, parameter in self._module.named_parameters()}
         rest[_OPTIMIZERS] = [
             _outline(state, [names[id(each)] for group in optimizer.param_groups for each in group["params"]])
             for state, optimizer in zip(checkpoint.get(_OPTIMIZERS, ()), optimizers, strict=True)
@@ -112,26 +119,31 @@ class LightningCheckpoints:
             "group": self._own_group(), **self._options,
         }  # fmt: skip
         if self._background:
-            self._job = async_save(self._module, place, **told)
+            self._job = async_save(state, place, **told)
         else:
-            save(self._module, place, **told)
+            save(state, place, **told)
 
-    def _check_weights(self, given: Mapping[str, Any]) -> None:
-        """Refuse weights that are not the module's, such as the averages that a callback puts in their place.
+    def _state(self, checkpoint: Mapping[str, Any]) -> tuple[str, State]:
+        """Return what is saved, and what the names of the weights that are trained begin with in it.
 
         Raises:
-            Refused: UNSUPPORTED.
+            Refused: UNSUPPORTED for weights that are neither the module's, nor averages of `WeightAveraging`.
         """
-        shown = self._module.state_dict()
-        if given.keys() != shown.keys():
+        shown = self._module.state_dict(keep_vars=True)
+        given, trained = checkpoint[_WEIGHTS], checkpoint.get(_TRAINED)
+        averaged = isinstance(trained, Mapping) and _unlike(trained, shown) is None
+        if averaged and given.keys() == shown.keys() and _are_tensors(given) and _are_tensors(shown):
+            return _BEFORE, {**given, **{_BEFORE + name: tensor for name, tensor in shown.items()}}
+        other = _unlike(given, shown)
+        if other is None:
+            return "", self._module
+        if not other:
             message = "on_save_checkpoint has changed the names of the weights"
             hint = "Keep what belongs to the run under other keys of the checkpoint."
             raise refuse("UNSUPPORTED", message, hint=hint)
-        for name, tensor in shown.items():
-            if isinstance(tensor, torch.Tensor) and not _same(given[name], tensor):
-                message = "on_save_checkpoint (of a callback such as WeightAveraging) has put other values in its place"
-                hint = "Let such a callback save with Lightning's own CheckpointIO; transaxle reads its files."
-                raise refuse("UNSUPPORTED", message, tensor=name, hint=hint)
+        message = "on_save_checkpoint (of the module or a callback) has put other values in its place"
+        hint = "Let it save with Lightning's own CheckpointIO; transaxle reads its files."
+        raise refuse("UNSUPPORTED", message, tensor=other, hint=hint)
 
     def load_checkpoint(
         self,
@@ -152,10 +164,14 @@ class LightningCheckpoints:
         self._wait()
         place, rest = read_path("path", path), _Rest()
         shown = self._module.state_dict()
-        weights = {name: torch.empty_like(tensor, device="cpu") for name, tensor in shown.items()}
-        load(weights, place, extra={_REST: rest})
-        found = {_WEIGHTS: weights, **rest.held}
         with open_checkpoint(place) as checkpoint:
+            averaged = any(_BEFORE + name in checkpoint for name in shown)
+            prefixes = ("", _BEFORE) if averaged else ("",)
+            weights = {prefix + name: _empty(tensor) for prefix in prefixes for name, tensor in shown.items()}
+            load(weights, place, extra={_REST: rest})
+            found = {_WEIGHTS: {name: weights[name] for name in shown}, **rest.held}
+            if averaged:
+                found[_TRAINED] = {name: weights[_BEFORE + name] for name in shown}
             for state in found[_OPTIMIZERS]:
                 for name, values in zip(state.pop("names"), state[_STATE].values(), strict=True):
                     for key in (key for key, value in values.items() if value is None):
@@ -196,6 +212,22 @@ class LightningCheckpoints:
         if self._alone is None:
             self._alone = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
         return self._alone
+
+
+def _unlike(given: Mapping[str, Any], shown: Mapping[str, Any]) -> str | None:
+    """Return the name of a tensor that has other values than the module's; empty for other names; None for none."""
+    if given.keys() != shown.keys():
+        return ""
+    tensors = ((name, tensor) for name, tensor in shown.items() if isinstance(tensor, torch.Tensor))
+    return next((name for name, tensor in tensors if not _same(given[name], tensor)), None)
+
+
+def _are_tensors(state: Mapping[str, Any]) -> bool:
+    return all(isinstance(each, torch.Tensor) for each in state.values())
+
+
+def _empty(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(tensor, device="cpu")
 
 
 def _same(given: Any, own: torch.Tensor) -> bool:
