@@ -128,6 +128,18 @@ def test_a_tensor_setting_stays_the_same_tensor(tmp_path: Path) -> None:
     assert plain.param_groups[0]["lr"] == 0.125
 
 
+def test_groups_that_share_a_tensor_get_settings_of_their_own(tmp_path: Path) -> None:
+    """An optimizer that is made with a tensor as its learning rate has this one tensor in all its groups."""
+    net = model()
+    first, *others = net.parameters()
+    groups = [{"params": [first], "lr": torch.tensor(0.25)}, {"params": others, "lr": torch.tensor(0.125)}]
+    save(net, tmp_path / "out", to="safetensors", optimizer=torch.optim.AdamW(groups, foreach=False))
+    rate = torch.tensor(3.0)
+    fresh = torch.optim.AdamW([{"params": [first]}, {"params": others}], lr=rate, foreach=False)
+    load(net, tmp_path / "out", optimizer=fresh)
+    assert [group["lr"] for group in fresh.param_groups] == [torch.tensor(0.25), torch.tensor(0.125)]
+
+
 def test_a_setting_that_is_no_plain_data_is_refused(tmp_path: Path) -> None:
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=1.0)

@@ -133,17 +133,40 @@ def _told_apart(first: tuple[str, ParamGroup], second: tuple[str, ParamGroup]) -
 
 
 def restore(optimizers: Optimizers, found: Sequence[Mapping[str, Any]]) -> None:
-    """Give the optimizers' groups the settings that were found for them; a tensor setting stays the same tensor."""
-    for group, settings in zip(optimizers.held(), found, strict=True):
+    """Give the optimizers' groups the settings that were found for them.
+
+    A tensor setting stays the same tensor; but one that several groups share (the learning rate that an optimizer was
+    made with) becomes several where they are to have different values.
+    """
+    groups = list(zip(optimizers.held(), found, strict=True))
+    values = [
+        (group, key, held, _number(settings.get(key, held.item())))
+        for group, settings in groups
+        for key, held in group.items()
+        if isinstance(held, torch.Tensor) and not held.dim()
+    ]
+    wanted: dict[int, set[Any]] = {}
+    for _, _, held, value in values:
+        wanted.setdefault(id(held), set()).add(value)
+    own: dict[tuple[int, Any], torch.Tensor] = {}
+    for group, key, held, value in values:
+        if len(wanted[id(held)]) > 1:
+            group[key] = own.setdefault((id(held), value), held.detach().clone())
+    for group, settings in groups:
         for key, value in settings.items():
             if key in _OWN and key in group:
                 continue
-            held = group.get(key)
-            if isinstance(held, torch.Tensor) and isinstance(value, int | float | np.generic):
+            current = group.get(key)
+            if isinstance(current, torch.Tensor) and isinstance(value, int | float | np.generic):
                 with torch.no_grad():
-                    held.fill_(value.item() if isinstance(value, np.generic) else value)
+                    current.fill_(_number(value))
             else:
-                group[key] = value.item() if isinstance(value, np.generic) else value
+                group[key] = _number(value)
+
+
+def _number(value: Any) -> Any:
+    """Return a scalar of numpy as a Python number, and anything else as it is."""
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def _both(settings: ParamGroup, shown: ParamGroup) -> dict[str, Any]:
