@@ -442,6 +442,28 @@ def test_training_8_a_scalar_parameter_of_float64(tmp_path: Path, kind: Any) -> 
     assert torch.equal(net["scale"], other["scale"])
 
 
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("kinds", [("SGD", "AdamW"), ("AdamW", "SGD")])
+def test_the_state_of_another_kind_of_optimizer_is_refused(tmp_path: Path, kinds: Any, strict: bool) -> None:
+    """A new optimizer has nothing to compare it with, but makes other state in its first step."""
+
+    def made(kind: str, net: nn.Module) -> Any:
+        more: Any = {"momentum": 0.9} if kind == "SGD" else {}
+        return getattr(torch.optim, kind)(net.parameters(), lr=0.01, **more)
+
+    net, other = model(), model(5)
+    optimizer, fresh = made(kinds[0], net), made(kinds[1], other)
+    for parameter in net.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    save(net, tmp_path / "out", to="safetensors", optimizer=optimizer)
+    with pytest.raises(TransaxleError, match=f"{kinds[1]} needs .* but the source has ") as found:
+        load(other, tmp_path / "out", optimizer=fresh, strict=strict)
+    assert found.value.code == "UNSUPPORTED"
+    assert not fresh.state
+    assert all(torch.equal(value, model(5).state_dict()[name]) for name, value in other.state_dict().items())
+
+
 def test_without_a_twin_numbers_are_known_by_their_types(tmp_path: Path) -> None:
     net = model()
     optimizer = Fragile(net.parameters())

@@ -34,6 +34,7 @@ from transaxle.live.training.group_options import settings_for, unlike_tied
 from transaxle.live.training.optimizer_state import (
     by_name,
     doubled,
+    of_another_kind,
     other_names,
     rooms_for,
     taken_away,
@@ -150,7 +151,7 @@ def plan_load(request: LoadRequest, checkpoint: Checkpoint, world: World) -> Loa
         if _is_on_meta(request.state, own):
             problems += unloadable(request.state, source.stored.keys() | names.tied | filled_by_modules)
         problems += unwritable(filled)
-        settings = _settings(optimizer, source.view, problems)
+        settings = _settings(optimizer, source, problems)
         if problems:
             raise gathered(problems)
     wanted = {name: tensor for name, tensor in targets.items() if name not in match.missing}
@@ -340,13 +341,14 @@ def _left_over(checkpoint: Checkpoint, model: _Model, match: _Match, names: _Sha
     return unmatched(missing, match.unexpected, unused)
 
 
-def _settings(optimizer: _Optimizer, view: View, problems: list[Refusal]) -> list[Mapping[str, Any]]:
+def _settings(optimizer: _Optimizer, source: _Source, problems: list[Refusal]) -> list[Mapping[str, Any]]:
     """Return the settings that the source has for each parameter group; add what stands against them."""
     if optimizer.optimizers is None:
         return []
-    groups = _groups(view, problems)
+    groups = _groups(source.view, problems)
     settings, unlike = settings_for(optimizer.optimizers, optimizer.parameters, groups)
     problems += [*unlike, *unlike_tied(optimizer.other_names, groups)]
+    problems += of_another_kind(optimizer.optimizers, optimizer.parameters, settings, source.stored)
     return settings
 
 

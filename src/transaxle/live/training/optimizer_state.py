@@ -6,7 +6,7 @@ in the shape and placement of its parameter.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterator, Mapping
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from transaxle.torch_tensors.local_tensor import local_of
 from transaxle.torch_tensors.torch_dtype import torch_dtype
 from transaxle.torch_tensors.tp_shard import mark, part_of, whole_shape
 
+_OTHER_KIND = "Build the kind of optimizer that the source was trained with, or omit optimizer= to begin anew."
 _PARAMS = "params"
 _ON_DEVICE = ("capturable", "fused")
 """Settings of a group under which its counters live on the parameters' device."""
@@ -128,6 +129,43 @@ def states_of(optimizers: Optimizers, named: Mapping[str, torch.Tensor]) -> dict
 def unrestored(optimizers: Optimizers, named: Mapping[str, torch.Tensor], stored: Container[str]) -> tuple[str, ...]:
     """Return the names of state that optimizers have made and a source lacks: after a load it would be stale."""
     return tuple(n for n in states_of(optimizers, named) if n not in stored and split_slot(n)[1] != MASTER)
+
+
+def of_another_kind(
+    optimizers: Optimizers,
+    named: Mapping[str, torch.Tensor],
+    settings: Sequence[Mapping[str, Any]],
+    stored: Collection[str],
+) -> list[Refusal]:
+    """Refuse state that a new optimizer could not go on with: a source has the state of another kind of optimizer.
+
+    Args:
+        optimizers: as taken apart.
+        named: their parameters by name.
+        settings: those that the groups will have, see `settings_for`.
+        stored: the source's tensors by the model's names.
+    """
+    held: dict[str, set[str]] = {}
+    for full in stored:
+        name, key = split_slot(full)
+        if key and name in named:
+            held.setdefault(name, set()).add(key)
+    names = {id(parameter): name for name, parameter in named.items()}
+    twins, problems = Twins(), list[Refusal]()
+    groups = [(one, group) for one in optimizers.members for group in one.param_groups]
+    for number, ((owner, group), restored) in enumerate(zip(groups, settings, strict=False)):
+        for parameter in () if isinstance(owner, MasterWeights) else group[_PARAMS]:
+            keys = held.get(names[id(parameter)], set())
+            if not keys or owner.state.get(parameter):
+                continue
+            made = twins.state(owner, parameter, restored)
+            lacking = [key for key, value in made.items() if value is not None and key not in keys]
+            if lacking:
+                name, kind = names[id(parameter)], type(owner).__name__
+                message = f"{kind} needs {', '.join(lacking)} for {name}, but the source has {', '.join(sorted(keys))}"
+                problems.append(Refusal("UNSUPPORTED", message, Where(None, f"optimizer group {number}"), _OTHER_KIND))
+                break
+    return problems
 
 
 def taken_away(checkpoint: Checkpoint) -> list[Refusal]:

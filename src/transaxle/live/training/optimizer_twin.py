@@ -36,19 +36,22 @@ class Twins:
     def __init__(self) -> None:
         self._made: dict[tuple[int, int, int, torch.dtype], Mapping[str, Any]] = {}
 
-    def state(self, optimizer: Optimizer, parameter: torch.Tensor) -> Mapping[str, Any]:
+    def state(
+        self, optimizer: Optimizer, parameter: torch.Tensor, settings: Mapping[str, Any] | None = None
+    ) -> Mapping[str, Any]:
         """Return state of the kind that an optimizer makes for a parameter; empty where no twin can be made.
 
         Args:
-            optimizer: with the settings that it will have.
+            optimizer: the optimizer.
             parameter: one of its own.
+            settings: those that its group will have, where they are other ones than now.
         """
         groups = optimizer.param_groups
         number = next(n for n, group in enumerate(groups) if any(each is parameter for each in group[PARAMS]))
         key = id(optimizer), number, parameter.dim(), parameter.dtype
         if key not in self._made:
             inner = optimizer.optimizer if isinstance(optimizer, MasterWeights) else optimizer
-            self._made[key] = _state(inner, groups[number], parameter.dim(), parameter.dtype)
+            self._made[key] = _state(inner, {**groups[number], **(settings or {})}, parameter.dim(), parameter.dtype)
         return self._made[key]
 
 
