@@ -113,6 +113,13 @@ def test_a_checkpoint_of_the_whole_is_loaded_under_its_own_names(tmp_path: Path)
     assert all(torch.equal(tensor, _held(given)[name]) for name, tensor in _held(model).items())
 
 
+def test_a_dialect_has_no_names_for_adapters(tmp_path: Path) -> None:
+    with pytest.raises(TransaxleError) as found:
+        save(_with("lora", 1), tmp_path / "out", to="hf")
+    assert "a model with adapters" in found.value.hint
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_merged_adapter_is_refused(tmp_path: Path) -> None:
     _base(1).save_pretrained(tmp_path / "base")
     model = _with("embedding", 2)

@@ -20,6 +20,13 @@ _COUNTED = 10_000
 _ASKED = 300_000
 """Cap on the absent tensors for which the conditions are evaluated; no model has as many."""
 
+_BELOW_ADAPTERS = ".base_layer."
+_ADAPTED = (
+    f"Names with {_BELOW_ADAPTERS} are those of a model with adapters (peft), which no dialect has: keep them, --to "
+    'safetensors:identity (to="safetensors:identity"); write the sum, after merge_and_unload(); or the adapter alone, '
+    "tx.save(dict(peft.get_peft_model_state_dict(model)), …)."
+)
+
 
 def incomplete(holdings: Holdings, tied: Container[str]) -> list[Refusal]:
     """Refuse a checkpoint that lacks tensors of its family.
@@ -44,6 +51,8 @@ def incomplete(holdings: Holdings, tied: Container[str]) -> list[Refusal]:
         f"Check whether a shard is missing{table}; a part of a checkpoint can be converted under its own names:  --to "
         "safetensors:identity."
     )
+    if any(_BELOW_ADAPTERS in name for name in bound.unknown):
+        hint = _ADAPTED
     return [Refusal("MISSING_TENSOR", "\n".join([head, *missing[:_LISTED], *tail]), Where(), hint)]
 
 
