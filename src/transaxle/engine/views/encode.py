@@ -7,6 +7,7 @@ its amax is computed before anything is written.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 
@@ -27,8 +28,18 @@ from transaxle.formats.dtype import nbytes, numpy_dtype
 
 METHODS = ("float8_block", "mxfp8", "nvfp4")
 """Encodings that can be written."""
-_LEFT_PLAIN = frozenset({"embed", "head", "router", "norm", "bias", "sinks"})
-"""Words in the names of logical tensors that nobody quantizes; `mtp_norm` consists of two words."""
+_LEFT_PLAIN = frozenset({
+    "bias", "downsample", "head", "patch", "patches", "pos", "position", "positions", "rel", "router", "sinks",
+    "subsampling", "token", "tokens", "type", "types", "word", "words", "wpe", "wte",
+})  # fmt: skip
+"""Words in the names of tensors that nobody quantizes; `mtp_norm` consists of two words."""
+_IN_WORDS = ("emb", "norm")
+"""What such words have in them: `embeddings`, `layernorm`."""
+_WORD = re.compile(r"[a-z]+")
+_NO_LINEAR = re.compile(r"(?:.*\.)?(?:gate|shared|output_projection|[^.]*conv[^.]*)\.weight")
+"""Names of routers, embeddings, heads and convolutions whose tables, made from traces, have no names of their own."""
+_OF_LAYER = re.compile(r".*\.weight\d*|.*expert.*")
+"""Names of layers' weights. Parameters with names of their own are of no linear layer, but for stacked experts."""
 _ALSO_PLAIN = frozenset({"eh_proj", "mtp_proj"})
 """Whole names of logical tensors that nobody quantizes."""
 _WAY_OUT = "Leave it out with --skip, or name others with --only."
@@ -217,6 +228,9 @@ def _is_weight(target: Target) -> bool:
 
 def _is_linear(target: Target, components: Sequence[str]) -> bool:
     """Tell whether a target is the weight of linear layers, which all of its logical tensors must be."""
-    if not components or len(target.shape) < 2 or 1 in target.shape[-2:]:
+    if not components or len(target.shape) < 2 or 1 in target.shape[-2:] or not _ALSO_PLAIN.isdisjoint(components):
         return False
-    return not any(name in _ALSO_PLAIN or _LEFT_PLAIN.intersection(name.split("_")) for name in components)
+    if not _OF_LAYER.fullmatch(target.name) or _NO_LINEAR.fullmatch(target.name):
+        return False
+    words = _WORD.findall(" ".join((target.name, *components)).lower())
+    return not any(word in _LEFT_PLAIN or any(part in word for part in _IN_WORDS) for word in words)
