@@ -36,9 +36,14 @@ _LEFT_PLAIN = frozenset({
 _IN_WORDS = ("emb", "norm")
 """What such words have in them: `embeddings`, `layernorm`."""
 _WORD = re.compile(r"[a-z]+")
-_NO_LINEAR = re.compile(r"(?:.*\.)?(?:gate|shared|output_projection|[^.]*conv[^.]*)\.weight")
+_NO_LINEAR = re.compile(
+    r"(?:.*\.)?(?:gate|shared|output_projection|predictions\.decoder|query_feat|[^.]*conv[^.]*)\.weight"
+)
 """Names of routers, embeddings, heads and convolutions whose tables, made from traces, have no names of their own."""
-_OF_LAYER = re.compile(r".*\.weight\d*|.*expert.*")
+_EXPERT = "expert"
+_PICTURE = 4
+"""Dims of a convolution over pictures."""
+_OF_LAYER = re.compile(rf".*\.weight\d*|.*{_EXPERT}.*")
 """Names of layers' weights. Parameters with names of their own are of no linear layer, but for stacked experts."""
 _ALSO_PLAIN = frozenset({"eh_proj", "mtp_proj"})
 """Whole names of logical tensors that nobody quantizes."""
@@ -230,7 +235,8 @@ def _is_linear(target: Target, components: Sequence[str]) -> bool:
     """Tell whether a target is the weight of linear layers, which all of its logical tensors must be."""
     if not components or len(target.shape) < 2 or 1 in target.shape[-2:] or not _ALSO_PLAIN.isdisjoint(components):
         return False
-    if not _OF_LAYER.fullmatch(target.name) or _NO_LINEAR.fullmatch(target.name):
+    of_picture = len(target.shape) == _PICTURE and _EXPERT not in target.name  # or experts of all layers
+    if of_picture or not _OF_LAYER.fullmatch(target.name) or _NO_LINEAR.fullmatch(target.name):
         return False
     words = _WORD.findall(" ".join((target.name, *components)).lower())
     return not any(word in _LEFT_PLAIN or any(part in word for part in _IN_WORDS) for word in words)
