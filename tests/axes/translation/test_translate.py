@@ -141,14 +141,43 @@ def test_dims_of_size_one_and_empty_tensors(width: int, inner: int, words: int) 
 
 
 def test_unknown_names_are_kept_and_known_nothing_is_left_out() -> None:
-    store = Store(model(vision=arange(3), layers__0__inv_freq=arange(2), layers__7__norm=arange(4)))
+    store = Store(model(vision=arange(3), layers__0__inv_freq=arange(2)))
     view = translated(TOY, "hf", "packed", store, CONFIG)
     assert view.refusals == ()
-    assert view.kept == ("vision", "layers.7.norm")
+    assert view.kept == ("vision",)
     assert view.ignored == ("layers.0.inv_freq",)
     assert fill(store, view.targets["vision"]).tolist() == [0, 1, 2]
-    assert view.targets["layers.7.norm"].component == ""
     assert "layers.0.inv_freq" not in view.targets
+
+
+@pytest.mark.parametrize(
+    ("config", "axes", "axis", "first", "count"),
+    [
+        ({"layers": 1}, {}, "number 1 of axis l is beyond its size, 1 (layers in the config)", "layers.1.norm", 3),
+        ({}, {"e": 2}, "number 2 of axis e is beyond its size, 2 (as given)", "layers.0.experts.2.gate", 2),
+    ],
+)
+def test_more_layers_or_experts_than_there_are(
+    config: dict[str, int], axes: dict[str, int], axis: str, first: str, count: int
+) -> None:
+    """A config of a smaller model would leave the others under names that nothing reads in the target."""
+    store = Store(model())
+    view = translated(TOY, "hf", "packed", store, CONFIG | config, axes)
+    assert [refusal.code for refusal in view.refusals] == ["UNEXPECTED_TENSOR"] * count
+    assert axis in view.refusals[0].message
+    assert view.refusals[0].where.tensor == first
+    assert translated(TOY, "hf", "both", store, CONFIG | config, axes).refusals != ()
+    assert set(translated(TOY, "hf", "hf", store, CONFIG | config, axes).targets) == set(store.entries)
+
+
+def test_layers_that_predict_ahead_may_follow_the_last_one() -> None:
+    store = Store(model(layers__2__norm=arange(4), layers__3__norm=arange(4)))
+    view = translated(TOY, "hf", "packed", store, CONFIG | {"num_nextn_predict_layers": 2})
+    assert (view.refusals, view.kept) == ((), ("layers.2.norm", "layers.3.norm"))
+    refusal = only_refusal(
+        translated(TOY, "hf", "packed", store, CONFIG | {"num_nextn_predict_layers": 1}), "UNEXPECTED_TENSOR"
+    )
+    assert refusal.where.tensor == "layers.3.norm"
 
 
 def test_known_tensors_without_a_line_are_kept() -> None:

@@ -1,12 +1,14 @@
-"""Completeness: the tensors that a checkpoint must have but lacks."""
+"""Completeness: the tensors that a checkpoint must have but lacks, and those of more layers or experts than it has."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from itertools import islice
 
-from transaxle.axes.layout.bind import WEIGHT, Index
-from transaxle.axes.notation.family import Line, LogicalTensor
+from transaxle.axes.layout.bind import WEIGHT, Bound, Index, split_slot
+from transaxle.axes.notation.family import Line, LogicalTensor, Sizes
+from transaxle.axes.notation.name import skeleton
 from transaxle.axes.translation.alike_tensors import Grid
 from transaxle.axes.translation.holdings import Holdings, LineSources
 from transaxle.errors import Refusal, Where
@@ -17,6 +19,12 @@ _BESIDE = 4
 """Target tensors that a refusal names beside the first one of its rule."""
 _COUNTED = 10_000
 """Cap on the missing tensors that are counted: a config that claims a billion layers must not keep us busy."""
+_AHEAD = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers", "mtp_num_layers")
+"""Keys of configs with the number of layers that predict ahead, which many checkpoints number behind the last layer."""
+_BEYOND = (
+    "Correct --axis {axis}=N or --config, if you gave them, or the config.json of the checkpoint: it is that of a "
+    "smaller model. All tensors keep their names with --to safetensors:identity."
+)
 _ASKED = 300_000
 """Cap on the absent tensors for which the conditions are evaluated; no model has as many."""
 
@@ -54,6 +62,51 @@ def incomplete(holdings: Holdings, tied: Container[str]) -> list[Refusal]:
     if any(_BELOW_ADAPTERS in name for name in bound.unknown):
         hint = _ADAPTED
     return [Refusal("MISSING_TENSOR", "\n".join([head, *missing[:_LISTED], *tail]), Where(), hint)]
+
+
+def beyond(bound: Bound, sizes: Sizes) -> Iterator[Refusal]:
+    """Yield one refusal for each rule and axis that names count beyond: of more layers, or experts, than there are.
+
+    Kept under their names, they would be missing from the converted model. Layers that predict ahead are kept where the
+    table has no line for them, numbered behind the last one, and where the config says that there are none.
+
+    Args:
+        bound: the stored names.
+        sizes: the sizes they were read with.
+    """
+    found: dict[tuple[Line, str], list[tuple[int, str]]] = defaultdict(list)
+    known = sizes.at({})
+    numbers = [sizes.settings.get(key) for key in _AHEAD]
+    ahead = max((number for number in numbers if isinstance(number, int)), default=0)
+    for name in bound.unknown:
+        parameter = split_slot(name)[0]
+        bare = parameter.removeprefix(bound.prefix)
+        over = [
+            (line, axis, index)
+            for line in bound.dialect.by_skeleton.get(skeleton(bare), ())
+            if parameter.startswith(bound.prefix)
+            for place, (axis, index) in enumerate(_indices_of(line, bare, known))
+            if axis in known and index >= known[axis]
+        ]
+        # The first number of a name is that of its layer.
+        layers = [(known[axis], index) for line, axis, index in over if axis == line.name.axes[0]]
+        if over and not any(count == 0 or index < count + ahead for count, index in layers):
+            line, axis, index = over[0]
+            found[line, axis].append((index, name))
+    for (line, axis), names in found.items():
+        formula = bound.family.axes.get(axis)
+        origin = "as given" if axis in sizes.given or formula is None else f"{formula.text} in the config"
+        index, first = names[0]
+        message = f"{line.text}\nnumber {index} of axis {axis} is beyond its size, {known[axis]} ({origin})"
+        if len(names) > 1:
+            message += f"\nso are those of {len(names) - 1:,} more tensors of this line"
+        yield Refusal("UNEXPECTED_TENSOR", message, Where(None, first), _BEYOND.format(axis=axis))
+
+
+def _indices_of(line: Line, name: str, sizes: Mapping[str, int]) -> Iterator[tuple[str, int]]:
+    """Yield each axis in the name of a line with its index; none if the line cannot have the name."""
+    position = line.name.numbering(sizes).position(name)
+    yield from zip(line.name.axes, position or (), strict=position is not None)
 
 
 def unfilled(lacking: Mapping[tuple[Line, tuple[str, ...]], Sequence[str]]) -> Iterator[Refusal]:

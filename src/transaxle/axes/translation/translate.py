@@ -24,7 +24,7 @@ from transaxle.axes.notation.formula import Formula
 from transaxle.axes.notation.name import Numbering
 from transaxle.axes.notation.number_format import PLAIN, NumberFormat, Recode, same
 from transaxle.axes.translation.alike_tensors import AlikePart, AlikeTensors, grids
-from transaxle.axes.translation.complete import incomplete, unfilled
+from transaxle.axes.translation.complete import beyond, incomplete, unfilled
 from transaxle.axes.translation.gathering import (
     Gathering,
     SourcesByComponent,
@@ -101,6 +101,8 @@ class _Translator:
         self.recode = recode
         self.refusals: dict[tuple[str, ...], Refusal] = {}
         self.lacking: dict[tuple[Line, tuple[str, ...]], list[str]] = defaultdict(list)
+        if target is not bound.dialect:
+            self.refuse(beyond(bound, sizes))
         self.checks: list[Check] = []
         alike = grids(bound, stored)
         self.sizes = solved(bound, stored, sizes, alike)
