@@ -223,6 +223,11 @@ def test_names_that_a_conversion_has_changed() -> None:
         {SECTION: section}, ones, {"layers.0.moe.router.weight": SHAPE, "output.weight": SHAPE, "norm.weight": (4,)}
     )
     assert result[SECTION]["modules_to_not_convert"][2:] == ["layers.0.moe.router", "output"]
+    for entry in ("model.layers.0.mlp.gate", "gate", "model.layers.0.mlp", r"^model\..*gate$"):
+        section = {**FP8, "modules_to_not_convert": [entry, "lm_head"]}
+        shapes = {"layers.0.moe.router.weight": SHAPE}
+        result = written({SECTION: section}, ones, shapes, renamed=["model.layers.0.mlp.gate.weight"])
+        assert result[SECTION]["modules_to_not_convert"] == ["lm_head", "layers.0.moe.router"], "a tied head is plain"
 
 
 def test_groups_whose_targets_no_longer_match_name_their_modules() -> None:

@@ -525,3 +525,21 @@ def test_real_types_survive(tmp_path: Path) -> None:
         with tx.open(source, decode="fp32") as checkpoint:
             wanted = held["x.weight"].astype(np.float32) * np.exp2(scale.astype(np.float32) - 127).repeat(32, 1)
             assert np.array_equal(checkpoint["x.weight"].read(), wanted)
+
+
+def test_a_list_of_modules_does_not_grow_from_dialect_to_dialect(tmp_path: Path) -> None:
+    """There and back, each list has the names of its own dialect alone."""
+    held, config = quantized.deepseek()
+    plain = ["model.layers.1.mlp.gate", "model.embed_tokens"]
+    config["quantization_config"] = {**config["quantization_config"], "modules_to_not_convert": plain}
+    source = quantized.store(tmp_path / "source", (held, config))
+    listed = []
+    for number, dialect in enumerate(["torchtitan", "hf", "torchtitan", "hf"]):
+        target = tmp_path / str(number)
+        tx.convert(source, target, to=f"safetensors:{dialect}", sync=False)
+        listed.append(set(quantized.config_of(target)["quantization_config"]["modules_to_not_convert"]))
+        source = target
+    assert listed[:2] == listed[2:]
+    modules = [{name.rpartition(".")[0] for name in quantized.read(tmp_path / str(n))} for n in (0, 1)]
+    assert listed[0] <= modules[0]
+    assert listed[1] <= modules[1]

@@ -59,6 +59,7 @@ def written(
     plain: Mapping[str, Shape],
     *,
     decoded: Collection[str] = (),
+    renamed: Collection[str] = (),
     dtype: str | None = None,
     elsewhere: bool = False,
 ) -> dict[str, Any]:
@@ -69,6 +70,7 @@ def written(
         encoded: the target's encoded tensors by table name.
         plain: the other tensors, with their elements along each dim.
         decoded: plain tensors that the source's config describes as quantized.
+        renamed: names of the source's tensors that the target has under others: what lists only such is dropped.
         dtype: safetensors code to write as the model's dtype; None: unchanged.
         elsewhere: whether another file (`hf_quant_config.json`) describes the quantization, so that this one must not.
 
@@ -91,7 +93,7 @@ def written(
         for path in paths:
             _put(result, path, None)
         return result
-    section = _SectionWriter(quantization, encoded, plain, decoded).section()
+    section = _SectionWriter(quantization, encoded, plain, decoded, renamed).section()
     for path in paths:
         _put(result, path, section)
     return result
@@ -149,8 +151,10 @@ class _SectionWriter:
         encoded: Mapping[str, Encoded],
         plain: Mapping[str, Shape],
         decoded: Collection[str],
+        renamed: Collection[str],
     ) -> None:
         self.encoded = encoded
+        self.renamed = {module_of(name) for name in renamed}
         self.modules = {module_of(name) for name in encoded}
         self.unencoded = sorted({module_of(name) for name in plain} - self.modules)
         self.plain = sorted({module_of(name) for name, shape in plain.items() if len(shape) > 1} - self.modules)
@@ -280,14 +284,18 @@ class _SectionWriter:
         true_entries: list[str] = []
         added = list(self.decoded)
         everything = self.source is None
-        any_false = _hits(listing.modules(old), self.modules)
+        any_false, former = _hits(listing.modules(old), self.modules), _starts(self.renamed)
         for text in old:
             modules = listing.modules([text])
             if any_false and _hits(modules, self.modules):
                 added += [module for module in self.plain if module in modules]
-            else:
+            elif text in self._starts or _hits(modules, self.unencoded):
                 true_entries.append(text)
-                everything = everything or not (text in self._starts or _hits(modules, self.unencoded))
+            else:
+                everything = True
+                # One that never hit a tensor may be of a module without any, such as a tied head.
+                if not (text in former or _hits(modules, self.renamed)):
+                    true_entries.append(text)
         if everything:
             added += self.plain
         listed = listing.modules(true_entries)

@@ -53,6 +53,7 @@ def rewritten(
     buffers = {stored for tensor in encoded.values() for stored in tensor.parts.values()}
     plain = {p.name: p.target for p in listed if p.name not in buffers and split_slot(p.name)[1] == WEIGHT}
     decoded = [name for name, target in plain.items() if _origins(target) & checkpoint.decoded.keys()]
+    renamed = {origin for target in plain.values() for origin in _origins(target)} - plain.keys()
     dtypes = {decoder.dtype for decoder in decoders_of(checkpoint.container.storage).values()}
     shapes = {name: target.shape for name, target in plain.items()}
     dtype = dtypes.pop() if len(dtypes) == 1 else None
@@ -72,7 +73,7 @@ def rewritten(
         try:
             before = given if given and file == CONFIG else stored_config(checkpoint.container.storage, file)
             elsewhere = file == CONFIG != describing_file
-            after = written(before, encoded, shapes, decoded=decoded, dtype=dtype, elsewhere=elsewhere)
+            after = written(before, encoded, shapes, decoded=decoded, renamed=renamed, dtype=dtype, elsewhere=elsewhere)
         except TransaxleError as error:
             problems.extend(error.refusals)
             continue
