@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any, ForwardRef
+from typing import Any, ForwardRef, cast
 
 import pytest
 import torch
@@ -286,6 +286,18 @@ def test_an_argument_that_is_not_there_is_named(function: Callable[..., Any], tm
         TypeError, match=r"^\w+\(\) got an unexpected keyword argument 'famly'. Did you mean 'family'\?$"
     ):
         function(*first, famly="qwen3_moe", **more)
+
+
+def test_a_value_without_its_keyword_is_told_it(tmp_path: Path) -> None:
+    for function in (tx.convert, tx.plan):
+        with pytest.raises(TypeError, match=rf"^{function.__name__}\(\) takes 'dcp' only with its keyword: to='dcp'$"):
+            cast("Any", function)(tmp_path, tmp_path / "out", "dcp", overwrite=True)
+    with pytest.raises(TypeError, match=r"^diff\(\) takes 3 only with its keyword, which is one of numeric, jobs, "):
+        cast("Any", tx.diff)(tmp_path, tmp_path, 3)
+    with pytest.raises(TypeError, match=r"^load\(\) takes 'hf' only with its keyword, which is one of extra, strict, "):
+        cast("Any", tx.load)({}, tmp_path, "hf", optimizer=None)
+    with pytest.raises(TypeError, match=r"missing 1 required keyword-only argument: 'to'$"):
+        cast("Any", tx.convert)(tmp_path, tmp_path / "out")
 
 
 @pytest.mark.parametrize("size", ["0", "", "5 apples", "-1", "1e9", 0, -5])

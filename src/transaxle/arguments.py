@@ -6,6 +6,7 @@ public function annotates such an argument with the type below, and reads it wit
 
 from __future__ import annotations
 
+import functools
 import inspect
 import operator
 import os
@@ -13,7 +14,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, Literal, Protocol, SupportsIndex, TypeAlias, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, SupportsIndex, TypeAlias, TypeVar, cast, runtime_checkable
 
 from transaxle.errors import refuse
 
@@ -59,6 +60,8 @@ _TAKEN: dict[str, tuple[str, ...]] = {}
 """All arguments of the functions that `shows` is put on, by the function's name: one of them may be meant."""
 _LONGEST_VALUE = 80
 """Characters of a wrong value that an error shows."""
+_LISTED = 5
+"""Keywords that an error lists."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +80,12 @@ class Degrees:
 
 def wrong_type(argument: str, accepted: str, given: object) -> TypeError:
     """Build (not raise) the error for an argument of a type that it cannot have."""
+    return TypeError(f"{argument} must be {accepted}; got {_shortened(given)} ({type(given).__name__})")
+
+
+def _shortened(given: object) -> str:
     text = repr(given).replace("\n", " ")
-    shown = text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]} …"
-    return TypeError(f"{argument} must be {accepted}; got {shown} ({type(given).__name__})")
+    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]} …"
 
 
 def check_keywords(function: str, given: Iterable[str], known: Iterable[str]) -> None:
@@ -99,7 +105,8 @@ def check_keywords(function: str, given: Iterable[str], known: Iterable[str]) ->
 def shows(options: type, **defaults: object) -> Callable[[_Function], _Function]:
     """Let `inspect.signature` and `help` name the keywords that a function takes as `**options: Unpack[...]`.
 
-    Type checkers and editors read them in the source; those who ask the interpreter get the same.
+    Type checkers and editors read them in the source; those who ask the interpreter get the same. For a value without
+    the keyword that it needs, the error says which that may be.
 
     Args:
         options: the `TypedDict` whose keys they are.
@@ -113,11 +120,32 @@ def shows(options: type, **defaults: object) -> Callable[[_Function], _Function]
         for name, annotation in options.__annotations__.items():
             text = getattr(annotation, "__forward_arg__", annotation)
             own.append(rest.replace(name=name, kind=rest.KEYWORD_ONLY, default=defaults.get(name), annotation=text))
-        _TAKEN[function.__qualname__.removesuffix(".__init__")] = tuple(each.name for each in own)
-        function.__signature__ = signature.replace(parameters=own)  # type: ignore[attr-defined]  # functions have dicts
-        return function
+        name = function.__qualname__.removesuffix(".__init__")
+        _TAKEN[name] = tuple(each.name for each in own)
+        places = sum(each.kind is not each.KEYWORD_ONLY for each in own)
+        keywords = [each for each in own if each.kind is each.KEYWORD_ONLY]
+
+        @functools.wraps(function)
+        def called(*given: Any, **options: Any) -> Any:
+            if len(given) > places:
+                left = [each for each in keywords if each.name not in options]
+                needed = [each.name for each in left if each.default is each.empty]
+                raise TypeError(_needs_keyword(name, given[places], needed[:1] or [each.name for each in left]))
+            return function(*given, **options)
+
+        called.__signature__ = signature.replace(parameters=own)  # type: ignore[attr-defined]  # functions have dicts
+        return cast("_Function", called)
 
     return shown
+
+
+def _needs_keyword(function: str, given: object, keywords: Sequence[str]) -> str:
+    """Return the sentence for a value that follows the last argument without a keyword."""
+    text = _shortened(given)
+    if len(keywords) == 1:
+        return f"{function}() takes {text} only with its keyword: {keywords[0]}={text}"
+    listed = f"{', '.join(keywords[:_LISTED])}{', …' if len(keywords) > _LISTED else ''}"
+    return f"{function}() takes {text} only with its keyword, which is one of {listed}"
 
 
 def read_path(argument: str, given: object) -> str:
