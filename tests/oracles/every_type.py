@@ -105,6 +105,9 @@ def main(types: list[str]) -> int:
     """Walk the types, all where none is given, and write the record."""
     import transformers
 
+    unknown = sorted(set(types) - set(installed_types()))
+    if unknown:
+        sys.exit(f"no model types of transformers {transformers.__version__}: {', '.join(unknown)}")
     found = recorded()["types"] if RECORD.exists() else {}
     pool = _pool()
     for model_type in types or installed_types():
