@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 from msgspec.structs import replace
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 import transaxle as tx
 from transaxle.engine.copying.source import Source
@@ -23,8 +23,8 @@ FIRST = "decoder.layers.mlp.experts.experts.linear_fc1.weight"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Qwen3-MoE in Megatron's form: layers and experts are dims, and every expert's half is a chunk."""
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen3-MoE as it is published."""
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (40, HIDDEN),
         "model.norm.weight": (HIDDEN,),
@@ -46,10 +46,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "moe_intermediate_size": INNER, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 8, "num_experts": EXPERTS, "num_experts_per_tok": 2, "vocab_size": 40,
     }  # fmt: skip
-    hub = tmp_path_factory.mktemp("hub")
+    hub = tmp_path_factory.mktemp("published") / "hub"
+    hub.mkdir()
     random = np.random.default_rng(18)
     save_file({name: random.random(shape, np.float32) for name, shape in shapes.items()}, hub / "model.safetensors")
     (hub / "config.json").write_text(json.dumps(config))
+    return hub
+
+
+@pytest.fixture(scope="module")
+def folder(hub: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same in Megatron's form: layers and experts are dims, and every expert's half is a chunk."""
     made = tmp_path_factory.mktemp("megatron") / "out"
     tx.convert(hub, made, to="torch_dist")
     return made
@@ -84,9 +91,34 @@ def test_experts_are_stamped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert "model.embed_tokens.weight" not in names
 
 
+def test_joined_experts_are_stamped(hub: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many transfers fill a layer's experts; those of the other layers are not found the long way again."""
+    opened = tx.open(folder)
+    targets = opened.translation("transformers").targets
+    source, other_source = Source(opened.container), Source(opened.container)
+    for ending, count in ("down_proj", EXPERTS), ("gate_up_proj", 2 * EXPERTS):
+        first, *others = [target for name, target in targets.items() if name.endswith(f".experts.{ending}")]
+        assert len(source.transfers(first)) == count
+        assert source._stamps is not None
+        filled = [source._stamps.filled(target) for target in others]
+        with monkeypatch.context() as patch:
+            patch.setattr(Stamps, "filled", lambda *_: None)
+            assert filled == [tuple(other_source.transfers(target)) for target in others]
+    tx.convert(folder, tmp_path / "out", to="transformers")
+    stored, made = load_file(hub / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+    for layer in range(LAYERS):
+        inside = f"model.layers.{layer}.mlp.experts"
+        gate, up, down = (
+            np.stack([stored[f"{inside}.{expert}.{half}_proj.weight"] for expert in range(EXPERTS)])
+            for half in ("gate", "up", "down")
+        )
+        assert np.array_equal(made[f"{inside}.down_proj"], down)
+        assert np.array_equal(made[f"{inside}.gate_up_proj"], np.concatenate([gate, up], 1))
+
+
 def test_whole_plans_are_those_made_one_by_one(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither stamps nor the short ways for many tensors without problems leave a trace in a plan."""
-    made = {to: tx.plan(tx.open(folder), tmp_path / "out", to=to) for to in ("hf", "te", "torch_dist")}
+    made = {to: tx.plan(tx.open(folder), tmp_path / "out", to=to) for to in ("hf", "te", "transformers", "torch_dist")}
     monkeypatch.setattr(Stamps, "filled", lambda *_: None)
     monkeypatch.setattr(draft, "_are_plain", lambda _: False)
     for to, plan in made.items():
@@ -135,6 +167,16 @@ def test_chunks_that_differ(folder: Path, monkeypatch: pytest.MonkeyPatch, chang
     entries = {**opened.container.entries, FIRST: Entry(FIRST, before.dtype, before.shape, tuple(extents))}
     found = transfers(Source(opened.container, entries), opened)
     assert found == long_way(monkeypatch, Source(opened.container, entries), opened)
+
+
+def test_experts_in_several_chunks_are_stamped(folder: Path) -> None:
+    """As where ranks of tensor parallelism each have written some rows."""
+    opened = tx.open(folder)
+    before = opened.container.entries[FIRST]
+    extents = tuple(half for extent in before.extents for half in in_two(extent))
+    entries = {**opened.container.entries, FIRST: replace(before, extents=extents)}
+    names = stamped(Source(opened.container, entries), opened)
+    assert sum("gate_proj" in name for name in names) == LAYERS * EXPERTS
 
 
 def test_experts_in_one_chunk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

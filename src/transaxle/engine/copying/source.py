@@ -62,9 +62,9 @@ class Source:
             return stamped
         found = self._found(target, None)
         self._alike_stamps.learn(target, found)
-        if len(found) == 1 and len(self.entries[found[0].source].extents) >= _CHUNKS:
+        if found and len(self.entries[found[0].source].extents) >= _CHUNKS:
             self._stamps = self._stamps or Stamps(self.entries)
-            self._stamps.learn(target, found[0])
+            self._stamps.learn(target, found)
         return tuple([transfer for _, _, transfer in found])
 
     def _found(self, target: Target, intervals: Intervals | None) -> list[Found]:

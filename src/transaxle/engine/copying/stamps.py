@@ -1,21 +1,19 @@
-"""Stamps: transfers of targets that differ only in which layer or expert of one stored tensor they are.
+"""Stamps: transfers of targets that differ only in which layer or expert of stored tensors they are.
 
-Where an axis of the target's name is a whole dim of the stored tensor, and each chunk holds one index of it, all
-targets are filled alike: from the same place of another chunk. So the transfer of the first one is found the long way,
-and that of every other follows from where its chunk begins.
+Where an axis of the target's name is a whole dim of the stored tensors, and each chunk holds one index of it, all
+targets are filled alike: from the same places of other chunks. So the transfers of the first one are found the long
+way, and those of every other follow from where its chunks begin.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from itertools import repeat
 from operator import itemgetter
 from typing import NamedTuple
 
-from msgspec.structs import astuple
-
-from transaxle.axes.layout.relayout import Origin, Target, TargetPart
+from transaxle.axes.geometry.strided import Loop
+from transaxle.axes.layout.relayout import Target, TargetPart
 from transaxle.axes.notation.expression import Layout
 from transaxle.formats.catalog.catalog import Entry, Extent
 from transaxle.formats.dtype import Shape
@@ -36,6 +34,21 @@ class Found(NamedTuple):
     """The transfer."""
 
 
+class _Fill(NamedTuple):
+    """One of the transfers of many targets."""
+
+    chunks: Mapping[Shape, Extent]
+    """The chunks that it reads, by the target's index of the stamp's axes."""
+    begin: int
+    """Where it begins in each chunk."""
+    target: int
+    """Where it lands, as `Transfer` says; and so the others."""
+    width: int
+    """See there."""
+    loops: tuple[Loop, ...]
+    """See there."""
+
+
 class _Stamp(NamedTuple):
     """The transfers of many targets, with what must be the same of each."""
 
@@ -44,9 +57,9 @@ class _Stamp(NamedTuple):
     target: Layout
     dtype: str
     axes: tuple[str, ...]
-    """The axes of the target's name, in the order of the stored tensor's dims."""
-    filled: Mapping[Shape, tuple[Transfer]]
-    """What fills the first target, and each that differs from it in its index of these axes alone, by that index."""
+    """The axes of the target's name, in the order of the stored tensors' dims."""
+    fills: Sequence[_Fill]
+    """What fills each of the targets, sorted by where it lands."""
 
 
 class Stamps:
@@ -61,40 +74,49 @@ class Stamps:
         self._stamps: dict[int, _Stamp] = {}  # by the identity of the parts, which targets that are alike share
         self._chunks: dict[tuple[str, tuple[int, ...]], dict[Hashable, dict[Shape, Extent]]] = {}
 
-    def filled(self, target: Target) -> tuple[Transfer] | None:
-        """Return the one transfer that fills a target; None where it must be found the long way."""
+    def filled(self, target: Target) -> tuple[Transfer, ...] | None:
+        """Return the transfers that fill a target; None where they must be found the long way."""
         stamp = self._stamps.get(id(target.parts))
         if stamp is None or stamp.target is not target.layout or stamp.dtype != target.dtype:
             return None
         index = target.index
         if tuple(index) == stamp.axes:
-            return stamp.filled.get(tuple(index.values()))
-        if len(index) == len(stamp.axes):
-            return stamp.filled.get(tuple([index.get(axis, _NOWHERE) for axis in stamp.axes]))
-        return None
+            place = tuple(index.values())
+        else:
+            place = tuple([index.get(axis, _NOWHERE) for axis in stamp.axes])
+        if len(stamp.fills) == 1:  # an expert's matrix in one chunk, of very many
+            ((chunks, begin, at, width, loops),) = stamp.fills
+            chunk = chunks.get(place)
+            return None if chunk is None else (Transfer(chunk.file, chunk.offset + begin, at, width, loops),)
+        filled = []
+        for chunks, begin, at, width, loops in stamp.fills:
+            chunk = chunks.get(place)
+            if chunk is None:
+                return None
+            filled.append(Transfer(chunk.file, chunk.offset + begin, at, width, loops))
+        return tuple(filled)
 
-    def learn(self, target: Target, found: Found) -> None:
-        """Remember the transfer of a target, if others may be like it.
+    def learn(self, target: Target, found: Sequence[Found]) -> None:
+        """Remember the transfers of a target, if others may be like it.
 
         Args:
             target: a target, filled wholly.
-            found: the one transfer that fills it.
+            found: the transfers that fill it.
         """
-        origin = _only_origin(target)
-        if origin is None:
+        pinned = _pinned(target)
+        if pinned is None:
             return
-        chunk = self._entries[origin.name].extents[found.chunk]
-        pinned = _pinned(target, origin, chunk)
-        if not pinned:
-            return
-        chunks = self._alike(origin.name, chunk, tuple(dim for dim, _ in pinned))
-        axes = tuple(axis for _, axis in pinned)
-        _, source, place, width, loops = astuple(found.transfer)
-        begins = [other.offset + source - chunk.offset for other in chunks.values()]
-        files = (other.file for other in chunks.values())
-        fills = zip(map(Transfer, files, begins, repeat(place), repeat(width), repeat(loops)), strict=False)
-        filled = dict(zip(chunks, fills, strict=True))
-        self._stamps[id(target.parts)] = _Stamp(target.parts, target.layout, target.dtype, axes, filled)
+        dims_by_name, axes = pinned
+        place = tuple([target.index[axis] for axis in axes])
+        fills = []
+        for name, number, transfer in found:
+            dims, chunk = dims_by_name[name], self._entries[name].extents[number]
+            # The chunk of another index differs in nothing but its place only if it holds one index.
+            if any((chunk.start[dim], chunk.shape[dim]) != (at, 1) for dim, at in zip(dims, place, strict=True)):
+                return
+            begin = transfer.source - chunk.offset
+            fills.append(_Fill(self._alike(name, chunk, dims), begin, transfer.target, transfer.width, transfer.loops))
+        self._stamps[id(target.parts)] = _Stamp(target.parts, target.layout, target.dtype, axes, fills)
 
     def _alike(self, name: str, chunk: Extent, dims: tuple[int, ...]) -> dict[Shape, Extent]:
         """Return the chunks that differ from one in their index of some dims alone, by that index."""
@@ -116,29 +138,28 @@ def _picked(dims: Sequence[int]) -> Callable[[Shape], Shape]:
     return lambda index: tuple([index[dim] for dim in dims])
 
 
-def _only_origin(target: Target) -> Origin | None:
-    """Return the one stored tensor that a target is made of."""
-    if len(target.parts) != 1 or len(target.parts[0].origins) != 1:
-        return None
-    return target.parts[0].origins[0]
+def _pinned(target: Target) -> tuple[dict[str, tuple[int, ...]], tuple[str, ...]] | None:
+    """Return the dims of each stored tensor that are axes of the target's name, and these axes in their order.
 
-
-def _pinned(target: Target, origin: Origin, chunk: Extent) -> tuple[tuple[int, str], ...]:
-    """Return the dims of a stored tensor that are axes of the target's name; none where not all of these are dims.
-
-    Such a dim is the axis and nothing else, and the chunk holds the target's index of it alone. Then the chunk of
-    another index differs in nothing but its place.
+    Such a dim is the axis and nothing else. None where not all axes of the name are such dims of each stored tensor, in
+    one order.
     """
-    (part,) = target.parts
-    inside = {axis for share in target.layout.shares[part.component] for axis, _, _ in share.axes}
-    found = []
-    for dim, share in enumerate(origin.layout.shares[origin.component]):
-        size = origin.layout.shape[dim]
-        for axis, *_ in share.axes:
-            if axis not in target.index:
-                continue
-            is_whole_dim = share.axes == ((axis, size, 1),) and share.offset == 0
-            if not is_whole_dim or axis in inside or (chunk.start[dim], chunk.shape[dim]) != (target.index[axis], 1):
-                return ()
-            found.append((dim, axis))
-    return tuple(found) if len(found) == len(target.index) else ()
+    index = target.index
+    dims_by_name: dict[str, tuple[int, ...]] = {}
+    axes: tuple[str, ...] = ()
+    for part in target.parts:
+        inside = {axis for share in target.layout.shares[part.component] for axis, _, _ in share.axes}
+        for origin in part.origins:
+            found = []
+            for dim, share in enumerate(origin.layout.shares[origin.component]):
+                named = [axis for axis, *_ in share.axes if axis in index]
+                if not named:
+                    continue
+                if share.axes != ((named[0], origin.layout.shape[dim], 1),) or share.offset or named[0] in inside:
+                    return None
+                found.append((dim, named[0]))
+            dims, names = tuple([dim for dim, _ in found]), tuple([axis for _, axis in found])
+            if len(found) != len(index) or names != (axes or names) or dims_by_name.get(origin.name, dims) != dims:
+                return None
+            dims_by_name[origin.name], axes = dims, names
+    return (dims_by_name, axes) if axes else None
