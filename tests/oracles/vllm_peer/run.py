@@ -169,6 +169,7 @@ def _stand_ins() -> None:
     from vllm.models.qwen4_exp.nvidia import qsa
     from vllm.platforms.cpu import CpuPlatform
     from vllm.transformers_utils.configs import radio
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     registry._LazyRegisteredModel.inspect_model_cls = lambda self: registry._ModelInfo.from_model_cls(
         self.load_model_cls()
@@ -187,6 +188,8 @@ def _stand_ins() -> None:
     backend = CpuPlatform.get_attn_backend_cls.__func__
 
     def dense(cls: Any, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None) -> Any:
+        if attn_selector_config.use_mla:  # the other one, of processors with AMX, does not take what sparse ones take
+            selected_backend = AttentionBackendEnum.CPU_MLA
         return backend(cls, selected_backend, attn_selector_config._replace(use_sparse=False), num_heads)
 
     CpuPlatform.get_attn_backend_cls = classmethod(dense)
