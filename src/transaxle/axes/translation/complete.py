@@ -27,8 +27,8 @@ _BEYOND = (
 )
 _ASKED = 300_000
 """Cap on the absent tensors for which the conditions are evaluated; no model has as many."""
-
 _BELOW_ADAPTERS = ".base_layer."
+"""In the names of weights that a model with adapters has below them."""
 _ADAPTED = (
     f"Names with {_BELOW_ADAPTERS} are those of a model with adapters (peft), which no dialect has: keep them, --to "
     'safetensors:identity (to="safetensors:identity"); write the sum, after merge_and_unload(); or the adapter alone, '
@@ -85,7 +85,7 @@ def beyond(bound: Bound, sizes: Sizes) -> Iterator[Refusal]:
             (line, axis, index)
             for line in bound.dialect.by_skeleton.get(skeleton(bare), ())
             if parameter.startswith(bound.prefix)
-            for place, (axis, index) in enumerate(_indices_of(line, bare, known))
+            for axis, index in _indices_of(line, bare, known)
             if axis in known and index >= known[axis]
         ]
         # The first number of a name is that of its layer.

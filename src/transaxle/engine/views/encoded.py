@@ -35,8 +35,9 @@ StoredForm = tuple[str, Shape]
 _SCALE = "scale"
 """Part of the name of every buffer of scales."""
 _WAY_OUT = "To keep the tensors exactly as stored:  --to safetensors:identity."
-_DECODED = "Choose a dialect that keeps these tensors apart, or decode them:  --decode bf16."
 """Hint for buffers that do not fit together."""
+_DECODED = "Choose a dialect that keeps these tensors apart, or decode them:  --decode bf16."
+"""Hint for tensors that would have to share one scale."""
 
 
 def buffer_name(name: str, role: Role) -> str:
