@@ -44,6 +44,15 @@ def test_what_lies_in_turns_is_one_block() -> None:
     assert block_ends(pairs, 2 * size, MB) == [MB, size, size + MB, 2 * size]
 
 
+def test_short_runs_that_follow_one_another_in_the_file_need_no_large_block() -> None:
+    rows, width = 4096, 512  # what four ranks hold of a matrix that is cut along its columns
+    shares = [Transfer("f", 0, rank * width, width, ((rows, width, 4 * width),)) for rank in range(4)]
+    size = rows * 4 * width
+    assert block_ends(shares, size, 4 * MB) == list(range(MB, size + 1, MB))
+    apart = [Transfer("f", 0, rank * width, width, ((rows, 4 * width, 4 * width),)) for rank in range(4)]
+    assert block_ends(apart, size, 4 * MB) == [4 * MB, size]
+
+
 def test_a_given_length_is_kept() -> None:
     assert block_ends(matrices([700, 700]), 1400, 8 * MB, 512) == [512, 1024, 1400]
     assert block_ends([], 0, 8 * MB) == block_ends([], 0, 8 * MB, 512) == []

@@ -94,6 +94,8 @@ def test_sizes_and_ends(transfer: Transfer) -> None:
     assert transfer.target_end == max(target for _, target in moved) + 1
     assert transfer.source_span == max(source for source, _ in moved) + 1 - transfer.source
     assert [target for _, target in moved] == sorted({target for _, target in moved}), "target order, none twice"
+    first = transfer.source
+    assert transfer.is_dense == ([source for source, _ in moved] == list(range(first, first + len(moved))))
 
 
 @given(transfers(), st.integers(0, 300), st.integers(0, 300))

@@ -28,6 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # numpy's algebra has a thread for each core from its import on, which spins before it sleeps: a quarter of what
         # the import takes. Nothing here multiplies matrices with it.
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+        # Buffers are as large as the largest block may be, and few blocks are: a huge page would take 2 MB for a byte.
+        os.environ.setdefault("NUMPY_MADVISE_HUGEPAGE", "0")
     thresholds = gc.get_threshold()
     gc.set_threshold(_NEW_OBJECTS, *thresholds[1:])
     try:

@@ -52,6 +52,16 @@ class Transfer(msgspec.Struct, frozen=True, array_like=True, gc=False):
             span += (count - 1) * step
         return span
 
+    @property
+    def is_dense(self) -> bool:
+        """Whether the runs follow one another in the file without gaps, in the order of the target."""
+        span = self.width
+        for count, step, _ in reversed(self.loops):
+            if step != span:
+                return False
+            span *= count
+        return True
+
     def as_json(self) -> dict[str, Any]:
         """Return it as plain JSON data, with a name for each number."""
         loops = [dict(zip(("count", "source_stride", "target_stride"), loop, strict=True)) for loop in self.loops]

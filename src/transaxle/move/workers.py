@@ -246,9 +246,9 @@ def block_ends(transfers: Sequence[Transfer], size: int, room: int, length: int 
     """
     if length is not None:
         return _cut(0, size, min(length, room))
-    # Long runs are read straight into the block, where a small one stays in the cache. Short runs want the larger one,
-    # so that a strided read covers more of them.
-    plain = all(transfer.width >= _SMALLEST for transfer in transfers)
+    # Long runs are read straight into the block, where a small one stays in the cache; so do short ones that follow one
+    # another in the file. Others want the larger one, so that a strided read covers more of them.
+    plain = all(transfer.width >= _SMALLEST or transfer.is_dense for transfer in transfers)
     fitting = min(_BLOCK, room)
     most = fitting if plain else room
     ends: list[int] = []
