@@ -12,11 +12,14 @@ xxhash and nothing of ours, and whose threads take the source's files from one a
 they read and write it. So fast could be any Python process that hashes on the way. Pieces are of 1 MB: with 8 MB, which
 no cache near a core holds, the floor takes twice the processor time.
 
+Then 36 layers, 6 GB, by two workers and by one, in a file system in memory: a disk cannot hold back so much, and both
+would wait for it. `--quick` leaves this out, and transformers and the consolidation.
+
 Nothing waits for the disk, but for the durable case, which stands against `cp -r` and `sync`. On a busy machine the
 ratios to `cp` are lower: it needs one core, a conversion all. What `cp` and we do alike, making pages for the files,
 takes several times as long where the memory was just given back to a host, which spreads both.
 
-    python benchmarks/convert.py [--rounds 5] [--layers 8] [--experts 64] [--jobs 2] [--peers]
+    python benchmarks/convert.py [--rounds 5] [--layers 8] [--experts 64] [--jobs 2] [--quick]
 """
 
 from __future__ import annotations
@@ -42,6 +45,8 @@ from safetensors.numpy import save_file
 
 HIDDEN, EXPERT, HEADS, KV_HEADS, HEAD, VOCABULARY = 1024, 416, 16, 4, 64, 4096
 SHARD = 500_000_000
+LARGE, MEMORY_FILES = 36, "/dev/shm"
+"""Layers of 6 GB, and where they lie with two copies of them."""
 MEMORY = 64
 """MB of a whole process at most, of which the interpreter and numpy are half."""
 
@@ -228,23 +233,37 @@ class Case:
     options: Sequence[str] = ("--no-sync",)
     floor: Sequence[str] = ()
     """The command of the floor; none: it is not measured."""
+    jobs: int | None = None
+    """Workers; None: as many as the script was told."""
 
 
 def ours(case: Case, jobs: int) -> list[str]:
     """Return our command of a case."""
-    command = [sys.executable, "-m", "transaxle", "convert", "IN", "OUT", "--to", case.to, "--jobs", str(jobs)]
+    workers = str(case.jobs or jobs)
+    command = [sys.executable, "-m", "transaxle", "convert", "IN", "OUT", "--to", case.to, "--jobs", workers]
     return [*command, *case.options]
 
 
-def cases(folder: Path, jobs: int, *, peers: bool) -> list[Case]:
+def script(folder: Path, name: str, text: str) -> list[str]:
+    """Write a script, and return the command that runs it."""
+    file = folder / f"{name}.py"
+    file.write_text(text)
+    return [sys.executable, str(file), "IN", "OUT"]
+
+
+def large_cases(folder: Path) -> list[Case]:
+    """Return what is measured of 6 GB."""
+    floor = script(folder, "floor", FLOOR)
+    return [
+        Case("6 GB, hf -> transformers against cp", "hub", "transformers", 1.1, floor=[*floor, "2"], jobs=2),
+        Case("6 GB, hf -> transformers, one worker", "hub", "transformers", 0.75, floor=[*floor, "1"], jobs=1),
+        Case("6 GB, hf -> automodel (transposed) against cp", "hub", "automodel", 0.75, floor=[*floor, "2"], jobs=2),
+    ]
+
+
+def cases(folder: Path, jobs: int, *, quick: bool) -> list[Case]:
     """Return what is measured."""
-
-    def script(name: str, text: str) -> list[str]:
-        file = folder / f"{name}.py"
-        file.write_text(text)
-        return [sys.executable, str(file), "IN", "OUT"]
-
-    floor = [*script("floor", FLOOR), str(jobs)]
+    floor = [*script(folder, "floor", FLOOR), str(jobs)]
     synced = ["sh", "-c", 'cp -r "$1" "$2" && sync "$2"/*', "sh", "IN", "OUT"]
     found = [
         Case("hf -> transformers against cp", "hub", "transformers", 0.8, floor=floor),
@@ -252,11 +271,11 @@ def cases(folder: Path, jobs: int, *, peers: bool) -> list[Case]:
         Case("hf -> automodel (transposed) against cp", "hub", "automodel", 0.5, floor=floor),
         Case("DCP folder, rows -> hf against cp", "rows", "hf", 0.8, floor=floor),
         Case("DCP folder, last dim -> hf against cp", "columns", "hf", 0.4, floor=floor),
-        Case("hf -> transformers against a script", "hub", "transformers", 10, script("stack", SCRIPT)),
+        Case("hf -> transformers against a script", "hub", "transformers", 10, script(folder, "stack", SCRIPT)),
     ]
-    if peers:
-        theirs = script("transformers_both", TRANSFORMERS)
-        merged = script("consolidate", CONSOLIDATE)
+    if not quick:
+        theirs = script(folder, "transformers_both", TRANSFORMERS)
+        merged = script(folder, "consolidate", CONSOLIDATE)
         found += [
             Case("hf -> hf against transformers' load and save", "hub", "hf", 20, theirs),
             Case("DCP's safetensors -> hf against consolidate", "shards", "hf", 10, merged),
@@ -294,35 +313,50 @@ def rounds_of(case: Case, folder: Path, said: argparse.Namespace) -> Rounds:
     return found
 
 
+def write_hub(folder: Path, layers: int, experts: int) -> int:
+    """Write the checkpoint in a process of its own, as a child's peak memory starts with that of its parent."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        return pool.submit(make, folder / "hub", layers, experts).result()
+
+
+def measure(promises: Promises, found: Sequence[Case], folder: Path, said: argparse.Namespace) -> list[float]:
+    """Measure cases in the folder that has their sources; returns our peaks in MB."""
+    peaks: list[float] = []
+    for case in found:
+        measured = rounds_of(case, folder, said)
+        limit = case.at_least if case.jobs or said.jobs > 1 else None
+        promises.at_least(case.what, measured.ratios, limit, floor=measured.floors)
+        peaks += measured.peaks
+    return peaks
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--experts", type=int, default=64)
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--peers", action="store_true", help="also against transformers and torch's consolidation")
+    parser.add_argument("--quick", action="store_true", help="neither 6 GB nor what else people use")
     said = parser.parse_args()
-    promises, peaks = Promises(), list[float]()
+    promises = Promises()
     with tempfile.TemporaryDirectory(prefix="transaxle-bench-") as name:
         folder = Path(name)
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
         os.environ["PYTHONPYCACHEPREFIX"] = str(folder / "bytecode")
-        # A process of its own: a child's peak memory starts with that of the process it was forked from.
-        with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-            total = pool.submit(make, folder / "hub", said.layers, said.experts).result()
+        total = write_hub(folder, said.layers, said.experts)
         (folder / "dcp.py").write_text(DCP)
         for target, dim, kind in [
-            ("rows", 0, "dcp"), ("columns", -1, "dcp"), *([("shards", 0, "safetensors")] if said.peers else [])
+            ("rows", 0, "dcp"), ("columns", -1, "dcp"), *([] if said.quick else [("shards", 0, "safetensors")])
         ]:  # fmt: skip
             words = [str(folder / "dcp.py"), str(folder / "hub"), str(folder / target), str(dim), kind]
             subprocess.run([sys.executable, *words], check=True)
         os.sync()  # what is removed before it was written needs no more
         print(f"{total / 1e9:.2f} GB, {said.jobs} workers, {said.rounds} rounds, times the other's speed")
-        for case in cases(folder, said.jobs, peers=said.peers):
-            found = rounds_of(case, folder, said)
-            limit = case.at_least if said.jobs > 1 else None
-            promises.at_least(case.what, found.ratios, limit, floor=found.floors)
-            peaks += found.peaks
+        peaks = measure(promises, cases(folder, said.jobs, quick=said.quick), folder, said)
+        if not said.quick:
+            with tempfile.TemporaryDirectory(prefix="transaxle-bench-", dir=MEMORY_FILES) as in_memory:
+                write_hub(Path(in_memory), LARGE, said.experts)
+                peaks += measure(promises, large_cases(Path(in_memory)), Path(in_memory), said)
     promises.at_most("peak memory of a process that converts", max(peaks), MEMORY, "MB")
     return promises.exit_code
 
