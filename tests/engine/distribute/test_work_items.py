@@ -12,6 +12,7 @@ from tests.engine import synthetic
 from transaxle.engine.distribute.work_items import WorkItem, divide, in_order, numbers, ranges_of
 from transaxle.engine.plan.conversion import make_plan
 from transaxle.engine.views.encode import Encode
+from transaxle.formats.parts.part_layout import LEAST
 
 
 @given(st.lists(st.integers(0, 50), unique=True))
@@ -43,6 +44,22 @@ def test_everything_is_in_one_item(count: int, encode: Encode | None) -> None:
         assert not own & others
         files = {plan.units[number].places[0].file for number in numbers(item.tensors)}
         assert files == set(item.files)
+
+
+def test_an_item_has_no_few_bytes_at_the_edge_of_a_file() -> None:
+    """Of which its neighbour has the rest: a service would not take them as a part."""
+    plan = make_plan(synthetic.model(4, 16), "hf", shard_size=100_000_000).plan
+    for count in range(2, 99):
+        owners = {number: item.number for item in divide(plan, count) for number in numbers(item.tensors)}
+        places = [(unit.places[0].file, owners[number], unit.nbytes) for number, unit in enumerate(plan.units)]
+        runs = [
+            (file, owner, sum(size for _, _, size in group))
+            for (file, owner), group in itertools.groupby(places, key=lambda place: place[:2])
+        ]
+        for before, (file, owner, size), after in zip(runs, runs[1:], runs[2:], strict=False):
+            if size < LEAST:
+                assert not before[1] == owner != after[1] or after[0] != file
+                assert not before[1] != owner == after[1] or before[0] != file
 
 
 def test_without_a_number_there_is_an_item_for_each_gib() -> None:

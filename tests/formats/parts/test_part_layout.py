@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from transaxle.errors import Refused
-from transaxle.formats.parts.part_layout import Extent, Part, laid_out, layout_digest
+from transaxle.formats.parts.part_layout import Extent, Fitting, Part, laid_out, layout_digest
 
 LEAST, USUAL = 5, 8
+MIB = 1 << 20
 
 
 @st.composite
@@ -27,12 +28,14 @@ def files(draw: st.DrawFn) -> tuple[int, list[Extent], list[tuple[int, int]]]:
     return at, draw(st.permutations(extents)), unknown
 
 
-@given(files())
-def test_every_byte_is_in_one_part(file: tuple[int, list[Extent], list[tuple[int, int]]]) -> None:
+@given(files(), st.dictionaries(st.integers(0, 4), st.builds(Fitting, st.integers(LEAST, USUAL), st.integers(0, 50))))
+def test_every_byte_is_in_one_part(
+    file: tuple[int, list[Extent], list[tuple[int, int]]], fitting: dict[int, Fitting]
+) -> None:
     size, extents, unknown = file
     if not extents:
         return
-    found = laid_out(size, extents, unknown, USUAL, file="f", least=LEAST)
+    found = laid_out(size, extents, unknown, USUAL, file="f", least=LEAST, fitting=fitting)
     parts = found.parts
     assert (parts[0].start, parts[-1].stop) == (0, size)
     assert all(one.stop == other.start for one, other in itertools.pairwise(parts))
@@ -76,6 +79,24 @@ def test_even_parts_have_one_length(file: tuple[int, list[Extent], list[tuple[in
         alone = {item for start, stop, item in extents if start <= part.start and part.stop <= stop}
         assert not alone or part.item in alone
         assert {item for _, _, item in found.shares(part)} == items
+
+
+@pytest.mark.parametrize("together", [4, 7])
+@pytest.mark.parametrize("sizes", [(155,), (77, 78), (13, 200, 11), (154, 154, 12), (20,), (31, 1000)])
+def test_the_last_parts_of_an_item_end_together(sizes: tuple[int, ...], together: int) -> None:
+    """Over connections that are alike, each of which takes the next part when one is sent; the item has many files."""
+    whole = sum(sizes) * MIB
+    fitting = Fitting.of(whole, 8 * MIB, together)
+    busy = [0] * together
+    for size in sizes:
+        parts = laid_out(size * MIB, [(0, size * MIB, 0)], [], 8 * MIB, file="f", fitting={0: fitting}).parts
+        assert min(part.stop - part.start for part in parts) >= 5 * MIB
+        assert max(part.stop - part.start for part in parts) < 20 * MIB
+        fitting = fitting.after(size * MIB)
+        for part in parts:
+            busy[busy.index(min(busy))] += part.stop - part.start
+    if whole >= together * 5 * MIB:
+        assert max(busy) < 1.12 * whole / together
 
 
 def test_headers_go_with_the_first_tensors() -> None:

@@ -10,6 +10,7 @@ file for each item, so that a worker reads those of its items and plans nothing.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
@@ -19,6 +20,7 @@ from transaxle.engine.copying.duplicate_checks import PlannedCheck
 from transaxle.engine.plan.planned import Plan, PlannedTensor, Recoded
 from transaxle.engine.views.cast import CASTING
 from transaxle.formats.dtype import nbytes
+from transaxle.formats.parts.part_layout import LEAST
 from transaxle.formats.storage.storage import Storage
 from transaxle.move.hashing import digest
 from transaxle.move.transfer import Transfer
@@ -30,6 +32,10 @@ _MOST = 4096
 
 Ranges = tuple[tuple[int, int], ...]
 """First number and one past the last, of each range."""
+_Piece = tuple[int, str, Sequence[int]]
+"""Bytes, kind and numbers of what is not divided further."""
+_LITTLE = 8
+"""What is less than one part in so many of an item is little beside it."""
 
 
 class WorkItem(msgspec.Struct, frozen=True, kw_only=True):
@@ -165,17 +171,43 @@ def divide(plan: Plan, count: int | None = None) -> tuple[WorkItem, ...]:
     count = read_count("items", count)
     shares: list[dict[str, list[int]]] = [{} for _ in range(count)]
     sizes = [0] * count
-    at = 0
-    for size, kind, found in pieces:
-        # The item in whose share of all bytes the middle of the piece lies.
-        middle = at + size // 2
-        number = min(count - 1, middle * count // total) if total else 0
+    for (size, kind, found), number in zip(pieces, _numbered(plan, pieces, count, total), strict=True):
         shares[number].setdefault(kind, []).extend(found)
         sizes[number] += size
-        at += size
     return tuple(
         _item(plan, number, size, share) for number, (size, share) in enumerate(zip(sizes, shares, strict=True))
     )
+
+
+def _numbered(plan: Plan, pieces: Sequence[_Piece], count: int, total: int) -> list[int]:
+    """Return the item of each piece: that in whose share of all bytes the middle of the piece lies.
+
+    What an item would have of a file beside its neighbour is the neighbour's where it is less than services take as a
+    part, and little beside an item: nobody could send it alone.
+    """
+    items, at = [], 0
+    for size, _, _ in pieces:
+        items.append(min(count - 1, (at + size // 2) * count // total) if total else 0)
+        at += size
+    little = min(LEAST, total // (_LITTLE * count))
+    for file, group in itertools.groupby(range(len(pieces)), key=lambda at: _file(plan, pieces[at])):
+        inside = list(group)
+        for ordered, beyond in ((inside, inside[0] - 1), (inside[::-1], inside[-1] + 1)):
+            item = items[ordered[0]]
+            first = next((at for at in ordered if items[at] != item), None)  # of the neighbour
+            if not file or first is None or not 0 <= beyond < len(items) or items[beyond] != item:
+                continue
+            stray = ordered[: ordered.index(first)]
+            if sum(pieces[at][0] for at in stray) < little:
+                for at in stray:
+                    items[at] = items[first]
+    return items
+
+
+def _file(plan: Plan, piece: _Piece) -> str:
+    """Return the file that a piece is written to; empty where it is no tensor."""
+    _, kind, found = piece
+    return plan.units[found[0]].places[0].file if kind == "tensors" and plan.units[found[0]].places else ""
 
 
 def _item(plan: Plan, number: int, size: int, share: dict[str, list[int]]) -> WorkItem:
@@ -203,8 +235,8 @@ def _reads(plan: Plan, share: dict[str, list[int]]) -> Iterator[Transfer]:
         yield from plan.checks[each].second
 
 
-def _pieces(plan: Plan) -> Iterator[tuple[int, str, Sequence[int]]]:
-    """Yield what is not divided further: its bytes, its kind and its numbers."""
+def _pieces(plan: Plan) -> Iterator[_Piece]:
+    """Yield what is not divided further."""
     for number, check in enumerate(plan.checks):
         yield 2 * check.nbytes, "checks", [number]
     for number, each in enumerate(plan.recoded):

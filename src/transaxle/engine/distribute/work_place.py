@@ -6,6 +6,7 @@ early; a service has none, and takes nothing more once an upload is complete.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -18,7 +19,7 @@ from transaxle.engine.distribute.work_plan import WorkPlan
 from transaxle.engine.plan.conversion import Prepared
 from transaxle.errors import TransaxleError, refuse
 from transaxle.formats.catalog.sidecar_files import SCRATCH
-from transaxle.formats.parts.part_layout import FileParts, laid_out, layout_digest
+from transaxle.formats.parts.part_layout import FileParts, Fitting, laid_out, layout_digest
 from transaxle.formats.staging.place import MOVES, TargetPlace
 from transaxle.formats.staging.writer import Writer
 from transaxle.formats.storage.os_errors import failed
@@ -155,7 +156,7 @@ class _ServicePlace:
         self._prepared = prepared
         self._known = prepared.draft.early()
         self._opened: tuple[int, SharedUpload] | None = None
-        self._layout: dict[str, FileParts] | None = None
+        self._layout: dict[str, FileParts] = {}
         self._stored: dict[tuple[str, str], Mapping[int, StoredPart]] = {}
 
     @property
@@ -192,8 +193,8 @@ class _ServicePlace:
         from transaxle.formats.parts.part_sender import PartSender
 
         upload, begun = self._upload, self._begun()
-        if self._layout is None:
-            self._layout = layout_of(self._plan, self._prepared)
+        if begun.layout != layout_digest(self._layout):
+            self._layout = layout_of(self._plan, self._prepared, begun.layout)
         if begun.layout != layout_digest(self._layout):
             message = "the work that has begun is divided otherwise"
             raise refuse("INCOMPLETE", message, file=self._plan.order.target, hint=_BEGIN)
@@ -247,12 +248,19 @@ def results_on(upload: SharedUpload, token: str, wanted: Iterable[int] | None = 
     return found
 
 
-def layout_of(plan: WorkPlan, prepared: Prepared) -> dict[str, FileParts]:
+def layout_of(plan: WorkPlan, prepared: Prepared, begun: str = "") -> dict[str, FileParts]:
     """Return the parts of all files that items of a plan write.
+
+    Args:
+        plan: what is to be done.
+        prepared: the same, with the source open.
+        begun: hash of the parts with which the work has begun: if they are of the usual size, as they once were for all
+            items, they stay so.
 
     Raises:
         Refused: UNSUPPORTED where a file cannot be divided so.
     """
+    from transaxle.formats.parts.part_sender import SENDERS
     from transaxle.formats.staging.upload import PART
 
     extents: dict[str, list[tuple[int, int, int]]] = {}
@@ -268,11 +276,25 @@ def layout_of(plan: WorkPlan, prepared: Prepared) -> dict[str, FileParts]:
             ends = fragment.offset, fragment.offset + len(fragment.data)
             unknown.setdefault(fragment.file, []).append(ends)
     sizes: Mapping[str, int] = prepared.draft.files
-    return {
-        file: laid_out(sizes[file], own, unknown.get(file, ()), PART, file=file, even=plan.even)
-        for file, own in extents.items()
-        if own
-    }
+    written: dict[int, int] = {}
+    for start, stop, number in itertools.chain.from_iterable(extents.values()):
+        written[number] = written.get(number, 0) + stop - start
+
+    def divided(fitting: dict[int, Fitting]) -> dict[str, FileParts]:
+        found = {}
+        for file, own in extents.items():
+            late = unknown.get(file, ())
+            if own:
+                found[file] = laid_out(sizes[file], own, late, PART, file=file, fitting=fitting, even=plan.even)
+            for start, stop, number in own if fitting else ():
+                fitting[number] = fitting[number].after(stop - start)
+        return found
+
+    found = divided({number: Fitting.of(size, PART, SENDERS) for number, size in written.items()})
+    if begun in ("", layout_digest(found)):
+        return found
+    before = divided({})
+    return before if begun == layout_digest(before) else found
 
 
 def _ranges(place: Transfer) -> Iterator[tuple[int, int]]:

@@ -5,6 +5,9 @@ without a gap is cut into parts that only this item sends. Where it writes less,
 the very end, a part is shared: each item leaves its bytes of it as an object beside the target, and the driver joins
 them. A tensor is never divided between workers.
 
+A worker sends several parts at once, and has nothing left for the first that is over while the others still go. So an
+item's parts are about as many as fill all its connections to the end.
+
 Some services want parts of one length. Where one process sends all, and joins little, all parts but the last have it.
 """
 
@@ -12,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Self
 
 import msgspec
 import xxhash
@@ -92,6 +96,35 @@ class KeptShare(msgspec.Struct, frozen=True, array_like=True):
     """xxh3-128 of its bytes."""
 
 
+class Fitting(msgspec.Struct, frozen=True):
+    """How the parts of an item fit the connections over which they are sent at once: those sent last end together."""
+
+    size: int
+    """Bytes of a usual part."""
+    before: int = 0
+    """What the item has written before."""
+
+    @classmethod
+    def of(cls, size: int, usual: int, together: int) -> Self:
+        """Return that of an item.
+
+        Args:
+            size: bytes that it writes.
+            usual: bytes of a part at most, unless some would be too small.
+            together: parts that are sent at once.
+        """
+        rounds = max(1, min(-(-size // (together * usual)), size // (together * LEAST)))
+        return cls(max(LEAST, -(-size // (together * rounds))))
+
+    def after(self, size: int) -> Self:
+        """Return it for what follows more bytes."""
+        return msgspec.structs.replace(self, before=self.before + size)
+
+    def count(self, size: int) -> int:
+        """Return how many parts come of the bytes that follow."""
+        return round((self.before + size) / self.size) - round(self.before / self.size)
+
+
 def laid_out(
     size: int,
     extents: Iterable[Extent],
@@ -100,6 +133,7 @@ def laid_out(
     *,
     file: str,
     least: int = LEAST,
+    fitting: Mapping[int, Fitting] | None = None,
     even: bool = False,
 ) -> FileParts:
     """Divide a file into parts.
@@ -111,6 +145,7 @@ def laid_out(
         usual: bytes of a usual part.
         file: name of the file, for errors.
         least: bytes that every part but the last must have.
+        fitting: item -> how its parts fit its connections; without, they are of the usual size or larger.
         even: all parts but the last have one length.
 
     Raises:
@@ -123,7 +158,7 @@ def laid_out(
     least = max(least, -(-size // MOST))
     usual = max(usual, least)
     runs = _runs(size, own, sorted(unknown))
-    parts = tuple(_even_parts(runs, size, usual) if even else _parts(runs, size, usual, least))
+    parts = tuple(_even_parts(runs, size, usual) if even else _parts(runs, size, usual, least, fitting or {}))
     if any(part.stop - part.start > LARGEST for part in parts):
         message = f"a part would have more than the {LARGEST:,} bytes that services take"
         raise refuse("UNSUPPORTED", message, file=file, hint="Write smaller files: --shard-size (shard_size=).")
@@ -161,11 +196,14 @@ def _runs(size: int, own: Sequence[Extent], unknown: Sequence[tuple[int, int]]) 
     return runs
 
 
-def _parts(runs: Iterable[tuple[int, int, int | None]], size: int, usual: int, least: int) -> Iterator[Part]:
+def _parts(
+    runs: Iterable[tuple[int, int, int | None]], size: int, usual: int, least: int, fitting: Mapping[int, Fitting]
+) -> Iterator[Part]:
     begun = 0
     """Where the part begins that is not complete yet."""
     items: set[int | None] = set()
     """Whose bytes are in it."""
+    fitting = dict(fitting)
     for start, stop, item in runs:
         if items and start - begun < least:
             borrowed = min(stop, begun + least)
@@ -182,7 +220,11 @@ def _parts(runs: Iterable[tuple[int, int, int | None]], size: int, usual: int, l
         if item is None or (stop - begun < least and stop < size):
             items = {item}
             continue
-        yield from _cut(begun, stop, item, usual)
+        count = (stop - begun) // usual
+        if item in fitting:
+            count = min(fitting[item].count(stop - begun), (stop - begun) // least)
+            fitting[item] = fitting[item].after(stop - begun)
+        yield from _cut(begun, stop, item, count)
         begun = stop
     if items:
         yield _of(begun, size, items)
@@ -204,9 +246,9 @@ def _of(start: int, stop: int, items: set[int | None]) -> Part:
     return Part(start, stop, next(iter(items)) if len(items) == 1 else None)
 
 
-def _cut(start: int, stop: int, item: int, usual: int) -> Iterator[Part]:
+def _cut(start: int, stop: int, item: int, count: int) -> Iterator[Part]:
     """Cut what one item sends into about equal parts."""
-    count = max(1, (stop - start) // usual)
+    count = max(1, count)
     cuts = [start + (stop - start) * number // count for number in range(count + 1)]
     for first, last in itertools.pairwise(cuts):
         yield Part(first, last, item)
