@@ -29,6 +29,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import fsspec
+import fsspec.config
 import numpy as np
 from safetensors.numpy import save_file
 
@@ -44,15 +45,17 @@ from transaxle.formats.staging.upload import PART
 LEAST = 0.9
 """Efficiency that is promised."""
 BUCKET = "benchmark"
+PATIENT = '{"config_kwargs": {"read_timeout": 120}}'
+"""The client waits for more than 15 seconds: of what it has sent, megabytes lie in the system's buffers."""
 TENSOR = 2 << 20
 """Bytes of a tensor."""
 
 
-def checkpoint(folder: Path, mebibytes: int) -> Path:
+def checkpoint(folder: Path, count: int, size: int = TENSOR) -> Path:
     """Write a checkpoint of equal tensors in one file."""
     folder.mkdir()
-    values = np.random.default_rng(0).integers(0, 255, TENSOR, np.uint8)
-    save_file({f"w{at:04}": values + at % 7 for at in range((mebibytes << 20) // TENSOR)}, folder / "model.safetensors")
+    values = np.random.default_rng(0).integers(0, 255, size, np.uint8)
+    save_file({f"w{at:04}": values + at % 7 for at in range(count)}, folder / "model.safetensors")
     return folder
 
 
@@ -125,7 +128,8 @@ def main() -> int:
     parser.add_argument("--latency", type=float, default=0.03)
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4, 8])
     given = parser.parse_args()
-    os.environ.update(ENVIRONMENT)
+    os.environ.update(ENVIRONMENT, FSSPEC_S3=PATIENT)
+    fsspec.config.set_conf_env(fsspec.config.conf)
     SharedUpload.appear = timed(SharedUpload.appear)  # type: ignore[method-assign]
     kept = True
     with (
@@ -135,7 +139,8 @@ def main() -> int:
     ):
         os.environ["AWS_ENDPOINT_URL"] = proxy.url
         fsspec.filesystem("s3").call_s3("create_bucket", Bucket=BUCKET)
-        source, small = checkpoint(Path(folder, "source"), given.mebibytes), checkpoint(Path(folder, "small"), 64)
+        source = checkpoint(Path(folder, "source"), (given.mebibytes << 20) // TENSOR)
+        small = checkpoint(Path(folder, "small"), 4 * max(given.workers), 4096)
         print(f"{given.mebibytes} MiB, {given.rate:g} MiB/s and {given.latency * 1000:g} ms a connection")
         first = 0.0
         for workers in given.workers:

@@ -32,7 +32,7 @@ NIC = 25e9 / 8
 """Bytes a second that a machine receives, and as many that it sends."""
 LATENCY, CONNECTION, STORE = 0.03, 90e6, 400e9
 """Seconds before a request's first byte; bytes a second of a connection; those of the store, either way."""
-READ, WRITE = 8 << 20, 16 << 20
+READ, WRITE = 8 << 20, 8 << 20
 """Bytes of a request and of a part."""
 START = 2.0
 """Seconds until a worker is there and has the program."""

@@ -37,6 +37,8 @@ class FaultyProxy(http.server.ThreadingHTTPServer):
 
     def __init__(self, upstream: str, *, latency: float = 0.0, rate: float = 0.0) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
+        if rate:  # what is sent does not wait here, where the client takes it for received
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2 * _PIECE)
         self.upstream = urlsplit(upstream).netloc
         self.latency = latency
         self.rate = rate
@@ -144,7 +146,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         begun = time.monotonic()
         for start in range(0, len(data), _PIECE):
             self.wfile.write(data[start : start + _PIECE])
-            self._wait(begun, start + _PIECE)
+            self._wait(begun, min(len(data), start + _PIECE))
 
     def do_GET(self) -> None:
         self._forward()
