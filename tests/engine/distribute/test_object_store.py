@@ -27,7 +27,6 @@ from transaxle.engine.distribute.driver import begin_work, commit_work
 from transaxle.engine.distribute.item_work import let_go
 from transaxle.engine.distribute.work_plan import WorkPlan
 from transaxle.errors import Code, UsageError, refuse
-from transaxle.formats.parts.part_layout import Fitting
 from transaxle.formats.remote.multipart import S3Multipart
 from transaxle.formats.remote.service import Service
 from transaxle.formats.staging.upload import PART
@@ -285,31 +284,6 @@ def test_work_of_others_and_of_another_division(bucket: Bucket, tmp_path: Path) 
     tx.convert(source, tmp_path / "wanted", to="safetensors", shard_size=8000)
     assert there(bucket, tmp_path / "found") == contents(tmp_path / "wanted")
     assert hidden(bucket) == []
-
-
-def test_work_with_the_part_sizes_of_before_goes_on_with_them(
-    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Items' parts once had the usual size at least, whatever their number."""
-    source, url = many(tmp_path / "source"), f"{bucket.url}/out"
-    plan = planned(source, url, "safetensors", 2, shard_size=SHARD)
-    with monkeypatch.context() as earlier:
-        earlier.setattr(Fitting, "count", lambda _, size: size // PART)
-        begin_work(plan)
-        do(plan, [0])
-    assert begin_work(plan) == 1
-    do(plan)
-    commit_work(plan)
-    (file,) = (name for name in bucket.names() if name.endswith(".safetensors"))
-    assert bucket.parts(file) == 4
-    tx.convert(source, tmp_path / "wanted", to="safetensors", shard_size=SHARD)
-    assert there(bucket, tmp_path / "found") == contents(tmp_path / "wanted")
-    plan = planned(source, f"{bucket.url}/new", "safetensors", 2, shard_size=SHARD)
-    begin_work(plan)
-    do(plan)
-    commit_work(plan)
-    assert bucket.parts(file.replace("out/", "new/")) == 6
-    assert there(bucket, tmp_path / "new", "new") == contents(tmp_path / "wanted")
 
 
 def test_clean_removes_what_a_killed_run_leaves(

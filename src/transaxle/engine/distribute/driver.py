@@ -93,8 +93,7 @@ def begin(plan: WorkPlan, prepared: Prepared, stage: SharedStage) -> dict[int, I
 
 def _begin_upload(plan: WorkPlan, prepared: Prepared, stage: SharedUpload) -> dict[int, ItemResult]:
     """Begin uploads, or find those of an earlier run; return the results whose parts the service has."""
-    layout = partial(layout_of, plan, prepared)
-    stage.begin_or_continue(layout, task_text(plan.task), len(plan.items), even=plan.even)
+    stage.begin_or_continue(layout_of(plan, prepared), task_text(plan.task), len(plan.items), even=plan.even)
     stage.prepare(_files(prepared, stage))
     write_known(stage, prepared.draft.early())
     names = frozenset(stage.hidden.names())

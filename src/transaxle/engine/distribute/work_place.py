@@ -156,7 +156,7 @@ class _ServicePlace:
         self._prepared = prepared
         self._known = prepared.draft.early()
         self._opened: tuple[int, SharedUpload] | None = None
-        self._layout: dict[str, FileParts] = {}
+        self._layout: dict[str, FileParts] | None = None
         self._stored: dict[tuple[str, str], Mapping[int, StoredPart]] = {}
 
     @property
@@ -193,8 +193,8 @@ class _ServicePlace:
         from transaxle.formats.parts.part_sender import PartSender
 
         upload, begun = self._upload, self._begun()
-        if begun.layout != layout_digest(self._layout):
-            self._layout = layout_of(self._plan, self._prepared, begun.layout)
+        if self._layout is None:
+            self._layout = layout_of(self._plan, self._prepared)
         if begun.layout != layout_digest(self._layout):
             message = "the work that has begun is divided otherwise"
             raise refuse("INCOMPLETE", message, file=self._plan.order.target, hint=_BEGIN)
@@ -248,14 +248,8 @@ def results_on(upload: SharedUpload, token: str, wanted: Iterable[int] | None = 
     return found
 
 
-def layout_of(plan: WorkPlan, prepared: Prepared, begun: str = "") -> dict[str, FileParts]:
+def layout_of(plan: WorkPlan, prepared: Prepared) -> dict[str, FileParts]:
     """Return the parts of all files that items of a plan write.
-
-    Args:
-        plan: what is to be done.
-        prepared: the same, with the source open.
-        begun: hash of the parts with which the work has begun: if they are of the usual size, as they once were for all
-            items, they stay so.
 
     Raises:
         Refused: UNSUPPORTED where a file cannot be divided so.
@@ -280,21 +274,15 @@ def layout_of(plan: WorkPlan, prepared: Prepared, begun: str = "") -> dict[str, 
     for start, stop, number in itertools.chain.from_iterable(extents.values()):
         written[number] = written.get(number, 0) + stop - start
 
-    def divided(fitting: dict[int, Fitting]) -> dict[str, FileParts]:
-        found = {}
-        for file, own in extents.items():
-            late = unknown.get(file, ())
-            if own:
-                found[file] = laid_out(sizes[file], own, late, PART, file=file, fitting=fitting, even=plan.even)
-            for start, stop, number in own if fitting else ():
-                fitting[number] = fitting[number].after(stop - start)
-        return found
-
-    found = divided({number: Fitting.of(size, PART, SENDERS) for number, size in written.items()})
-    if begun in ("", layout_digest(found)):
-        return found
-    before = divided({})
-    return before if begun == layout_digest(before) else found
+    fitting = {number: Fitting.of(size, PART, SENDERS) for number, size in written.items()}
+    found = {}
+    for file, own in extents.items():
+        late = unknown.get(file, ())
+        if own:
+            found[file] = laid_out(sizes[file], own, late, PART, file=file, fitting=fitting, even=plan.even)
+        for start, stop, number in own:
+            fitting[number] = fitting[number].after(stop - start)
+    return found
 
 
 def _ranges(place: Transfer) -> Iterator[tuple[int, int]]:

@@ -113,13 +113,12 @@ class SharedUpload(Upload):
         return "" if info is None else str(info.get("ETag", "")).strip('"')
 
     def begin_or_continue(
-        self, layout_of: Callable[[str], Mapping[str, FileParts]], task: str, items: int = 0, *, even: bool = False
+        self, layout: Mapping[str, FileParts], task: str, items: int = 0, *, even: bool = False
     ) -> None:
         """Begin the uploads, or find those that an earlier run has begun.
 
         Args:
-            layout_of: given the hash of the layout with which an earlier run has begun, or nothing, returns file -> its
-                parts, of all files that workers write.
+            layout: file -> its parts, of all files that workers write.
             task: what the work belongs to, as text.
             items: how many items of work there are.
             even: all parts of a file but the last have one length.
@@ -128,11 +127,11 @@ class SharedUpload(Upload):
             UsageError: EXISTS where other work has begun, or this one without `resume`.
             StorageError: IO.
         """
-        begun = self.hidden.begun()
-        self._layout = layout = layout_of("" if begun is None else begun.layout)
+        self._layout = layout
         if self._single and len(layout) > 1:
             raise several_files(self._shown)
         digest = layout_digest(layout)
+        begun = self.hidden.begun()
         if begun is not None:
             if not self._resume:
                 raise refuse("EXISTS", "beside the target is unfinished work", file=self._shown, hint=_CLEAN)
