@@ -223,13 +223,13 @@ def _differences(config: Mapping[str, Any] | None, other: Mapping[str, Any] | No
     """
     if other is None or config is None:
         return []
-    pairs = {key: (value, other[key]) for key, value in _sizes(config).items() if key in _sizes(other)}
-    unlike = {
-        key: f"{key} is {there} in the target's config, but {here} in the source's"
-        for key, (here, there) in pairs.items()
-        if here != there
-    }
-    return [Refusal("SHAPE_MISMATCH", message, Where(), _CONFIGS) for message in unlike.values()]
+    here, there = _sizes(config), _sizes(other)
+    unlike = [
+        f"{key} is {there[key]} in the target's config, but {here[key]} in the source's"
+        for key in here
+        if here[key] != there.get(key, here[key])
+    ]
+    return [Refusal("SHAPE_MISMATCH", message, Where(), _CONFIGS) for message in unlike]
 
 
 def _sizes(config: Mapping[str, Any]) -> dict[str, int]:
