@@ -1,4 +1,4 @@
-"""The training side with models of every type: refit between memory and a hub's names."""
+"""The training side with models of every type: refit between memory and a hub's names, and models without memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,15 @@ from tests.oracles.tiny_models import drawn
 from transaxle.errors import TransaxleError
 
 Check = Callable[[Any, Path], None]
-"""Asserts something of a model; files go into a folder."""
+"""Asserts something of a model that transformers has stored in `HUB` of a folder; files go into that folder."""
+HUB = "hub"
+
+
+def _stored(model_type: str, folder: Path) -> Any:
+    with quiet():
+        model = drawn(model_type)
+        model.save_pretrained(folder / HUB)
+    return model
 
 
 def everything(model: Any) -> Tensors:
@@ -33,9 +41,7 @@ def refit(source: Any, folder: Path) -> None:
     with torch.no_grad():
         for parameter in target.parameters():
             parameter.zero_()
-    with quiet():
-        source.save_pretrained(folder / "hub")
-    hub = published(source.config.model_type, loaded(folder / "hub"))
+    hub = published(source.config.model_type, loaded(folder / HUB))
     engine = {name: torch.zeros_like(tensor) for name, tensor in hub.items()}
     tx.Refit(source, target).push()
     tx.Refit(source, engine, dialect="hf").push()
@@ -43,26 +49,34 @@ def refit(source: Any, folder: Path) -> None:
     assert differing(engine, hub) == []
 
 
+def built_empty(model: Any, folder: Path) -> None:
+    """Assert that a model on the meta device has all values of one that is not, once it is loaded."""
+    with quiet(), torch.device("meta"):
+        empty = type(model)._from_config(deepcopy(model.config)).eval()
+    tx.save(model, folder / "saved", to="safetensors")
+    tx.load(empty, folder / "saved")
+    assert differing(everything(empty), everything(model)) == []
+
+
 SAMPLE = (
     pytest.param(refit, "gemma3", id="refit-gemma3"),  # the config of its text says more than the whole one
+    pytest.param(built_empty, "falcon_h1", id="empty-falcon_h1"),  # a model fills a buffer of its layers
+    pytest.param(built_empty, "paligemma", id="empty-paligemma"),  # models in models fill their own
 )
 
 
 @pytest.mark.peers
 @pytest.mark.parametrize(("check", "model_type"), SAMPLE)
 def test_every_value_arrives(check: Check, model_type: str, tmp_path: Path) -> None:
-    with quiet():
-        model = drawn(model_type)
-    check(model, tmp_path)
+    check(_stored(model_type, tmp_path), tmp_path)
 
 
 @pytest.mark.oracle
 @pytest.mark.parametrize("model_type", TYPES)
-@pytest.mark.parametrize("check", [refit])
+@pytest.mark.parametrize("check", [refit, built_empty])
 def test_of_every_type_every_value_arrives(check: Check, model_type: str, tmp_path: Path) -> None:
     try:
-        with quiet():
-            model = drawn(model_type)
+        model = _stored(model_type, tmp_path)
     except Exception as error:  # noqa: BLE001 - of the peer
         pytest.skip(f"no model of these sizes: {error}")
     try:

@@ -6,7 +6,9 @@ refused, so that nothing uninitialised is left behind.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain
 
 import torch
 from torch import nn
@@ -19,12 +21,14 @@ from transaxle.torch_tensors.local_tensor import local_of
 
 _INIT = ("reset_parameters", "init_weights", "_init_self_buffers")
 """Methods by which modules fill what they own, in the order in which they are tried."""
-_MODEL_INIT = "_init_weights"
-"""Method of a transformers model that fills one module."""
+_MODEL_INIT, _MODEL = "_init_weights", "_initialize_weights"
+"""Method of a transformers model that fills one module of it, and one that only such models have."""
 _FILLED = "_is_hf_initialized"
 """Attribute of tensors that it leaves alone."""
 _UNFILLED = 0xA5
 """Byte of buffers that nobody has filled yet."""
+Init = Callable[[nn.Module], object]
+"""Fills one module of a model."""
 
 
 def unloadable(model: State, loaded: Container[str]) -> list[Refusal]:
@@ -42,8 +46,9 @@ def unloadable(model: State, loaded: Container[str]) -> list[Refusal]:
         tensors = leaves(model, sharded=True).tensors.items()
         return [Refusal("UNSUPPORTED", message, Where(None, name), hint) for name, each in tensors if each.is_meta]
     problems = []
+    known = any(_model_init(module) is not None for module in model.modules())
     for name, owner, tensor, parameter in _meta(model):
-        if name in loaded or (not parameter and _initialisers(model, owner)):
+        if name in loaded or (not parameter and (known or _own_initialisers(model, owner))):
             continue
         what = "parameter" if parameter else "buffer"
         message = f"this {what} of shape {list(tensor.shape)} is on the meta device, and nothing gives it values"
@@ -83,32 +88,81 @@ def materialise(model: nn.Module, loaded: Container[str], device: torch.device) 
         for name, owner, _, parameter in found:
             if name not in loaded and not parameter:
                 buffers.setdefault(owner, []).append(name)
-        problems = [problem for owner, names in buffers.items() for problem in _fill(model, owner, names)]
+        problems = list(_fill(model, buffers)) if buffers else []
     if problems:
         raise gathered(problems)
 
 
-def _fill(model: nn.Module, owner: nn.Module, names: Sequence[str]) -> Iterator[Refusal]:
-    """Let a module fill its buffers; yield a refusal for each that is as it was before."""
-    before = {name: owner._buffers[name.rpartition(".")[2]] for name in names}
-    for buffer in before.values():
-        if buffer is not None:
-            local_of(buffer).reshape(-1).view(torch.uint8).fill_(_UNFILLED)
-    left = list(names)
-    for fill in _initialisers(model, owner):
-        fill()
-        left = [name for name in left if _is_unfilled(owner._buffers[name.rpartition(".")[2]])]
-        if not left:
-            return
-    for name in left:
-        message = "this buffer is on the meta device, and its module's own initialisation does not give it values"
-        yield Refusal("MISSING_TENSOR", message, Where(None, name), "Build the model on a real device.")
+def _fill(model: nn.Module, buffers: Mapping[nn.Module, Sequence[str]]) -> Iterator[Refusal]:
+    """Let modules fill their buffers, given by name; yield a refusal for each that is as it was before."""
+    anew = [_buffer(owner, name) for owner, names in buffers.items() for name in names]
+    for buffer in anew:
+        local_of(buffer).reshape(-1).view(torch.uint8).fill_(_UNFILLED)
+    with _protected(model, {id(buffer) for buffer in anew}):
+        _initialise(model, None, buffers)
+    for owner, names in buffers.items():
+        left = [name for name in names if _is_unfilled(_buffer(owner, name))]
+        for fill in _own_initialisers(model, owner):
+            if left:
+                fill()
+                left = [name for name in left if _is_unfilled(_buffer(owner, name))]
+        for name in left:
+            message = "this buffer is on the meta device, and its module's own initialisation does not give it values"
+            yield Refusal("MISSING_TENSOR", message, Where(None, name), "Build the model on a real device.")
 
 
-def _is_unfilled(buffer: torch.Tensor | None) -> bool:
-    if buffer is None or not buffer.numel():
-        return False
-    return bool((local_of(buffer).reshape(-1).view(torch.uint8) == _UNFILLED).all())
+@contextmanager
+def _protected(model: nn.Module, anew: Container[int]) -> Iterator[None]:
+    """Keep models of transformers from filling anything but some tensors, which are given by identity.
+
+    Values of parameters come from the source; to fill those of one rank's part, ranks may have to wait for others that
+    have none of it to fill.
+    """
+    tensors = chain(model.parameters(), model.buffers())
+    kept = [each for each in tensors if id(each) not in anew and not hasattr(each, _FILLED)]
+    for tensor in kept:
+        setattr(tensor, _FILLED, True)
+    try:
+        yield
+    finally:
+        for tensor in kept:
+            delattr(tensor, _FILLED)
+
+
+def _initialise(module: nn.Module, init: Init | None, owners: Container[nn.Module]) -> bool:
+    """Fill some modules and what they are in as transformers does: innermost first, by the model that each belongs to.
+
+    Args:
+        module: the model, or a part of it.
+        init: what fills modules of the model that it belongs to.
+        owners: the modules.
+
+    Returns:
+        whether any of them is in `module`.
+    """
+    init = _model_init(module) or init
+    holds = module in owners
+    for child in module.children():
+        holds = _initialise(child, init, owners) or holds
+    if holds and init is not None:
+        init(module)
+    return holds
+
+
+def _model_init(module: nn.Module) -> Init | None:
+    """Return what fills the modules of a model of transformers; None of any other module."""
+    return getattr(module, _MODEL_INIT, None) if hasattr(module, _MODEL) else None
+
+
+def _buffer(owner: nn.Module, name: str) -> torch.Tensor:
+    """Return a module's buffer, given by its full name."""
+    buffer = owner._buffers[name.rpartition(".")[2]]
+    assert buffer is not None
+    return buffer
+
+
+def _is_unfilled(buffer: torch.Tensor) -> bool:
+    return buffer.numel() > 0 and bool((local_of(buffer).reshape(-1).view(torch.uint8) == _UNFILLED).all())
 
 
 def _tie(parameters: Sequence[tuple[nn.Module, str, int]]) -> None:
@@ -134,22 +188,10 @@ def _meta(model: nn.Module) -> Iterator[tuple[str, nn.Module, torch.Tensor, bool
                     yield own_name(f"{path}.{name}" if path else name), module, tensor, kind
 
 
-def _initialisers(model: nn.Module, owner: nn.Module) -> list[Callable[[], object]]:
-    """Return what may fill the buffers of a module; what knows only the class it comes from may leave some out."""
-    whole = getattr(model, _MODEL_INIT, None)
+def _own_initialisers(model: nn.Module, owner: nn.Module) -> list[Callable[[], object]]:
+    """Return a module's own methods that may fill its buffers; one that knows only its base class may leave some out.
+
+    Those of the whole model would fill its parameters, too.
+    """
     own = [getattr(owner, name, None) for name in _INIT] if owner is not model else []
-
-    def buffers_only() -> None:
-        # Values of parameters come from the source; to fill those of one rank's part, ranks may have to wait for others
-        # that have none of it to fill.
-        assert whole is not None
-        parameters = [parameter for parameter in owner._parameters.values() if parameter is not None]
-        for parameter in parameters:
-            setattr(parameter, _FILLED, True)
-        try:
-            whole(owner)
-        finally:
-            for parameter in parameters:
-                delattr(parameter, _FILLED)
-
-    return [*([] if whole is None else [buffers_only]), *(each for each in own if callable(each))]
+    return [each for each in own if callable(each)]
