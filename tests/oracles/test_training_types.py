@@ -16,6 +16,7 @@ from tests.oracles.quiet import quiet
 from tests.oracles.test_encoded_types import TYPES
 from tests.oracles.tiny_models import drawn
 from transaxle.errors import TransaxleError
+from transaxle.quant import Float8CurrentScaling, quantize_
 
 Check = Callable[[Any, Path], None]
 """Asserts something of a model that transformers has stored in `HUB` of a folder; files go into that folder."""
@@ -58,9 +59,23 @@ def built_empty(model: Any, folder: Path) -> None:
     assert differing(everything(empty), everything(model)) == []
 
 
+def float8_from_a_hub(model: Any, folder: Path) -> None:
+    """Assert that codes and scales that were saved for a hub are loaded bit for bit."""
+    other = deepcopy(model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    for each in (model, other):
+        quantize_(each, Float8CurrentScaling())
+    tx.save(model, folder / "saved", to="hf")
+    tx.load(other, folder / "saved")
+    assert differing(other.state_dict(), model.state_dict()) == []
+
+
 SAMPLE = (
     pytest.param(refit, "gemma3", id="refit-gemma3"),  # the config of its text says more than the whole one
     pytest.param(built_empty, "falcon_h1", id="empty-falcon_h1"),  # a model fills a buffer of its layers
+    pytest.param(float8_from_a_hub, "gemma3", id="float8-gemma3"),  # a hub has other names
     pytest.param(built_empty, "paligemma", id="empty-paligemma"),  # models in models fill their own
 )
 
@@ -73,7 +88,7 @@ def test_every_value_arrives(check: Check, model_type: str, tmp_path: Path) -> N
 
 @pytest.mark.oracle
 @pytest.mark.parametrize("model_type", TYPES)
-@pytest.mark.parametrize("check", [refit, built_empty])
+@pytest.mark.parametrize("check", [refit, built_empty, float8_from_a_hub])
 def test_of_every_type_every_value_arrives(check: Check, model_type: str, tmp_path: Path) -> None:
     try:
         model = _stored(model_type, tmp_path)

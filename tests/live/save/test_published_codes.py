@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -180,9 +182,10 @@ def test_a_state_dict_a_background_save_and_a_conversion_give_the_same_files(tmp
 
 
 @pytest.mark.peers
-def test_a_model_of_the_same_kind_loads_the_bytes_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_of_the_same_kind_loads_the_bytes_again(family: str, tmp_path: Path) -> None:
     for kind in KINDS:
-        model, other = _model("llama", kind), _model("llama", kind, seed=1)
+        model, other = _model(family, kind), _model(family, kind, seed=1)
         tx.save(model, tmp_path / kind, to="hf", config=_config(model), sync=False)
         if kind == "nvfp4":  # of its amax there is a quotient only
             with pytest.raises(tx.TransaxleError, match="in the names of compressed_tensors"):
@@ -191,6 +194,31 @@ def test_a_model_of_the_same_kind_loads_the_bytes_again(tmp_path: Path) -> None:
         tx.load(other, tmp_path / kind)
         mine, theirs = _held(model), _held(other)
         assert all(torch.equal(theirs[name][part], b) for name, one in mine.items() for part, b in one.items())
+
+
+@pytest.mark.peers
+def test_experts_whose_scales_differ_are_no_stack_until_they_are_decoded(tmp_path: Path) -> None:
+    """The stack of `gate_proj` and `up_proj` has one scale for both: codes of others mean something else under it."""
+    model, other = (_model("qwen3_moe", "float8", seed) for seed in range(2))
+    tx.save(model, tmp_path / "saved", to="hf", config=_config(model), sync=False)
+    tensors = load_file(tmp_path / "saved/model.safetensors")
+    up = "model.layers.0.mlp.experts.1.up_proj."
+    tensors[up + SCALE] *= 2
+    (tmp_path / "given").mkdir()
+    save_file(tensors, tmp_path / "given/model.safetensors")
+    shutil.copy(tmp_path / "saved/config.json", tmp_path / "given")
+    before = _held(other)
+    with pytest.raises(tx.TransaxleError) as found:
+        tx.load(other, tmp_path / "given")
+    assert {refusal.code for refusal in found.value.refusals} == {"UNEQUAL_COPIES"}
+    assert all(torch.equal(before[name][part], b) for name, one in _held(other).items() for part, b in one.items())
+    tx.load(other, tmp_path / "given", decode="bf16")
+    experts = other.model.layers[0].mlp.experts
+    gate, up_values = experts.gate_up_proj.dequantize()[1].chunk(2)
+    wanted = tensors[up + "weight"].float() * tensors[up + SCALE]
+    assert (up_values.float() - wanted).abs().max() <= wanted.abs().max() / 16
+    assert not torch.equal(gate, up_values)
+    assert torch.equal(experts.down_proj.dequantize(), model.model.layers[0].mlp.experts.down_proj.dequantize())
 
 
 @pytest.mark.peers

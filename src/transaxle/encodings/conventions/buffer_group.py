@@ -174,17 +174,20 @@ class _Finder:
             scale = self.entries.get(f"{head}{dot}{forms[Role.SCALE](inner)}")
             if scale is not None:
                 table_name = f"{head}{dot}{inner}"
-                self.take(convention, table_name, self._candidates(convention, table_name, eight, scale))
+                self.take(convention, table_name, self._candidates(convention, table_name, entry, scale))
                 return True
         return False
 
-    def _candidates(self, convention: Convention, name: str, eight: bool, scale: StoredBuffer) -> list[Encoding]:
+    def _candidates(
+        self, convention: Convention, name: str, codes: StoredBuffer, scale: StoredBuffer
+    ) -> list[Encoding]:
         """Return the encodings that a tensor may have, the most likely first."""
+        eight = codes.dtype in _EIGHT
         encodings: tuple[Encoding, ...] = ()
         if self.quantization is not None and self._is_of(convention):
             encodings = self.quantization.encodings(module_of(name))
         fitting = [encoding for encoding in encodings if (encoding.code_bits == 8) == eight]
-        return fitting or _usual_encodings(convention, eight, scale)
+        return fitting or _usual_encodings(convention, codes, scale)
 
     def take_codes_without_scales(self, name: str, entry: StoredBuffer) -> None:
         """Add a tensor of codes without scales: a plain one, unless the config or the name demands scales."""
@@ -384,9 +387,12 @@ def _dtype_and_shape(entry: StoredBuffer) -> str:
     return f"{entry.dtype} {list(entry.shape)}"
 
 
-def _usual_encodings(convention: Convention, eight: bool, scale: StoredBuffer) -> list[Encoding]:
-    """Return the encodings that a convention uses for such codes and scales, where no config says which."""
-    if not eight:
+def _usual_encodings(convention: Convention, codes: StoredBuffer, scale: StoredBuffer) -> list[Encoding]:
+    """Return the encodings that a convention uses for such codes and scales, where no config says which.
+
+    Scales of blocks have the dims of their codes; one that has fewer is of the whole matrix, however small that is.
+    """
+    if codes.dtype not in _EIGHT:
         nvfp4 = replace(NVFP4, scale_max=convention.scale_max)
         return [e for e in (nvfp4, MXFP4) if e.name in convention.holds and scale.dtype in _SCALES[e.name]] or [
             nvfp4 if NVFP4.name in convention.holds else MXFP4
@@ -394,7 +400,8 @@ def _usual_encodings(convention: Convention, eight: bool, scale: StoredBuffer) -
     if scale.dtype in _EXPONENTS:
         return [MXFP8, FLOAT8_BLOCK, *([_MX_COLUMNS] if convention.name == DEEPSEEK else ())]
     if convention.name == DEEPSEEK:
-        return [FLOAT8_BLOCK, FLOAT8, *_LINES]
+        likely = [FLOAT8, FLOAT8_BLOCK] if len(scale.shape) < len(codes.shape) else [FLOAT8_BLOCK, FLOAT8]
+        return [*likely, *_LINES]
     return [FLOAT8, CHANNEL, FLOAT8_BLOCK]
 
 

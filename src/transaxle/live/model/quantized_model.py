@@ -9,11 +9,12 @@ say `decode=`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from transaxle.encodings.encoding import WHOLE, Encoded, Encoding
+from transaxle.encodings.conventions.convention import COMPRESSED_TENSORS, CONVENTIONS
+from transaxle.encodings.encoding import FLOAT8, NVFP4, WHOLE, Encoded, Encoding, Role
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, StoredTensor
 from transaxle.errors import Refusal, TransaxleError, Where
 from transaxle.live.model.published_codes import as_trained
@@ -92,6 +93,12 @@ class Weights:
         """Names of all their entries."""
         return frozenset(name for one in self._all.values() for name in (*one.entries, *one.state))
 
+    @property
+    def _numbers(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the scales of whole matrices, by full name."""
+        whole = ((weight, one) for weight, one in self._all.items() if one.encoding.name == FLOAT8.name)
+        return {name: shape for weight, one in whole for name, (_, shape) in one.entries.items() if name != weight}
+
     def value_type(self, name: str) -> str | None:
         """Return the safetensors code of a parameter's values; None for a name that is no quantized parameter."""
         one = self._all.get(name)
@@ -123,17 +130,28 @@ class Weights:
         if self._all:
             checkpoint = as_trained(checkpoint)
         wanted, beside = {name: tensor.shape for name, tensor in names.items()}, self.beside
+
+        def read(source: Checkpoint) -> View:
+            found = view(source, wanted, family, dialect, beside, partial=partial)
+            return replace(found, numbers=self._numbers)
+
         keep: set[str] = set()
         if decode is not None and self._all:
             try:
-                stored = view(checkpoint, wanted, family, dialect, beside, partial=partial).tensors()
+                raw = read(checkpoint)
             except TransaxleError:
-                stored = {}  # as codes it cannot be had in this dialect at all
-            fitting = [stored[name] for name, one in self._all.items() if one.fits(stored)]
-            keep = {origin for tensor in fitting for origin in tensor.origins} & checkpoint.catalog.encoded.keys()
+                pass  # as codes it cannot be had in this dialect at all
+            else:
+                stored = raw.tensors()
+                unproven = {raw.named(check.first.name) for check in raw.checkpoint.checks}  # scales that may differ
+                fits = [
+                    name for name, one in self._all.items() if one.fits(stored) and unproven.isdisjoint(one.entries)
+                ]
+                origins = {origin for name in fits for origin in stored[name].origins}
+                keep = origins & checkpoint.catalog.encoded.keys()
         if decode is not None:
             checkpoint = decoded(checkpoint, decode, keep)
-        return view(checkpoint, wanted, family, dialect, beside, partial=partial)
+        return read(checkpoint)
 
     def sorted(self, seen: View, stored: Mapping[str, StoredTensor]) -> Sorted:
         """Find out how a source fills them.
@@ -164,7 +182,8 @@ class Weights:
                     message = f"its shape is {list(one.shape)} in the model, but {list(source.shape)} in the source"
                     problems.append(Refusal("SHAPE_MISMATCH", message, Where(None, name)))
             else:
-                origins = (name,) if source is None else source.origins
+                codes = source or stored.get(CONVENTIONS[COMPRESSED_TENSORS].stored(name, Role.CODES, NVFP4))
+                origins = (name,) if codes is None else codes.origins
                 other = next((encoded[origin] for origin in origins if origin in encoded), None)
                 lacking = [full for full in one.entries if full not in stored]
                 if other is None and (not lacking or len(lacking) == len(one.entries)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 
 import msgspec
 
@@ -37,6 +38,8 @@ class View:
     others: Mapping[str, str] = field(default_factory=dict)
     """Parameters that the model has under another name which the dialect reads alike: name in the checkpoint -> the
     model's."""
+    numbers: Mapping[str, Shape] = field(default_factory=dict)
+    """Shapes of one number for each matrix, by the model's names: conventions have others, as `[]`, `[1]`, `[1, 1]`."""
 
     def named(self, name: str) -> str:
         """Return the model's name of a tensor of the checkpoint."""
@@ -45,7 +48,11 @@ class View:
 
     def tensors(self) -> dict[str, StoredTensor]:
         """Return the checkpoint's tensors by the model's names."""
-        return {self.named(name): self.checkpoint[name] for name in self.checkpoint}
+        tensors = {self.named(name): self.checkpoint[name] for name in self.checkpoint}
+        for name, shape in self.numbers.items():
+            if name in tensors and prod(tensors[name].shape) == prod(shape):
+                tensors[name] = msgspec.structs.replace(tensors[name], shape=shape)
+        return tensors
 
 
 def view(
