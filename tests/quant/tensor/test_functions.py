@@ -13,7 +13,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from tests.live.ranks import run
 from tests.quant.kinds import MORE, raw, same, values
 from transaxle.errors import TransaxleError
-from transaxle.quant import QuantizedTensor, Quantizer, quantize_
+from transaxle.quant import NVFP4BlockScaling, QuantizedTensor, Quantizer, quantize_
 from transaxle.quant.frame.buffers import ROUNDING
 
 kinds = pytest.mark.parametrize("quantizer", MORE.values(), ids=MORE.keys())
@@ -98,3 +98,23 @@ def test_what_is_kept_for_backward_are_codes(quantizer: Quantizer) -> None:
         assert torch.equal(
             gradient(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor), unpack), wanted
         )
+
+
+@pytest.mark.parametrize("quantizer", [*MORE.values(), NVFP4BlockScaling()])
+@pytest.mark.parametrize("shape", [(32, 64), (2, 16, 64)])
+def test_an_output_may_be_changed_in_place(quantizer: Quantizer, shape: tuple[int, ...]) -> None:
+    """Models scale what a linear layer gives (`y *= …`), and autograd follows."""
+    grads = []
+    for in_place in (True, False):
+        torch.manual_seed(0)
+        model = nn.Linear(64, 48, bias=False).bfloat16()
+        quantize_(model, quantizer)
+        output = model(values(32, 64).view(shape).requires_grad_())
+        if in_place:
+            output *= 3
+        else:
+            output = output * 3
+        output.float().square().sum().backward()
+        assert model.weight.grad is not None
+        grads.append(model.weight.grad)
+    assert torch.equal(*grads)

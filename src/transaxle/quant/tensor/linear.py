@@ -60,6 +60,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
             product = _LinearOfCodes.apply(x, weight, _products(x, weight, recipe))  # type: ignore[no-untyped-call]
         else:
             product = _Linear.apply(x, weight)  # type: ignore[no-untyped-call]
+        product = product.view(*x.shape[:-1], weight.shape[0])  # a view made in a function cannot be changed in place
         return product if bias is None else product + bias.to(product.dtype)
 
 
@@ -74,7 +75,7 @@ class _Linear(torch.autograd.Function):
             product = _product(_codes(rows), (weight.components["data"], weight.components["scale_inv"]), x.dtype)
         else:
             product = rows @ weight.dequantize(x.dtype).t()
-        return product.view(*x.shape[:-1], weight.shape[0])
+        return product
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -106,7 +107,7 @@ class _LinearOfCodes(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weight: QuantizedTensor, products: Products) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.products, ctx.frame = products, weight.frame  # which counts: a hook may have put a copy into backward
-        return products.output(_rows(x), weight.frame, x.dtype).view(*x.shape[:-1], weight.shape[0])
+        return products.output(_rows(x), weight.frame, x.dtype)
 
     @staticmethod
     @once_differentiable
