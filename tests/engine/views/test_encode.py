@@ -120,6 +120,32 @@ def test_each_expert_of_a_stack_is_tiled_for_itself(tmp_path: Path, encoding: st
         assert np.concatenate(halves).tobytes() == wanted[end].tobytes()
 
 
+def test_rows_that_are_the_outputs_of_a_layer_are_refused(tmp_path: Path) -> None:
+    """Tiles of one row have one scale for some inputs, so they need them side by side; square tiles do not."""
+    rules = tmp_path / "turned.rules"
+    rules.write_text("""
+family turned
+  axes o=outs i=ins
+  up : o i
+dialect hf
+  up.weight = up[o i]
+dialect turned
+  turned.weight = up[i o]
+""")
+    config = {"outs": 64, "ins": 96}
+    source = quantized.store(tmp_path / "source", ({"up.weight": quantized.plain((64, 96))}, config))
+    said: dict[str, Any] = {"rules": rules, "family": "turned"}
+    for encoding in ("mxfp8", "nvfp4"):
+        (found,) = tx.plan(source, tmp_path / "x", to="turned", encode=encoding, **said).refusals
+        assert (found.code, found.where.tensor) == ("UNSUPPORTED", "turned.weight")
+        assert "up[i o]" in found.message
+        assert not tx.plan(source, tmp_path / "x", to="hf", encode=encoding, **said).refusals
+    tx.convert(source, tmp_path / "turned", to="turned", sync=False, **said)
+    for to in ("turned", "safetensors"):
+        assert tx.plan(tmp_path / "turned", tmp_path / "x", to=to, encode="mxfp8", **said).refusals
+        assert not tx.plan(tmp_path / "turned", tmp_path / "x", to=to, encode="float8_block", **said).refusals
+
+
 def test_values_of_every_wide_type_are_encoded(tmp_path: Path) -> None:
     held = {
         f"{kind}.weight": quantized.random(1).standard_normal((64, 64)).astype(kind) for kind in ("f2", "f4", BF16.name)

@@ -25,7 +25,7 @@ from transaxle.engine.plan.hub_weights import published
 from transaxle.engine.plan.model_config import config_notes, rewritten
 from transaxle.engine.plan.planned import OutputTensor, Plan, PlannedTensor, Recoded, routes
 from transaxle.engine.plan.rank_parts import of_ranks, padded
-from transaxle.engine.plan.recoding import buffers_of, components, displaced, recoded, recoding
+from transaxle.engine.plan.recoding import across, buffers_of, components, displaced, recoded, recoding
 from transaxle.engine.plan.target_names import clashing, is_one_file, misnamed, parse_to, unholdable, without_line
 from transaxle.engine.plan.training_beside import nesting_of, without_training
 from transaxle.engine.views.cast import casts_of
@@ -279,7 +279,8 @@ def _viewed(
     names: Sequence[str] = ()
     misfits: list[Refusal] = []
     if encode is not None:
-        names, misfits = choose(view, encode, components(checkpoint, None if wanted == IDENTITY else view))
+        target = None if wanted == IDENTITY else view
+        names, misfits = choose(view, encode, components(checkpoint, target), across(checkpoint, target))
         if wanted != IDENTITY:
             view = checkpoint.translation(wanted, recoding(names, encode.encoding))
     if wanted == IDENTITY and (names or checkpoint.decoded):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from transaxle.axes.layout.bind import WEIGHT
+from transaxle.axes.layout.unify import factors
 from transaxle.axes.notation.number_format import NumberFormat, Recode
 from transaxle.encodings.conventions.convention import CONVENTIONS, PREFERRED
 from transaxle.encodings.encoding import ENCODINGS, Encoded, Role
@@ -40,6 +41,33 @@ def components(checkpoint: Checkpoint, view: View | None) -> dict[str, Sequence[
         return {}
     bound_names = checkpoint.bound.names.items()
     return {name: line.expression.components for (line, _), names in bound_names for name in names.values()}
+
+
+def across(checkpoint: Checkpoint, view: View | None) -> set[str]:
+    """Return the targets whose rows do not run along the last axis of a logical tensor: the input of its layer.
+
+    Arguments as those of `components`.
+    """
+    if checkpoint.family is None:
+        return set()
+    inputs = {name: tensor.axes[-1] for name, tensor in checkpoint.recognised.family.tensors.items() if tensor.axes}
+    rows: list[tuple[str, str, Sequence[str]]]
+    if view is None:
+        bound_names = checkpoint.bound.names.items()
+        rows = [
+            (name, component, line.expression.axes_of(component))
+            for (line, _), names in bound_names
+            for name in names.values()
+            for component in line.expression.components
+        ]
+    else:
+        rows = [
+            (name, component, [axis for axis, *_ in shares[-1].axes])
+            for name, target in view.targets.items()
+            for component, shares in target.layout.shares.items()
+            if shares
+        ]
+    return {name for name, component, axes in rows if axes and factors(axes[-1])[-1] != inputs.get(component, axes[-1])}
 
 
 def displaced(checkpoint: Checkpoint, names: Collection[str]) -> Iterator[Refusal]:

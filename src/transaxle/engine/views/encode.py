@@ -8,7 +8,7 @@ its amax is computed before anything is written.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from math import prod
 
 import msgspec
@@ -38,8 +38,13 @@ _IN_WORDS = ("emb", "norm")
 _WORD = re.compile(r"[a-z]+")
 _NO_LINEAR = re.compile(
     r"(?:.*\.)?(?:gate|shared|output_projection|predictions\.decoder|query_feat|[^.]*conv[^.]*)\.weight"
+    r"|(?:.*\.)?(?:DenseReluDense\.wo|weights_proj|compressor\.(?:indexer\.)?(?:wkv|wgate|kv_proj|gate_proj))\.weight"
+    r"|qformer\..*"
 )
-"""Names of routers, embeddings, heads and convolutions whose tables, made from traces, have no names of their own."""
+"""Names of routers, embeddings, heads and convolutions whose tables, made from traces, have no names of their own.
+
+Also of linear layers that transformers never takes for encoded (`_keep_in_fp32_modules`).
+"""
 _EXPERT = "expert"
 _PICTURE = 4
 """Dims of a convolution over pictures."""
@@ -175,7 +180,9 @@ def largest(step: Step, values: Values, *, room: int) -> tuple[float, ...]:
     return tuple(float(size) for size in amaxes)
 
 
-def choose(view: View, wanted: Encode, components: Mapping[str, Sequence[str]]) -> tuple[list[str], list[Refusal]]:
+def choose(
+    view: View, wanted: Encode, components: Mapping[str, Sequence[str]], across: Container[str] = ()
+) -> tuple[list[str], list[Refusal]]:
     """Choose the tensors of a view that are encoded.
 
     Args:
@@ -183,6 +190,7 @@ def choose(view: View, wanted: Encode, components: Mapping[str, Sequence[str]]) 
         wanted: what the user said. Without patterns, the weights of linear layers as the tables know them: never
             embeddings, heads, routers, norms, biases or sinks, and nothing that is encoded already.
         components: target name -> its logical tensors, where a table reads it.
+        across: names of targets whose rows do not run along the input of their layers.
 
     Returns:
         Target names, and why others that are wanted cannot be encoded.
@@ -205,12 +213,13 @@ def choose(view: View, wanted: Encode, components: Mapping[str, Sequence[str]]) 
             else "no plain tensor is the weight of a linear layer"
         )
         raise refuse("AMBIGUOUS", f"nothing to encode: {why}", hint=hint)
-    misfits = {name: _misfit(view, plain.get(name), ENCODINGS[wanted.encoding], name) for name in names}
+    encoding = ENCODINGS[wanted.encoding]
+    misfits = {name: _misfit(view, plain.get(name), encoding, name, across=name in across) for name in names}
     problems = [Refusal("UNSUPPORTED", why, Where(None, name), _WAY_OUT) for name, why in misfits.items() if why]
     return [name for name, why in misfits.items() if not why], problems
 
 
-def _misfit(view: View, target: Target | None, encoding: Encoding, name: str) -> str:
+def _misfit(view: View, target: Target | None, encoding: Encoding, name: str, *, across: bool) -> str:
     """Return why a tensor cannot be encoded; empty if it can."""
     if target is None:
         return f"the tensor is already encoded in {view.encoded[name].encoding.name}: decode it first"
@@ -222,6 +231,10 @@ def _misfit(view: View, target: Target | None, encoding: Encoding, name: str) ->
     if encoding.has_global and 0 in shape:
         return f"{encoding.name} has one scale for a whole matrix; this one has no elements, {list(shape)}"
     size = encoding.tile[-1]
+    if encoding.tile[0] == 1 and across:
+        return (
+            f"{target.rule}\n{encoding.name} has one scale for {size} inputs of a layer; the rows here are its outputs"
+        )
     if encoding.tile[0] == 1 and shape[-1] % size:
         return f"{encoding.name} has one scale for every {size} elements of a row; the rows here have {shape[-1]}"
     return ""
