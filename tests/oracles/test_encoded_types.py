@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from compressed_tensors.quantization import apply_quantization_config
 from safetensors import safe_open
 from torch import nn
+from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear
+from transformers.quantizers.auto import AutoHfQuantizer
 
 import transaxle as tx
 from tests.oracles.every_type import EXACT, HAND, TRACED, recorded
@@ -20,6 +24,16 @@ SAMPLE = ("bert", "gemma3", "gpt2", "mixtral", "mt5")
 """Embeddings under other names, a picture tower, transposed layers, experts, and a table made from a trace."""
 _WHOLE = ("gpt2", "mixtral")
 """Types of which every linear layer is encoded."""
+READ = (
+    ("blip-2", "float8_block"),
+    ("blip-2", "nvfp4"),
+    ("deepseek_v32", "float8_block"),
+    ("gemma3", "mxfp8"),
+    ("got_ocr2", "float8_block"),
+    ("mt5", "float8_block"),
+    ("mt5", "mxfp8"),
+)
+"""Tied heads, other names in memory, parameters of modules around linear layers, and layers that stay in float32."""
 TYPES = sorted(each for each, (table, said) in recorded()["types"].items() if table in (HAND, TRACED) and said == EXACT)
 
 
@@ -57,6 +71,40 @@ def test_nothing_else_is_encoded(model_type: str, tmp_path: Path) -> None:
     assert chosen
     assert chosen <= linear
     assert model_type not in _WHOLE or chosen == linear
+
+
+def asked(model: Any, folder: Path) -> set[str]:
+    """Return the modules that transformers takes for encoded, by the config in a folder."""
+    section = json.loads((folder / "config.json").read_text("utf-8"))["quantization_config"]
+    quantizer = AutoHfQuantizer.from_config(section, pre_quantized=True)
+    with torch.device("meta"):
+        empty = type(model)(model.config)
+    if section["quant_method"] == "fp8":
+        quantizer.quantization_config.dequantize = False  # as on a GPU
+        quantizer._process_model_before_weight_loading(empty)
+        return {path for path, module in empty.named_modules() if isinstance(module, FP8Linear | FP8Experts)}
+    apply_quantization_config(empty, quantizer.compressor.quantization_config)
+    return {path for path, module in empty.named_modules() if getattr(module, "quantization_scheme", None) is not None}
+
+
+def changed(model: Any, folder: Path) -> set[str]:
+    """Return the modules of a model whose weights a folder has with other values."""
+    found = type(model).from_pretrained(folder, dtype=torch.bfloat16).state_dict()
+    return {
+        name.rpartition(".")[0] for name, value in model.state_dict().items() if not torch.equal(found[name], value)
+    }
+
+
+@pytest.mark.peers
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("model_type", "encoding"), READ)
+def test_transformers_takes_the_same_modules_for_encoded(model_type: str, encoding: str, tmp_path: Path) -> None:
+    with quiet():
+        model = drawn(model_type).to(torch.bfloat16)
+        model.save_pretrained(tmp_path / "base")
+        tx.convert(tmp_path / "base", tmp_path / "out", to="hf", encode=encoding, sync=False)
+        tx.convert(tmp_path / "out", tmp_path / "plain", to="hf", decode="bf16", sync=False)
+        assert asked(model, tmp_path / "out") == changed(model, tmp_path / "plain") != set()
 
 
 @pytest.mark.oracle

@@ -203,6 +203,14 @@ def test_a_name_that_is_another_ones_end_is_listed_so_that_it_hits_no_other() ->
     check(result, ones, ["lm_head.weight"])
 
 
+def test_modules_around_encoded_ones_are_not_listed() -> None:
+    """They have parameters of their own; listed, they would stand for all that is inside them, and no name for all."""
+    ones = encoded(["vision.layers.0.fc.weight"], FLOAT8_BLOCK)
+    left = {"queries": SHAPE, "vision.positions": SHAPE, "model.vision.positions": SHAPE, "vision.patch.weight": SHAPE}
+    result = written({}, ones, left, in_memory=["model.vision.layers.0.fc.weight"])
+    assert result[SECTION]["modules_to_not_convert"] == ["vision.patch"]
+
+
 def test_the_experts_of_a_layer_are_listed_together() -> None:
     experts = {f"model.layers.{layer}.mlp.experts.{n}.up_proj.weight": SHAPE for layer in (0, 1) for n in range(4)}
     ones = encoded(["model.layers.1.mlp.experts.2.up_proj.weight"], FLOAT8_BLOCK)

@@ -62,6 +62,7 @@ def written(
     renamed: Collection[str] = (),
     dtype: str | None = None,
     elsewhere: bool = False,
+    in_memory: Collection[str] = (),
 ) -> dict[str, Any]:
     """Return the config that matches a target's tensors.
 
@@ -73,6 +74,7 @@ def written(
         renamed: names of the source's tensors that the target has under others: what lists only such is dropped.
         dtype: safetensors code to write as the model's dtype; None: unchanged.
         elsewhere: whether another file (`hf_quant_config.json`) describes the quantization, so that this one must not.
+        in_memory: names of the encoded tensors in a reader that has other ones: no list may hit their modules.
 
     Post-condition: `group`, given what `read` returns for the result, finds the same encoded tensors, and decoded
         modules are listed as plain. Without encoded tensors the result has no section; a `hf_quant_config.json` is then
@@ -93,7 +95,7 @@ def written(
         for path in paths:
             _put(result, path, None)
         return result
-    section = _SectionWriter(quantization, encoded, plain, decoded, renamed).section()
+    section = _SectionWriter(quantization, encoded, plain, decoded, renamed, in_memory).section()
     for path in paths:
         _put(result, path, section)
     return result
@@ -152,12 +154,16 @@ class _SectionWriter:
         plain: Mapping[str, Shape],
         decoded: Collection[str],
         renamed: Collection[str],
+        in_memory: Collection[str],
     ) -> None:
         self.encoded = encoded
         self.renamed = {module_of(name) for name in renamed}
         self.modules = {module_of(name) for name in encoded}
         self.unencoded = sorted({module_of(name) for name in plain} - self.modules)
-        self.plain = sorted({module_of(name) for name, shape in plain.items() if len(shape) > 1} - self.modules)
+        self.encoded_anywhere = self.modules | {module_of(name) for name in in_memory}
+        # A module around encoded ones is no layer, but has a parameter of its own.
+        around = _starts(self.encoded_anywhere) | {""}
+        self.plain = sorted({module_of(name) for name, shape in plain.items() if len(shape) > 1} - around)
         self.decoded = sorted({module_of(name) for name in decoded})
         for name in decoded:
             if module_of(name) in self.modules:
@@ -300,8 +306,9 @@ class _SectionWriter:
             added += self.plain
         listed = listing.modules(true_entries)
         wanted = self._together([module for module in dict.fromkeys(added) if module not in listed], listing)
-        if _hits(listing.modules(wanted), self.modules):
-            wanted = [listing.whole(text) if _hits(listing.modules([text]), self.modules) else text for text in wanted]
+        if _hits(listing.modules(wanted), self.encoded_anywhere):
+            hits = (_hits(listing.modules([text]), self.encoded_anywhere) for text in wanted)
+            wanted = [listing.whole(text) if hit else text for text, hit in zip(wanted, hits, strict=True)]
         if wanted or key in section:
             section[key] = [*true_entries, *wanted]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Collection, Container, Iterable, Mapping
 from math import prod
 from typing import Any
 
@@ -12,8 +12,9 @@ from transaxle.axes.layout.bind import WEIGHT, split_slot
 from transaxle.axes.layout.relayout import Target
 from transaxle.encodings.arithmetic.casting import PLAIN
 from transaxle.encodings.conventions.convention import MODELOPT
-from transaxle.encodings.conventions.quantization import MODELOPT_CONFIG
+from transaxle.encodings.conventions.quantization import MODELOPT_CONFIG, module_of
 from transaxle.encodings.conventions.rewriting import written
+from transaxle.encodings.encoding import Encoded, Role
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.checkpoint.recognise import IDENTITY
 from transaxle.engine.checkpoint.settings import CONFIG, stored_config
@@ -24,6 +25,9 @@ from transaxle.engine.views.decoded import decoders_of
 from transaxle.engine.views.encoded import View
 from transaxle.errors import Refusal, TransaxleError
 from transaxle.formats.builtin_formats import SAFETENSORS
+
+_HUB, _MEMORY = "hf", "transformers"
+"""Dialects of a hub's files, and of the models that transformers makes of them."""
 
 
 def rewritten(
@@ -55,6 +59,11 @@ def rewritten(
     decoded = [name for name, target in plain.items() if _origins(target) & checkpoint.decoded.keys()]
     renamed = {origin for target in plain.values() for origin in _origins(target)} - plain.keys()
     dtypes = {decoder.dtype for decoder in decoders_of(checkpoint.container.storage).values()}
+    in_memory, encoded_in_memory = (
+        _in_memory(checkpoint, dialect, _codes(view, encoded, dialect)) if changing or renamed else ({}, ())
+    )
+    decoded += [name for name, target in in_memory.items() if _origins(target) & checkpoint.decoded.keys()]
+    plain = in_memory | plain
     shapes = {name: target.shape for name, target in plain.items()}
     dtype = dtypes.pop() if len(dtypes) == 1 else None
     if casts.dtype is not None:
@@ -73,7 +82,16 @@ def rewritten(
         try:
             before = given if given and file == CONFIG else stored_config(checkpoint.container.storage, file)
             elsewhere = file == CONFIG != describing_file
-            after = written(before, encoded, shapes, decoded=decoded, renamed=renamed, dtype=dtype, elsewhere=elsewhere)
+            after = written(
+                before,
+                encoded,
+                shapes,
+                decoded=decoded,
+                renamed=renamed,
+                dtype=dtype,
+                elsewhere=elsewhere,
+                in_memory=encoded_in_memory,
+            )
         except TransaxleError as error:
             problems.extend(error.refusals)
             continue
@@ -82,6 +100,37 @@ def rewritten(
         elif after != before or before is given:
             new_texts[file] = _text(after)
     return new_texts
+
+
+def _codes(view: View, encoded: Mapping[str, Encoded], dialect: str) -> set[str]:
+    """Return the names, in the source, of what is encoded in the target."""
+    if dialect == IDENTITY:
+        return set(encoded)
+    targets = (view.targets.get(each.parts[Role.CODES]) or view.targets[each.name] for each in encoded.values())
+    return {origin for target in targets for origin in _origins(target)}
+
+
+def _in_memory(
+    checkpoint: Checkpoint, dialect: str, codes: Collection[str]
+) -> tuple[dict[str, Target], Collection[str]]:
+    """Return the plain weights of a model for a hub, and the names of the encoded ones, in transformers' memory.
+
+    Readers ask the lists of a config about these names. Tied heads are among them, which are not stored.
+
+    Args:
+        checkpoint: the source.
+        dialect: of the target.
+        codes: names, in the source, of what is encoded in the target.
+    """
+    label = checkpoint.dialect if dialect == IDENTITY else dialect
+    if not codes or not (label or "").startswith(_HUB) or checkpoint.recognised.family.dialect(_MEMORY) is None:
+        return {}, ()
+    memory = checkpoint.translation(_MEMORY)
+    weights = {name: target for name, target in memory.targets.items() if split_slot(name)[1] == WEIGHT}
+    encoded = {name for name, target in weights.items() if not _origins(target).isdisjoint(codes)}
+    encoded.update(name for each in memory.encoded.values() for name in each.parts.values())
+    modules = set(map(module_of, encoded))
+    return {name: target for name, target in weights.items() if module_of(name) not in modules}, encoded
 
 
 def config_notes(checkpoint: Checkpoint, files: Container[str]) -> tuple[str, ...]:
