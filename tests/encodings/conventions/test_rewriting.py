@@ -248,6 +248,28 @@ def test_groups_whose_targets_no_longer_match_name_their_modules() -> None:
     assert result["kv_cache_scheme"] == section["kv_cache_scheme"]
 
 
+def test_a_second_encoding_beside_that_of_the_config() -> None:
+    """Codes of another width are told from their dtypes when they are read, so the groups must say it by themselves."""
+    first, second = encoded(NAMES[:3], NVFP4), encoded(NAMES[3:6], MXFP8)
+    before = written({}, first, plain(first))
+    result = written(before, {**first, **second}, plain({**first, **second}))
+    check(result, {**first, **second}, [EMBED])
+    groups = result[SECTION]["config_groups"].values()
+    assert [(group["format"], len(group["targets"])) for group in groups] == [
+        ("nvfp4-pack-quantized", 3),
+        ("mxfp8-quantized", 3),
+    ]
+
+
+def test_an_entry_for_a_module_that_is_now_around_encoded_ones_is_dropped() -> None:
+    section = written({}, encoded(NAMES[:1], NVFP4), {"model.layers.0.mlp.experts.gate_up_proj": (2, 4, 4)})[SECTION]
+    assert section["ignore"] == ["model.layers.0.mlp.experts"]
+    ones = encoded([*NAMES[:1], "model.layers.0.mlp.experts.0.up_proj.weight"], NVFP4)
+    assert not written({SECTION: section}, ones, {}, in_memory=["model.layers.0.mlp.experts.up_proj"])[SECTION][
+        "ignore"
+    ]
+
+
 def test_several_encodings_in_one_config() -> None:
     ones = {**encoded(NAMES[:3], NVFP4), **encoded(NAMES[3:6], MXFP8), **encoded(NAMES[6:8], CHANNEL)}
     result = written({}, ones, plain(ones))

@@ -161,9 +161,9 @@ class _SectionWriter:
         self.modules = {module_of(name) for name in encoded}
         self.unencoded = sorted({module_of(name) for name in plain} - self.modules)
         self.encoded_anywhere = self.modules | {module_of(name) for name in in_memory}
-        # A module around encoded ones is no layer, but has a parameter of its own.
-        around = _starts(self.encoded_anywhere) | {""}
-        self.plain = sorted({module_of(name) for name, shape in plain.items() if len(shape) > 1} - around)
+        # A module around encoded ones is no layer: one with a tensor has a parameter of its own.
+        self._around = _starts(self.encoded_anywhere)
+        self.plain = sorted({module_of(name) for name, shape in plain.items() if len(shape) > 1} - self._around - {""})
         self.decoded = sorted({module_of(name) for name in decoded})
         for name in decoded:
             if module_of(name) in self.modules:
@@ -215,8 +215,11 @@ class _SectionWriter:
             reread = read({SECTION: section})
         except TransaxleError:
             return False
-        if reread is None or not all(reread.encodings(module) for module in self.modules):
+        if reread is None:
             return False
+        for name, tensor in self.encoded.items():  # `group` believes codes of another width than the config's
+            if tensor.encoding.code_bits not in {each.code_bits for each in reread.encodings(module_of(name))}:
+                return False
         buffers: dict[str, _Buffer] = {}
         for tensor in self.encoded.values():
             convention = CONVENTIONS[tensor.convention]
@@ -290,10 +293,10 @@ class _SectionWriter:
         true_entries: list[str] = []
         added = list(self.decoded)
         everything = self.source is None
-        any_false, former = _hits(listing.modules(old), self.modules), _starts(self.renamed)
+        any_false, former = _hits(listing.modules(old), self._around), _starts(self.renamed)
         for text in old:
             modules = listing.modules([text])
-            if any_false and _hits(modules, self.modules):
+            if any_false and _hits(modules, self._around):
                 added += [module for module in self.plain if module in modules]
             elif text in self._starts or _hits(modules, self.unencoded):
                 true_entries.append(text)
