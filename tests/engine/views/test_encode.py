@@ -146,6 +146,25 @@ dialect turned
         assert not tx.plan(tmp_path / "turned", tmp_path / "x", to=to, encode="float8_block", **said).refusals
 
 
+def test_sizes_that_only_the_memory_of_transformers_needs_may_be_unknown(tmp_path: Path) -> None:
+    rules = tmp_path / "fused.rules"
+    rules.write_text("""
+family fused
+  axes g c d=width
+  q : g c d
+  k : g c d
+dialect hf
+  q.weight = q[(g c) d]
+  k.weight = k[(g c) d]
+dialect transformers
+  qk.weight = [(g [q:c | k:c]) d]
+""")
+    held: Tensors = {f"{name}.weight": quantized.plain((64, 32)) for name in ("q", "k")}
+    source = quantized.store(tmp_path / "source", (held, {"width": 32}))
+    tx.convert(source, tmp_path / "out", to="hf", encode="mxfp8", rules=rules, family="fused", sync=False)
+    assert written(tmp_path / "out") == expected("mxfp8", held, list(held))
+
+
 def test_values_of_every_wide_type_are_encoded(tmp_path: Path) -> None:
     held = {
         f"{kind}.weight": quantized.random(1).standard_normal((64, 64)).astype(kind) for kind in ("f2", "f4", BF16.name)
