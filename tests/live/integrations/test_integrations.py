@@ -120,6 +120,21 @@ def test_a_trainer_that_keeps_few_checkpoints_keeps_whole_ones(tmp_path: Path) -
     assert tx.verify(tmp_path / "checkpoint-8" / "transaxle").ok
 
 
+def _best(rank: int, world: int, folder: str) -> None:
+    """Keep one checkpoint, the best: when the run ends, the Trainer deletes the last one, which we write."""
+    with quiet():
+        told: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "score"}
+        told |= {"load_best_model_at_end": True, "save_total_limit": 1, "greater_is_better": False}
+        trainer = _trainer(Path(folder), [tx.TrainerCheckpoints()], 4, **told)
+        trainer.compute_metrics = lambda _: {"score": trainer.state.global_step}
+        trainer.train()
+    assert [path.name for path in Path(folder).iterdir()] == ["checkpoint-2"]
+
+
+def test_a_trainer_that_keeps_the_best_checkpoint_alone_deletes_none_that_is_being_written(tmp_path: Path) -> None:
+    run(1, _best, str(tmp_path))
+
+
 def _crash(rank: int, world: int, folder: str) -> None:
     """Fail while the second checkpoint is being written, and resume from the first; then from another folder."""
     out = Path(folder, "out")
@@ -169,6 +184,26 @@ def _full_from(number: int) -> Any:
 
 def test_a_trainer_that_crashed_resumes_from_the_checkpoint_before(tmp_path: Path) -> None:
     run(1, _crash, str(tmp_path))
+
+
+def _overwritten(rank: int, world: int, folder: str) -> None:
+    """Train once more into the same folder, on a disk that is full when our part comes."""
+    out = Path(folder)
+    with quiet():
+        _trainer(out, [tx.TrainerCheckpoints()], 2, logging_strategy="no").train()
+        trainer = _trainer(out, [tx.TrainerCheckpoints(background=False)], 2, batch=1, logging_strategy="no")
+        kept, os.pwrite = os.pwrite, _full_from(1)
+        try:
+            with pytest.raises(tx.TransaxleError, match="NO_SPACE"):
+                trainer.train()
+        finally:
+            os.pwrite = kept
+        assert (out / "checkpoint-2" / "trainer_state.json").exists()
+        assert not (out / "checkpoint-2" / FOLDER).exists()
+
+
+def test_a_checkpoint_of_an_earlier_run_is_not_taken_for_that_of_a_later_one(tmp_path: Path) -> None:
+    run(1, _overwritten, str(tmp_path))
 
 
 def test_the_trainers_checkpoint_is_a_model_for_transformers(tmp_path: Path) -> None:
@@ -268,3 +303,36 @@ def test_accelerate_loads_at_another_world_what_it_saved(tmp_path: Path, kind: s
         for name, (weight, moment) in saved.items():
             assert torch.equal(found[name][0], weight), name
             assert torch.equal(found[name][1], moment), name
+
+
+def _several(rank: int, world: int, folder: str) -> None:
+    """Two models with hooks between two that accelerate saves itself; all have the same shapes."""
+    from accelerate import Accelerator
+
+    with quiet():
+        _launched(rank, world)
+        accelerator = Accelerator(cpu=True)
+        held = []
+        for seed in (1, 2):
+            torch.manual_seed(seed)
+            models = [accelerator.prepare(torch.nn.Linear(3, 2)) for _ in range(4)]
+            for model in models[1:3]:
+                tx.AccelerateHooks(model, to="safetensors:identity").register(accelerator)
+            if seed == 1:
+                accelerator.save_state(folder)
+            else:
+                accelerator.load_state(folder)
+            held.append([each.detach().clone() for model in models for each in model.parameters()])
+            accelerator.free_memory()
+        assert all(torch.equal(one, other) for one, other in zip(*held, strict=True))
+        model = accelerator.prepare(torch.nn.Linear(2, 2))
+        tx.AccelerateHooks(model, to="safetensors:identity").register(accelerator)
+        accelerator.save_state(f"{folder}/next")
+    assert [path.name for path in Path(folder, "next").glob("transaxle*")] == ["transaxle"]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_accelerates_hooks_of_several_models_keep_them_apart(tmp_path: Path, world: int) -> None:
+    run(world, _several, str(tmp_path))
+    assert {path.name for path in tmp_path.glob("transaxle*")} == {"transaxle", "transaxle_1"}
+    assert {path.name for path in tmp_path.glob("model*")} == {"model.safetensors", "model_1.safetensors"}

@@ -22,6 +22,7 @@ from tests.live.integrations.test_integrations import (
     _trainer,
 )
 from tests.live.ranks import run
+from tests.live.sweeps.test_sweep_optimizers import imported
 from tests.live.topologies import FSDP
 from tests.oracles.quiet import quiet
 from transaxle.formats.catalog.sidecar_files import MANIFEST
@@ -286,3 +287,36 @@ def test_accelerates_hooks_restore_what_they_save(tmp_path: Path) -> None:
     place.row = 9
     hooks.load([model], str(tmp_path / "checkpoint_1"))
     assert place.row == 5
+
+
+def test_what_was_saved_before_is_not_loaded_with_the_files_of_a_later_save(tmp_path: Path) -> None:
+    """A run that goes back saves a step that is there: where that fails, its url still has the earlier run's."""
+    model, out = torch.nn.Linear(3, 2), tmp_path / "checkpoint_1"
+    out.mkdir()
+    hooks = tx.AccelerateHooks(model, to="safetensors:identity", url=tmp_path / "run")
+    hooks.save([model], [], str(out))
+    hooks.load([model], str(out))
+    kept, os.pwrite = os.pwrite, _full_from(1)
+    try:
+        with pytest.raises(tx.TransaxleError, match="NO_SPACE"):
+            hooks.save([model], [], str(out))
+    finally:
+        os.pwrite = kept
+    with pytest.raises(tx.TransaxleError, match="still that of the save before"):
+        hooks.load([model], str(out))
+    tx.load(model, tmp_path / "run" / "checkpoint_1")
+    hooks.save([model], [], str(out))
+    hooks.load([model], str(out))
+
+
+def test_hooks_that_would_overwrite_or_miss_models_are_refused(tmp_path: Path) -> None:
+    first, second = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+    weights = [model.state_dict() for model in (first, second)]
+    hooks = tx.AccelerateHooks(first, to="safetensors:identity")
+    with pytest.raises(tx.TransaxleError, match="another hook has left the weights of 1"):
+        hooks.save([first, second], weights[1:], str(tmp_path))
+    assert not list(tmp_path.iterdir())
+    accelerator = imported("accelerate", "Accelerator")(cpu=True)
+    tx.AccelerateHooks(accelerator.prepare(first), url=tmp_path / "run").register(accelerator)
+    with pytest.raises(tx.TransaxleError, match="save under this url"):
+        tx.AccelerateHooks(accelerator.prepare(second), url=tmp_path / "run").register(accelerator)

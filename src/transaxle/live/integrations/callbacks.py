@@ -10,11 +10,13 @@ import dataclasses
 import json
 import os
 import shutil
+import uuid
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Unpack
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -29,6 +31,7 @@ from transaxle.live.integrations.step_checkpoints import (
     Stepping,
     divided,
     is_complete,
+    remove,
     stored_bytes,
 )
 from transaxle.live.load.load import load
@@ -51,6 +54,8 @@ _PROGRESS = "trainer_state"
 """Name under which a checkpoint has that file's text."""
 _BEST = "transaxle_best"
 """Name under which a checkpoint has the name of the best one."""
+_TICKET = "transaxle_save"
+"""Name under which accelerate's folder, and the checkpoint under a URL, have the same random text: of the same save."""
 _WEIGHTS = ".safetensors"
 _BLOCK = 8 << 20
 
@@ -196,7 +201,7 @@ class TrainerCheckpoints:
         """
         self._wait()
 
-    def on_save(self, args: Any, state: Any, *_: Any, **given: Any) -> None:
+    def on_save(self, args: Any, state: Any, control: Any = None, **given: Any) -> None:
         """Save weights, optimizer and schedule beside the Trainer's own files, or under `url`."""
         told = {"to": self._to, "optimizer": given["optimizer"], "extra": _schedule(given), **self._options}
         if self._steps is not None:
@@ -206,11 +211,17 @@ class TrainerCheckpoints:
             self._steps.save(given["model"], _name(state.global_step), best, **told)
             return
         place = Path(args.output_dir, _name(state.global_step), FOLDER)
+        self._wait()
+        with (world := World(self._group)).together():
+            if world.rank == world.ranks[0]:
+                remove(str(place))  # of an earlier run: the Trainer has just replaced its own files beside it
         told |= {"overwrite": True, "group": self._group}
-        if self._background:
-            self._job = async_save(given["model"], place, **told)
-        else:
+        if not self._background:
             save(given["model"], place, **told)
+            return
+        self._job = async_save(given["model"], place, **told)
+        if control is not None and control.should_training_stop:
+            self._wait()  # a Trainer that keeps one checkpoint deletes all but the best before `on_train_end`
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Wait for the last save.
@@ -302,8 +313,11 @@ class AccelerateHooks:
     `hooks.register(accelerator)` registers both hooks. Accelerate then omits its own copy of the weights; with its FSDP
     plugin it first writes and reads model and optimizer itself, and the values that Transaxle loads afterwards win.
 
+    Hooks take one model each. Of several models, those registered first save into `transaxle`, the next ones into
+    `transaxle_1`, and so on, as accelerate numbers its own files: register them in the same order when you load.
+
     With `url`, the checkpoint of `save_state("out/checkpoint_3")` is `checkpoint_3` there, and old ones are deleted
-    after a newer one is complete; accelerate's own files stay in its folder.
+    after a newer one is complete; accelerate's own files stay in its folder. The hooks of each model need their own.
 
     Args:
         model: the prepared model.
@@ -348,37 +362,94 @@ class AccelerateHooks:
         self._optimizer = optimizer
         self._to = to
         self._extra = extra
+        self._before: list[AccelerateHooks] = []
+        self._handles: list[Any] = []
+        self._is_prepared = False
         self._group = read_group("group", group)
         self._steps = None if url is None else StepCheckpoints(url, keep, self._group, background=background)
 
     def register(self, accelerator: Any) -> None:
-        """Register both hooks with an `Accelerator`."""
-        accelerator.register_save_state_pre_hook(self.save)
-        accelerator.register_load_state_pre_hook(self.load)
+        """Register both hooks with an `Accelerator`; those of models that its `free_memory` has dropped go.
+
+        Raises:
+            Refused: NAME_COLLISION for a `url` that other hooks of this accelerator have.
+        """
+        registered = _REGISTERED.setdefault(accelerator, [])
+        if any(each._is_prepared and not each._is_among(accelerator._models) for each in registered):
+            for handle in (handle for each in registered for handle in each._handles):
+                handle.remove()
+            registered.clear()
+        if self._steps is not None and any(self._steps.shares(each._steps) for each in registered):
+            hint = "Give the hooks of each model a url of their own."
+            raise refuse("NAME_COLLISION", "other hooks of this accelerator save under this url", hint=hint)
+        self._before = list(registered)
+        self._is_prepared = self._is_among(accelerator._models)
+        registered.append(self)
+        self._handles = [
+            accelerator.register_save_state_pre_hook(self.save),
+            accelerator.register_load_state_pre_hook(self.load),
+        ]
 
     def save(self, models: list[nn.Module], weights: list[Any], output_dir: str) -> None:
-        """Save the model, and remove its weights from the list that accelerate will write."""
+        """Save the model, and remove its weights from the list that accelerate will write.
+
+        Raises:
+            TransaxleError: what `save` raises; UNSUPPORTED where another hook has removed weights before.
+        """
+        left = [model for model in models if not any(each._is_ours(model) for each in self._before)]
+        if weights and len(weights) != len(left):
+            message = f"accelerate has {len(left)} models here, but another hook has left the weights of {len(weights)}"
+            raise refuse("UNSUPPORTED", message, hint="Register AccelerateHooks before it.")
         told = {"to": self._to, "optimizer": self._optimizer, "extra": self._extra, **self._options}
         if self._steps is not None:
-            best = World(self._group).gather(self._steps.best)[0]
-            told["extra"] = {**(self._extra or {}), **({} if best is None else {_BEST: best})}
+            best, ticket = World(self._group).gather((self._steps.best, uuid.uuid4().hex))[0]
+            told["extra"] = {**(self._extra or {}), _TICKET: ticket, **({} if best is None else {_BEST: best})}
+            with suppress(FileNotFoundError):
+                Path(output_dir, self._folder(_TICKET)).write_text(ticket, "utf-8")
             self._steps.save(self._model, Path(output_dir).name, **told)
         else:
-            save(self._model, Path(output_dir, FOLDER), overwrite=True, group=self._group, **told)
-        places = [place for place, model in enumerate(models) if self._is_ours(model)]
-        for place in places if weights else ():
-            del weights[place]
+            save(self._model, Path(output_dir, self._folder(FOLDER)), overwrite=True, group=self._group, **told)
+        if weights:
+            weights[:] = [held for model, held in zip(left, weights, strict=True) if not self._is_ours(model)]
 
     def load(self, models: list[nn.Module], input_dir: str) -> None:
-        """Load the model, and remove it from the list that accelerate will load."""
+        """Load the model, and remove it from the list that accelerate will load.
+
+        Raises:
+            TransaxleError: what `load` raises; INCOMPLETE where the checkpoint under `url` is of an earlier save.
+        """
         self.wait()
-        place = Path(input_dir, FOLDER) if self._steps is None else self._steps.place(Path(input_dir).name)
+        steps = self._steps
+        place = str(Path(input_dir, self._folder(FOLDER)) if steps is None else steps.place(Path(input_dir).name))
         held = {name: each for name, each in (self._extra or {}).items() if isinstance(each, Stateful)}
+        world, best = World(self._group), None
+        if steps is not None:
+            best, ticket = world.pool(lambda: (_text_beside(place, _BEST), _text_beside(place, _TICKET)))[0]
+            with world.together():
+                self._check_ticket(input_dir, place, ticket)
         load(self._model, place, optimizer=self._optimizer, extra=held, group=self._group)
-        if self._steps is not None:
-            recorded = World(self._group).pool(lambda: _text_beside(str(place), _BEST))[0]
-            self._steps.best = self._steps.best or recorded
+        if steps is not None:
+            steps.best = steps.best or best
         models[:] = [model for model in models if not self._is_ours(model)]
+
+    def _folder(self, name: str) -> str:
+        """Return a name in accelerate's folder, numbered as accelerate numbers its own."""
+        return f"{name}_{len(self._before)}" if self._before else name
+
+    def _check_ticket(self, input_dir: str, place: str, ticket: str | None) -> None:
+        """Refuse what lies under `url` if accelerate's folder is of a later save, which was never completed.
+
+        Raises:
+            Refused: INCOMPLETE.
+        """
+        try:
+            wanted = Path(input_dir, self._folder(_TICKET)).read_text("utf-8")
+        except FileNotFoundError:
+            return
+        if ticket is not None and ticket != wanted:
+            message = f"{input_dir} was saved again, but the checkpoint here is still that of the save before"
+            hint = "Load another step: that save was not completed."
+            raise refuse("INCOMPLETE", message, file=place, hint=hint)
 
     def keep_best(self, output_dir: PathLike | None) -> None:
         """Let a checkpoint stay however old it becomes, and no longer the one that was the best before.
@@ -409,3 +480,10 @@ class AccelerateHooks:
     def _is_ours(self, model: nn.Module) -> bool:
         """Tell whether accelerate speaks of our model; of what DDP wraps, it knows the inside."""
         return unwrapped(model) is unwrapped(self._model)
+
+    def _is_among(self, models: list[nn.Module]) -> bool:
+        return any(self._is_ours(model) for model in models)
+
+
+_REGISTERED: WeakKeyDictionary[Any, list[AccelerateHooks]] = WeakKeyDictionary()
+"""The hooks of each `Accelerator`, in the order in which they run."""

@@ -84,6 +84,10 @@ class StepCheckpoints:
         """Return where the checkpoint of a name lies."""
         return f"{self._url}/{name}"
 
+    def shares(self, other: StepCheckpoints | None) -> bool:
+        """Tell whether others save into the same place."""
+        return other is not None and other._url == self._url
+
     def save(self, model: nn.Module, name: str, best: str | None = None, **told: Any) -> None:
         """Save a step, once the one before is complete.
 
