@@ -140,6 +140,37 @@ def test_groups_that_share_a_tensor_get_settings_of_their_own(tmp_path: Path) ->
     assert [group["lr"] for group in fresh.param_groups] == [torch.tensor(0.25), torch.tensor(0.125)]
 
 
+@pytest.mark.parametrize("kind", ["one", "several"])
+def test_a_schedule_of_groups_in_another_order_is_refused(tmp_path: Path, kind: str) -> None:
+    """It keeps its learning rates by the groups' numbers, so each would have that of another from the next step on."""
+    schedules = torch.optim.lr_scheduler
+
+    def made(net: nn.Module, *, turned: bool) -> tuple[torch.optim.Optimizer, Any]:
+        first, *others = net.parameters()
+        groups = [{"params": [first], "lr": 0.25}, {"params": others, "lr": 0.125}]
+        optimizer = torch.optim.SGD(groups[::-1] if turned else groups)
+        schedule: Any = schedules.LambdaLR(optimizer, lambda step: 0.5**step)
+        if kind == "several":
+            schedule = schedules.SequentialLR(optimizer, [schedule, schedules.ExponentialLR(optimizer, 0.5)], [4])
+        return optimizer, schedule
+
+    net = model()
+    optimizer, schedule = made(net, turned=False)
+    step(net, optimizer)
+    schedule.step()
+    save(net, tmp_path / "out", to="safetensors", optimizer=optimizer, extra={"schedule": schedule, "epoch": 1})
+    other, other_schedule = made(net, turned=True)
+    with pytest.raises(TransaxleError, match=r"initial learning rates \[0.125, 0.25\], but .* \[0.25, 0.125\]"):
+        load(net, tmp_path / "out", optimizer=other, extra={"schedule": other_schedule})
+    load(net, tmp_path / "out", optimizer=other)
+    assert [group["lr"] for group in other.param_groups] == [0.0625, 0.125]
+    same, same_schedule = made(net, turned=False)
+    load(net, tmp_path / "out", optimizer=same, extra={"schedule": same_schedule, "epoch": None})
+    same.step()
+    same_schedule.step()
+    assert [group["lr"] for group in same.param_groups] == [0.0625, 0.03125]
+
+
 def test_a_setting_that_is_no_plain_data_is_refused(tmp_path: Path) -> None:
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=1.0)

@@ -30,7 +30,7 @@ from transaxle.live.model.state_tensors import Leaves, State, leaves, tied, unwr
 from transaxle.live.sharding.global_tensors import Census, census
 from transaxle.live.tensors.destination import NamePair, same_memory
 from transaxle.live.tensors.type_change import Conversion, check_dtype
-from transaxle.live.training.group_options import settings_for, unlike_tied
+from transaxle.live.training.group_options import misordered, settings_for, unlike_tied
 from transaxle.live.training.optimizer_state import (
     by_name,
     doubled,
@@ -152,6 +152,8 @@ def plan_load(request: LoadRequest, checkpoint: Checkpoint, world: World) -> Loa
             problems += unloadable(request.state, source.stored.keys() | names.tied | filled_by_modules)
         problems += unwritable(filled)
         settings = _settings(optimizer, source, problems)
+        if optimizer.optimizers is not None:
+            problems += misordered(optimizer.optimizers, settings, beside.given())
         if problems:
             raise gathered(problems)
     wanted = {name: tensor for name, tensor in targets.items() if name not in match.missing}

@@ -5,7 +5,7 @@ What a run computes with (`foreach`, `fused`, `capturable`, `differentiable`) is
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,9 @@ from transaxle.torch_tensors.torch_dtype import code_of
 
 _OWN = frozenset({"foreach", "fused", "capturable", "differentiable"})
 _HINT = "Build the optimizer with the groups that the source has."
+_IN_ORDER = "Build the optimizer with its groups in the order that they had at the save."
+_FIRST_RATE, _BASE_RATES, _SCHEDULES = "initial_lr", "base_lrs", "_schedulers"
+"""Setting of a group that a schedule of torch begins with; where its state has them, and other schedules."""
 _UNTIE = "Build the model without the tie."
 
 
@@ -130,6 +133,43 @@ def _told_apart(first: tuple[str, ParamGroup], second: tuple[str, ParamGroup]) -
     unlike = [key for key in {**one, **two} if repr(one.get(key)) != repr(two.get(key))]
     said = "; ".join(f"{key}: {one.get(key)!r} and {two.get(key)!r}" for key in unlike)
     return f"the source trains {name} and {other} with different settings ({said})"
+
+
+def misordered(
+    optimizers: Optimizers, settings: Sequence[Mapping[str, Any]], schedules: Mapping[str, tuple[object, Any]]
+) -> list[Refusal]:
+    """Return UNSUPPORTED for each schedule whose learning rates would go to other groups than they belong to.
+
+    A schedule keeps them in the order of the groups; the groups' own settings follow the names of the parameters.
+
+    Args:
+        optimizers: as taken apart.
+        settings: what their groups are given, see `settings_for`.
+        schedules: name -> (schedule, the state that it is given); what else there is passes.
+    """
+    rates, problems, begin = [_number(said.get(_FIRST_RATE)) for said in settings], [], 0
+    for one in optimizers.members:
+        mine, begin = rates[begin : begin + len(one.param_groups)], begin + len(one.param_groups)
+        for name, (schedule, state) in schedules.items():
+            if getattr(schedule, "optimizer", None) is not one or not all(
+                isinstance(each, int | float) for each in mine
+            ):
+                continue
+            other = next((each for each in _base_rates(state) if each != mine and sorted(each) == sorted(mine)), None)
+            if other is not None:
+                message = f"the groups have the initial learning rates {mine}, but their schedule has {other}"
+                problems.append(Refusal("UNSUPPORTED", message, Where(None, name), _IN_ORDER))
+    return problems
+
+
+def _base_rates(state: Any) -> Iterator[list[float]]:
+    """Yield the initial learning rates of a schedule's state, and of the schedules in it."""
+    if isinstance(state, Mapping):
+        rates, inner = state.get(_BASE_RATES), state.get(_SCHEDULES)
+        if isinstance(rates, list) and all(isinstance(rate, int | float | torch.Tensor) for rate in rates):
+            yield [float(rate) for rate in rates]
+        for each in inner if isinstance(inner, list) else ():
+            yield from _base_rates(each)
 
 
 def restore(optimizers: Optimizers, found: Sequence[Mapping[str, Any]]) -> None:

@@ -86,6 +86,11 @@ class Beside:
             return problems
         return replace(problems, hint=f"The source has {', '.join(sorted(known))}. {problems.hint}")
 
+    def given(self) -> dict[str, tuple[object, Any]]:
+        """Return by name the objects that take states saved by Transaxle, with these."""
+        states = ((name, held, f"{EXTRA}/{name}") for name, held in self._wanted.items())
+        return {name: (held, self._extras.states[key]) for name, held, key in states if key in self._extras.states}
+
     def read(self) -> None:
         """Read everything; nothing is changed yet.
 
