@@ -19,7 +19,7 @@ from typing import Any
 import fsspec
 import torch.distributed as dist
 from torch import nn
-from torchtitan.components.checkpointer.base import DATALOADER, LR_SCHEDULER, BaseCheckpointManager
+from torchtitan.components.checkpointer.base import DATALOADER, LR_SCHEDULER, OPTIMIZER, BaseCheckpointManager
 from torchtitan.tools import filesystem
 
 import transaxle as tx
@@ -47,7 +47,7 @@ class TransaxleManager(BaseCheckpointManager):
         optimizers: Any,
         lr_schedulers: Any,
         states: dict[str, Any],
-        sd_adapter: Any = None,  # noqa: ARG002 - torchtitan gives it; tables of ours take its place
+        sd_adapter: Any = None,
         base_folder: str = "",
     ) -> None:
         self.enable = config.enable
@@ -62,6 +62,7 @@ class TransaxleManager(BaseCheckpointManager):
         (self._model,), self._optimizers = model_parts, optimizers
         everything = {**states, DATALOADER: dataloader, LR_SCHEDULER: lr_schedulers}
         self._extra = {name: each for name, each in everything.items() if each is not None}
+        self._assets = getattr(sd_adapter, "hf_assets_path", None)  # all that tables of ours leave of it
         self._files = fsspec.url_to_fs(self._folder)[0]
         if not filesystem.is_remote(self._folder):
             Path(self._folder).mkdir(parents=True, exist_ok=True)
@@ -87,15 +88,23 @@ class TransaxleManager(BaseCheckpointManager):
         config, steps = self._config, self._steps()
         dist.barrier()  # nobody saves before all have looked
         wanted = step if step != -1 else (steps[-1] if steps else -1)
+        unknown = set(config.exclude_from_loading) - {OPTIMIZER, *self._extra}
+        if unknown:
+            raise ValueError(f"exclude_from_loading: no such states: {', '.join(sorted(unknown))}")
+        initial = config.initial_load_path or (self._assets if config.initial_load_in_hf else None)
         if wanted != -1:
-            extra = {name: each for name, each in self._extra.items() if name not in config.exclude_from_loading}
-            optimizer = None if "optimizer" in config.exclude_from_loading else self._optimizers
-            tx.load(self._model, self._step(wanted), optimizer=optimizer, extra=extra)
-            return True
-        if not config.initial_load_path:
+            place, only_model, casts = self._step(wanted), wanted == 0, {}
+        elif initial:
+            place, only_model, casts = initial, config.initial_load_model_only, {"dtype": "fp32"}
+            if config.initial_load_in_hf_quantized:
+                casts["decode"] = "fp32"
+        elif config.initial_load_in_hf:
+            raise ValueError("initial_load_in_hf needs initial_load_path, or a model with hf_assets_path")
+        else:
             return False
-        training = {} if config.initial_load_model_only else {"optimizer": self._optimizers, "extra": self._extra}
-        tx.load(self._model, config.initial_load_path, dtype="fp32", **training)
+        training = {} if only_model else {OPTIMIZER: self._optimizers, **self._extra}
+        extra = {name: each for name, each in training.items() if name not in config.exclude_from_loading}
+        tx.load(self._model, place, optimizer=extra.pop(OPTIMIZER, None), extra=extra, **casts)
         return True
 
     def _maybe_wait_for_staging(self) -> None:

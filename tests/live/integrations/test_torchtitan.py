@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,6 +36,16 @@ class _Progress:
         self.step = state["step"]
 
 
+def _example() -> Any:
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        with quiet():
+            from titan_checkpoints import TransaxleManager  # type: ignore[import-not-found]
+    finally:
+        sys.path.remove(str(EXAMPLES))
+    return TransaxleManager
+
+
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
@@ -43,21 +54,14 @@ def _trained(rank: int, world: int, folder: str, server: str, until: int, begin:
     """Go on from a checkpoint, -1: the newest, to a step, as torchtitan's trainer does; return what is held then."""
     if server:
         reach_s3(server)
-    sys.path.insert(0, str(EXAMPLES))
-    try:
-        with quiet():
-            from titan_checkpoints import TransaxleManager  # type: ignore[import-not-found]
-    finally:
-        sys.path.remove(str(EXAMPLES))
+    manager_class = _example()
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
     fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     progress = _Progress()
-    config = TransaxleManager.Config(
-        enable=True, folder=folder, interval=1, keep_latest_k=3, last_save_model_only=False
-    )
+    config = manager_class.Config(enable=True, folder=folder, interval=1, keep_latest_k=3, last_save_model_only=False)
     manager = config.build(
         dataloader=None, model_parts=[model], optimizers=optimizer, lr_schedulers=schedule,
         states={"train_state": progress}, sd_adapter=None,
@@ -111,3 +115,49 @@ def test_a_run_of_torchtitan_keeps_its_checkpoints_under_a_url(bucket: Bucket, s
     run(2, _trained, place, s3_server, 4)
     assert {name.split("/")[1] for name in bucket.names()} == {"step-2", "step-3", "step-4"}
     assert tx.verify(f"{place}/step-4").ok
+
+
+def _begun(rank: int, world: int, folder: str) -> None:
+    """Begin in every way that torchtitan's options name."""
+    manager_class, place = _example(), Path(folder)
+
+    def model() -> tuple[nn.Linear, torch.optim.Optimizer, _Progress]:
+        net = nn.Linear(2, 2)
+        return net, torch.optim.SGD(net.parameters(), lr=0.5), _Progress()
+
+    def loads(run: str, assets: Path | None = None, **said: Any) -> tuple[bool, float, int, bool]:
+        net, optimizer, progress = model()
+        optimizer.param_groups[0]["lr"] = 0.25
+        config = manager_class.Config(enable=True, folder=str(place / run), **said)
+        manager = config.build(
+            dataloader=None, model_parts=[net], optimizers=optimizer, lr_schedulers=None,
+            states={"train_state": progress}, sd_adapter=SimpleNamespace(hf_assets_path=assets and str(assets)),
+        )  # fmt: skip
+        found = manager.load()
+        return found, optimizer.param_groups[0]["lr"], progress.step, torch.equal(net.weight, saved.weight)
+
+    saved, optimizer, progress = model()
+    progress.step = 7
+    for name in ("run", "converted"):
+        (place / name).mkdir()
+    tx.save(saved, place / "weights", to="safetensors:identity")
+    tx.save(saved, place / "run" / "step-7", to="dcp:identity", optimizer=optimizer, extra={"train_state": progress})
+    tx.save(saved, place / "converted" / "step-0", to="dcp:identity")
+    assert loads("run") == (True, 0.5, 7, True)
+    assert loads("run", exclude_from_loading=["optimizer"]) == (True, 0.25, 7, True)
+    assert loads("run", exclude_from_loading=["train_state"]) == (True, 0.5, 0, True)
+    assert loads("converted") == (True, 0.25, 0, True), "torchtitan takes the model alone from step 0"
+    assert loads("new") == (False, 0.25, 0, False)
+    assert loads("new", initial_load_path=str(place / "weights")) == (True, 0.25, 0, True)
+    assert loads("new", place / "weights", initial_load_in_hf=True) == (True, 0.25, 0, True)
+    whole: dict[str, Any] = {"initial_load_path": str(place / "run" / "step-7"), "initial_load_model_only": False}
+    assert loads("new", **whole) == (True, 0.5, 7, True)
+    assert loads("new", **whole, exclude_from_loading=["train_state"]) == (True, 0.5, 0, True)
+    with pytest.raises(ValueError, match="no such states: schedule"):
+        loads("run", exclude_from_loading=["schedule"])
+    with pytest.raises(ValueError, match="initial_load_in_hf needs"):
+        loads("new", initial_load_in_hf=True)
+
+
+def test_a_run_of_torchtitan_begins_with_what_its_options_say(tmp_path: Path) -> None:
+    run(1, _begun, str(tmp_path))
