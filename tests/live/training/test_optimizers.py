@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import SGD, AdamW, Muon, Optimizer
 
 from tests.live.ranks import run
+from tests.oracles.tiny_models import drawn
 from transaxle.errors import TransaxleError
 from transaxle.live.background.asynchronous import async_save
 from transaxle.live.load.load import load
@@ -462,6 +463,28 @@ def test_the_state_of_another_kind_of_optimizer_is_refused(tmp_path: Path, kinds
     assert found.value.code == "UNSUPPORTED"
     assert not fresh.state
     assert all(torch.equal(value, model(5).state_dict()[name]) for name, value in other.state_dict().items())
+
+
+@pytest.mark.peers
+def test_factored_states_keep_the_names_of_the_model(tmp_path: Path) -> None:
+    """No table says which axes of a parameter its rows and columns are of."""
+
+    def made() -> tuple[nn.Module, Optimizer]:
+        net = drawn("llama")
+        return net, torch.optim.Adafactor(net.parameters())
+
+    net, optimizer = made()
+    for parameter in net.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    with pytest.raises(TransaxleError, match="another shape than its parameter") as found:
+        save(net, tmp_path / "out", to="hf", optimizer=optimizer)
+    assert 'to="dcp"' in found.value.refusals[0].hint
+    assert not (tmp_path / "out").exists()
+    save(net, tmp_path / "out", to="dcp", optimizer=optimizer)
+    other, fresh = made()
+    load(other, tmp_path / "out", optimizer=fresh)
+    assert _equal(_told(optimizer), _told(fresh))
 
 
 def test_without_a_twin_numbers_are_known_by_their_types(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from itertools import islice
 from math import prod
 from operator import itemgetter
 
-from transaxle.axes.layout.bind import WEIGHT, Bound, Index
+from transaxle.axes.layout.bind import WEIGHT, Bound, Index, split_slot
 from transaxle.axes.layout.inseparable import NOTHING
 from transaxle.axes.layout.relayout import Origin, Stored
 from transaxle.axes.layout.solve import Shape, fill, solve
@@ -25,6 +25,8 @@ from transaxle.axes.notation.number_format import PLAIN, NumberFormat, words
 from transaxle.axes.translation.alike_tensors import AlikePart, AlikeTensors, Grid, SourceTensor
 from transaxle.errors import Refusal, TransaxleError, Where
 
+_FACTORED = "\nThis state has another shape than its parameter, as of Adafactor: no table says where its axes are."
+_AS_IT_IS = "Keep names and shapes: a format without a dialect as the target, as  --to dcp  (to=\"dcp\")."
 _BYTES = "U8"
 """Safetensors code of packed 4-bit codes, two in a byte."""
 Key = tuple[str, str]
@@ -336,9 +338,20 @@ class Holdings:
                 try:
                     self._filled[key] = self._fill(line, expression, shape, index, scalar)
                 except TransaxleError as error:
-                    self.refusals.extend(Refusal(r.code, r.message, Where(None, name), r.hint) for r in error.refusals)
+                    self.refusals.extend(self._misfits(name, shape, error))
                     continue
             yield name, self._filled[key]
+
+    def _misfits(self, name: str, shape: Shape, error: TransaxleError) -> Iterator[Refusal]:
+        """Yield why a stored tensor does not fit its rule; a factored state has other dims than its parameter."""
+        parameter, slot = split_slot(name)
+        whole = self.stored.get(parameter)
+        is_factored = slot != WEIGHT and whole is not None and whole.shape != shape
+        for each in error.refusals:
+            if is_factored and each.code == "SHAPE_MISMATCH":
+                yield Refusal(each.code, each.message + _FACTORED, Where(None, name), _AS_IT_IS)
+            else:
+                yield Refusal(each.code, each.message, Where(None, name), each.hint)
 
     def _fill(
         self, line: Line, expression: Expression, shape: Shape, index: Mapping[str, int], scalar: bool
