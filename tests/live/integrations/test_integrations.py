@@ -20,6 +20,7 @@ from tests.live.ranks import run
 from tests.live.topologies import FSDP, LLAMA, MOE, build, full
 from tests.oracles import hub
 from tests.oracles.quiet import quiet
+from transaxle.errors import TransaxleError
 from transaxle.live.integrations.callbacks import FOLDER
 
 pytestmark = pytest.mark.peers
@@ -222,6 +223,23 @@ def _plain(rank: int, world: int, folder: str) -> None:
     truth = trainer.model.state_dict()
     assert found.state_dict().keys() == truth.keys()
     assert all(torch.equal(tensor, truth[name]) for name, tensor in found.state_dict().items())
+
+
+def test_what_the_first_save_would_refuse_ends_a_training_before_its_first_step(tmp_path: Path) -> None:
+    run(1, _adapted, str(tmp_path))
+
+
+def _adapted(rank: int, world: int, folder: str) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    with quiet():
+        trainer = _trainer(Path(folder), [tx.TrainerCheckpoints()], 2)
+        adapted = get_peft_model(trainer.model, LoraConfig(target_modules=["q_proj"]))
+        trainer.model = trainer.model_wrapped = adapted
+        with pytest.raises(TransaxleError, match="adapters"):
+            trainer.train()
+    assert trainer.state.global_step == 0
+    assert not any(Path(folder).glob("checkpoint-*"))
 
 
 def _prepared(rank: int, world: int, seed: int, kind: str) -> tuple[Any, Any, Any]:

@@ -26,7 +26,7 @@ from transaxle.axes.translation.alike_tensors import AlikePart, AlikeTensors, Gr
 from transaxle.errors import Refusal, TransaxleError, Where
 
 _FACTORED = "\nThis state has another shape than its parameter, as of Adafactor: no table says where its axes are."
-_AS_IT_IS = "Keep names and shapes: a format without a dialect as the target, as  --to dcp  (to=\"dcp\")."
+_AS_IT_IS = 'Keep names and shapes: a format without a dialect as the target, as  --to dcp  (to="dcp").'
 _BYTES = "U8"
 """Safetensors code of packed 4-bit codes, two in a byte."""
 Key = tuple[str, str]

@@ -35,7 +35,7 @@ from transaxle.live.integrations.step_checkpoints import (
     stored_bytes,
 )
 from transaxle.live.load.load import load
-from transaxle.live.save.save import save
+from transaxle.live.save.save import check_savable, save
 from transaxle.live.save.save_request import UNSAID, check_options
 from transaxle.live.training.extra_state import EXTRA, FILE, Extras, Stateful
 from transaxle.live.transport.world import World
@@ -115,16 +115,19 @@ class TrainerCheckpoints:
         raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
 
     def on_train_begin(self, args: Any, state: Any, *_: Any, **given: Any) -> None:
-        """Load the state if the Trainer resumes from a checkpoint that this callback has written.
+        """Check that the model can be saved so; load the state if the Trainer resumes from a checkpoint of ours.
 
         Warns about a checkpoint without such a state: then the Trainer's own copies of weights and state apply.
 
         Raises:
+            TransaxleError: what the first save of the model would be refused for.
             StorageError: IO where `url` cannot be reached.
         """
+        name = _name(state.global_step)
+        first = str(Path(args.output_dir, name, FOLDER)) if self._steps is None else self._steps.place(name)
+        check_savable(given["model"], first, to=self._to, group=self._group, **self._options)
         if not state.global_step:
             return
-        name = _name(state.global_step)
         places = [
             each for each in (self._resume, args.resume_from_checkpoint, str(Path(args.output_dir, name))) if each
         ]

@@ -77,6 +77,22 @@ def save(
     return write_checkpoint(settings, collected, world, clock)
 
 
+def check_savable(
+    state: State, dst: PathLike, *, to: str = "hf", group: Ranks | None = None, **options: Unpack[Saving]
+) -> None:
+    """Plan a save without optimizer, and write nothing: long before the first one, it shows what would be refused.
+
+    Collective. The arguments are those of `save`.
+
+    Raises:
+        TransaxleError: on every rank, as from `save`.
+    """
+    world = World(group)
+    settings, collected = collect(lambda: SaveRequest(state, dst, to, None, None, **options), world)
+    with world.together():
+        ready(_planned(settings, collected, world.rank))
+
+
 def write_checkpoint(settings: SaveSettings, state: CollectedState, world: World, clock: Clock) -> SaveReport:
     """Write what all ranks hold; collective.
 
