@@ -52,7 +52,7 @@ help:
 	@echo 'make vllm    vLLM itself, in an environment of its own'
 	@echo 'make gpu     what needs a CUDA device, tests and benchmarks, with a Python that has one (GPU_PYTHON=python3)'
 	@echo 'make fuzz    hostile inputs, each with a cap on time and memory'
-	@echo 'make bench   the speed figures against what is promised, in one table (half an hour)'
+	@echo 'make bench   the speed figures against what is promised, in one table (three quarters of an hour)'
 	@echo 'make bench-compare BASE=REV  the same beside those of another revision'
 	@echo 'make docs    the documentation, in build/docs/index.html'
 	@echo 'make wheel   what is published, in dist/: the source and two wheels, checked'

@@ -28,7 +28,7 @@ from promises import FILE, Figure, number
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = ("convert", "megatron", "zero", "live", "refit", "planning", "startup", "encodings", "look")
-"""Those that hold promises on a CPU, in about half an hour."""
+"""Those that hold promises on a CPU, in about three quarters of an hour."""
 
 KERNELS = """
 from pathlib import Path
