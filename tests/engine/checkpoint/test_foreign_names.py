@@ -66,6 +66,17 @@ def test_a_prefix_of_all_names_may_mean_a_larger_model(
     assert set(tx.open(tmp_path / "back")) == set(checkpoints.tensors())
 
 
+@pytest.mark.parametrize("to", ["hf", "megatron"])
+def test_what_training_loops_put_before_names_is_of_a_larger_model_where_others_are_beside_it(
+    to: str, tmp_path: Path
+) -> None:
+    source = _store(tmp_path / "source", "model.", CONFIG, {"class_embed.weight": np.ones((2, 3), np.float32)})
+    (refusal,) = tx.plan(source, tmp_path / "out", to=to).refusals
+    assert refusal.code == "UNKNOWN_FAMILY"
+    assert "qwen3_moe is only one part of this model after 'model.'" in refusal.message
+    assert "class_embed.weight" in refusal.message
+
+
 def test_its_files_are_converted_under_its_own_names(tmp_path: Path) -> None:
     source = _store(tmp_path / "source", "language_model.", WRAPPED, SIGHT)
     tx.convert(source, tmp_path / "out", to="dcp", sync=False)

@@ -38,10 +38,11 @@ def foreign(bound: Bound, config: Mapping[str, Any], target: Dialect, *, family_
     top, text = config.get("model_type"), config.get("text_config")
     outer = is_outer(bound.prefix)
     nested = isinstance(text, Mapping) and top not in family.model_types and model_types(config) != []
-    inside = nested or not outer
+    unknown = tuple(name for name in bound.unknown if split_slot(name)[1] == WEIGHT)
+    beside = bool(bound.prefix) and not all(name.startswith(bound.prefix) for name in unknown)
+    inside = nested or not outer or beside
     wrapped = inside and not family_given and not (outer and top in family.wrappers)
     known_model = not inside and (family_given or top in family.model_types)
-    unknown = tuple(name for name in bound.unknown if split_slot(name)[1] == WEIGHT)
     if not wrapped and (known_model or not unknown or (target is bound.dialect and not inside)):
         return []
     lines = [_whole(bound, config, target.label, nested=nested)] if wrapped else []
