@@ -1,5 +1,5 @@
 """Through every dialect of a family, one after the other, and back: transformers loads what comes out, and computes
-the same logits.
+the same logits. And a model with each kind of head through every dialect and back.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import transaxle as tx
-from tests.oracles.peer_bytes import differing, loaded
+from tests.oracles import wrappers
+from tests.oracles.peer_bytes import differing, loaded, memory, randomise
 from tests.oracles.quiet import quiet
 from tests.oracles.tiny_models import drawn
 from transaxle.families import builtin
@@ -30,6 +31,38 @@ CHANGES: dict[str, dict[str, Any]] = {
     "qwen3_5": {"layer_types": ["linear_attention", "full_attention"]},
 }
 """What the tiny config of a type says otherwise: dims that are rotated, heads that share nothing, kinds of layers."""
+
+
+HEADS = (
+    "BertForSequenceClassification", "BertForNextSentencePrediction", "RobertaModel", "RobertaForMaskedLM",
+    "RobertaForSequenceClassification", "XLMRobertaForTokenClassification", "RobertaForQuestionAnswering",
+    "ElectraForPreTraining", "ElectraForSequenceClassification", "DistilBertForMultipleChoice",
+    "GteForSequenceClassification", "NomicBertForMaskedLM", "ModernBertForMaskedLM", "CLIPModel",
+    "LlavaForConditionalGeneration",
+)  # fmt: skip
+"""Classes of models with heads and parts that some dialect has no names for, and without."""
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize("architecture", HEADS)
+def test_every_head_comes_back_from_every_dialect_under_its_own_name(architecture: str, tmp_path: Path) -> None:
+    import transformers
+
+    made = getattr(transformers, architecture)
+    with quiet():
+        model = made(wrappers.shrunk(made.config_class())).float()
+        randomise(model)
+        model.save_pretrained(tmp_path / "hub")
+    (family,) = builtin().of_types([model.config.model_type])
+    stored = loaded(tmp_path / "hub")
+    for label in family.labels[1:]:
+        there, back = tmp_path / label, tmp_path / f"back-{label}"
+        tx.convert(tmp_path / "hub", there, to=f"safetensors:{label}", sync=False)
+        if label == "transformers":
+            assert differing(loaded(there), memory(model)) == []
+        tx.convert(there, back, to="safetensors:hf", sync=False)
+        assert differing(loaded(back), stored) == []
+        assert (back / "config.json").read_bytes() == (tmp_path / "hub/config.json").read_bytes()
 
 
 @pytest.mark.peers

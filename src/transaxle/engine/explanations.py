@@ -218,7 +218,8 @@ EXPLANATIONS: Mapping[Code, Explanation] = {
         "The checkpoint has a tensor that the table does not know.",
         "Tensors without a line in the target dialect normally keep their names and are listed in the report. "
         "--strict refuses them. Layers or experts beyond the number that the config or --axis says are refused in any "
-        "case: the model would lack them. In `verify`, the code means that a tensor was added after the checkpoint "
+        "case: the model would lack them. So is a model whose names begin as those of a model with a head, where no "
+        "line reads the head. In `verify`, the code means that a tensor was added after the checkpoint "
         "was written.",
         "model.layers.0.self_attn.rotary_emb.inv_freq\n    dialect torchtitan has no line for this tensor",
         "Omit --strict to keep such tensors, or add lines for them to a table of your own (--rules).",

@@ -215,6 +215,47 @@ def test_a_kept_name_may_not_collide() -> None:
     assert refusal.where.tensor == "tokens"
 
 
+_HEADED = only(
+    "family headed\n  axes d k\n  body : d\n  head : k d optional\n  bias : k when head\n"
+    "dialect hf\n  place base = model when head\n  place base = base when not head\n"
+    "  {base}.body = body[d]\n  head = head[k d]\n  bias = bias[k]\n"
+    "dialect engine\n  body = body[d]\n"
+)
+
+
+@pytest.mark.parametrize("prefix", ["", "module."])
+def test_what_kept_its_name_comes_back_as_what_the_target_says_it_is(prefix: str) -> None:
+    tensors = {"model.body": arange(4), "head": arange(3, 4, start=10), "bias": arange(3, start=30)}
+    there = translated(_HEADED, "hf", "engine", Store(tensors))
+    assert set(there.targets) == {"body", "head", "bias"}
+    assert set(there.kept) == {"head", "bias"}
+    store = Store(
+        {prefix * (name not in there.kept) + name: fill(Store(tensors), there.targets[name]) for name in there.targets}
+    )
+    back = translated(_HEADED, "engine", "hf", store)
+    assert (back.refusals, back.kept) == ((), ())
+    assert {name: fill(store, target).tolist() for name, target in back.targets.items()} == {
+        name: tensor.tolist() for name, tensor in tensors.items()
+    }
+
+
+def test_what_kept_its_name_is_complete_again_or_refused() -> None:
+    view = translated(_HEADED, "engine", "hf", Store({"body": arange(4), "head": arange(3, 4)}))
+    assert "bias" in only_refusal(view, "MISSING_TENSOR").message
+
+
+@pytest.mark.parametrize("to", ["hf", "engine"])
+def test_names_that_a_head_gives_are_refused_where_no_line_reads_the_head(to: str) -> None:
+    view = translated(_HEADED, "hf", to, Store({"model.body": arange(4), "other_head": arange(3, 4)}))
+    refusal = only_refusal(view, "UNEXPECTED_TENSOR")
+    assert refusal.where.tensor == "model.body"
+    assert "model.body = body[d] when head" in refusal.message
+    assert "other_head" in refusal.message
+    assert "identity" in refusal.hint
+    assert not translated(_HEADED, "hf", to, Store({"model.body": arange(4)})).refusals
+    assert not translated(_HEADED, "hf", to, Store({"base.body": arange(4), "other_head": arange(3, 4)})).refusals
+
+
 def test_two_lines_may_not_write_one_name() -> None:
     family = only(
         "family twin\n  axes l=n m=m L=n d=d\n  x : l d\n  y : m d\n"

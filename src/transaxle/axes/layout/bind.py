@@ -145,6 +145,36 @@ def bind(
     return replace(bound, dialect=dialect)
 
 
+def with_kept(bound: Bound, target: Dialect, sizes: Sizes, stored: Mapping[str, Stored]) -> Bound:
+    """Read the names that a checkpoint's own dialect has no line for through the target's.
+
+    There they keep their names, so they are what the target says they are, unless the checkpoint has that already: what
+    `hf` has and another dialect has no line for comes back like that, and conditions that ask for it hold again.
+
+    Args:
+        bound: the stored names, read through their own dialect.
+        target: the dialect wanted.
+        sizes: axis sizes from the config and the user.
+        stored: the tensors by name.
+
+    Raises:
+        UsageError: as `bind` does.
+    """
+    if not bound.unknown or target is bound.dialect:
+        return bound
+    kept = bind(bound.unknown, bound.family, target, sizes, encodings=bound.encodings, stored=stored)
+    names: _BoundNames = defaultdict(dict, {key: dict(of_line) for key, of_line in bound.names.items()})
+    present = _Presence(bound.names)
+    read = set()
+    for (line, slot), of_line in kept.names.items():
+        for position, name in of_line.items():
+            index = dict(zip(line.name.axes, position, strict=True))
+            if not any(present.at(component, index) for component in line.expression.components):
+                names[line, slot][position] = name
+                read.add(name)
+    return replace(bound, names=dict(names), unknown=tuple(name for name in bound.unknown if name not in read))
+
+
 def _bound(
     names: Sequence[str],
     family: Family,
@@ -310,7 +340,7 @@ def _settle(
 class _Presence:
     """Which logical tensors the bound names hold, and where."""
 
-    def __init__(self, bound_names: _BoundNames) -> None:
+    def __init__(self, bound_names: Mapping[tuple[Line, str], Mapping[Index, str]]) -> None:
         self._indices: dict[str, list[tuple[Line, Iterable[Index]]]] = defaultdict(list)
         for (line, slot), names in bound_names.items():
             for component in line.expression.components if slot == WEIGHT else ():

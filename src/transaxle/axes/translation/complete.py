@@ -25,6 +25,10 @@ _BEYOND = (
     "Correct --axis {axis}=N or --config, if you gave them, or the config.json of the checkpoint: it is that of a "
     "smaller model. All tensors keep their names with --to safetensors:identity."
 )
+_UNREAD = (
+    'Add lines for them to a table of your own (--rules FILE, rules="FILE"), or keep all names with --to '
+    'safetensors:identity (to="safetensors:identity").'
+)
 _ASKED = 300_000
 """Cap on the absent tensors for which the conditions are evaluated; no model has as many."""
 _BELOW_ADAPTERS = ".base_layer."
@@ -62,6 +66,31 @@ def incomplete(holdings: Holdings, tied: Container[str]) -> list[Refusal]:
     if any(_BELOW_ADAPTERS in name for name in bound.unknown):
         hint = _ADAPTED
     return [Refusal("MISSING_TENSOR", "\n".join([head, *missing[:_LISTED], *tail]), Where(), hint)]
+
+
+def contradicted(holdings: Holdings) -> Iterator[Refusal]:
+    """Yield a refusal where names say that there is more, such as a head, than what any line reads.
+
+    What no line reads keeps its name; names that depend on it would be those of a model without it.
+
+    Args:
+        holdings: the checkpoint.
+    """
+    bound = holdings.bound
+    for (line, slot), names in bound.names.items() if bound.unknown else ():
+        position, name = next(iter(names.items()))
+        index = dict(zip(line.name.axes, position, strict=True))
+        if slot == WEIGHT and line.when is not None and not line.by_form and holdings.holds(line.when, index) is False:
+            others = [
+                other
+                for other in bound.dialect.lines
+                if other.expression == line.expression and other.name.axes == line.name.axes
+            ]
+            if line in others and any(holdings.holds(other.when, index) for other in others):
+                unread = ", ".join(bound.unknown[:_BESIDE])
+                message = f"{line.whole}\nhas this name, so the model has more than what the table reads: {unread}"
+                yield Refusal("UNEXPECTED_TENSOR", message, Where(None, name), _UNREAD)
+                return
 
 
 def beyond(bound: Bound, sizes: Sizes) -> Iterator[Refusal]:

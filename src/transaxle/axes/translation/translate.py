@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import islice, product
 from typing import NamedTuple
 
-from transaxle.axes.layout.bind import WEIGHT, Bound, Index, join_slot
+from transaxle.axes.layout.bind import WEIGHT, Bound, Index, join_slot, with_kept
 from transaxle.axes.layout.inseparable import NOTHING, inseparable
 from transaxle.axes.layout.relayout import EXACT, Check, Origin, Stored, Target, TargetPart, indices, unchanged
 from transaxle.axes.layout.solve import unknown_axis, with_products
@@ -24,7 +24,7 @@ from transaxle.axes.notation.formula import Formula
 from transaxle.axes.notation.name import Numbering
 from transaxle.axes.notation.number_format import PLAIN, NumberFormat, Recode, same
 from transaxle.axes.translation.alike_tensors import AlikePart, AlikeTensors, grids
-from transaxle.axes.translation.complete import beyond, incomplete, unfilled
+from transaxle.axes.translation.complete import beyond, contradicted, incomplete, unfilled
 from transaxle.axes.translation.gathering import (
     Gathering,
     SourcesByComponent,
@@ -128,6 +128,7 @@ class _Translator:
 
     def run(self, *, partial: bool) -> Translation:
         self.refuse(self.holdings.refusals)
+        self.refuse(contradicted(self.holdings))
         built: dict[str, Target] = {}
         for line in self.lines:
             for slot in dict.fromkeys(slot for _, slot in self.holdings.sources):
@@ -471,4 +472,4 @@ def translate(
     Returns:
         The target tensors with their origins. Where `refusals` is not empty nothing may be written.
     """
-    return _Translator(bound, stored, target, sizes, recode).run(partial=partial)
+    return _Translator(with_kept(bound, target, sizes, stored), stored, target, sizes, recode).run(partial=partial)
