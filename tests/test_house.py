@@ -79,6 +79,7 @@ LAZY_EXTRAS = {
     "engine/distribute/executors/ray_cluster.py": frozenset({"ray"}),
     "engine/reading/torch_values.py": frozenset({"torch"}),
     "formats/hub/hub_requests.py": frozenset({"httpx", "huggingface_hub"}),
+    "formats/remote/s3_range.py": frozenset({"s3fs"}),
     "formats/remote/web.py": frozenset({"aiohttp"}),
     "quant/modules/torchao.py": frozenset({"torchao"}),
     "refit/plugs/vllm_engine.py": frozenset({"vllm"}),

@@ -13,8 +13,9 @@ from contextlib import contextmanager
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-Fault = Literal["slow down", "error", "forbidden", "reset", "truncate", "stall", "lost", "late"]
-"""`lost`: it is carried out, and there is no answer; `late`: so too, after `FaultyProxy.delay`."""
+Fault = Literal["slow down", "error", "forbidden", "reset", "truncate", "stall", "lost", "late", "shift"]
+"""`lost`: it is carried out, and there is no answer; `late`: so too, after `FaultyProxy.delay`; `shift`: as many
+bytes as were asked for are sent from the beginning of the file."""
 _ANSWERS: dict[Fault, tuple[int, bytes]] = {
     "slow down": (503, b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"),
     "error": (500, b"<Error><Code>InternalError</Code><Message>We encountered an internal error.</Message></Error>"),
@@ -92,6 +93,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         try:
             headers = {name: value for name, value in self.headers.items() if name.lower() not in _HOP}
             headers["Content-Length"] = str(len(body))
+            if fault == "shift":
+                first, last = map(int, headers["Range"].removeprefix("bytes=").split("-"))
+                headers["Range"] = f"bytes=0-{last - first}"
             upstream.request(self.command, self.path, body, headers)
             answer = upstream.getresponse()
             data = answer.read()

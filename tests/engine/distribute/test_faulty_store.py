@@ -333,3 +333,18 @@ def test_a_beginning_that_fails_leaves_no_uploads(
         with pytest.raises(StorageError):
             begin_work(plan)
         assert (bucket.names(), bucket.uploads()) == ([], [])
+
+
+def test_bytes_of_another_range_are_refused(bucket: Bucket, proxy: FaultyProxy, tmp_path: Path) -> None:
+    source = many(tmp_path / "source", 12)
+    for path in source.iterdir():
+        bucket.put(f"out/{path.name}", path.read_bytes())
+
+    def shifted(method: str, path: str) -> Fault | None:
+        return "shift" if method == "GET" and path.endswith(".safetensors") else None
+
+    with tx.open(f"{bucket.url}/out") as there:
+        proxy.fails = shifted
+        with pytest.raises(StorageError, match="was requested, but the server sent bytes 0-"):
+            tx.convert(there, tmp_path / "out", to="safetensors")
+    assert not (tmp_path / "out").exists()

@@ -35,6 +35,7 @@ def test_local_files() -> None:
         ("s3://bucket/a b/c", "s3://bucket/a b/c"),
         (f"https://host/x.bin?sig={SECRET}&b=c", "https://host/x.bin?…"),
         (f"ftp://me:{SECRET}@host/x", "ftp://me:…@host/x"),
+        (f"https://{SECRET}@host/x", "https://…@host/x"),
         ("abfs://container@account.example/x", "abfs://container@account.example/x"),
     ],
 )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from urllib.parse import quote, unquote
 
 from transaxle.errors import refuse
-from transaxle.formats.remote.url import HUB
+from transaxle.formats.remote.url import HUB, without_secrets
 from transaxle.formats.storage.storage import checked_parts
 
 _DEFAULT = "main"
@@ -83,10 +83,12 @@ def parse_hub_url(url: str) -> HubUrl:
     body = url.partition("://")[2]
     first, _, others = body.partition("/")
     if first in _OTHERS:
-        raise refuse("UNSUPPORTED", f"checkpoints are not read from a hub's {first}", file=url, hint=_HINT)
+        raise refuse(
+            "UNSUPPORTED", f"checkpoints are not read from a hub's {first}", file=without_secrets(url), hint=_HINT
+        )
     match = _FORM.fullmatch(others if first in _KINDS else body)
     if match is None or match["revision"] == "" or any("\ud800" <= letter <= "\udfff" for letter in url):
-        raise refuse("UNSUPPORTED", "the URL names no repository of a hub", file=url, hint=_HINT)
+        raise refuse("UNSUPPORTED", "the URL names no repository of a hub", file=without_secrets(url), hint=_HINT)
     inside = (match["inside"] or "").rstrip("/")
     if inside:
         checked_parts(inside)

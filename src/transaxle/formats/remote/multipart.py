@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import msgspec
 
 from transaxle.errors import TransaxleError, refuse
-from transaxle.formats.remote.service import NO_CREDENTIALS, Service
+from transaxle.formats.remote.service import NO_CREDENTIALS, S3, Service
 
 PATIENCE = 120.0
 """Seconds of one attempt at a request, beside those for its bytes."""
@@ -30,8 +30,6 @@ _LONGEST_PAUSE = 15.0
 _LOOKS = 6
 """How often an upload is looked for that is gone, until its file counts as missing."""
 _CONFLICT, _SERVER_ERROR = 409, 500
-S3 = frozenset({"s3", "s3a"})
-"""Schemes of services with uploads that several processes can send."""
 _MD5 = re.compile(r"[0-9a-f]{32}")
 _TYPE = "application/octet-stream"
 _COMPLETING = "completing the upload"

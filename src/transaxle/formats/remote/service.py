@@ -11,14 +11,17 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from transaxle.errors import TransaxleError, refuse
+from transaxle.formats.remote.s3_range import s3_range
 from transaxle.formats.remote.url import harmless, scheme, without_secrets
-from transaxle.formats.remote.web import WEB, TooMuchError, session
+from transaxle.formats.remote.web import WEB, OtherRangeError, TooMuchError, session
 
 _CLIENTS = {
     "s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "http": "aiohttp", "https": "aiohttp",
     "az": "adlfs", "abfs": "adlfs", "abfss": "adlfs", "sftp": "paramiko", "oci": "ocifs",
 }  # fmt: skip
 """Scheme -> package that fsspec needs for it."""
+S3 = frozenset({"s3", "s3a"})
+"""Schemes of services that speak as S3 does, with uploads that several processes can send."""
 NO_CREDENTIALS = frozenset({
     "NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "TokenRetrievalError",
     "UnauthorizedSSOTokenError", "ProfileNotFound", "DefaultCredentialsError", "RefreshError",
@@ -172,6 +175,8 @@ class Service:
             StorageError: IO.
         """
         with self._named(f"reading {stop - start} bytes at offset {start}", file):
+            if self.scheme in S3 and start < stop:
+                return s3_range(self.client, path, start, stop)
             return bytes(self.client.cat_file(path, start=start, end=stop))
 
     def create(self, path: str, part: int, file: str) -> Stream:
@@ -242,7 +247,7 @@ def _failed(error: Exception, doing: str, file: str) -> TransaxleError:
         reason, hint = f"access denied ({reason})" if reason else "access denied", _HOW_TO_LOG_IN
     elif kind in NO_CREDENTIALS:
         hint = _HOW_TO_LOG_IN
-    elif isinstance(error, TooMuchError):
+    elif isinstance(error, (TooMuchError, OtherRangeError)):
         hint = RANGES
     elif not isinstance(error, OSError) or not reason:
         reason = f"{kind}: {reason}" if reason else kind

@@ -14,6 +14,8 @@ HUB = "hf"
 _LOCAL = "file"
 _LOCAL_HOSTS = ("", "localhost")
 _PASSWORD = re.compile(r"(//[^/@:\s]*):[^/\s]*@")
+_TOKEN = re.compile(r"(?i)(\bhttps?://)[^/@:\s]+@")
+"""A user without a password: servers take tokens so."""
 _QUERY = re.compile(r"(://[^\s'\"?]*)\?[^\s'\"]*")
 _SECRET = re.compile(r"(?i)\b([\w-]*(?:secret|token|signature|password|credential|access[_-]?key)[\w-]*\s*[=:])\s*\S+")
 _KEY_ID = re.compile(r"\b(?:(?:AKIA|ASIA)[A-Z0-9]{8,}|hf_[A-Za-z0-9]{8,})\b")
@@ -46,12 +48,12 @@ def address(url: str) -> str:
 
 def without_secrets(url: str) -> str:
     """Return a URL without its password and its query string."""
-    return _QUERY.sub(rf"\1?{_HIDDEN}", _PASSWORD.sub(rf"\1:{_HIDDEN}@", url))
+    return _QUERY.sub(rf"\1?{_HIDDEN}", _TOKEN.sub(rf"\1{_HIDDEN}@", _PASSWORD.sub(rf"\1:{_HIDDEN}@", url)))
 
 
 def harmless(message: str) -> str:
     """Return the first line of what a service said, without passwords, keys and query strings."""
     line = next(iter(message.strip().splitlines()), "")
-    line = _QUERY.sub(rf"\1?{_HIDDEN}", _PASSWORD.sub(rf"\1:{_HIDDEN}@", line))
+    line = without_secrets(line)
     line = _KEY_ID.sub(_HIDDEN, _SECRET.sub(rf"\1{_HIDDEN}", line))
     return line if len(line) <= _LONGEST else f"{line[:_LONGEST]}{_HIDDEN}"

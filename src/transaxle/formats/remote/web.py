@@ -1,5 +1,5 @@
-"""Bounded answers of web servers, which may send more than was asked for, a whole file instead of a part, or bytes
-without end.
+"""Bounded answers of web servers, which may send more than was asked for, a whole file instead of a part, another part,
+or bytes without end.
 
 fsspec's client reads every answer to its end. This session stops it one byte after the requested ones.
 """
@@ -14,10 +14,31 @@ WEB = frozenset({"http", "https"})
 _LONGEST_PAGE = 16 << 20
 """Cap on the bytes of an answer to a request without a range: a page that lists a folder."""
 _RANGE = re.compile(r"bytes=([0-9]+)-([0-9]+)")
+_SENT = re.compile(r"bytes ([0-9]{1,20})-([0-9]{1,20})/", re.IGNORECASE)
+_SHOWN = 60
 
 
 class TooMuchError(OSError):
     """The server sends more than was requested."""
+
+
+class OtherRangeError(OSError):
+    """The server sends other bytes than those that were requested."""
+
+
+def check_range(requested: str, sent: str) -> None:
+    """Check what a server says of the bytes that it sends; one that says nothing is believed.
+
+    Args:
+        requested: the `Range` of the request, empty without one.
+        sent: the `Content-Range` of the answer, empty without one.
+
+    Raises:
+        OtherRangeError: these are other bytes.
+    """
+    wanted, found = _RANGE.fullmatch(requested), _SENT.match(sent)
+    if wanted and sent and (found is None or found[1] != wanted[1] or int(found[2]) > int(wanted[2])):
+        raise OtherRangeError(f"{wanted[0]} was requested, but the server sent {sent[:_SHOWN]}")
 
 
 def _asked(headers: Any) -> int:
@@ -32,6 +53,7 @@ async def session(**options: Any) -> Any:
     class Response(ClientResponse):
         async def read(self) -> bytes:
             if self._body is None:
+                check_range(self.request_info.headers.get("Range", ""), self.headers.get("Content-Range", ""))
                 most, data = _asked(self.request_info.headers), bytearray()
                 async for part in self.content.iter_any():
                     data += part

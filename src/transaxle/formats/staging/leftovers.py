@@ -22,8 +22,8 @@ from msgspec.structs import asdict, replace
 from transaxle.errors import TransaxleError, refuse
 from transaxle.formats.catalog.sidecar_files import SCRATCH
 from transaxle.formats.registry import is_one_file
-from transaxle.formats.remote.multipart import S3
 from transaxle.formats.remote.orphans import orphans, remove
+from transaxle.formats.remote.service import S3
 from transaxle.formats.remote.url import local_path, scheme, without_secrets
 from transaxle.formats.staging.belongings import LocalFolder, strangers
 from transaxle.formats.staging.claim import Claim, lock, opened

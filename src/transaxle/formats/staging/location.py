@@ -69,7 +69,7 @@ def takes_parts(target: str) -> bool:
     """Tell whether a target is on a service to which any process can send parts of a file that another has begun."""
     if not is_url(target):
         return False
-    from transaxle.formats.remote.multipart import S3
+    from transaxle.formats.remote.service import S3
 
     return scheme(target).lower() in S3
 
