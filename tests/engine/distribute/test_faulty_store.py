@@ -10,10 +10,12 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import numpy as np
 import pytest
+from msgspec import structs
 
 import transaxle as tx
 from tests.engine.distribute.arrays import do, planned
@@ -28,6 +30,7 @@ from transaxle.engine.distribute.item_work import let_go
 from transaxle.engine.distribute.work_plan import WorkPlan
 from transaxle.errors import StorageError
 from transaxle.formats.remote import multipart
+from transaxle.formats.remote.multipart import OpenUpload, S3Multipart
 from transaxle.formats.remote.service import Service
 from transaxle.formats.staging.upload import Upload
 
@@ -299,7 +302,7 @@ def test_a_file_of_before_is_not_taken_for_the_one_that_was_sent(
     bucket: Bucket, proxy: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The upload is gone, and at its place is another one with as many parts, its tag foretold or not."""
-    path, client = f"{bucket.name}/file", multipart.S3Multipart(Service(f"{bucket.url}/file"))
+    path, client = f"{bucket.name}/file", S3Multipart(Service(f"{bucket.url}/file"))
     assert proxy.failed == 0
     monkeypatch.setattr(multipart, "_LOOKS", 2)
     rng = np.random.default_rng(0)
@@ -333,6 +336,102 @@ def test_a_beginning_that_fails_leaves_no_uploads(
         with pytest.raises(StorageError):
             begin_work(plan)
         assert (bucket.names(), bucket.uploads()) == ([], [])
+
+
+class LostBeginnings:
+    """Lets the service begin an upload of each file, and tell nobody of the first so many."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._asked: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    def __call__(self, method: str, path: str) -> Fault | None:
+        if method != "POST" or "uploadId" in path:
+            return None
+        with self._lock:
+            self._asked[path] = self._asked.get(path, 0) + 1
+            return "lost" if self._asked[path] <= self._count else None
+
+
+def saved(source: Path, url: str) -> None:
+    """Write by the client's own streams, as saves of models do."""
+    with Upload(url) as upload:
+        files = {path.name: path.read_bytes() for path in source.iterdir()}
+        upload.prepare({name: len(data) for name, data in files.items()})
+        for name, data in files.items():
+            upload.pwrite(name, 0, memoryview(data))
+        upload.commit()
+
+
+@pytest.mark.parametrize("write", [by_workers, in_one_process, saved], ids=lambda write: write.__name__)
+def test_uploads_that_the_service_began_and_told_nobody_of_are_removed(
+    write: Callable[[Path, str], None], bucket: Bucket, proxy: FaultyProxy, tmp_path: Path
+) -> None:
+    """And no others: of other files, or with parts."""
+    source, client = many(tmp_path / "source", 12), bucket.client
+    others = {}
+    for key in ("out/model.safetensors", "out/model-00001-of-00002.safetensors", "out/other", "out2/model.safetensors"):
+        others[key] = client.call_s3("create_multipart_upload", Bucket=bucket.name, Key=key)["UploadId"]
+        which = {"Bucket": bucket.name, "Key": key, "UploadId": others[key]}
+        if "/model" in key and key.startswith("out/"):
+            client.call_s3("upload_part", PartNumber=1, Body=b"x", **which)
+    proxy.fails = LostBeginnings(1)
+    write(source, f"{bucket.url}/out")
+    assert proxy.failed >= 1
+    assert sorted(bucket.uploads()) == sorted(others)
+    assert tx.verify(f"{bucket.url}/out").ok or write is saved
+    assert tx.diff(source, f"{bucket.url}/out").equal
+
+
+@pytest.mark.parametrize("sign", ["later", "work beside the target"])
+def test_an_upload_that_may_be_of_another_run_is_left_alone(
+    sign: str, bucket: Bucket, proxy: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has no parts yet, but began after ours, or is of workers that have just begun."""
+    source, listed = many(tmp_path / "source", 12), S3Multipart.list_uploads
+    if sign == "later":
+
+        def later(self: S3Multipart, path: str, file: str) -> Iterator[OpenUpload]:
+            for each in listed(self, path, file):
+                yield structs.replace(each, since="9999-01-01 00:00:00+00:00")
+
+        monkeypatch.setattr(S3Multipart, "list_uploads", later)
+    else:
+        begin_work(planned(source, f"{bucket.url}/out", "safetensors", 1, shard_size=SHARD))
+    before = bucket.uploads()
+    proxy.fails = LostBeginnings(1)
+    saved(source, f"{bucket.url}/out")
+    assert proxy.failed == 3
+    assert len(bucket.uploads()) == len(before) + 3
+
+
+def test_beginnings_that_nobody_is_told_of_leave_nothing(
+    bucket: Bucket, proxy: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fsspec.get_filesystem_class("s3"), "retries", 2)
+    source = many(tmp_path / "source", 12)
+    proxy.fails = LostBeginnings(1000)
+    with pytest.raises(StorageError, match="beginning the upload"):
+        in_one_process(source, f"{bucket.url}/out")
+    assert proxy.failed > 1
+    assert (bucket.names(), bucket.uploads()) == ([], [])
+
+
+def test_listing_uploads_may_be_forbidden(bucket: Bucket, proxy: FaultyProxy, tmp_path: Path) -> None:
+    """Whoever may not see uploads can still convert, replace, and resume: what is unfinished, and what is complete."""
+    source, url = many(tmp_path / "source", 12), f"{bucket.url}/out"
+    tx.convert(source, tmp_path / "wanted", to="safetensors", shard_size=SHARD)
+    begin_work(planned(source, url, "safetensors", 1, shard_size=SHARD))
+    proxy.fails = lambda method, path: "forbidden" if method == "GET" and "?uploads" in path else None
+    ways: list[dict[str, Any]] = [{"resume": True}, {"overwrite": True}, {"resume": True}]
+    for how in ways:
+        tx.convert(source, url, to="safetensors", shard_size=SHARD, **how)
+        assert look_at(bucket) == contents(tmp_path / "wanted")
+    assert proxy.failed >= 2
+    saved(source, f"{bucket.url}/saved")
+    with pytest.raises(StorageError, match="listing the uploads: access denied"):
+        tx.clean(url)
 
 
 def test_bytes_of_another_range_are_refused(bucket: Bucket, proxy: FaultyProxy, tmp_path: Path) -> None:

@@ -319,6 +319,17 @@ def test_clean_removes_what_a_killed_run_leaves(
     assert tx.clean(f"{bucket.url}/models/.gone.transaxle-partial") == ()
 
 
+def test_clean_knows_targets_with_a_question_mark(bucket: Bucket, tmp_path: Path) -> None:
+    """It is part of a name on S3, not the beginning of a query."""
+    source, url = many(tmp_path / "source", 6), f"{bucket.url}/step?1"
+    begin_work(planned(source, url, "safetensors", 2))
+    bucket.client.call_s3("create_multipart_upload", Bucket=bucket.name, Key="step?1/other")
+    work, upload = tx.clean(url)
+    assert (work.target, work.outcome) == (url, "removed")
+    assert (upload.target, upload.outcome) == (f"{url}/other", "removed")
+    assert (bucket.names(), bucket.uploads()) == ([], [])
+
+
 CHANGES: Calls = {
     S3Multipart: ("begin_upload", "send_part", "complete", "put", "abort"),
     Service: ("delete",),

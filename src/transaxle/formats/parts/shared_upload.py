@@ -25,7 +25,7 @@ from transaxle.errors import TransaxleError, refuse
 from transaxle.formats.parts.part_layout import FileParts, KeptShare, SentPart, layout_digest
 from transaxle.formats.parts.part_sender import SENDERS
 from transaxle.formats.remote.hidden_objects import BegunCommit, BegunUpload, HiddenObjects
-from transaxle.formats.remote.multipart import Multipart, StoredPart, completed_tag, gone, multipart
+from transaxle.formats.remote.multipart import Multipart, StoredPart, abort_empty, completed_tag, gone, multipart
 from transaxle.formats.remote.service import FILE, Info
 from transaxle.formats.staging.belongings import several_files
 from transaxle.formats.staging.upload import PART, Upload, turn
@@ -155,12 +155,15 @@ class SharedUpload(Upload):
                 self._begun = self._with_uploads(begun, layout)
             except BaseException:
                 with suppress(TransaxleError):
+                    self._remove_unnamed(begun)
+                with suppress(TransaxleError):
                     self.hidden.delete()
                 raise
         else:
             self._begun = begun
             self._remains = self._interrupted()
-            self._remove_unnamed(begun)
+            with suppress(TransaxleError):  # it may be forbidden to list uploads
+                self._remove_unnamed(begun)
             self._begun = self._with_uploads(msgspec.structs.replace(begun, continued=True), self.look_again())
 
     def _with_uploads(self, begun: BegunUpload, files: Iterable[str]) -> BegunUpload:
@@ -175,11 +178,19 @@ class SharedUpload(Upload):
         return begun
 
     def _remove_unnamed(self, begun: BegunUpload) -> None:
-        """Remove uploads of the files that a run began, and did not live to say so."""
+        """Remove uploads of the files that a run began, and did not live to say so, or was not told of.
+
+        Nobody knows their names, so they have no parts. One that has some is of somebody else.
+        """
         places, named = frozenset(begun.places.values()), frozenset(begun.uploads.values())
         for each in list(self.calls.list_uploads(self._service.path, self._shown)):
             if each.path in places and each.upload not in named:
-                self.calls.abort(each.path, each.upload, self._shown)
+                abort_empty(self.calls, each, self._shown)
+
+    def _remove_unanswered(self) -> None:
+        """See `Upload`."""
+        if self._begun is not None:
+            self._remove_unnamed(self._begun)
 
     def _uploads(self, files: Iterable[str]) -> dict[str, str]:
         """Begin uploads, all or none."""

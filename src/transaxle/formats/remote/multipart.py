@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator, Sequence
+from email.utils import parsedate_to_datetime
 from typing import Any, Protocol
 
 import msgspec
@@ -288,6 +289,30 @@ def complete_stream(service: Service, stream: Any, file: str) -> bool:
     tags = [str(part["ETag"]).strip('"') for part in parts]
     S3Multipart(service).complete(str(stream.path), str(upload["UploadId"]), tags, file)
     return True
+
+
+def begun_by(service: Service, stream: Any) -> OpenUpload | None:
+    """Return the upload that a client's own stream has begun; None where it is no such upload.
+
+    Args:
+        service: it.
+        stream: of fsspec, neither committed nor discarded, or just committed.
+    """
+    upload = getattr(stream, "mpu", None)
+    if service.scheme not in S3 or not upload:
+        return None
+    date = upload.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date", "")
+    return OpenUpload(str(stream.path), str(upload["UploadId"]), str(date and parsedate_to_datetime(date)))
+
+
+def abort_empty(calls: Multipart, upload: OpenUpload, file: str) -> None:
+    """Remove an upload, unless it has parts, or is gone.
+
+    Raises:
+        StorageError: IO.
+    """
+    if calls.stored_parts(upload.path, upload.upload, file) == {}:
+        calls.abort(upload.path, upload.upload, file)
 
 
 def _is_made_of(tags: Sequence[str], tag: str, before: str) -> bool:

@@ -7,16 +7,16 @@ when it is there, and a run whose uploads are removed fails with an error that s
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import msgspec
 
 from transaxle.formats.remote.hidden_objects import BegunUpload, HiddenObjects, hidden_path
-from transaxle.formats.remote.multipart import Multipart, OpenUpload, multipart
+from transaxle.formats.remote.multipart import Multipart, OpenUpload, abort_empty, multipart
 from transaxle.formats.remote.service import Service
-from transaxle.formats.remote.url import scheme, without_secrets
+from transaxle.formats.remote.url import scheme
 
 _HIDDEN = re.compile(r"\.(.+)\.transaxle-partial", re.DOTALL)
 _UPLOAD = "?uploadId="
@@ -36,11 +36,12 @@ class Orphan(msgspec.Struct, frozen=True):
     """Bytes of objects and parts."""
 
 
-def orphans(url: str) -> Iterator[Orphan]:
+def orphans(url: str, *, uploads: bool = True) -> Iterator[Orphan]:
     """Yield what is left beside a URL, under it, and directly inside it.
 
     Args:
         url: a target, which need not exist, a folder of targets, a bucket, or a hidden folder.
+        uploads: also those that nothing tells of; listing them may be forbidden.
 
     Raises:
         Refused: UNSUPPORTED for services where several workers cannot write.
@@ -49,9 +50,8 @@ def orphans(url: str) -> Iterator[Orphan]:
     service = Service(url)
     calls = multipart(service)
     shown = service.shown.partition("?")[0].rstrip("/")
-    path, uploads = service.path, dict[str, OpenUpload]()
-    for each in calls.list_uploads(path, shown):
-        uploads[each.upload] = each
+    path = service.path
+    unknown = {each.upload: each for each in calls.list_uploads(path, shown)} if uploads else {}
     for target in _targets(service, path):
         hidden = HiddenObjects(Service(_url(url, target)), calls)
         names = hidden.names()
@@ -61,15 +61,14 @@ def orphans(url: str) -> Iterator[Orphan]:
         own = {} if begun is None else begun.uploads
         done = len(hidden.numbers())
         for upload in own.values():
-            uploads.pop(upload, None)
+            unknown.pop(upload, None)
         open_uploads = [] if begun is None else [(begun.places[file], upload) for file, upload in own.items()]
         size = sum(int(service.client.info(f"{hidden.path}/{name}")["size"]) for name in names)
         what = f"unfinished work: {done:,} work items are done, --resume continues it"
         if begun is None:
             what = "what remains of unfinished work"
         yield Orphan(_url(url, hidden.path), _url(url, target), what, size + _sizes(calls, open_uploads))
-    found = list(uploads.values())
-    for each in found:
+    for each in unknown.values():
         since = f", begun {each.since}" if each.since else ""
         size = _sizes(calls, [(each.path, each.upload)])
         at = _url(url, each.path)
@@ -90,8 +89,14 @@ def _targets(service: Service, path: str) -> Iterator[str]:
             yield f"{place.rpartition('/')[0]}/{match[1]}"
 
 
+def target_url(url: str) -> str:
+    """Return the URL of a target as an `Orphan` has it."""
+    return _url(url, Service(url).path)
+
+
 def _url(url: str, path: str) -> str:
-    return without_secrets(f"{scheme(url)}://{path}")
+    """Return the URL of what a client calls a file: a `?` is part of its name, not the beginning of a query."""
+    return f"{scheme(url)}://{path}"
 
 
 def _sizes(calls: Multipart, uploads: list[tuple[str, str]]) -> int:
@@ -138,6 +143,30 @@ def remove(url: str) -> None:
         if commit is not None and commit.token == begun.token:
             _remove_appeared(target, commit.tags)
     hidden.delete()
+
+
+def remove_unanswered(service: Service, begun: Sequence[OpenUpload]) -> None:
+    """Remove what the service began before our uploads of the same files, and did not tell us, so that we asked again.
+
+    Such an upload has no parts. Another run's may have none yet; but it began later, or has work beside the target.
+
+    Args:
+        service: its path is the target.
+        begun: our uploads, which are over.
+
+    Raises:
+        StorageError: IO.
+    """
+    calls = multipart(service)
+    since = {each.path: each.since for each in begun}
+    left = [
+        each
+        for each in calls.list_uploads(service.path, service.shown)
+        if each.since and each.since <= since.get(each.path, "")
+    ]
+    if left and HiddenObjects(service, calls).begun() is None:
+        for each in left:
+            abort_empty(calls, each, service.shown)
 
 
 def _abort(calls: Multipart, begun: BegunUpload, file: str) -> None:

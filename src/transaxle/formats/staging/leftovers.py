@@ -22,7 +22,7 @@ from msgspec.structs import asdict, replace
 from transaxle.errors import TransaxleError, refuse
 from transaxle.formats.catalog.sidecar_files import SCRATCH
 from transaxle.formats.registry import is_one_file
-from transaxle.formats.remote.orphans import orphans, remove
+from transaxle.formats.remote.orphans import Orphan, orphans, remove, target_url
 from transaxle.formats.remote.service import S3
 from transaxle.formats.remote.url import local_path, scheme, without_secrets
 from transaxle.formats.staging.belongings import LocalFolder, strangers
@@ -76,7 +76,7 @@ def leftovers(path: str | os.PathLike[str]) -> tuple[Leftover, ...]:
     if is_url(typed):
         local = local_path(typed)
         if local is None and scheme(typed) in S3:
-            return tuple(Leftover(each.url, each.target, each.what, each.nbytes) for each in orphans(typed))
+            return tuple(map(_orphan, orphans(typed)))
         if local is None:
             hint = "The service removes parts of unfinished uploads, if its rules say so."
             message = "a killed run leaves no folders on a remote service"
@@ -92,6 +92,10 @@ def leftovers(path: str | os.PathLike[str]) -> tuple[Leftover, ...]:
         )
     except OSError as error:
         raise failed(error, "looking for leftovers", typed) from error
+
+
+def _orphan(orphan: Orphan) -> Leftover:
+    return Leftover(orphan.url, orphan.target, orphan.what, orphan.nbytes)
 
 
 def _candidates(typed: str) -> Iterator[tuple[Path, Path]]:
@@ -179,9 +183,12 @@ def sweep_beside(target: str) -> tuple[str, ...]:
         StorageError: IO.
     """
     notes = []
-    place = without_secrets(target).rstrip("/") if is_url(target) else os.path.realpath(target)
-    for leftover in leftovers(target):
-        if leftover.target == place != leftover.path.partition("?")[0]:  # not an upload of the target itself
+    if is_url(target) and local_path(target) is None:
+        place, found = target_url(target), tuple(map(_orphan, orphans(target, uploads=False)))
+    else:
+        place, found = os.path.realpath(local_path(target) or target), leftovers(target)
+    for leftover in found:
+        if leftover.target == place:
             cleaned = clean(leftover) if leftover.outcome == "found" else leftover
             why = f": {cleaned.why}" if cleaned.why else ""
             notes.append(f"{cleaned.path}, left by a killed run ({cleaned.what}), was {cleaned.outcome}{why}")

@@ -22,7 +22,8 @@ from transaxle.arguments import Overwrite, read_overwrite
 from transaxle.errors import TransaxleError, refuse
 from transaxle.formats.catalog.sidecar_files import MANIFEST, STATE_FOLDER
 from transaxle.formats.registry import holds_tensors, is_one_file, opens_checkpoint
-from transaxle.formats.remote.multipart import complete_stream
+from transaxle.formats.remote.multipart import OpenUpload, begun_by, complete_stream
+from transaxle.formats.remote.orphans import remove_unanswered
 from transaxle.formats.remote.service import FILE, Info, Service, Stream
 from transaxle.formats.staging.belongings import (
     ELSEWHERE,
@@ -129,6 +130,8 @@ class Upload:
     ) -> None:
         for file in self._streams.values():
             file.discard()
+        with suppress(TransaxleError):
+            self._remove_unanswered()
         for name in reversed(self._appeared):  # the commit failed half-way: what has appeared goes again
             with suppress(TransaxleError):
                 self._service.delete(self._place(name), name)
@@ -237,9 +240,21 @@ class Upload:
 
     def keep(self) -> None:
         """Keep the files that have appeared: the last step."""
+        with suppress(TransaxleError):  # it may be forbidden to list uploads
+            self._remove_unanswered()
         self._streams.clear()
         self._appeared.clear()
         self._finish()
+
+    def _remove_unanswered(self) -> None:
+        """Remove uploads that the service began without our being told, so that the client asked again.
+
+        Raises:
+            StorageError: IO.
+        """
+        begun = [file.beginning for file in self._streams.values() if isinstance(file, _RemoteFile) and file.beginning]
+        if begun:
+            remove_unanswered(self._service, begun)
 
     def _place(self, name: str) -> str:
         """Return what the client calls a file of the checkpoint."""
@@ -337,6 +352,8 @@ class _RemoteFile:
         self._sent = 0
         self._copied = 0
         self._early: dict[int, memoryview] = {}
+        self.beginning: OpenUpload | None = None
+        """The upload that is over, if it was one in parts."""
 
     def write(self, offset: int, view: memoryview) -> None:
         """Send bytes if it is their turn, else keep them until it is."""
@@ -395,19 +412,23 @@ class _RemoteFile:
         except TransaxleError:
             if not complete_stream(self._service, self._open, self._name):
                 raise
-        self._stream = None
+        self._over(self._open)
 
     def discard(self) -> None:
         """Abandon the file, unless it has appeared; errors of the service no longer matter."""
         if self._stream is None:
             return
-        stream, self._stream = self._stream, None
+        stream = self._stream
+        self._over(stream)
         with suppress(TransaxleError), self._service.working("abandoning the upload", self._name):
             try:
                 stream.discard()
             finally:
                 stream.closed = True  # else it would be sent when it is collected as garbage
         self._early.clear()
+
+    def _over(self, stream: Stream) -> None:
+        self.beginning, self._stream = begun_by(self._service, stream), None
 
 
 def part_size(size: int, part: int = PART) -> int:
