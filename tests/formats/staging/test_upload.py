@@ -401,6 +401,48 @@ def test_a_killed_run_leaves_nothing_to_be_seen(bucket: Bucket, tmp_path: Path) 
     assert [name for name in bucket.names() if not name.startswith("out/")] == bucket.uploads() == []
 
 
+def ready(store: Store, data: bytes) -> Upload:
+    """An upload of a file and a manifest, of which only the last steps are left."""
+    upload = Upload(f"{store.url}/ck").__enter__()
+    upload.prepare({WHOLE: len(data), MANIFEST: len(data)})
+    for name in (WHOLE, MANIFEST):
+        upload.pwrite(name, 0, memoryview(data))
+    upload.complete()
+    upload.make_way()
+    return upload
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_two_that_write_to_one_place_do_not_both_succeed(
+    store: Store, mixed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no lock, but each looks at the end whether its files are still its own; the other's are left alone."""
+    first, second, compare = ready(store, b"first"), ready(store, b"second"), Upload._compare
+
+    def compared(self: Upload, name: str) -> None:
+        compare(self, name)
+        if mixed and self is first and name == WHOLE:
+            second.appear()
+
+    monkeypatch.setattr(Upload, "_compare", compared)
+    first.appear()
+    if not mixed:
+        second.appear()
+    error = refused(first.recheck)
+    assert (error.code, "another run wrote" in str(error)) == ("IO", True)
+    first.__exit__(type(error), error, None)
+    assert store.get(f"ck/{WHOLE}") == b"second"
+    assert (f"ck/{MANIFEST}" in store.names()) is not mixed
+    if mixed:
+        error = refused(second.recheck)
+        assert error.where.file == MANIFEST
+    else:
+        second.recheck()
+        second.keep()
+    second.__exit__(None, None, None)
+    assert store.names() == ([] if mixed else [f"ck/{WHOLE}", f"ck/{MANIFEST}"])
+
+
 def test_fsspec_is_not_imported_before_it_is_needed() -> None:
     code = "import sys, transaxle as tx, transaxle._api, transaxle.cli; assert 'fsspec' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

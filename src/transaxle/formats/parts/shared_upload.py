@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from types import TracebackType
@@ -295,6 +295,10 @@ class SharedUpload(Upload):
     def _appear_one(self, name: str) -> None:
         self._streams[name].commit()
         self._compare(name)
+
+    def _looks(self, names: Sequence[str]) -> dict[str, str]:
+        """See `Upload`."""
+        return self._at_once(lambda name: super(SharedUpload, self)._looks([name])[name], names)
 
     def _final_tag(self, name: str) -> str:
         if self.has_gone(name) and self._remains is not None:

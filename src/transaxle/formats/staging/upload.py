@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -80,6 +80,7 @@ class Upload:
         self._single: str | None = None
         self._streams: dict[str, SentFile] = {}
         self._appeared: list[str] = []
+        self._stamps: dict[str, str] = {}
         self._scratch: Path | None = None
 
     @property
@@ -197,6 +198,7 @@ class Upload:
         self.complete()
         self.make_way()
         self.appear()
+        self.recheck()
         self.keep()
 
     def complete(self) -> None:
@@ -221,7 +223,7 @@ class Upload:
             self._delete_old()
 
     def appear(self) -> None:
-        """Make the files appear: the third step. They are deleted again if the context fails before the last step.
+        """Make the files appear: the third step. They are deleted again if the context fails before `keep`.
 
         Raises:
             StorageError: IO, also if the service does not hold what was sent.
@@ -230,6 +232,27 @@ class Upload:
             self._appeared.append(name)  # also if it fails: then it may have appeared all the same
             self._streams[name].commit()
             self._compare(name)
+
+    def recheck(self) -> None:
+        """Check that the files that have appeared are still ours, once all of the checkpoint have: the fourth step.
+
+        There is no lock, so another run may have written to the same place meanwhile. Whoever is the last to make its
+        manifest appear sees here that a file is the other's; those files are not deleted again.
+
+        Raises:
+            StorageError: IO.
+        """
+        names = list(self._appeared)
+        foreign = [name for name, stamp in self._looks(names).items() if stamp != self._stamps.get(name)]
+        if foreign:
+            self._appeared = [name for name in names if name not in foreign]
+            message = "another run wrote to the same place at the same time, and this file is not ours any more"
+            hint = "What this run wrote is removed. Write again when the other run is over, or to another place."
+            raise refuse("IO", message, file=foreign[0], hint=hint)
+
+    def _looks(self, names: Sequence[str]) -> dict[str, str]:
+        """Return what tells the versions of files apart, by name."""
+        return {name: _stamp(self._service.info(self._place(name), name)) for name in names}
 
     @property
     def is_whole(self) -> bool:
@@ -307,6 +330,7 @@ class Upload:
         if info is None or info.get("size") != size:
             actual = "nothing" if info is None else f"{info.get('size')} bytes"
             raise refuse("IO", f"{size} bytes were sent, but the service holds {actual}", file=name)
+        self._stamps[name] = _stamp(info)
 
     def _finish(self) -> None:
         if self._scratch is not None:
@@ -429,6 +453,11 @@ class _RemoteFile:
 
     def _over(self, stream: Stream) -> None:
         self.beginning, self._stream = begun_by(self._service, stream), None
+
+
+def _stamp(info: Info | None) -> str:
+    """Return the tag of a file, and its time where it has none; empty where there is no file."""
+    return str((info or {}).get("ETag") or (info or {}).get("created") or "").strip('"')
 
 
 def part_size(size: int, part: int = PART) -> int:

@@ -74,6 +74,7 @@ def upload(
             world.pool(lambda: stage.appear() if stage is not None and lead is None else None)
             try:
                 world.pool(lambda: lead.appear() if lead is not None else None)
+                world.pool(lambda: stage.recheck() if stage is not None else None)
             except TransaxleError as error:
                 if is_loss(error) and stage is not None and stage.is_whole:
                     stage.keep()  # a rank was lost when everything was there already
