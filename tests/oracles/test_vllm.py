@@ -131,11 +131,6 @@ def _part(
 def test_the_hub_comes_back(name: str, made: Path, tmp_path: Path) -> None:
     hub = made / name / "hub"
     _, _, whole = _whole(name, hub, tmp_path / VLLM, 1)
-    if MODELS[name].unread:
-        with pytest.raises(tx.TransaxleError) as caught:
-            tx.convert(tmp_path / VLLM, tmp_path / "back", to=HF, sync=False)
-        assert caught.value.code == "MISSING_TENSOR"
-        return
     tx.convert(tmp_path / VLLM, tmp_path / "back", to=HF, sync=False, allow_lossy=True)
     wanted = {key.removeprefix(MODELS[name].bare): value for key, value in loaded(hub).items()}
     computed = {key for key in wanted if key.endswith("A_log")}
