@@ -7,10 +7,10 @@ with bytecode cached, in turn with `cp -r` of the same files; ratios are taken p
 on the same files: the script people write (`safe_open`, `torch.stack`, `save_file`), transformers' own load and save,
 and torch's `consolidate_safetensors_files_on_every_rank`.
 
-Beside a ratio to `cp` that misses its promise stands a floor, from the same rounds: a process that imports numpy and
-xxhash and nothing of ours, and whose threads take the source's files from one another, read each in order, hash what
-they read and write it. So fast could be any Python process that hashes on the way. Pieces are of 1 MB: with 8 MB, which
-no cache near a core holds, the floor takes twice the processor time.
+Beside a ratio that misses its promise stands a floor, from the same rounds, but for the durable case: a process that
+imports numpy and xxhash and nothing of ours, and whose threads take the source's files from one another, read each in
+order, hash what they read and write it. So fast could be any Python process that hashes on the way. Pieces are of 1 MB:
+with 8 MB, which no cache near a core holds, the floor takes twice the processor time.
 
 Then 36 layers, 6 GB, by two workers and by one, in a file system in memory: a disk cannot hold back so much, and both
 would wait for it. `--quick` leaves this out, and transformers and the consolidation.
@@ -264,6 +264,7 @@ def large_cases(folder: Path) -> list[Case]:
 def cases(folder: Path, jobs: int, *, quick: bool) -> list[Case]:
     """Return what is measured."""
     floor = [*script(folder, "floor", FLOOR), str(jobs)]
+    stacked = script(folder, "stack", SCRIPT)
     synced = ["sh", "-c", 'cp -r "$1" "$2" && sync "$2"/*', "sh", "IN", "OUT"]
     found = [
         Case("hf -> transformers against cp", "hub", "transformers", 0.8, floor=floor),
@@ -271,14 +272,14 @@ def cases(folder: Path, jobs: int, *, quick: bool) -> list[Case]:
         Case("hf -> automodel (transposed) against cp", "hub", "automodel", 0.5, floor=floor),
         Case("DCP folder, rows -> hf against cp", "rows", "hf", 0.8, floor=floor),
         Case("DCP folder, last dim -> hf against cp", "columns", "hf", 0.4, floor=floor),
-        Case("hf -> transformers against a script", "hub", "transformers", 10, script(folder, "stack", SCRIPT)),
+        Case("hf -> transformers against a script", "hub", "transformers", 10, stacked, floor=floor),
     ]
     if not quick:
         theirs = script(folder, "transformers_both", TRANSFORMERS)
         merged = script(folder, "consolidate", CONSOLIDATE)
         found += [
-            Case("hf -> hf against transformers' load and save", "hub", "hf", 20, theirs),
-            Case("DCP's safetensors -> hf against consolidate", "shards", "hf", 10, merged),
+            Case("hf -> hf against transformers' load and save", "hub", "hf", 20, theirs, floor=floor),
+            Case("DCP's safetensors -> hf against consolidate", "shards", "hf", 10, merged, floor=floor),
         ]
     return found
 
