@@ -30,7 +30,7 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
-from convert import make, run
+from convert import make, run, take_memory
 from promises import Promises
 from startup import model
 
@@ -135,6 +135,7 @@ def conversions(folder: Path, said: argparse.Namespace, total: int, promises: Pr
         memory = 0.0
         for turn in range(said.rounds + 1):
             for key, command in commands.items():
+                take_memory(3 * total)
                 before = os.times()
                 took, peak = run([{"IN": str(source), "OUT": str(folder / "out")}.get(word, word) for word in command])
                 after = os.times()

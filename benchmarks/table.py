@@ -27,7 +27,7 @@ from pathlib import Path
 from promises import FILE, Figure, number
 
 ROOT = Path(__file__).parents[1]
-SCRIPTS = ("convert", "megatron", "zero", "live", "refit", "planning", "startup", "encodings", "look")
+SCRIPTS = ("convert", "verify", "megatron", "zero", "live", "refit", "planning", "startup", "encodings", "look")
 """Those that hold promises on a CPU, in about three quarters of an hour."""
 
 KERNELS = """

@@ -1,0 +1,97 @@
+"""Promise: to verify a checkpoint takes little more than to read it; to compare two across dialects twice as much.
+
+The Qwen3-MoE-like checkpoint of `convert.py` (36 layers x 64 experts, 6 GB of random bf16) lies in a file system in
+memory, once more as `transformers` has it, which stacks and fuses every expert, with our manifest, and once more as a
+copy. In each round `cat` reads the converted one, `transaxle verify` hashes it, `cmp` compares the original with its
+copy, and `transaxle diff` the original with the converted one. All are whole processes, with bytecode cached.
+
+Beside a ratio that misses its promise stands a floor, from the same rounds: a process that imports numpy and xxhash and
+nothing of ours, and whose threads take the files from one another, read each in order and hash it, of one checkpoint or
+of both.
+
+    python benchmarks/verify.py [--rounds 5] [--layers 36] [--folder /dev/shm]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from convert import LARGE, MEMORY_FILES, run, write_hub
+from promises import Promises
+
+READ, COMPARED = 0.9, 0.5
+"""What is promised: of the speed of `cat`, and of `cmp`."""
+FLOOR = """
+import os, sys, threading
+import numpy, xxhash
+files = iter([file for folder in sys.argv[1:] for file in os.scandir(folder)])
+lock = threading.Lock()
+
+def work():
+    piece = memoryview(bytearray(1 << 20))
+    while True:
+        with lock:
+            file = next(files, None)
+        if file is None:
+            return
+        read = os.open(file.path, os.O_RDONLY)
+        at, hashed = 0, xxhash.xxh3_128()
+        while count := os.preadv(read, [piece], at):
+            hashed.update(piece[:count])
+            at += count
+
+threads = [threading.Thread(target=work) for _ in range(os.cpu_count())]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+"""
+
+
+def main() -> int:
+    """Measure everything."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--layers", type=int, default=LARGE)
+    parser.add_argument("--experts", type=int, default=64)
+    parser.add_argument("--folder", default=MEMORY_FILES, help="where the checkpoints are written")
+    said = parser.parse_args()
+    promises = Promises()
+    with tempfile.TemporaryDirectory(prefix="transaxle-bench-", dir=said.folder) as name:
+        folder = Path(name)
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+        os.environ["PYTHONPYCACHEPREFIX"] = str(folder / "bytecode")
+        total = write_hub(folder, said.layers, said.experts)
+        hub, made, copy = (str(folder / each) for each in ("hub", "made", "copy"))
+        shutil.copytree(hub, copy)
+        ours = [sys.executable, "-m", "transaxle"]
+        subprocess.run([*ours, "convert", hub, made, "--to", "transformers"], check=True, capture_output=True)
+        print(f"{total / 1e9:.2f} GB, {said.rounds} rounds, times the other's speed")
+        floor = [sys.executable, "-c", FLOOR]
+        for what, other, own, least, limit in [
+            ("verify against cat", ["sh", "-c", 'cat "$0"/*', made], ["verify", made], [made], READ),
+            (
+                "diff across dialects against cmp of equal files",
+                ["sh", "-c", 'for file in "$0"/*; do cmp "$file" "$1/${file##*/}" || exit 1; done', hub, copy],
+                ["diff", hub, made],
+                [hub, made],
+                COMPARED,
+            ),
+        ]:
+            seconds = [
+                [run(command)[0] for command in (other, [*ours, *own], [*floor, *least])]
+                for _ in range(said.rounds + 1)
+            ][1:]
+            ratios, floors = ([each[0] / each[at] for each in seconds] for at in (1, 2))
+            promises.at_least(f"{total / 1e9:.0f} GB, {what}", ratios, limit, floor=floors)
+    return promises.exit_code
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
