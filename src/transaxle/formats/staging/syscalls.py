@@ -1,4 +1,4 @@
-"""Three Linux calls that Python lacks, with fallbacks for systems and file systems without them.
+"""Linux calls that Python lacks, with fallbacks for systems and file systems without them.
 
 - reserving space for a file before it is written, so that a full disk is noticed before the work and not during it
   (`os.posix_fallocate` does not help: where the file system cannot reserve, it writes to every block instead);
@@ -18,17 +18,31 @@ from typing import cast
 
 _AT_FDCWD = -100
 _NOREPLACE, _EXCHANGE = 1, 2
+_IN_MEMORY = frozenset({0x01021994, 0x858458F6})
+"""File systems in memory, tmpfs and ramfs, as `statfs` numbers them."""
+_STATFS = 256
+"""Bytes that hold its result on every Linux; the first word is the type."""
 _NOT_HERE = frozenset({errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY})
 
 
 def reserve(fd: int, size: int) -> bool:
-    """Reserve disk space for the first `size` bytes of an open file; False where that is impossible.
+    """Reserve disk space for the first `size` bytes of an open file; False where that is impossible, or makes no sense.
+
+    In memory, to reserve is to allocate every page, by one processor, before the workers begin.
 
     Raises:
         OSError: ENOSPC, EFBIG, EIO, ….
     """
+    if _is_in_memory(fd):
+        return False
     call = _linux("fallocate", ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
     return call is not None and _succeeded(lambda: call(fd, 0, 0, size))
+
+
+def _is_in_memory(fd: int) -> bool:
+    call = _linux("fstatfs", ctypes.c_int, ctypes.c_void_p)
+    status = ctypes.create_string_buffer(_STATFS)
+    return call is not None and call(fd, status) == 0 and ctypes.c_ulong.from_buffer(status).value in _IN_MEMORY
 
 
 def rename_new(old: str, new: str) -> None:
