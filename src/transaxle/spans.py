@@ -89,6 +89,11 @@ def span(name: str, size: int | None = None) -> AbstractContextManager[None]:
     return _NOTHING if _Program.trace is None else _Program.trace.span(name, size)
 
 
+def is_recorded() -> bool:
+    """Tell whether a trace is asked for."""
+    return _Program.trace is not None
+
+
 def stage(name: str) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
     """Record how long each call of a function takes, where a trace is asked for."""
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import transaxle as tx
 from transaxle.formats.staging import place, staging
+from transaxle.formats.storage import compiled
 from transaxle.move import journal
 
 TO = "automodel"
@@ -39,7 +40,16 @@ CHANGES: Calls = {
     journal.Journal: ("add",),
     Path: ("mkdir", "unlink", "rename", "replace"),
 }
-"""Everything that writes, makes, renames or removes on a disk."""
+"""Everything that writes, makes, renames or removes on a disk, once `one_by_one` keeps it in Python."""
+
+
+def one_by_one() -> Callable[..., int]:
+    """Stand in for `load_steps`: no step of a batch is done, so each is done again in the ordinary way, by `os`."""
+
+    def nothing(_steps: int, _stop: int, first: int) -> int:
+        return first
+
+    return nothing
 
 
 class Death:
@@ -65,6 +75,7 @@ class Death:
 
     def prepare(self) -> None:
         """Wrap the calls."""
+        setattr(compiled, "load_steps", one_by_one)  # noqa: B010
         for owner, names in self._calls.items():
             for name in names:
                 setattr(owner, name, self.wrap(getattr(owner, name)))

@@ -51,7 +51,7 @@ def test_a_large_item_has_the_hash_of_its_spans(size: int, cuts: list[int], span
     data = bytes(range(size))
     hashed = ItemHash(span)
     for start, stop in pairwise(sorted({0, size, *(cut for cut in cuts if cut < size)})):
-        hashed.update(memoryview(data)[start:stop])
+        hashed.update(start, memoryview(data)[start:stop])
     spans = [digest(data[at : at + span]) for at in range(0, max(size, 1), span)]
     assert hashed.hexdigest() == joined(spans)
     assert hashed.hexdigest() == (digest(data) if size <= span else digest("".join(spans).encode()))

@@ -185,60 +185,56 @@ def test_items_are_moved_from_any_source_to_any_sink(rooms: bool, lending: bool,
     assert rooms or sorted(sink.ended) == list(range(5))
 
 
-class _InTurns(_Taken):
-    """Takes parts of an item from several threads, and follows them in order."""
+class _InSpans(_Taken):
+    """Takes spans of an item from several threads, each in order."""
 
-    in_turns = True
+    span = 1 << 20
 
     def __init__(self, sizes: list[int]) -> None:
         super().__init__(sizes, rooms=False)
         self.threads: set[int] = set()
-        self._unlaid = dict(enumerate(sizes))
+        self._reached: dict[tuple[int, int], int] = {}
         self._lock = Lock()
 
-    def lay(self, key: int, start: int, data: memoryview) -> None:
+    def take(self, key: int, start: int, data: memoryview) -> None:
         self.threads.add(get_ident())
         sleep(0.001 * ((start >> 20) % 3))
+        number, inside = divmod(start, self.span)
+        assert self._reached.get((key, number), 0) == inside, "out of order"
+        assert inside + len(data) <= self.span, "beyond its span"
+        self._reached[key, number] = inside + len(data)
         self.out[key][start : start + len(data)] = np.frombuffer(data, np.uint8)
         with self._lock:
-            self._unlaid[key] -= len(data)
-
-    def follow(self, key: int, start: int, data: memoryview) -> None:
-        assert self.counts[key] == start, "out of order"
-        self.counts[key] += len(data)
-
-    def take(self, key: int, start: int, data: memoryview) -> None:
-        self.out[key][start : start + len(data)] = np.frombuffer(data, np.uint8)
-        self._unlaid[key] -= len(data)
-        self.follow(key, start, data)
+            self.counts[key] += len(data)
 
     def end(self, key: int) -> None:
-        assert not self._unlaid[key], "not all of it is laid"
+        assert self.counts[key] == len(self.out[key]), "not all of it is there"
         super().end(key)
 
 
 @pytest.mark.parametrize("jobs", [1, 2, 5])
-def test_a_large_item_is_laid_by_several_workers_and_followed_in_order(jobs: int) -> None:
+def test_the_spans_of_a_large_item_are_moved_by_several_workers(jobs: int) -> None:
     size = (35 << 20) + 5
     content = np.random.default_rng(3).integers(0, 256, size, np.uint8)
-    sink = _InTurns([size - 1, 10])
+    sink = _InSpans([size - 1, 10])
     items = [Item(key, count, [Transfer("0", key, 0, count)], (0,)) for key, count in enumerate((size - 1, 10))]
     assert Movement(items, _Files(content.tobytes()), sink, Limits(jobs, 16 << 20)).run() == 0
     assert np.array_equal(sink.out[0], content[: size - 1])
     assert np.array_equal(sink.out[1], content[1:11])
-    assert sink.counts == [size - 1, 10]
     assert sorted(sink.ended) == [0, 1]
-    assert len(sink.threads) == (jobs if jobs > 1 else 0)
+    assert len(sink.threads) == jobs
 
 
-def test_an_error_ends_those_who_wait_for_their_turn() -> None:
-    class Broken(_InTurns):
-        def lay(self, key: int, start: int, data: memoryview) -> None:
+def test_an_error_in_one_span_ends_the_others() -> None:
+    class Broken(_InSpans):
+        def take(self, key: int, start: int, data: memoryview) -> None:
             if start == 3 << 20:
                 raise OSError("broken")
-            super().lay(key, start, data)
+            super().take(key, start, data)
 
     size = 40 << 20
     items = [Item(0, size, [Transfer("0", 0, 0, size)], (0,))]
+    sink = Broken([size])
     with pytest.raises(OSError, match="broken"):
-        Movement(items, _Files(bytes(size)), Broken([size]), Limits(4, 16 << 20)).run()
+        Movement(items, _Files(bytes(size)), sink, Limits(4, 16 << 20)).run()
+    assert sink.ended == []

@@ -170,7 +170,7 @@ def check_container(kind: Format, container: Any, member: str) -> None:
 def _check_sum(checks: _Checks, checksum: Any, member: str) -> None:
     if not _is_a(checksum, Checksum) or not _are_counts((checksum.offset, checksum.size, checksum.crc32)):
         checks.add("CORRUPT", f"{checksum!r}; expected a Checksum of integers from 0 on", member)
-    elif checksum.offset + checksum.size > checks.files.get(checksum.file, -1):
+    elif checksum.end > checks.files.get(checksum.file, -1):
         checks.add("CORRUPT", f"a checksum of bytes outside of its file: {checksum!r}", checksum.file)
 
 

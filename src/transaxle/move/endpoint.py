@@ -8,6 +8,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from transaxle.formats.storage.compiled import StepBatch
+
 Bytes = npt.NDArray[np.uint8]
 """One-dimensional."""
 
@@ -20,6 +22,13 @@ class Readable(Protocol):
 
     def read_into(self, name: str, offset: int, view: memoryview) -> None:
         """Fill `view` with the bytes of a file from `offset`."""
+
+
+class NotingFiles(Readable, Protocol):
+    """Files that are read in batches too."""
+
+    def note_read(self, batch: StepBatch, name: str, offset: int, view: memoryview) -> None:
+        """Fill `view` as `read_into`, together with the rest of a batch."""
 
 
 class Memory(Readable, Protocol):
@@ -39,14 +48,24 @@ class Writable(Protocol):
         """Write bytes into a file from `offset`."""
 
 
+class NotingWritable(Writable, Protocol):
+    """Files that take bytes in batches too."""
+
+    def note_write(self, batch: StepBatch, file: str, offset: int, view: memoryview) -> None:
+        """Write bytes as `pwrite`, together with the rest of a batch."""
+
+
 class Sink(ABC):
     """Where the bytes of items go: memory that they are made in (`room`), or whoever takes them (`take`)."""
 
     ordered = True
     """The bytes of an item, and of items with the same queue, must come in order, from one thread."""
 
-    in_turns = False
-    """Several threads may `lay` an item's bytes in any order, if each waits for its turn to `follow` them."""
+    span: int | None = None
+    """Spans of an item of so many bytes each may come in any order, from several threads."""
+
+    takes_notes = False
+    """Whether it has `note`."""
 
     def room(self, _key: int, _start: int, _stop: int) -> Bytes | None:
         """Return the memory in which an item's bytes `[start, stop)` belong; None: they are given to `take`."""
@@ -59,11 +78,10 @@ class Sink(ABC):
     def take(self, key: int, start: int, data: memoryview) -> None:
         """Take an item's bytes from `start` on, which are neither written to nor kept."""
 
-    def lay(self, _key: int, _start: int, _data: memoryview) -> None:  # noqa: B027 - only where there are turns
-        """Put an item's bytes where they belong: one half of `take`."""
-
-    def follow(self, _key: int, _start: int, _data: memoryview) -> None:  # noqa: B027 - only where there are turns
-        """Note an item's bytes in order, before or after they are laid: the other half of `take`."""
+    def note(self, batch: StepBatch, key: int, start: int, data: memoryview) -> None:
+        """Take an item's bytes as `take`, when a batch is carried out: what lies there then."""
+        batch.run()
+        self.take(key, start, data)
 
     def end(self, _key: int) -> None:  # noqa: B027 - as above
         """Note that these were the last bytes of an item; of an empty one, that it is there."""

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Container, Iterator, Sequence
+from functools import cache, partial
+from importlib import import_module
 from itertools import accumulate
+from typing import Protocol, cast
 
 import numpy as np
 import xxhash
 
-from transaxle.move.endpoint import Bytes, Readable, Sink, Writable
+from transaxle.formats.storage.compiled import StepBatch
+from transaxle.move.endpoint import Bytes, NotingWritable, Readable, Sink, Writable
 from transaxle.move.strided_fill import Scratch, produce, scatter
 from transaxle.move.transfer import Transfer, active, clip
 from transaxle.move.workers import Progress, unwatched
@@ -21,6 +26,8 @@ _BLOCK = 1 << 20
 SPAN = 1 << 28
 """An item of more bytes is hashed in spans of so many, so that several workers can share it."""
 
+_PROBE = bytes(range(251)) * 9
+"""Bytes that tell whether the library hashes as its package does."""
 WHOLE = sys.maxsize
 """A span that is longer than any item: for files, which are hashed from end to end."""
 
@@ -35,8 +42,91 @@ def joined(hashes: Sequence[str]) -> str:
     return hashes[0] if len(hashes) == 1 else digest("".join(hashes).encode())
 
 
+class Running(Protocol):
+    """A hash of the bytes so far."""
+
+    def update(self, data: memoryview, /) -> None:
+        """Take the bytes that come next."""
+
+    def hexdigest(self) -> str:
+        """Return the hash, in hex."""
+
+
+class _Digest(ctypes.Structure):
+    _fields_ = (("low", ctypes.c_uint64), ("high", ctypes.c_uint64))
+
+
+class _Library:
+    """The C library inside the `xxhash` package, so that `runs.c` can hash what it has just read.
+
+    Raises:
+        AttributeError: a build of the package hides its functions.
+        ImportError, OSError: it has no such library, or one that cannot be loaded again.
+    """
+
+    def __init__(self) -> None:
+        library = ctypes.CDLL(import_module("xxhash._xxhash").__file__)
+        self.create, self.free = library.XXH3_createState, library.XXH3_freeState
+        self.reset = library.XXH3_128bits_reset
+        # The second one takes the widest registers of this processor, where it is there.
+        self.update = getattr(library, "XXH3_128bits_update_dispatch", None) or library.XXH3_128bits_update
+        self.digest = library.XXH3_128bits_digest
+        self.create.argtypes, self.create.restype = (), ctypes.c_void_p
+        self.free.argtypes = self.reset.argtypes = (ctypes.c_void_p,)
+        self.update.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
+        self.digest.argtypes, self.digest.restype = (ctypes.c_void_p,), _Digest
+        self.address_of_update: int = ctypes.cast(self.update, ctypes.c_void_p).value or 0
+
+
+class Batched:
+    """A hash that a batch can take bytes into."""
+
+    def __init__(self, library: _Library) -> None:
+        self._library = library
+        self._state = library.create()
+        if not self._state:
+            raise MemoryError
+        library.reset(self._state)
+
+    def __del__(self) -> None:
+        self._library.free(self._state)
+
+    def update(self, data: memoryview) -> None:
+        """Take the bytes that come next."""
+        octets = np.frombuffer(data, np.uint8)
+        self._library.update(self._state, octets.ctypes.data, len(octets))
+
+    def note(self, batch: StepBatch, data: memoryview) -> None:
+        """Take the bytes that come next when a batch is carried out: writable, contiguous and not empty."""
+        batch.hash(self._state, self._library.address_of_update, data, lambda: self.update(data))
+
+    def hexdigest(self) -> str:
+        """Return the hash, in hex."""
+        found = self._library.digest(self._state)
+        return f"{found.high:016x}{found.low:016x}"
+
+
+@cache
+def _library() -> _Library | None:
+    """Return the library, if it is there and hashes as the package does."""
+    try:
+        found = _Library()
+    except (AttributeError, ImportError, OSError):
+        return None
+    probe = Batched(found)
+    for part in (_PROBE[:7], _PROBE[7:]):
+        probe.update(memoryview(part))
+    return found if probe.hexdigest() == xxhash.xxh3_128_hexdigest(_PROBE) else None
+
+
+def _new_hash() -> Running:
+    """Return the hash of no bytes: for batches, where the library is to be had."""
+    library = _library()
+    return xxhash.xxh3_128() if library is None else Batched(library)
+
+
 class ItemHash:
-    """The hash of an item whose bytes come in order.
+    """The hash of an item whose spans come in any order, and the bytes of each in theirs.
 
     Args:
         span_size: bytes of a span; None: `SPAN`.
@@ -44,40 +134,51 @@ class ItemHash:
 
     def __init__(self, span_size: int | None = None) -> None:
         self._size = span_size or SPAN
-        self._left = self._size
-        self._open = xxhash.xxh3_128()
-        self._hashes: list[str] = []
+        self._spans: dict[int, Running] = {}
 
-    def update(self, data: memoryview) -> None:
-        """Take the bytes that come next."""
-        while len(data) > self._left:  # a span that is full ends only where more bytes come
-            self._open.update(data[: self._left])
-            self._hashes.append(self._open.hexdigest())
-            data, self._open, self._left = data[self._left :], xxhash.xxh3_128(), self._size
-        self._open.update(data)
-        self._left -= len(data)
+    def update(self, start: int, data: memoryview) -> None:
+        """Take the bytes from `start` on."""
+        for span_hash, part in self._parts(start, data, xxhash.xxh3_128):
+            span_hash.update(part)
+
+    def note(self, batch: StepBatch, start: int, data: memoryview) -> None:
+        """Take the bytes from `start` on when a batch is carried out."""
+        for span_hash, part in self._parts(start, data, _new_hash):
+            if isinstance(span_hash, Batched):
+                span_hash.note(batch, part)
+            else:
+                batch.run()
+                span_hash.update(part)
 
     def hexdigest(self) -> str:
         """Return the hash of all bytes that came."""
-        return joined([*self._hashes, self._open.hexdigest()])
+        found = [self._spans[number].hexdigest() for number in sorted(self._spans)]
+        return joined(found or [digest(b"")])
+
+    def _parts(self, start: int, data: memoryview, new: Callable[[], Running]) -> Iterator[tuple[Running, memoryview]]:
+        """Cut bytes where spans end."""
+        while len(data):
+            number, inside = divmod(start, self._size)
+            part = data[: self._size - inside]
+            span_hash = self._spans.get(number)
+            if span_hash is None:
+                span_hash = self._spans[number] = new()
+            yield span_hash, part
+            start, data = start + len(part), data[len(part) :]
 
 
 class HashingFiles(Sink):
     """Files that take items, each at its places, and hash them on the way.
 
-    Several threads may lay one item's bytes; only the hash must follow them in order.
-
     Args:
         files: where the bytes go; None: nowhere, they are only hashed.
         places: for each item, by key, where its bytes go, as the transfers that would read them back (see
             `PlannedTensor.everywhere`).
-        hashed: keys of the items whose bytes all come here, in order.
+        hashed: keys of the items whose bytes all come here.
         progress: told the number of bytes that were just taken.
         finish: told the key and the hash of each item that came whole.
         span_size: bytes of the spans in which items are hashed; None: `SPAN`.
     """
-
-    in_turns = True
 
     def __init__(
         self,
@@ -90,40 +191,44 @@ class HashingFiles(Sink):
     ) -> None:
         self.digests: dict[int, str] = {}
         """Hashes of the items that came whole, by key; they are not kept where `finish` is told them."""
+        self.span = span_size or SPAN
+        self.takes_notes = files is None or hasattr(files, "note_write")
         self._finish = finish or self.digests.__setitem__
         self._files = files
         self._places = places
         self._hashed = hashed
         self._progress = progress
-        self._span_size = span_size
         self._open: dict[int, ItemHash] = {}
         self._found: dict[int, Places] = {}
 
     def take(self, key: int, start: int, data: memoryview) -> None:
         """See `Sink`."""
-        self.lay(key, start, data)
-        self.follow(key, start, data)
-
-    def lay(self, key: int, start: int, data: memoryview) -> None:
-        """See `Sink`."""
         if self._files is not None:
             with span("write", len(data)):
                 for file, offset, part in self.laid(key, start, data):
                     self._files.pwrite(file, offset, part)
-
-    def follow(self, key: int, _start: int, data: memoryview) -> None:
-        """See `Sink`."""
         if key in self._hashed:
             with span("hash", len(data)):
-                self._hash_of(key).update(data)
+                self._hash_of(key).update(start, data)
         self._progress(len(data))
+
+    def note(self, batch: StepBatch, key: int, start: int, data: memoryview) -> None:
+        """See `Sink`."""
+        files = cast("NotingWritable | None", self._files)
+        if files is not None and not self._places_of(key).are_plain:
+            batch.run()
+            self.take(key, start, data)
+            return
+        if key in self._hashed:
+            self._hash_of(key).note(batch, start, data)
+        if files is not None:
+            for file, offset, part in self.laid(key, start, data):
+                files.note_write(batch, file, offset, part)
+        batch.then(partial(self._progress, len(data)))
 
     def laid(self, key: int, start: int, data: memoryview) -> Iterator[tuple[str, int, memoryview]]:
         """Yield where bytes of an item lie: file, offset, and the bytes as they lie there."""
-        places = self._found.get(key)
-        if places is None:
-            places = self._found[key] = Places(self._places[key])
-        return places.laid(start, data)
+        return self._places_of(key).laid(start, data)
 
     def end(self, key: int) -> None:
         """See `Sink`."""
@@ -133,10 +238,15 @@ class HashingFiles(Sink):
             del self._open[key]
             self._finish(key, hashed.hexdigest())
 
+    def _places_of(self, key: int) -> Places:
+        places = self._found.get(key)
+        if places is None:
+            places = self._found[key] = Places(self._places[key])
+        return places
+
     def _hash_of(self, key: int) -> ItemHash:
-        if key not in self._open:
-            self._open[key] = ItemHash(self._span_size)
-        return self._open[key]
+        hashed = self._open.get(key)
+        return self._open.setdefault(key, ItemHash(self.span)) if hashed is None else hashed
 
 
 class Places:
@@ -149,6 +259,8 @@ class Places:
     def __init__(self, places: Sequence[Transfer]) -> None:
         self._places = sorted(places, key=lambda place: place.target)
         self._starts = [place.target for place in self._places]
+        self.are_plain = not any(place.loops for place in places)
+        """Whether each place is one range of a file."""
         # Running maxima, as places may overlap: what several ranks hold has several.
         self._ends = list(accumulate((place.target_end for place in self._places), max))
 
@@ -199,5 +311,5 @@ def digest_in(storage: Readable, places: Sequence[Transfer]) -> str:
     ends = [*range(_BLOCK, size, _BLOCK), size] if size else []
     for start, stop, parts in active(places, ends):
         produce(storage, parts, start, block[: stop - start], scratch)
-        hashed.update(block[: stop - start].data)
+        hashed.update(start, block[: stop - start].data)
     return hashed.hexdigest()

@@ -9,24 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from threading import Condition, Event
+from threading import Event, Lock
 
 import numpy as np
 
+from transaxle.formats.storage.compiled import new_batch
 from transaxle.move.endpoint import Bytes, Readable, Sink
 from transaxle.move.runs import RUN, Item, Owner, Run, alone, batches, packed
 from transaxle.move.strided_fill import fill, scatter
-from transaxle.move.transfer import Transfer, active
 from transaxle.move.transport import Alone, Deferred, Exchange, Parcel
-from transaxle.move.workers import Limits, Worker, block_ends, share
+from transaxle.move.workers import Limits, Worker, share
 from transaxle.spans import span
 
-_Work = tuple[Item, int, int, list[Transfer] | None]
-"""Bytes of an item: `(item, start, stop, the parts of its transfers if it is moved in turns)`."""
-_LARGE = 32 << 20
-"""Bytes of an item that all workers move together, in turns: else one would be left with the largest."""
-_TURN = 0.1
-"""Seconds after which a worker that waits for its turn looks whether another one failed."""
+_Work = tuple[Item, int, int]
+"""Bytes of an item: `(item, start, stop)`."""
+_TOGETHER = 1 << 20
+"""Bytes of items that a worker takes at once, where each may be taken by any: one of many small ones is no work."""
 
 
 class Movement:
@@ -59,11 +57,11 @@ class Movement:
         self._owner: Owner = getattr(source, "owner", None) or (lambda _: rank)
         self._own, self._others = alone(items, self._owner)
         self._elsewhere = elsewhere or {}
-        self._turn = Condition()
-        self._reached: dict[int, int] = {}
-        """Bytes of the items that are moved in turns which were followed, by key."""
-        self._unlaid: dict[int, int] = {}
-        """Bytes of them that are not laid yet."""
+        self._notes = sink.takes_notes and getattr(source, "takes_notes", False)
+        """Whether steps are noted and done in batches: from files of this machine."""
+        self._lock = Lock()
+        self._left: dict[int, int] = {}
+        """Bytes of the items that several workers take which are not there yet, by key."""
 
     def run(self) -> int:
         """Move everything; collective over the ranks.
@@ -86,7 +84,10 @@ class Movement:
     def move_own(self) -> None:
         """Move what this rank makes and takes alone, straight into the sink, by several threads."""
         with span("move"):
-            share(self._work(), self._limit.jobs, partial(Worker, self._source, self._limit), self._do)
+            share(self._work(), self._limit.jobs, self._worker, self._do)
+
+    def _worker(self, stop: Event) -> Worker:
+        return Worker(self._source, self._limit, stop, new_batch() if self._notes else None)
 
     def move_others(self) -> int:
         """Move what ranks make for one another; collective. Otherwise as `run`."""
@@ -94,65 +95,73 @@ class Movement:
 
     def _work(self) -> Iterator[list[_Work]]:
         """Yield what one worker does from beginning to end before it takes something else."""
-        for queue in self._own.get(self._exchange.rank, ()):
-            # An ordered sink (a file that is hashed while it is written) takes a queue from beginning to end; others
-            # take any run.
-            if self._sink.ordered and self._takes_turns(queue):
-                (item,) = queue
-                for start, stop, parts in active(
-                    item.transfers, block_ends(item.transfers, item.size, self._limit.block)
-                ):
-                    yield [(item, start, stop, parts)]
-            elif self._sink.ordered:
-                yield [(item, 0, item.size, None) for item in queue]
-            else:
-                for item in queue:
-                    for start in range(0, item.size, RUN):
-                        yield [(item, start, min(start + RUN, item.size), None)]
+        # An ordered sink (a file that is hashed while it is written) takes a queue from beginning to end, or its spans;
+        # others take any run.
+        queues = self._own.get(self._exchange.rank, ())
+        if not self._sink.ordered:
+            for item in (item for queue in queues for item in queue):
+                for start in range(0, item.size, RUN):
+                    yield [(item, start, min(start + RUN, item.size))]
+            return
+        alone = [queue[0] for queue in queues if len(queue) == 1 and queue[0].queue is None]
+        for queue in queues:
+            if len(queue) > 1 or queue[0].queue is not None:
+                yield [(item, 0, item.size) for item in queue]
+        parts = self._parts(alone)
+        if not self._notes:
+            yield from ([part] for part in parts)
+            return
+        # A call for each of many small ones would cost more than they do. The largest come first: none is left with one
+        # at the end.
+        together: list[_Work] = []
+        size = 0
+        for item, start, stop in sorted(parts, key=lambda part: part[1] - part[2]):
+            together.append((item, start, stop))
+            size += stop - start
+            if size >= _TOGETHER:
+                yield together
+                together, size = [], 0
+        if together:
+            yield together
 
-    def _takes_turns(self, queue: Sequence[Item]) -> bool:
-        """Tell whether a queue is one large item that several workers can make."""
-        if not self._sink.in_turns or self._limit.jobs == 1 or hasattr(self._source, "lend"):
-            return False
-        return len(queue) == 1 and queue[0].queue is None and queue[0].blocks is None and queue[0].size >= _LARGE
+    def _parts(self, items: Sequence[Item]) -> Iterator[_Work]:
+        """Yield the parts of items that any worker can take."""
+        for item in items:
+            span_size = self._sink.span or item.size
+            if item.blocks is not None or item.size <= span_size or hasattr(self._source, "lend"):
+                yield item, 0, item.size
+            else:
+                yield from ((item, at, min(at + span_size, item.size)) for at in range(0, item.size, span_size))
 
     def _do(self, worker: Worker, work: list[_Work]) -> None:
-        for item, start, stop, parts in work:
-            if parts is not None:
-                self._do_in_turn(worker, item, parts, start, stop)
-                continue
+        batch = worker.batch
+        for item, start, stop in work:
             # A sink with memory of its own is filled in place, which saves a copy.
             room = None if self._sink.ordered else self._sink.room(item.key, start, stop)
             if room is not None:
                 worker.fill(item.parts(start, stop), start, room)
                 self._sink.filled(item.key, start, stop)
-                continue
-            at = start
-            for block in worker.stream(item):
-                self._sink.take(item.key, at, block)
-                at += len(block)
-            self._sink.end(item.key)
+            elif batch is not None and item.blocks is None:
+                for at, block in worker.note(batch, item, start, stop):
+                    self._sink.note(batch, item.key, at, block)
+                batch.then(partial(self._there, item, stop - start))
+            else:
+                at = start
+                for block in worker.stream(item, start, stop):
+                    self._sink.take(item.key, at, block)
+                    at += len(block)
+                self._there(item, stop - start)
+        if batch is not None:
+            batch.run()
 
-    def _do_in_turn(self, worker: Worker, item: Item, parts: Sequence[Transfer], start: int, stop: int) -> None:
-        """Follow a block of an item when those before it were, and lay it; whoever lays the last one ends the item."""
-        key = item.key
-        block = worker.block(parts, start, stop).data
-        # Blocks are handed out in order, and each worker has one: the first of them never waits. Nobody waits for what
-        # takes longest: that a block is laid.
-        with span("wait for the block before"), self._turn:
-            while self._reached.get(key, 0) != start:
-                worker.go_on()
-                self._turn.wait(_TURN)
-        self._sink.follow(key, start, block)
-        with self._turn:
-            self._reached[key] = stop
-            self._turn.notify_all()
-        self._sink.lay(key, start, block)
-        with self._turn:
-            self._unlaid[key] = self._unlaid.get(key, item.size) - (stop - start)
-            complete = not self._unlaid[key]
-        if complete:
-            self._sink.end(key)
+    def _there(self, item: Item, size: int) -> None:
+        """Note that bytes of an item are there; whoever brings the last ones ends it."""
+        with self._lock:
+            left = self._left[item.key] = self._left.get(item.key, item.size) - size
+            if not left:
+                del self._left[item.key]
+        if not left:
+            self._sink.end(item.key)
 
     def _meet(self, later: Deferred) -> int:
         # Ranks with much work of their own get fewer of the runs that any rank could take.

@@ -2,19 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from functools import partial
 from math import gcd, prod
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from transaxle.formats.storage.strided_reads import FileRange, read_ranges, read_strided, transposed
-from transaxle.move.endpoint import Bytes, Readable
+from transaxle.axes.geometry.strided import Loop
+from transaxle.formats.storage.compiled import StepBatch
+from transaxle.formats.storage.strided_reads import FileRange, of_transpose, read_ranges, read_strided, transposed
+from transaxle.move.endpoint import Bytes, NotingFiles, Readable
 from transaxle.move.transfer import Transfer
 
+_WIDE = 16
+"""Bytes of a run that is copied as such; numpy is faster with shorter ones."""
 _TOGETHER = 1 << 20
 """Bytes that are read side by side into the scratch, of several transfers: no more than stays in the cache."""
+
+
+class Noting:
+    """Files whose reads are noted in a batch, and so is what becomes of the bytes, as far as it can be.
+
+    Args:
+        files: what is read.
+        batch: where it is noted.
+    """
+
+    def __init__(self, files: NotingFiles, batch: StepBatch) -> None:
+        self.batch = batch
+        self._files = files
+
+    def read_into(self, name: str, offset: int, view: memoryview) -> None:
+        """See `Readable`."""
+        self._files.note_read(self.batch, name, offset, view)
+
+    def read_ranges(self, ranges: Sequence[FileRange]) -> None:
+        """See `formats.storage.strided_reads.read_ranges`."""
+        for name, offset, view in ranges:
+            self._files.note_read(self.batch, name, offset, view)
+
+    def read_strided(self, name: str, offset: int, view: memoryview, width: int, loops: Sequence[Loop]) -> None:
+        """See `formats.storage.strided_reads.read_strided`; that is a batch of its own."""
+        self.batch.run()
+        read_strided(self._files, name, offset, view, width, loops)
+
+    def lays(self, held: Bytes, transfer: Transfer, out: Bytes, at: int) -> bool:
+        """Note that the runs of a transfer are copied as `scatter` does; if that cannot be noted, do what is."""
+        width, loops, again = transfer.width, transfer.loops, partial(scatter, held, transfer, out, at)
+        found = of_transpose(held, out, at, width, loops)
+        if found is not None:
+            self.batch.transpose(*found, again)
+            return True
+        ends = [width + sum((loop[0] - 1) * loop[side] for loop in loops) for side in (1, 2)]
+        if width >= _WIDE and ends[0] <= len(held) and 0 <= at <= len(out) - ends[1] and held.flags.c_contiguous:
+            self.batch.copy(held.ctypes.data, out.ctypes.data + at, width, loops, again)
+            return True
+        self.batch.run()
+        return False
 
 
 class Scratch:
@@ -84,6 +130,8 @@ def produce(reader: Readable, parts: Collection[Transfer], start: int, out: Byte
     """
     # Parts never overlap, so their sizes show whether there is padding. Zeroing only then saves a pass over the buffer.
     if sum(part.size for part in parts) != len(out):
+        if isinstance(reader, Noting):
+            reader.batch.run()
         out[:] = 0
     if len(parts) < 2 or getattr(reader, "lend", None) is not None:
         for part in parts:
@@ -117,7 +165,7 @@ def _read_and_scatter(
     """Read ranges, and scatter those of them that a transfer spreads over the target; both lists are emptied."""
     read_ranges(reader, ranges)
     for held, transfer in spread:
-        scatter(held, transfer, out, transfer.target - start)
+        _lay(reader, held, transfer, out, transfer.target - start)
     ranges.clear()
     spread.clear()
 
@@ -147,7 +195,7 @@ def fill(reader: Readable, transfer: Transfer, out: Bytes, start: int, scratch: 
     if scratch.takes(transfer):
         held = scratch.array[: transfer.source_span]
         reader.read_into(transfer.file, transfer.source, held.data)
-        scatter(held, transfer, out, at)
+        _lay(reader, held, transfer, out, at)
         return
     if scratch.apart(transfer):
         end = transfer.target_end - start
@@ -180,10 +228,16 @@ def fill(reader: Readable, transfer: Transfer, out: Bytes, start: int, scratch: 
             for slot in range(taken):
                 view = scratch.array.data[slot * span : (slot + 1) * span]
                 reader.read_into(one.file, one.source + (first + slot) * step, view)
-            scatter(scratch.array[: taken * span], side_by_side, out, side_by_side.target - start)
+            _lay(reader, scratch.array[: taken * span], side_by_side, out, side_by_side.target - start)
     else:
         for first in range(count):
             fill(reader, part(first, 1), out, start, scratch)
+
+
+def _lay(reader: Readable, held: Bytes, transfer: Transfer, out: Bytes, at: int) -> None:
+    """Copy the runs of a transfer that is read, as `scatter`."""
+    if not (isinstance(reader, Noting) and reader.lays(held, transfer, out, at)):
+        scatter(held, transfer, out, at)
 
 
 _WORDS: dict[int, np.dtype[Any]] = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cached_property
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -21,9 +21,10 @@ from transaxle.arguments import Size, read_count, read_size
 from transaxle.axes.notation.computed import Steps, applied
 from transaxle.errors import refuse
 from transaxle.formats.dtype import numpy_dtype
-from transaxle.move.endpoint import Bytes, Readable
+from transaxle.formats.storage.compiled import StepBatch
+from transaxle.move.endpoint import Bytes, NotingFiles, Readable
 from transaxle.move.runs import RUN, Item, is_whole
-from transaxle.move.strided_fill import Scratch, produce
+from transaxle.move.strided_fill import Noting, Scratch, produce
 from transaxle.move.transfer import Transfer, active
 from transaxle.spans import span
 
@@ -32,6 +33,8 @@ _STRIDED_BLOCK = 4 << 20
 _SMALLEST = 1 << 16
 _GRAIN = 1 << 12
 """Blocks are multiples of this, and so of every item size."""
+_BATCH = 16 << 20
+"""Bytes read and written by one batch, about."""
 _PARTS = 3
 """A worker's buffers in blocks: the block itself, and a scratch of two."""
 LEAST_MEMORY = 2 * _PARTS * _SMALLEST
@@ -136,9 +139,11 @@ class Worker:
         reader: the source files; safe to share.
         limit: how large the buffers are.
         stop: set when the work is no longer wanted.
+        batch: collects what is done to items; None: each block is made at once.
     """
 
-    def __init__(self, reader: Readable, limit: Limits, stop: threading.Event) -> None:
+    def __init__(self, reader: Readable, limit: Limits, stop: threading.Event, batch: StepBatch | None = None) -> None:
+        self.batch = batch
         self._reader = reader
         self._stop = stop
         self._block: Bytes = np.empty(limit.block, np.uint8)
@@ -174,13 +179,37 @@ class Worker:
         self.fill(parts, start, out)
         return out
 
-    def stream(self, item: Item) -> Iterator[memoryview]:
-        """Make all bytes of an item in order; each block is valid until the next one is asked for."""
+    def stream(self, item: Item, start: int, stop: int) -> Iterator[memoryview]:
+        """Make bytes of an item in order; each block is valid until the next one is asked for.
+
+        Args:
+            item: one that has `blocks`, or is lent, is made whole.
+            start: the first byte.
+            stop: one past the last.
+        """
         if item.blocks is not None:
             return item.blocks(self)
         if self._lend is not None:  # whole ranges need no block: they are cut where these begin
             return self.cut(item.transfers, item.cuts[1:])
-        return self.blocks(item.transfers, item.size)
+        return self.blocks(_between(item, start, stop), stop - start)
+
+    def note(self, batch: StepBatch, item: Item, start: int, stop: int) -> Iterator[tuple[int, memoryview]]:
+        """Note how bytes of an item are made, in order.
+
+        Yields:
+            `(byte of the item, the block that its bytes will be in)`: what is noted next finds them there.
+        """
+        files, transfers = cast("NotingFiles", self._reader), _between(item, start, stop)
+        for low, high, some in active(transfers, block_ends(transfers, stop - start, self.room)):
+            self.go_on()
+            out = self._block[: high - low]
+            if is_whole(some, high - low):
+                files.note_read(batch, some[0].file, some[0].source, out.data)
+            else:
+                produce(Noting(files, batch), some, low, out, self.scratch)
+            yield start + low, out.data
+            if batch.size >= _BATCH:
+                batch.run()
 
     def blocks(
         self,
@@ -233,6 +262,13 @@ class Worker:
             except ValueError as error:
                 raise refuse("LOSSY", f"the arithmetic has no finite result for the value {error}") from None
             yield out.data
+
+
+def _between(item: Item, start: int, stop: int) -> Sequence[Transfer]:
+    """Return what fills the bytes `[start, stop)` of an item, as if it were these alone."""
+    if stop - start == item.size:
+        return item.transfers
+    return [replace(part, target=part.target - start) for part in item.parts(start, stop)]
 
 
 def block_ends(transfers: Sequence[Transfer], size: int, room: int, length: int | None = None) -> list[int]:

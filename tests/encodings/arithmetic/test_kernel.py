@@ -20,10 +20,10 @@ import pytest
 from transaxle.encodings.arithmetic import codec, kernel
 from transaxle.encodings.encoding import MXFP8
 from transaxle.engine.facts import tally
-from transaxle.formats.storage import strided_reads as strided
+from transaxle.formats.storage import compiled
 
 ROOT = Path(__file__).parents[3]
-LIBRARIES = {kernel.LIBRARY.name, strided.LIBRARY.name, tally.LIBRARY.name}
+LIBRARIES = {kernel.LIBRARY.name, compiled.LIBRARY.name, tally.LIBRARY.name}
 HOOK = "hatch_build.py"
 compilers = [path for name in ("cc", "gcc", "clang") if (path := shutil.which(name))]
 needs_compiler = pytest.mark.skipif(not compilers, reason="no C compiler")

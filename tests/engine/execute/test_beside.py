@@ -13,11 +13,12 @@ import pytest
 
 import transaxle as tx
 from tests.checkpoints import write
+from tests.engine.killed import one_by_one
 from tests.formats.files import open_files
 from transaxle.errors import TransaxleError
 from transaxle.formats.staging import place
 from transaxle.formats.staging.staging import Staging
-from transaxle.formats.storage import local
+from transaxle.formats.storage import compiled, local
 from transaxle.formats.storage.storage import Handles
 
 NAMES = tuple(f"model.layers.{i}.weight" for i in range(12))
@@ -147,6 +148,7 @@ def test_a_source_whose_content_changes_is_refused_whatever_its_times_say(tmp_pa
         pwrite(self, name, offset, view)
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiled, "load_steps", one_by_one)
         patch.setattr(Staging, "pwrite", meddling)
         with pytest.raises(TransaxleError, match="was changed while") as caught:
             tx.convert(sources[0], tmp_path / "out", to="safetensors:identity", jobs=1)

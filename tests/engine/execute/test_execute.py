@@ -29,6 +29,8 @@ from transaxle.engine.checkpoint.checkpoint import open_checkpoint
 from transaxle.engine.execute.execute import execute
 from transaxle.engine.plan.conversion import make_plan
 from transaxle.errors import Code, refuse
+from transaxle.formats.storage import compiled
+from transaxle.move import workers
 from transaxle.move.workers import LEAST_MEMORY, Limits, StoppedError, limits, share
 
 ROOT = Path(__file__).parents[3]
@@ -157,6 +159,7 @@ def test_nothing_is_left_of_a_run_that_died_at_its_end(tmp_path: Path, ending: s
 def test_a_failing_disk_leaves_nothing(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int, code: Code, at: int
 ) -> None:
+    monkeypatch.setattr(compiled, "load_steps", killed.one_by_one)
     real = getattr(os, call)
     trouble = Trouble(at, failing(number))
 
@@ -176,6 +179,7 @@ def test_a_failing_disk_leaves_nothing(
 def test_short_writes_and_short_reads(
     source: Path, wanted: Mapping[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(compiled, "load_steps", killed.one_by_one)
     write, read = os.pwrite, os.preadv
 
     def short_write(fd: int, data: memoryview, offset: int) -> int:
@@ -553,7 +557,8 @@ def test_an_empty_checkpoint(tmp_path: Path) -> None:
     assert tx.verify(tmp_path / "out").ok
 
 
-def test_an_interrupt_stops_all_workers_and_leaves_nothing(tmp_path: Path) -> None:
+def test_an_interrupt_stops_all_workers_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "_BATCH", 1)  # each block is a batch
     sizes = {**SIZES, "vocab_size": 100_000, "hidden_size": 128}
     source = checkpoints.write(tmp_path / "source", checkpoints.tensors(sizes), config={**CONFIG, **sizes})
     main = threading.main_thread().ident

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from transaxle.axes.geometry.strided import Loop
 from transaxle.errors import Refused, StorageError
 from transaxle.formats.catalog.inline import NUMBERS, NumbersInMemory
+from transaxle.formats.storage import compiled
 from transaxle.formats.storage import strided_reads as strided
 from transaxle.formats.storage.local import LocalStorage
 from transaxle.formats.storage.storage import VirtualFiles
@@ -210,23 +211,23 @@ def test_files_beside_made_ones_are_read_in_one_call(storage: LocalStorage, monk
 
 @needs_loop
 def test_a_loop_of_another_source_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    changed = tmp_path / strided.SOURCE.name
-    changed.write_bytes(strided.SOURCE.read_bytes() + b"\n")
-    false = tmp_path / strided.LIBRARY.name
+    changed = tmp_path / compiled.SOURCE.name
+    changed.write_bytes(compiled.SOURCE.read_bytes() + b"\n")
+    false = tmp_path / compiled.LIBRARY.name
     false.write_bytes(b"\x7fELF")
     load = strided.load.__wrapped__
     assert load() is not None
     with monkeypatch.context() as patch:
-        patch.setattr(strided, "SOURCE", changed)
+        patch.setattr(compiled, "SOURCE", changed)
         assert load() is None
-    monkeypatch.setattr(strided, "LIBRARY", false)
+    monkeypatch.setattr(compiled, "LIBRARY", false)
     assert load() is None
 
 
 @pytest.mark.skipif(not compilers, reason="no C compiler")
 def test_the_loop_compiles_without_a_warning() -> None:
     strict = ["-std=c11", "-Wall", "-Wextra", "-Wconversion", "-Wno-sign-conversion", "-pedantic", "-Werror"]
-    command = [compilers[0], *strict, "-fsyntax-only", "-DSTAMP=1u", str(strided.SOURCE)]
+    command = [compilers[0], *strict, "-fsyntax-only", "-DSTAMP=1u", str(compiled.SOURCE)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 

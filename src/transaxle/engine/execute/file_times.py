@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
+from typing import cast
 
 import msgspec
 
-from transaxle.move.endpoint import Writable
+from transaxle.formats.storage.compiled import StepBatch
+from transaxle.move.endpoint import NotingWritable, Writable
 
 
 class FileTime(msgspec.Struct, frozen=True):
@@ -32,7 +34,7 @@ class FileTimes:
 
     def watching(self, files: Writable) -> Writable:
         """Return the same files; what is written into them is noted here."""
-        return _Watched(files, self)
+        return (_WatchedInBatches if hasattr(files, "note_write") else _Watched)(files, self)
 
     def add(self, file: str, first: float, last: float, count: int) -> None:
         """Note that bytes of a file were written between two moments."""
@@ -58,3 +60,13 @@ class _Watched:
         begin = time.monotonic()
         self._files.pwrite(file, offset, view)
         self._times.add(file, begin, time.monotonic(), len(view))
+
+
+class _WatchedInBatches(_Watched):
+    """Files that note when they are written, in batches too."""
+
+    def note_write(self, batch: StepBatch, file: str, offset: int, view: memoryview) -> None:
+        """See `NotingWritable`."""
+        begin, size = time.monotonic(), len(view)
+        cast("NotingWritable", self._files).note_write(batch, file, offset, view)
+        batch.then(lambda: self._times.add(file, begin, time.monotonic(), size))

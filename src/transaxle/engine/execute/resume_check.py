@@ -154,8 +154,6 @@ class _Written(HashingFiles):
         span_size: bytes of the spans in which they are hashed; None: `SPAN`.
     """
 
-    in_turns = False  # whoever finds a difference goes on with another tensor
-
     def __init__(
         self,
         storage: Storage,
@@ -167,6 +165,7 @@ class _Written(HashingFiles):
     ) -> None:
         places = [tensor.everywhere for tensor in tensors]
         super().__init__(None, places, range(len(tensors)), progress, span_size=span_size)
+        self.takes_notes = False  # what is compared is looked at here
         self.wrong: dict[str, None] = {}
         """Names of tensors that differ."""
         self._storage = storage

@@ -68,6 +68,11 @@ class Checksum(msgspec.Struct, frozen=True, gc=False):
     what: str
     """Description of the range, for errors."""
 
+    @property
+    def end(self) -> int:
+        """One past the last byte."""
+        return self.offset + self.size
+
 
 class Twin(msgspec.Struct, frozen=True):
     """Two places that must hold the same bytes: a replica on another rank, a step that several files record."""

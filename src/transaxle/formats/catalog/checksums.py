@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from math import prod
 from threading import Lock
 
@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from transaxle.axes.geometry.strided import Loop
 from transaxle.errors import Refusal, Where, gathered
 from transaxle.formats.catalog.catalog import Checksum, Container, Entry
+from transaxle.formats.storage.compiled import StepBatch
 from transaxle.formats.storage.crc32 import crc32, crc32_each
 from transaxle.formats.storage.storage import Overlay, Storage
 from transaxle.formats.storage.strided_reads import FileRange, read_ranges, read_strided
@@ -94,6 +95,14 @@ class Witness(Overlay):
         self.below.read_into(name, offset, view)
         self._sum([(name, offset, view)])
 
+    def note_read(self, batch: StepBatch, name: str, offset: int, view: memoryview) -> None:
+        """See `Storage`."""
+        self.below.note_read(batch, name, offset, view)
+        end = offset + view.nbytes
+        for checksum in self._touched(name, offset, end):
+            for first, last in self._unsummed(checksum, max(offset, checksum.offset), min(end, checksum.end)):
+                batch.sum(view[first - offset : last - offset], crc32, partial(self._count_one, checksum, first, last))
+
     def read_ranges(self, ranges: Sequence[FileRange]) -> None:
         """See `formats.storage.strided_reads.read_ranges`."""
         read_ranges(self.below, ranges)
@@ -159,7 +168,7 @@ class Witness(Overlay):
                 return
             for summed in parts:
                 tally.add(summed)
-            start, stop = checksum.offset, checksum.offset + checksum.size
+            start, stop = checksum.offset, checksum.end
             if len(tally.parts) == 1 and tally.parts[0][:2] == (start, stop):
                 self._settled[checksum] = tally.parts[0][2] == checksum.crc32
                 del self._tallies[checksum]
@@ -174,7 +183,7 @@ class Witness(Overlay):
         for checksum in checksums:
             if checksum in self._settled:
                 continue
-            for first, last in self.tally(checksum).gaps(checksum.offset, checksum.offset + checksum.size):
+            for first, last in self.tally(checksum).gaps(checksum.offset, checksum.end):
                 self._sum_up(checksum, first, last, buffer)
 
     def is_right(self, checksum: Checksum) -> bool | None:
@@ -209,23 +218,30 @@ class Witness(Overlay):
         for name, offset, view in ranges:
             octets, end = view.cast("B"), offset + view.nbytes
             for checksum in self._touched(name, offset, end):
-                start, stop = max(offset, checksum.offset), min(end, checksum.offset + checksum.size)
+                start, stop = max(offset, checksum.offset), min(end, checksum.end)
                 if stop - start == checksum.size and checksum not in self._tallies:  # the usual case of many small ones
                     if checksum not in self._settled:
                         whole[checksum] = octets[start - offset : stop - offset]
                     continue
-                with self._lock:
-                    tally = self._tally(checksum)
-                    gaps = tally.gaps(start, stop) if tally else []
-                    if tally:
-                        tally.read += stop - start
-                for first, last in gaps:
+                for first, last in self._unsummed(checksum, start, stop):
                     self.count(checksum, [(first, last, crc32(octets[first - offset : last - offset]))])
         sums = crc32_each([*whole.values()])
         with self._lock:
             for checksum, crc in zip(whole, sums, strict=True):
                 self._settled.setdefault(checksum, crc == checksum.crc32)
                 self._tallies.pop(checksum, None)
+
+    def _unsummed(self, checksum: Checksum, start: int, stop: int) -> list[tuple[int, int]]:
+        """Note that bytes of a range are read, and return those that are not summed up yet."""
+        with self._lock:
+            tally = self._tally(checksum)
+            if tally is None:
+                return []
+            tally.read += stop - start
+            return tally.gaps(start, stop)
+
+    def _count_one(self, checksum: Checksum, first: int, last: int, crc: int) -> None:
+        self.count(checksum, [(first, last, crc)])
 
     def _sum_up(self, checksum: Checksum, first: int, last: int, buffer: bytearray) -> None:
         crc, at = 0, first
@@ -253,7 +269,7 @@ class Witness(Overlay):
 
     def _tensor_in(self, checksum: Checksum) -> str | None:
         """Return the first tensor that lies in a range."""
-        start, stop = checksum.offset, checksum.offset + checksum.size
+        start, stop = checksum.offset, checksum.end
         places = self._places.get(checksum.file, [])
         at = bisect_left(places, (start, ""))
         return places[at][1] if at < len(places) and places[at][0] < stop else None

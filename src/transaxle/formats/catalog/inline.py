@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from transaxle.axes.geometry.strided import Loop
 from transaxle.formats.catalog.catalog import Extent
+from transaxle.formats.storage.compiled import StepBatch
 from transaxle.formats.storage.storage import Overlay, Storage
 from transaxle.formats.storage.strided_reads import FileRange, read_each, read_one_by_one, read_ranges, read_strided
 
@@ -72,6 +73,13 @@ class NumbersInMemory(Overlay):
             view.cast("B")[:] = self._numbers[offset : offset + view.nbytes]
         else:
             super().read_into(name, offset, view)
+
+    def note_read(self, batch: StepBatch, name: str, offset: int, view: memoryview) -> None:
+        """See `Storage`."""
+        if name == NUMBERS:
+            super().note_read(batch, name, offset, view)
+        else:
+            self.below.note_read(batch, name, offset, view)
 
     def read_strided(self, name: str, offset: int, view: memoryview, width: int, loops: Sequence[Loop]) -> None:
         """See `formats.storage.strided_reads.read_strided`."""

@@ -13,6 +13,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from types import TracebackType
@@ -26,6 +27,7 @@ from transaxle.formats.staging.claim import Claim, lock, opened
 from transaxle.formats.staging.leftovers import leftover_at
 from transaxle.formats.staging.place import TargetPlace, make_durable
 from transaxle.formats.staging.syscalls import reserve
+from transaxle.formats.storage.compiled import StepBatch
 from transaxle.formats.storage.os_errors import failed
 from transaxle.formats.storage.storage import Handles, checked_parts
 
@@ -223,14 +225,24 @@ class Staging:
         """
         if not view.nbytes:
             return
+        self._mark(file, offset, view)
+        with view.cast("B") as octets, self._handles.use(file) as fd:
+            write_at(fd, octets, offset, file)
+
+    def note_write(self, batch: StepBatch, file: str, offset: int, view: memoryview) -> None:
+        """Write a contiguous view, in a batch; otherwise as `pwrite`."""
+        if view.nbytes:
+            self._mark(file, offset, view)
+            batch.write(batch.opened(file, self._handles), offset, view, partial(self.pwrite, file, offset, view))
+
+    def _mark(self, file: str, offset: int, view: memoryview) -> None:
+        """Note that bytes of a file will be written, which must lie inside it."""
         if offset < 0 or offset + view.nbytes > self._sizes[file]:
             raise ValueError(
                 f"{file}: bytes {offset} to {offset + view.nbytes} lie outside its {self._sizes[file]} bytes"
             )
-        with view.cast("B") as octets, self._handles.use(file) as fd:
-            write_at(fd, octets, offset, file)
-            with self._unsynced_lock:
-                self._unsynced.add(file)
+        with self._unsynced_lock:
+            self._unsynced.add(file)
 
     def write(self, file: str, data: bytes) -> None:
         """Create a file with this content: one whose size was not known before. It may be prepared already.

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import secrets
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from transaxle.formats.catalog.sidecar_files import SCRATCH
 from transaxle.formats.staging.claim import FOLDER, busy, joined
 from transaxle.formats.staging.staging import write_at
+from transaxle.formats.storage.compiled import StepBatch
 from transaxle.formats.storage.os_errors import failed
 from transaxle.formats.storage.storage import Handles
 
@@ -62,6 +64,12 @@ class Writer:
         with view.cast("B") as octets, self._handles.use(file) as fd:
             self._dirty.add(file)
             write_at(fd, octets, offset, file)
+
+    def note_write(self, batch: StepBatch, file: str, offset: int, view: memoryview) -> None:
+        """Write a contiguous view, in a batch; otherwise as `pwrite`."""
+        if view.nbytes:
+            self._dirty.add(file)
+            batch.write(batch.opened(file, self._handles), offset, view, partial(self.pwrite, file, offset, view))
 
     def flush(self) -> None:
         """Make everything durable that was written here so far.

@@ -11,7 +11,7 @@ from functools import cache
 
 import numpy as np
 
-from transaxle.formats.storage.strided_reads import address, compiled_function
+from transaxle.formats.storage.compiled import address, compiled_function
 
 _FEWEST = 1 << 12
 """Bytes that are worth the call."""

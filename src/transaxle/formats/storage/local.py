@@ -23,6 +23,7 @@ from pathlib import Path
 
 from transaxle.axes.geometry.strided import Loop
 from transaxle.errors import Refusal, StorageError, TransaxleError, refuse
+from transaxle.formats.storage.compiled import StepBatch
 from transaxle.formats.storage.os_errors import failed
 from transaxle.formats.storage.storage import Handles, Listing, Storage, checked_parts
 from transaxle.formats.storage.strided_reads import FileRange, read_open, read_runs
@@ -87,6 +88,11 @@ class LocalStorage(Storage):
         self._handles = Handles(self._open)
 
     @property
+    def takes_notes(self) -> bool:
+        """Whether files are read in batches; see `Storage.takes_notes`."""
+        return True
+
+    @property
     def path(self) -> str:
         """The path as the user typed it."""
         return self._path
@@ -143,6 +149,12 @@ class LocalStorage(Storage):
         """Fill a writable contiguous view with the bytes that start at `offset`; see `Storage.read_into`."""
         with view.cast("B") as octets, self._handles.use(name) as fd:
             _read(fd, name, offset, octets)
+
+    def note_read(self, batch: StepBatch, name: str, offset: int, view: memoryview) -> None:
+        """Fill a view with bytes of a file when a batch is carried out; see `Storage.note_read`."""
+        if view.nbytes:
+            fd = batch.opened(name, self._handles)
+            batch.read(fd, offset, view, partial(self.read_into, name, offset, view))
 
     def read_strided(self, name: str, offset: int, view: memoryview, width: int, loops: Sequence[Loop]) -> None:
         """Read runs of a file at once; see `formats.storage.strided_reads.read_strided`."""

@@ -1,5 +1,5 @@
 /* Strided reads: runs of one file, equally long, each read by one `pread` into its place. Reads of many ranges of many
-   files. Transposed copies: runs of a single element. The CRC-32 of what was read.
+   files. Transposed copies: runs of a single element. The CRC-32 of what was read. Whole batches of such steps.
 
    A column cut of a matrix is a run of a few kB in each row. Asked for one by one from Python, every run costs several
    times its copy; here it costs the system call. Plain C11 and POSIX; no state, no allocation, no dependency. */
@@ -230,5 +230,49 @@ int64_t transaxle_crc32_each(const int64_t *stretches, int64_t total, uint32_t *
     return total;
 }
 
-/* Which source this was built from: strided_reads.py loads no other. */
+/* Copies runs of `width` bytes; `loops` as above. */
+static void scatter(const uint8_t *from, uint8_t *to, int64_t width, int64_t depth, const int64_t *loops) {
+    if (!depth) {
+        memcpy(to, from, (size_t)width);
+        return;
+    }
+    for (int64_t number = 0; number < loops[0]; number++, from += loops[1], to += loops[2])
+        scatter(from, to, width, depth - 1, loops + 3);
+}
+
+/* `steps`: what is done, and up to nine numbers that say to what. Carries out the steps from number `first` on and
+   returns the number of the one that could not be done whole at once, or how many there are. */
+enum { READ, WRITE, HASH, SUM, TRANSPOSE, SCATTER, WORDS = 10 };
+typedef int (*Update)(void *state, const void *data, size_t size);
+
+int64_t transaxle_steps(const int64_t *steps, int64_t total, int64_t first) {
+    for (; first < total; first++) {
+        const int64_t *at = steps + WORDS * first;
+        void *one = (void *)(intptr_t)at[1], *two = (void *)(intptr_t)at[2], *three = (void *)(intptr_t)at[3];
+        switch (at[0]) {
+        case READ: /* descriptor, first byte, address, size */
+            if (pread((int)at[1], three, (size_t)at[4], (off_t)at[2]) != at[4]) return first;
+            break;
+        case WRITE: /* the same */
+            if (pwrite((int)at[1], three, (size_t)at[4], (off_t)at[2]) != at[4]) return first;
+            break;
+        case HASH: /* state, address, size, function */
+            if (((Update)(intptr_t)at[4])(one, two, (size_t)at[3])) return first;
+            break;
+        case SUM: /* address, size, where the sum goes */
+            if (!transaxle_crc32_each(at + 1, 1, three)) return first;
+            break;
+        case TRANSPOSE:
+            transaxle_transpose(one, two, at[3], at[4], at[5], at[6], at[7], (int)at[8], (const int64_t *)(intptr_t)at[9]);
+            break;
+        case SCATTER: /* from, to, width, depth, loops */
+            scatter(one, two, at[3], at[4], (const int64_t *)(intptr_t)at[5]);
+            break;
+        default: return first;
+        }
+    }
+    return total;
+}
+
+/* Which source this was built from: compiled.py loads no other. */
 uint32_t transaxle_stamp(void) { return STAMP; }

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import BytesIO
 from threading import Lock
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 from weakref import WeakSet
 
 import msgspec
@@ -21,6 +21,9 @@ import msgspec
 from transaxle.axes.geometry.strided import Loop
 from transaxle.errors import LONGEST_NAME, Code, Refusal, refuse
 from transaxle.formats.storage.strided_reads import FileRange, read_each, read_one_by_one, read_ranges, read_strided
+
+if TYPE_CHECKING:
+    from transaxle.formats.storage.compiled import StepBatch
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _PINNED = re.compile(r"(hf://(?:(?:datasets|spaces)/)?[^/@]+/[^/@]+)@[0-9a-f]{40}(?=/|$)")
@@ -46,6 +49,11 @@ class Listing(msgspec.Struct, frozen=True):
 
 class Storage(Protocol):
     """Read access to the files of one checkpoint. Safe to share between threads."""
+
+    @property
+    def takes_notes(self) -> bool:
+        """Whether `note_read` is worth it: files are read in batches."""
+        return False
 
     @property
     def path(self) -> str:
@@ -89,6 +97,11 @@ class Storage(Protocol):
             StorageError: IO.
         """
 
+    def note_read(self, batch: StepBatch, name: str, offset: int, view: memoryview) -> None:
+        """Fill a view as `read_into`, in a batch where the storage takes notes; raises as `StepBatch.run`."""
+        batch.run()
+        self.read_into(name, offset, view)
+
     def read(self, name: str, offset: int, size: int) -> bytes:
         """Return `size` bytes from `offset`; raises as `read_into`."""
         buffer = BytesIO(bytes(size))
@@ -117,6 +130,11 @@ class Overlay(Storage):
 
     def __init__(self, below: Storage) -> None:
         self.below = below
+
+    @property
+    def takes_notes(self) -> bool:
+        """See `Storage`."""
+        return self.below.takes_notes
 
     @property
     def path(self) -> str:
@@ -207,6 +225,13 @@ class VirtualFiles(Overlay):
             super().read_into(name, offset, view)
         else:
             virtual.read_into(offset, view)
+
+    def note_read(self, batch: StepBatch, name: str, offset: int, view: memoryview) -> None:
+        """See `Storage`."""
+        if name in self._files:
+            super().note_read(batch, name, offset, view)
+        else:
+            self.below.note_read(batch, name, offset, view)
 
     def read_strided(self, name: str, offset: int, view: memoryview, width: int, loops: Sequence[Loop]) -> None:
         """See `formats.storage.strided_reads.read_strided`."""

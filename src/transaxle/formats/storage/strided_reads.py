@@ -16,20 +16,17 @@ their places in memory: `runs.c` does that tile by tile, where numpy would fetch
 from __future__ import annotations
 
 import ctypes
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from math import prod
-from pathlib import Path
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from transaxle.axes.geometry.strided import Loop
+from transaxle.formats.storage.compiled import address, compiled_function
 
-SOURCE = Path(__file__).with_name("runs.c")
-LIBRARY = Path(__file__).with_name("libruns.so")
 _Bytes = npt.NDArray[np.uint8]
 _INT64, _POINTER = ctypes.c_int64, ctypes.c_void_p
 _ARGUMENTS = (ctypes.c_int, _INT64, _POINTER, _INT64, ctypes.c_int, _POINTER, _INT64)
@@ -194,24 +191,42 @@ def transposed(held: _Bytes, out: _Bytes, at: int, width: int, loops: Sequence[L
     Returns:
         Whether it was done; if not, nothing was.
     """
-    if width not in _ELEMENTS or len(loops) < 2:
+    found, compiled = of_transpose(held, out, at, width, loops), load_transpose()
+    if found is None or compiled is None:
         return False
+    numbers, around = found
+    compiled(*numbers, around.ctypes.data)
+    return True
+
+
+def of_transpose(
+    held: _Bytes, out: _Bytes, at: int, width: int, loops: Sequence[Loop]
+) -> tuple[tuple[int, ...], npt.NDArray[np.int64]] | None:
+    """Return what the compiled transpose is told, and the loops around it; None if it is not there, or this is none.
+
+    Args:
+        held: see `transposed`, and so the others.
+        out: see there.
+        at: see there.
+        width: see there.
+        loops: see there.
+    """
+    if width not in _ELEMENTS or len(loops) < 2:
+        return None
     across = next((number for number, loop in enumerate(loops) if loop[1] == width), None)
     along = next((number for number, loop in enumerate(loops) if loop[2] == width), None)
     if across is None or along is None or across == along or min(loops[across][0], loops[along][0]) < _FEWEST:
-        return False
-    compiled = load_transpose()
-    if compiled is None or any(count < 1 or step < 0 or into < 0 for count, step, into in loops):
-        return False
+        return None
+    if load_transpose() is None or any(count < 1 or step < 0 or into < 0 for count, step, into in loops):
+        return None
     ends = [width + sum((loop[0] - 1) * loop[side] for loop in loops) for side in (1, 2)]
     are_plain = held.flags.c_contiguous and out.flags.c_contiguous and held.ndim == out.ndim == 1
     if not are_plain or at < 0 or ends[0] > len(held) or at + ends[1] > len(out):
-        return False
+        return None
     (columns, _, into), (rows, step, _) = loops[across], loops[along]
     around = np.array([loop for number, loop in enumerate(loops) if number not in (across, along)], np.int64)
     place = out.ctypes.data + at
-    compiled(held.ctypes.data, place, width, rows, columns, step, into, len(around), around.ctypes.data)
-    return True
+    return (held.ctypes.data, place, width, rows, columns, step, into, len(around)), around
 
 
 @cache
@@ -231,29 +246,3 @@ def load_ranges() -> Callable[..., int] | None:
 def load_transpose() -> Callable[..., None] | None:
     """Return the compiled transpose; otherwise as `load`."""
     return compiled_function("transaxle_transpose", _OF_TRANSPOSE, None)
-
-
-def address(view: memoryview) -> int:
-    """Return where the bytes of a view are in memory. It must be writable, contiguous and not empty."""
-    return ctypes.addressof(ctypes.c_char.from_buffer(view))
-
-
-def compiled_function(name: str, arguments: Sequence[type], result: type | None) -> Callable[..., Any] | None:
-    """Return a function of `runs.c` with its C types; None if it was not built, cannot be loaded here, or is another's.
-
-    Args:
-        name: its name there.
-        arguments: types of its arguments.
-        result: type of its result; None: it has none.
-    """
-    try:
-        library = ctypes.CDLL(str(LIBRARY))
-        stamp = library.transaxle_stamp
-        stamp.restype = ctypes.c_uint32
-        if stamp() != zlib.crc32(SOURCE.read_bytes()):
-            return None
-        call = getattr(library, name)
-    except (OSError, AttributeError):
-        return None
-    call.argtypes, call.restype = arguments, result
-    return cast("Callable[..., Any]", call)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from transaxle.axes.geometry.strided import Loop
+from transaxle.formats.storage.compiled import StepBatch
 from transaxle.formats.storage.storage import Listing, Overlay, Storage
 from transaxle.formats.storage.strided_reads import FileRange, read_ranges, read_strided
 
@@ -40,6 +41,10 @@ class SubFolder(Overlay):
     def read_into(self, name: str, offset: int, view: memoryview) -> None:
         """See `Storage`."""
         self.below.read_into(self.named(name), offset, view)
+
+    def note_read(self, batch: StepBatch, name: str, offset: int, view: memoryview) -> None:
+        """See `Storage`."""
+        self.below.note_read(batch, self.named(name), offset, view)
 
     def read_strided(self, name: str, offset: int, view: memoryview, width: int, loops: Sequence[Loop]) -> None:
         """See `formats.storage.strided_reads.read_strided`."""

@@ -1,0 +1,241 @@
+"""What `runs.c` does, and batches of it: reads, writes, hashes and copies that are noted first, and done together.
+
+Each of them gives the interpreter lock away and takes it back, and threads that do so for every block wait for one
+another longer than Python computes. `runs.c` carries a whole batch out meanwhile. A step that it cannot do at once (an
+error, a short read, a full disk) is done again in the ordinary way, which says what is wrong.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import zlib
+from array import array
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, suppress
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from transaxle.axes.geometry.strided import Loop
+from transaxle.errors import TransaxleError
+from transaxle.spans import is_recorded, span
+
+if TYPE_CHECKING:
+    from transaxle.formats.storage.storage import Handles
+
+SOURCE = Path(__file__).with_name("runs.c")
+LIBRARY = Path(__file__).with_name("libruns.so")
+_WORDS = 10
+"""Numbers that say what a step is; see `transaxle_steps`."""
+_READ, _WRITE, _HASH, _SUM, _TRANSPOSE, _COPY = range(6)
+_KINDS = "read", "write", "hash", "sum", "lay", "lay"
+"""What is done in each, as traces call it."""
+_SIZES = 4, 4, 3, 2, None, None
+"""Which of their numbers is that of the bytes."""
+_MOST_FILES = 64
+"""Files that are open for a batch at most."""
+_Again = Callable[[], object]
+
+
+class StepBatch:
+    """Steps of one thread, carried out in the order in which they were noted.
+
+    Memory is named, not copied: what a step reads is what lies there when its turn comes.
+
+    Args:
+        compiled: from `load_steps`.
+    """
+
+    def __init__(self, compiled: Callable[..., int]) -> None:
+        self._compiled = compiled
+        self.size = 0
+        """Bytes read and written by what is noted."""
+        self._steps = array("q")
+        self._again: list[_Again] = []
+        self._then: list[tuple[int, Callable[[], object]]] = []
+        """What is called, and how many steps must be done for it."""
+        self._held: list[object] = []
+        self._files: dict[tuple[int, str], int] = {}
+        self._open = ExitStack()
+
+    def opened(self, name: str, handles: Handles) -> int:
+        """Return the descriptor of a file, which stays open until the batch is carried out."""
+        key = id(handles), name
+        found = self._files.get(key)
+        if found is None:
+            if len(self._files) == _MOST_FILES:
+                self.run()
+            found = self._files[key] = self._open.enter_context(handles.use(name))
+        return found
+
+    def read(self, fd: int, offset: int, view: memoryview, again: _Again) -> None:
+        """Note that bytes of an open file are read.
+
+        Args:
+            fd: its descriptor.
+            offset: the first byte.
+            view: where they go: writable, contiguous and not empty.
+            again: reads them in the ordinary way.
+        """
+        self._add(again, _READ, fd, offset, address(view), view.nbytes)
+        self.size += view.nbytes
+
+    def write(self, fd: int, offset: int, view: memoryview, again: _Again) -> None:
+        """Note that bytes are written to an open file; see `read`."""
+        self._add(again, _WRITE, fd, offset, address(view), view.nbytes)
+        self.size += view.nbytes
+
+    def hash(self, state: int, update: int, view: memoryview, again: _Again) -> None:
+        """Note that bytes are hashed.
+
+        Args:
+            state: address of what the function changes.
+            update: address of a C function of the state, an address and a size, that returns 0.
+            view: the bytes: writable, contiguous and not empty.
+            again: does the same.
+        """
+        self._add(again, _HASH, state, address(view), view.nbytes, update)
+
+    def sum(self, view: memoryview, crc32: Callable[[memoryview], int], told: Callable[[int], object]) -> None:
+        """Note that bytes are summed up.
+
+        Args:
+            view: the bytes: writable, contiguous and not empty.
+            crc32: does it in the ordinary way.
+            told: told their CRC-32 afterwards.
+        """
+        result = ctypes.c_uint32()
+
+        def again() -> None:
+            result.value = crc32(view)
+
+        self._held.append(result)
+        self._add(again, _SUM, address(view), view.nbytes, ctypes.addressof(result))
+        self.then(lambda: told(result.value))
+
+    def transpose(self, numbers: tuple[int, ...], around: npt.NDArray[np.int64], again: _Again) -> None:
+        """Note that a matrix is transposed.
+
+        Args:
+            numbers: what the compiled transpose is told; see `strided_reads.of_transpose`.
+            around: the loops around it.
+            again: does the same.
+        """
+        self._held.append(around)
+        self._add(again, _TRANSPOSE, *numbers, around.ctypes.data)
+
+    def copy(self, held: int, place: int, width: int, loops: Sequence[Loop], again: _Again) -> None:
+        """Note that runs of bytes are copied.
+
+        Args:
+            held: address of the first one.
+            place: address of the place where that goes.
+            width: bytes of a run.
+            loops: `(count, step from where they lie, step to where they go)` in bytes, the outermost first.
+            again: does the same.
+        """
+        numbers = np.array(loops, np.int64)
+        self._held.append(numbers)
+        self._add(again, _COPY, held, place, width, len(loops), numbers.ctypes.data)
+
+    def then(self, call: Callable[[], object]) -> None:
+        """Let something be called when the batch is over, if all that is noted so far is done."""
+        self._then.append((len(self._again), call))
+
+    def run(self) -> None:
+        """Carry out what is noted, and forget it.
+
+        Raises:
+            TransaxleError: what a step raises that is done again. Those after it are not done; what waited only for
+                those before it is called.
+        """
+        try:
+            self._carry_out()
+            self._call(len(self._again))
+        finally:
+            self.forget()
+
+    def forget(self) -> None:
+        """Forget what is noted."""
+        self.size = 0
+        self._steps = array("q")
+        for each in (self._again, self._then, self._held, self._files):
+            each.clear()
+        self._open.close()
+
+    def _add(self, again: _Again, *numbers: int) -> None:
+        self._steps.extend((*numbers, *(0,) * (_WORDS - len(numbers))))
+        self._again.append(again)
+
+    def _carry_out(self) -> None:
+        place, total, finished = self._steps.buffer_info()[0], len(self._again), 0
+        apart = is_recorded()
+        while finished < total:
+            stop = finished + 1 if apart else total  # a trace says how long each step takes
+            with self._span(finished):
+                reached = self._compiled(place, stop, finished)
+                if reached < stop:
+                    self._do_again(reached)
+                    reached += 1
+            finished = reached
+
+    def _do_again(self, number: int) -> None:
+        try:
+            self._again[number]()
+        except BaseException:
+            with suppress(TransaxleError):  # the first error is the one that counts
+                self._call(number)
+            raise
+
+    def _call(self, finished: int) -> None:
+        """Call what waited for the first steps alone."""
+        for number, call in self._then:
+            if number <= finished:
+                call()
+
+    def _span(self, number: int) -> AbstractContextManager[None]:
+        first = _WORDS * number
+        kind = self._steps[first]
+        size = _SIZES[kind]
+        return span(_KINDS[kind], None if size is None else self._steps[first + size])
+
+
+def new_batch() -> StepBatch | None:
+    """Return an empty batch; None where `load_steps` finds nothing."""
+    compiled = load_steps()
+    return None if compiled is None else StepBatch(compiled)
+
+
+@cache
+def load_steps() -> Callable[..., int] | None:
+    """Return the compiled function; None if it was not built, cannot be loaded, or was built from another source."""
+    return compiled_function("transaxle_steps", (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64), ctypes.c_int64)
+
+
+def address(view: memoryview) -> int:
+    """Return where the bytes of a view are in memory. It must be writable, contiguous and not empty."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
+
+
+def compiled_function(name: str, arguments: Sequence[type], result: type | None) -> Callable[..., Any] | None:
+    """Return a function of `runs.c` with its C types; None if it was not built, cannot be loaded here, or is another's.
+
+    Args:
+        name: its name there.
+        arguments: types of its arguments.
+        result: type of its result; None: it has none.
+    """
+    try:
+        library = ctypes.CDLL(str(LIBRARY))
+        stamp = library.transaxle_stamp
+        stamp.restype = ctypes.c_uint32
+        if stamp() != zlib.crc32(SOURCE.read_bytes()):
+            return None
+        call = getattr(library, name)
+    except (OSError, AttributeError):
+        return None
+    call.argtypes, call.restype = arguments, result
+    return cast("Callable[..., Any]", call)

@@ -1,0 +1,259 @@
+"""Batches of steps: files end up as if each step had been done by itself, by whichever way it is done."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.engine.killed import one_by_one
+from transaxle.errors import Refused
+from transaxle.formats.catalog.catalog import Checksum
+from transaxle.formats.catalog.checksums import Witness
+from transaxle.formats.catalog.inline import NUMBERS, NumbersInMemory
+from transaxle.formats.staging.writer import Writer
+from transaxle.formats.storage import compiled
+from transaxle.formats.storage.local import LocalStorage
+from transaxle.formats.storage.storage import InMemoryFile, Storage, VirtualFiles
+from transaxle.formats.storage.sub_folder import SubFolder
+from transaxle.move import hashing, workers
+from transaxle.move.hashing import HashingFiles, ItemHash
+from transaxle.move.mover import Movement
+from transaxle.move.runs import Item
+from transaxle.move.transfer import Transfer
+from transaxle.move.workers import Limits
+
+SIZE = 60_000
+DATA = {f"{number}.bin": np.random.default_rng(number).integers(1, 256, SIZE, np.uint8) for number in range(3)}
+COMPILED = compiled.load_steps()
+SMALL = Limits(1, 6 << 16)
+
+
+def halting(steps: int, stop: int, first: int) -> int:
+    """The compiled function, which stops at every third step."""
+    assert COMPILED is not None
+    return COMPILED(steps, min(stop, first - first % 3 + 2), first)
+
+
+WAYS: dict[str, Callable[..., int] | None] = {"none": None, "again": one_by_one()}
+WAYS |= {} if COMPILED is None else {"compiled": COMPILED, "halting": halting}
+
+
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Each way of carrying steps out in turn; `none`: there are no batches."""
+    monkeypatch.setattr(compiled, "load_steps", lambda: WAYS[request.param])
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("files")
+    for name, data in DATA.items():
+        (found / name).write_bytes(data.tobytes())
+    return found
+
+
+@pytest.fixture
+def storage(folder: Path) -> Iterator[LocalStorage]:
+    found = LocalStorage(folder)
+    yield found
+    found.close()
+
+
+def moved(
+    storage: Storage,
+    target: Path,
+    made: Sequence[tuple[int, Sequence[Transfer]]],
+    limit: Limits = SMALL,
+    span: int | None = None,
+) -> tuple[list[bytes], dict[int, str]]:
+    """Move items, each into a file of its own; return the files and the hashes."""
+    target.mkdir(exist_ok=True)
+    for key, (size, _) in enumerate(made):
+        (target / str(key)).write_bytes(b"\x07" * size)
+    writer = Writer(target, sync=False)
+    places = [[Transfer(str(key), 0, 0, size)] for key, (size, _) in enumerate(made)]
+    told: list[int] = []
+    sink = HashingFiles(writer, places, range(len(made)), told.append, span_size=span)
+    items = [Item(key, size, parts, (0,), (0,)) for key, (size, parts) in enumerate(made)]
+    try:
+        Movement(items, storage, sink, limit).move_own()
+    finally:
+        writer.close()
+    assert sum(told) == sum(size for size, _ in made)
+    return [(target / str(key)).read_bytes() for key in range(len(made))], sink.digests
+
+
+def matrix(file: str, at: int, rows: int, columns: int, item: int, *, turned: bool) -> tuple[Transfer, np.ndarray]:
+    """Return the copy of a matrix, transposed or with a gap behind each row, and what it gives."""
+    held = DATA[file][at : at + rows * columns * item].reshape(rows, columns, item)
+    if turned:
+        turns = ((columns, item, rows * item), (rows, columns * item, item))
+        return Transfer(file, at, 0, item, turns), held.transpose(1, 0, 2).reshape(-1)
+    kept = max(1, columns // 2)
+    return Transfer(file, at, 0, kept * item, ((rows, columns * item, kept * item),)), held[:, :kept].reshape(-1)
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> tuple[int, list[Transfer], bytes]:
+    """A tensor of parts one after another: ranges, rows out of a matrix, transposed matrices, and padding."""
+    parts: list[Transfer] = []
+    content: list[bytes] = []
+    at = 0
+    for kind in draw(st.lists(st.sampled_from(["range", "rows", "turned", "padding"]), max_size=5)):
+        file = draw(st.sampled_from(sorted(DATA)))
+        if kind == "padding":
+            content.append(bytes(draw(st.integers(1, 100))))
+        elif kind == "range":
+            begin, size = draw(st.integers(0, SIZE - 1)), draw(st.integers(1, SIZE))
+            part = Transfer(file, begin, at, min(size, SIZE - begin))
+            parts.append(part)
+            content.append(DATA[file][begin : begin + part.width].tobytes())
+        else:
+            item = draw(st.sampled_from([1, 2, 4, 8, 24]))
+            rows, columns = draw(st.integers(2, 40)), draw(st.integers(2, 40))
+            begin = draw(st.integers(0, SIZE - rows * columns * item))
+            part, values = matrix(file, begin, rows, columns, item, turned=kind == "turned")
+            parts.append(Transfer(file, part.source, at, part.width, part.loops))
+            content.append(values.tobytes())
+        at = sum(map(len, content))
+    return at, parts, b"".join(content)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(made=st.lists(tensors(), min_size=1, max_size=4), batch=st.sampled_from([1, 50_000, 1 << 25]))
+def test_what_is_noted_is_what_is_done(
+    way: str, storage: LocalStorage, tmp_path: Path, made: list[tuple[int, list[Transfer], bytes]], batch: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(workers, "_BATCH", batch)
+        files, digests = moved(storage, tmp_path / way, [(size, parts) for size, parts, _ in made])
+    assert files == [content for *_, content in made]
+    assert digests == {key: xxhash.xxh3_128_hexdigest(content) for key, (*_, content) in enumerate(made)}
+
+
+@pytest.mark.parametrize("jobs", [1, 3])
+def test_spans_of_a_large_item_are_taken_by_any_worker(
+    way: str, storage: LocalStorage, tmp_path: Path, jobs: int
+) -> None:
+    assert way in WAYS
+    span = 17_000
+    parts = [Transfer(name, 5, number * 50_000, 50_000) for number, name in enumerate(DATA)]
+    content = b"".join(data[5:50_005].tobytes() for data in DATA.values())
+    files, digests = moved(storage, tmp_path / "out", [(150_000, parts), (0, [])], Limits(jobs, 1 << 20), span=span)
+    spans = [xxhash.xxh3_128_hexdigest(content[at : at + span]) for at in range(0, len(content), span)]
+    assert files == [content, b""]
+    assert digests == {0: xxhash.xxh3_128_hexdigest("".join(spans).encode()), 1: xxhash.xxh3_128_hexdigest(b"")}
+
+
+def test_storages_on_top_of_files_say_what_their_files_are(way: str, folder: Path, tmp_path: Path) -> None:
+    assert way in WAYS
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "one").write_bytes(DATA["0.bin"].tobytes())
+    below = LocalStorage(tmp_path)
+    numbers = NumbersInMemory(VirtualFiles(SubFolder(below, "sub"), {"made": InMemoryFile(b"0123456789")}))
+    extent = numbers.add(b"ABCDEF")
+    parts = [
+        Transfer("one", 9, 0, 400),
+        Transfer("made", 2, 400, 5),
+        Transfer(NUMBERS, extent.offset + 1, 405, 3),
+        Transfer("one", 1000, 408, 70),
+    ]
+    files, _ = moved(numbers, tmp_path / "out", [(478, parts)])
+    assert files == [DATA["0.bin"][9:409].tobytes() + b"23456BCD" + DATA["0.bin"][1000:1070].tobytes()]
+    below.close()
+    assert folder.is_dir()
+
+
+@pytest.mark.parametrize("flipped", [False, True])
+def test_checksums_are_taken_on_the_way(way: str, tmp_path: Path, flipped: bool) -> None:
+    data = DATA["1.bin"].copy()
+    sums = [
+        Checksum("f", at, 20_000, zlib.crc32(data[at : at + 20_000].tobytes()), f"record {at}")
+        for at in (0, 20_000, 40_000)
+    ]
+    if flipped:
+        data[31_000] ^= 1
+    (tmp_path / "f").write_bytes(data.tobytes())
+    below = LocalStorage(tmp_path)
+    witness = Witness(below, sums, {})
+    parts = [Transfer("f", 40_000, 0, 20_000), Transfer("f", 100, 20_000, 39_000)]
+    files, _ = moved(witness, tmp_path / "out", [(59_000, parts)])
+    assert files == [data[40_000:].tobytes() + data[100:39_100].tobytes()]
+    assert witness.is_right(sums[2])
+    assert witness.tally(sums[0]).parts == [(100, 20_000, zlib.crc32(data[100:20_000].tobytes()))], way
+    if flipped:
+        with pytest.raises(Refused, match="record 20000"):
+            witness.recheck()
+    else:
+        witness.recheck()
+        assert all(witness.is_right(each) for each in sums)
+    below.close()
+
+
+def test_a_step_that_fails_says_what_is_wrong_and_ends_no_item(way: str, storage: LocalStorage, tmp_path: Path) -> None:
+    assert way in WAYS
+    target = tmp_path / "out"
+    target.mkdir()
+    for key in range(2):
+        (target / str(key)).write_bytes(bytes(100))
+    writer = Writer(target, sync=False)
+    ended: dict[int, str] = {}
+    places = [[Transfer(str(key), 0, 0, 100)] for key in range(2)]
+    sink = HashingFiles(writer, places, (0, 1), finish=ended.__setitem__)
+    made = [Transfer("1.bin", 0, 0, 100), Transfer("0.bin", SIZE - 50, 0, 100)]
+    items = [Item(key, 100, [each], (0,), (0,)) for key, each in enumerate(made)]
+    with pytest.raises(Refused, match=f"it ends at {SIZE}") as caught:
+        Movement(items, storage, sink, SMALL).run()
+    assert caught.value.where.file == "0.bin"
+    assert ended == {0: xxhash.xxh3_128_hexdigest(DATA["1.bin"][:100].tobytes())}, "what came before it is there"
+    writer.close()
+
+
+def test_few_files_are_open_at_once(way: str, tmp_path: Path) -> None:
+    assert way in WAYS
+    names = [f"{number:03}" for number in range(300)]
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in names:
+        (source / name).write_bytes(name.encode())
+    below = LocalStorage(source)
+    most = 0
+
+    class Watched(SubFolder):
+        def named(self, name: str) -> str:
+            nonlocal most
+            most = max(most, len(os.listdir("/proc/self/fd")))  # noqa: PTH208 - names are not needed
+            return name
+
+    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    parts = [Transfer(name, 0, 3 * number, 3) for number, name in enumerate(names)]
+    files, _ = moved(Watched(below, ""), tmp_path / "out", [(900, parts)])
+    assert files == ["".join(names).encode()]
+    assert most < before + 140, "as many as are kept open when idle"
+    below.close()
+
+
+@given(st.lists(st.integers(0, 3000), max_size=6), st.booleans())
+def test_hashes_are_those_of_the_package(cuts: list[int], hidden: bool) -> None:
+    data = bytearray(DATA["2.bin"][:3000])
+    hashed = ItemHash(1100)
+    edges = sorted({0, 3000, *cuts})
+    batch = compiled.StepBatch(COMPILED or one_by_one())
+    with pytest.MonkeyPatch.context() as patch:
+        if hidden:
+            patch.setattr(hashing, "_library", lambda: None)
+        for start, stop in pairwise(edges):
+            hashed.note(batch, start, memoryview(data)[start:stop])
+        batch.run()
+    spans = [xxhash.xxh3_128_hexdigest(data[at : at + 1100]) for at in (0, 1100, 2200)]
+    assert hashed.hexdigest() == xxhash.xxh3_128_hexdigest("".join(spans).encode())
