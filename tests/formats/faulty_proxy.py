@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import http.server
 import socket
@@ -10,9 +11,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
+import fsspec
+import pytest
+
+from tests.formats.s3_server import Bucket
+from transaxle.engine.distribute.item_work import let_go
+from transaxle.formats.remote import multipart
+
+LIMITS = {"config_kwargs": {"read_timeout": 1, "connect_timeout": 1, "retries": {"max_attempts": 2}}}
+"""Settings of the client: what it waits for, and how often it tries by itself."""
 Fault = Literal["slow down", "error", "forbidden", "reset", "truncate", "stall", "lost", "late", "shift"]
 """`lost`: it is carried out, and there is no answer; `late`: so too, after `FaultyProxy.delay`; `shift`: as many
 bytes as were asked for are sent from the beginning of the file."""
@@ -22,6 +33,37 @@ _ANSWERS: dict[Fault, tuple[int, bytes]] = {
     "forbidden": (403, b"<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"),
 }
 _PIECE = 64 << 10
+
+
+@dataclass
+class Exchange:
+    """A request and its answer, to be changed on the way."""
+
+    method: str
+    path: str
+    headers: dict[str, str]
+    """Of the request, in small letters."""
+    body: bytes
+    status: int = 0
+    answered: dict[str, str] = field(default_factory=dict)
+    """Headers of the answer."""
+    data: bytes = b""
+
+    @property
+    def completes(self) -> bool:
+        """Whether it lets a file appear that was sent in parts."""
+        return self.method == "POST" and "uploadId=" in self.path
+
+    @property
+    def appears(self) -> bool:
+        """Whether it lets a file appear in one of the two ways, and not beside the target."""
+        put = self.method == "PUT" and "partNumber" not in self.path and "partial/" not in self.path
+        return self.completes or put
+
+    def answer(self, status: int, code: str) -> None:
+        """Answer with an error."""
+        self.status, self.data = status, f"<Error><Code>{code}</Code><Message>{code}</Message></Error>".encode()
+        self.answered = {"Content-Type": "application/xml"}
 
 
 class FaultyProxy(http.server.ThreadingHTTPServer):
@@ -45,6 +87,10 @@ class FaultyProxy(http.server.ThreadingHTTPServer):
         self.rate = rate
         self.fails: Callable[[str, str], Fault | None] = lambda _method, _path: None
         """Tells how a request fails."""
+        self.asks: Callable[[Exchange], None] = lambda _exchange: None
+        """Changes a request on its way; where it has an answer then, it is not carried out."""
+        self.answers: Callable[[Exchange], None] = lambda _exchange: None
+        """Changes an answer on its way."""
         self.failed = 0
         """Requests that did."""
         self.delay = 0.0
@@ -91,28 +137,35 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.server.released.wait(self.server.delay)
         upstream = http.client.HTTPConnection(self.server.upstream, timeout=60)
         try:
-            headers = {name: value for name, value in self.headers.items() if name.lower() not in _HOP}
-            headers["Content-Length"] = str(len(body))
+            headers = {name.lower(): value for name, value in self.headers.items() if name.lower() not in _HOP}
             if fault == "shift":
-                first, last = map(int, headers["Range"].removeprefix("bytes=").split("-"))
-                headers["Range"] = f"bytes=0-{last - first}"
-            upstream.request(self.command, self.path, body, headers)
-            answer = upstream.getresponse()
-            data = answer.read()
-            kept = [(name, value) for name, value in answer.getheaders() if name.lower() not in _HOP]
+                first, last = map(int, headers["range"].removeprefix("bytes=").split("-"))
+                headers["range"] = f"bytes=0-{last - first}"
+            exchange = Exchange(self.command, self.path, headers, body)
+            self.server.asks(exchange)
+            length = "0"
+            if not exchange.status:
+                headers["content-length"] = str(len(exchange.body))
+                upstream.request(self.command, self.path, exchange.body, headers)
+                answer = upstream.getresponse()
+                length = answer.getheader("Content-Length", "0")
+                exchange.status, exchange.data = answer.status, answer.read()
+                exchange.answered = {n: value for n, value in answer.getheaders() if n.lower() not in _HOP}
+            self.server.answers(exchange)
+            status, kept, data = exchange.status, list(exchange.answered.items()), exchange.data
         finally:
             upstream.close()
         if fault in ("lost", "late"):
             self.server.carried_out.set()
             self.close_connection = True
         elif self.command == "HEAD":
-            kept.append(("Content-Length", answer.getheader("Content-Length", "0")))
-            self._answer(answer.status, kept, b"", length=None)
+            kept.append(("Content-Length", length))
+            self._answer(status, kept, b"", length=None)
         elif fault == "truncate":
-            self._answer(answer.status, kept, data[: len(data) // 2], length=len(data) or 10)
+            self._answer(status, kept, data[: len(data) // 2], length=len(data) or 10)
             self.close_connection = True
         else:
-            self._answer(answer.status, kept, data)
+            self._answer(status, kept, data)
 
     def _body(self) -> bytes:
         if self.headers.get("Transfer-Encoding", "").lower() == "chunked":
@@ -186,3 +239,20 @@ def proxied(upstream: str, *, latency: float = 0.0, rate: float = 0.0) -> Iterat
             proxy.released.set()
             proxy.shutdown()
             thread.join()
+
+
+@pytest.fixture
+def proxy(bucket: Bucket, s3_server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
+    """A proxy through which our own requests go, and not those of the test."""
+    assert bucket.names() == []
+    monkeypatch.setitem(fsspec.config.conf, "s3", LIMITS)
+    monkeypatch.setattr(multipart, "PATIENCE", 4.0)
+    monkeypatch.setattr(multipart, "_PAUSE", 0.05)
+    pause = asyncio.sleep
+    monkeypatch.setattr(asyncio, "sleep", lambda seconds: pause(seconds / 10))  # between the client's own attempts
+    with proxied(s3_server) as found:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", found.url)
+        fsspec.get_filesystem_class("s3").clear_instance_cache()
+        yield found
+        let_go()
+        fsspec.get_filesystem_class("s3").clear_instance_cache()

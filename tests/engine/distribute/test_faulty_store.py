@@ -3,7 +3,6 @@ not is a clear error in time."""
 
 from __future__ import annotations
 
-import asyncio
 import re
 import threading
 import time
@@ -22,37 +21,16 @@ from tests.engine.distribute.arrays import do, planned
 from tests.engine.distribute.test_object_store import SHARD, hidden, look_at, many
 from tests.engine.distribute.test_one_process import sent
 from tests.engine.killed import contents
-from tests.formats.faulty_proxy import Fault, FaultyProxy, proxied
+from tests.formats.faulty_proxy import Fault, FaultyProxy
 from tests.formats.s3_server import Bucket
 from transaxle.engine.distribute import one_process
 from transaxle.engine.distribute.driver import begin_work, commit_work
-from transaxle.engine.distribute.item_work import let_go
 from transaxle.engine.distribute.work_plan import WorkPlan
 from transaxle.errors import StorageError
 from transaxle.formats.remote import multipart
 from transaxle.formats.remote.multipart import OpenUpload, S3Multipart
 from transaxle.formats.remote.service import Service
 from transaxle.formats.staging.upload import Upload
-
-LIMITS = {"config_kwargs": {"read_timeout": 1, "connect_timeout": 1, "retries": {"max_attempts": 2}}}
-"""Settings of the client: what it waits for, and how often it tries by itself."""
-
-
-@pytest.fixture
-def proxy(bucket: Bucket, s3_server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
-    """A proxy through which our own requests go, and not those of the test."""
-    assert bucket.names() == []
-    monkeypatch.setitem(fsspec.config.conf, "s3", LIMITS)
-    monkeypatch.setattr(multipart, "PATIENCE", 4.0)
-    monkeypatch.setattr(multipart, "_PAUSE", 0.05)
-    pause = asyncio.sleep
-    monkeypatch.setattr(asyncio, "sleep", lambda seconds: pause(seconds / 10))  # between the client's own attempts
-    with proxied(s3_server) as found:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", found.url)
-        fsspec.get_filesystem_class("s3").clear_instance_cache()
-        yield found
-        let_go()
-        fsspec.get_filesystem_class("s3").clear_instance_cache()
 
 
 class Sometimes:

@@ -16,7 +16,7 @@ from tests.engine.killed import contents
 from tests.formats.gcs_server import GoogleBucket
 from tests.formats.staging.test_upload import _KILLED, StopError, large, refused
 from tests.formats.stores import upload
-from transaxle.formats.staging.upload import _RemoteFile
+from transaxle.formats.remote.sent_file import StreamedFile
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sending a large body directly:ResourceWarning")  # gcsfs sends parts so
 
@@ -60,13 +60,14 @@ def test_what_others_have_put_there_is_read(google: GoogleBucket, tmp_path: Path
 def test_a_commit_shows_the_manifest_last(
     google: GoogleBucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    local, seen, commit = tiny(tmp_path / "local"), list[list[str]](), _RemoteFile.commit
+    local, seen, commit = tiny(tmp_path / "local"), list[list[str]](), StreamedFile.commit
 
-    def looked_at(self: _RemoteFile) -> None:
-        commit(self)
+    def looked_at(self: StreamedFile, *, new: bool) -> str:
+        tag = commit(self, new=new)
         seen.append([name.removeprefix("out/") for name in google.names()])
+        return tag
 
-    monkeypatch.setattr(_RemoteFile, "commit", looked_at)
+    monkeypatch.setattr(StreamedFile, "commit", looked_at)
     tx.convert(local, f"{google.url}/out", to="hf", shard_size=10_000)
     assert [len(names) for names in seen] == list(range(1, len(seen) + 1))
     assert "transaxle.json" in seen[-1]

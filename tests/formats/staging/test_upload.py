@@ -21,13 +21,14 @@ from transaxle.errors import TransaxleError
 from transaxle.formats.catalog.sidecar_files import MANIFEST
 from transaxle.formats.parts.shared_upload import _OwnFile, _SharedFile
 from transaxle.formats.registry import writable
+from transaxle.formats.remote.sent_file import StreamedFile
 from transaxle.formats.remote.service import Service
-from transaxle.formats.staging.upload import PART, Upload, _RemoteFile, part_size
+from transaxle.formats.staging.upload import PART, Upload, part_size
 
 LEAST_PART = 5 << 20
 """What S3 takes."""
 CONFIG = "config.json"
-COMMITTED: tuple[type[Any], ...] = (_RemoteFile, _SharedFile, _OwnFile)
+COMMITTED: tuple[type[Any], ...] = (StreamedFile, _SharedFile, _OwnFile)
 """Files that appear when they are committed."""
 
 
@@ -224,10 +225,10 @@ def watch(look: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
     def watched(cls: type, name: str) -> None:
         method = getattr(cls, name)
 
-        def step(*args: object) -> object:
+        def step(*args: object, **options: object) -> object:
             with turns:
                 look()
-            done = method(*args)
+            done = method(*args, **options)
             with turns:
                 look()
             return done
@@ -344,9 +345,10 @@ def test_an_index_appears_after_its_shards(store: Store, tmp_path: Path, monkeyp
     def noting(cls: type[Any]) -> None:
         commit = cls.commit
 
-        def noted(self: Any) -> None:
-            commit(self)
+        def noted(self: Any, *, new: bool) -> object:
+            tag = commit(self, new=new)
             names.append(self.name if cls is _SharedFile else self._name)
+            return tag
 
         monkeypatch.setattr(cls, "commit", noted)
 
@@ -401,9 +403,9 @@ def test_a_killed_run_leaves_nothing_to_be_seen(bucket: Bucket, tmp_path: Path) 
     assert [name for name in bucket.names() if not name.startswith("out/")] == bucket.uploads() == []
 
 
-def ready(store: Store, data: bytes) -> Upload:
+def ready(store: Store, data: bytes, *, overwrite: bool) -> Upload:
     """An upload of a file and a manifest, of which only the last steps are left."""
-    upload = Upload(f"{store.url}/ck").__enter__()
+    upload = Upload(f"{store.url}/ck", overwrite=overwrite).__enter__()
     upload.prepare({WHOLE: len(data), MANIFEST: len(data)})
     for name in (WHOLE, MANIFEST):
         upload.pwrite(name, 0, memoryview(data))
@@ -417,7 +419,8 @@ def test_two_that_write_to_one_place_do_not_both_succeed(
     store: Store, mixed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There is no lock, but each looks at the end whether its files are still its own; the other's are left alone."""
-    first, second, compare = ready(store, b"first"), ready(store, b"second"), Upload._compare
+    first, second = ready(store, b"first", overwrite=True), ready(store, b"second", overwrite=True)
+    compare = Upload._compare
 
     def compared(self: Upload, name: str) -> None:
         compare(self, name)

@@ -91,10 +91,10 @@ class SharedUpload(Upload):
         if self._remains is None:
             return False
         if info.get("type") == FILE:
-            return self._single is not None and self._has_appeared(self._single)
+            return self._single is not None and self.has_appeared(self._single)
         start = f"{self._service.path}/"
         return all(
-            path.startswith(start) and self._has_appeared(path.removeprefix(start))
+            path.startswith(start) and self.has_appeared(path.removeprefix(start))
             for path in self._service.below(self._service.path, self._shown)
         )
 
@@ -102,7 +102,7 @@ class SharedUpload(Upload):
         begun, commit = self.hidden.begun(), self.hidden.commit()
         return commit if begun is not None and commit is not None and commit.token == begun.token else None
 
-    def _has_appeared(self, name: str) -> bool:
+    def has_appeared(self, name: str) -> bool:
         """Tell whether a file is what the interrupted commit has let appear."""
         tags = {} if self._remains is None else self._remains.tags
         tag = tags.get(name) or (next(iter(tags.values()), "") if self._single else "")
@@ -134,7 +134,7 @@ class SharedUpload(Upload):
         begun = self.hidden.begun()
         if begun is not None:
             if not self._resume:
-                raise refuse("EXISTS", "beside the target is unfinished work", file=self._shown, hint=_CLEAN)
+                raise _unfinished(self._shown)
             if begun.task != task:
                 message = "beside the target is the unfinished work of another conversion"
                 hint = "Remove it:  transaxle clean URL. Or continue it with the original options."
@@ -149,7 +149,7 @@ class SharedUpload(Upload):
             begun = BegunUpload(
                 token=token, task=task, layout=digest, uploads={}, places=places, items=items, even=even
             )
-            self.hidden.begin(begun)  # before there are uploads, which nobody would know of if this run died
+            self._claim(begun)  # before there are uploads, which nobody would know of if this run died
             self._stored = {file: {} for file in layout}
             try:
                 self._begun = self._with_uploads(begun, layout)
@@ -165,6 +165,13 @@ class SharedUpload(Upload):
             with suppress(TransaxleError):  # it may be forbidden to list uploads
                 self._remove_unnamed(begun)
             self._begun = self._with_uploads(msgspec.structs.replace(begun, continued=True), self.look_again())
+
+    def _claim(self, begun: BegunUpload) -> None:
+        """Say that the work begins here, unless other work has since we looked."""
+        try:
+            self.hidden.begin(begun, new=True)
+        except TransaxleError as error:
+            raise _unfinished(self._shown) if error.code == "EXISTS" else error from None
 
     def _with_uploads(self, begun: BegunUpload, files: Iterable[str]) -> BegunUpload:
         """Begin uploads of files, and say so beside the target."""
@@ -223,7 +230,7 @@ class SharedUpload(Upload):
         """Ask the service which parts it has; return the files whose uploads are gone, and that have not appeared."""
         found = self._at_once(self._look_up, self._layout)
         ended = [file for file, parts in found.items() if parts is None]
-        self._over = frozenset(file for file in ended if self._has_appeared(file))
+        self._over = frozenset(file for file in ended if self.has_appeared(file))
         self._stored = {file: parts or {} for file, parts in found.items()}
         return [file for file in ended if file not in self._over]
 
@@ -261,7 +268,7 @@ class SharedUpload(Upload):
             file = self._shared.get(name) or _SharedFile(self, name, place, self._layout[name])
             self._shared[name] = file
         else:
-            file = self._own[name] = _OwnFile(self.calls, name, place, size)
+            file = self._own[name] = _OwnFile(self, name, place, size)
         self._streams[name] = file
 
     def take(self, sent: Iterable[SentPart], shares: Iterable[KeptShare]) -> None:
@@ -286,15 +293,13 @@ class SharedUpload(Upload):
         self.hidden.begin_commit(BegunCommit(token=begun.token, tags={name: self._final_tag(name) for name in names}))
 
     def appear(self) -> None:
-        """Make the files appear, many at once of those whose order does not matter; see `Upload`."""
-        for _, group in itertools.groupby(sorted(self._streams, key=turn), key=lambda name: turn(name)[0]):
-            names = list(group)
-            self._appeared += names
-            self._at_once(self._appear_one, names)
+        """Make the files appear, many at once of those whose order does not matter; see `Upload`.
 
-    def _appear_one(self, name: str) -> None:
-        self._streams[name].commit()
-        self._compare(name)
+        The first one comes alone: of two runs at one place, one fails there, and the other goes on.
+        """
+        names = sorted(self._streams, key=turn)
+        for _, group in itertools.groupby(names, key=lambda name: (name == names[0], turn(name)[0])):
+            self._at_once(self._appear_one, group)
 
     def _looks(self, names: Sequence[str]) -> dict[str, str]:
         """See `Upload`."""
@@ -303,19 +308,11 @@ class SharedUpload(Upload):
     def _final_tag(self, name: str) -> str:
         if self.has_gone(name) and self._remains is not None:
             return self._remains.tags.get(name, "")
-        file = self._shared.get(name) or self._own[name]
-        return file.final_tag
+        return self._streams[name].foretold
 
     def has_gone(self, file: str) -> bool:
         """Tell whether an upload is over since the file has appeared, in a commit that is continued."""
         return file in self._over
-
-    def _delete_old(self) -> None:
-        start = f"{self._service.path}/"
-        old = {path.removeprefix(start): path for path in self._service.below(self._service.path, self._shown)}
-        for name in sorted(old, key=turn, reverse=True):
-            if not self.has_gone(name):
-                self._service.delete(old[name], name)
 
     def keep(self) -> None:
         """Keep the files, and remove what lies beside the target."""
@@ -383,7 +380,7 @@ class _SharedFile:
         return [number for number, _ in self._parts.joined]
 
     @property
-    def final_tag(self) -> str:
+    def foretold(self) -> str:
         """The tag that the file will have; empty where the service makes up its own."""
         return completed_tag(self._in_order()) or ""
 
@@ -427,11 +424,12 @@ class _SharedFile:
             raise refuse("IO", f"{share.name} beside the target is missing or damaged", file=self.name)
         return data
 
-    def commit(self) -> None:
+    def commit(self, *, new: bool) -> str:
         """Let the file appear, unless it has in a commit that is continued."""
-        if not self._upload.has_gone(self.name):
-            upload = self._upload.begun.uploads[self.name]
-            self._upload.calls.complete(self._place, upload, self._in_order(), self.name)
+        if self._upload.has_gone(self.name):
+            return ""
+        upload = self._upload.begun.uploads[self.name]
+        return self._upload.calls.complete(self._place, upload, self._in_order(), self.name, new=new)
 
     def _in_order(self) -> list[str]:
         numbers = range(1, len(self._parts.parts) + 1)
@@ -447,6 +445,10 @@ class _SharedFile:
         """Do nothing: the upload of the checkpoint is abandoned, or kept, as a whole."""
 
 
+def _unfinished(target: str) -> TransaxleError:
+    return refuse("EXISTS", "beside the target is unfinished work", file=target, hint=_CLEAN)
+
+
 def _join(which: tuple[_SharedFile, int]) -> None:
     file, number = which
     file.join(number)
@@ -456,21 +458,21 @@ class _OwnFile:
     """A file that only the driver writes: it is sent in one step.
 
     Args:
-        calls: of the service.
+        upload: the upload of the checkpoint.
         name: of the file.
         place: what the client calls it.
         size: its bytes.
     """
 
-    def __init__(self, calls: Multipart, name: str, place: str, size: int) -> None:
+    def __init__(self, upload: SharedUpload, name: str, place: str, size: int) -> None:
         self.size = size
         """Its bytes."""
-        self._calls, self._name, self._place = calls, name, place
+        self._upload, self._name, self._place = upload, name, place
         self._data = bytearray(size)
         self._written: dict[int, int] = {}
 
     @property
-    def final_tag(self) -> str:
+    def foretold(self) -> str:
         """The tag that it will have where the service does not make up its own."""
         return hashlib.md5(self._data, usedforsecurity=False).hexdigest()
 
@@ -487,9 +489,10 @@ class _OwnFile:
         if sum(self._written.values()) != self.size:
             raise ValueError(f"{self._name}: only {sum(self._written.values())} of {self.size} bytes were written")
 
-    def commit(self) -> None:
-        """Let the file appear."""
-        self._calls.put(self._place, bytes(self._data), self._name)
+    def commit(self, *, new: bool) -> str:
+        """Let the file appear; what a commit that is continued has put there is replaced."""
+        new = new and not self._upload.has_appeared(self._name)
+        return self._upload.calls.put(self._place, bytes(self._data), self._name, new=new)
 
     def discard(self) -> None:
         """Do nothing: it is nowhere yet."""

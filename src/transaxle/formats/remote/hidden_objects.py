@@ -75,9 +75,17 @@ class HiddenObjects:
         """
         return self._read(_BEGUN, BegunUpload)
 
-    def begin(self, begun: BegunUpload) -> None:
-        """Say that the work has begun."""
-        self._put(_BEGUN, msgspec.json.encode(begun))
+    def begin(self, begun: BegunUpload, *, new: bool = False) -> None:
+        """Say that the work has begun.
+
+        Args:
+            begun: how.
+            new: only where no other work has.
+
+        Raises:
+            UsageError: EXISTS, where `new`.
+        """
+        self._put(_BEGUN, msgspec.json.encode(begun), new=new)
 
     def commit(self) -> BegunCommit | None:
         """Return what a commit has begun to let appear; None where none has begun."""
@@ -130,8 +138,8 @@ class HiddenObjects:
         """Remove the result of an item."""
         self.delete([f"{_ITEMS}/{number}"])
 
-    def _put(self, name: str, data: bytes) -> None:
-        self._calls.put(f"{self.path}/{name}", data, self._service.shown)
+    def _put(self, name: str, data: bytes, *, new: bool = False) -> None:
+        self._calls.put(f"{self.path}/{name}", data, self._service.shown, new=new)
 
     def _read(self, name: str, kind: type[_Kind]) -> _Kind | None:
         text = self._calls.get(f"{self.path}/{name}", self._service.shown)

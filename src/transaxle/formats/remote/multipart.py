@@ -4,14 +4,18 @@ The client's own streams belong to one process. Here the upload is a text that a
 are made by the same client (s3fs), with its credentials and endpoints. It tries again what failed on the way (errors of
 the server, connections that broke, answers that were cut off), with growing pauses; each of our attempts ends after a
 time that grows with the bytes, since the client waits for ever for a server that takes no more of them.
+
+Where nothing may be replaced, the service is asked to let a file appear only where there is none (`If-None-Match`), so
+that of two runs at one place the second is refused. A refusal may also be the second answer to a request whose first
+one was lost. Then the file is our own if its upload is over, or if it has the mark of this request.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import time
-from collections.abc import Iterator, Sequence
-from email.utils import parsedate_to_datetime
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -30,7 +34,12 @@ _PAUSE = 1.0
 _LONGEST_PAUSE = 15.0
 _LOOKS = 6
 """How often an upload is looked for that is gone, until its file counts as missing."""
-_CONFLICT, _SERVER_ERROR = 409, 500
+_CONFLICT, _TAKEN, _SERVER_ERROR, _UNKNOWN = 409, 412, 500, 501
+_UNKNOWN_CODES = frozenset({"NotImplemented", "InvalidArgument", "InvalidRequest"})
+"""What services answer that know no conditions, beside the status."""
+_CONDITION = {"IfNoneMatch": "*"}
+_MARK = "transaxle-mark"
+"""Metadata of a file that was stored in one step, and only where there was none: tells it from equal ones of others."""
 _MD5 = re.compile(r"[0-9a-f]{32}")
 _TYPE = "application/octet-stream"
 _COMPLETING = "completing the upload"
@@ -80,8 +89,22 @@ class Multipart(Protocol):
     def stored_parts(self, path: str, upload: str, file: str) -> dict[int, StoredPart] | None:
         """Return the parts that are there, by number; None where there is no such upload any more."""
 
-    def complete(self, path: str, upload: str, tags: Sequence[str], file: str) -> None:
-        """Let the file appear, made of all parts; refused by the service where one has another tag."""
+    def complete(self, path: str, upload: str, tags: Sequence[str], file: str, *, new: bool = False) -> str:
+        """Let the file appear, made of all parts; refused by the service where one has another tag.
+
+        Args:
+            path: what the client calls the file.
+            upload: of it.
+            tags: of its parts, in order.
+            file: its name, for errors.
+            new: only where there is no file; a service that knows no conditions is asked before.
+
+        Returns:
+            The file's tag, if it is the one that follows from those of the parts; otherwise an empty text.
+
+        Raises:
+            UsageError: EXISTS, where `new`.
+        """
 
     def abort(self, path: str, upload: str, file: str) -> None:
         """Remove an upload and its parts; a missing one is no error."""
@@ -89,8 +112,8 @@ class Multipart(Protocol):
     def list_uploads(self, path: str, file: str) -> Iterator[OpenUpload]:
         """Yield the uploads of a file, or of the files of a folder."""
 
-    def put(self, path: str, data: bytes, file: str) -> None:
-        """Store a small file in one step."""
+    def put(self, path: str, data: bytes, file: str, *, new: bool = False) -> str:
+        """Store a small file in one step; `new`, result and errors as for `complete`."""
 
     def get(self, path: str, file: str) -> bytes | None:
         """Return a small file; None where it is missing."""
@@ -131,6 +154,7 @@ class S3Multipart:
 
     def __init__(self, service: Service) -> None:
         self._service = service
+        self._knows_conditions = True
 
     def begin_upload(self, path: str, file: str) -> str:
         """See `Multipart`."""
@@ -165,7 +189,7 @@ class S3Multipart:
                 return found
             marker = {"PartNumberMarker": answer["NextPartNumberMarker"]}
 
-    def complete(self, path: str, upload: str, tags: Sequence[str], file: str) -> None:
+    def complete(self, path: str, upload: str, tags: Sequence[str], file: str, *, new: bool = False) -> str:
         """See `Multipart`; an answer that is lost, late or an error of the server says nothing.
 
         The service may have completed the upload, or be at it, and refuse while it is. So each time we look whether the
@@ -174,21 +198,23 @@ class S3Multipart:
         """
         parts = [{"PartNumber": number, "ETag": f'"{tag}"'} for number, tag in enumerate(tags, 1)]
         asked = {**self._of(path), "UploadId": upload, "MultipartUpload": {"Parts": parts}}
-        before = "" if completed_tag(tags) else self._tag_of(path, file)
+        before = "" if new else _tag(self._head(path, file))
+        ask = self._new(path, file) if new else self._ask
         end, pause, missed, is_lost = time.monotonic() + COMPLETION, _PAUSE, 0, False
         while True:
             try:
-                self._ask("complete_multipart_upload", asked, PATIENCE)
+                return _foretold(completed_tag(tags), ask("complete_multipart_upload", asked, PATIENCE))
             except Exception as error:  # noqa: BLE001 - what clients raise has no common base
                 failure = error
-            else:
-                return
             try:
-                if _is_made_of(tags, self._tag_of(path, file), before):
-                    return
-                missed += isinstance(failure, FileNotFoundError) or self.stored_parts(path, upload, file) is None
+                there, is_over = self._head(path, file), self.stored_parts(path, upload, file) is None
+                if _is_made_of(tags, there, before) and (is_over or not new):
+                    return _foretold(completed_tag(tags), there)
+                missed += isinstance(failure, FileNotFoundError) or is_over
             except TransaxleError:  # after all attempts that the client makes itself
                 is_lost = True
+            if isinstance(failure, TransaxleError):
+                raise failure
             if missed == _LOOKS:
                 raise gone(file)
             if is_lost or not (isinstance(failure, FileNotFoundError) or _is_open(failure)):
@@ -199,9 +225,32 @@ class S3Multipart:
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
-    def _tag_of(self, path: str, file: str) -> str:
-        """Return the tag of a file; empty where there is none."""
-        return str((self._service.info(path, file) or {}).get("ETag", "")).strip('"')
+    def _head(self, path: str, file: str) -> dict[str, Any]:
+        """Return what the service says of a file; empty where there is none."""
+        try:
+            return dict(self._call("head_object", "reading its status", file, self._of(path)))
+        except FileNotFoundError:
+            return {}
+
+    def _new(self, path: str, file: str) -> Callable[[str, dict[str, Any], float], Any]:
+        """Return what makes a request that lets a file appear, only where there is none."""
+
+        def ask(method: str, options: dict[str, Any], limit: float) -> Any:
+            if self._knows_conditions:
+                try:
+                    return self._ask(method, options | _CONDITION, limit)
+                except OSError as error:
+                    status, code = _answer(error)
+                    if status == _TAKEN or code == "PreconditionFailed":
+                        raise _taken(file) from None
+                    if status != _UNKNOWN and code not in _UNKNOWN_CODES:
+                        raise
+                    self._knows_conditions = False
+            if self._head(path, file):
+                raise _taken(file)
+            return self._ask(method, options, limit)
+
+        return ask
 
     def abort(self, path: str, upload: str, file: str) -> None:
         """See `Multipart`."""
@@ -228,11 +277,21 @@ class S3Multipart:
                 return
             marker = {"KeyMarker": answer["NextKeyMarker"], "UploadIdMarker": answer["NextUploadIdMarker"]}
 
-    def put(self, path: str, data: bytes, file: str) -> None:
+    def put(self, path: str, data: bytes, file: str, *, new: bool = False) -> str:
         """See `Multipart`."""
-        with self._service.working("writing it", file):
-            what = {"Body": data, "ContentType": _TYPE}
-            self._call("put_object", "writing it", file, self._of(path) | what, len(data))
+        what = {**self._of(path), "Body": data, "ContentType": _TYPE}
+        mark = {_MARK: os.urandom(8).hex()} if new else {}
+        ask = self._new(path, file) if new else self._ask
+        try:
+            with self._service.working("writing it", file):
+                answer = self._call("put_object", "writing it", file, what | {"Metadata": mark}, len(data), ask)
+        except TransaxleError as error:
+            if error.code != "EXISTS":
+                raise
+            answer = self._head(path, file)
+            if answer.get("Metadata") != mark:
+                raise
+        return _foretold(_md5(data), answer)
 
     def get(self, path: str, file: str) -> bytes | None:
         """See `Multipart`."""
@@ -246,7 +305,15 @@ class S3Multipart:
         bucket, _, key = path.partition("/")
         return {"Bucket": bucket, "Key": key}
 
-    def _call(self, method: str, doing: str, file: str, options: dict[str, Any], size: int = 0) -> Any:
+    def _call(
+        self,
+        method: str,
+        doing: str,
+        file: str,
+        options: dict[str, Any],
+        size: int = 0,
+        ask: Callable[[str, dict[str, Any], float], Any] | None = None,
+    ) -> Any:
         """Make one request; a missing upload is a FileNotFoundError, everything else that fails a StorageError."""
         from fsspec.exceptions import FSTimeoutError
 
@@ -254,11 +321,14 @@ class S3Multipart:
         with self._service.working(doing, file, missing=True):
             for number in range(1, _TRIES + 1):
                 try:
-                    return self._ask(method, options, limit)
+                    return (ask or self._ask)(method, options, limit)
                 except FSTimeoutError:
                     if number == _TRIES:
                         raise _stalled(doing, file, limit) from None
-                    time.sleep(_PAUSE * number)
+                except OSError as error:
+                    if number == _TRIES or _answer(error)[0] != _CONFLICT:
+                        raise
+                time.sleep(_PAUSE * number)
         raise AssertionError  # pragma: no cover - the loop returns or raises
 
     def _ask(self, method: str, options: dict[str, Any], limit: float) -> Any:
@@ -267,42 +337,6 @@ class S3Multipart:
 
         client: Any = self._service.client
         return sync(client.loop, client._call_s3, method, timeout=limit, **options)
-
-
-def complete_stream(service: Service, stream: Any, file: str) -> bool:
-    """Complete the upload of a client's own stream whose commit has failed, unless the service has completed it.
-
-    Args:
-        service: it.
-        stream: of fsspec.
-        file: its name, for errors.
-
-    Returns:
-        False where it is no such upload, or one of a single step.
-
-    Raises:
-        StorageError: IO.
-    """
-    upload, parts = getattr(stream, "mpu", None), getattr(stream, "parts", None)
-    if service.scheme not in S3 or not upload or not parts:
-        return False
-    tags = [str(part["ETag"]).strip('"') for part in parts]
-    S3Multipart(service).complete(str(stream.path), str(upload["UploadId"]), tags, file)
-    return True
-
-
-def begun_by(service: Service, stream: Any) -> OpenUpload | None:
-    """Return the upload that a client's own stream has begun; None where it is no such upload.
-
-    Args:
-        service: it.
-        stream: of fsspec, neither committed nor discarded, or just committed.
-    """
-    upload = getattr(stream, "mpu", None)
-    if service.scheme not in S3 or not upload:
-        return None
-    date = upload.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date", "")
-    return OpenUpload(str(stream.path), str(upload["UploadId"]), str(date and parsedate_to_datetime(date)))
 
 
 def abort_empty(calls: Multipart, upload: OpenUpload, file: str) -> None:
@@ -315,25 +349,51 @@ def abort_empty(calls: Multipart, upload: OpenUpload, file: str) -> None:
         calls.abort(upload.path, upload.upload, file)
 
 
-def _is_made_of(tags: Sequence[str], tag: str, before: str) -> bool:
+def _tag(answer: dict[str, Any]) -> str:
+    """Return the tag in an answer about a file; empty where there is none."""
+    return str(answer.get("ETag", "")).strip('"')
+
+
+def _foretold(tag: str | None, answer: dict[str, Any]) -> str:
+    """Return the tag in an answer if it is the one that was foretold."""
+    return tag if tag and tag == _tag(answer) else ""
+
+
+def _is_made_of(tags: Sequence[str], there: dict[str, Any], before: str) -> bool:
     """Tell whether a file is that of an upload.
 
     Args:
         tags: of the upload's parts.
-        tag: of the file; empty where there is none.
-        before: what it was before the upload was to be completed, needed where no tag can be foretold.
+        there: what the service says of the file.
+        before: its tag before the upload was to be completed, needed where no tag can be foretold.
     """
-    expected = completed_tag(tags)
+    is_own_key = there.get("SSECustomerAlgorithm") or str(there.get("ServerSideEncryption", "")).startswith("aws:kms")
+    expected = None if is_own_key else completed_tag(tags)  # with keys of one's own, tags only look like MD5 sums
+    tag = _tag(there)
     return tag == expected if expected else tag != before and tag.endswith(f"-{len(tags)}")
+
+
+def _answer(error: BaseException) -> tuple[int, str]:
+    """Return status and code of the service's answer that a client's error was made of; 0 where there was none."""
+    answer = getattr(error.__cause__ or error, "response", None)
+    if not isinstance(answer, dict):
+        return 0, ""
+    status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode", _SERVER_ERROR)
+    return int(status), str(answer.get("Error", {}).get("Code", ""))
 
 
 def _is_open(error: Exception) -> bool:
     """Tell whether a request may have been carried out, or will be: there was no answer, or no final one."""
-    answer = getattr(error.__cause__ or error, "response", None)
-    if not isinstance(answer, dict):
+    status, _ = _answer(error)
+    if not status:
         return not isinstance(error, PermissionError) and type(error).__name__ not in NO_CREDENTIALS
-    status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode", _SERVER_ERROR)
-    return bool(status == _CONFLICT or status >= _SERVER_ERROR)
+    return status == _CONFLICT or status >= _SERVER_ERROR
+
+
+def _taken(file: str) -> TransaxleError:
+    message = "another run has put this file here since this one looked; it is left as it is"
+    hint = "Choose another place, or replace what is there:  --overwrite (overwrite=True)."
+    return refuse("EXISTS", message, file=file, hint=hint)
 
 
 def _incomplete(file: str) -> TransaxleError:

@@ -11,9 +11,8 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from transaxle.errors import TransaxleError, refuse
-from transaxle.formats.remote.s3_range import s3_range
 from transaxle.formats.remote.url import harmless, scheme, without_secrets
-from transaxle.formats.remote.web import WEB, OtherRangeError, TooMuchError, session
+from transaxle.formats.remote.web import WEB, OtherRangeError, TooMuchError, s3_range, session
 
 _CLIENTS = {
     "s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "http": "aiohttp", "https": "aiohttp",

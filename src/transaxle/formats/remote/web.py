@@ -1,7 +1,8 @@
 """Bounded answers of web servers, which may send more than was asked for, a whole file instead of a part, another part,
 or bytes without end.
 
-fsspec's client reads every answer to its end. This session stops it one byte after the requested ones.
+fsspec's client of the web reads every answer to its end. This session stops it one byte after the requested ones. Its
+client of S3 takes whatever bytes come; `s3_range` is the same, but reads the answer's `Content-Range`.
 """
 
 from __future__ import annotations
@@ -64,3 +65,29 @@ async def session(**options: Any) -> Any:
             return self._body
 
     return ClientSession(response_class=Response, **options)
+
+
+def s3_range(client: Any, path: str, start: int, stop: int) -> bytes:
+    """Return a range of an object's bytes, as many of them as the service gives; raises what the client does.
+
+    Args:
+        client: s3fs.
+        path: what it calls the object.
+        start: first byte.
+        stop: one past the last.
+    """
+    from fsspec.asyn import sync
+    from s3fs.core import _error_wrapper, version_id_kw
+
+    bucket, key, version = client.split_path(path)
+    asked = {"Bucket": bucket, "Key": key, "Range": f"bytes={start}-{stop - 1}", **version_id_kw(version)}
+
+    async def read() -> bytes:
+        answer = await client._call_s3("get_object", **asked, **client.req_kw)
+        try:
+            check_range(asked["Range"], answer.get("ContentRange", ""))
+            return bytes(await answer["Body"].read())
+        finally:
+            answer["Body"].close()
+
+    return bytes(sync(client.loop, _error_wrapper, read, retries=client.retries))

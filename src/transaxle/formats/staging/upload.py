@@ -5,6 +5,9 @@ all files are sent first. Committing then makes them appear: files that turn a f
 files they refer to, and the manifest comes last. A run that fails takes everything back; a killed one leaves parts that
 nobody sees, and that the service deletes if it is configured to.
 
+Without `overwrite` S3 is asked to let a file appear only where there is none: of two runs at one place, the second one
+is refused. On other services each run looks before, and looks afterwards whether its files are still its own.
+
 A stream is written from beginning to end, by one thread at a time: `ordered` tells the engine so.
 """
 
@@ -12,19 +15,20 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Protocol, Self
+from typing import Literal, Self
 
 from transaxle.arguments import Overwrite, read_overwrite
 from transaxle.errors import TransaxleError, refuse
 from transaxle.formats.catalog.sidecar_files import MANIFEST, STATE_FOLDER
 from transaxle.formats.registry import holds_tensors, is_one_file, opens_checkpoint
-from transaxle.formats.remote.multipart import OpenUpload, begun_by, complete_stream
 from transaxle.formats.remote.orphans import remove_unanswered
-from transaxle.formats.remote.service import FILE, Info, Service, Stream
+from transaxle.formats.remote.sent_file import SentFile, StreamedFile
+from transaxle.formats.remote.service import FILE, Info, Service
 from transaxle.formats.staging.belongings import (
     ELSEWHERE,
     RemoteFolder,
@@ -40,10 +44,10 @@ PART = 8 << 20
 """Default bytes of a part; larger if the file would have too many."""
 _MOST_PARTS = 10_000
 _GRAIN = 1 << 20
-_MOST_EARLY = 64 << 20
-"""Cap on the bytes of a file that are kept until their turn."""
 _OWN = "memory"
 """Scheme of a store in the memory of one process."""
+_PAUSES = (0.25, 0.5, 1.0, 2.0, 0.0)
+"""Seconds between the looks at a file that has appeared: a service may be late to tell."""
 
 
 class Upload:
@@ -135,7 +139,8 @@ class Upload:
             self._remove_unanswered()
         for name in reversed(self._appeared):  # the commit failed half-way: what has appeared goes again
             with suppress(TransaxleError):
-                self._service.delete(self._place(name), name)
+                if not self._is_of_another(name):
+                    self._service.delete(self._place(name), name)
         self._finish()
 
     def prepare(self, files: Mapping[str, int]) -> frozenset[str]:
@@ -198,7 +203,7 @@ class Upload:
         self.complete()
         self.make_way()
         self.appear()
-        self.recheck()
+        self.recheck(())
         self.keep()
 
     def complete(self) -> None:
@@ -226,18 +231,33 @@ class Upload:
         """Make the files appear: the third step. They are deleted again if the context fails before `keep`.
 
         Raises:
+            UsageError: EXISTS if another run has put one of them there since `make_way`, and nothing may be replaced.
             StorageError: IO, also if the service does not hold what was sent.
         """
         for name in sorted(self._streams, key=turn):
-            self._appeared.append(name)  # also if it fails: then it may have appeared all the same
-            self._streams[name].commit()
-            self._compare(name)
+            self._appear_one(name)
 
-    def recheck(self) -> None:
+    def _appear_one(self, name: str) -> None:
+        file = self._streams[name]
+        self._appeared.append(name)  # also if it fails: then it may have appeared all the same
+        self._stamps[name] = file.foretold
+        try:
+            self._stamps[name] = file.commit(new=not self._overwrite)
+        except TransaxleError as error:
+            if error.code == "EXISTS":
+                self._appeared.remove(name)
+            raise
+        self._compare(name)
+
+    def recheck(self, others: Collection[str] | None = None) -> None:
         """Check that the files that have appeared are still ours, once all of the checkpoint have: the fourth step.
 
         There is no lock, so another run may have written to the same place meanwhile. Whoever is the last to make its
         manifest appear sees here that a file is the other's; those files are not deleted again.
+
+        Args:
+            others: names of the files that other ranks have sent, so that there must be no more than these and our
+                own; None: they are not all known here.
 
         Raises:
             StorageError: IO.
@@ -246,9 +266,27 @@ class Upload:
         foreign = [name for name, stamp in self._looks(names).items() if stamp != self._stamps.get(name)]
         if foreign:
             self._appeared = [name for name in names if name not in foreign]
-            message = "another run wrote to the same place at the same time, and this file is not ours any more"
-            hint = "What this run wrote is removed. Write again when the other run is over, or to another place."
-            raise refuse("IO", message, file=foreign[0], hint=hint)
+            raise _replaced(foreign[0])
+        if others is not None and not self._single:
+            self._refuse_strays({*others, *self._streams})
+
+    def _refuse_strays(self, whole: Collection[str]) -> None:
+        """Refuse to end with files in the folder that are not of the checkpoint: what was there was deleted."""
+        start, strays = f"{self._service.path}/", list[str]()
+        for pause in _PAUSES:
+            found = (path.removeprefix(start) for path in self._service.below(self._service.path, self._shown))
+            strays = [name for name in found if name not in whole]
+            if not strays:
+                return
+            time.sleep(pause)
+        message = "this file is none of this run's: another run wrote to the same place, or it was listed too late"
+        hint = "What this run wrote is removed. Write again, with --overwrite (overwrite=True), or to another place."
+        raise refuse("IO", message, file=strays[0], hint=hint)
+
+    def _is_of_another(self, name: str) -> bool:
+        """Tell whether another run has put its file at the place of one of ours since that appeared."""
+        own, there = self._stamps.get(name, ""), self._looks([name])[name]
+        return bool(own and there and own != there)
 
     def _looks(self, names: Sequence[str]) -> dict[str, str]:
         """Return what tells the versions of files apart, by name."""
@@ -275,7 +313,7 @@ class Upload:
         Raises:
             StorageError: IO.
         """
-        begun = [file.beginning for file in self._streams.values() if isinstance(file, _RemoteFile) and file.beginning]
+        begun = [file.beginning for file in self._streams.values() if isinstance(file, StreamedFile) and file.beginning]
         if begun:
             remove_unanswered(self._service, begun)
 
@@ -291,7 +329,7 @@ class Upload:
         if name in self._streams:
             self._streams.pop(name).discard()
         part = part_size(size, self._part)
-        self._streams[name] = _RemoteFile(self._service, self._service.create(place, part, name), name, size, part)
+        self._streams[name] = StreamedFile(self._service, self._service.create(place, part, name), name, size, part)
 
     def _check(self, info: Info | None) -> None:
         """Check that a checkpoint may be put here; only an empty folder or a checkpoint is replaced.
@@ -321,16 +359,26 @@ class Upload:
         start = f"{self._service.path}/"
         old = {path.removeprefix(start): path for path in self._service.below(self._service.path, self._shown)}
         for name in sorted(old, key=turn, reverse=True):
-            self._service.delete(old[name], name)
+            if not self.has_gone(name):
+                self._service.delete(old[name], name)
+
+    def has_gone(self, file: str) -> bool:  # noqa: ARG002 - for uploads that several workers send
+        """Tell whether a file has appeared in a commit that is continued: nothing, as nothing is continued here."""
+        return False
 
     def _compare(self, name: str) -> None:
-        """Check that the service holds as many bytes as were sent."""
-        info = self._service.info(self._place(name), name)
-        size = self._streams[name].size
-        if info is None or info.get("size") != size:
-            actual = "nothing" if info is None else f"{info.get('size')} bytes"
-            raise refuse("IO", f"{size} bytes were sent, but the service holds {actual}", file=name)
-        self._stamps[name] = _stamp(info)
+        """Check that the service holds as many bytes as were sent, and under the tag that it gave them."""
+        size, tag, info = self._streams[name].size, self._stamps[name], None
+        for pause in _PAUSES:
+            info = self._service.info(self._place(name), name)
+            if info is not None and info.get("size") == size and tag in ("", _stamp(info)):
+                self._stamps[name] = _stamp(info)
+                return
+            time.sleep(pause)
+        if info is not None and info.get("size") == size:
+            raise _replaced(name)
+        actual = "nothing" if info is None else f"{info.get('size')} bytes"
+        raise refuse("IO", f"{size} bytes were sent, but the service holds {actual}", file=name)
 
     def _finish(self) -> None:
         if self._scratch is not None:
@@ -338,126 +386,15 @@ class Upload:
             self._scratch = None
 
 
-class SentFile(Protocol):
-    """A file that is being sent, by whatever means."""
-
-    size: int
-
-    def write(self, offset: int, view: memoryview, /) -> None:
-        """Take bytes."""
-
-    def close(self) -> None:
-        """Send the rest."""
-
-    def commit(self) -> None:
-        """Let the file appear."""
-
-    def discard(self) -> None:
-        """Abandon the file, unless it has appeared."""
-
-
-class _RemoteFile:
-    """One file that is being sent.
-
-    Args:
-        service: the service.
-        stream: takes its bytes.
-        name: for errors.
-        size: total bytes.
-        part: bytes of every part but the last.
-    """
-
-    def __init__(self, service: Service, stream: Stream, name: str, size: int, part: int) -> None:
-        self.size = size
-        self._service = service
-        self._stream: Stream | None = stream
-        self._name = name
-        self._part = part
-        self._sent = 0
-        self._copied = 0
-        self._early: dict[int, memoryview] = {}
-        self.beginning: OpenUpload | None = None
-        """The upload that is over, if it was one in parts."""
-
-    def write(self, offset: int, view: memoryview) -> None:
-        """Send bytes if it is their turn, else keep them until it is."""
-        octets = view.cast("B")
-        if offset < self._sent or offset + octets.nbytes > self.size:
-            message = (
-                f"{self._name}: bytes {offset} to {offset + octets.nbytes} of {self.size} are out of order; "
-                f"{self._sent} were sent"
-            )
-            raise ValueError(message)
-        if offset > self._sent:
-            self._keep(offset, octets)
-            return
-        self._send(octets)
-        while self._sent in self._early:
-            self._send(self._early.pop(self._sent))
-        if self._sent == self.size:
-            self.close()
-
-    def _keep(self, offset: int, octets: memoryview) -> None:
-        if not octets.readonly:
-            self._copied += octets.nbytes
-            if self._copied > _MOST_EARLY:
-                raise ValueError(f"{self._name}: bytes at {offset} come too early; {self._sent} were sent")
-            octets = memoryview(bytes(octets))
-        self._early[offset] = octets
-
-    def _send(self, octets: memoryview) -> None:
-        sent = 0
-        while sent < octets.nbytes:
-            # Up to the end of a part and no further: some services want all parts but the last to be of one length.
-            count = min(octets.nbytes - sent, self._part - self._sent % self._part)
-            with self._service.working(f"sending {count} bytes at offset {self._sent}", self._name):
-                self._open.write(octets[sent : sent + count])
-            sent += count
-            self._sent += count
-
-    @property
-    def _open(self) -> Stream:
-        if self._stream is None:
-            raise ValueError(f"{self._name}: this file was abandoned, or is already complete")
-        return self._stream
-
-    def close(self) -> None:
-        """Send the rest; does nothing if all was sent."""
-        if self._sent != self.size:
-            raise ValueError(f"{self._name}: only {self._sent} of {self.size} bytes were written")
-        with self._service.working("sending the last part", self._name):
-            self._open.close()
-
-    def commit(self) -> None:
-        """Let the file appear; where the answer is lost, what is there tells whether it has."""
-        try:
-            with self._service.working("completing the upload", self._name):
-                self._open.commit()
-        except TransaxleError:
-            if not complete_stream(self._service, self._open, self._name):
-                raise
-        self._over(self._open)
-
-    def discard(self) -> None:
-        """Abandon the file, unless it has appeared; errors of the service no longer matter."""
-        if self._stream is None:
-            return
-        stream = self._stream
-        self._over(stream)
-        with suppress(TransaxleError), self._service.working("abandoning the upload", self._name):
-            try:
-                stream.discard()
-            finally:
-                stream.closed = True  # else it would be sent when it is collected as garbage
-        self._early.clear()
-
-    def _over(self, stream: Stream) -> None:
-        self.beginning, self._stream = begun_by(self._service, stream), None
-
-
 def _stamp(info: Info | None) -> str:
     """Return the tag of a file, and its time where it has none; empty where there is no file."""
     return str((info or {}).get("ETag") or (info or {}).get("created") or "").strip('"')
+
+
+def _replaced(file: str) -> TransaxleError:
+    message = "another run wrote to the same place at the same time, and this file is not ours any more"
+    hint = "What this run wrote is removed. Write again when the other run is over, or to another place."
+    return refuse("IO", message, file=file, hint=hint)
 
 
 def part_size(size: int, part: int = PART) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 
-from transaxle.arguments import EVERYTHING
+from transaxle.arguments import EVERYTHING, Overwrite
 from transaxle.engine.execute.commit import carry, write_known, write_rest
 from transaxle.engine.plan.conversion import Prepared
 from transaxle.errors import TransaxleError
@@ -20,7 +20,14 @@ from transaxle.live.transport.world import Clock, World, is_loss
 
 
 def upload(
-    prepared: Prepared, dst: str, lead: Upload | None, ranks: tuple[int, ...], world: World, clock: Clock
+    prepared: Prepared,
+    dst: str,
+    lead: Upload | None,
+    ranks: tuple[int, ...],
+    world: World,
+    clock: Clock,
+    *,
+    overwrite: Overwrite,
 ) -> tuple[int, int]:
     """Send a plan's files from all ranks' memory, and let them appear all or none; collective.
 
@@ -31,6 +38,7 @@ def upload(
         ranks: those that can send files.
         world: the ranks.
         clock: takes the time of the stages.
+        overwrite: as `lead` has it.
 
     Returns:
         bytes received from other ranks, and bytes of tensors sent by this one.
@@ -49,7 +57,8 @@ def upload(
         def begin() -> None:
             nonlocal stage
             if stage is None and mine:
-                stage = stack.enter_context(Upload(dst, overwrite=EVERYTHING))  # rank 0 has looked what is there
+                # Rank 0 has looked what is there.
+                stage = stack.enter_context(Upload(dst, overwrite=EVERYTHING if overwrite else False))
             if stage is not None:
                 carried = plan.carried if lead is not None and lead.single is None else ()
                 stage.prepare(mine | {name: plan.files[name] for name in carried})
@@ -74,7 +83,7 @@ def upload(
             world.pool(lambda: stage.appear() if stage is not None and lead is None else None)
             try:
                 world.pool(lambda: lead.appear() if lead is not None else None)
-                world.pool(lambda: stage.recheck() if stage is not None else None)
+                world.pool(lambda: stage.recheck(owners if stage is lead else None) if stage is not None else None)
             except TransaxleError as error:
                 if is_loss(error) and stage is not None and stage.is_whole:
                     stage.keep()  # a rank was lost when everything was there already

@@ -82,7 +82,8 @@ def write(
         with clock.stage("prepare"):
             folder, run, senders = world.pool(begin)[0]
         if senders:
-            return upload(prepared, dst, stage if isinstance(stage, Upload) else None, senders, world, clock)
+            lead = stage if isinstance(stage, Upload) else None
+            return upload(prepared, dst, lead, senders, world, clock, overwrite=overwrite)
         received, own, hashes = _write(prepared, (folder, run), world, clock, sync=sync)
         with clock.stage("commit"), world.together():
             if stage is not None:
