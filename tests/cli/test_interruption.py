@@ -224,3 +224,21 @@ def test_ctrl_c_while_the_program_is_imported_is_an_interruption(here: Path) -> 
     line = command("ls", "ck", before=IMPORTED)
     ended = subprocess.run(line, capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (INTERRUPTED, "", "interrupted\n")
+
+
+_WHILE_A_CLASS_IS_MADE = """
+from transaxle.engine.checkpoint import checkpoint
+class Interrupted:
+    def __set_name__(self, owner, name):
+        raise KeyboardInterrupt
+def make_a_class(*_, **__):
+    type("Made", (), {"member": Interrupted()})
+checkpoint.open_container = make_a_class
+"""
+
+
+def test_an_interruption_while_a_class_is_made_is_no_bug(ck: Path) -> None:
+    """Python 3.11 makes a RuntimeError of it."""
+    line = command("ls", str(ck), before=_WHILE_A_CLASS_IS_MADE)
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (INTERRUPTED, "interrupted\n")

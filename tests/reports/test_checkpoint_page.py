@@ -125,6 +125,18 @@ def test_what_is_unusual(tmp_path: Path) -> None:
     assert usual.count("<li><strong>") == 0
 
 
+def test_shapes_that_do_not_fit_the_config_are_unusual(tmp_path: Path) -> None:
+    """A conversion refuses the same ones."""
+    source = write(tmp_path / "source", tensors(), config={**CONFIG, "moe_intermediate_size": 24})
+    page = tx.report(source, tmp_path / "page.html").read_text("utf-8")
+    count = len([name for name in tensors() if ".experts." in name])
+    assert f"<bdi>{count} tensors, such as model.layers.0.mlp.experts.0.gate_proj.weight, gate[f d]: " in page
+    assert "expected [24, 16] (d=16, f=24), got [12, 16]. A conversion refuses them." in page
+    with pytest.raises(tx.TransaxleError) as caught:
+        tx.convert(source, tmp_path / "out", to="torchtitan")
+    assert len({each.where.tensor for each in caught.value.refusals if each.code == "SHAPE_MISMATCH"}) == count
+
+
 def test_a_file_much_larger_than_the_others_is_named(tmp_path: Path) -> None:
     held = {f"w{number}": np.ones(1000 if number == 2 else 100, np.float32) for number in range(5)}
     page = tx.report(write(tmp_path / "source", held, shards=5), tmp_path / "page.html").read_text("utf-8")

@@ -36,7 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from transaxle.cli.run import run
 
         return run(arguments)
-    except KeyboardInterrupt:  # while it was imported; `run` itself answers for what comes later
+    except (KeyboardInterrupt, RuntimeError) as stop:  # during imports; `run` itself answers for what comes later
+        if not isinstance(stop, KeyboardInterrupt) and not isinstance(stop.__cause__, KeyboardInterrupt):
+            raise
         sys.stderr.write("interrupted\n")
         return 130
     finally:

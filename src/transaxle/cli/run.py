@@ -19,7 +19,7 @@ from transaxle.cli.command import NAME
 from transaxle.cli.program import COMPLETE, program
 from transaxle.cli.screen.refusals import error_of
 from transaxle.cli.screen.screen import Screen
-from transaxle.cli.stop import outcome, stoppable
+from transaxle.cli.stop import interruption_in, outcome, stoppable
 
 USAGE, MACHINE, BUG, BROKEN_PIPE = 2, 4, 70, 141
 DEBUG = "TRANSAXLE_DEBUG"
@@ -74,6 +74,8 @@ def _run_command(arguments: Sequence[str]) -> int:
     except OSError:
         raise
     except Exception as error:  # noqa: BLE001 - the one place where a bug becomes a message
+        if (interruption := interruption_in(error)) is not None:
+            return _failed(screen, *outcome(interruption))
         from transaxle.cli.shell.bug_report import write_report
 
         if os.environ.get(DEBUG) == "1":

@@ -69,3 +69,10 @@ def stoppable() -> Iterator[list[Stopped]]:
 def outcome(stop: BaseException) -> tuple[int, str]:
     """Return the exit code and the message for the exception that stopped a command."""
     return (stop.exit_code, str(stop)) if isinstance(stop, Stopped) else (INTERRUPTED, "interrupted")
+
+
+def interruption_in(error: BaseException | None) -> BaseException | None:
+    """Return the interruption that an error was made of, as Python does where it comes while a class is made."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__
+    return error

@@ -103,7 +103,7 @@ def read_index(storage: Storage, index: str) -> tuple[dict[str, str], dict[str, 
             raise NotJsonError("the index has a key twice")
     except (NotJsonError, msgspec.MsgspecError) as error:
         message = f"the index must map tensors to files under {WEIGHT_MAP!r}: {error}"
-        raise refuse("CORRUPT", message, file=index) from error
+        raise refuse("CORRUPT", message, file=index, hint="Copy or download the file again.") from error
     if pairs_in(weight_map_text) != len(weight_map):
         twice = [name for name, *_ in repeated(weight_map_text)]
         raise gathered(Refusal("NAME_COLLISION", "the index lists it twice", Where(index, name)) for name in twice)

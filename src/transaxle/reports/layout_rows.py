@@ -11,9 +11,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from transaxle.axes.layout.bind import WEIGHT
+from transaxle.axes.layout.solve import fill
 from transaxle.encodings.encoding import Encoded, Role
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.facts.fold import Indices, Position, fold, products
+from transaxle.errors import TransaxleError
 
 Kind = Literal["table", "ignored", "unknown"]
 
@@ -56,6 +59,8 @@ class LayoutRow:
     """Bytes of all of them."""
     example: str
     """Stored name of the first."""
+    misfit: str = ""
+    """Why their shape is not the one that the table says for the sizes of the config; empty if it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,18 +97,34 @@ def layout_rows(checkpoint: Checkpoint) -> list[LayoutRow]:
         common = place.rule, place.component, place.slot, role, encoding, place.axes
         groups[place.number, RowKey("table", *common, tensor.dtype, tensor.shape)][place.index] = name
     rows = [
-        _row(checkpoint, key, sets, names_by_index[tuple(indices[0] for indices in sets)])
-        for (_, key), names_by_index in sorted(groups.items(), key=lambda item: item[0][0])
+        _row(checkpoint, key, sets, names_by_index[_first(sets)], _misfit(checkpoint, number, key, _first(sets)))
+        for (number, key), names_by_index in sorted(groups.items(), key=lambda item: item[0][0])
         for sets in products(names_by_index)
     ]
     return [*rows, *_other_rows(checkpoint, others)]
 
 
-def _row(checkpoint: Checkpoint, key: RowKey, sets: Indices, example: str) -> LayoutRow:
+def _first(sets: Indices) -> Position:
+    return tuple(indices[0] for indices in sets)
+
+
+def _misfit(checkpoint: Checkpoint, line: int, key: RowKey, index: Position) -> str:
+    """Return what a conversion would refuse in the shape of plain weights, for the first one of a row."""
+    if key.slot != WEIGHT or key.encoding:
+        return ""
+    expression = checkpoint.bound.dialect.lines[line].expression
+    try:
+        fill(expression, key.shape, checkpoint.sizes.at(dict(zip(key.axes, index, strict=True))))
+    except TransaxleError as error:
+        return error.refusals[0].message.replace("\n", ": ") if error.code == "SHAPE_MISMATCH" else ""
+    return ""
+
+
+def _row(checkpoint: Checkpoint, key: RowKey, sets: Indices, example: str, misfit: str = "") -> LayoutRow:
     count = 1
     for indices in sets:
         count *= len(indices)
-    return LayoutRow(key, sets, count, count * checkpoint[example].nbytes, example)
+    return LayoutRow(key, sets, count, count * checkpoint[example].nbytes, example, misfit)
 
 
 def _places(checkpoint: Checkpoint) -> dict[str, _Place]:

@@ -13,9 +13,9 @@ from transaxle.engine.number_text import plural, size
 from transaxle.reports.layout_rows import LayoutRow
 
 LOOKED_FOR = (
-    "Looked for: names outside the table, scales that do not fit, files that changed since they were written, "
-    "files more than twice as large as usual, tensors that differ in type or shape from the others of their rule, "
-    "missing combinations of indices, and tensors without elements."
+    "Looked for: names outside the table, scales that do not fit, shapes that do not fit the config, files that "
+    "changed since they were written, files more than twice as large as usual, tensors that differ in type or shape "
+    "from the others of their rule, missing combinations of indices, and tensors without elements."
 )
 _MOST = 30
 """Notices that are shown."""
@@ -43,7 +43,7 @@ def unusual(facts: JsonFacts, rows: Sequence[LayoutRow], tensor_bytes: Mapping[s
         rows: its tensors.
         tensor_bytes: file -> bytes of tensors in it.
     """
-    notices = [*_of_names(facts, rows), *_of_files(facts, tensor_bytes), *_of_rules(rows)]
+    notices = [*_of_names(facts, rows), *_of_shapes(rows), *_of_files(facts, tensor_bytes), *_of_rules(rows)]
     more = len(notices) - _MOST
     return [*notices[:_MOST], *([Notice("And more", f"{plural(more, 'notice')} like these.")] if more > 0 else [])]
 
@@ -65,6 +65,14 @@ def _of_names(facts: JsonFacts, rows: Sequence[LayoutRow]) -> Iterator[Notice]:
         more = f" And {len(facts['misfits']) - 1:,} more." if len(facts["misfits"]) > 1 else ""
         place = first["tensor"] or first["file"] or ""
         yield Notice("Scales that do not fit", f"{place} {first['message']}{more}".strip())
+
+
+def _of_shapes(rows: Sequence[LayoutRow]) -> Iterator[Notice]:
+    misfits = [row for row in rows if row.misfit]
+    if misfits:
+        amount, first = plural(sum(row.count for row in misfits), "tensor"), misfits[0]
+        text = f"{amount}, such as {first.example}, {first.misfit}. A conversion refuses them."
+        yield Notice("Shapes that do not fit the config", text)
 
 
 def _of_files(facts: JsonFacts, tensor_bytes: Mapping[str, int]) -> Iterator[Notice]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -41,7 +42,8 @@ def test_every_flipped_bit_of_the_data_is_seen(converted: Callable[[str], Path],
         flip(file, at, bit=at % 8)
         outcome = transaxle("verify", folder)
         assert outcome.code == DIFFERENT
-        assert "the bytes were changed after they were written" in outcome.out
+        assert re.search(rf"CORRUPT  {file.name} · \S+\n.*the bytes were changed after they were written", outcome.out)
+        assert "Copy the file again" in outcome.out
         flip(file, at, bit=at % 8)
     assert transaxle("verify", folder).code == 0
 

@@ -156,6 +156,7 @@ def test_all_problems_are_listed_with_their_places(copy: Path) -> None:
     found = verified(copy)
     assert [problem.where.tensor for problem in found.problems if problem.where.tensor] == names
     assert {(p.code, p.where.file) for p in found.problems if p.where.file} == {
+        *(("CORRUPT", place.file) for place in places),
         ("CORRUPT", "notes.txt"),
         ("INCOMPLETE", "config.json"),
     }

@@ -27,6 +27,7 @@ from transaxle.formats.storage.storage import Storage
 CONFIG = "config.json"
 LONGEST_CONFIG = 8 << 20
 """Cap on the bytes of a config; those that list every quantized layer have some hundred thousand."""
+_AGAIN = "Correct it, or copy or download it again."
 _AXES = "`transaxle info PATH` lists the axes of a checkpoint, each with its size: --axis takes these names."
 LONGEST_TABLE = 1 << 18
 """Cap on the bytes of a rules file; the longest that ships has seven thousand."""
@@ -179,9 +180,9 @@ def parse_config(text: str | bytes, file: str) -> Mapping[str, Any]:
     try:
         config = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise refuse("CORRUPT", f"not JSON: {error}", file=file) from None
+        raise refuse("CORRUPT", f"not JSON: {error}", file=file, hint=_AGAIN) from None
     if not isinstance(config, dict):
-        raise refuse("CORRUPT", "not a JSON object", file=file)
+        raise refuse("CORRUPT", "not a JSON object", file=file, hint=_AGAIN)
     return config
 
 

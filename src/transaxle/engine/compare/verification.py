@@ -28,6 +28,7 @@ _SHOWN = 3
 """Problems that a printed verification shows."""
 _WELL = {"manifest": "intact", "digests": "intact", "structure": "sound, the data is unchecked"}
 _CHANGED = "the bytes were changed after they were written"
+_AGAIN = "Copy the file again from where it is intact, or write the checkpoint again."
 
 
 @dataclass(frozen=True, repr=False)
@@ -158,11 +159,11 @@ def verify(checkpoint: Checkpoint, limit: Limits | None = None, progress: Progre
 
     def check(key: int, digest: str) -> None:
         name, tensor = names[key], stored[names[key]]
-        problem = _check_record(name, tensor, digest, recorded.get(name))
+        problem = _check_record(Where(_file_of(name, container), name), tensor, digest, recorded.get(name))
         if problem is None and name in sealed and tensor.nbytes:
             seal, place = sealed[name]
             if read_digest(container.storage, seal, place) != digest:
-                problem = Refusal("CORRUPT", _CHANGED, Where(seal.file, name))
+                problem = Refusal("CORRUPT", _CHANGED, Where(seal.file, name), _AGAIN)
         damaged.pop(name, None)
         if problem is not None:
             damaged[name] = problem
@@ -250,14 +251,21 @@ def _listed(recorded: Collection[str], present: Collection[str]) -> Iterator[Ref
             yield Refusal("UNEXPECTED_TENSOR", "the manifest does not list this tensor", Where(None, name))
 
 
-def _check_record(name: str, tensor: StoredTensor, digest: str, recorded: TensorRecord | None) -> Refusal | None:
+def _file_of(name: str, container: Container) -> str | None:
+    """Return the file that holds a tensor; None where it is one of several."""
+    entry = container.entries.get(name)
+    files = {extent.file for extent in entry.extents} if entry is not None else set()
+    return files.pop() if len(files) == 1 else None
+
+
+def _check_record(where: Where, tensor: StoredTensor, digest: str, recorded: TensorRecord | None) -> Refusal | None:
     """Check one tensor against its record."""
     if recorded is None:
         return None
     if (recorded.dtype, recorded.shape) != (tensor.dtype, tensor.shape):
         expected, actual = (f"{side.dtype} {list(side.shape)}" for side in (recorded, tensor))
         message = f"the manifest says {expected}, the file has {actual}"
-        return Refusal("SHAPE_MISMATCH", message, Where(None, name))
+        return Refusal("SHAPE_MISMATCH", message, where)
     if recorded.xxh3 != digest:
-        return Refusal("CORRUPT", _CHANGED, Where(None, name))
+        return Refusal("CORRUPT", _CHANGED, where, _AGAIN)
     return None
