@@ -446,3 +446,27 @@ def test_an_empty_path_is_none(here: Path, ck: Path, transaxle: Transaxle) -> No
         outcome = transaxle(*arguments)
         assert outcome.code == MACHINE
         assert "'' is not a path" in outcome.err
+
+
+def test_whether_a_path_can_be_read_the_reader_tells(
+    ck: Path, transaxle: Transaxle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An unreadable one is the machine's failure, with its exit code, and no error of the command line."""
+    monkeypatch.setattr(os, "access", lambda *_, **__: False)
+    for said in (("ls", ck), ("info", ck), ("verify", ck), ("diff", ck, ck)):
+        assert transaxle(*said).code == 0
+
+
+def test_paths_that_cannot_be_examined_are_errors_like_others(ck: Path, transaxle: Transaxle) -> None:
+    """Python's own questions about a path raise where a part of it is too long, or may not be entered."""
+    long = "x" * 300
+    for said in (
+        ("convert", ck, "out", "--to", "hf", "--config", long),
+        ("convert", ck, "out", "--to", "hf", "--config", f"{long}/config.json"),
+        ("diff", ck, long),
+        ("diff", f"{long}/a", ck),
+        ("derive", f"{long}/config.json"),
+    ):
+        outcome = transaxle(*said, "--json") if said[0] != "derive" else transaxle(*said)
+        assert outcome.code == MACHINE
+        assert outcome.codes == ["IO"] if said[0] != "derive" else "IO  xxx" in outcome.err

@@ -71,7 +71,7 @@ JsonFacts = dict[str, Any]
     outputs must be exactly equal. Needs torch and transformers, takes a few seconds, and deletes its files unless you
     give --keep.""",
 )
-@click.option("--keep", metavar="DIR", type=click.Path(), help="Keep the checkpoints in this new folder.")
+@click.option("--keep", metavar="DIR", type=click.Path(readable=False), help="Keep the checkpoints in this new folder.")
 @options.printing
 def command(screen: Screen, keep: str | None) -> int:
     """Run the demo."""

@@ -45,9 +45,13 @@ from transaxle.families import builtin
 
     What no table can say (values that are changed, dropped or invented) is listed, never guessed.""",
 )
-@click.argument("source", nargs=-1, required=True, type=click.Path())
+@click.argument("source", nargs=-1, required=True, type=click.Path(readable=False))
 @click.option(
-    "-o", "--output", metavar="FILE", type=click.Path(), help="Write the table to FILE instead of printing it."
+    "-o",
+    "--output",
+    metavar="FILE",
+    type=click.Path(readable=False),
+    help="Write the table to FILE instead of printing it.",
 )
 @click.option("--family", metavar="NAME", help="Name of the family.  [default: the model type; of folders, `derived`]")
 @click.option("--dialects", metavar="FIRST:SECOND", default="hf:converted", show_default=True,
@@ -106,9 +110,9 @@ def model_of(source: str) -> tuple[str, dict[str, Any] | None]:
         StorageError: IO for a path that leads to no config.
     """
     path = Path(source)
-    if not path.exists() and "/" not in source and os.sep not in source and path.suffix != ".json":
+    if not os.path.lexists(path) and "/" not in source and os.sep not in source and path.suffix != ".json":
         return source, None
-    if path.is_dir() and not Path(path, CONFIG).exists():
+    if os.path.isdir(path) and not os.path.lexists(path / CONFIG):  # noqa: PTH112 - `Path.is_dir` may raise
         hint = "Name a folder that has one. If it is the model type that you mean, run this in another folder."
         raise refuse("IO", f"there is no {CONFIG} in it", file=source, hint=hint)
     try:

@@ -116,11 +116,12 @@ def _reading_options(optimizer_default: str) -> tuple[Callable[[Callable[..., in
     return (
         click.option("--family", metavar="NAME", shell_complete=completing(families),
                      help="Model family, if it is not recognised."),
-        click.option("--config", metavar="FILE", type=click.Path(),
+        click.option("--config", metavar="FILE", type=click.Path(readable=False),
                      help="Read the model's sizes from this config.json."),
         click.option("--axis", "axes", metavar="AXIS=SIZE", callback=_axes, multiple=True,
                      help="Size of one axis, for example g=8. Repeatable."),
-        click.option("--rules", metavar="FILE", type=click.Path(), help="File with families and dialects of your own."),
+        click.option("--rules", metavar="FILE", type=click.Path(readable=False),
+                     help="File with families and dialects of your own."),
         click.option("--from", "dialect", metavar="DIALECT", shell_complete=completing(dialects),
                      help="Dialect of the source, if it is not recognised."),
         click.option("--format", metavar="FORMAT", shell_complete=completing(_readable),
@@ -170,7 +171,7 @@ _RECODING = (
                  help="Quantize the weights of linear layers in this encoding."),
     click.option("--dtype", type=click.Choice(["bf16", "fp16", "fp32"]),
                  help="Cast plain floating-point tensors to this type."),
-    click.option("--merge", metavar="ADAPTER", type=click.Path(),
+    click.option("--merge", metavar="ADAPTER", type=click.Path(readable=False),
                  help="Merge this LoRA adapter of peft (a folder) into the weights."),
     click.option("--only", metavar="PATTERN", multiple=True,
                  help="Decode, encode or cast only tensors with these names; * stands for any text.  Repeatable."),
@@ -181,7 +182,7 @@ _WORKING = (
     click.option("--jobs", metavar="N", type=click.IntRange(1, 1024), help="Threads.  [default: cores, up to 8]"),
     click.option("--memory", metavar="SIZE", callback=_memory,
                  help="Memory for all buffers together.  [default: 64MB]"),
-    click.option("--profile", metavar="FILE", type=click.Path(), envvar="TRANSAXLE_TRACE",
+    click.option("--profile", metavar="FILE", type=click.Path(readable=False), envvar="TRANSAXLE_TRACE",
                  help="Write what was done when, and in which thread, into FILE, for https://ui.perfetto.dev."),
 )  # fmt: skip
 _WRITING = (
@@ -375,8 +376,8 @@ def said(name: str) -> int | None:
 def converting(body: Callable[..., int]) -> Callable[..., int]:
     """Add all that a conversion takes: its places, and what is read, changed, written and printed."""
     parts = (
-        click.argument("src", type=click.Path()),
-        click.argument("dst", type=click.Path()),
+        click.argument("src", type=click.Path(readable=False)),
+        click.argument("dst", type=click.Path(readable=False)),
         planning,
         partial(reading, optimizer_default="include it, except with `--to hf`"),
         *(recoding, writing, working, *_DIVIDING, printing, deriving),

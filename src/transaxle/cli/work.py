@@ -53,7 +53,7 @@ def _numbers(_ctx: click.Context, _param: click.Parameter, typed: str | None) ->
 
     In a Slurm array:  sbatch --array=0-99 --wrap 'transaxle work PLAN --items $SLURM_ARRAY_TASK_ID'""",
 )
-@click.argument("plan", type=click.Path())
+@click.argument("plan", type=click.Path(readable=False))
 @click.option("--begin", is_flag=True, help="Create the target's files, hidden beside it.")
 @click.option(
     "--items", metavar="NUMBERS", callback=_numbers, help="Do these items, such as 7, 0-99 or 3,7-9; counted from 0."

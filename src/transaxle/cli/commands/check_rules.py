@@ -30,8 +30,8 @@ _SHOWN = 6
     of their line, the size of every axis, the config keys that do not exist, and what prevents writing each dialect.
     Exits with 3 if a shape differs.""",
 )
-@click.argument("file", type=click.Path())
-@click.argument("ckpt", type=click.Path(), required=False)
+@click.argument("file", type=click.Path(readable=False))
+@click.argument("ckpt", type=click.Path(readable=False), required=False)
 @options.printing
 def command(screen: Screen, file: str, ckpt: str | None) -> int:
     """Check a table."""

@@ -39,7 +39,7 @@ from transaxle.formats.staging.leftovers import Leftover, clean, leftovers
     Exit codes: 0 nothing is left; 1 something is left, because you answered no or because it was kept; 2 standard
     input is not a terminal and --yes is missing.""",
 )
-@click.argument("path", type=click.Path())
+@click.argument("path", type=click.Path(readable=False))
 @click.option("--yes", is_flag=True, help="Remove without asking.")
 @options.printing
 def command(screen: Screen, path: str, yes: bool) -> int:

@@ -65,7 +65,9 @@ if TYPE_CHECKING:
 
     --report FILE writes an HTML page of what was done, or, if it is refused, of every reason against it.""",
 )
-@click.option("--report", "page", metavar="FILE", type=click.Path(), help="Write an HTML page; FILE must not exist.")
+@click.option(
+    "--report", "page", metavar="FILE", type=click.Path(readable=False), help="Write an HTML page; FILE must not exist."
+)
 @options.converting
 def command(
     screen: Screen,

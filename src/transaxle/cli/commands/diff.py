@@ -47,13 +47,15 @@ _UNCOMPARED = _ALONE | {"encoding"}
     --report FILE compares values as well, and writes an HTML page: where in the model the two differ, by how much, the
     tensors that differ most, and the names that only one of them has.""",
 )
-@click.argument("a", type=click.Path())
-@click.argument("b", type=click.Path())
+@click.argument("a", type=click.Path(readable=False))
+@click.argument("b", type=click.Path(readable=False))
 @click.option("--stat", is_flag=True, help="Print counts per logical tensor instead of names.")
 @click.option(
     "--numeric", is_flag=True, help="Compare decoded values, also across number formats, and measure the differences."
 )
-@click.option("--report", metavar="FILE", type=click.Path(), help="Write an HTML page; FILE must not exist.")
+@click.option(
+    "--report", metavar="FILE", type=click.Path(readable=False), help="Write an HTML page; FILE must not exist."
+)
 @options.reading
 @options.decoding
 @options.working

@@ -57,7 +57,7 @@ _LABELS = 24
     first. Reads only headers. Without PATH: prints what this installation can do, or with
     --family the whole table of that family, after a legend of its dialects and axes.""",
 )
-@click.argument("path", type=click.Path(), required=False)
+@click.argument("path", type=click.Path(readable=False), required=False)
 @click.option("--tree", is_flag=True, help="Also print the names as a tree, with the bytes of each branch.")
 @options.reading
 @options.printing

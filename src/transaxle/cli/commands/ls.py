@@ -29,7 +29,7 @@ from transaxle.formats.registry import is_one_file
     PATH is a folder or a file. Reads only headers. Tensors whose names differ only in their numbers share one row if
     they have the same dtype and shape.""",
 )
-@click.argument("path", type=click.Path())
+@click.argument("path", type=click.Path(readable=False))
 @click.option(
     "--as",
     "seen_as",

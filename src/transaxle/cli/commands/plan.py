@@ -78,9 +78,14 @@ _OF_REFIT = frozenset({
     type=click.IntRange(1, 1 << 20),
     help="With --mesh: tell what is sent inside machines of so many ranks, and between them.",
 )
-@click.option("--write", "path", metavar="PLAN", type=click.Path(), help="Write the plan into a file, for `work`.")
 @click.option(
-    "--report", metavar="FILE", type=click.Path(), help="Write the plan as an HTML page; FILE must not exist."
+    "--write", "path", metavar="PLAN", type=click.Path(readable=False), help="Write the plan into a file, for `work`."
+)
+@click.option(
+    "--report",
+    metavar="FILE",
+    type=click.Path(readable=False),
+    help="Write the plan as an HTML page; FILE must not exist.",
 )
 @options.converting
 def command(

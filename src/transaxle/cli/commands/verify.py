@@ -31,8 +31,8 @@ from transaxle.move.workers import Limits
     the one recorded in transaxle.json, or, for a single file, in the file itself. If neither is there, only the
     structure is checked. With A and B: compares their tensors bit by bit, whatever the dialect and files of each.""",
 )
-@click.argument("a", type=click.Path())
-@click.argument("b", type=click.Path(), required=False)
+@click.argument("a", type=click.Path(readable=False))
+@click.argument("b", type=click.Path(readable=False), required=False)
 @options.reading
 @options.decoding
 @options.working

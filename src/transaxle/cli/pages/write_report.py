@@ -33,12 +33,12 @@ from transaxle.reports.reporting import reported
     zeros, NaN and infinite values, and channels that stand out. What is refused has a page too, with every reason;
     the exit code is 3 as ever. Needs Jinja2 (pip install jinja2).""",
 )
-@click.argument("src", type=click.Path())
+@click.argument("src", type=click.Path(readable=False))
 @click.option(
     "-o",
     "--output",
     metavar="FILE",
-    type=click.Path(),
+    type=click.Path(readable=False),
     help="File to write.  [default: the name of SRC, with .html]",
 )
 @click.option("--overwrite", is_flag=True, help="Replace the report that is there; other files are never replaced.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypedDict
@@ -161,7 +162,8 @@ def _file_of(config: str | Mapping[str, Any] | None) -> str | Mapping[str, Any] 
     """Return the path of the config.json of a folder; anything else is what it is."""
     if not isinstance(config, str):
         return config
-    return str(Path(config, CONFIG)) if Path(config).is_dir() else config
+    # Of a path that cannot be examined, whoever reads it says why: `Path.is_dir` would raise.
+    return str(Path(config, CONFIG)) if os.path.isdir(config) else config  # noqa: PTH112
 
 
 def _text(path: str, most: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
@@ -46,9 +47,10 @@ def _named(opening: AbstractContextManager[Checkpoint], source: CheckpointLike) 
 
 
 def _placed(refusal: Refusal, path: Path) -> Refusal:
+    # Of a path that cannot be examined, the refusal says why: `Path.is_file` would raise.
     file = refusal.where.file
-    inside = path if file == path.name and path.is_file() else path / (file or "")
-    known = file is not None and inside.is_file()
+    inside = path if file == path.name and os.path.isfile(path) else path / (file or "")  # noqa: PTH113
+    known = file is not None and os.path.isfile(inside)  # noqa: PTH113
     return replace(refusal, where=Where(str(inside), refusal.where.tensor)) if known else refusal
 
 
