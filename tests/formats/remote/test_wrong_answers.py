@@ -254,3 +254,21 @@ def test_a_file_that_a_listing_lacks_is_not_mixed_with_ours(
         tx.convert(new, url, to="safetensors", overwrite=True)
     assert "00002-of-" in str(caught.value.where.file)
     assert len(look_at(bucket)) == 1
+
+
+def test_a_listing_that_lacks_everything_is_no_failure(
+    run: Write, bucket: Bucket, proxy: FaultyProxy, tmp_path: Path
+) -> None:
+    """Each file was seen by itself."""
+
+    def answers(exchange: Exchange) -> None:
+        if "list-type" in exchange.path:
+            every = rb"<(Contents|CommonPrefixes)>.*</\1>"
+            exchange.data = re.sub(every, b"", exchange.data, flags=re.DOTALL)
+
+    proxy.answers = answers
+    source = checkpoint(tmp_path / "own", 1)
+    run(source, f"{bucket.url}/out")
+    proxy.answers = lambda _exchange: None
+    assert tx.diff(source, f"{bucket.url}/out").equal
+    assert bucket.uploads() == []

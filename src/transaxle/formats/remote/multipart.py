@@ -207,7 +207,7 @@ class S3Multipart:
             except Exception as error:  # noqa: BLE001 - what clients raise has no common base
                 failure = error
             try:
-                there, is_over = self._head(path, file), self.stored_parts(path, upload, file) is None
+                there, is_over = self._head(path, file), not self.stored_parts(path, upload, file)
                 if _is_made_of(tags, there, before) and (is_over or not new):
                     return _foretold(completed_tag(tags), there)
                 missed += isinstance(failure, FileNotFoundError) or is_over
@@ -289,7 +289,7 @@ class S3Multipart:
             if error.code != "EXISTS":
                 raise
             answer = self._head(path, file)
-            if answer.get("Metadata") != mark:
+            if not answer.get("Metadata", {}).items() >= mark.items():
                 raise
         return _foretold(_md5(data), answer)
 
@@ -351,7 +351,7 @@ def abort_empty(calls: Multipart, upload: OpenUpload, file: str) -> None:
 
 def _tag(answer: dict[str, Any]) -> str:
     """Return the tag in an answer about a file; empty where there is none."""
-    return str(answer.get("ETag", "")).strip('"')
+    return str(answer.get("ETag", "")).removeprefix("W/").strip('"')
 
 
 def _foretold(tag: str | None, answer: dict[str, Any]) -> str:

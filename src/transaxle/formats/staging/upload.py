@@ -274,8 +274,9 @@ class Upload:
         """Refuse to end with files in the folder that are not of the checkpoint: what was there was deleted."""
         start, strays = f"{self._service.path}/", list[str]()
         for pause in _PAUSES:
-            found = (path.removeprefix(start) for path in self._service.below(self._service.path, self._shown))
-            strays = [name for name in found if name not in whole]
+            found = self._service.below(self._service.path, self._shown)
+            names = (path.removeprefix(start) for path in found if path.startswith(start))
+            strays = [name for name in names if name not in whole]
             if not strays:
                 return
             time.sleep(pause)
@@ -388,7 +389,7 @@ class Upload:
 
 def _stamp(info: Info | None) -> str:
     """Return the tag of a file, and its time where it has none; empty where there is no file."""
-    return str((info or {}).get("ETag") or (info or {}).get("created") or "").strip('"')
+    return str((info or {}).get("ETag") or (info or {}).get("created") or "").removeprefix("W/").strip('"')
 
 
 def _replaced(file: str) -> TransaxleError:
