@@ -31,6 +31,7 @@ SIZES = {
     "vocab_size": 50,
 }
 Damage = Callable[[Path], object]
+TORCH_DIST = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +67,10 @@ def _zarr(run: Path) -> None:
     (run / RELEASE / "embedding.word_embeddings.weight").mkdir()
 
 
+def _about(**changes: object) -> Damage:
+    return lambda run: (run / RELEASE / BACKEND).write_text(json.dumps({**TORCH_DIST, **changes}))
+
+
 def _without_folders(run: Path) -> None:
     _without(METADATA, BACKEND)(run)
     for file in (run / RELEASE).iterdir():
@@ -81,6 +86,10 @@ RUNS: dict[str, tuple[Damage, Code, str]] = {
     "bytes": (lambda run: (run / TRACKER).write_bytes(b"\xff\x00"), "CORRUPT", "neither an iteration nor"),
     "an empty folder": (_emptied, "INCOMPLETE", "there is no checkpoint in it"),
     "a folder of the older format": (_zarr, "UNSUPPORTED", "zarr"),
+    "a later version": (
+        _about(sharded_backend_version=2), "UNSUPPORTED", "sharded_backend_version is 2; version 1 is read",
+    ),
+    "a later version of the state": (_about(common_backend_version="1.5"), "UNSUPPORTED", "version is '1.5'"),
     "no metadata": (_without(METADATA), "INCOMPLETE", "the save was interrupted"),
     "no metadata of either kind": (_without(METADATA, BACKEND), "INCOMPLETE", "the save was interrupted"),
     "data alone": (_without(METADATA, BACKEND, COMMON), "INCOMPLETE", "the save was interrupted"),

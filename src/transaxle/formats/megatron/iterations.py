@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from typing import Any
 
 from transaxle.errors import TransaxleError, refuse
 from transaxle.formats.builtin_formats import (
@@ -21,10 +22,13 @@ from transaxle.formats.builtin_formats import (
 )
 from transaxle.formats.format import HERE, Folder
 from transaxle.formats.newest_step import listed
+from transaxle.formats.storage.storage import Storage
 
 BACKEND_FILE = "metadata.json"
 """Says which kind of distributed checkpoint a folder is."""
 _BACKEND, _ZARR = "sharded_backend", "zarr"
+_VERSIONS = ("sharded_backend_version", "common_backend_version")
+_KNOWN_VERSION = 1
 COMMON_FILE = "common.pt"
 """The state beside the sharded tensors, up to megatron-core 0.18."""
 _DATA = re.compile(rf"__\d+_\d+{re.escape(DCP_DATA)}")
@@ -146,15 +150,32 @@ def _is_torch_dist(folder: Folder, inside: str) -> bool:
     return _backend(folder, inside) == TORCH_DIST.name
 
 
+def check_version(storage: Storage) -> None:
+    """Check that a distributed checkpoint does not say that it is of a version that came later.
+
+    Raises:
+        Refused: UNSUPPORTED.
+        StorageError: IO.
+    """
+    about = _about(storage, BACKEND_FILE) if BACKEND_FILE in storage.names() else {}
+    for key in _VERSIONS if about.get(_BACKEND) == TORCH_DIST.name else ():
+        if about.get(key, _KNOWN_VERSION) != _KNOWN_VERSION:
+            message = f"{key} is {about[key]!r}; version {_KNOWN_VERSION} is read, and another may mean something else"
+            hint = "Use a newer transaxle; or load it with its own Megatron, and save it with a release from before."
+            raise refuse("UNSUPPORTED", message, file=BACKEND_FILE, hint=hint)
+
+
 def _backend(folder: Folder, inside: str) -> str:
     """Return which kind of distributed checkpoint a folder says that it is; empty where it does not."""
     where = f"{folder.inside}{inside}"
     names = folder.names if not inside else folder.storage.listing(where.rstrip("/")).names
-    if BACKEND_FILE not in names:
-        return ""
-    file = f"{where}{BACKEND_FILE}"
+    return str(_about(folder.storage, f"{where}{BACKEND_FILE}").get(_BACKEND, "")) if BACKEND_FILE in names else ""
+
+
+def _about(storage: Storage, file: str) -> dict[str, Any]:
+    """Return what a folder says of itself; nothing where that is malformed."""
     try:
-        found = json.loads(folder.storage.read(file, 0, min(folder.storage.size(file), _LONGEST)))
+        found = json.loads(storage.read(file, 0, min(storage.size(file), _LONGEST)))
     except (ValueError, RecursionError, TransaxleError):
-        return ""
-    return str(found.get(_BACKEND, "")) if isinstance(found, dict) else ""
+        return {}
+    return found if isinstance(found, dict) else {}

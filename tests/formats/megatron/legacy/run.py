@@ -311,13 +311,20 @@ def _buckets(run: Run, flattened: list[tuple[str, Tensor]], limit: int | None) -
     return torch.cat([*done, bucket])
 
 
+def _number(run: Run, rank: Rank) -> dict[str, int]:
+    """Return which of all processes a rank is: the ranks of a stage side by side, in the order of both grids."""
+    stage = max(run.tp, run.expert_tp * run.ep)
+    at = next(n for n in range(stage) if n % run.tp == rank.tp and n // run.expert_tp % run.ep == rank.ep)
+    return {"rank": rank.pp * stage + at, "world_size": run.pp * stage}
+
+
 def arguments(run: Run, rank: Rank) -> argparse.Namespace:
     """Return what Megatron calls its args."""
     said = {
         "num_layers": LAYERS, "hidden_size": WIDTH, "ffn_hidden_size": INNER, "num_attention_heads": HEADS,
         "num_query_groups": GROUPS, "group_query_attention": True, "kv_channels": HEAD, "vocab_size": VOCABULARY,
         "padded_vocab_size": -(-VOCABULARY // (MULTIPLE * run.tp)) * MULTIPLE * run.tp, "swiglu": True,
-        "untie_embeddings_and_output_weights": not run.tied, "add_qkv_bias": run.biased, "rank": hash(rank) % 100,
+        "untie_embeddings_and_output_weights": not run.tied, "add_qkv_bias": run.biased, **_number(run, rank),
         "tensor_model_parallel_size": run.tp, "pipeline_model_parallel_size": run.pp,
         "virtual_pipeline_model_parallel_size": run.vp, "expert_model_parallel_size": run.ep,
         "expert_tensor_parallel_size": run.expert_tp, "num_experts": EXPERTS if run.sparse else None,

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import transaxle as tx
 from tests.formats.megatron.legacy.run import FLAT, MODEL, Run, hub, write
@@ -136,7 +138,46 @@ def test_arguments_that_disagree(key: str, value: object, folder: Path) -> None:
 def test_ranks_of_two_iterations(folder: Path) -> None:
     write(Run(tp=2), folder)
     _edited(folder / ITERATION / "mp_rank_01" / MODEL, lambda found: found.update(iteration=8))
-    _refused(folder, "CORRUPT", "mp_rank_01", "iteration 8")
+    _refused(folder, "CORRUPT", "mp_rank_01", "have iteration 8; those of mp_rank_00 have 7")
+
+
+def _exchanged(one: Path, other: Path) -> None:
+    beside = one.with_name("beside")
+    for old, new in ((one, beside), (other, one), (beside, other)):
+        old.rename(new)
+
+
+EXCHANGED = [
+    (Run(tp=2), "mp_rank_00", "mp_rank_01"),
+    (Run(tp=2, pp=2), "mp_rank_01_000", "mp_rank_01_001"),
+    (Run(pp=4), "mp_rank_00_001", "mp_rank_00_002"),
+    (Run(pp=4, args={"use_tp_pp_dp_mapping": True}), "mp_rank_00_001", "mp_rank_00_002"),
+    (Run(ep=2, sparse=ALL), "mp_rank_00_000", "mp_rank_00_001"),
+    (Run(tp=2, ep=2, etp=1, sparse=ALL), "mp_rank_00_000", "mp_rank_01_001"),
+]
+
+
+@pytest.mark.parametrize("optimizer", ["numbered", "flat", None])
+@pytest.mark.parametrize(("run", "one", "other"), EXCHANGED, ids=str)
+def test_files_in_folders_of_other_ranks(run: Run, one: str, other: str, optimizer: str | None, folder: Path) -> None:
+    """Their shapes are alike, and their norms: nothing else would tell."""
+    write(replace(run, optimizer=optimizer), folder)
+    _exchanged(folder / ITERATION / one, folder / ITERATION / other)
+    _refused(folder, "CORRUPT", f"{one}/{MODEL}", "its args say that rank", f"folder is {other}", "into its own folder")
+    _exchanged(folder / ITERATION / one, folder / ITERATION / other)
+    shutil.copy(folder / ITERATION / one / MODEL, folder / ITERATION / other / MODEL)
+    _refused(folder, "CORRUPT", f"{other}/{MODEL}", "is a copy of", f"{one}/{MODEL}", "Copy this rank's own file")
+
+
+def test_ranks_of_a_converter_have_one_number(folder: Path) -> None:
+    """Megatron's `tools/checkpoint/convert.py` writes all files in one process, as rank 0 of all."""
+    truth = write(Run(tp=2, pp=2, optimizer=None, args={"rank": 0}), folder)
+    tx.convert(folder, folder.parent / "out", to="hf")
+    found = load_file(folder.parent / "out" / "model.safetensors")
+    assert all(torch.equal(found[name], tensor) for name, tensor in truth[""].items())
+    shutil.copy(folder / ITERATION / "mp_rank_00_001" / MODEL, folder / ITERATION / "mp_rank_01_001" / MODEL)
+    shutil.rmtree(folder.parent / "out")
+    _refused(folder, "CORRUPT", "mp_rank_01_001", "is a copy of")
 
 
 def test_a_folder_of_another_run(folder: Path) -> None:

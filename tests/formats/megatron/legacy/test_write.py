@@ -86,6 +86,8 @@ def test_every_rank_has_its_part_of_a_hub_s_model(case: str, tmp_path: Path) -> 
             run.pp,
         )
         assert "optimizer" not in found
+        told = content(run, rank, truth)["args"]
+        assert (found["args"].rank, found["args"].world_size) == (told.rank, told.world_size)
     assert tx.verify(tmp_path / "out")
     tx.convert(tmp_path / "out", tmp_path / "back", to="hf")
     assert tx.diff(tmp_path / "hub", tmp_path / "back")

@@ -97,10 +97,10 @@ def draft(
     if settings is not None:
         facts.setdefault("iteration", (run or {}).get(_GLOBAL_STEPS) or step_of(settings))
     args = _args(config or {}, weights, degrees)
-    state = state_of_run(args, facts, settings)
+    states = {place: state_of_run(_numbered(args, place, degrees), facts, settings) for place in contents}
     folder = RELEASE if settings is None else iteration_folder(facts["iteration"])
     files = {
-        place: (f"{folder}/{_folder(place, degrees)}/{MEGATRON_MODEL}", _value(rank, state, settings, degrees))
+        place: (f"{folder}/{_folder(place, degrees)}/{MEGATRON_MODEL}", _value(rank, states[place], settings, degrees))
         for place, rank in contents.items()
     }
     layouts = {place: surround(file, value, contents[place].storages) for place, (file, value) in files.items()}
@@ -311,3 +311,9 @@ def _args(config: Mapping[str, Any], weights: Mapping[str, Spec], degrees: Degre
         "use_distributed_optimizer": False,
     }
     return found | ranks if found else {}
+
+
+def _numbered(args: Mapping[str, Any], place: Place, degrees: Degrees) -> Mapping[str, Any]:
+    """Return the arguments of one rank: they tell its number, so that files in each other's folders are found."""
+    rank = (place.pp * degrees.ep + place.ep) * degrees.tp + place.tp
+    return {**args, "rank": rank, "world_size": degrees.pp * degrees.ep * degrees.tp} if args else args

@@ -29,6 +29,8 @@ _AGREED = (
     "overlap_grad_reduce", "ddp_bucket_size", "ddp_num_buckets", "optimizer",
 )  # fmt: skip
 """Arguments that decide how files are read."""
+_OTHER_RANKS = ("encoder_tensor_model_parallel_size", "encoder_pipeline_model_parallel_size")
+"""Arguments of runs whose first ranks have another model."""
 _COPY = "Copy the missing folders; where each machine wrote to its own disk, gather them in one place first."
 
 
@@ -93,6 +95,7 @@ def placed(files: Sequence[RankFile]) -> tuple[Mesh, Mapping[Place, RankFile]]:
     if faults:
         raise faults.error()
     _check_complete(ranks, mesh, first)
+    _check_numbers(ranks, mesh)
     return mesh, dict(sorted(ranks.items()))
 
 
@@ -102,7 +105,7 @@ def _differing(first: RunState, second: RunState) -> list[str]:
 
 
 def _of(run: RunState, key: str) -> Any:
-    return run.args.get(key, run.facts.get(key))
+    return run.args.get(key) if key in _AGREED else run.facts.get(key)
 
 
 def _mesh(file: RankFile, folders: Sequence[str]) -> Mesh:
@@ -159,6 +162,44 @@ def _check_complete(ranks: Mapping[Place, RankFile], mesh: Mesh, first: RankFile
             break
     if faults:
         raise faults.error()
+
+
+def _check_numbers(ranks: Mapping[Place, RankFile], mesh: Mesh) -> None:
+    """Check that every file is in the folder of the rank that wrote it, by the numbers of ranks in their args.
+
+    Converters write all files under one number; where numbers repeat, they tell nothing.
+    """
+    numbers = {place: _number(file.run.args) for place, file in ranks.items()}
+    if None in numbers.values() or len(set(numbers.values())) < len(ranks):
+        return
+    faults = Faults()
+    for place, file in ranks.items():
+        args = file.run.args
+        wrote = _place_of(args, mesh, place)
+        if wrote != place:
+            writer = f"rank {args['rank']} of {args['world_size']}"
+            message = f"its args say that {writer} wrote it; that rank's folder is {folder_of(wrote, mesh)}"
+            faults.add("CORRUPT", message, file.file, hint="Put the files of each rank back into its own folder.")
+    if faults:
+        raise faults.error()
+
+
+def _number(args: Mapping[str, Any]) -> int | None:
+    """Return the number of the rank that wrote a file; None where its args do not tell."""
+    rank, world = args.get("rank"), args.get("world_size")
+    told = type(rank) is int and type(world) is int and not any(args.get(name) for name in _OTHER_RANKS)
+    return rank if told and 0 <= rank < world else None  # type: ignore[operator]
+
+
+def _place_of(args: Mapping[str, Any], mesh: Mesh, place: Place) -> Place:
+    """Return where Megatron places the rank of these args: tensor-parallel ranks lie side by side, stages far apart.
+
+    Where the args leave an axis open, it is that of `place`.
+    """
+    rank, world, context = args["rank"], args["world_size"], args.get("context_parallel_size") or 1
+    beside = mesh.tp * context if args.get("use_tp_pp_dp_mapping") else world // mesh.pp
+    expert = rank // mesh.etp % mesh.ep if context == 1 else place.ep  # releases differ
+    return Place(rank // max(beside, 1) % mesh.pp, expert, rank % mesh.tp)
 
 
 def _writers(mesh: Mesh) -> Iterator[tuple[int, int]]:

@@ -47,6 +47,7 @@ _RANK = re.compile(MEGATRON_RANK)
 _ROUTER, _ROUTER_PARAMETERS = "router", ("weight", "bias")
 _TIED = "untie_embeddings_and_output_weights"
 _EXTRA = "state of TransformerEngine's modules"
+_CHUNK = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,6 +91,7 @@ def open_legacy(
     inline = NumbersInMemory(storage)
     files = _read_files(inline, prefix, path)
     mesh, ranks = placed(files)
+    _check_copied(inline, files)
     run = files[0].run
     models = _named(inline, prefix, ranks, mesh)
     left = {key: what for file in files for key, what in file.left.items()}
@@ -153,6 +155,29 @@ def _read_files(inline: NumbersInMemory, prefix: str, path: str) -> list[RankFil
         message = "this is what one rank wrote, and not the whole checkpoint"
         raise refuse("INCOMPLETE", message, file=path, hint="Give the folder above, which holds all ranks' folders.")
     return files
+
+
+def _check_copied(inline: NumbersInMemory, files: Sequence[RankFile]) -> None:
+    """Check that no rank's file is another one's, byte by byte: both would pass for parts of the model.
+
+    Raises:
+        Refused: CORRUPT.
+    """
+    faults = Faults()
+    alike: dict[tuple[object, ...], RankFile] = {}
+    for file in files:
+        size = inline.size(file.file)
+        sums = ((each.offset, each.crc32) for each in file.checksums)
+        first = alike.setdefault((size, *sums), file)
+        if first is not file and all(
+            inline.read(first.file, at, min(_CHUNK, size - at)) == inline.read(file.file, at, min(_CHUNK, size - at))
+            for at in range(0, size, _CHUNK)
+        ):
+            message = f"it is a copy of {first.file}, though each rank has its own part of the model"
+            hint = "Copy this rank's own file from where it was saved."
+            faults.add("CORRUPT", message, file.file, hint=hint)
+    if faults:
+        raise faults.error()
 
 
 def _named(inline: NumbersInMemory, prefix: str, ranks: Mapping[Place, RankFile], mesh: Mesh) -> list[_LocalModel]:
