@@ -38,6 +38,7 @@ _GROUPS = 32
 """DeepSpeed loads as many groups as there are settings, and says nothing of the others: there are enough for all."""
 _LONGEST = 255
 _UNNAMED = "#"
+_RATE = "lr"
 _SIZE = Global("torch", "Size")
 _WEIGHTS_ALONE = "Leave out the optimizer: --no-optimizer, or optimizer=False."
 
@@ -96,7 +97,16 @@ def draft(
     for file, data in _small(folder, facts, tensors, step):
         files[file] = sum(map(len, data))
         fragments.extend(_fragments_of(file, data))
-    return Draft(keys.UNIVERSAL, entries, files, tuple(fragments))
+    trained = any(parameter != spec.name for spec, parameter, _ in places.values())
+    return Draft(keys.UNIVERSAL, entries, files, tuple(fragments), notes=_notes(facts) if trained else ())
+
+
+def _notes(facts: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return what ZeRO-3 must be told: it has one learning rate for all groups, and a schedule sets it too late."""
+    groups = facts.get(keys.GROUPS, ())
+    if not groups or _agree(groups, _RATE, groups[0].get(_RATE)):
+        return ()
+    return ("the optimizer's groups differ in lr, which ZeRO-3 does not load: see docs/how-to/deepspeed.md",)
 
 
 def _counted(run: Mapping[str, Any]) -> dict[str, Any]:
