@@ -35,6 +35,8 @@ class Job(NamedTuple):
     pp: int = 1
     vp: int | None = None
     ep: int = 1
+    etp: int | None = None
+    """Ranks that share the weights of an expert; None: those that share other weights."""
     dp: int = 1
     """Data-parallel ranks: of experts, those are among them that have other experts."""
     bucket: int | None = None
@@ -66,7 +68,9 @@ def _chunks(config: dict[str, Any], job: Job) -> Iterator[list[Any]]:
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
         from megatron.core.models.gpt.gpt_model import GPTModel
 
-        parallel_state.initialize_model_parallel(job.tp, job.pp, job.vp, expert_model_parallel_size=job.ep)
+        parallel_state.initialize_model_parallel(
+            job.tp, job.pp, job.vp, expert_model_parallel_size=job.ep, expert_tensor_parallel_size=job.etp
+        )
         try:
             known = hub.configuration(config)
             settings = megatron_peer.transformer_config(known)
@@ -74,6 +78,7 @@ def _chunks(config: dict[str, Any], job: Job) -> Iterator[list[Any]]:
             settings.tensor_model_parallel_size, settings.pipeline_model_parallel_size = job.tp, job.pp
             settings.virtual_pipeline_model_parallel_size = job.vp
             settings.expert_model_parallel_size = job.ep
+            settings.expert_tensor_parallel_size = job.etp or job.tp
             if isinstance(settings.moe_layer_freq, list) and all(settings.moe_layer_freq):
                 settings.moe_layer_freq = 1  # a list, whatever is in it, means layers with numbers
             yield [
@@ -175,15 +180,14 @@ def _stateful() -> tuple[Any, str, Any]:
 
 
 def after_a_step(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Weights of full precision, and moments, after a step; under the names that converted state has."""
+    """Weights of full precision, and moments, after a step of torch's AdamW on whole tensors, as converted state."""
     found = {}
     for name, weight in weights.items():
-        value = weight.float()
-        gradient = value * GRADIENT
-        first = torch.zeros_like(value).mul_(BETAS[0]).add_(gradient, alpha=1 - BETAS[0])
-        second = torch.zeros_like(value).mul_(BETAS[1]).addcmul_(gradient, gradient, value=1 - BETAS[1])
-        update = (first / (1 - BETAS[0])) / ((second / (1 - BETAS[1])).sqrt() + EPS)
-        decay = DECAY if value.dim() > 1 else 0.0
-        found[f"optim/{name}/fp32"] = value - LR * (update + decay * value)
-        found[f"optim/{name}/exp_avg"], found[f"optim/{name}/exp_avg_sq"] = first, second
+        master = torch.nn.Parameter(weight.float())
+        master.grad = master.detach() * GRADIENT
+        decay = DECAY if weight.dim() > 1 else 0.0
+        optimizer = torch.optim.AdamW([master], LR, BETAS, EPS, weight_decay=decay)
+        optimizer.step()
+        found[f"optim/{name}/fp32"] = master.detach()
+        found |= {f"optim/{name}/{moment}": optimizer.state[master][moment] for moment in ("exp_avg", "exp_avg_sq")}
     return found

@@ -28,6 +28,7 @@ _SIZES: dict[str, Any] = {
 _EXPERTS = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 MODELS: dict[str, dict[str, Any]] = {
     "dense": _SIZES,
+    "wide": {**_SIZES, "hidden_size": 256, "intermediate_size": 1024, "head_dim": 32},
     "tied": {**_SIZES, "tie_word_embeddings": True},
     "mixture": {**_SIZES, **_EXPERTS, "mlp_only_layers": []},
     "mixed": {**_SIZES, **_EXPERTS, "mlp_only_layers": [0, 2]},
@@ -94,6 +95,27 @@ def test_every_parameter_is_the_one_cut_by_hand(name: str, degrees: Degrees, hub
     rows |= {} if name == "tied" else {"output_layer.weight": (50, degrees.padded)}
     assert all(each["padded"] == rows for each in found)
     assert {each["dialect"] for each in found} == {"megatron_layers" if name == "mixed" else "megatron_dist"}
+
+
+def _read_by_the_system(rank: int, world: int, source: str) -> tuple[int, int]:
+    """Load twice, the second time with all imports done; return what the kernel says was read, and the rank's own."""
+    with gpt_job.models(MODELS["wide"], Degrees(tp=2, pp=2, padded=50)) as (model,):
+        load(_states([model]), source)
+        before = _bytes_read()
+        load(_states([model]), source)
+        read = _bytes_read() - before
+        assert not any(bool(parameter.isnan().any()) for parameter in model.parameters())
+        return read, sum(parameter.nbytes for parameter in model.parameters())
+
+
+def _bytes_read() -> int:
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+def test_the_system_confirms_what_each_rank_has_read(hubs: dict[str, str]) -> None:
+    found = run(4, _read_by_the_system, hubs["wide"])
+    for read, own in found:
+        assert 0.5 * own < read <= 1.05 * own, found
 
 
 def _through_megatron(
