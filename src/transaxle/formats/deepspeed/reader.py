@@ -24,6 +24,7 @@ from transaxle.formats.deepspeed.hints import hints_entry, hints_of
 from transaxle.formats.deepspeed.metadata.universal_info import UniversalInfo
 from transaxle.formats.deepspeed.table_cuts import Cutter, TableCuts, untold
 from transaxle.formats.deepspeed.zero.experts import ExpertShares, with_experts
+from transaxle.formats.deepspeed.zero.flat import shard_width
 from transaxle.formats.deepspeed.zero.loss_scale import unscaled
 from transaxle.formats.deepspeed.zero.numbered import read_numbered
 from transaxle.formats.deepspeed.zero.ranks import RankModel, RankState, read_layer, read_model, read_state
@@ -33,6 +34,7 @@ from transaxle.formats.deepspeed.zero.trained import OF_ONE_RUN, trained
 from transaxle.formats.deepspeed.zero.training_run import DEGREES, run_of, state_groups
 from transaxle.formats.format import HERE
 from transaxle.formats.storage.storage import Storage
+from transaxle.formats.torch_file.copied_files import copied
 from transaxle.formats.training_state.state import LEFT_BEHIND, OPTIMIZER, RUN
 from transaxle.formats.training_state.state_groups import ParamGroup
 
@@ -106,6 +108,7 @@ def open_deepspeed(
     if faults:
         raise faults.error()
     check_one_save([model for ranks in models.values() for model in ranks])
+    _check_copied(inline, models, states)
     pp, tp = degrees(models, files.layers.values(), len(files.optimizer.get(0, {})))
     catalog = _Assembly()
     table_cuts = _table_cuts(models, layers, storage, cutter) if tp > 1 else None
@@ -216,6 +219,27 @@ def check_one_save(models: Sequence[RankModel]) -> None:
             message = f"it was saved after {steps.value} steps, but {first_file} after {first_steps}"
             raise refuse("CORRUPT", message, file=model.file, hint=OF_ONE_RUN)
         first_file, first_steps = model.file, steps.value
+
+
+def _check_copied(storage: Storage, models: _Models, states: _States) -> None:
+    """Check that no rank's file of ZeRO-3 is another's: such files do not say whose part of the buffers they hold.
+
+    Raises:
+        Refused: CORRUPT.
+    """
+    faults = Faults()
+    for number, parts in states.items():
+        sizes = [
+            prod(shape) for model in models.get(number, ())[:1] for group in model.shapes for shape in group.values()
+        ]
+        widths = [(size, shard_width(size, len(parts))) for size in sizes]
+        # The last ranks may hold nothing but padding, and then are alike.
+        own = [each for at, each in enumerate(parts) if each.stage == 3 and any(size > at * n for size, n in widths)]
+        for file, first in copied(storage, [(each.file, each.checksums) for each in own]):
+            message = f"it is a copy of {first}, though each rank has its own part of the optimizer's buffers"
+            faults.add("CORRUPT", message, file, hint="Copy this rank's own file from where it was saved.")
+    if faults:
+        raise faults.error()
 
 
 def _steps_of_stages(states: Sequence[RankState]) -> Iterator[Twin]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import transaxle as tx
 from tests.corpus.deepspeed import MODEL, OPTIM, run
 from tests.formats.deepspeed.made import TAG, save
+from tests.oracles.deepspeed_peer.farm import Farm
 from transaxle.formats.deepspeed import keys
 
 LATER = 9
@@ -35,3 +37,15 @@ def test_model_files_of_two_saves_are_refused(tmp_path: Path) -> None:
     torch.save(torch.load(file, weights_only=False) | {keys.GLOBAL_STEPS: LATER}, file)
     with pytest.raises(tx.TransaxleError, match=f"saved after {LATER} steps, but .* after 3"):
         tx.open(tmp_path / "source")
+
+
+@pytest.mark.peers
+@pytest.mark.slow
+def test_a_rank_s_file_that_was_copied_over_another_s_is_refused(farm: Farm, tmp_path: Path) -> None:
+    """Those of ZeRO-1 and 2 say what they hold; those of ZeRO-3 do not."""
+    for name, said in (("z3-fp32-w2", "it is a copy of .*rank_0"), ("z1-bf16-w2", "param_slice_mappings says")):
+        folder = Path(shutil.copytree(farm.checkpoint(name), tmp_path / name))
+        first, second = sorted(folder.rglob(f"*{keys.OPTIM_END}"))
+        shutil.copy(first, second)
+        with pytest.raises(tx.TransaxleError, match=rf"CORRUPT .*{second.name}[\s\S]*{said}"):
+            tx.open(folder)

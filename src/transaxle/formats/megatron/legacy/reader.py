@@ -39,6 +39,7 @@ from transaxle.formats.megatron.legacy.rank_optimizer import (
     read_optimizer,
 )
 from transaxle.formats.storage.storage import Storage
+from transaxle.formats.torch_file.copied_files import copied
 from transaxle.formats.training_state.full_precision import MASTER
 from transaxle.formats.training_state.state import LEFT_BEHIND, MEGATRON, OPTIMIZER
 from transaxle.formats.training_state.state_groups import GROUPS, PARAMS, ParamGroup
@@ -47,7 +48,6 @@ _RANK = re.compile(MEGATRON_RANK)
 _ROUTER, _ROUTER_PARAMETERS = "router", ("weight", "bias")
 _TIED = "untie_embeddings_and_output_weights"
 _EXTRA = "state of TransformerEngine's modules"
-_CHUNK = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -164,18 +164,9 @@ def _check_copied(inline: NumbersInMemory, files: Sequence[RankFile]) -> None:
         Refused: CORRUPT.
     """
     faults = Faults()
-    alike: dict[tuple[object, ...], RankFile] = {}
-    for file in files:
-        size = inline.size(file.file)
-        sums = ((each.offset, each.crc32) for each in file.checksums)
-        first = alike.setdefault((size, *sums), file)
-        if first is not file and all(
-            inline.read(first.file, at, min(_CHUNK, size - at)) == inline.read(file.file, at, min(_CHUNK, size - at))
-            for at in range(0, size, _CHUNK)
-        ):
-            message = f"it is a copy of {first.file}, though each rank has its own part of the model"
-            hint = "Copy this rank's own file from where it was saved."
-            faults.add("CORRUPT", message, file.file, hint=hint)
+    for file, first in copied(inline, [(each.file, each.checksums) for each in files]):
+        message = f"it is a copy of {first}, though each rank has its own part of the model"
+        faults.add("CORRUPT", message, file, hint="Copy this rank's own file from where it was saved.")
     if faults:
         raise faults.error()
 
