@@ -22,7 +22,6 @@ from msgspec.structs import asdict, replace
 from transaxle.errors import TransaxleError, refuse
 from transaxle.formats.catalog.sidecar_files import SCRATCH
 from transaxle.formats.registry import is_one_file
-from transaxle.formats.remote.orphans import Orphan, orphans, remove, target_url
 from transaxle.formats.remote.service import S3
 from transaxle.formats.remote.url import local_path, scheme, without_secrets
 from transaxle.formats.staging.belongings import LocalFolder, strangers
@@ -76,7 +75,7 @@ def leftovers(path: str | os.PathLike[str]) -> tuple[Leftover, ...]:
     if is_url(typed):
         local = local_path(typed)
         if local is None and scheme(typed) in S3:
-            return tuple(map(_orphan, orphans(typed)))
+            return _orphans_at(typed)
         if local is None:
             hint = "The service removes parts of unfinished uploads, if its rules say so."
             message = "a killed run leaves no folders on a remote service"
@@ -94,8 +93,10 @@ def leftovers(path: str | os.PathLike[str]) -> tuple[Leftover, ...]:
         raise failed(error, "looking for leftovers", typed) from error
 
 
-def _orphan(orphan: Orphan) -> Leftover:
-    return Leftover(orphan.url, orphan.target, orphan.what, orphan.nbytes)
+def _orphans_at(target: str, *, uploads: bool = True) -> tuple[Leftover, ...]:
+    from transaxle.formats.remote.orphans import orphans  # whoever writes into a folder needs no services
+
+    return tuple(Leftover(each.url, each.target, each.what, each.nbytes) for each in orphans(target, uploads=uploads))
 
 
 def _candidates(typed: str) -> Iterator[tuple[Path, Path]]:
@@ -184,7 +185,9 @@ def sweep_beside(target: str) -> tuple[str, ...]:
     """
     notes = []
     if is_url(target) and local_path(target) is None:
-        place, found = target_url(target), tuple(map(_orphan, orphans(target, uploads=False)))
+        from transaxle.formats.remote.orphans import target_url
+
+        place, found = target_url(target), _orphans_at(target, uploads=False)
     else:
         place, found = os.path.realpath(local_path(target) or target), leftovers(target)
     for leftover in found:
@@ -205,6 +208,8 @@ def clean(leftover: Leftover) -> Leftover:
         StorageError: IO.
     """
     if is_url(leftover.path):
+        from transaxle.formats.remote.orphans import remove
+
         remove(leftover.path)
         return replace(leftover, outcome="removed")
     path, target = Path(leftover.path), Path(leftover.target)
