@@ -66,6 +66,23 @@ def test_every_head_comes_back_from_every_dialect_under_its_own_name(architectur
 
 
 @pytest.mark.peers
+@pytest.mark.parametrize("architecture", ["NomicBertForMaskedLM", "RobertaForMaskedLM"])
+def test_a_tied_bias_comes_back_by_way_of_two_dialects(architecture: str, tmp_path: Path) -> None:
+    import transformers
+
+    made = getattr(transformers, architecture)
+    with quiet():
+        model = made(wrappers.shrunk(made.config_class())).float()
+        randomise(model)
+        model.save_pretrained(tmp_path / "hub")
+    source = tmp_path / "hub"
+    for label in ("transformers", "vllm", "hf"):
+        tx.convert(source, tmp_path / label, to=f"safetensors:{label}", sync=False)
+        source = tmp_path / label
+    assert differing(loaded(source), loaded(tmp_path / "hub")) == []
+
+
+@pytest.mark.peers
 @pytest.mark.parametrize("model_type", TYPES)
 def test_logits_are_equal_after_a_round_through_all_dialects(model_type: str, tmp_path: Path) -> None:
     model = drawn(model_type, CHANGES.get(model_type, {}))

@@ -256,6 +256,35 @@ def test_names_that_a_head_gives_are_refused_where_no_line_reads_the_head(to: st
     assert not translated(_HEADED, "hf", to, Store({"base.body": arange(4), "other_head": arange(3, 4)})).refusals
 
 
+def test_what_two_dialects_have_no_line_for_is_part_of_the_model_between_them() -> None:
+    family = only(
+        "family headed\n  axes d k\n  body : d\n  head : k d when not score\n  score : k d optional\n"
+        "dialect hf\n  body = body[d]\n  head = head[k d]\n  score = score[k d]\n"
+        "dialect engine\n  inner.body = body[d]\n  head = head[k d]\n"
+        "dialect trainer\n  outer.body = body[d]\n  head = head[k d]\n"
+    )
+    view = translated(family, "engine", "trainer", Store({"inner.body": arange(4), "score": arange(2, 4)}))
+    assert (view.refusals, set(view.targets), set(view.kept)) == ((), {"outer.body", "score"}, {"score"})
+    lacking = translated(family, "engine", "trainer", Store({"inner.body": arange(4)}))
+    assert "head" in only_refusal(lacking, "MISSING_TENSOR").message
+
+
+_TWICE = only(
+    "family twice\n  axes d\n  body : d\n  bias : d optional\n  copy : d when bias\n  tie copy = bias when True\n"
+    "dialect hf\n  body = body[d]\n  bias = bias[d]\n  copy = copy[d]\n"
+    "dialect engine\n  body = body[d]\n"
+    "dialect other\n  body = body[d]\n  copy = copy[d]\n"
+)
+
+
+@pytest.mark.parametrize(("to", "names"), [("engine", {"body", "bias"}), ("other", {"body", "copy"})])
+def test_of_equal_copies_one_is_written_also_where_none_has_a_line(to: str, names: set[str]) -> None:
+    tensors = {"body": arange(4), "bias": arange(4, start=9), "copy": arange(4, start=9)}
+    view = translated(_TWICE, "hf", to, Store(tensors))
+    assert (view.refusals, set(view.targets)) == ((), names)
+    assert len(view.checks) == 1
+
+
 def test_two_lines_may_not_write_one_name() -> None:
     family = only(
         "family twin\n  axes l=n m=m L=n d=d\n  x : l d\n  y : m d\n"

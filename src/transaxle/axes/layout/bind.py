@@ -146,10 +146,11 @@ def bind(
 
 
 def with_kept(bound: Bound, target: Dialect, sizes: Sizes, stored: Mapping[str, Stored]) -> Bound:
-    """Read the names that a checkpoint's own dialect has no line for through the target's.
+    """Read the names that a checkpoint's own dialect has no line for through the target's, and what is left through
+    those of the hub, which the family's first dialect has.
 
-    There they keep their names, so they are what the target says they are, unless the checkpoint has that already: what
-    `hf` has and another dialect has no line for comes back like that, and conditions that ask for it hold again.
+    They are kept names: so they are what the other dialect says they are, unless the checkpoint has that already. What
+    `hf` has and two others have no line for comes back like that, and conditions that ask for it hold again.
 
     Args:
         bound: the stored names, read through their own dialect.
@@ -160,9 +161,16 @@ def with_kept(bound: Bound, target: Dialect, sizes: Sizes, stored: Mapping[str, 
     Raises:
         UsageError: as `bind` does.
     """
-    if not bound.unknown or target is bound.dialect:
+    for dialect in (target, bound.family.dialects[0]):
+        bound = _with_names_of(dialect, bound, sizes, stored)
+    return bound
+
+
+def _with_names_of(dialect: Dialect, bound: Bound, sizes: Sizes, stored: Mapping[str, Stored]) -> Bound:
+    """Read the names that are unknown so far through another dialect."""
+    if not bound.unknown or dialect is bound.dialect:
         return bound
-    kept = bind(bound.unknown, bound.family, target, sizes, encodings=bound.encodings, stored=stored)
+    kept = bind(bound.unknown, bound.family, dialect, sizes, encodings=bound.encodings, stored=stored)
     names: _BoundNames = defaultdict(dict, {key: dict(of_line) for key, of_line in bound.names.items()})
     present = _Presence(bound.names)
     read = set()

@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
-from transaxle.axes.layout.relayout import Check
+from transaxle.axes.layout.relayout import Check, Target
 from transaxle.axes.notation.family import Dialect, Line
 from transaxle.axes.translation.alike_tensors import AlikePart
 from transaxle.axes.translation.holdings import AlikeSources, Holdings, LineSources, Sources
 from transaxle.errors import Refusal, Where
+
+
+def _origins(side: Target) -> set[tuple[str, str]]:
+    """Return what a side of a check is read from: stored tensors, each with the logical tensor in it."""
+    return {(origin.name, origin.component) for part in side.parts for origin in part.origins}
 
 
 class Unplaced:
@@ -56,18 +61,23 @@ class Unplaced:
         no place where its axis of size 0 numbers the target's tensors (zero experts): it is left out.
 
         Args:
-            checks: a copy that only a check reads has a place.
+            checks: a copy that only a check reads has the place of the other one.
             clean: nothing was refused so far.
         """
-        sides = (side for check in checks for side in (check.first, check.second))
-        used = self._used | {(o.name, o.component) for side in sides for part in side.parts for o in part.origins}
+        checked = [(_origins(check.first), _origins(check.second)) for check in checks]
         # The targets of a line take equally many.
         wholly = {of for (of, _), found in self._alike.items() if len(found) * len(found[0]) == len(of.places)}
         left = [(line, slot) for line, slot in self._holdings.bound.names if not self._all_in(wholly, line, slot)]
         asked = {line for line, _ in left}
+        used = set(self._used)
         for (of, _), found in self._alike.items():
-            if of.line in asked:
+            if checked or of.line in asked:
                 used.update((origin.name, origin.component) for each in found for origin in each)
+        for first, second in checked:
+            if first <= used or second <= used:
+                used |= first | second
+            else:  # neither has a place: the second one keeps its name
+                used |= first - second
         for line, slot in left:
             yield from self._homeless(line, slot, used, clean=clean)
 
