@@ -15,6 +15,7 @@ from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear
 from transformers.quantizers.auto import AutoHfQuantizer
 
 import transaxle as tx
+from tests.oracles import wrappers
 from tests.oracles.every_type import EXACT, HAND, TRACED, recorded
 from tests.oracles.quiet import quiet
 from tests.oracles.tiny_models import drawn
@@ -105,6 +106,32 @@ def test_transformers_takes_the_same_modules_for_encoded(model_type: str, encodi
         tx.convert(tmp_path / "base", tmp_path / "out", to="hf", encode=encoding, sync=False)
         tx.convert(tmp_path / "out", tmp_path / "plain", to="hf", decode="bf16", sync=False)
         assert asked(model, tmp_path / "out") == changed(model, tmp_path / "plain") != set()
+
+
+@pytest.mark.peers
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("architecture", "head"),
+    [
+        ("BertForNextSentencePrediction", "cls.seq_relationship"),
+        ("BertForSequenceClassification", "classifier"),
+        ("RobertaForQuestionAnswering", "qa_outputs"),
+        ("RobertaForSequenceClassification", "classifier.out_proj"),
+    ],
+)
+def test_a_head_that_classifies_stays_plain(architecture: str, head: str, tmp_path: Path) -> None:
+    import transformers
+
+    made = getattr(transformers, architecture)
+    with quiet():
+        model = made(wrappers.shrunk(made.config_class())).to(torch.bfloat16)
+        model.save_pretrained(tmp_path / "base")
+        tx.convert(tmp_path / "base", tmp_path / "out", to="hf", encode="float8_block", sync=False)
+        tx.convert(tmp_path / "out", tmp_path / "plain", to="hf", decode="bf16", sync=False)
+        encoded_modules = changed(model, tmp_path / "plain")
+        assert asked(model, tmp_path / "out") == encoded_modules != set()
+    assert head in dict(model.named_modules())
+    assert head not in encoded_modules
 
 
 @pytest.mark.oracle

@@ -29,8 +29,9 @@ from transaxle.formats.dtype import nbytes, numpy_dtype
 METHODS = ("float8_block", "mxfp8", "nvfp4")
 """Encodings that can be written."""
 _LEFT_PLAIN = frozenset({
-    "bias", "downsample", "head", "patch", "patches", "pos", "position", "positions", "rel", "router", "sinks",
-    "subsampling", "token", "tokens", "type", "types", "word", "words", "wpe", "wte",
+    "answers", "bias", "classifier", "downsample", "head", "patch", "patches", "pos", "position", "positions", "rel",
+    "router", "score", "sentence", "sinks", "subsampling", "token", "tokens", "type", "types", "word", "words", "wpe",
+    "wte",
 })  # fmt: skip
 """Words in the names of tensors that nobody quantizes; `mtp_norm` consists of two words."""
 _IN_WORDS = ("emb", "norm")
