@@ -309,3 +309,11 @@ def test_unreadable_settings(tmp_path: Path) -> None:
     (tmp_path / "list.json").write_text(json.dumps([1]))
     with refused("CORRUPT", "JSON object"):
         tx.open(source, config=tmp_path / "list.json")
+
+
+@pytest.mark.parametrize("said", [{}, {"family": "llama"}])
+def test_names_of_a_model_without_its_head_are_told_what_they_lack(said: dict[str, str]) -> None:
+    bare = tuple(name.removeprefix("model.") for name in PLAIN if name != "lm_head.weight")
+    with refused("UNKNOWN_FAMILY", "llama:hf without 'model.' in front", "Save the whole model", "identity"):
+        found(bare, {"model_type": "llama"}, **said)
+    assert found(PLAIN, {"model_type": "llama"}) == ("llama", "hf", "")

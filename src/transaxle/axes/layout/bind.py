@@ -108,6 +108,32 @@ def score(grouped: Mapping[str, list[str]], dialect: Dialect) -> tuple[int, str]
     return counts[prefix], prefix
 
 
+def refuse_headless(families: Iterable[Family], grouped: Mapping[str, list[str]], ways: str) -> None:
+    """Refuse names of which most would be a dialect's, were the first word of its names in front of them.
+
+    Args:
+        families: those that they may be of.
+        grouped: names of which most are not read as they are, by their skeletons.
+        ways: what else can be done.
+
+    Raises:
+        UsageError: UNKNOWN_FAMILY: it is a model without its head, as transformers stores base models.
+    """
+    total = sum(map(len, grouped.values()))
+    for family, dialect in [(each, dialect) for each in families for dialect in each.dialects]:
+        lacking: dict[str, int] = defaultdict(int)
+        for front, _, rest in (key.partition(".") for key in dialect.by_skeleton):
+            lacking[front] += len(grouped.get(rest, ()))
+        front = max(lacking, key=lacking.__getitem__, default="")
+        if 2 * lacking[front] > total:
+            first = next(alike[0] for key, alike in grouped.items() if f"{front}.{key}" in dialect.by_skeleton)
+            message = (
+                f"the names, such as {first}, are those of {family.name}:{dialect.label} without '{front}.' in front: "
+                "of a model without its head, for which the table has none"
+            )
+            raise refuse("UNKNOWN_FAMILY", message, hint=f"Save the whole model, with '{front}.' in front.\n{ways}")
+
+
 def bind(
     names: Sequence[str],
     family: Family,

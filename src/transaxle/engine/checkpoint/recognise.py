@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from transaxle.arguments import read_text
-from transaxle.axes.layout.bind import Bound, bind, group, score, split_slot
+from transaxle.axes.layout.bind import Bound, bind, group, refuse_headless, score, split_slot
 from transaxle.axes.notation.family import Dialect, Family, Sizes
 from transaxle.axes.notation.name import skeleton
 from transaxle.encodings.conventions.quantization import MODELOPT_CONFIG
@@ -226,9 +226,11 @@ def recognise(
         readings = [reading for candidate in candidates for reading in _readings(candidate, grouped, dialect)]
     else:
         readings = _best_readings(families, grouped, dialect)
+    most = max((r.matched for r in readings), default=0)
+    if 2 * most < len(names):
+        refuse_headless(candidates, grouped, _ways(types))
     if not readings:
         raise _nothing(names, types, candidates, families, dialect)
-    most = max(r.matched for r in readings)
     best = _most_complete([r for r in readings if r.matched == most], grouped)
     besides = {r.family.name for r in best if r.dialect.name not in ENGINES}
     best = [r for r in best if r.dialect.name not in ENGINES or r.family.name not in besides]
