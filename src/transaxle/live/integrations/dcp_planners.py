@@ -25,14 +25,14 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
-from transaxle.arguments import Config, check_keywords, read_config, read_optional_text, shows
+from transaxle.arguments import Config, check_keywords, read_config, read_flag, read_optional_text, shows
 from transaxle.axes.layout.bind import join_slot, split_slot
 from transaxle.axes.translation.expert_sets import between
 from transaxle.axes.translation.grouped import Stem
 from transaxle.errors import Refusal, Where, gathered, refuse
 from transaxle.live.reexpress.state_dict_adapter import loadable_as, regroupable, state_dict_as
 from transaxle.live.sharding.dcp_chunks import as_runs
-from transaxle.live.sharding.dual_form_check import DualFormCheck
+from transaxle.live.sharding.dual_form_check import DualFormCheck, without_other_forms
 from transaxle.live.sharding.expert_slices import ExpertSlices
 from transaxle.live.sharding.param_group_names import ParamGroupNames
 from transaxle.live.tensors.type_change import decode_hint
@@ -134,12 +134,16 @@ class SavePlanner(_Translating, DefaultSavePlanner):
 
 
 class LoadPlanner(_Translating, DefaultLoadPlanner):
-    """A planner for `dcp.load` that reads a checkpoint in any dialect; its arguments are those of `SavePlanner`.
+    """A planner for `dcp.load` that reads a checkpoint in any dialect; its arguments begin as those of `SavePlanner`.
 
     If a tensor of the checkpoint corresponds to several tensors of the model or to a part of one, the planner reads it
     into separate memory, and fills the model's tensors when the last one has arrived. Without a dialect, experts of
     grouped layers may be in another form; the planner refuses another number of experts (counted on all ranks), a part
     of them, and two forms that differ.
+
+    To find these, it reads whatever a checkpoint has in both forms whole, into separate memory, on every rank. With
+    `trust_copies` it takes them for equal, and each rank reads its own part of one form: the one it asks for, if that
+    is complete.
     """
 
     _given: dict[str, Any]
@@ -161,10 +165,12 @@ class LoadPlanner(_Translating, DefaultLoadPlanner):
         family: str | None = None,
         source: str | None = None,
         config: Config | None = None,
+        trust_copies: bool = False,
         **options: Unpack[Reading],
     ) -> None:
         check_keywords("LoadPlanner", options, Reading.__annotations__)
         super().__init__(dialect, family=family, source=source, config=config, **options)
+        self._trusts = read_flag("trust_copies", trust_copies)
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
@@ -189,6 +195,8 @@ class LoadPlanner(_Translating, DefaultLoadPlanner):
             read_into, give_back = loadable_as(tensors, self._dialect, **self._said)
             self._last.append(give_back)
         else:
+            if self._trusts:
+                stored = without_other_forms(stored, tensors.keys())
             slices = ExpertSlices(tensors, _sizes(stored))
             stems = between(_shapes(slices.read), _sizes(stored)).checked()
             changed = [stem.reversed() for stem in stems if stem.stored != stem.wanted]
@@ -202,7 +210,7 @@ class LoadPlanner(_Translating, DefaultLoadPlanner):
         self._experts = _shapes(
             {**{name: tensor for name, tensor in read_into.items() if name not in wholes}, **members}
         )
-        doubled = [stem for stem in stems if stem.copies]
+        doubled = [stem for stem in stems if stem.copies and not self._trusts]
         self._asked = {**{_flat(name, self._home): value for name, value in read_into.items()}, **others}
         if doubled:
             twice = DualFormCheck(doubled, stored, read_into)

@@ -2,17 +2,19 @@
 
 torch tells planners of a tensor only once it has been read. So where anything is stored twice, everything is read into
 memory of its own, and the caller's tensors get their values when all copies are known to be equal. That costs a second
-copy of the model, and happens with such checkpoints only.
+copy of the model, and happens with such checkpoints only. Who trusts a checkpoint has one form read, in place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from transaxle.axes.translation.grouped import MemberCopy, Stem, member_copies
+from transaxle.axes.layout.bind import split_slot
+from transaxle.axes.translation.grouped import MemberCopy, Stem, member_copies, members_by_stack
 from transaxle.errors import Refusal, Where, gathered
 from transaxle.live.transport.world import World
 from transaxle.torch_tensors.local_tensor import local_of
@@ -64,6 +66,46 @@ class DualFormCheck:
         stack, member, count = self._whole[copy.stack], self._whole[copy.name], copy.stem.count
         is_stacked = member.dim() and stack.numel() == count * member.numel()  # a step has no dims: one for all
         return same_bytes(stack.view(count, *member.shape)[copy.place] if is_stacked else stack, member)
+
+
+def without_other_forms(
+    stored: Mapping[str, TensorStorageMetadata], asked: Collection[str]
+) -> dict[str, TensorStorageMetadata]:
+    """Return what a checkpoint has, without one form of each set of experts that it stores twice.
+
+    The form asked for stays, or, where that lacks something (a state, an expert), the other one if it is whole.
+
+    Args:
+        stored: what the checkpoint has, by our names.
+        asked: the names that this rank asks for.
+    """
+    numbered, dropped = members_by_stack(stored), set[str]()
+    members, stacks = _by_parameter(stored)
+    asked_members, asked_stacks = _by_parameter(asked)
+    for parameter in members.keys() & stacks.keys():
+        wanted_members, wanted_stacks = asked_members[parameter], asked_stacks[parameter]
+        if bool(wanted_members) == bool(wanted_stacks):
+            continue
+        if wanted_members:
+            as_stacks = members_by_stack(wanted_members)
+            forms = [(wanted_members <= stored.keys(), stacks), (as_stacks.keys() <= stored.keys(), members)]
+        else:
+            counts = {stored[name].size[0] for name in stacks[parameter] if stored[name].size}
+            are_whole = all(counts == {len(numbered.get(name, ()))} for name in wanted_stacks)
+            forms = [(wanted_stacks <= stored.keys(), members), (are_whole, stacks)]
+        dropped |= next((others[parameter] for is_whole, others in forms if is_whole), set())
+    return {name: metadata for name, metadata in stored.items() if name not in dropped}
+
+
+def _by_parameter(names: Collection[str]) -> tuple[dict[str, set[str]], dict[str, set[str]]]:
+    """Return by the name of the stack, states with their parameter: names with a number, and all others."""
+    members: dict[str, set[str]] = defaultdict(set)
+    stacks: dict[str, set[str]] = defaultdict(set)
+    for stack, named in members_by_stack(names).items():
+        members[split_slot(stack)[0]].update(named.values())
+    for name in names:
+        stacks[split_slot(name)[0]].add(name)
+    return members, stacks
 
 
 def _like(tensor: torch.Tensor) -> torch.Tensor:
