@@ -171,6 +171,31 @@ def test_a_schedule_of_groups_in_another_order_is_refused(tmp_path: Path, kind: 
     assert [group["lr"] for group in same.param_groups] == [0.0625, 0.03125]
 
 
+@pytest.mark.parametrize("inner", ["torch", "accelerate"])
+def test_a_schedule_that_accelerate_has_wrapped_is_held_against_the_groups_too(tmp_path: Path, inner: str) -> None:
+    from accelerate import Accelerator
+    from accelerate.scheduler import AcceleratedScheduler
+
+    def made(net: nn.Module, *, turned: bool) -> tuple[Any, Any]:
+        first, *others = net.parameters()
+        groups = [{"params": [first], "lr": 0.25}, {"params": others, "lr": 0.125}]
+        optimizer: Any = torch.optim.SGD(groups[::-1] if turned else groups)
+        outer = Accelerator(cpu=True).prepare_optimizer(optimizer)
+        schedule = torch.optim.lr_scheduler.LambdaLR(
+            outer if inner == "accelerate" else optimizer, lambda step: 0.5**step
+        )
+        return outer, AcceleratedScheduler(schedule, outer)
+
+    net = model()
+    optimizer, schedule = made(net, turned=False)
+    save(net, tmp_path / "out", to="safetensors", optimizer=optimizer, extra={"schedule": schedule})
+    other, other_schedule = made(net, turned=True)
+    with pytest.raises(TransaxleError, match=r"initial learning rates \[0.125, 0.25\], but .* \[0.25, 0.125\]"):
+        load(net, tmp_path / "out", optimizer=other, extra={"schedule": other_schedule})
+    same, same_schedule = made(net, turned=False)
+    load(net, tmp_path / "out", optimizer=same, extra={"schedule": same_schedule})
+
+
 def test_a_setting_that_is_no_plain_data_is_refused(tmp_path: Path) -> None:
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=1.0)

@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.optim import Optimizer
 
 from transaxle.errors import Refusal, Where, gathered
 from transaxle.formats.dtype import numpy_dtype
 from transaxle.formats.pickled.descriptors import NOTHING
 from transaxle.formats.training_state.state_groups import NAMES, PARAMS, ParamGroup, plain, settings_of
-from transaxle.live.training.optimizers import Optimizers
+from transaxle.live.training.optimizers import Optimizers, inside
 from transaxle.live.transport.world import World
 from transaxle.torch_tensors.torch_dtype import code_of
 
@@ -151,15 +152,20 @@ def misordered(
     for one in optimizers.members:
         mine, begin = rates[begin : begin + len(one.param_groups)], begin + len(one.param_groups)
         for name, (schedule, state) in schedules.items():
-            if getattr(schedule, "optimizer", None) is not one or not all(
-                isinstance(each, int | float) for each in mine
-            ):
+            if one not in _scheduled(schedule) or not all(isinstance(each, int | float) for each in mine):
                 continue
             other = next((each for each in _base_rates(state) if each != mine and sorted(each) == sorted(mine)), None)
             if other is not None:
                 message = f"the groups have the initial learning rates {mine}, but their schedule has {other}"
                 problems.append(Refusal("UNSUPPORTED", message, Where(None, name), _IN_ORDER))
     return problems
+
+
+def _scheduled(schedule: object) -> tuple[Optimizer, ...]:
+    """Return the torch optimizers whose rates a schedule sets, through whatever is around it and them (accelerate)."""
+    inner = getattr(schedule, "scheduler", schedule)
+    optimizer = getattr(inner, "optimizer", None)
+    return () if optimizer is None else inside(optimizer)
 
 
 def _base_rates(state: Any) -> Iterator[list[float]]:

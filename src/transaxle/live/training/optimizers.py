@@ -113,6 +113,13 @@ def apart(given: Any) -> Optimizers:
     return Optimizers(tuple(walk.members), tuple(walk.covers))
 
 
+def inside(given: Any) -> tuple[Optimizer, ...]:
+    """Return the torch optimizers in what was given, whether or not their state can be told."""
+    walk = _Walk()
+    walk.into(given)
+    return tuple(walk.members)
+
+
 class _Walk:
     """Goes through what was given."""
 
