@@ -175,6 +175,31 @@ def test_a_trainer_whose_disk_is_full_keeps_the_one_before(tmp_path: Path) -> No
     run(1, _crash, str(tmp_path))
 
 
+def _others(rank: int, world: int, folder: str) -> None:
+    """Two runs that log nothing, and so have the same history; under the url is the other one's second step."""
+    out, url = Path(folder, "mine"), Path(folder, "url")
+    with quiet():
+        first = _trainer(out, [tx.TrainerCheckpoints(url=url)], 2, logging_strategy="no")
+        first.train()
+        mine = _trainer(out, [], 2, logging_strategy="no")
+        again = _trainer(out, [tx.TrainerCheckpoints(url=url)], 2, logging_strategy="no")
+        for trainer in (mine, again):
+            trainer.train(resume_from_checkpoint=str(out / "checkpoint-2"))
+        other = _trainer(Path(folder, "other"), [tx.TrainerCheckpoints(url=url)], 2, batch=1, logging_strategy="no")
+        other.train()
+        lost = _trainer(out, [tx.TrainerCheckpoints(url=url)], 2, logging_strategy="no")
+        with pytest.warns(UserWarning, match="no checkpoint of this callback for step 2"):
+            lost.train(resume_from_checkpoint=str(out / "checkpoint-2"))
+    # The rate is zero at the end, so the step that a Trainer makes where none is left changes nothing.
+    for found, wanted in ((again, first), (lost, mine)):
+        pairs = zip(found.model.state_dict().values(), wanted.model.state_dict().values(), strict=True)
+        assert all(torch.equal(one, two) for one, two in pairs)
+
+
+def test_what_another_run_of_equal_history_saved_under_the_url_is_not_taken(tmp_path: Path) -> None:
+    run(1, _others, str(tmp_path))
+
+
 def _save_states(rank: int, world: int, server: str, folder: str, url: str) -> list[dict[str, Any]]:
     """Save five states of a sharded model in the background, of which the first is the best; return what each held."""
     reach_s3(server)

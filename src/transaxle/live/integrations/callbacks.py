@@ -12,7 +12,7 @@ import os
 import shutil
 import uuid
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Unpack
@@ -30,14 +30,13 @@ from transaxle.live.integrations.step_checkpoints import (
     StepCheckpoints,
     Stepping,
     divided,
-    is_complete,
     remove,
-    stored_bytes,
+    text_beside,
 )
 from transaxle.live.load.load import load
 from transaxle.live.save.save import check_savable, save
 from transaxle.live.save.save_request import UNSAID, check_options
-from transaxle.live.training.extra_state import EXTRA, FILE, Extras, Stateful
+from transaxle.live.training.extra_state import FILE, Stateful
 from transaxle.live.transport.world import World
 from transaxle.torch_tensors.module_wrappers import unwrapped
 from transaxle.torch_tensors.torch_arguments import Ranks, read_group
@@ -55,7 +54,7 @@ _PROGRESS = "trainer_state"
 _BEST = "transaxle_best"
 """Name under which a checkpoint has the name of the best one."""
 _TICKET = "transaxle_save"
-"""Name under which accelerate's folder, and the checkpoint under a URL, have the same random text: of the same save."""
+"""Name under which the framework's folder, and the checkpoint under a URL, have the same random text: of one save."""
 _WEIGHTS = ".safetensors"
 _BLOCK = 8 << 20
 
@@ -131,9 +130,14 @@ class TrainerCheckpoints:
         places = [
             each for each in (self._resume, args.resume_from_checkpoint, str(Path(args.output_dir, name))) if each
         ]
-        if self._steps is not None:
-            places.insert(0, self._steps.place(name))
-        sources = World(self._group).pool(lambda: next(filter(None, (_source(state, each) for each in places)), ""))
+        below = "" if self._steps is None else self._steps.place(name)
+        places = [below, *places] if below else places
+
+        def found() -> str:
+            sources = (_source(state, each) for each in places)
+            return next((at for at in sources if at and (at != below or _is_of_one_save(state, at, places))), "")
+
+        sources = World(self._group).pool(found)
         if sources[0]:  # as the first rank finds it: all load the same
             load(given["model"], sources[0], optimizer=given["optimizer"], extra=_schedule(given), group=self._group)
         else:
@@ -170,7 +174,7 @@ class TrainerCheckpoints:
         name = _name(max(steps))
         target = folder / name
         if not target.exists():
-            progress = _text_beside(self._steps.place(name), _PROGRESS)
+            progress = text_beside(self._steps.place(name), _PROGRESS)
             if progress is None:
                 message = "this checkpoint was not saved by the callback: it has no progress of a Trainer"
                 raise refuse("INCOMPLETE", message, file=self._steps.place(name), hint="Load it with tx.load.")
@@ -208,9 +212,12 @@ class TrainerCheckpoints:
         """Save weights, optimizer and schedule beside the Trainer's own files, or under `url`."""
         told = {"to": self._to, "optimizer": given["optimizer"], "extra": _schedule(given), **self._options}
         if self._steps is not None:
-            first = World(self._group).gather(json.dumps(dataclasses.asdict(state), sort_keys=True))[0]
-            told["extra"] = {**told["extra"], _PROGRESS: first}
+            mine = json.dumps(dataclasses.asdict(state), sort_keys=True), uuid.uuid4().hex
+            progress, ticket = World(self._group).gather(mine)[0]
+            told["extra"] = {**told["extra"], _PROGRESS: progress, _TICKET: ticket}
             best = _name(state.best_global_step) if state.best_global_step else None
+            with suppress(FileNotFoundError):
+                Path(args.output_dir, _name(state.global_step), _TICKET).write_text(ticket, "utf-8")
             self._steps.save(given["model"], _name(state.global_step), best, **told)
             return
         place = Path(args.output_dir, _name(state.global_step), FOLDER)
@@ -264,7 +271,23 @@ def _source(state: Any, place: str) -> str:
         with suppress(OSError):
             if _has_history(state, Path(place, _STATE_FILE).read_bytes()) and Path(place, FOLDER).exists():
                 return str(Path(place, FOLDER))
-    return place if _has_history(state, (_text_beside(place, _PROGRESS) or "").encode()) else ""
+    return place if _has_history(state, (text_beside(place, _PROGRESS) or "").encode()) else ""
+
+
+def _is_of_one_save(state: Any, place: str, folders: Sequence[str]) -> bool:
+    """Tell whether what lies under a URL was saved with a Trainer's folder: another run may have logged the same.
+
+    A folder that `fetch` has brought, or that lies where nobody knows, says nothing against it.
+
+    Raises:
+        StorageError: IO.
+    """
+    tickets = set()
+    for folder in folders:
+        with suppress(OSError):
+            if _has_history(state, Path(folder, _STATE_FILE).read_bytes()):
+                tickets.add(Path(folder, _TICKET).read_text("utf-8"))
+    return not tickets or text_beside(place, _TICKET) in tickets
 
 
 def _has_history(state: Any, text: bytes) -> bool:
@@ -273,22 +296,6 @@ def _has_history(state: Any, text: bytes) -> bool:
         return json.dumps(json.loads(text)[_HISTORY]) == json.dumps(state.log_history)
     except (ValueError, LookupError, TypeError):
         return False
-
-
-def _text_beside(place: str, name: str) -> str | None:
-    """Return a text that a complete checkpoint under a URL or in a folder has beside tensors; None where there is none.
-
-    Args:
-        place: of the checkpoint.
-        name: such as `_PROGRESS`, that of a Trainer.
-
-    Raises:
-        Refused: CORRUPT.
-        StorageError: IO.
-    """
-    text = stored_bytes(place, FILE) if is_complete(place) else None
-    found = None if text is None else Extras(text, World()).states.get(f"{EXTRA}/{name}")
-    return found if isinstance(found, str) else None
 
 
 def _copy_weights(place: str, folder: Path) -> None:
@@ -427,7 +434,7 @@ class AccelerateHooks:
         held = {name: each for name, each in (self._extra or {}).items() if isinstance(each, Stateful)}
         world, best = World(self._group), None
         if steps is not None:
-            best, ticket = world.pool(lambda: (_text_beside(place, _BEST), _text_beside(place, _TICKET)))[0]
+            best, ticket = world.pool(lambda: (text_beside(place, _BEST), text_beside(place, _TICKET)))[0]
             with world.together():
                 self._check_ticket(input_dir, place, ticket)
         load(self._model, place, optimizer=self._optimizer, extra=held, group=self._group)

@@ -26,6 +26,7 @@ from transaxle.formats.storage.storage import is_url
 from transaxle.live.background.asynchronous import SaveJob, async_save
 from transaxle.live.save.save import save
 from transaxle.live.save.save_request import Saving
+from transaxle.live.training.extra_state import EXTRA, FILE, Extras
 from transaxle.live.transport.world import World
 from transaxle.torch_tensors.torch_arguments import Ranks
 
@@ -185,6 +186,22 @@ def stored_bytes(place: str, name: str) -> bytes | None:
     if not is_url(place):
         return LocalFolder(Path(place)).read(name, _LONGEST)
     return RemoteFolder(Service(place)).read(name, _LONGEST)
+
+
+def text_beside(place: str, name: str) -> str | None:
+    """Return a text that a complete checkpoint under a URL or in a folder has beside tensors; None where there is none.
+
+    Args:
+        place: of the checkpoint.
+        name: under which it was given in `extra`.
+
+    Raises:
+        Refused: CORRUPT.
+        StorageError: IO.
+    """
+    text = stored_bytes(place, FILE) if is_complete(place) else None
+    found = None if text is None else Extras(text, World()).states.get(f"{EXTRA}/{name}")
+    return found if isinstance(found, str) else None
 
 
 def remove(place: str) -> None:
