@@ -18,7 +18,7 @@ would wait for it. `--quick` leaves this out, and transformers and the consolida
 Nothing waits for the disk, but for the durable case, which stands against `cp -r` and `sync`. On a busy machine the
 ratios to `cp` are lower: it needs one core, a conversion all. What all of them do alike, making pages for the files,
 takes several times as long where a host must first find the memory, as on most virtual machines. So before each run
-another process takes that memory and gives it back.
+a file of as many bytes is written and removed.
 
     python benchmarks/convert.py [--rounds 5] [--layers 8] [--experts 64] [--jobs 2] [--quick]
 """
@@ -48,15 +48,9 @@ HIDDEN, EXPERT, HEADS, KV_HEADS, HEAD, VOCABULARY = 1024, 416, 16, 4, 64, 4096
 SHARD = 500_000_000
 LARGE, MEMORY_FILES = 36, "/dev/shm"
 """Layers of 6 GB, and where they lie with two copies of them."""
-MOST_TAKEN = 7_000_000_000
-"""Bytes of memory that are taken before a run at most."""
 MEMORY = 64
 """MB of a whole process at most, of which the interpreter and numpy are half."""
 
-TAKE_MEMORY = """
-import mmap, sys
-mmap.mmap(-1, int(sys.argv[1]), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE).close()
-"""
 SCRIPT = """
 import glob, os, re, sys, torch
 from safetensors import safe_open
@@ -127,12 +121,14 @@ def make(folder: Path, layers: int, experts: int) -> int:
     return total
 
 
-def take_memory(size: int) -> None:
-    """Take so many bytes of memory and give them back: who writes as many next need not wait for a host to find them.
-
-    In a process of its own, as a child's peak memory starts with that of its parent.
-    """
-    subprocess.run([sys.executable, "-c", TAKE_MEMORY, str(size)], check=True)
+def take_memory(folder: Path, size: int) -> None:
+    """Write so many bytes into a file and remove it: who writes as many next need not wait for a host to find them."""
+    piece = bytes(1 << 20)
+    file = folder / "taken"
+    with file.open("wb", buffering=0) as taken:
+        for _ in range(size >> 20):
+            taken.write(piece)
+    file.unlink()
 
 
 def run(command: list[str]) -> tuple[float, float]:
@@ -314,12 +310,12 @@ class Rounds:
 def rounds_of(case: Case, folder: Path, said: argparse.Namespace) -> Rounds:
     """Measure a case."""
     target, found = folder / "out", Rounds()
-    needed = 3 * sum(file.stat().st_size for file in (folder / case.source).iterdir())
+    needed = sum(file.stat().st_size for file in (folder / case.source).iterdir()) * 5 // 4
     places = {"IN": str(folder / case.source), "OUT": str(target)}
     for turn in range(said.rounds + 1):
         seconds, peaks = [], []
         for command in (ours(case, said.jobs), case.other, *([case.floor] if case.floor else [])):
-            take_memory(min(needed, MOST_TAKEN))
+            take_memory(folder, needed)
             took, peak = run([places.get(word, word) for word in command])
             shutil.rmtree(target)
             seconds.append(took)

@@ -135,7 +135,7 @@ def conversions(folder: Path, said: argparse.Namespace, total: int, promises: Pr
         memory = 0.0
         for turn in range(said.rounds + 1):
             for key, command in commands.items():
-                take_memory(3 * total)
+                take_memory(folder, total * 5 // 4)
                 before = os.times()
                 took, peak = run([{"IN": str(source), "OUT": str(folder / "out")}.get(word, word) for word in command])
                 after = os.times()
