@@ -14,7 +14,7 @@ Before = Callable[[str, int, int], None]
 """Called before each read with file, offset and size; what it raises, the read raises."""
 
 
-class CountingStorage:
+class CountingStorage(Storage):
     """Passes everything on, and keeps count."""
 
     def __init__(self, inner: Storage, before: Before | None = None) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.checkpoint.settings import settings
 from transaxle.formats.catalog.catalog import Container, Entry, Extent
+from transaxle.formats.storage.compiled import StepBatch
 from transaxle.formats.storage.storage import Listing
 
 FILE = "model.safetensors"
@@ -19,6 +20,7 @@ class Nothing:
     """A storage of one file that nobody reads."""
 
     path = single = FILE
+    takes_notes = False
 
     def listing(self, folder: str = "") -> Listing:
         return Listing((FILE,), (), {})
@@ -33,6 +35,9 @@ class Nothing:
         return name
 
     def read_into(self, name: str, offset: int, view: memoryview) -> None:
+        raise AssertionError("planning reads nothing")
+
+    def note_read(self, batch: StepBatch, name: str, offset: int, view: memoryview) -> None:
         raise AssertionError("planning reads nothing")
 
     def read(self, name: str, offset: int, size: int) -> bytes:
