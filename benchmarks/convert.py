@@ -201,9 +201,11 @@ consolidate_safetensors_files_on_every_rank(source, target, dict.fromkeys(names,
 FLOOR = """
 import os, sys, threading
 import numpy, xxhash
-source, target, jobs = sys.argv[1:]
-os.mkdir(target)
-files = iter(sorted(os.scandir(source), key=lambda file: -file.stat().st_size))
+source, target, jobs, *more = sys.argv[1:]
+if target:
+    os.mkdir(target)
+files = [file for folder in (source, *more) for file in os.scandir(folder)]
+files = iter(sorted(files, key=lambda file: -file.stat().st_size))
 lock = threading.Lock()
 
 def work():
@@ -214,11 +216,13 @@ def work():
         if file is None:
             return
         read = os.open(file.path, os.O_RDONLY)
-        written = os.open(os.path.join(target, file.name), os.O_WRONLY | os.O_CREAT, 0o644)
+        if target:
+            written = os.open(os.path.join(target, file.name), os.O_WRONLY | os.O_CREAT, 0o644)
         at, hashed = 0, xxhash.xxh3_128()
         while count := os.preadv(read, [piece], at):
             hashed.update(piece[:count])
-            os.pwrite(written, piece[:count], at)
+            if target:
+                os.pwrite(written, piece[:count], at)
             at += count
 
 threads = [threading.Thread(target=work) for _ in range(int(jobs))]
@@ -227,6 +231,7 @@ for thread in threads:
 for thread in threads:
     thread.join()
 """
+"""Hashes the files of `source` and `more`, and writes them into `target`, unless that is empty."""
 COPY = ("cp", "-r", "IN", "OUT")
 
 

@@ -22,36 +22,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-from convert import LARGE, MEMORY_FILES, run, write_hub
+from convert import FLOOR, LARGE, MEMORY_FILES, run, write_hub
 from promises import Promises
 
 READ, COMPARED = 0.9, 0.5
 """What is promised: of the speed of `cat`, and of `cmp`."""
-FLOOR = """
-import os, sys, threading
-import numpy, xxhash
-files = iter([file for folder in sys.argv[1:] for file in os.scandir(folder)])
-lock = threading.Lock()
-
-def work():
-    piece = memoryview(bytearray(1 << 20))
-    while True:
-        with lock:
-            file = next(files, None)
-        if file is None:
-            return
-        read = os.open(file.path, os.O_RDONLY)
-        at, hashed = 0, xxhash.xxh3_128()
-        while count := os.preadv(read, [piece], at):
-            hashed.update(piece[:count])
-            at += count
-
-threads = [threading.Thread(target=work) for _ in range(os.cpu_count())]
-for thread in threads:
-    thread.start()
-for thread in threads:
-    thread.join()
-"""
 
 
 def main() -> int:
@@ -73,14 +48,20 @@ def main() -> int:
         ours = [sys.executable, "-m", "transaxle"]
         subprocess.run([*ours, "convert", hub, made, "--to", "transformers"], check=True, capture_output=True)
         print(f"{total / 1e9:.2f} GB, {said.rounds} rounds, times the other's speed")
-        floor = [sys.executable, "-c", FLOOR]
+        floor, cores = [sys.executable, "-c", FLOOR], str(os.cpu_count())
         for what, other, own, least, limit in [
-            ("verify against cat", ["sh", "-c", 'cat "$0"/* > /dev/null', made], ["verify", made], [made], READ),
+            (
+                "verify against cat",
+                ["sh", "-c", 'cat "$0"/* > /dev/null', made],
+                ["verify", made],
+                [made, "", cores],
+                READ,
+            ),
             (
                 "diff across dialects against cmp of equal files",
                 ["sh", "-c", 'for file in "$0"/*; do cmp "$file" "$1/${file##*/}" || exit 1; done', hub, copy],
                 ["diff", hub, made],
-                [hub, made],
+                [hub, "", cores, made],
                 COMPARED,
             ),
         ]:
