@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
@@ -29,7 +30,7 @@ from transaxle.move.hashing import HashingFiles, ItemHash
 from transaxle.move.mover import Movement
 from transaxle.move.runs import Item
 from transaxle.move.transfer import Transfer
-from transaxle.move.workers import Limits
+from transaxle.move.workers import Compared, Limits, Pair
 
 SIZE = 60_000
 DATA = {f"{number}.bin": np.random.default_rng(number).integers(1, 256, SIZE, np.uint8) for number in range(3)}
@@ -139,6 +140,36 @@ def test_what_is_noted_is_what_is_done(
         files, digests = moved(storage, tmp_path / way, [(size, parts) for size, parts, _ in made])
     assert files == [content for *_, content in made]
     assert digests == {key: xxhash.xxh3_128_hexdigest(content) for key, (*_, content) in enumerate(made)}
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    made=st.lists(tensors(), min_size=1, max_size=4),
+    seed=st.integers(0, 99),
+    flips=st.lists(st.floats(0, 1, exclude_max=True), max_size=4),
+    batch=st.sampled_from([1, 50_000, 1 << 25]),
+)
+def test_tensors_differ_where_a_byte_does(
+    way: str, storage: LocalStorage, made: list[tuple[int, list[Transfer], bytes]], seed: int, flips: list[float],
+    batch: int,
+) -> None:  # fmt: skip
+    assert way in WAYS
+    contents = [bytearray(content) for *_, content in made]
+    for content, place in zip(contents, flips, strict=False):
+        if content and seed % 3:
+            content[int(place * len(content))] ^= 1 << seed % 8
+    held = {str(number): InMemoryFile(bytes(content)) for number, content in enumerate(contents)}
+    pairs = [
+        Compared(number, parts, [Transfer(str(number), 0, 0, size)] if size else [], size)
+        for number, (size, parts, _) in enumerate(made)
+    ]
+    told: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(workers, "_BATCH", batch)
+        pair = Pair(storage, VirtualFiles(storage, held), SMALL, threading.Event())
+        differing = pair.differing(pairs, told.append)
+    assert differing == {number for number, (*_, content) in enumerate(made) if content != contents[number]}
+    assert differing or sum(told) == sum(size for size, *_ in made)
 
 
 @pytest.mark.parametrize("jobs", [1, 3])

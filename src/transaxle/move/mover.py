@@ -18,13 +18,11 @@ from transaxle.move.endpoint import Bytes, Readable, Sink
 from transaxle.move.runs import RUN, Item, Owner, Run, alone, batches, packed
 from transaxle.move.strided_fill import fill, scatter
 from transaxle.move.transport import Alone, Deferred, Exchange, Parcel
-from transaxle.move.workers import Limits, Worker, share
+from transaxle.move.workers import Limits, Worker, grouped, share
 from transaxle.spans import span
 
 _Work = tuple[Item, int, int]
 """Bytes of an item: `(item, start, stop)`."""
-_TOGETHER = 1 << 20
-"""Bytes of items that a worker takes at once, where each may be taken by any: one of many small ones is no work."""
 
 
 class Movement:
@@ -111,18 +109,7 @@ class Movement:
         if not self._notes:
             yield from ([part] for part in parts)
             return
-        # A call for each of many small ones would cost more than they do. The largest come first: none is left with one
-        # at the end.
-        together: list[_Work] = []
-        size = 0
-        for item, start, stop in sorted(parts, key=lambda part: part[1] - part[2]):
-            together.append((item, start, stop))
-            size += stop - start
-            if size >= _TOGETHER:
-                yield together
-                together, size = [], 0
-        if together:
-            yield together
+        yield from grouped((part, part[2] - part[1]) for part in parts)
 
     def _parts(self, items: Sequence[Item]) -> Iterator[_Work]:
         """Yield the parts of items that any worker can take."""

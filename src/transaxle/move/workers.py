@@ -10,8 +10,8 @@ import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from functools import cached_property
-from typing import TypeVar, cast
+from functools import cached_property, partial
+from typing import Generic, NamedTuple, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -21,7 +21,7 @@ from transaxle.arguments import Size, read_count, read_size
 from transaxle.axes.notation.computed import Steps, applied
 from transaxle.errors import refuse
 from transaxle.formats.dtype import numpy_dtype
-from transaxle.formats.storage.compiled import StepBatch
+from transaxle.formats.storage.compiled import StepBatch, new_batch, same_bytes
 from transaxle.move.endpoint import Bytes, NotingFiles, Readable
 from transaxle.move.runs import RUN, Item, is_whole
 from transaxle.move.strided_fill import Noting, Scratch, produce
@@ -35,6 +35,8 @@ _GRAIN = 1 << 12
 """Blocks are multiples of this, and so of every item size."""
 _BATCH = 16 << 20
 """Bytes read and written by one batch, about."""
+_TOGETHER = 1 << 20
+"""Bytes of tasks that a worker takes at once."""
 _PARTS = 3
 """A worker's buffers in blocks: the block itself, and a scratch of two."""
 LEAST_MEMORY = 2 * _PARTS * _SMALLEST
@@ -42,6 +44,8 @@ LEAST_MEMORY = 2 * _PARTS * _SMALLEST
 _DEFAULT_JOBS = 8
 _DEFAULT_MEMORY = 64 << 20
 
+Task = TypeVar("Task")
+Buffers = TypeVar("Buffers")
 Progress = Callable[[int], None]
 """Told the number of bytes just done; called from several threads."""
 
@@ -199,15 +203,23 @@ class Worker:
         Yields:
             `(byte of the item, the block that its bytes will be in)`: what is noted next finds them there.
         """
-        files, transfers = cast("NotingFiles", self._reader), _between(item, start, stop)
-        for low, high, some in active(transfers, block_ends(transfers, stop - start, self.room)):
+        transfers = _between(item, start, stop)
+        for at, block in self.noted(batch, transfers, block_ends(transfers, stop - start, self.room)):
+            yield start + at, block
+
+    def noted(
+        self, batch: StepBatch, transfers: Sequence[Transfer], ends: Iterable[int]
+    ) -> Iterator[tuple[int, memoryview]]:
+        """Note how a tensor is made in order, in blocks that end at these bytes; otherwise as `note`."""
+        files = cast("NotingFiles", self._reader)
+        for low, high, some in active(transfers, ends):
             self.go_on()
             out = self._block[: high - low]
             if is_whole(some, high - low):
                 files.note_read(batch, some[0].file, some[0].source, out.data)
             else:
                 produce(Noting(files, batch), some, low, out, self.scratch)
-            yield start + low, out.data
+            yield low, out.data
             if batch.size >= _BATCH:
                 batch.run()
 
@@ -318,6 +330,19 @@ def _clean_cuts(transfers: Sequence[Transfer], size: int) -> Iterator[int]:
         yield size
 
 
+class Compared(NamedTuple, Generic[Task]):
+    """Two tensors of as many bytes that are compared."""
+
+    key: Task
+    """What they are called."""
+    first: Sequence[Transfer]
+    """What fills the first, sorted by where it lands."""
+    second: Sequence[Transfer]
+    """What fills the second."""
+    size: int
+    """Bytes of each."""
+
+
 class Pair:
     """Two workers in one thread that produce two tensors side by side, in the memory of one.
 
@@ -330,6 +355,8 @@ class Pair:
 
     def __init__(self, first: Readable, second: Readable, limit: Limits, stop: threading.Event) -> None:
         self._workers = Worker(first, limit.halved, stop), Worker(second, limit.halved, stop)
+        takes_notes = all(getattr(each, "takes_notes", False) for each in (first, second))
+        self._batch = new_batch() if takes_notes else None
 
     def blocks(
         self, first: Sequence[Transfer], second: Sequence[Transfer], size: int, other: int | None = None
@@ -350,9 +377,64 @@ class Pair:
             one.blocks(first, sizes[0], length=lengths[0]), two.blocks(second, sizes[1], length=lengths[1]), strict=True
         )
 
+    def differing(self, tensors: Iterable[Compared[Task]], progress: Progress = unwatched) -> set[Task]:
+        """Compare tensors byte by byte, each up to where it is found to differ, or a little further.
 
-Task = TypeVar("Task")
-Buffers = TypeVar("Buffers")
+        Args:
+            tensors: what is compared.
+            progress: told the bytes of each that were just compared.
+
+        Returns:
+            the keys of those that differ.
+        """
+        found: set[Task] = set()
+        for key, first, second, size in tensors:
+            for one, other in self._noted(first, second, size):
+                if self._batch is None:
+                    if not same_bytes(one, other):
+                        found.add(key)
+                    progress(len(one))
+                else:
+                    self._batch.compare(one, other, partial(found.add, key))
+                    self._batch.then(partial(progress, len(one)))
+                if key in found:
+                    break
+        if self._batch is not None:
+            self._batch.run()
+        return found
+
+    def _noted(
+        self, first: Sequence[Transfer], second: Sequence[Transfer], size: int
+    ) -> Iterator[tuple[memoryview, memoryview]]:
+        """Yield blocks with the bytes of two tensors, which are in them when the batch is carried out."""
+        one, two = self._workers
+        if self._batch is None:
+            yield from self.blocks(first, second, size)
+            return
+        ends = block_ends(second if is_whole(first, size) else first, size, one.room)
+        sides = (worker.noted(self._batch, made_of, ends) for worker, made_of in ((one, first), (two, second)))
+        for (_, block), (_, other) in zip(*sides, strict=True):
+            yield block, other
+
+
+def grouped(tasks: Iterable[tuple[Task, int]]) -> Iterator[list[Task]]:
+    """Yield tasks in groups: a call for each of many small ones would cost more than they do.
+
+    Args:
+        tasks: each with its bytes.
+
+    Post-condition: the largest come first, so that none is left at the end with one worker.
+    """
+    together: list[Task] = []
+    size = 0
+    for task, task_size in sorted(tasks, key=lambda task: -task[1]):
+        together.append(task)
+        size += task_size
+        if size >= _TOGETHER:
+            yield together
+            together, size = [], 0
+    if together:
+        yield together
 
 
 def share(

@@ -20,8 +20,9 @@ from transaxle.engine.number_text import notebook, plural, size
 from transaxle.engine.plan.training_beside import beside
 from transaxle.errors import Refusal, TransaxleError
 from transaxle.formats.dtype import ITEM_BITS
+from transaxle.formats.storage.compiled import same_bytes
 from transaxle.formats.training_state.state import OPTIMIZER
-from transaxle.move.workers import Limits, Pair, Progress, limits, share, unwatched
+from transaxle.move.workers import Compared, Limits, Pair, Progress, grouped, limits, share, unwatched
 from transaxle.spans import stage
 
 _STEP = "/step"
@@ -231,24 +232,10 @@ def compare(
     common = [name for name in view if name in second and name not in explained]
     across: dict[str, int] = {}
     survey = Survey(view, second) if numeric else None
-
-    def look(pair: Pair, name: str) -> None:
-        first_side, two = view[name], second[name]
-        formats = _formats(view, first_side), _formats(second, two)
-        by_value = numeric and (
-            formats[0] != first_side.dtype or formats[1] != two.dtype or first_side.dtype != two.dtype
-        )
-        distance = Distance() if survey is None else survey.distance(name)
-        difference = _difference(first_side, two, pair, distance, numeric=numeric, by_value=by_value, progress=progress)
-        if survey is not None:
-            survey.add(name, distance, difference is not None)
-        if by_value:
-            both_formats = " and ".join(dict.fromkeys(formats))
-            across[both_formats] = across.get(both_formats, 0) + 1
-        if difference is not None:
-            differences.append(difference)
-
-    share(common, limit.jobs, partial(Pair, first.container.storage, second.container.storage, limit), look)
+    if survey is None:
+        differences += _differing_bytes(view, second, common, limit, progress)
+    else:
+        differences += _differing_values(view, second, common, limit, progress, survey, across)
     for _, deduplicated in without_copies:
         differences += _differing_copies(deduplicated, limit)
     return Comparison(
@@ -361,37 +348,87 @@ def _unequal_copies(view: Checkpoint, limit: Limits) -> list[Refusal]:
     return problems + unequal(checks, view.container.storage, limit)
 
 
-def _difference(
-    first: StoredTensor,
-    second: StoredTensor,
-    pair: Pair,
-    distance: Distance,
-    *,
-    numeric: bool,
-    by_value: bool,
+def _differing_bytes(
+    first: Checkpoint, second: Checkpoint, names: Sequence[str], limit: Limits, progress: Progress
+) -> list[Difference]:
+    """Compare tensors bit by bit."""
+    found: list[Difference] = []
+
+    def look(pair: Pair, some: Sequence[str]) -> None:
+        otherwise = {name: mismatch for name in some if (mismatch := _mismatch(first[name], second[name]))}
+        tensors = (
+            Compared(name, first[name].transfers(), second[name].transfers(), first[name].nbytes)
+            for name in some
+            if name not in otherwise
+        )
+        found.extend(otherwise.values())
+        differing = pair.differing(tensors, progress)
+        found.extend(Difference(name, first[name].component, "values", "the values differ") for name in differing)
+
+    work = grouped((name, first[name].nbytes) for name in names)
+    share(work, limit.jobs, partial(Pair, first.container.storage, second.container.storage, limit), look)
+    return found
+
+
+def _differing_values(
+    first: Checkpoint,
+    second: Checkpoint,
+    names: Sequence[str],
+    limit: Limits,
     progress: Progress,
+    survey: Survey,
+    across: dict[str, int],
+) -> list[Difference]:
+    """Compare tensors by their values, and measure how far they are apart; counts what is compared `across` formats."""
+    found: list[Difference] = []
+
+    def look(pair: Pair, name: str) -> None:
+        one, two = first[name], second[name]
+        formats = _formats(first, one), _formats(second, two)
+        by_value = formats[0] != one.dtype or formats[1] != two.dtype or one.dtype != two.dtype
+        distance = survey.distance(name)
+        difference = _difference(one, two, pair, distance, by_value=by_value, progress=progress)
+        survey.add(name, distance, difference is not None)
+        if by_value:
+            both_formats = " and ".join(dict.fromkeys(formats))
+            across[both_formats] = across.get(both_formats, 0) + 1
+        if difference is not None:
+            found.append(difference)
+
+    share(names, limit.jobs, partial(Pair, first.container.storage, second.container.storage, limit), look)
+    return found
+
+
+def _mismatch(first: StoredTensor, second: StoredTensor, *, by_value: bool = False) -> Difference | None:
+    """Return how two tensors differ in what does not depend on their values; `by_value`: see `_difference`."""
+    if first.shape != second.shape and not (first.name.endswith(_STEP) and first.parameters == second.parameters == 1):
+        return Difference(first.name, first.component, "shape", f"{list(first.shape)} and {list(second.shape)}")
+    if first.dtype != second.dtype and not (by_value and {first.dtype, second.dtype} <= _REALS):
+        return Difference(first.name, first.component, "dtype", f"{first.dtype} and {second.dtype}")
+    return None
+
+
+def _difference(
+    first: StoredTensor, second: StoredTensor, pair: Pair, distance: Distance, *, by_value: bool, progress: Progress
 ) -> Difference | None:
-    """Compare two tensors.
+    """Compare the values of two tensors.
 
     Args:
         first: a tensor.
         second: its counterpart.
         pair: does the reading.
-        distance: accumulates how far they are apart, where that is measured.
-        numeric: measure how far they are apart.
+        distance: accumulates how far they are apart.
         by_value: numbers are equal where they are the same number, whatever their bits.
         progress: told the bytes of each block.
     """
-    component = first.component
-    if first.shape != second.shape and not (first.name.endswith(_STEP) and first.parameters == second.parameters == 1):
-        return Difference(first.name, component, "shape", f"{list(first.shape)} and {list(second.shape)}")
-    if first.dtype != second.dtype and not (by_value and {first.dtype, second.dtype} <= _REALS):
-        return Difference(first.name, component, "dtype", f"{first.dtype} and {second.dtype}")
+    mismatch = _mismatch(first, second, by_value=by_value)
+    if mismatch is not None:
+        return mismatch
     differs = False
-    measurable = numeric and ITEM_BITS.get(first.dtype, 8) >= 8
+    measurable = ITEM_BITS.get(first.dtype, 8) >= 8
     for first_block, second_block in pair.blocks(first.transfers(), second.transfers(), first.nbytes, second.nbytes):
         progress(len(first_block))
-        same = first.dtype == second.dtype and first_block == second_block
+        same = first.dtype == second.dtype and same_bytes(first_block, second_block)
         if same and not (differs or by_value):
             distance.skip(second_block, second.dtype, measured=measurable)
             continue
@@ -402,11 +439,10 @@ def _difference(
     if not differs or (measurable and not distance.elements):
         return None
     if not measurable:
-        return Difference(first.name, component, "values", "the values differ")
+        return Difference(first.name, first.component, "values", "the values differ")
     apart = (
         f", by at most {distance.largest:.3g}" if distance.largest else " in their bits, but not in double precision"
     )
     detail = f"{distance.elements:,} of {first.parameters:,} elements differ{apart}"
-    return Difference(
-        first.name, component, "values", detail, distance.elements, distance.largest, distance.rms, distance.relative
-    )
+    measured = distance.elements, distance.largest, distance.rms, distance.relative
+    return Difference(first.name, first.component, "values", detail, *measured)

@@ -21,7 +21,7 @@ from transaxle.formats.catalog.catalog import Container
 from transaxle.formats.dtype import BITS, nbytes, numpy_dtype
 from transaxle.move.endpoint import Readable
 from transaxle.move.transfer import Transfer
-from transaxle.move.workers import Limits, Pair, share
+from transaxle.move.workers import Compared, Limits, Pair, grouped, share
 from transaxle.spans import stage
 
 _SIDES = ("first", "second")
@@ -103,24 +103,29 @@ def unequal(checks: Sequence[PlannedCheck], reader: Readable, limit: Limits) -> 
         return []
     found: dict[int, Refusal] = {}
 
-    def compare(pair: Pair, item: tuple[int, PlannedCheck]) -> None:
-        number, check = item
-        if check.rounded is None:
-            differ = any(one != other for one, other in pair.blocks(check.first, check.second, check.nbytes))
-        else:
-            differ = _rounds_otherwise(pair, check, *check.rounded)
-        if differ:
+    def compare(pair: Pair, some: Sequence[int]) -> None:
+        tensors = (
+            Compared(number, checks[number].first, checks[number].second, checks[number].nbytes)
+            for number in some
+            if checks[number].rounded is None
+        )
+        for number in pair.differing(tensors) | {each for each in some if _rounds_otherwise(pair, checks[each])}:
+            check = checks[number]
             message = f"{check.why}\nbut their bytes differ"
             found[number] = Refusal("UNEQUAL_COPIES", message, Where(None, check.name), check.hint)
 
-    share(enumerate(checks), limit.jobs, partial(Pair, reader, reader, limit), compare)
+    work = grouped((number, check.nbytes) for number, check in enumerate(checks))
+    share(work, limit.jobs, partial(Pair, reader, reader, limit), compare)
     return [found[number] for number in sorted(found)]
 
 
-def _rounds_otherwise(pair: Pair, check: PlannedCheck, wide: str, narrow: str) -> bool:
-    """Tell whether some of the first's values, rounded, are not the second's, bit by bit."""
+def _rounds_otherwise(pair: Pair, check: PlannedCheck) -> bool:
+    """Tell whether one is the other in lower precision, and some of its values, rounded, are not that one's bits."""
     from transaxle.encodings.arithmetic.casting import cast
 
+    if check.rounded is None:
+        return False
+    wide, narrow = check.rounded
     blocks = pair.blocks(check.first, check.second, check.nbytes, check.nbytes * BITS[narrow] // BITS[wide])
     return any(
         cast(np.frombuffer(one, numpy_dtype(wide)), narrow).tobytes() != other.tobytes() for one, other in blocks

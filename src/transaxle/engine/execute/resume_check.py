@@ -23,6 +23,7 @@ from transaxle.formats.catalog.catalog import Fragment
 from transaxle.formats.catalog.sidecar_files import MANIFEST
 from transaxle.formats.registry import is_one_file
 from transaxle.formats.staging.location import storage_at, takes_parts
+from transaxle.formats.storage.compiled import same_bytes
 from transaxle.formats.storage.storage import Storage
 from transaxle.move.hashing import WHOLE, HashingFiles
 from transaxle.move.mover import Movement
@@ -180,7 +181,7 @@ class _Written(HashingFiles):
         if tensor.name in self.wrong:
             return
         for file, offset, part in self.laid(key, start, data):
-            if storage.read(storage.single or file, offset, len(part)) != part:
+            if not same_bytes(storage.read(storage.single or file, offset, len(part)), part):
                 self.wrong[tensor.name] = None
                 return
         super().take(key, start, data)

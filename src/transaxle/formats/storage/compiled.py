@@ -30,10 +30,10 @@ SOURCE = Path(__file__).with_name("runs.c")
 LIBRARY = Path(__file__).with_name("libruns.so")
 _WORDS = 10
 """Numbers that say what a step is; see `transaxle_steps`."""
-_READ, _WRITE, _HASH, _SUM, _TRANSPOSE, _COPY = range(6)
-_KINDS = "read", "write", "hash", "sum", "lay", "lay"
+_READ, _WRITE, _HASH, _SUM, _TRANSPOSE, _COPY, _COMPARE = range(7)
+_KINDS = "read", "write", "hash", "sum", "lay", "lay", "compare"
 """What is done in each, as traces call it."""
-_SIZES = 4, 4, 3, 2, None, None
+_SIZES = 4, 4, 3, 2, None, None, 3
 """Which of their numbers is that of the bytes."""
 _MOST_FILES = 64
 """Files that are open for a batch at most."""
@@ -141,6 +141,21 @@ class StepBatch:
         self._held.append(numbers)
         self._add(again, _COPY, held, place, width, len(loops), numbers.ctypes.data)
 
+    def compare(self, one: memoryview, other: memoryview, differ: Callable[[], object]) -> None:
+        """Note that as many bytes are compared.
+
+        Args:
+            one: writable, contiguous and not empty.
+            other: likewise.
+            differ: called where they are not equal.
+        """
+
+        def again() -> None:
+            if not same_bytes(one, other):
+                differ()
+
+        self._add(again, _COMPARE, address(one), address(other), one.nbytes)
+
     def then(self, call: Callable[[], object]) -> None:
         """Let something be called when the batch is over, if all that is noted so far is done."""
         self._then.append((len(self._again), call))
@@ -213,6 +228,11 @@ def new_batch() -> StepBatch | None:
 def load_steps() -> Callable[..., int] | None:
     """Return the compiled function; None if it was not built, cannot be loaded, or was built from another source."""
     return compiled_function("transaxle_steps", (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64), ctypes.c_int64)
+
+
+def same_bytes(one: bytes | memoryview, other: bytes | memoryview) -> bool:
+    """Tell whether two buffers hold the same bytes; `==` takes fifty times as long where one is a view."""
+    return np.array_equal(np.frombuffer(one, np.uint8), np.frombuffer(other, np.uint8))
 
 
 def address(view: memoryview) -> int:

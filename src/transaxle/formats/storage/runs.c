@@ -241,8 +241,9 @@ static void scatter(const uint8_t *from, uint8_t *to, int64_t width, int64_t dep
 }
 
 /* `steps`: what is done, and up to nine numbers that say to what. Carries out the steps from number `first` on and
-   returns the number of the one that could not be done whole at once, or how many there are. */
-enum { READ, WRITE, HASH, SUM, TRANSPOSE, SCATTER, WORDS = 10 };
+   returns the number of the one that could not be done whole at once (of bytes to be compared, that differ), or how many
+   there are. */
+enum { READ, WRITE, HASH, SUM, TRANSPOSE, SCATTER, COMPARE, WORDS = 10 };
 typedef int (*Update)(void *state, const void *data, size_t size);
 
 int64_t transaxle_steps(const int64_t *steps, int64_t total, int64_t first) {
@@ -267,6 +268,9 @@ int64_t transaxle_steps(const int64_t *steps, int64_t total, int64_t first) {
             break;
         case SCATTER: /* from, to, width, depth, loops */
             scatter(one, two, at[3], at[4], (const int64_t *)(intptr_t)at[5]);
+            break;
+        case COMPARE: /* two addresses, size */
+            if (memcmp(one, two, (size_t)at[3])) return first;
             break;
         default: return first;
         }
