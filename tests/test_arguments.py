@@ -221,6 +221,7 @@ def calls(tmp_path: Path) -> dict[str, Callable[..., Any]]:
         "load": given(state=state, src=src),
         "save": save,
         "async_save": save,
+        "prepare_async": given(state=state),
         "reshard": given(src_state=state, dst_state=state),
         "Refit": given(src_state=state, dst_state=state),
         "Refit.push": given(self=tx.Refit(state, state)),

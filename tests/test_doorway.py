@@ -56,6 +56,7 @@ LIVE = {
     "loadable_as",
     "nn",
     "parallel",
+    "prepare_async",
     "quant",
     "refit",
     "reshard",

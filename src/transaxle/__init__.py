@@ -40,6 +40,7 @@ _ELSEWHERE = {
     "explain": "engine.explanations",
     "load": "live.load.load",
     "loadable_as": "live.reexpress.state_dict_adapter",
+    "prepare_async": "live.background.asynchronous",
     "report": "reports.reporting",
     "reshard": "live.reexpress.reshard",
     "save": "live.save.save",
@@ -75,7 +76,7 @@ if TYPE_CHECKING:
     from transaxle.engine.distribute.executors.executor import Executor
     from transaxle.engine.explanations import Explanation, explain
     from transaxle.engine.facts.sharding_facts import Sharding
-    from transaxle.live.background.asynchronous import SaveJob, async_save
+    from transaxle.live.background.asynchronous import SaveJob, async_save, prepare_async
     from transaxle.live.integrations.callbacks import AccelerateHooks, TrainerCheckpoints
     from transaxle.live.integrations.dcp_planners import LoadPlanner, SavePlanner
     from transaxle.live.integrations.lightning_io import LightningCheckpoints
@@ -170,6 +171,7 @@ __all__ = [
     "open",
     "parallel",
     "plan",
+    "prepare_async",
     "quant",
     "refit",
     "report",

@@ -18,7 +18,7 @@ from transaxle.move.endpoint import Bytes, Readable, Sink
 from transaxle.move.runs import RUN, Item, Owner, Run, alone, batches, packed
 from transaxle.move.strided_fill import fill, scatter
 from transaxle.move.transport import Alone, Deferred, Exchange, Parcel
-from transaxle.move.workers import Limits, Worker, grouped, share
+from transaxle.move.workers import Limits, Worker, grouped, largest_first, share
 from transaxle.spans import span
 
 _Work = tuple[Item, int, int]
@@ -55,7 +55,7 @@ class Movement:
         self._owner: Owner = getattr(source, "owner", None) or (lambda _: rank)
         self._own, self._others = alone(items, self._owner)
         self._elsewhere = elsewhere or {}
-        self._notes = sink.takes_notes and getattr(source, "takes_notes", False)
+        self._notes = getattr(source, "takes_notes", False) and (sink.takes_notes or not sink.ordered)
         """Whether steps are noted and done in batches: from files of this machine."""
         self._lock = Lock()
         self._left: dict[int, int] = {}
@@ -97,9 +97,13 @@ class Movement:
         # others take any run.
         queues = self._own.get(self._exchange.rank, ())
         if not self._sink.ordered:
-            for item in (item for queue in queues for item in queue):
-                for start in range(0, item.size, RUN):
-                    yield [(item, start, min(start + RUN, item.size))]
+            runs = (
+                (item, start, min(start + RUN, item.size))
+                for queue in queues
+                for item in queue
+                for start in range(0, item.size, RUN)
+            )
+            yield from grouped((run, run[2] - run[1]) for run in runs)
             return
         alone = [queue[0] for queue in queues if len(queue) == 1 and queue[0].queue is None]
         for queue in queues:
@@ -109,7 +113,7 @@ class Movement:
         if not self._notes:
             yield from ([part] for part in parts)
             return
-        yield from grouped((part, part[2] - part[1]) for part in parts)
+        yield from grouped(largest_first((part, part[2] - part[1]) for part in parts))
 
     def _parts(self, items: Sequence[Item]) -> Iterator[_Work]:
         """Yield the parts of items that any worker can take."""
@@ -125,7 +129,10 @@ class Movement:
         for item, start, stop in work:
             # A sink with memory of its own is filled in place, which saves a copy.
             room = None if self._sink.ordered else self._sink.room(item.key, start, stop)
-            if room is not None:
+            if room is not None and batch is not None:
+                worker.note_fill(batch, item.parts(start, stop), start, room)
+                batch.then(partial(self._sink.filled, item.key, start, stop))
+            elif room is not None:
                 worker.fill(item.parts(start, stop), start, room)
                 self._sink.filled(item.key, start, stop)
             elif batch is not None and item.blocks is None:

@@ -197,6 +197,11 @@ class Worker:
             return self.cut(item.transfers, item.cuts[1:])
         return self.blocks(_between(item, start, stop), stop - start)
 
+    def note_fill(self, batch: StepBatch, parts: Collection[Transfer], start: int, out: Bytes) -> None:
+        """Note how bytes of a target are made where they belong; see `fill`."""
+        self.go_on()
+        produce(Noting(cast("NotingFiles", self._reader), batch), parts, start, out, self.scratch)
+
     def note(self, batch: StepBatch, item: Item, start: int, stop: int) -> Iterator[tuple[int, memoryview]]:
         """Note how bytes of an item are made, in order.
 
@@ -417,17 +422,16 @@ class Pair:
             yield block, other
 
 
+def largest_first(tasks: Iterable[tuple[Task, int]]) -> list[tuple[Task, int]]:
+    """Return tasks, each with its bytes, in the order in which none is left with one worker at the end."""
+    return sorted(tasks, key=lambda task: -task[1])
+
+
 def grouped(tasks: Iterable[tuple[Task, int]]) -> Iterator[list[Task]]:
-    """Yield tasks in groups: a call for each of many small ones would cost more than they do.
-
-    Args:
-        tasks: each with its bytes.
-
-    Post-condition: the largest come first, so that none is left at the end with one worker.
-    """
+    """Yield tasks, each with its bytes, in groups: a call for each of many small ones would cost more than they do."""
     together: list[Task] = []
     size = 0
-    for task, task_size in sorted(tasks, key=lambda task: -task[1]):
+    for task, task_size in tasks:
         together.append(task)
         size += task_size
         if size >= _TOGETHER:

@@ -17,6 +17,7 @@ import transaxle as tx
 from tests.corpus.checksums import flip
 from transaxle.formats.catalog.catalog import Checksum
 from transaxle.formats.catalog.checksums import Tally, Witness, joined
+from transaxle.formats.storage.compiled import StepBatch
 from transaxle.formats.storage.local import LocalStorage
 
 DATA = os.urandom(4000)
@@ -55,6 +56,10 @@ class Counted(LocalStorage):
     def read_into(self, name: str, offset: int, view: memoryview) -> None:
         self.count += view.nbytes
         super().read_into(name, offset, view)
+
+    def note_read(self, batch: StepBatch, name: str, offset: int, view: memoryview) -> None:
+        self.count += view.nbytes
+        super().note_read(batch, name, offset, view)
 
 
 def test_only_what_was_not_read_is_read_in_the_end(tmp_path: Path) -> None:

@@ -60,10 +60,10 @@ def _fails_on_one(rank: int, world: int, source: str) -> None:
     if rank == 1:
         storage = checkpoint.container.storage
 
-        def broken(name: str, offset: int, view: memoryview) -> None:
+        def broken(_batch: object, name: str, _offset: int, _view: memoryview) -> None:
             raise refuse("IO", "the disk of rank 1 is gone", file=name)
 
-        object.__setattr__(storage, "read_into", broken)
+        object.__setattr__(storage, "note_read", broken)
     load({"w": distribute_tensor(torch.zeros(64, 64), mesh, [Shard(0)], src_data_rank=None)}, checkpoint)
 
 

@@ -22,7 +22,7 @@ from transaxle.errors import Refusal, TransaxleError
 from transaxle.formats.dtype import ITEM_BITS
 from transaxle.formats.storage.compiled import same_bytes
 from transaxle.formats.training_state.state import OPTIMIZER
-from transaxle.move.workers import Compared, Limits, Pair, Progress, grouped, limits, share, unwatched
+from transaxle.move.workers import Compared, Limits, Pair, Progress, grouped, largest_first, limits, share, unwatched
 from transaxle.spans import stage
 
 _STEP = "/step"
@@ -365,7 +365,7 @@ def _differing_bytes(
         differing = pair.differing(tensors, progress)
         found.extend(Difference(name, first[name].component, "values", "the values differ") for name in differing)
 
-    work = grouped((name, first[name].nbytes) for name in names)
+    work = grouped(largest_first((name, first[name].nbytes) for name in names))
     share(work, limit.jobs, partial(Pair, first.container.storage, second.container.storage, limit), look)
     return found
 

@@ -21,7 +21,7 @@ from transaxle.formats.catalog.catalog import Container
 from transaxle.formats.dtype import BITS, nbytes, numpy_dtype
 from transaxle.move.endpoint import Readable
 from transaxle.move.transfer import Transfer
-from transaxle.move.workers import Compared, Limits, Pair, grouped, share
+from transaxle.move.workers import Compared, Limits, Pair, grouped, largest_first, share
 from transaxle.spans import stage
 
 _SIDES = ("first", "second")
@@ -114,7 +114,7 @@ def unequal(checks: Sequence[PlannedCheck], reader: Readable, limit: Limits) -> 
             message = f"{check.why}\nbut their bytes differ"
             found[number] = Refusal("UNEQUAL_COPIES", message, Where(None, check.name), check.hint)
 
-    work = grouped((number, check.nbytes) for number, check in enumerate(checks))
+    work = grouped(largest_first((number, check.nbytes) for number, check in enumerate(checks)))
     share(work, limit.jobs, partial(Pair, reader, reader, limit), compare)
     return [found[number] for number in sorted(found)]
 

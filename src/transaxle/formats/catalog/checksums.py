@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from ctypes import c_uint32
 from functools import cached_property, lru_cache, partial
 from math import prod
 from threading import Lock
@@ -18,7 +19,7 @@ from msgspec.structs import replace
 from transaxle.axes.geometry.strided import Loop
 from transaxle.errors import Refusal, Where, gathered
 from transaxle.formats.catalog.catalog import Checksum, Container, Entry
-from transaxle.formats.storage.compiled import StepBatch
+from transaxle.formats.storage.compiled import StepBatch, new_batch
 from transaxle.formats.storage.crc32 import crc32, crc32_each
 from transaxle.formats.storage.storage import Overlay, Storage
 from transaxle.formats.storage.strided_reads import FileRange, read_ranges, read_strided
@@ -96,12 +97,19 @@ class Witness(Overlay):
         self._sum([(name, offset, view)])
 
     def note_read(self, batch: StepBatch, name: str, offset: int, view: memoryview) -> None:
-        """See `Storage`."""
-        self.below.note_read(batch, name, offset, view)
-        end = offset + view.nbytes
+        """See `Storage`; bytes that are summed up are read by themselves, so that this can be done piece by piece."""
+        end, at = offset + view.nbytes, offset
         for checksum in self._touched(name, offset, end):
             for first, last in self._unsummed(checksum, max(offset, checksum.offset), min(end, checksum.end)):
-                batch.sum(view[first - offset : last - offset], crc32, partial(self._count_one, checksum, first, last))
+                if at < first:
+                    self.below.note_read(batch, name, at, view[at - offset : first - offset])
+                crc, part = c_uint32(), view[first - offset : last - offset]
+                self.below.note_read(batch, name, first, part)
+                batch.sum(part, crc, crc32)
+                batch.then(partial(self._count_one, checksum, first, last, crc))
+                at = last
+        if at < end:
+            self.below.note_read(batch, name, at, view[at - offset :])
 
     def read_ranges(self, ranges: Sequence[FileRange]) -> None:
         """See `formats.storage.strided_reads.read_ranges`."""
@@ -180,11 +188,12 @@ class Witness(Overlay):
             TransaxleError: what reading raises.
         """
         buffer = bytearray(min(_BLOCK, max((checksum.size for checksum in checksums), default=0)))
+        batch = new_batch() if self.takes_notes else None
         for checksum in checksums:
             if checksum in self._settled:
                 continue
             for first, last in self.tally(checksum).gaps(checksum.offset, checksum.end):
-                self._sum_up(checksum, first, last, buffer)
+                self.count(checksum, [(first, last, self._summed(checksum.file, first, last, buffer, batch))])
 
     def is_right(self, checksum: Checksum) -> bool | None:
         """Tell whether a range matches its checksum; None if it is not checked yet."""
@@ -240,17 +249,24 @@ class Witness(Overlay):
             tally.read += stop - start
             return tally.gaps(start, stop)
 
-    def _count_one(self, checksum: Checksum, first: int, last: int, crc: int) -> None:
-        self.count(checksum, [(first, last, crc)])
+    def _count_one(self, checksum: Checksum, first: int, last: int, crc: c_uint32) -> None:
+        self.count(checksum, [(first, last, crc.value)])
 
-    def _sum_up(self, checksum: Checksum, first: int, last: int, buffer: bytearray) -> None:
-        crc, at = 0, first
-        while at < last:
-            with memoryview(buffer)[: min(len(buffer), last - at)] as view:
-                self.below.read_into(checksum.file, at, view)
-                crc = crc32(view, crc)
-                at += len(view)
-        self.count(checksum, [(first, last, crc)])
+    def _summed(self, file: str, first: int, last: int, buffer: bytearray, batch: StepBatch | None) -> int:
+        """Return the CRC-32 of bytes that are read for it alone."""
+        crc = c_uint32()
+        with memoryview(buffer) as block:
+            for at in range(first, last, len(block)):
+                view = block[: last - at]
+                if batch is None:
+                    self.below.read_into(file, at, view)
+                    crc.value = crc32(view, crc.value)
+                else:
+                    self.below.note_read(batch, file, at, view)
+                    batch.sum(view, crc, crc32)
+            if batch is not None:
+                batch.run()
+        return crc.value
 
     def _touched(self, file: str, start: int, stop: int) -> Iterator[Checksum]:
         """Yield the ranges of a file that have bytes between two places."""

@@ -30,10 +30,10 @@ SOURCE = Path(__file__).with_name("runs.c")
 LIBRARY = Path(__file__).with_name("libruns.so")
 _WORDS = 10
 """Numbers that say what a step is; see `transaxle_steps`."""
-_READ, _WRITE, _HASH, _SUM, _TRANSPOSE, _COPY, _COMPARE = range(7)
-_KINDS = "read", "write", "hash", "sum", "lay", "lay", "compare"
+_READ, _WRITE, _HASH, _SUM, _TRANSPOSE, _COPY, _COMPARE, _READ_AND_SUM = range(8)
+_KINDS = "read", "write", "hash", "sum", "lay", "lay", "compare", "read and sum"
 """What is done in each, as traces call it."""
-_SIZES = 4, 4, 3, 2, None, None, 3
+_SIZES = 4, 4, 3, 2, None, None, 3, 4
 """Which of their numbers is that of the bytes."""
 _MOST_FILES = 64
 """Files that are open for a batch at most."""
@@ -99,22 +99,32 @@ class StepBatch:
         """
         self._add(again, _HASH, state, address(view), view.nbytes, update)
 
-    def sum(self, view: memoryview, crc32: Callable[[memoryview], int], told: Callable[[int], object]) -> None:
-        """Note that bytes are summed up.
+    def sum(self, view: memoryview, crc: ctypes.c_uint32, crc32: Callable[[memoryview, int], int]) -> None:
+        """Note that bytes are added to a CRC-32: with the step before, if that reads them.
 
         Args:
             view: the bytes: writable, contiguous and not empty.
+            crc: that of the bytes before them.
             crc32: does it in the ordinary way.
-            told: told their CRC-32 afterwards.
         """
-        result = ctypes.c_uint32()
 
         def again() -> None:
-            result.value = crc32(view)
+            crc.value = crc32(view, crc.value)
 
-        self._held.append(result)
-        self._add(again, _SUM, address(view), view.nbytes, ctypes.addressof(result))
-        self.then(lambda: told(result.value))
+        self._held.append(crc)
+        place, size = address(view), view.nbytes
+        kind, *_, read_to, read_size = self._steps[-_WORDS : 5 - _WORDS] or (None,) * 5
+        if (kind, read_to, read_size) == (_READ, place, size):
+            read = self._again[-1]
+
+            def both() -> None:
+                read()
+                again()
+
+            self._steps[-_WORDS], self._steps[5 - _WORDS] = _READ_AND_SUM, ctypes.addressof(crc)
+            self._again[-1] = both
+        else:
+            self._add(again, _SUM, place, size, ctypes.addressof(crc))
 
     def transpose(self, numbers: tuple[int, ...], around: npt.NDArray[np.int64], again: _Again) -> None:
         """Note that a matrix is transposed.

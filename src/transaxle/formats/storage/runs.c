@@ -177,24 +177,53 @@ void transaxle_transpose(const uint8_t *from, uint8_t *to, int64_t width, int64_
 #if defined(FOLDS)
 #define FOLDED(x, k, next)                                                                                             \
     _mm_xor_si128(_mm_xor_si128(_mm_clmulepi64_si128(x, k, 0x00), _mm_clmulepi64_si128(x, k, 0x11)), next)
+#define FOLDED_WIDE(x, k, next)                                                                                        \
+    _mm512_ternarylogic_epi64(_mm512_clmulepi64_epi128(x, k, 0x00), _mm512_clmulepi64_epi128(x, k, 0x11), next, 0x96)
 
+/* The CRC of what is folded into `x`, and of the whole blocks of 16 bytes after it. */
+__attribute__((target("pclmul,sse2"))) static uint32_t summed(__m128i x, const __m128i *from, int64_t size) {
+    const __m128i by_128 = _mm_set_epi64x(0x0ccaa009e, 0x1751997d0);
+    const __m128i by_64 = _mm_set_epi64x(0, 0x163cd6124), polynomial = _mm_set_epi64x(0x1f7011641, 0x1db710641);
+    const __m128i low = _mm_set_epi32(0, -1, 0, -1);
+    __m128i y;
+    for (; size >= 16; from++, size -= 16) x = FOLDED(x, by_128, _mm_loadu_si128(from));
+    /* 128 bits to 64, and to 32 by Barrett's reduction. */
+    y = _mm_xor_si128(_mm_srli_si128(x, 8), _mm_clmulepi64_si128(x, by_128, 0x10));
+    y = _mm_xor_si128(_mm_srli_si128(y, 4), _mm_clmulepi64_si128(_mm_and_si128(y, low), by_64, 0x00));
+    x = _mm_and_si128(_mm_clmulepi64_si128(_mm_and_si128(y, low), polynomial, 0x10), low);
+    y = _mm_xor_si128(y, _mm_clmulepi64_si128(x, polynomial, 0x00));
+    return (uint32_t)_mm_cvtsi128_si32(_mm_srli_si128(y, 4));
+}
+
+/* At least 64 bytes. */
 __attribute__((target("pclmul,sse2"))) static uint32_t folded(const uint8_t *data, int64_t size, uint32_t crc) {
     const __m128i by_512 = _mm_set_epi64x(0x1c6e41596, 0x154442bd4), by_128 = _mm_set_epi64x(0x0ccaa009e, 0x1751997d0);
-    const __m128i by_64 = _mm_set_epi64x(0, 0x163cd6124), polynomial = _mm_set_epi64x(0x1f7011641, 0x1db710641);
-    const __m128i low = _mm_set_epi32(0, -1, 0, -1), *from = (const __m128i *)data;
-    __m128i x[4], y;
+    const __m128i *from = (const __m128i *)data;
+    __m128i x[4];
     for (int i = 0; i < 4; i++) x[i] = _mm_loadu_si128(from + i);
     x[0] = _mm_xor_si128(x[0], _mm_cvtsi32_si128((int)crc));
     for (from += 4, size -= 64; size >= 64; from += 4, size -= 64)
         for (int i = 0; i < 4; i++) x[i] = FOLDED(x[i], by_512, _mm_loadu_si128(from + i));
     for (int i = 1; i < 4; i++) x[0] = FOLDED(x[0], by_128, x[i]);
-    for (; size >= 16; from++, size -= 16) x[0] = FOLDED(x[0], by_128, _mm_loadu_si128(from));
-    /* 128 bits to 64, and to 32 by Barrett's reduction. */
-    y = _mm_xor_si128(_mm_srli_si128(x[0], 8), _mm_clmulepi64_si128(x[0], by_128, 0x10));
-    y = _mm_xor_si128(_mm_srli_si128(y, 4), _mm_clmulepi64_si128(_mm_and_si128(y, low), by_64, 0x00));
-    x[0] = _mm_and_si128(_mm_clmulepi64_si128(_mm_and_si128(y, low), polynomial, 0x10), low);
-    y = _mm_xor_si128(y, _mm_clmulepi64_si128(x[0], polynomial, 0x00));
-    return (uint32_t)_mm_cvtsi128_si32(_mm_srli_si128(y, 4));
+    return summed(x[0], from, size);
+}
+
+/* The same by registers four times as wide: at least 256 bytes. */
+#define WIDE "avx512f,vpclmulqdq,pclmul,sse2"
+__attribute__((target(WIDE))) static uint32_t folded_wide(const uint8_t *data, int64_t size, uint32_t crc) {
+    const __m512i by_2048 = _mm512_broadcast_i32x4(_mm_set_epi64x(0x1322d1430, 0x11542778a));
+    const __m512i by_512 = _mm512_broadcast_i32x4(_mm_set_epi64x(0x1c6e41596, 0x154442bd4));
+    const __m128i by_128 = _mm_set_epi64x(0x0ccaa009e, 0x1751997d0);
+    __m512i x[4];
+    __m128i lanes[4];
+    for (int i = 0; i < 4; i++) x[i] = _mm512_loadu_si512(data + 64 * i);
+    x[0] = _mm512_xor_si512(x[0], _mm512_zextsi128_si512(_mm_cvtsi32_si128((int)crc)));
+    for (data += 256, size -= 256; size >= 256; data += 256, size -= 256)
+        for (int i = 0; i < 4; i++) x[i] = FOLDED_WIDE(x[i], by_2048, _mm512_loadu_si512(data + 64 * i));
+    for (int i = 1; i < 4; i++) x[0] = FOLDED_WIDE(x[0], by_512, x[i]);
+    _mm512_storeu_si512(lanes, x[0]);
+    for (int i = 1; i < 4; i++) lanes[0] = FOLDED(lanes[0], by_128, lanes[i]);
+    return summed(lanes[0], (const __m128i *)data, size);
 }
 #endif
 
@@ -204,7 +233,8 @@ int64_t transaxle_crc32(const uint8_t *data, int64_t size, uint32_t *crc) {
 #if defined(FOLDS)
     size &= ~(int64_t)15;
     if (size >= 64 && __builtin_cpu_supports("pclmul")) {
-        *crc = ~folded(data, size, ~*crc);
+        int wide = size >= 256 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("vpclmulqdq");
+        *crc = ~(wide ? folded_wide : folded)(data, size, ~*crc);
         return size;
     }
 #endif
@@ -212,20 +242,25 @@ int64_t transaxle_crc32(const uint8_t *data, int64_t size, uint32_t *crc) {
     return 0;
 }
 
+/* Adds bytes to the CRC-32 at `crc`; returns 0 where there are many and the processor cannot. */
+static int add(const uint8_t *data, int64_t size, uint32_t *crc) {
+    int64_t at = transaxle_crc32(data, size, crc);
+    if (size >= 64 && !at) return 0;
+    uint32_t rest = ~*crc;
+    for (; at < size; at++) {
+        rest ^= data[at];
+        for (int bit = 0; bit < 8; bit++) rest = rest >> 1 ^ (0xEDB88320 & -(rest & 1));
+    }
+    *crc = ~rest;
+    return 1;
+}
+
 /* The CRC-32 of each of many stretches of memory; `stretches`: address and size of each. Returns how many it has summed:
    all, or none where the processor cannot. */
 int64_t transaxle_crc32_each(const int64_t *stretches, int64_t total, uint32_t *crcs) {
     for (int64_t number = 0; number < total; number++) {
-        const uint8_t *data = (const uint8_t *)(intptr_t)stretches[2 * number];
-        int64_t size = stretches[2 * number + 1];
-        uint32_t crc = 0;
-        int64_t at = transaxle_crc32(data, size, &crc);
-        if (size >= 64 && !at) return 0;
-        for (crc = ~crc; at < size; at++) {
-            crc ^= data[at];
-            for (int bit = 0; bit < 8; bit++) crc = crc >> 1 ^ (0xEDB88320 & -(crc & 1));
-        }
-        crcs[number] = ~crc;
+        crcs[number] = 0;
+        if (!add((const uint8_t *)(intptr_t)stretches[2 * number], stretches[2 * number + 1], crcs + number)) return 0;
     }
     return total;
 }
@@ -240,10 +275,22 @@ static void scatter(const uint8_t *from, uint8_t *to, int64_t width, int64_t dep
         scatter(from, to, width, depth - 1, loops + 3);
 }
 
+/* Reads bytes, and adds them to a CRC-32 while they are in the cache; returns 0 where either cannot be done whole. */
+static int summed_read(int fd, int64_t offset, uint8_t *out, int64_t size, uint32_t *crc) {
+    enum { PIECE = 1 << 18 };
+    uint32_t found = *crc;
+    for (int64_t at = 0; at < size; at += PIECE) {
+        int64_t length = size - at < PIECE ? size - at : PIECE;
+        if (pread(fd, out + at, (size_t)length, (off_t)(offset + at)) != length || !add(out + at, length, &found)) return 0;
+    }
+    *crc = found;
+    return 1;
+}
+
 /* `steps`: what is done, and up to nine numbers that say to what. Carries out the steps from number `first` on and
    returns the number of the one that could not be done whole at once (of bytes to be compared, that differ), or how many
    there are. */
-enum { READ, WRITE, HASH, SUM, TRANSPOSE, SCATTER, COMPARE, WORDS = 10 };
+enum { READ, WRITE, HASH, SUM, TRANSPOSE, SCATTER, COMPARE, READ_AND_SUM, WORDS = 10 };
 typedef int (*Update)(void *state, const void *data, size_t size);
 
 int64_t transaxle_steps(const int64_t *steps, int64_t total, int64_t first) {
@@ -260,8 +307,8 @@ int64_t transaxle_steps(const int64_t *steps, int64_t total, int64_t first) {
         case HASH: /* state, address, size, function */
             if (((Update)(intptr_t)at[4])(one, two, (size_t)at[3])) return first;
             break;
-        case SUM: /* address, size, where the sum goes */
-            if (!transaxle_crc32_each(at + 1, 1, three)) return first;
+        case SUM: /* address, size, the sum that they are added to */
+            if (!add(one, at[2], three)) return first;
             break;
         case TRANSPOSE:
             transaxle_transpose(one, two, at[3], at[4], at[5], at[6], at[7], (int)at[8], (const int64_t *)(intptr_t)at[9]);
@@ -271,6 +318,9 @@ int64_t transaxle_steps(const int64_t *steps, int64_t total, int64_t first) {
             break;
         case COMPARE: /* two addresses, size */
             if (memcmp(one, two, (size_t)at[3])) return first;
+            break;
+        case READ_AND_SUM: /* descriptor, first byte, address, size, the sum that they are added to */
+            if (!summed_read((int)at[1], at[2], three, at[4], (uint32_t *)(intptr_t)at[5])) return first;
             break;
         default: return first;
         }

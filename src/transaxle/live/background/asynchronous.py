@@ -25,8 +25,9 @@ import torch.multiprocessing as mp
 from transaxle.arguments import Overwrite, PathLike, check_keywords, shows
 from transaxle.errors import TransaxleError, refuse
 from transaxle.live.background.ending import at_end, fail, say
+from transaxle.live.background.foreseen import foresee
 from transaxle.live.background.page_lock import PageLock
-from transaxle.live.background.save_process import Answer, Layout, Order, SnapshotForm, TensorSlot, serve
+from transaxle.live.background.save_process import ALIGNED, Answer, Layout, Order, SnapshotForm, TensorSlot, serve
 from transaxle.live.background.spawned import Parent, without_main_script
 from transaxle.live.model.report import SaveReport
 from transaxle.live.model.state_tensors import State
@@ -44,8 +45,6 @@ _JOIN = 10.0
 """Seconds to wait for a process to end by itself."""
 _LOOK = 0.5
 """Seconds after which one that waits looks for lost processes."""
-_ALIGNED = 64
-"""Tensors begin at multiples of this in the shared memory."""
 
 
 class Saver:
@@ -66,7 +65,6 @@ class Saver:
         self._new_region = False
         self._page_lock: PageLock | None = None
         self._layout: Layout = {}
-        self._size = 0
         self._buffers: dict[str, torch.Tensor] = {}
         self._form: SnapshotForm | None = None
         self._has_lost = False
@@ -86,40 +84,65 @@ class Saver:
         end = 0
         for name, local in locals_.items():
             layout[name] = TensorSlot(end, tuple(local.shape), local.dtype)
-            end += -(-layout[name].size // _ALIGNED) * _ALIGNED
-        if layout != self._layout:
-            if self._region is None or end > self._region.size:
-                self._unlock()
-                self._buffers, self._region = {}, None  # the old memory goes before the new one comes
-                self._region, self._new_region = Region(end), True
-            self._layout, self._size = layout, end
-            self._buffers = {name: slot.tensor(self._region) for name, slot in layout.items()}
-        if on_gpu and self._page_lock is None and self._region is not None:
-            self._page_lock = PageLock(self._region.bytes)
+            end += -(-layout[name].size // ALIGNED) * ALIGNED
+        region = self.reserve(end, on_gpu=on_gpu)
+        if layout != self._layout or not self._buffers:
+            self._layout = layout
+            self._buffers = {name: slot.tensor(region) for name, slot in layout.items()}
         with torch.no_grad():
             for name, local in locals_.items():
                 self._buffers[name].copy_(local, non_blocking=True)
         if on_gpu:
             torch.cuda.synchronize()
 
+    def reserve(self, size: int, *, on_gpu: bool) -> Region:
+        """Return shared memory of so many bytes at least, which GPUs copy into by themselves where they are to."""
+        if self._region is None or size > self._region.size:
+            self._unlock()
+            self._buffers, self._region = {}, None  # the old memory goes before the new one comes
+            self._region, self._new_region = Region(size), True
+        if on_gpu and self._page_lock is None:
+            self._page_lock = PageLock(self._region.bytes)
+        return self._region
+
     def _unlock(self) -> None:
         if self._page_lock is not None:
             self._page_lock.release()
             self._page_lock = None
 
+    def _start(self) -> None:
+        """Start the process, if it is not there yet."""
+        if self._process.pid is not None:
+            return
+        try:
+            with without_main_script():
+                self._process.start()
+        except BaseException as error:
+            if self._rendezvous is not None:
+                message = f"the background process of rank {self._rank} did not start: {error!r}"
+                self._rendezvous.report_loss(message)
+            raise
+        self._there.close()
+
+    def warm_up(self) -> None:
+        """Start the process, and wait until it could take an order.
+
+        Raises:
+            TransaxleError: on every rank, where a process is lost.
+        """
+        self._start()
+        with suppress(OSError):
+            self._pipe.send(None)
+        self.answered(None)
+        answer = self.answer()
+        if isinstance(answer, TransaxleError):
+            raise answer
+
     def order(self, settings: SaveSettings, state: CollectedState) -> None:
         """Begin to write the snapshot, in a process that is started here if it is the first; nothing is waited for."""
-        if self._process.pid is None:
-            try:
-                with without_main_script():
-                    self._process.start()
-            except BaseException as error:
-                if self._rendezvous is not None:
-                    message = f"the background process of rank {self._rank} did not start: {error!r}"
-                    self._rendezvous.report_loss(message)
-                raise
-            self._there.close()
-        form = SnapshotForm(state.global_tensors, self._layout, self._size)
+        self._start()
+        size = 0 if self._region is None else self._region.size
+        form = SnapshotForm(state.global_tensors, self._layout, size)
         unchanged = form == self._form
         self._form = form
         changed = None if unchanged else form
@@ -299,13 +322,56 @@ def async_save(
         TransaxleError: on every rank, before the snapshot; or the error of the previous save.
     """
     world = World(group)
-    key = os.getpid(), world.ranks
     begin = time.monotonic()
-    saver, last = _SAVERS.get(key, (None, None))
 
     def request() -> SaveRequest:
         check_keywords("async_save", options, Saving.__annotations__)
         return SaveRequest(state, dst, to, optimizer, extra, overwrite=overwrite, **options)
+
+    alive = _alive(world)
+    settings, collected = collect(request, world)
+    saver = alive or Saver(world)
+    with world.together():
+        saver.snapshot(collected.own)
+    saver.order(settings, collected)  # nobody begins to write, and takes the processor, before all have their snapshots
+    job = SaveJob(saver, settings.dst, time.monotonic() - begin, first=world.rank == world.ranks[0])
+    _keep(world, saver, job)
+    goes_on(settings.dst, job.wait)
+    return job
+
+
+def prepare_async(state: State, *, optimizer: AnyOptimizer | None = None, group: Ranks | None = None) -> None:
+    """Get ready for `async_save`, so that the first one stands still no longer than those after it; collective.
+
+    Starts the background process and takes the memory for the snapshot: as many bytes as this rank's part of the model
+    and of the optimizer's state, also of state that the optimizer makes in its first step. Without it the first
+    `async_save` does this. Best called before training begins.
+
+    Args:
+        state: what will be saved, as `async_save` takes it.
+        optimizer: likewise.
+        group: the ranks that will save together.
+
+    Raises:
+        TransaxleError: on every rank: the state cannot be saved so, or a process is lost; or the error of a save
+            before this, if nobody has asked for its result.
+    """
+    world = World(group)
+    alive = _alive(world)
+    with world.together():
+        foreseen = foresee(state, optimizer)
+    saver = alive or Saver(world)
+    with world.together():
+        saver.reserve(foreseen.size, on_gpu=foreseen.on_gpu)
+    _keep(world, saver, None)
+    with world.together():
+        saver.warm_up()
+
+
+def _alive(world: World) -> Saver | None:
+    """Return the background process of these ranks, when its last job is over; None if one of them is not there."""
+    key = os.getpid(), world.ranks
+    saver, last = _SAVERS.get(key, (None, None))
 
     def is_ready() -> bool:
         if last is not None and saver is not None:
@@ -313,18 +379,16 @@ def async_save(
             last.over()
         return saver is not None and saver.alive
 
-    all_alive = all(world.pool(is_ready))
-    settings, collected = collect(request, world)
-    if saver is not None and not all_alive:
+    if all(world.pool(is_ready)):
+        return saver
+    if saver is not None:
         saver.close()  # where one is lost, the others can no longer write together
-    if saver is None or not all_alive:
-        saver = Saver(world)
-    with world.together():
-        saver.snapshot(collected.own)
-    saver.order(settings, collected)  # nobody begins to write, and takes the processor, before all have their snapshots
+    return None
+
+
+def _keep(world: World, saver: Saver, job: SaveJob | None) -> None:
+    """Keep a background process for the next save; when the program ends, its job is waited for."""
+    key = os.getpid(), world.ranks
     if key not in _SAVERS:
         at_end(partial(_finish, key))
-    job = SaveJob(saver, settings.dst, time.monotonic() - begin, first=world.rank == world.ranks[0])
     _SAVERS[key] = saver, job
-    goes_on(settings.dst, job.wait)
-    return job

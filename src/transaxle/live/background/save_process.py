@@ -31,6 +31,10 @@ from transaxle.live.transport.world import Clock, World
 
 Answer = SaveReport | TransaxleError
 """What comes back from the process."""
+READY = "ready"
+"""What comes back when nothing is ordered."""
+ALIGNED = 64
+"""Tensors begin at multiples of this in the shared memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +158,10 @@ class _Inbox:
         Raises:
             EOFError: there will be none.
         """
-        order: Order = self._pipe.recv()
+        order: Order | None = self._pipe.recv()
+        while order is None:
+            self._pipe.send(READY)
+            order = self._pipe.recv()
         _take(order.environment, self._environment)
         self._environment = order.environment
         form = self._form = order.form or self._form

@@ -196,7 +196,8 @@ def _movement(read: Reads, storage: Storage, filled: Destinations, jobs: int | N
     """Return what carries the bytes from the source into this rank's tensors."""
     limit = msgspec.structs.replace(limits(jobs), waste=_WASTE, gap=_GAP, few=_FEW)
     rooms = Rooms(filled.landings, read.names)
-    return Movement(read.items, storage, rooms, limit, RankExchange(world), read.elsewhere)
+    exchange = RankExchange(world) if world.size > 1 else None
+    return Movement(read.items, storage, rooms, limit, exchange, read.elsewhere)
 
 
 def _converted(planned: Mapping[str, Conversion], filled: Destinations, world: World) -> tuple[Conversion, ...]:

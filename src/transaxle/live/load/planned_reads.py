@@ -12,6 +12,7 @@ from math import prod
 from transaxle.axes.geometry.strided import Loop
 from transaxle.engine.checkpoint.checkpoint import StoredTensor
 from transaxle.formats.dtype import nbytes
+from transaxle.formats.storage.compiled import StepBatch
 from transaxle.formats.storage.storage import Overlay, Storage
 from transaxle.formats.storage.strided_reads import FileRange, read_ranges, read_strided
 from transaxle.live.sharding.global_tensors import Census, Global
@@ -30,20 +31,26 @@ class Counting(Overlay):
     def read_into(self, name: str, offset: int, view: memoryview) -> None:
         """See `Storage`."""
         super().read_into(name, offset, view)
-        with self._lock:
-            self.count += view.nbytes
+        self._add(view.nbytes)
+
+    def note_read(self, batch: StepBatch, name: str, offset: int, view: memoryview) -> None:
+        """See `Storage`."""
+        self.below.note_read(batch, name, offset, view)
+        batch.then(partial(self._add, view.nbytes))
 
     def read_strided(self, name: str, offset: int, view: memoryview, width: int, loops: Sequence[Loop]) -> None:
         """See `formats.storage.strided_reads.read_strided`."""
         read_strided(self.below, name, offset, view, width, loops)
-        with self._lock:
-            self.count += width * prod(count for count, _, _ in loops)
+        self._add(width * prod(count for count, _, _ in loops))
 
     def read_ranges(self, ranges: Sequence[FileRange]) -> None:
         """See `formats.storage.strided_reads.read_ranges`."""
         read_ranges(self.below, ranges)
+        self._add(sum(view.nbytes for _, _, view in ranges))
+
+    def _add(self, size: int) -> None:
         with self._lock:
-            self.count += sum(view.nbytes for _, _, view in ranges)
+            self.count += size
 
 
 @dataclass(frozen=True)
