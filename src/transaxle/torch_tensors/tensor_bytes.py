@@ -35,6 +35,20 @@ def copied_to_cpu(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(local.shape, dtype=local.dtype, pin_memory=True).copy_(local)
 
 
+def copy_into(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy values into a contiguous tensor of the CPU, of the same type and shape.
+
+    One thread copies bytes in two thirds of the time in which torch copies elements, as it writes past the cache. From
+    a GPU this only begins the copy, where the target is page-locked.
+    """
+    source = source.detach()
+    plain = source.device.type == "cpu" and source.is_contiguous() and not (source.is_conj() or source.is_neg())
+    if plain and torch.get_num_threads() == 1:
+        np.copyto(as_bytes(target), as_bytes(source))
+    else:
+        target.copy_(source, non_blocking=True)
+
+
 def with_plain_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor of eight-bit elements as uint8, any other as it is.
 

@@ -38,6 +38,7 @@ from transaxle.live.transport.rendezvous import Rendezvous
 from transaxle.live.transport.shared_memory import Region
 from transaxle.live.transport.world import World, is_loss
 from transaxle.torch_tensors.local_tensor import local_of
+from transaxle.torch_tensors.tensor_bytes import copy_into
 from transaxle.torch_tensors.torch_arguments import Ranks
 
 _TIMEOUT = timedelta(minutes=30)
@@ -91,7 +92,7 @@ class Saver:
             self._buffers = {name: slot.tensor(region) for name, slot in layout.items()}
         with torch.no_grad():
             for name, local in locals_.items():
-                self._buffers[name].copy_(local, non_blocking=True)
+                copy_into(local, self._buffers[name])
         if on_gpu:
             torch.cuda.synchronize()
 
