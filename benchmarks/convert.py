@@ -48,6 +48,8 @@ HIDDEN, EXPERT, HEADS, KV_HEADS, HEAD, VOCABULARY = 1024, 416, 16, 4, 64, 4096
 SHARD = 500_000_000
 LARGE, MEMORY_FILES = 36, "/dev/shm"
 """Layers of 6 GB, and where they lie with two copies of them."""
+HANDED_BACK = 2.5
+"""Seconds after which a virtual machine has handed free memory back."""
 MEMORY = 64
 """MB of a whole process at most, of which the interpreter and numpy are half."""
 
@@ -122,7 +124,11 @@ def make(folder: Path, layers: int, experts: int) -> int:
 
 
 def take_memory(folder: Path, size: int) -> None:
-    """Write so many bytes into a file and remove it: who writes as many next need not wait for a host to find them."""
+    """Write so many bytes into a file and remove it: who writes as many next need not wait for a host to find them.
+
+    What is free goes back to the host some two seconds later, and so does what the last run has left.
+    """
+    time.sleep(HANDED_BACK)
     piece = bytes(1 << 20)
     file = folder / "taken"
     with file.open("wb", buffering=0) as taken:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import product
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -369,12 +370,12 @@ def test_sources_of_other_layouts_are_unsupported() -> None:
     tensors = {f"{name}.{e}": arange(128, 128) for name in ("gate", "up") for e in range(2)}
     store, one = moved("blocked", "grouped", tensors, e=2)
     gate, up = one.parts
-    odd = replace(up.origins[1], layout=parse("up[d f]").layout({"d": 128, "f": 128}))
+    odd = msgspec.structs.replace(up.origins[1], layout=parse("up[d f]").layout({"d": 128, "f": 128}))
     twisted = replace(one, parts=(gate, up._replace(origins=(up.origins[0], odd))))
     with pytest.raises(Refused, match=r"up\.0 and up\.1 differ") as caught:
         relaid(twisted, (1, 128, 128), store, BLOCK)
     assert caught.value.code == "UNSUPPORTED"
-    equal = replace(odd, layout=parse("up[f d]").layout({"d": 128, "f": 128}))
+    equal = msgspec.structs.replace(odd, layout=parse("up[f d]").layout({"d": 128, "f": 128}))
     again = replace(one, parts=(gate, up._replace(origins=(up.origins[0], equal))))
     assert relaid(again, (1, 128, 128), store, BLOCK).target.shape == (2, 2, 1)
 

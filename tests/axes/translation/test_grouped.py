@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -206,7 +207,7 @@ def test_each_packing_is_what_numpy_makes_of_it(packing: Packing, member: Any, p
     for e, target in enumerate(found.targets.values()):
         assert target.shape == member
         assert np.array_equal(_read(target, whole), whole.reshape(5, *member)[e])
-    again = regrouped([replace(stem, wanted=STACK)], {"w": Held(packed)})
+    again = regrouped([msgspec.structs.replace(stem, wanted=STACK)], {"w": Held(packed)})
     assert np.array_equal(_read(again.targets["w"], whole), whole.reshape(5, *member))
     back = regrouped([stem.reversed()], {f"w{e}": Held(member) for e in range(5)})
     assert back.targets["w"].shape == packed

@@ -7,8 +7,9 @@ data; the oracle is what torch does with `arange`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from transaxle.axes.geometry.piece import Interval
 from transaxle.errors import refuse
@@ -55,8 +56,7 @@ def torch_chunk(count: int, parts: int, rank: int) -> Interval:
     return min(rank * step, count), min((rank + 1) * step, count)
 
 
-@dataclass(frozen=True, slots=True)
-class Shard:
+class Shard(msgspec.Struct, frozen=True):
     """DTensor's `Shard`: `torch.chunk`."""
 
     def __call__(self, intervals: Intervals, parts: int, rank: int) -> Intervals:
@@ -64,8 +64,7 @@ class Shard:
         return take(intervals, *torch_chunk(count_positions(intervals), parts, rank))
 
 
-@dataclass(frozen=True, slots=True)
-class StridedShard:
+class StridedShard(msgspec.Struct, frozen=True):
     """DTensor's `_StridedShard(split_factor)`: chunk into `split_factor`, then chunk each of those over the ranks."""
 
     split_factor: int
@@ -83,8 +82,7 @@ class StridedShard:
         return take(taken, 0, total)
 
 
-@dataclass(frozen=True, slots=True)
-class Widths:
+class Widths(msgspec.Struct, frozen=True):
     """Explicit widths per rank (DeepSpeed's uneven cuts); zero widths are fine."""
 
     widths: tuple[int, ...]
@@ -103,8 +101,7 @@ class Widths:
         return take(intervals, start, start + self.widths[rank])
 
 
-@dataclass(frozen=True, slots=True)
-class Replicated:
+class Replicated(msgspec.Struct, frozen=True):
     """Every rank holds all of it, such as kv heads where there are fewer than ranks."""
 
     def __call__(self, intervals: Intervals, _parts: int, _rank: int, /) -> Intervals:
@@ -112,8 +109,7 @@ class Replicated:
         return intervals
 
 
-@dataclass(frozen=True, slots=True)
-class PerComponent:
+class PerComponent(msgspec.Struct, frozen=True):
     """One rule per component of a direct sum; the local tensor is the sum of the local shares, in order."""
 
     lengths: tuple[int, ...]
@@ -139,8 +135,7 @@ class PerComponent:
         return tuple(taken)
 
 
-@dataclass(frozen=True, slots=True)
-class MeshCut:
+class MeshCut(msgspec.Struct, frozen=True):
     """One mesh dim's effect on a stored tensor."""
 
     dim: int | None

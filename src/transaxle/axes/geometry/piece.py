@@ -7,9 +7,10 @@ strided copy. Nothing else moves data: relayouts, resharding, box reads and rank
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import product
 from math import prod
+
+import msgspec
 
 from transaxle.axes.geometry.strided import Loop, coalesce, lexicographic_boxes, rank, row_major
 from transaxle.axes.notation.expression import Layout, Share
@@ -18,8 +19,7 @@ Interval = tuple[int, int]
 """`[start, stop)` positions of a stored dim."""
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(msgspec.Struct, frozen=True):
     """A box of one logical tensor and the strided place where a chunk keeps it."""
 
     box: Mapping[str, Interval]
@@ -38,8 +38,7 @@ class Piece:
         return count
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
+class Move(msgspec.Struct, frozen=True):
     """One box copy between two chunks."""
 
     source_offset: int

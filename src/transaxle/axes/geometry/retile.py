@@ -7,10 +7,10 @@ touches: all questions are about intervals, dim by dim. No element is looked at.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import combinations, product
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -20,8 +20,7 @@ from transaxle.axes.notation.expression import Share
 _Array = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class Coordinate:
+class Coordinate(msgspec.Struct, frozen=True):
     """A number that locates an element in the sources: its position in a stored dim, or an index in the name.
 
     It is a constant plus, for each axis, index times weight. Divided by `tile`, it numbers a tile.
@@ -46,8 +45,7 @@ TileLoop = tuple[int, tuple[int, ...]]
 """`(count, step)`: one step changes the place along one target dim and at most one coordinate."""
 
 
-@dataclass(frozen=True, slots=True)
-class TileBox:
+class TileBox(msgspec.Struct, frozen=True):
     """Target tiles and the source tiles they lie in, as nested loops over both."""
 
     start: tuple[int, ...]
@@ -64,8 +62,7 @@ class Misaligned(Exception):
         self.tile = tile
 
 
-@dataclass(frozen=True, slots=True)
-class _Dim:
+class _Dim(msgspec.Struct, frozen=True):
     """The tiles of one target dim that hold something of a component.
 
     `low[i]` and `high[i]` bound what the elements in tile `touched[i]` add to each coordinate.
@@ -97,8 +94,7 @@ def _dim(share: Share, size: int, tile: int, weights: tuple[tuple[int, ...], ...
     return _Dim(table[:, 0], table[:, 1:middle], table[:, middle:], moves)
 
 
-@dataclass
-class _ComponentTiles:
+class _ComponentTiles(msgspec.Struct):
     """One component of the target: the target tiles it touches in each dim, and where its elements come from."""
 
     dims: list[_Dim]

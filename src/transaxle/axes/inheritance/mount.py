@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from transaxle.axes.inheritance.section import Sections, find
 from transaxle.axes.inheritance.statement import (
@@ -56,8 +57,7 @@ _GRAMMAR = frozenset({"and", "or", "not", "if", "else", "in", "True", "False", "
 """Words of formulas that are no keys."""
 
 
-@dataclass(frozen=True)
-class _Mounted:
+class _Mounted(msgspec.Struct, frozen=True):
     """A family that is mounted."""
 
     base: Written

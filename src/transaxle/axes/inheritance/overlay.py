@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from transaxle.axes.inheritance.mount import Mounts
 from transaxle.axes.inheritance.section import Section, Sections, find, laid_over, merged
@@ -46,8 +48,7 @@ _HOLE = re.compile(r"\{[^{}]*\}")
 _OwnSection = tuple[Section, Sequence[Statement]]
 
 
-@dataclass(frozen=True, slots=True)
-class Replaced:
+class Replaced(msgspec.Struct, frozen=True):
     """A statement that a family has taken over, and what it says in its place."""
 
     kind: str
@@ -60,8 +61,7 @@ class Replaced:
     """The one that replaces it."""
 
 
-@dataclass
-class Overlay:
+class Overlay(msgspec.Struct):
     """Lays what one family or block says over another."""
 
     below: Written

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import partial
 
+import msgspec
+
 from transaxle.axes.inheritance.mount import Mounts
 from transaxle.axes.inheritance.overlay import Overlay, Replaced, without_unused
 from transaxle.axes.inheritance.section import Section, Sections, opened
@@ -82,17 +84,16 @@ Bases = Callable[[str], Written | None]
 """Finds the family or block that a table names after `like`, as it is written."""
 
 
-@dataclass
-class File:
+class File(msgspec.Struct):
     """What a file of tables holds."""
 
-    written: dict[str, Written] = field(default_factory=dict)
+    written: dict[str, Written] = msgspec.field(default_factory=dict)
     """Its families and blocks by name, in order; complete."""
-    added: dict[str, Written] = field(default_factory=dict)
+    added: dict[str, Written] = msgspec.field(default_factory=dict)
     """Families of elsewhere to which it adds dialects, with these dialects."""
-    new: dict[str, list[str]] = field(default_factory=dict)
+    new: dict[str, list[str]] = msgspec.field(default_factory=dict)
     """Name of such a family -> labels of the dialects that are new."""
-    problems: list[Refusal] = field(default_factory=list)
+    problems: list[Refusal] = msgspec.field(default_factory=list)
     """What is wrong."""
 
 
@@ -191,8 +192,7 @@ class _FileReader:
         self.skipping = False
 
 
-@dataclass
-class _Own:
+class _Own(msgspec.Struct):
     """What a file itself says of a family."""
 
     head: Statement
@@ -205,9 +205,9 @@ class _Own:
     """What it takes over, in order."""
     adds: bool = False
     """It is declared elsewhere; the file adds dialects to it."""
-    statements: list[Statement] = field(default_factory=list)
+    statements: list[Statement] = msgspec.field(default_factory=list)
     """What stands below its head."""
-    sections: list[tuple[Section, list[Statement]]] = field(default_factory=list)
+    sections: list[tuple[Section, list[Statement]]] = msgspec.field(default_factory=list)
     """Its dialects, each with what stands below the head of that."""
 
     def finish(self, reader: _FileReader) -> None:

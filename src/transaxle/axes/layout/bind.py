@@ -16,6 +16,8 @@ from functools import partial
 from math import inf, prod
 from operator import ge, lt
 
+import msgspec
+
 from transaxle.axes.layout.relayout import Stored
 from transaxle.axes.layout.solve import Shape, solve
 from transaxle.axes.notation.expression import Expression
@@ -410,8 +412,7 @@ def undecided(lines: Sequence[Line], what: str, family: Family, known: Callable[
     return Refusal("AMBIGUOUS", "\n".join([*(line.whole for line in lines), message]), hint=hint)
 
 
-@dataclass(frozen=True, slots=True)
-class _Candidate:
+class _Candidate(msgspec.Struct, frozen=True):
     """A line that a name of this skeleton may match."""
 
     line: Line

@@ -9,9 +9,9 @@ give, the shards' shapes leave one reading or none; where two remain, nobody gue
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 
+import msgspec
 import numpy as np
 
 from transaxle.axes.geometry.chunk import ChunkRule, Intervals, Replicated, take
@@ -28,8 +28,7 @@ _APART = "'"
 """Suffix that renames an axis in the components that a `cut` statement does not name."""
 
 
-@dataclass(frozen=True, slots=True)
-class Division:
+class Division(msgspec.Struct, frozen=True):
     """How a stored tensor is cut."""
 
     shape: Shape
@@ -40,8 +39,7 @@ class Division:
     """What each rank holds of that dim."""
 
 
-@dataclass(frozen=True, slots=True)
-class ListedPositions:
+class ListedPositions(msgspec.Struct, frozen=True):
     """A chunk rule that lists every rank's positions, for dims whose components are each cut by themselves."""
 
     positions: tuple[Intervals, ...]

@@ -15,6 +15,8 @@ from itertools import accumulate, product
 from math import prod
 from typing import NamedTuple, Protocol
 
+import msgspec
+
 from transaxle.axes.geometry.piece import Interval, Meeting, Move, Piece, cut, pieces
 from transaxle.axes.layout.solve import Shape
 from transaxle.axes.notation.expression import Layout, Share
@@ -71,8 +73,7 @@ class Copy(NamedTuple):
     """Offsets and strides in both chunks."""
 
 
-@dataclass(frozen=True, slots=True)
-class Origin:
+class Origin(msgspec.Struct, frozen=True):
     """One stored tensor that holds part of a logical tensor."""
 
     name: str

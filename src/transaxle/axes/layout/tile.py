@@ -11,10 +11,12 @@ The answer is again a relayout, this time of the grids of scales: box copies for
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from math import prod
+
+import msgspec
 
 from transaxle.axes.geometry.piece import cut
 from transaxle.axes.geometry.retile import Coordinate, Misaligned, TileBox, retile
@@ -38,8 +40,7 @@ def grid(shape: Shape, tile: Tile) -> Shape:
     return tuple(-(-size // step) for size, step in zip(shape, tile, strict=True))
 
 
-@dataclass(frozen=True)
-class ScaleRelayout:
+class ScaleRelayout(msgspec.Struct, frozen=True):
     """How a target tensor's scales come from those of its sources."""
 
     target: Target
@@ -48,8 +49,7 @@ class ScaleRelayout:
     """Scales that must be bit-equal, because one scale stands for all of them in the target."""
 
 
-@dataclass(frozen=True, slots=True)
-class SplitTile:
+class SplitTile(msgspec.Struct, frozen=True):
     """A target tile that draws on several source tiles, looked at along the dim in which it draws on the most."""
 
     rule: str

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from types import MappingProxyType
+
+import msgspec
 
 from transaxle.axes.notation.expression import Axis, Expression, Merge, Node, Sum
 
@@ -44,13 +45,12 @@ def _runs(node: Node, owners: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...]
                 yield from _runs(inner, (name,))
 
 
-@dataclass(frozen=True)
-class Basis:
+class Basis(msgspec.Struct, frozen=True):
     """The axes of a conversion after unification."""
 
     joined: frozenset[tuple[str, str, str]]
     """(logical tensor, axis, next axis): neighbours that are never separated."""
-    tied: Mapping[str, str] = field(default_factory=dict)
+    tied: Mapping[str, str] = msgspec.field(default_factory=dict)
     """Logical tensor -> the one it is stored as."""
 
     def rewrite(self, expression: Expression) -> Expression:

@@ -16,8 +16,9 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import cached_property
+
+import msgspec
 
 from transaxle.axes.inheritance.statement import HINT
 from transaxle.errors import TransaxleError, refuse
@@ -26,22 +27,19 @@ PADDING = "0"
 """Component name of padding."""
 
 
-@dataclass(frozen=True, slots=True)
-class Axis:
+class Axis(msgspec.Struct, frozen=True):
     """A named axis."""
 
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class Merge:
+class Merge(msgspec.Struct, frozen=True):
     """Nodes merged into one dim, outermost first; a merge of nothing has size 1."""
 
     parts: tuple[Node, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Sum:
+class Sum(msgspec.Struct, frozen=True):
     """Segments one after the other along a dim; each belongs to one logical tensor."""
 
     segments: tuple[tuple[str, Node], ...]
@@ -52,8 +50,7 @@ AxisSizes = Mapping[str, int]
 Change = Callable[[Merge, tuple[str, ...]], Merge]
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
+class Share(msgspec.Struct, frozen=True):
     """One logical tensor's share of one stored dim."""
 
     offset: int
@@ -62,8 +59,7 @@ class Share:
     """`(axis, size, stride)` with strides in positions of the dim, outermost first; nested."""
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(msgspec.Struct, frozen=True):
     """An expression with sizes filled in."""
 
     shape: tuple[int, ...]
@@ -72,8 +68,7 @@ class Layout:
     """Logical tensor -> its share of each dim."""
 
 
-@dataclass(frozen=True)
-class Expression:
+class Expression(msgspec.Struct, frozen=True, dict=True):
     """The parsed right-hand side of a dialect line."""
 
     text: str

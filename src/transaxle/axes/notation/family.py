@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, cast
 
+import msgspec
+
 from transaxle.axes.inheritance.section import age
 from transaxle.axes.inheritance.written import Written
 from transaxle.axes.notation.computed import Steps
@@ -21,8 +23,7 @@ from transaxle.axes.notation.name import Name
 from transaxle.axes.notation.number_format import WORDS
 
 
-@dataclass(frozen=True, slots=True)
-class LogicalTensor:
+class LogicalTensor(msgspec.Struct, frozen=True):
     """A logical tensor of a family."""
 
     name: str
@@ -33,8 +34,7 @@ class LogicalTensor:
     """Condition under which it must exist; None: always. Where the condition is false, it may still exist."""
 
 
-@dataclass(frozen=True, slots=True)
-class Tie:
+class Tie(msgspec.Struct, frozen=True):
     """Two logical tensors that share one value, such as a head tied to the embedding."""
 
     alias: str
@@ -45,8 +45,7 @@ class Tie:
     """When they are tied."""
 
 
-@dataclass(frozen=True, slots=True)
-class Cuttable:
+class Cuttable(msgspec.Struct, frozen=True):
     """An axis that the ranks of a mesh may share out."""
 
     mesh: str
@@ -62,8 +61,7 @@ class Cuttable:
         return self.axes[0] if len(self.axes) == 1 else f"({' '.join(self.axes)})"
 
 
-@dataclass(frozen=True, slots=True)
-class Arithmetic:
+class Arithmetic(msgspec.Struct, frozen=True):
     """How stored values follow from logical ones; it never runs unless asked for."""
 
     text: str
@@ -72,8 +70,7 @@ class Arithmetic:
     """From the logical value to the stored one."""
 
 
-@dataclass(frozen=True, eq=False)
-class Line:
+class Line(msgspec.Struct, frozen=True, eq=False, dict=True):
     """One line of a dialect: a name pattern, and the expression of the tensor stored under it."""
 
     name: Name

@@ -19,6 +19,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
+import msgspec
+
 from transaxle.errors import TransaxleError, refuse
 
 _AXIS = "[A-Za-z_][A-Za-z0-9_]*"
@@ -80,8 +82,7 @@ def _shortened(zeros: bytes) -> str:
     return _RUN.sub(b"0", zeros).decode(errors="surrogatepass")
 
 
-@dataclass(frozen=True, slots=True)
-class Hole:
+class Hole(msgspec.Struct, frozen=True):
     """One index in a name."""
 
     axis: str
@@ -143,8 +144,7 @@ class Hole:
         return Counter(self.factor, self.added(sizes), tuple(sizes[axis] for axis in self.inner))
 
 
-@dataclass(frozen=True, slots=True)
-class Counter:
+class Counter(msgspec.Struct, frozen=True):
     """How a hole turns the indices of its axes into a number, all sizes known."""
 
     factor: int
@@ -291,8 +291,7 @@ def _hole(axes: str, shift: str | None, mesh: str | None, factor: int) -> Hole:
     return Hole(axis, shift, mesh, factor, tuple(inner))
 
 
-@dataclass(frozen=True, slots=True)
-class Numbering:
+class Numbering(msgspec.Struct, frozen=True):
     """The numbers of a name, as its axes count them."""
 
     name: Name

@@ -8,11 +8,12 @@ own part without a walk over the others.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import product
 from math import prod
 from operator import attrgetter, itemgetter
 from typing import overload
+
+import msgspec
 
 from transaxle.axes.layout.bind import Bound, Index
 from transaxle.axes.layout.relayout import Origin, Stored
@@ -21,8 +22,7 @@ from transaxle.axes.notation.family import Line
 from transaxle.axes.notation.number_format import PLAIN, NumberFormat
 
 
-@dataclass(frozen=True, slots=True)
-class SourceTensor:
+class SourceTensor(msgspec.Struct, frozen=True):
     """A stored tensor that holds part of a logical tensor."""
 
     origin: Origin
@@ -35,8 +35,7 @@ class SourceTensor:
     """Its dtype and encoding."""
 
 
-@dataclass(frozen=True)
-class Grid:
+class Grid(msgspec.Struct, frozen=True):
     """Every combination of some numbers along each axis."""
 
     numbers: tuple[tuple[int, ...], ...]

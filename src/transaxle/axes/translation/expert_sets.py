@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+
+import msgspec
+from msgspec.structs import replace
 
 from transaxle.axes.layout.bind import WEIGHT, split_slot
 from transaxle.axes.layout.solve import Shape
@@ -25,8 +27,7 @@ _Places = Mapping[tuple[str, str], Mapping[int, str]]
 """(text before the number, text after it) -> number -> name."""
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertSet:
+class ExpertSet(msgspec.Struct, frozen=True):
     """N tensors of one shape that are wanted, under N names or as one stack."""
 
     name: str
@@ -61,8 +62,7 @@ class ExpertSet:
         return range(self.count) if self.single or self.own is None else self.own
 
 
-@dataclass(frozen=True, slots=True)
-class Arranged:
+class Arranged(msgspec.Struct, frozen=True):
     """How a checkpoint holds the wanted experts."""
 
     stems: tuple[Stem, ...]

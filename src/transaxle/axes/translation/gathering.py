@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import combinations, product
+
+from msgspec.structs import replace
 
 from transaxle.axes.layout.bind import Index
 from transaxle.axes.layout.relayout import Check, Origin, Target, TargetPart

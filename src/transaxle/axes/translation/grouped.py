@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal, NamedTuple
+
+import msgspec
 
 from transaxle.axes.layout.bind import WEIGHT, bind, join_slot, split_slot
 from transaxle.axes.layout.relayout import Check, Stored, unchanged
@@ -41,8 +43,7 @@ COLUMN: Packing = "column"
 _NUMBERED = re.compile(r"(.*[A-Za-z_])(0|[1-9][0-9]{0,9})((?:_[A-Za-z_]+)?)")
 
 
-@dataclass(frozen=True, slots=True)
-class Stem:
+class Stem(msgspec.Struct, frozen=True):
     """N tensors that a checkpoint has in one form and that are wanted in another."""
 
     name: str
@@ -82,7 +83,7 @@ class Stem:
 
     def reversed(self) -> Stem:
         """Return the stem that turns the wanted form back into the stored one."""
-        return replace(self, stored=self.wanted, wanted=self.stored, copies=())
+        return msgspec.structs.replace(self, stored=self.wanted, wanted=self.stored, copies=())
 
 
 class Numbered(NamedTuple):
@@ -157,8 +158,7 @@ def _line(stem: Stem, form: Packing, name: str, number: str, dims: Sequence[str]
     return Line(Name(stem.single), parse(packed))
 
 
-@dataclass(frozen=True, slots=True)
-class MemberCopy:
+class MemberCopy(msgspec.Struct, frozen=True):
     """A tensor that a checkpoint has under the name of a member, and in the stack too."""
 
     name: str
@@ -211,7 +211,9 @@ def copy_checks(stems: Sequence[Stem], stored: Mapping[str, Stored]) -> tuple[li
     copies = member_copies(stems, stored)
     # Each copy is compared with its slice of the stack: the stack is expressed as members, and the member's own tensor
     # must equal that.
-    regroupings = [replace(stem, wanted=MEMBERS, copies=()) for stem in dict.fromkeys(copy.stem for copy in copies)]
+    regroupings = [
+        msgspec.structs.replace(stem, wanted=MEMBERS, copies=()) for stem in dict.fromkeys(copy.stem for copy in copies)
+    ]
     singles = {stem.single for stem in regroupings}
     stacks = {name: tensor for name, tensor in stored.items() if regroupings and split_slot(name)[0] in singles}
     members = regrouped(regroupings, stacks).targets if regroupings else {}

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 from math import prod
 from operator import itemgetter
+
+import msgspec
+from msgspec.structs import replace
 
 from transaxle.axes.layout.bind import WEIGHT, Bound, Index, split_slot
 from transaxle.axes.layout.inseparable import NOTHING
@@ -35,8 +37,7 @@ _Filled = tuple[Layout, dict[str, int]]
 """A stored tensor's layout and axis sizes."""
 
 
-@dataclass(frozen=True, eq=False)
-class LineSources:
+class LineSources(msgspec.Struct, frozen=True, eq=False, dict=True):
     """What the tensors of one line hold of one logical tensor."""
 
     line: Line
@@ -101,8 +102,7 @@ class LineSources:
         return tuple(index[axis] for axis in common) in projection
 
 
-@dataclass(eq=False)
-class ComponentSources:
+class ComponentSources(msgspec.Struct, eq=False):
     """The sources of one component of one target tensor."""
 
     line_sources: LineSources
@@ -132,8 +132,7 @@ class ComponentSources:
         return tuple(sorted(origins, key=lambda origin: [origin.index[axis] for axis in self.line_sources.axes]))
 
 
-@dataclass(eq=False)
-class AlikeSources:
+class AlikeSources(msgspec.Struct, eq=False, dict=True):
     """The sources of one component of one target tensor, where they differ in nothing but their numbers."""
 
     line_sources: LineSources

@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from itertools import islice, product
 from typing import NamedTuple
 
+import msgspec
+
 from transaxle.axes.layout.bind import WEIGHT, Bound, Index, join_slot, with_kept
 from transaxle.axes.layout.inseparable import NOTHING, inseparable
 from transaxle.axes.layout.relayout import EXACT, Check, Origin, Stored, Target, TargetPart, indices, unchanged
@@ -446,7 +448,7 @@ def _arithmetic(line: Line, of: LineSources) -> tuple[Arithmetic | None, Arithme
 
 def _single_source(origin: Origin, name: str, dtype: str, rule: str) -> Target:
     """Return the target that is one stored tensor, whatever its name says."""
-    part = TargetPart(origin.component, (replace(origin, index={}),))
+    part = TargetPart(origin.component, (msgspec.structs.replace(origin, index={}),))
     return Target(name, dtype, origin.layout, {}, (part,), rule)
 
 

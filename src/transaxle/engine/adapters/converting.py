@@ -158,7 +158,7 @@ def _saved(
 def _renamed(target: Target, entries: Mapping[str, Entry], dtype: str) -> Target:
     """Return a target that is made of the adapter's tensors, not of the base's."""
     parts = tuple(
-        part._replace(origins=tuple(replace(origin, name=entries[origin.name].name) for origin in part.origins))
+        part._replace(origins=tuple(structs.replace(origin, name=entries[origin.name].name) for origin in part.origins))
         for part in target.parts
     )
     return replace(target, dtype=dtype, parts=parts)
