@@ -310,11 +310,10 @@ def line(what: str, other: str, found: Found, promised: Promised, at: int, promi
     ratio, moved = theirs[0] / mine[0], mine[at] / needed
     mapped = other == HF and at == 1
     peer = "mapped" if mapped else f"{theirs[at] / needed:6.2f}"
-    floor = f"{found[FLOOR][0]:7.3f} s" if FLOOR in found else " " * 9
-    print(f"  {what:34s} {mine[0]:7.3f} s {theirs[0]:7.3f} s {floor}   bytes {moved:.2f}, torch {peer}")
-    reach = [theirs[0] / found[FLOOR][0]] if FLOOR in found else []
-    limit = min([promised.ratio, *(NEAR * each for each in reach)])
-    promises.at_least(f"{what} against torch", ratio, limit, floor=reach)
+    floor = found[FLOOR][0]
+    print(f"  {what:34s} {mine[0]:7.3f} s {theirs[0]:7.3f} s {floor:7.3f} s   bytes {moved:.2f}, torch {peer}")
+    reach = theirs[0] / floor
+    promises.at_least(f"{what} against torch", ratio, min(promised.ratio, NEAR * reach), floor=[reach])
     promises.at_most(f"{what}, {('read', 'written')[at - 1]} for each byte needed", moved, promised.most, "bytes")
 
 
@@ -357,7 +356,8 @@ def main() -> int:
         if "save" in parts:
             for what, dim, least in (("rows", 0, 3.0), ("columns", 1, 10.0)):
                 found = run(RANKS, saves, folder, said, dim)
-                held = {"needed": found["needed"]}
+                at_all = sum(found["floor"][each][0] for each in (WRITE, SEND) if each in found["floor"])
+                held = {"needed": found["needed"], FLOOR: [at_all]}
                 line(f"save {what} as safetensors", HF, found[HF] | held, Promised(least, 1.02), 2, promises)
                 below(found[HF][FIRST], found["floor"])
         if "stall" in parts:

@@ -48,7 +48,7 @@ class Figure:
     @property
     def promise(self) -> str:
         """The promise in words; empty where there is none."""
-        return "" if self.limit is None else f"at {'least' if self.least else 'most'} {self.limit:g} {self.unit}"
+        return "" if self.limit is None else f"at {'least' if self.least else 'most'} {number(self.limit)} {self.unit}"
 
     @property
     def spread(self) -> str:

@@ -18,16 +18,18 @@ from dataclasses import replace
 from functools import cache, cached_property, partial
 from pkgutil import get_data
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from transaxle.axes.inheritance.statement import BLOCK, FAMILY, WORD
-from transaxle.axes.inheritance.written import Written
-from transaxle.axes.notation import tables
 from transaxle.axes.notation.family import Family
 from transaxle.families import spelling
-from transaxle.families.written_tables import WrittenTables
 from transaxle.plugins import plugins
+
+if TYPE_CHECKING:
+    from transaxle.axes.inheritance.written import Written
+    from transaxle.families.written_tables import WrittenTables
 
 GROUP = "transaxle.families"
 """Entry points of packages that add families: each names a Python package that has `.rules` files in it."""
@@ -217,6 +219,9 @@ def read_all() -> Tables:
     """
     from importlib.resources import files
 
+    from transaxle.axes.notation import tables  # what ships is spelled out: few programs read a table as it is written
+    from transaxle.families.written_tables import WrittenTables
+
     top = files(__name__)
     found = [(item.name, item) for item in top.iterdir()]
     found += [(f"{folder}/{item.name}", item) for folder in (TRACED, TYPED) for item in (top / folder).iterdir()]
@@ -252,6 +257,8 @@ def _shipped_family(name: str, file: str) -> Family:
     """Return a family that ships; it is not checked again, as writing the index has done that."""
     if not is_traced(file):
         return replace(spelling.decode(_shipped(f"{SPELLED}/{name}.json")), text=partial(base, name))
+    from transaxle.axes.notation import tables
+
     (family,) = tables.read(_shipped(file).decode("utf-8"), file=file, checked=True, bases=base)
     return family
 
@@ -259,6 +266,8 @@ def _shipped_family(name: str, file: str) -> Family:
 @cache
 def _written() -> WrittenTables:
     """Return the tables that ship as they are written."""
+    from transaxle.families.written_tables import WrittenTables
+
     homes = {**blocks(), **{name: entry.file for name, entry in builtin().entries.items()}}
     return WrittenTables(homes, lambda file: _shipped(file).decode("utf-8"))
 
@@ -284,6 +293,8 @@ def installed() -> Mapping[str, Family]:
             NAME_COLLISION where a family has a name that is taken.
     """
     from importlib.resources import files
+
+    from transaxle.axes.notation import tables
 
     families: dict[str, Family] = {}
     for plugin in plugins(GROUP):
@@ -315,5 +326,7 @@ def with_rules(text: str, file: str) -> Families:
     Raises:
         Refused: CORRUPT, with every problem of the file.
     """
+    from transaxle.axes.notation import tables
+
     known = builtin()
     return Families(known.entries, tables.index(tables.read(text, file=file, known=known, bases=base)))

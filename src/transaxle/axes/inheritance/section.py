@@ -28,6 +28,7 @@ from transaxle.axes.inheritance.statement import (
     WITHOUT,
     WORD,
     Statement,
+    age,
     both,
     split_when,
     tensors_left_out,
@@ -105,11 +106,6 @@ def find(sections: Mapping[str, Section], label: str) -> Section | None:
     """Return a dialect by its name (the newest version of it) or `name@version`."""
     named = [section for section in sections.values() if section.name == label]
     return max(named, key=lambda section: age(section.version), default=None) or sections.get(label)
-
-
-def age(version: str | None) -> tuple[int, ...]:
-    """Return a key that sorts versions: `0.10` is newer than `0.9`."""
-    return tuple(int(number) for number in re.findall("[0-9]+", version or ""))
 
 
 class _Place(NamedTuple):

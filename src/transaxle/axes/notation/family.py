@@ -10,17 +10,19 @@ from collections import ChainMap, defaultdict
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
-from transaxle.axes.inheritance.section import age
-from transaxle.axes.inheritance.written import Written
+from transaxle.axes.inheritance.statement import age
 from transaxle.axes.notation.computed import Steps
 from transaxle.axes.notation.expression import Expression
 from transaxle.axes.notation.formula import Formula
 from transaxle.axes.notation.name import Name
 from transaxle.axes.notation.number_format import WORDS
+
+if TYPE_CHECKING:
+    from transaxle.axes.inheritance.written import Written
 
 
 class LogicalTensor(msgspec.Struct, frozen=True):

@@ -24,7 +24,6 @@ from transaxle.engine.plan.axis_sizes import counted, recorded
 from transaxle.engine.plan.hub_weights import published
 from transaxle.engine.plan.model_config import config_notes, rewritten
 from transaxle.engine.plan.planned import OutputTensor, Plan, PlannedTensor, Recoded, routes
-from transaxle.engine.plan.rank_parts import of_ranks, padded
 from transaxle.engine.plan.recoding import across, buffers_of, components, displaced, recoded, recoding
 from transaxle.engine.plan.target_names import clashing, is_one_file, misnamed, parse_to, unholdable, without_line
 from transaxle.engine.plan.training_beside import nesting_of, without_training
@@ -204,6 +203,8 @@ def _aimed(
         message = f"{kind.title} is read at any degrees; --tp says for how many ranks the vocabulary is padded"
         raise refuse("UNSUPPORTED", message, hint="Omit --pp and --ep.")
     if "parts" in kind.draft_takes or degrees is not None:
+        from transaxle.engine.plan.rank_parts import padded  # few formats have files for each rank
+
         checkpoint = checkpoint if wanted == IDENTITY else padded(checkpoint, wanted, degrees or Degrees())
     if for_hub(to):
         weights, refusals = _for_hub(checkpoint)
@@ -408,6 +409,8 @@ def _ranks_options(
     """Return what drafts take that lay out files for each rank, or for so many of them."""
     if "parts" not in kind.draft_takes:
         return {} if degrees is None else {"degrees": degrees}
+    from transaxle.engine.plan.rank_parts import of_ranks
+
     return of_ranks(checkpoint, dialect, names, degrees or Degrees(), problems)
 
 

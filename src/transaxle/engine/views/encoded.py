@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from transaxle.axes.layout.relayout import Check, Target
 from transaxle.axes.layout.solve import Shape
-from transaxle.axes.layout.tile import Tile, scales
 from transaxle.axes.translation.translate import Translation
 from transaxle.encodings.conventions.buffer_group import CODES, group
 from transaxle.encodings.conventions.convention import CONVENTIONS, PREFERRED, Convention
@@ -28,6 +27,9 @@ from transaxle.engine.copying.bitcast import redescribed
 from transaxle.engine.views.swizzled_scales import compacted
 from transaxle.errors import Refusal, TransaxleError, Where, refuse
 from transaxle.formats.catalog.catalog import Container, Entry
+
+if TYPE_CHECKING:
+    from transaxle.axes.layout.tile import Tile
 
 StoredForm = tuple[str, Shape]
 """Safetensors code and shape under which a target is stored, if they differ from the target's own."""
@@ -299,6 +301,8 @@ class _BufferFollower:
         Raises:
             Refused: BLOCK_MISALIGNED; DTYPE_MIXED where one of several sources lacks a buffer.
         """
+        from transaxle.axes.layout.tile import scales  # few checkpoints are encoded
+
         yield Role.CODES, target, ()
         sources = {o.name: self.catalog.encoded[o.name] for part in target.parts for o in part.origins}
         for role in tensor.parts:
