@@ -23,6 +23,7 @@ over gloo what changes ranks (between ranks of one machine ours goes through sha
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import shutil
@@ -274,6 +275,7 @@ def _rank(rank: int, world: int, task: Callable[..., Found], args: tuple[Any, ..
     if rank == 0:
         Path(f"{meeting}.json").write_text(json.dumps(found), "utf-8")
     dist.barrier()
+    gc.collect()  # DTensors that outlive the group may abort the process
     dist.destroy_process_group()
 
 
