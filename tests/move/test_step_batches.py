@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.engine.killed import one_by_one
+from transaxle.engine.copying.side_by_side import Compared, Pair
 from transaxle.errors import Refused
 from transaxle.formats.catalog.catalog import Checksum
 from transaxle.formats.catalog.checksums import Witness
@@ -30,7 +31,7 @@ from transaxle.move.hashing import HashingFiles, ItemHash
 from transaxle.move.mover import Movement
 from transaxle.move.runs import Item
 from transaxle.move.transfer import Transfer
-from transaxle.move.workers import Compared, Limits, Pair
+from transaxle.move.workers import Limits
 
 SIZE = 60_000
 DATA = {f"{number}.bin": np.random.default_rng(number).integers(1, 256, SIZE, np.uint8) for number in range(3)}

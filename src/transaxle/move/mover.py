@@ -18,7 +18,7 @@ from transaxle.move.endpoint import Bytes, Readable, Sink
 from transaxle.move.runs import RUN, Item, Owner, Run, alone, batches, packed
 from transaxle.move.strided_fill import fill, scatter
 from transaxle.move.transport import Alone, Deferred, Exchange, Parcel
-from transaxle.move.workers import Limits, Worker, grouped, largest_first, share
+from transaxle.move.workers import Limits, Worker, are_noted, grouped, largest_first, share
 from transaxle.spans import span
 
 _Work = tuple[Item, int, int]
@@ -55,7 +55,7 @@ class Movement:
         self._owner: Owner = getattr(source, "owner", None) or (lambda _: rank)
         self._own, self._others = alone(items, self._owner)
         self._elsewhere = elsewhere or {}
-        self._notes = getattr(source, "takes_notes", False) and (sink.takes_notes or not sink.ordered)
+        self._notes = are_noted(source) and (sink.takes_notes or not sink.ordered)
         """Whether steps are noted and done in batches: from files of this machine."""
         self._lock = Lock()
         self._left: dict[int, int] = {}
@@ -103,17 +103,15 @@ class Movement:
                 for item in queue
                 for start in range(0, item.size, RUN)
             )
-            yield from grouped((run, run[2] - run[1]) for run in runs)
+            yield from grouped(((run, run[2] - run[1]) for run in runs), noted=self._notes)
             return
         alone = [queue[0] for queue in queues if len(queue) == 1 and queue[0].queue is None]
         for queue in queues:
             if len(queue) > 1 or queue[0].queue is not None:
                 yield [(item, 0, item.size) for item in queue]
         parts = self._parts(alone)
-        if not self._notes:
-            yield from ([part] for part in parts)
-            return
-        yield from grouped(largest_first((part, part[2] - part[1]) for part in parts))
+        sizes = [(part, part[2] - part[1]) for part in parts]
+        yield from grouped(largest_first(sizes) if self._notes else sizes, noted=self._notes)
 
     def _parts(self, items: Sequence[Item]) -> Iterator[_Work]:
         """Yield the parts of items that any worker can take."""

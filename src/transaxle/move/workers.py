@@ -10,8 +10,8 @@ import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from functools import cached_property, partial
-from typing import Generic, NamedTuple, TypeVar, cast
+from functools import cached_property
+from typing import TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -21,14 +21,15 @@ from transaxle.arguments import Size, read_count, read_size
 from transaxle.axes.notation.computed import Steps, applied
 from transaxle.errors import refuse
 from transaxle.formats.dtype import numpy_dtype
-from transaxle.formats.storage.compiled import StepBatch, new_batch, same_bytes
+from transaxle.formats.storage.compiled import StepBatch
 from transaxle.move.endpoint import Bytes, NotingFiles, Readable
 from transaxle.move.runs import RUN, Item, is_whole
 from transaxle.move.strided_fill import Noting, Scratch, produce
 from transaxle.move.transfer import Transfer, active
 from transaxle.spans import span
 
-_BLOCK = 1 << 20
+BLOCK = 1 << 20
+"""Bytes of a block of what is one range of a file."""
 _STRIDED_BLOCK = 4 << 20
 _SMALLEST = 1 << 16
 _GRAIN = 1 << 12
@@ -302,7 +303,7 @@ def block_ends(transfers: Sequence[Transfer], size: int, room: int, length: int 
     # Long runs are read straight into the block, where a small one stays in the cache; so do short ones that follow one
     # another in the file. Others want the larger one, so that a strided read covers more of them.
     plain = all(transfer.width >= _SMALLEST or transfer.is_dense for transfer in transfers)
-    fitting = min(_BLOCK, room)
+    fitting = min(BLOCK, room)
     most = fitting if plain else room
     ends: list[int] = []
     begin = last = 0
@@ -335,106 +336,31 @@ def _clean_cuts(transfers: Sequence[Transfer], size: int) -> Iterator[int]:
         yield size
 
 
-class Compared(NamedTuple, Generic[Task]):
-    """Two tensors of as many bytes that are compared."""
-
-    key: Task
-    """What they are called."""
-    first: Sequence[Transfer]
-    """What fills the first, sorted by where it lands."""
-    second: Sequence[Transfer]
-    """What fills the second."""
-    size: int
-    """Bytes of each."""
-
-
-class Pair:
-    """Two workers in one thread that produce two tensors side by side, in the memory of one.
-
-    Args:
-        first: the source files of the first.
-        second: those of the second.
-        limit: what one worker would have.
-        stop: set when the work is no longer wanted.
-    """
-
-    def __init__(self, first: Readable, second: Readable, limit: Limits, stop: threading.Event) -> None:
-        self._workers = Worker(first, limit.halved, stop), Worker(second, limit.halved, stop)
-        takes_notes = all(getattr(each, "takes_notes", False) for each in (first, second))
-        self._batch = new_batch() if takes_notes else None
-
-    def blocks(
-        self, first: Sequence[Transfer], second: Sequence[Transfer], size: int, other: int | None = None
-    ) -> Iterator[tuple[memoryview, memoryview]]:
-        """Produce two tensors of as many elements in order, block by block.
-
-        Args:
-            first: what fills the first.
-            second: what fills the second.
-            size: bytes of the first.
-            other: bytes of the second; None: the same.
-        """
-        one, two = self._workers
-        sizes = size, size if other is None else other
-        most = min(_BLOCK, one.room)
-        lengths = [most * each // max(*sizes, 1) or 1 for each in sizes]  # as many elements: items are powers of two
-        yield from zip(
-            one.blocks(first, sizes[0], length=lengths[0]), two.blocks(second, sizes[1], length=lengths[1]), strict=True
-        )
-
-    def differing(self, tensors: Iterable[Compared[Task]], progress: Progress = unwatched) -> set[Task]:
-        """Compare tensors byte by byte, each up to where it is found to differ, or a little further.
-
-        Args:
-            tensors: what is compared.
-            progress: told the bytes of each that were just compared.
-
-        Returns:
-            the keys of those that differ.
-        """
-        found: set[Task] = set()
-        for key, first, second, size in tensors:
-            for one, other in self._noted(first, second, size):
-                if self._batch is None:
-                    if not same_bytes(one, other):
-                        found.add(key)
-                    progress(len(one))
-                else:
-                    self._batch.compare(one, other, partial(found.add, key))
-                    self._batch.then(partial(progress, len(one)))
-                if key in found:
-                    break
-        if self._batch is not None:
-            self._batch.run()
-        return found
-
-    def _noted(
-        self, first: Sequence[Transfer], second: Sequence[Transfer], size: int
-    ) -> Iterator[tuple[memoryview, memoryview]]:
-        """Yield blocks with the bytes of two tensors, which are in them when the batch is carried out."""
-        one, two = self._workers
-        if self._batch is None:
-            yield from self.blocks(first, second, size)
-            return
-        ends = block_ends(second if is_whole(first, size) else first, size, one.room)
-        sides = (worker.noted(self._batch, made_of, ends) for worker, made_of in ((one, first), (two, second)))
-        for (_, block), (_, other) in zip(*sides, strict=True):
-            yield block, other
-
-
 def largest_first(tasks: Iterable[tuple[Task, int]]) -> list[tuple[Task, int]]:
     """Return tasks, each with its bytes, in the order in which none is left with one worker at the end."""
     return sorted(tasks, key=lambda task: -task[1])
 
 
-def grouped(tasks: Iterable[tuple[Task, int]]) -> Iterator[list[Task]]:
-    """Yield tasks, each with its bytes, in groups: a call for each of many small ones would cost more than they do."""
+def are_noted(*readers: Readable) -> bool:
+    """Tell whether reads of files are noted and done in batches."""
+    return all(getattr(each, "takes_notes", False) for each in readers)
+
+
+def grouped(tasks: Iterable[tuple[Task, int]], *, noted: bool) -> Iterator[list[Task]]:
+    """Yield tasks in groups for one worker each.
+
+    Args:
+        tasks: each with its bytes.
+        noted: their steps are: then a call for each of many small ones would cost more than they do. Otherwise each is
+            a group: workers wait for other machines side by side.
+    """
+    least = _TOGETHER if noted else 0
     together: list[Task] = []
     size = 0
     for task, task_size in tasks:
         together.append(task)
         size += task_size
-        if size >= _TOGETHER:
+        if size >= least:
             yield together
             together, size = [], 0
     if together:

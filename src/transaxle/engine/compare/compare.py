@@ -15,6 +15,7 @@ from transaxle.engine.checkpoint.recognise import IDENTITY
 from transaxle.engine.compare.distance import Distance
 from transaxle.engine.compare.survey import Survey, Surveyed
 from transaxle.engine.copying.duplicate_checks import plan_checks, unequal
+from transaxle.engine.copying.side_by_side import Compared, Pair
 from transaxle.engine.facts.fold import FoldedRow, fold
 from transaxle.engine.number_text import notebook, plural, size
 from transaxle.engine.plan.training_beside import beside
@@ -22,7 +23,7 @@ from transaxle.errors import Refusal, TransaxleError
 from transaxle.formats.dtype import ITEM_BITS
 from transaxle.formats.storage.compiled import same_bytes
 from transaxle.formats.training_state.state import OPTIMIZER
-from transaxle.move.workers import Compared, Limits, Pair, Progress, grouped, largest_first, limits, share, unwatched
+from transaxle.move.workers import Limits, Progress, are_noted, grouped, largest_first, limits, share, unwatched
 from transaxle.spans import stage
 
 _STEP = "/step"
@@ -365,8 +366,9 @@ def _differing_bytes(
         differing = pair.differing(tensors, progress)
         found.extend(Difference(name, first[name].component, "values", "the values differ") for name in differing)
 
-    work = grouped(largest_first((name, first[name].nbytes) for name in names))
-    share(work, limit.jobs, partial(Pair, first.container.storage, second.container.storage, limit), look)
+    storages = first.container.storage, second.container.storage
+    work = grouped(largest_first((name, first[name].nbytes) for name in names), noted=are_noted(*storages))
+    share(work, limit.jobs, partial(Pair, *storages, limit), look)
     return found
 
 

@@ -15,13 +15,14 @@ import numpy as np
 from msgspec.structs import replace
 
 from transaxle.axes.layout.relayout import Check, unchanged
+from transaxle.engine.copying.side_by_side import Compared, Pair
 from transaxle.engine.copying.source import Source
 from transaxle.errors import Refusal, TransaxleError, Where
 from transaxle.formats.catalog.catalog import Container
 from transaxle.formats.dtype import BITS, nbytes, numpy_dtype
 from transaxle.move.endpoint import Readable
 from transaxle.move.transfer import Transfer
-from transaxle.move.workers import Compared, Limits, Pair, grouped, largest_first, share
+from transaxle.move.workers import Limits, are_noted, grouped, largest_first, share
 from transaxle.spans import stage
 
 _SIDES = ("first", "second")
@@ -114,7 +115,8 @@ def unequal(checks: Sequence[PlannedCheck], reader: Readable, limit: Limits) -> 
             message = f"{check.why}\nbut their bytes differ"
             found[number] = Refusal("UNEQUAL_COPIES", message, Where(None, check.name), check.hint)
 
-    work = grouped(largest_first((number, check.nbytes) for number, check in enumerate(checks)))
+    sizes = [(number, check.nbytes) for number, check in enumerate(checks)]
+    work = grouped(largest_first(sizes), noted=are_noted(reader))
     share(work, limit.jobs, partial(Pair, reader, reader, limit), compare)
     return [found[number] for number in sorted(found)]
 
