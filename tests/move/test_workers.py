@@ -1,0 +1,99 @@
+"""What workers take at once: small items of this machine together, those of other machines one by one."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from transaxle.engine.copying.duplicate_checks import PlannedCheck, unequal
+from transaxle.formats.storage.local import LocalStorage
+from transaxle.move.endpoint import Bytes, Sink
+from transaxle.move.hashing import HashingFiles
+from transaxle.move.mover import Movement
+from transaxle.move.runs import Item
+from transaxle.move.transfer import Transfer
+from transaxle.move.workers import Limits, are_noted, grouped, largest_first
+
+WORKERS, SMALL = 3, 50
+"""As many reads must be under way together, each of so many bytes."""
+PATIENCE = 60.0
+"""Seconds after which what has not happened will not happen."""
+
+
+class FarFiles:
+    """Files of another machine: a read ends when as many are under way as there are workers."""
+
+    def __init__(self) -> None:
+        self._together = threading.Barrier(WORKERS)
+
+    def read_into(self, name: str, offset: int, view: memoryview) -> None:
+        self._together.wait(PATIENCE)
+        view[:] = bytes([int(name) + offset]) * len(view)
+
+
+class Memory(Sink):
+    """Takes items in place."""
+
+    ordered = False
+
+    def __init__(self, count: int) -> None:
+        self.held: Bytes = np.zeros((count, SMALL), np.uint8)
+
+    def room(self, key: int, start: int, stop: int) -> Bytes:
+        found: Bytes = self.held[key][start:stop]
+        return found
+
+    def take(self, key: int, start: int, data: memoryview) -> None:
+        raise AssertionError((key, start, len(data)))
+
+
+def items(count: int) -> list[Item]:
+    return [Item(key, SMALL, [Transfer(str(key), 1, 0, SMALL)], (0,), (0,)) for key in range(count)]
+
+
+def test_small_items_of_other_machines_are_read_side_by_side() -> None:
+    memory = Memory(2 * WORKERS)
+    Movement(items(2 * WORKERS), FarFiles(), memory, Limits(WORKERS, 1 << 22)).move_own()
+    assert memory.held.tolist() == [[key + 1] * SMALL for key in range(2 * WORKERS)]
+
+
+def test_so_are_those_that_are_hashed() -> None:
+    hashing = HashingFiles(None, (), range(2 * WORKERS))
+    Movement(items(2 * WORKERS), FarFiles(), hashing, Limits(WORKERS, 1 << 22)).move_own()
+    assert len(set(hashing.digests.values())) == 2 * WORKERS
+
+
+def test_so_are_copies_that_are_compared() -> None:
+    pairs = [
+        PlannedCheck(str(key), "why", SMALL, (Transfer(str(key), 0, 0, SMALL),), (Transfer("1", 0, 0, SMALL),))
+        for key in range(WORKERS)
+    ]
+    wrong = unequal(pairs, FarFiles(), Limits(WORKERS, 1 << 22))
+    assert [each.where.tensor for each in wrong] == ["0", "2"]
+
+
+@pytest.mark.parametrize("noted", [False, True])
+@given(sizes=st.lists(st.integers(0, 3 << 20)))
+def test_groups_have_every_task_once(noted: bool, sizes: list[int]) -> None:
+    groups = list(grouped(largest_first(enumerate(sizes)), noted=noted))
+    order = [task for group in groups for task in group]
+    assert sorted(order) == list(range(len(sizes)))
+    assert [sizes[task] for task in order] == sorted(sizes, reverse=True)
+    assert all(group for group in groups)
+    if not noted:
+        assert all(len(group) == 1 for group in groups)
+    else:
+        assert all(sum(sizes[task] for task in group) >= 1 << 20 for group in groups[:-1])
+        assert all(sum(sizes[task] for task in group[:-1]) < 1 << 20 for group in groups)
+
+
+def test_files_of_this_machine_are_noted(tmp_path: Path) -> None:
+    near = LocalStorage(tmp_path)
+    assert are_noted(near, near)
+    assert not are_noted(near, FarFiles())
+    near.close()
