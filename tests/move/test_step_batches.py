@@ -232,6 +232,31 @@ def test_checksums_are_taken_on_the_way(way: str, tmp_path: Path, flipped: bool)
     below.close()
 
 
+@pytest.mark.parametrize("flipped", [None, 0, 300_000, 700_000])
+def test_long_ranges_are_summed_piece_by_piece_while_they_are_read(
+    way: str, tmp_path: Path, flipped: int | None
+) -> None:
+    """With plain bytes before and behind them, and with bytes before them that were summed already."""
+    assert way in WAYS
+    data = np.random.default_rng(7).integers(0, 256, 700_100, np.uint8)
+    checksum = Checksum("f", 20, 700_001, zlib.crc32(data[20:700_021].tobytes()), "record")
+    if flipped is not None:
+        data[20 + flipped] ^= 0x80
+    (tmp_path / "f").write_bytes(data.tobytes())
+    below = LocalStorage(tmp_path)
+    for begin in (20, 350_000):
+        witness = Witness(below, [checksum], {})
+        if begin > 20:
+            witness.read("f", 0, begin)
+        files, _ = moved(witness, tmp_path / f"out{begin}", [(700_100, [Transfer("f", 0, 0, 700_100)])])
+        assert files == [data.tobytes()]
+        assert witness.is_right(checksum) is (flipped is None)
+    short = Checksum("f", 20, 800_000, 0, "a record that ends too late")
+    with pytest.raises(Refused, match="it ends at 700100"):
+        Witness(below, [short], {}).settle([short])
+    below.close()
+
+
 def test_a_step_that_fails_says_what_is_wrong_and_ends_no_item(way: str, storage: LocalStorage, tmp_path: Path) -> None:
     assert way in WAYS
     target = tmp_path / "out"

@@ -28,7 +28,9 @@ def test_it_is_zlibs(start: int, size: int, before: int) -> None:
 
 
 @pytest.mark.skipif(COMPILED is None, reason="it is not built here")
-@pytest.mark.parametrize("size", [0, 15, 16, 63, 64, 65, 79, 80, 127, 128, 143, 4096])
+@pytest.mark.parametrize(
+    "size", [0, 15, 16, 63, 64, 65, 79, 80, 127, 128, 143, 255, 256, 257, 271, 272, 511, 512, 528, 799, 4096]
+)
 @pytest.mark.parametrize("fill", [0, 0xFF, None])
 def test_short_and_uniform_bytes_are_summed_by_the_compiled_loop_too(
     size: int, fill: int | None, monkeypatch: pytest.MonkeyPatch
