@@ -105,6 +105,12 @@ def test_a_wrong_path_is_no_refusal(command: tuple[str, ...], ck: Path, transaxl
     assert "Did you mean ck?" in outcome.err
 
 
+def test_a_link_to_nothing_is_called_that(here: Path, transaxle: Transaxle) -> None:
+    (here / "latest").symlink_to("gone")
+    outcome = transaxle("ls", "latest")
+    assert (outcome.code, "It is a link to gone, which is not there." in outcome.err) == (MACHINE, True)
+
+
 def test_refusals_name_file_tensor_and_both_sizes(here: Path, transaxle: Transaxle) -> None:
     _truncated(here / "ck")
     assert transaxle("ls", "ck").err == (

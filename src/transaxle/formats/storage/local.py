@@ -326,6 +326,8 @@ def _similar(path: str) -> str:
     if slip := _ALMOST_URL.fullmatch(path):
         return f"Did you mean {slip[1]}://{slip[2]}?"
     missing = Path(path)
+    if missing.is_symlink():
+        return f"It is a link to {missing.readlink()}, which is not there."
     try:
         beside = [entry.name for entry in missing.parent.iterdir()]
     except OSError:
