@@ -35,6 +35,8 @@ class Twins:
 
     def __init__(self) -> None:
         self._made: dict[tuple[int, int, int, torch.dtype], Mapping[str, Any]] = {}
+        self._numbers: dict[int, dict[int, int]] = {}
+        """By identity: optimizer -> its parameters -> number of the group."""
 
     def state(
         self, optimizer: Optimizer, parameter: torch.Tensor, settings: Mapping[str, Any] | None = None
@@ -47,7 +49,9 @@ class Twins:
             settings: those that its group will have, where they are other ones than now.
         """
         groups = optimizer.param_groups
-        number = next(n for n, group in enumerate(groups) if any(each is parameter for each in group[PARAMS]))
+        if id(optimizer) not in self._numbers:
+            self._numbers[id(optimizer)] = {id(each): n for n, group in enumerate(groups) for each in group[PARAMS]}
+        number = self._numbers[id(optimizer)][id(parameter)]
         key = id(optimizer), number, parameter.dim(), parameter.dtype
         if key not in self._made:
             inner = optimizer.optimizer if isinstance(optimizer, MasterWeights) else optimizer
