@@ -17,6 +17,9 @@
 #if defined(__x86_64__) && defined(__GNUC__)
 #define FOLDS 1
 #include <immintrin.h>
+#if defined(__clang__) || __GNUC__ >= 8
+#define FOLDS_WIDE 1
+#endif
 #endif
 
 /* `loops`: count, step in the file and step in memory of each loop, in bytes, the outermost first; memory has room for
@@ -208,6 +211,7 @@ __attribute__((target("pclmul,sse2"))) static uint32_t folded(const uint8_t *dat
     return summed(x[0], from, size);
 }
 
+#if defined(FOLDS_WIDE)
 /* The same by registers four times as wide: at least 256 bytes. */
 #define WIDE "avx512f,vpclmulqdq,pclmul,sse2"
 __attribute__((target(WIDE))) static uint32_t folded_wide(const uint8_t *data, int64_t size, uint32_t crc) {
@@ -217,7 +221,7 @@ __attribute__((target(WIDE))) static uint32_t folded_wide(const uint8_t *data, i
     __m512i x[4];
     __m128i lanes[4];
     for (int i = 0; i < 4; i++) x[i] = _mm512_loadu_si512(data + 64 * i);
-    x[0] = _mm512_xor_si512(x[0], _mm512_zextsi128_si512(_mm_cvtsi32_si128((int)crc)));
+    x[0] = _mm512_xor_si512(x[0], _mm512_inserti32x4(_mm512_setzero_si512(), _mm_cvtsi32_si128((int)crc), 0));
     for (data += 256, size -= 256; size >= 256; data += 256, size -= 256)
         for (int i = 0; i < 4; i++) x[i] = FOLDED_WIDE(x[i], by_2048, _mm512_loadu_si512(data + 64 * i));
     for (int i = 1; i < 4; i++) x[0] = FOLDED_WIDE(x[0], by_512, x[i]);
@@ -226,6 +230,7 @@ __attribute__((target(WIDE))) static uint32_t folded_wide(const uint8_t *data, i
     return summed(lanes[0], (const __m128i *)data, size);
 }
 #endif
+#endif
 
 /* Adds bytes to the CRC-32 at `crc` and returns how many it has added, all but a few of the last ones; none where the
    processor cannot. */
@@ -233,8 +238,13 @@ int64_t transaxle_crc32(const uint8_t *data, int64_t size, uint32_t *crc) {
 #if defined(FOLDS)
     size &= ~(int64_t)15;
     if (size >= 64 && __builtin_cpu_supports("pclmul")) {
-        int wide = size >= 256 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("vpclmulqdq");
-        *crc = ~(wide ? folded_wide : folded)(data, size, ~*crc);
+#if defined(FOLDS_WIDE)
+        if (size >= 256 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("vpclmulqdq")) {
+            *crc = ~folded_wide(data, size, ~*crc);
+            return size;
+        }
+#endif
+        *crc = ~folded(data, size, ~*crc);
         return size;
     }
 #endif
