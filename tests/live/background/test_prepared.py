@@ -86,6 +86,29 @@ def test_memory_that_is_too_small_is_made_anew(tmp_path: Path) -> None:
     assert _saver(0, 1) is saver
 
 
+def opened(region: Region) -> int:
+    """How many descriptors this process has of a shared memory: one is that of its mapping."""
+    links = [Path(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]  # noqa: PTH208 - names are not needed
+    return sum(region._name in str(link.readlink()) for link in links if link.is_symlink())
+
+
+def test_memory_that_was_only_reserved_is_let_go(tmp_path: Path) -> None:
+    """An open one would stay, although nobody has mapped it."""
+    reserved = list[Region]()
+    for size in (2_000_000, 4_000_000):
+        tx.prepare_async({"w": torch.ones(size)})
+        region = _saver(0, 1)._region
+        assert region is not None
+        assert opened(region) == 2
+        reserved.append(region)
+    assert [opened(each) for each in reserved] == [1, 2], "this list still has the first one mapped"
+    tx.async_save({"w": torch.ones(4_000_000)}, tmp_path / "out", to="safetensors").result()
+    sender = _saver(0, 1)._sender
+    assert sender is not None
+    sender.join()
+    assert [opened(each) for each in reserved] == [1, 1]
+
+
 @pytest.mark.parametrize(
     "kind",
     [

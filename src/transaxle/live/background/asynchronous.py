@@ -27,7 +27,7 @@ from transaxle.errors import TransaxleError, refuse
 from transaxle.live.background.ending import at_end, fail, say
 from transaxle.live.background.foreseen import foresee
 from transaxle.live.background.page_lock import PageLock
-from transaxle.live.background.save_process import ALIGNED, Answer, Layout, Order, SnapshotForm, TensorSlot, serve
+from transaxle.live.background.save_process import Answer, Layout, Order, SnapshotForm, TensorSlot, room, serve
 from transaxle.live.background.spawned import Parent, without_main_script
 from transaxle.live.model.report import SaveReport
 from transaxle.live.model.state_tensors import State
@@ -64,6 +64,7 @@ class Saver:
         self._pipe = here
         self._region: Region | None = None
         self._new_region = False
+        self._sender: threading.Thread | None = None
         self._page_lock: PageLock | None = None
         self._layout: Layout = {}
         self._buffers: dict[str, torch.Tensor] = {}
@@ -85,7 +86,7 @@ class Saver:
         end = 0
         for name, local in locals_.items():
             layout[name] = TensorSlot(end, tuple(local.shape), local.dtype)
-            end += -(-layout[name].size // ALIGNED) * ALIGNED
+            end += room(layout[name].size)
         region = self.reserve(end, on_gpu=on_gpu)
         if layout != self._layout or not self._buffers:
             self._layout = layout
@@ -100,6 +101,9 @@ class Saver:
         """Return shared memory of so many bytes at least, which GPUs copy into by themselves where they are to."""
         if self._region is None or size > self._region.size:
             self._unlock()
+            if self._sender is not None:
+                self._sender.join()  # no job is under way: it has sent the old memory, or there was none
+            self._forget_region()
             self._buffers, self._region = {}, None  # the old memory goes before the new one comes
             self._region, self._new_region = Region(size), True
         if on_gpu and self._page_lock is None:
@@ -110,6 +114,11 @@ class Saver:
         if self._page_lock is not None:
             self._page_lock.release()
             self._page_lock = None
+
+    def _forget_region(self) -> None:
+        """Close memory that was only reserved: an open one stays, whoever maps it or not."""
+        if self._region is not None and (self._sender is None or not self._sender.is_alive()):
+            self._region.close()
 
     def _start(self) -> None:
         """Start the process, if it is not there yet."""
@@ -148,7 +157,8 @@ class Saver:
         self._form = form
         changed = None if unchanged else form
         order = Order(settings, state.groups, state.files, changed, self._new_region, dict(os.environ))
-        threading.Thread(target=self._send, args=(order,), daemon=True).start()  # a process that starts does not read
+        self._sender = threading.Thread(target=self._send, args=(order,), daemon=True)
+        self._sender.start()  # a process that starts does not read
 
     def _send(self, order: Order) -> None:
         """Hand an order over; where the process is gone, or gets no order, `answer` will tell."""
@@ -211,6 +221,7 @@ class Saver:
             patience: seconds to wait for it to end by itself, which it does at once unless it writes.
         """
         self._unlock()
+        self._forget_region()
         self._pipe.close()
         if self._process.pid is None:
             return

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from transaxle.live.background.save_process import ALIGNED
+from transaxle.live.background.save_process import room
 from transaxle.live.model.state_tensors import State, leaves
 from transaxle.live.training.optimizer_state import by_name, states_of
 from transaxle.live.training.optimizer_twin import Twins
@@ -42,7 +42,7 @@ def foresee(state: State, optimizer: AnyOptimizer | None) -> Foreseen:
         coming = list(_coming(optimizers, list(parameters.values())))
     locals_ = [local_of(tensor) for _, _, tensor in local_parts(tensors)]
     sizes = [*coming, *(local.numel() * local.element_size() for local in locals_)]
-    return Foreseen(sum(-(-size // ALIGNED) * ALIGNED for size in sizes), any(local.is_cuda for local in locals_))
+    return Foreseen(sum(map(room, sizes)), any(local.is_cuda for local in locals_))
 
 
 def _coming(optimizers: Optimizers, parameters: list[torch.Tensor]) -> Iterator[int]:

@@ -33,8 +33,13 @@ Answer = SaveReport | TransaxleError
 """What comes back from the process."""
 READY = "ready"
 """What comes back when nothing is ordered."""
-ALIGNED = 64
+_ALIGNED = 64
 """Tensors begin at multiples of this in the shared memory."""
+
+
+def room(size: int) -> int:
+    """Return the bytes of shared memory that a tensor of so many takes, up to where the next one may begin."""
+    return -(-size // _ALIGNED) * _ALIGNED
 
 
 @dataclass(frozen=True, slots=True)
