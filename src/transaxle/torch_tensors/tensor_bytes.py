@@ -41,9 +41,8 @@ def copy_into(source: torch.Tensor, target: torch.Tensor) -> None:
     One thread copies bytes in two thirds of the time in which torch copies elements, as it writes past the cache. From
     a GPU this only begins the copy, where the target is page-locked.
     """
-    source = source.detach()
-    plain = source.device.type == "cpu" and source.is_contiguous() and not (source.is_conj() or source.is_neg())
-    if plain and torch.get_num_threads() == 1:
+    source = with_own_bytes(source.detach())
+    if source.device.type == "cpu" and source.is_contiguous() and torch.get_num_threads() == 1:
         np.copyto(as_bytes(target), as_bytes(source))
     else:
         target.copy_(source, non_blocking=True)

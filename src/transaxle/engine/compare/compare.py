@@ -356,13 +356,14 @@ def _differing_bytes(
     found: list[Difference] = []
 
     def look(pair: Pair, some: Sequence[str]) -> None:
-        otherwise = {name: mismatch for name in some if (mismatch := _mismatch(first[name], second[name]))}
-        tensors = (
-            Compared(name, first[name].transfers(), second[name].transfers(), first[name].nbytes)
-            for name in some
-            if name not in otherwise
-        )
-        found.extend(otherwise.values())
+        tensors = []
+        for name in some:
+            one, two = first[name], second[name]
+            mismatch = _mismatch(one, two)
+            if mismatch is None:
+                tensors.append(Compared(name, one.transfers(), two.transfers(), one.nbytes))
+            else:
+                found.append(mismatch)
         differing = pair.differing(tensors, progress)
         found.extend(Difference(name, first[name].component, "values", "the values differ") for name in differing)
 
