@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
+from transaxle.axes.geometry.strided import Loop
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.checkpoint.settings import settings
 from transaxle.formats.catalog.catalog import Container, Entry, Extent
@@ -38,6 +40,11 @@ class Nothing:
         raise AssertionError("planning reads nothing")
 
     def note_read(self, batch: StepBatch, name: str, offset: int, view: memoryview) -> None:
+        raise AssertionError("planning reads nothing")
+
+    def note_strided(
+        self, batch: StepBatch, name: str, offset: int, view: memoryview, width: int, loops: Sequence[Loop]
+    ) -> None:
         raise AssertionError("planning reads nothing")
 
     def read(self, name: str, offset: int, size: int) -> bytes:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from transaxle.axes.geometry.strided import Loop
 from transaxle.formats.storage.compiled import StepBatch
 
 Bytes = npt.NDArray[np.uint8]
@@ -29,6 +31,11 @@ class NotingFiles(Readable, Protocol):
 
     def note_read(self, batch: StepBatch, name: str, offset: int, view: memoryview) -> None:
         """Fill `view` as `read_into`, together with the rest of a batch."""
+
+    def note_strided(
+        self, batch: StepBatch, name: str, offset: int, view: memoryview, width: int, loops: Sequence[Loop]
+    ) -> None:
+        """Read runs as `strided_reads.read_strided`, together with the rest of a batch."""
 
 
 class Memory(Readable, Protocol):

@@ -44,9 +44,8 @@ class Noting:
             self._files.note_read(self.batch, name, offset, view)
 
     def read_strided(self, name: str, offset: int, view: memoryview, width: int, loops: Sequence[Loop]) -> None:
-        """See `formats.storage.strided_reads.read_strided`; that is a batch of its own."""
-        self.batch.run()
-        read_strided(self._files, name, offset, view, width, loops)
+        """See `formats.storage.strided_reads.read_strided`."""
+        self._files.note_strided(self.batch, name, offset, view, width, loops)
 
     def lays(self, held: Bytes, transfer: Transfer, out: Bytes, at: int) -> bool:
         """Note that the runs of a transfer are copied as `scatter` does; if that cannot be noted, do what is."""

@@ -9,11 +9,14 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from ctypes import c_uint32
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache, partial, reduce
 from math import prod
+from operator import xor
 from threading import Lock
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 from msgspec.structs import replace
 
 from transaxle.axes.geometry.strided import Loop
@@ -27,7 +30,7 @@ from transaxle.formats.storage.strided_reads import FileRange, read_ranges, read
 _BLOCK = 1 << 20
 _MOST_PARTS = 4096
 """Cap on the summed pieces of one range; a piece beyond it is not counted, and is read again at the end."""
-_POLYNOMIAL = 0xEDB88320
+_POLYNOMIAL, _ONES = 0xEDB88320, 0xFFFFFFFF
 _HINT = "Copy or download the file again; `transaxle verify` finds everything that is damaged."
 
 SummedRange = tuple[int, int, int]
@@ -41,6 +44,10 @@ class Tally(msgspec.Struct):
     """Summed pieces, in order, without overlaps; adjacent ones are joined."""
     read: int = 0
     """Bytes read of the range; bytes read twice count twice."""
+    shared: int = 0
+    """Of these, bytes of short runs whose share in the checksum is known."""
+    share: int = 0
+    """The share of all of them: see `runs.c`; that of bytes read twice is 0."""
 
     def add(self, summed: SummedRange) -> None:
         """Add one summed piece; one that overlaps another, or exceeds the cap, is dropped."""
@@ -119,13 +126,21 @@ class Witness(Overlay):
     def read_strided(self, name: str, offset: int, view: memoryview, width: int, loops: Sequence[Loop]) -> None:
         """See `formats.storage.strided_reads.read_strided`; such runs are too short to be summed up one by one."""
         read_strided(self.below, name, offset, view, width, loops)
-        total = width * prod(count for count, _, _ in loops)
-        last = offset + width + sum((count - 1) * step for count, step, _ in loops)
-        for checksum in self._touched(name, offset, last):
-            with self._lock:
-                tally = self._tally(checksum)
-                if tally:
-                    tally.read += total
+        total, end = _extent(offset, width, loops)
+        for checksum in self._touched(name, offset, end):
+            self._count_runs(checksum, total, end, None)
+
+    def note_strided(
+        self, batch: StepBatch, name: str, offset: int, view: memoryview, width: int, loops: Sequence[Loop]
+    ) -> None:
+        """See `Storage`; a batch can sum up the runs on their way."""
+        self.below.note_strided(batch, name, offset, view, width, loops)
+        total, end = _extent(offset, width, loops)
+        touched = [*self._touched(name, offset, end)]
+        inside = len(touched) == 1 and touched[0].offset <= offset and end <= touched[0].end
+        found = batch.share(view, [_moved(step) for _, step, _ in loops]) if inside and total else None
+        for checksum in touched:
+            batch.then(partial(self._count_runs, checksum, total, end, found))
 
     def recheck(self) -> None:
         """Check that no file has changed, and the checksum of every range that was read in part: its rest is read now.
@@ -180,6 +195,18 @@ class Witness(Overlay):
             if len(tally.parts) == 1 and tally.parts[0][:2] == (start, stop):
                 self._settled[checksum] = tally.parts[0][2] == checksum.crc32
                 del self._tallies[checksum]
+
+    def put_together(self, checksum: Checksum, tallies: Sequence[Tally]) -> None:
+        """Add what several ranks have read of a range; once it covers the range, that is checked.
+
+        Args:
+            checksum: the range.
+            tallies: theirs, and that of this one.
+        """
+        self.count(checksum, [part for tally in tallies for part in tally.parts])
+        share = reduce(xor, (tally.share for tally in tallies))
+        with self._lock:
+            self._check_share(checksum, sum(tally.shared for tally in tallies), share)
 
     def settle(self, checksums: Collection[Checksum]) -> None:
         """Read the unread parts of ranges, so that they are checked.
@@ -252,6 +279,28 @@ class Witness(Overlay):
     def _count_one(self, checksum: Checksum, first: int, last: int, crc: c_uint32) -> None:
         self.count(checksum, [(first, last, crc.value)])
 
+    def _count_runs(self, checksum: Checksum, total: int, end: int, found: npt.NDArray[np.uint32] | None) -> None:
+        """Count runs that are read; `found`: what `StepBatch.share` returned."""
+        with self._lock:
+            tally = self._tally(checksum)
+            if tally is None:
+                return
+            tally.read += total
+            if found is not None and found[1]:
+                tally.shared += total
+                tally.share ^= _times(_moved(checksum.end - end), int(found[0]))
+                self._check_share(checksum, tally.shared, tally.share)
+
+    def _check_share(self, checksum: Checksum, shared: int, share: int) -> None:
+        """Check a range of which as many bytes are shared as it has, if these are its bytes, each once.
+
+        Otherwise, as where one was read twice and another not at all, it stays open, and is read for its checksum.
+        """
+        zeros = _times(_moved(checksum.size), _ONES) ^ _ONES
+        if shared == checksum.size and share ^ zeros == checksum.crc32 and checksum not in self._settled:
+            self._settled[checksum] = True
+            self._tallies.pop(checksum, None)
+
     def _summed(self, file: str, first: int, last: int, buffer: bytearray, batch: StepBatch | None) -> int:
         """Return the CRC-32 of bytes that are read for it alone."""
         crc = c_uint32()
@@ -298,6 +347,12 @@ class Witness(Overlay):
             for extent in entry.extents:
                 places_by_file.setdefault(extent.file, []).append((extent.offset, name))
         return {file: sorted(places) for file, places in places_by_file.items()}
+
+
+def _extent(offset: int, width: int, loops: Sequence[Loop]) -> tuple[int, int]:
+    """Return how many bytes runs have, and where the last one ends in the file."""
+    total = width * prod(count for count, _, _ in loops)
+    return total, offset + width + sum((count - 1) * step for count, step, _ in loops)
 
 
 def witnessed(container: Container) -> Container:

@@ -81,6 +81,15 @@ class NumbersInMemory(Overlay):
         else:
             self.below.note_read(batch, name, offset, view)
 
+    def note_strided(
+        self, batch: StepBatch, name: str, offset: int, view: memoryview, width: int, loops: Sequence[Loop]
+    ) -> None:
+        """See `Storage`."""
+        if name == NUMBERS:
+            super().note_strided(batch, name, offset, view, width, loops)
+        else:
+            self.below.note_strided(batch, name, offset, view, width, loops)
+
     def read_strided(self, name: str, offset: int, view: memoryview, width: int, loops: Sequence[Loop]) -> None:
         """See `formats.storage.strided_reads.read_strided`."""
         if name == NUMBERS:

@@ -13,6 +13,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from functools import cache
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -30,10 +31,10 @@ SOURCE = Path(__file__).with_name("runs.c")
 LIBRARY = Path(__file__).with_name("libruns.so")
 _WORDS = 10
 """Numbers that say what a step is; see `transaxle_steps`."""
-_READ, _WRITE, _HASH, _SUM, _TRANSPOSE, _COPY, _COMPARE, _READ_AND_SUM = range(8)
-_KINDS = "read", "write", "hash", "sum", "lay", "lay", "compare", "read and sum"
+_READ, _WRITE, _HASH, _SUM, _TRANSPOSE, _COPY, _COMPARE, _READ_AND_SUM, _READ_RUNS = range(9)
+_KINDS = "read", "write", "hash", "sum", "lay", "lay", "compare", "read and sum", "read"
 """What is done in each, as traces call it."""
-_SIZES = 4, 4, 3, 2, None, None, 3, 4
+_SIZES = 4, 4, 3, 2, None, None, 3, 4, 8
 """Which of their numbers is that of the bytes."""
 _MOST_FILES = 64
 """Files that are open for a batch at most."""
@@ -82,6 +83,43 @@ class StepBatch:
         """
         self._add(again, _READ, fd, offset, address(view), view.nbytes)
         self.size += view.nbytes
+
+    def read_runs(
+        self, fd: int, offset: int, view: memoryview, width: int, loops: Sequence[Loop], again: _Again
+    ) -> None:
+        """Note that runs of an open file are read into their places.
+
+        Args:
+            fd: its descriptor.
+            offset: byte in the file of the first run.
+            view: writable and contiguous; it begins with the first run's place, and no run's place leaves it.
+            width: bytes of a run.
+            loops: `(count, step in the file, step in the view)` in bytes, the outermost first; at least one run.
+            again: reads them in the ordinary way.
+        """
+        numbers, size = np.array(loops, np.int64), width * prod(count for count, _, _ in loops)
+        self._held.append(numbers)
+        self._add(again, _READ_RUNS, fd, offset, address(view), width, len(loops), numbers.ctypes.data, 0, size)
+        self.size += size
+
+    def share(self, view: memoryview, powers: Sequence[int]) -> npt.NDArray[np.uint32] | None:
+        """Note that the runs which the latest step reads are summed up, each while it is in the cache.
+
+        Args:
+            view: where that step puts them.
+            powers: x**(8 * step in the file) of each of their loops, modulo the polynomial.
+
+        Returns:
+            What will be in its two first numbers when the batch is over: their share in the CRC-32 of the bytes up to
+            the last run's end (see `runs.c`), and 1 if it is known, else 0. None where that step does something else.
+        """
+        kind, _, _, place, _, depth = self._steps[-_WORDS : 6 - _WORDS] or (None,) * 6
+        if (kind, place, depth) != (_READ_RUNS, address(view), len(powers)):
+            return None
+        found = np.array([0, 0, *powers], np.uint32)
+        self._held.append(found)
+        self._steps[7 - _WORDS] = found.ctypes.data
+        return found
 
     def write(self, fd: int, offset: int, view: memoryview, again: _Again) -> None:
         """Note that bytes are written to an open file; see `read`."""

@@ -26,7 +26,7 @@ from transaxle.errors import Refusal, StorageError, TransaxleError, refuse
 from transaxle.formats.storage.compiled import StepBatch
 from transaxle.formats.storage.os_errors import failed
 from transaxle.formats.storage.storage import Handles, Listing, Storage, checked_parts
-from transaxle.formats.storage.strided_reads import FileRange, read_open, read_runs
+from transaxle.formats.storage.strided_reads import FileRange, read_open, read_runs, runs_in
 
 _FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
 """Without blocking, so that a FIFO or device that has replaced the file since its check opens at once, and is refused.
@@ -155,6 +155,15 @@ class LocalStorage(Storage):
         if view.nbytes:
             fd = batch.opened(name, self._handles)
             batch.read(fd, offset, view, partial(self.read_into, name, offset, view))
+
+    def note_strided(
+        self, batch: StepBatch, name: str, offset: int, view: memoryview, width: int, loops: Sequence[Loop]
+    ) -> None:
+        """Read runs of a file when a batch is carried out; see `Storage.note_strided`."""
+        if runs_in(view, width, loops):
+            fd = batch.opened(name, self._handles)
+            again = partial(self.read_strided, name, offset, view, width, loops)
+            batch.read_runs(fd, offset, view, width, loops, again)
 
     def read_strided(self, name: str, offset: int, view: memoryview, width: int, loops: Sequence[Loop]) -> None:
         """Read runs of a file at once; see `formats.storage.strided_reads.read_strided`."""

@@ -297,10 +297,50 @@ static int summed_read(int fd, int64_t offset, uint8_t *out, int64_t size, uint3
     return 1;
 }
 
+/* The product of two polynomials modulo that of the CRC. */
+static uint32_t times(uint32_t one, uint32_t two) {
+    uint32_t product = 0;
+    for (; one; one <<= 1) {
+        product ^= two & -(one >> 31);
+        two = two >> 1 ^ (0xEDB88320 & -(two & 1));
+    }
+    return product;
+}
+
+/* Reads runs of a file as `transaxle_runs`, and finds their share in the CRC-32 of the bytes up to the last run's end:
+   what it is, begun with zero bits and not inverted, where all bytes between the runs are zero. The shares of disjoint
+   runs up to the same end xor to that of all of them. `powers`: x**(8 * step in the file) of each loop. Returns 0 where
+   not all can be done. */
+static int shared_read(int fd, int64_t offset, uint8_t *out, int64_t width, int64_t depth, const int64_t *loops,
+                       const uint32_t *powers, uint32_t *share) {
+    if (!depth) {
+        uint32_t crc = ~(uint32_t)0;
+        if (pread(fd, out, (size_t)width, (off_t)offset) != width || !add(out, width, &crc)) return 0;
+        *share = ~crc;
+        return 1;
+    }
+    *share = 0;
+    for (int64_t number = 0; number < loops[0]; number++, offset += loops[1], out += loops[2]) {
+        uint32_t more;
+        if (!shared_read(fd, offset, out, width, depth - 1, loops + 3, powers + 1, &more)) return 0;
+        *share = times(*share, *powers) ^ more;
+    }
+    return 1;
+}
+
+/* The same where `found` is not null: the share, whether it is known, and the powers. */
+static int read_runs(int fd, int64_t offset, uint8_t *out, int64_t width, int64_t depth, const int64_t *loops,
+                     uint32_t *found) {
+    if (found) return (int)(found[1] = (uint32_t)shared_read(fd, offset, out, width, depth, loops, found + 2, found));
+    int64_t total = 1;
+    for (int64_t level = 0; level < depth; level++) total *= loops[3 * level];
+    return transaxle_runs(fd, offset, out, width, (int)depth, loops, 0) == total;
+}
+
 /* `steps`: what is done, and up to nine numbers that say to what. Carries out the steps from number `first` on and
    returns the number of the one that could not be done whole at once (of bytes to be compared, that differ), or how many
    there are. */
-enum { READ, WRITE, HASH, SUM, TRANSPOSE, SCATTER, COMPARE, READ_AND_SUM, WORDS = 10 };
+enum { READ, WRITE, HASH, SUM, TRANSPOSE, SCATTER, COMPARE, READ_AND_SUM, READ_RUNS, WORDS = 10 };
 typedef int (*Update)(void *state, const void *data, size_t size);
 
 int64_t transaxle_steps(const int64_t *steps, int64_t total, int64_t first) {
@@ -331,6 +371,11 @@ int64_t transaxle_steps(const int64_t *steps, int64_t total, int64_t first) {
             break;
         case READ_AND_SUM: /* descriptor, first byte, address, size, the sum that they are added to */
             if (!summed_read((int)at[1], at[2], three, at[4], (uint32_t *)(intptr_t)at[5])) return first;
+            break;
+        case READ_RUNS: /* descriptor, first byte, address, width, depth, loops, what is found */
+            if (!read_runs((int)at[1], at[2], three, at[4], at[5], (const int64_t *)(intptr_t)at[6],
+                           (uint32_t *)(intptr_t)at[7]))
+                return first;
             break;
         default: return first;
         }

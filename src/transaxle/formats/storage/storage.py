@@ -102,6 +102,13 @@ class Storage(Protocol):
         batch.run()
         self.read_into(name, offset, view)
 
+    def note_strided(
+        self, batch: StepBatch, name: str, offset: int, view: memoryview, width: int, loops: Sequence[Loop]
+    ) -> None:
+        """Read runs as `read_strided`, in a batch where the storage takes notes; raises as `note_read`."""
+        batch.run()
+        read_strided(self, name, offset, view, width, loops)
+
     def read(self, name: str, offset: int, size: int) -> bytes:
         """Return `size` bytes from `offset`; raises as `read_into`."""
         buffer = BytesIO(bytes(size))
@@ -232,6 +239,15 @@ class VirtualFiles(Overlay):
             super().note_read(batch, name, offset, view)
         else:
             self.below.note_read(batch, name, offset, view)
+
+    def note_strided(
+        self, batch: StepBatch, name: str, offset: int, view: memoryview, width: int, loops: Sequence[Loop]
+    ) -> None:
+        """See `Storage`."""
+        if name in self._files:
+            super().note_strided(batch, name, offset, view, width, loops)
+        else:
+            self.below.note_strided(batch, name, offset, view, width, loops)
 
     def read_strided(self, name: str, offset: int, view: memoryview, width: int, loops: Sequence[Loop]) -> None:
         """See `formats.storage.strided_reads.read_strided`."""

@@ -103,25 +103,34 @@ def read_runs(
     Raises:
         ValueError: where a run's place leaves the view.
     """
-    counts = [count for count, _, _ in loops]
-    total = prod(counts)
-    if not total * width:
+    total = runs_in(view, width, loops)
+    if not total:
         return
-    view_end = sum((count - 1) * max(step, 0) for count, _, step in loops) + width
-    if view_end > view.nbytes or any(step < 0 for _, _, step in loops):
-        raise ValueError(f"runs of {width} bytes that end at {view_end} do not fit into {view.nbytes}")
     compiled = load()
     out = np.frombuffer(view, np.uint8)
     numbers = np.array(loops, np.int64)
     finished = 0
     while finished < total:
         if compiled is not None:
-            finished = compiled(fd, offset, out.ctypes.data, width, len(counts), numbers.ctypes.data, finished)
+            finished = compiled(fd, offset, out.ctypes.data, width, len(loops), numbers.ctypes.data, finished)
         # The loop stopped at a run that needs attention (an error, a short read): Python reads that one.
         if finished < total:
             source, target = _place(loops, finished)
             read_one(offset + source, view[target : target + width])
             finished += 1
+
+
+def runs_in(view: memoryview, width: int, loops: Sequence[Loop]) -> int:
+    """Return how many runs are read into a view, as `read_strided` is told; 0 where they are empty.
+
+    Raises:
+        ValueError: where a run's place leaves the view.
+    """
+    total = prod(count for count, _, _ in loops) if width else 0
+    end = sum((count - 1) * max(step, 0) for count, _, step in loops) + width
+    if total and (end > view.nbytes or any(step < 0 for _, _, step in loops)):
+        raise ValueError(f"runs of {width} bytes that end at {end} do not fit into {view.nbytes}")
+    return total
 
 
 def read_ranges(reader: _Plain, ranges: Sequence[FileRange]) -> None:

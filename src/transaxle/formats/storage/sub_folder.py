@@ -46,6 +46,12 @@ class SubFolder(Overlay):
         """See `Storage`."""
         self.below.note_read(batch, self.named(name), offset, view)
 
+    def note_strided(
+        self, batch: StepBatch, name: str, offset: int, view: memoryview, width: int, loops: Sequence[Loop]
+    ) -> None:
+        """See `Storage`."""
+        self.below.note_strided(batch, self.named(name), offset, view, width, loops)
+
     def read_strided(self, name: str, offset: int, view: memoryview, width: int, loops: Sequence[Loop]) -> None:
         """See `formats.storage.strided_reads.read_strided`."""
         read_strided(self.below, self.named(name), offset, view, width, loops)

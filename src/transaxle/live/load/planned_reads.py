@@ -38,6 +38,13 @@ class Counting(Overlay):
         self.below.note_read(batch, name, offset, view)
         batch.then(partial(self._add, view.nbytes))
 
+    def note_strided(
+        self, batch: StepBatch, name: str, offset: int, view: memoryview, width: int, loops: Sequence[Loop]
+    ) -> None:
+        """See `Storage`."""
+        self.below.note_strided(batch, name, offset, view, width, loops)
+        batch.then(partial(self._add, width * prod(count for count, _, _ in loops)))
+
     def read_strided(self, name: str, offset: int, view: memoryview, width: int, loops: Sequence[Loop]) -> None:
         """See `formats.storage.strided_reads.read_strided`."""
         read_strided(self.below, name, offset, view, width, loops)

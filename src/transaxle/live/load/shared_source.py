@@ -124,8 +124,9 @@ def _identity(checkpoint: Checkpoint) -> str:
 def check_sums(storage: Storage, world: World) -> None:
     """Hold every range that the ranks have read whole, alone or together, against its checksum; collective.
 
-    A range that was read in another order than it lies in is read once more by one of the ranks. A range of which they
-    need only a part is not checked: the rest of it would have to be read for that.
+    What each rank has summed up is put together, also of runs between which others have read theirs. A range that was
+    read in a way that cannot be summed up is read once more by one of the ranks. A range of which they need only a part
+    is not checked: the rest of it would have to be read for that.
 
     Raises:
         Refused: CORRUPT, on every rank.
@@ -142,7 +143,7 @@ def check_sums(storage: Storage, world: World) -> None:
                 read.setdefault(checksum, []).append(tally)
         ranges = sorted(read, key=lambda each: (each.file, each.offset))
         for checksum in ranges[world.ranks.index(world.rank) :: world.size]:
-            witness.count(checksum, [part for tally in read[checksum] for part in tally.parts])
+            witness.put_together(checksum, read[checksum])
             if witness.is_right(checksum) is None and sum(tally.read for tally in read[checksum]) >= checksum.size:
                 witness.settle([checksum])
         witness.judge()
