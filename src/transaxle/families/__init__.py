@@ -137,17 +137,11 @@ class Families(Mapping[str, Family]):
         matching = [self[name] for name, entry in self.entries.items() if wanted & frozenset(entry.model_types)]
         return matching if matching or not wanted or self.everything is self else self.everything.of_types(wanted)
 
-    def that_answer_to_names(self) -> list[Family]:
-        """Return the families that names of tensors alone may show.
-
-        Tables in `traced/` and `typed/` take no part, nor do families that are `alike` another.
-        """
-        return [self[name] for name, entry in self.everything.entries.items() if any(entry.dialects.values())]
-
     def that_may_read(self, skeletons: Mapping[str, int]) -> Iterator[tuple[int, Family]]:
         """Yield each family with an upper bound of the names that one of its dialects reads, the largest bound first.
 
-        Families that do not answer to names take no part: the index has no skeletons of theirs.
+        Families that do not answer to names take no part: the index has no skeletons of tables in `traced/` and
+        `typed/`, nor of families that are `alike` another.
 
         Args:
             skeletons: skeleton -> number of names at hand with it. A prefix may precede the names of a table.
@@ -165,6 +159,8 @@ class Families(Mapping[str, Family]):
         for name, entry in self.entries.items():
             most = 0
             for skeletons_read in entry.dialects.values():
+                if tails.keys().isdisjoint(skeletons_read):
+                    continue
                 positions_read = {key for skeleton in skeletons_read for key in tails.get(skeleton, ())}
                 most = max(most, sum(counts[key] for key in positions_read))
             if most:

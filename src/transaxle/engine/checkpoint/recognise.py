@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -291,11 +292,15 @@ def _nothing(
     if dialect and dialect not in labels | {label.partition("@")[0] for label in labels}:
         return _no_such_dialect(dialect, sorted(labels), candidates)
     samples = list(dict.fromkeys(skeleton(name) for name in names[:200]))[:20]
-    close: dict[str, int] = {}
-    for family in candidates or families.that_answer_to_names():
-        for candidate in family.dialects:
-            matches = [each for each in samples if difflib.get_close_matches(each, candidate.by_skeleton, 1, 0.8)]
-            close[f"{family.name}:{candidate.label}"] = len(matches)
+    read: dict[str, Collection[str]] = {}
+    for family in candidates:
+        read.update({f"{family.name}:{each.label}": each.by_skeleton for each in family.dialects})
+    for name, entry in every.items() if not candidates else ():  # the index has them; no table is parsed for it
+        read.update({f"{name}:{label}": skeletons for label, skeletons in entry.dialects.items() if skeletons})
+    # Tables have most skeletons in common, so each is compared once for all of them.
+    every_skeleton = list(dict.fromkeys(itertools.chain.from_iterable(read.values())))
+    near = [set(difflib.get_close_matches(each, every_skeleton, len(every_skeleton) + 1, 0.8)) for each in samples]
+    close = {label: sum(not each.isdisjoint(skeletons) for each in near) for label, skeletons in read.items()}
     closest = max(close, key=close.__getitem__, default="")
     if dialect:
         wanted = f"dialect {dialect!r} knows none"
