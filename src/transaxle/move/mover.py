@@ -7,7 +7,7 @@ bounded memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from threading import Event, Lock
 
@@ -103,7 +103,7 @@ class Movement:
                 for item in queue
                 for start in range(0, item.size, RUN)
             )
-            yield from grouped(((run, run[2] - run[1]) for run in runs), noted=self._notes)
+            yield from self._grouped((run, run[2] - run[1]) for run in runs)
             return
         alone = [queue[0] for queue in queues if len(queue) == 1 and queue[0].queue is None]
         for queue in queues:
@@ -111,7 +111,12 @@ class Movement:
                 yield [(item, 0, item.size) for item in queue]
         parts = self._parts(alone)
         sizes = [(part, part[2] - part[1]) for part in parts]
-        yield from grouped(largest_first(sizes) if self._notes else sizes, noted=self._notes)
+        yield from self._grouped(largest_first(sizes) if self._notes else sizes)
+
+    def _grouped(self, sizes: Iterable[tuple[_Work, int]]) -> Iterator[list[_Work]]:
+        """Yield work in groups for one worker each."""
+        total = sum(item.size for queue in self._own.get(self._exchange.rank, ()) for item in queue)
+        return grouped(sizes, noted=self._notes, fair=total // self._limit.jobs)
 
     def _parts(self, items: Sequence[Item]) -> Iterator[_Work]:
         """Yield the parts of items that any worker can take."""

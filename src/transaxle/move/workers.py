@@ -36,8 +36,10 @@ _GRAIN = 1 << 12
 """Blocks are multiples of this, and so of every item size."""
 _BATCH = 16 << 20
 """Bytes read and written by one batch, about."""
-_TOGETHER = 1 << 20
-"""Bytes of tasks that a worker takes at once."""
+_SMALL_GROUP, _LARGE_GROUP = 1 << 20, 8 << 20
+"""Bytes of tasks that a worker takes at once, from the least to the most."""
+_GROUPS = 8
+"""So often a worker takes some, where they are neither too small nor too large then."""
 _PARTS = 3
 """A worker's buffers in blocks: the block itself, and a scratch of two."""
 LEAST_MEMORY = 2 * _PARTS * _SMALLEST
@@ -346,15 +348,16 @@ def are_noted(*readers: Readable) -> bool:
     return all(getattr(each, "takes_notes", False) for each in readers)
 
 
-def grouped(tasks: Iterable[tuple[Task, int]], *, noted: bool) -> Iterator[list[Task]]:
+def grouped(tasks: Iterable[tuple[Task, int]], *, noted: bool, fair: int) -> Iterator[list[Task]]:
     """Yield tasks in groups for one worker each.
 
     Args:
         tasks: each with its bytes.
         noted: their steps are: then a call for each of many small ones would cost more than they do. Otherwise each is
             a group: workers wait for other machines side by side.
+        fair: bytes of all tasks for each worker, of which every one shall have some groups.
     """
-    least = _TOGETHER if noted else 0
+    least = max(_SMALL_GROUP, min(_LARGE_GROUP, fair // _GROUPS)) if noted else 0
     together: list[Task] = []
     size = 0
     for task, task_size in tasks:

@@ -368,7 +368,8 @@ def _differing_bytes(
         found.extend(Difference(name, first[name].component, "values", "the values differ") for name in differing)
 
     storages = first.container.storage, second.container.storage
-    work = grouped(largest_first((name, first[name].nbytes) for name in names), noted=are_noted(*storages))
+    sizes = largest_first((name, first[name].nbytes) for name in names)
+    work = grouped(sizes, noted=are_noted(*storages), fair=sum(size for _, size in sizes) // limit.jobs)
     share(work, limit.jobs, partial(Pair, *storages, limit), look)
     return found
 

@@ -116,7 +116,8 @@ def unequal(checks: Sequence[PlannedCheck], reader: Readable, limit: Limits) -> 
             found[number] = Refusal("UNEQUAL_COPIES", message, Where(None, check.name), check.hint)
 
     sizes = [(number, check.nbytes) for number, check in enumerate(checks)]
-    work = grouped(largest_first(sizes), noted=are_noted(reader))
+    fair = sum(size for _, size in sizes) // limit.jobs
+    work = grouped(largest_first(sizes), noted=are_noted(reader), fair=fair)
     share(work, limit.jobs, partial(Pair, reader, reader, limit), compare)
     return [found[number] for number in sorted(found)]
 
