@@ -107,13 +107,18 @@ class Witness(Overlay):
         """See `Storage`; bytes that are summed up are read by themselves, so that this can be done piece by piece."""
         end, at = offset + view.nbytes, offset
         for checksum in self._touched(name, offset, end):
-            for first, last in self._unsummed(checksum, max(offset, checksum.offset), min(end, checksum.end)):
+            start, stop = max(offset, checksum.offset), min(end, checksum.end)
+            whole = stop - start == checksum.size and checksum not in self._tallies and checksum not in self._settled
+            for first, last in [(start, stop)] if whole else self._unsummed(checksum, start, stop):
                 if at < first:
                     self.below.note_read(batch, name, at, view[at - offset : first - offset])
                 crc, part = c_uint32(), view[first - offset : last - offset]
                 self.below.note_read(batch, name, first, part)
                 batch.sum(part, crc, crc32)
-                batch.then(partial(self._count_one, checksum, first, last, crc))
+                if whole:
+                    batch.then(partial(self._check_whole, checksum, crc))
+                else:
+                    batch.then(partial(self._count_one, checksum, first, last, crc))
                 at = last
         if at < end:
             self.below.note_read(batch, name, at, view[at - offset :])
@@ -261,11 +266,8 @@ class Witness(Overlay):
                     continue
                 for first, last in self._unsummed(checksum, start, stop):
                     self.count(checksum, [(first, last, crc32(octets[first - offset : last - offset]))])
-        sums = crc32_each([*whole.values()])
-        with self._lock:
-            for checksum, crc in zip(whole, sums, strict=True):
-                self._settled.setdefault(checksum, crc == checksum.crc32)
-                self._tallies.pop(checksum, None)
+        for checksum, crc in zip(whole, crc32_each([*whole.values()]), strict=True):
+            self._check_whole(checksum, c_uint32(crc))
 
     def _unsummed(self, checksum: Checksum, start: int, stop: int) -> list[tuple[int, int]]:
         """Note that bytes of a range are read, and return those that are not summed up yet."""
@@ -276,7 +278,14 @@ class Witness(Overlay):
             tally.read += stop - start
             return tally.gaps(start, stop)
 
+    def _check_whole(self, checksum: Checksum, crc: c_uint32) -> None:
+        """Check a range that was read and summed up whole."""
+        with self._lock:
+            self._settled.setdefault(checksum, crc.value == checksum.crc32)
+            self._tallies.pop(checksum, None)
+
     def _count_one(self, checksum: Checksum, first: int, last: int, crc: c_uint32) -> None:
+        """Count a piece of a range that was read and summed up."""
         self.count(checksum, [(first, last, crc.value)])
 
     def _count_runs(self, checksum: Checksum, total: int, end: int, found: npt.NDArray[np.uint32] | None) -> None:
