@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import sys
-import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -79,6 +78,8 @@ def _run_command(arguments: Sequence[str]) -> int:
         from transaxle.cli.shell.bug_report import write_report
 
         if os.environ.get(DEBUG) == "1":
+            import traceback
+
             traceback.print_exc()
         message = f"internal error: {type(error).__name__}: {error}"
         told = write_report(error, arguments)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cached_property
 from typing import TypeVar, cast
 
@@ -416,10 +415,23 @@ def share(
 
 
 def _in_threads(run: Callable[[], None], jobs: int, stop: threading.Event) -> None:
-    # The event is set on the way out, whatever happened (Ctrl-C too): leaving the pool waits for the threads, which
-    # otherwise would finish all items first.
-    with ThreadPoolExecutor(jobs, "transaxle") as pool:
+    over = threading.Semaphore(0)
+
+    def counted() -> None:
         try:
-            wait([pool.submit(run) for _ in range(jobs)])
+            run()
         finally:
-            stop.set()
+            over.release()
+
+    threads = [threading.Thread(target=counted, name=f"transaxle_{number}") for number in range(jobs)]
+    try:
+        for thread in threads:
+            thread.start()
+        for _ in threads:
+            over.acquire()  # no `join`: one that Ctrl-C interrupts takes a running thread for ended (Python 3.11)
+    finally:
+        # The event is set on the way out, whatever happened (Ctrl-C too): the threads would finish all items first.
+        stop.set()
+        for thread in threads:
+            if thread.is_alive():
+                thread.join()

@@ -580,10 +580,12 @@ def test_an_interrupt_stops_all_workers_and_leaves_nothing(tmp_path: Path, monke
 def test_the_first_error_stops_the_others_and_is_the_one_raised() -> None:
     done: list[int] = []
     told: list[bool] = []
+    together = threading.Barrier(3)
 
     def work(stop: threading.Event, item: int) -> None:
+        if item >= 3:
+            together.wait(30)
         if item == 3:
-            time.sleep(0.05)
             raise ValueError("the first")
         if item > 3:
             told.append(stop.wait(10))
@@ -592,7 +594,7 @@ def test_the_first_error_stops_the_others_and_is_the_one_raised() -> None:
 
     with pytest.raises(ValueError, match="the first"):
         share(range(1000), 3, lambda stop: stop, work)
-    assert done == [0, 1, 2]
+    assert sorted(done) == [0, 1, 2]
     assert told == [True, True]
 
 
