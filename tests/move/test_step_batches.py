@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -31,7 +31,7 @@ from transaxle.move.hashing import HashingFiles, ItemHash
 from transaxle.move.mover import Movement
 from transaxle.move.runs import Item
 from transaxle.move.transfer import Transfer
-from transaxle.move.workers import Limits
+from transaxle.move.workers import Limits, Worker
 
 SIZE = 60_000
 DATA = {f"{number}.bin": np.random.default_rng(number).integers(1, 256, SIZE, np.uint8) for number in range(3)}
@@ -77,8 +77,9 @@ def moved(
     made: Sequence[tuple[int, Sequence[Transfer]]],
     limit: Limits = SMALL,
     span: int | None = None,
+    at_once: Collection[int] = (),
 ) -> tuple[list[bytes], dict[int, str]]:
-    """Move items, each into a file of its own; return the files and the hashes."""
+    """Move items, each into a file of its own, some of them block by block; return the files and the hashes."""
     target.mkdir(exist_ok=True)
     for key, (size, _) in enumerate(made):
         (target / str(key)).write_bytes(b"\x07" * size)
@@ -86,7 +87,12 @@ def moved(
     places = [[Transfer(str(key), 0, 0, size)] for key, (size, _) in enumerate(made)]
     told: list[int] = []
     sink = HashingFiles(writer, places, range(len(made)), told.append, span_size=span)
-    items = [Item(key, size, parts, (0,), (0,)) for key, (size, parts) in enumerate(made)]
+
+    def blocks(key: int) -> Callable[[Worker], Iterator[memoryview]] | None:
+        size, parts = made[key]
+        return (lambda worker: worker.blocks(parts, size)) if key in at_once else None
+
+    items = [Item(key, size, parts, (0,), (0,), None, blocks(key)) for key, (size, parts) in enumerate(made)]
     try:
         Movement(items, storage, sink, limit).move_own()
     finally:
@@ -132,13 +138,23 @@ def tensors(draw: st.DrawFn) -> tuple[int, list[Transfer], bytes]:
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(made=st.lists(tensors(), min_size=1, max_size=4), batch=st.sampled_from([1, 50_000, 1 << 25]))
+@given(
+    made=st.lists(tensors(), min_size=1, max_size=4),
+    batch=st.sampled_from([1, 50_000, 1 << 25]),
+    at_once=st.sets(st.integers(0, 3)),
+)
 def test_what_is_noted_is_what_is_done(
-    way: str, storage: LocalStorage, tmp_path: Path, made: list[tuple[int, list[Transfer], bytes]], batch: int
+    way: str,
+    storage: LocalStorage,
+    tmp_path: Path,
+    made: list[tuple[int, list[Transfer], bytes]],
+    batch: int,
+    at_once: set[int],
 ) -> None:
+    """Beside what is not noted, as is a tensor that is encoded."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(workers, "_BATCH", batch)
-        files, digests = moved(storage, tmp_path / way, [(size, parts) for size, parts, _ in made])
+        files, digests = moved(storage, tmp_path / way, [(size, parts) for size, parts, _ in made], at_once=at_once)
     assert files == [content for *_, content in made]
     assert digests == {key: xxhash.xxh3_128_hexdigest(content) for key, (*_, content) in enumerate(made)}
 

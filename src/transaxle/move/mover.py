@@ -143,6 +143,8 @@ class Movement:
                     self._sink.note(batch, item.key, at, block)
                 batch.then(partial(self._there, item, stop - start))
             else:
+                if batch is not None:
+                    batch.run()  # what is noted may yet read the worker's block, which this fills at once
                 at = start
                 for block in worker.stream(item, start, stop):
                     self._sink.take(item.key, at, block)
