@@ -11,6 +11,7 @@ import torch
 from compressed_tensors.quantization import apply_quantization_config
 from safetensors import safe_open
 from torch import nn
+from transformers import CompressedTensorsConfig, FineGrainedFP8Config
 from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear
 from transformers.quantizers.auto import AutoHfQuantizer
 
@@ -19,13 +20,14 @@ from tests.oracles import wrappers
 from tests.oracles.every_type import EXACT, HAND, TRACED, recorded
 from tests.oracles.quiet import quiet
 from tests.oracles.tiny_models import drawn
-from transaxle.errors import TransaxleError
+from transaxle.errors import TransaxleError, UsageError
 
-SAMPLE = ("bert", "gemma3", "gpt2", "mixtral", "mt5")
-"""Embeddings under other names, a picture tower, transposed layers, experts, and a table made from a trace."""
-_WHOLE = ("gpt2", "mixtral")
+SAMPLE = ("bert", "gemma3", "mixtral", "mt5")
+"""Embeddings under other names, a picture tower, stacked experts, and a table made from a trace."""
+_WHOLE = ("mixtral",)
 """Types of which every linear layer is encoded."""
 READ = (
+    ("aria", "float8_block"),
     ("blip-2", "float8_block"),
     ("blip-2", "nvfp4"),
     ("deepseek_v32", "float8_block"),
@@ -34,22 +36,28 @@ READ = (
     ("mt5", "float8_block"),
     ("mt5", "mxfp8"),
 )
-"""Tied heads, other names in memory, parameters of modules around linear layers, and layers that stay in float32."""
+"""A projection of torch's own attention, tied heads, other names in memory, parameters of modules around linear layers,
+and layers that stay in float32."""
+DECODED = (
+    ("gpt_oss", "float8_block"),
+    ("granitemoe", "mxfp8"),
+    ("jamba", "float8_block"),
+    ("llama4_text", "float8_block"),
+    ("mixtral", "float8_block"),
+    ("nomic_bert", "nvfp4"),
+    ("qwen3_vl_moe_text", "float8_block"),
+    ("qwen4_exp_text", "float8_block"),
+)
+"""Stacks, a weight with a smaller last tile, numbered experts, fused weights that are split in memory, and a layer
+whose own name ends with `_weight`."""
 TYPES = sorted(each for each, (table, said) in recorded()["types"].items() if table in (HAND, TRACED) and said == EXACT)
 
 
 def layers(model: Any) -> set[str]:
-    """Return the weights of linear layers, all but those of heads and routers, and stacked experts."""
+    """Return the weights of linear layers, all but those of heads and routers."""
     head = model.get_output_embeddings()
-    found = set()
-    for path, module in model.named_modules():
-        kind = type(module).__name__
-        is_layer = (isinstance(module, nn.Linear) or kind == "Conv1D") and module is not head
-        if is_layer and not path.endswith(".gate"):
-            found.add(f"{path}.weight")
-        elif "Expert" in kind:
-            found |= {f"{path}.{name}" for name, value in module.named_parameters(recurse=False) if value.dim() == 3}
-    return found
+    found = ((path, module) for path, module in model.named_modules() if module is not head)
+    return {f"{path}.weight" for path, each in found if isinstance(each, nn.Linear) and not path.endswith(".gate")}
 
 
 def encoded(model_type: str, folder: Path) -> tuple[set[str], set[str]]:
@@ -106,6 +114,44 @@ def test_transformers_takes_the_same_modules_for_encoded(model_type: str, encodi
         tx.convert(tmp_path / "base", tmp_path / "out", to="hf", encode=encoding, sync=False)
         tx.convert(tmp_path / "out", tmp_path / "plain", to="hf", decode="bf16", sync=False)
         assert asked(model, tmp_path / "out") == changed(model, tmp_path / "plain") != set()
+
+
+@pytest.mark.peers
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("model_type", "encoding"), DECODED)
+def test_transformers_decodes_the_values_that_were_written(model_type: str, encoding: str, tmp_path: Path) -> None:
+    said = FineGrainedFP8Config if encoding == "float8_block" else CompressedTensorsConfig
+    with quiet():
+        model = drawn(model_type).to(torch.bfloat16)
+        model.save_pretrained(tmp_path / "base")
+        report = tx.convert(tmp_path / "base", tmp_path / "out", to="hf", encode=encoding, sync=False)
+        tx.convert(tmp_path / "out", tmp_path / "plain", to="hf", decode="bf16", sync=False)
+        plain = type(model).from_pretrained(tmp_path / "plain", dtype=torch.bfloat16).state_dict()
+        config = said(dequantize=True)
+        theirs = type(model).from_pretrained(tmp_path / "out", dtype=torch.bfloat16, quantization_config=config)
+    assert report.recoded
+    for name, value in theirs.state_dict().items():
+        assert torch.allclose(value.float(), plain[name].float(), rtol=2**-7, atol=0), name
+
+
+@pytest.mark.peers
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("model_type", "reason"), [("gpt2", "with rows of inputs"), ("falcon", "a subclass of nn.Linear")]
+)
+def test_a_model_without_layers_that_transformers_would_read_is_not_encoded(
+    model_type: str, reason: str, tmp_path: Path
+) -> None:
+    with quiet():
+        model = drawn(model_type).to(torch.bfloat16)
+        model.save_pretrained(tmp_path / "base")
+    with pytest.raises(UsageError, match=f"nothing to encode: left plain: 8 weights.*{reason}"):
+        tx.plan(tmp_path / "base", tmp_path / "out", to="hf", encode="float8_block")
+    plan = tx.plan(
+        tmp_path / "base", tmp_path / "out", to="hf", encode="float8_block", only="transformer.h.*.mlp.*weight"
+    )
+    assert len(plan.recoded) == 4
+    assert any(note.startswith("encoded, as --only says: 4 weights") and reason in note for note in plan.notes)
 
 
 @pytest.mark.peers

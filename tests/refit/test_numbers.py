@@ -90,7 +90,7 @@ def _truth(folder: Path, name: str, kind: str, dtype: torch.dtype, to: str) -> d
     if dtype == torch.float32:
         source = folder / f"{name} cast"
         tx.convert(folder / "saved", source, to="hf", dtype="bf16")
-    tx.convert(source, folder / name, to=f"safetensors:{to}", encode=kind)
+    tx.convert(source, folder / name, to=f"safetensors:{to}", encode=kind, only="*_proj*")
     return load_file(folder / name / "model.safetensors")
 
 

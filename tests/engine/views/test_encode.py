@@ -146,6 +146,70 @@ dialect turned
         assert not tx.plan(tmp_path / "turned", tmp_path / "x", to=to, encode="float8_block", **said).refusals
 
 
+def test_codes_that_transformers_would_read_wrongly_are_not_written_unless_they_are_named(tmp_path: Path) -> None:
+    """A stack, a matrix with rows of inputs, one that is split in memory, and one whose last tile is smaller."""
+    rules = tmp_path / "odd.rules"
+    rules.write_text("""
+family odd
+  axes e=experts i=ins o=outs u=uneven
+  stack : e o i
+  turned : o i
+  a : o i
+  b : o i
+  uneven : u i
+  plain : o i
+dialect hf
+  experts.stack = stack[e o i]
+  turned.weight = turned[i o]
+  fused.weight = [[a:o | b:o] i]
+  uneven.weight = uneven[u i]
+  plain.weight = plain[o i]
+dialect transformers
+  experts.stack = stack[e o i]
+  turned.weight = turned[i o]
+  a.weight = a[o i]
+  b.weight = b[o i]
+  uneven.weight = uneven[u i]
+  plain.weight = plain[o i]
+dialect mine
+  experts.stack = stack[e o i]
+  turned.weight = turned[i o]
+  fused.weight = [[a:o | b:o] i]
+  uneven.weight = uneven[u i]
+  plain.weight = plain[o i]
+""")
+    shapes = {
+        "experts.stack": (2, 64, 96),
+        "turned.weight": (96, 64),
+        "fused.weight": (128, 96),
+        "uneven.weight": (192, 96),
+    }
+    shapes["plain.weight"] = (64, 96)
+    held = {name: quantized.plain(shape) for name, shape in shapes.items()}
+    source = quantized.store(tmp_path / "source", (held, {"experts": 2, "ins": 96, "outs": 64, "uneven": 192}))
+    said: dict[str, Any] = {"rules": rules, "family": "odd", "encode": "float8_block"}
+    for to in ("hf", "safetensors"):
+        report = tx.convert(source, tmp_path / to, to=to, sync=False, **said)
+        assert written(tmp_path / to) == expected("float8_block", held, ["plain.weight"])
+        assert len(report.notes) == len(shapes) - 1
+        assert all("left plain: 1 weight whose codes transformers" in note for note in report.notes)
+    named = tx.plan(source, tmp_path / "x", to="hf", only="*", **said)
+    assert {each.name for each in named.recoded} == set(shapes)
+    assert all("encoded, as --only says: 1 weight whose codes" in note for note in named.notes)
+    mine = tx.plan(source, tmp_path / "x", to="mine", **said)  # nothing of transformers reads it
+    assert {each.name for each in mine.recoded} == set(shapes)
+    assert not mine.notes
+
+
+def test_a_note_says_that_transformers_reads_numbered_experts_wrongly(tmp_path: Path) -> None:
+    sizes = {**checkpoints.SIZES, "hidden_size": 64, "moe_intermediate_size": 160}
+    source = checkpoints.write(tmp_path / "source", checkpoints.tensors(sizes), config={**checkpoints.CONFIG, **sizes})
+    for encoding in ENCODINGS:
+        notes = tx.plan(source, tmp_path / "x", to="hf", encode=encoding).notes
+        assert any("--skip '*.experts.*'" in note for note in notes) == (encoding != "float8_block")
+        assert not tx.plan(source, tmp_path / "x", to="hf", encode=encoding, skip="*.experts.*").notes
+
+
 def test_sizes_that_only_the_memory_of_transformers_needs_may_be_unknown(tmp_path: Path) -> None:
     rules = tmp_path / "fused.rules"
     rules.write_text("""

@@ -24,11 +24,11 @@ from transaxle.engine.plan.axis_sizes import counted, recorded
 from transaxle.engine.plan.hub_weights import published
 from transaxle.engine.plan.model_config import config_notes, rewritten
 from transaxle.engine.plan.planned import OutputTensor, Plan, PlannedTensor, Recoded, routes
-from transaxle.engine.plan.recoding import across, buffers_of, components, displaced, recoded, recoding
+from transaxle.engine.plan.recoding import buffers_of, displaced, recoded, recoding, to_encode
 from transaxle.engine.plan.target_names import clashing, is_one_file, misnamed, parse_to, unholdable, without_line
 from transaxle.engine.plan.training_beside import nesting_of, without_training
 from transaxle.engine.views.cast import casts_of
-from transaxle.engine.views.encode import Encode, choose
+from transaxle.engine.views.encode import Encode
 from transaxle.engine.views.encoded import View, describes_tensors
 from transaxle.engine.views.header_metadata import joined, without_notes
 from transaxle.engine.views.param_groups import regrouped
@@ -106,7 +106,7 @@ def make_plan(
     if shard_size < 1:
         raise ValueError(f"shard_size must be positive, not {shard_size}")
     checkpoint, form, wanted, hub_refusals, fitting = _aimed(checkpoint, to, degrees)
-    view, names, problems = _viewed(checkpoint, wanted, encode, fitting, bare=wanted == to)
+    view, names, problems, told = _viewed(checkpoint, wanted, encode, fitting, bare=wanted == to)
     unknown = checkpoint.foreign(wanted)
     problems += [*hub_refusals, *checkpoint.container.unread, *unknown, *misnamed(target, form)]
     if strict and not unknown:
@@ -149,7 +149,7 @@ def make_plan(
         allow_lossy=allow_lossy,
         stayed=casts_of(checkpoint.container.storage).stayed if recoding_any else (),
         counted=counted(checkpoint.bound, checkpoint.sizes, view.axes) if reading else {},
-        notes=(*draft.notes, *_said(checkpoint, configs, to)),
+        notes=(*draft.notes, *told, *_said(checkpoint, configs, to)),
     )
     return Prepared(plan, checkpoint, draft)
 
@@ -266,8 +266,8 @@ def _recoded(
 @stage("translate")
 def _viewed(
     checkpoint: Checkpoint, wanted: str, encode: Encode | None, known: View | None = None, *, bare: bool
-) -> tuple[View, Sequence[str], list[Refusal]]:
-    """Return the target's tensors, the names of those that are encoded, and all problems.
+) -> tuple[View, Sequence[str], list[Refusal], Sequence[str]]:
+    """Return the target's tensors, the names of those that are encoded, all problems, and notes about the choice.
 
     A dialect may have other lines for encoded tensors, so the choice of tensors decides their layout.
     """
@@ -279,14 +279,14 @@ def _viewed(
         view = replace(view, encoded=catalog.encoded, refusals=catalog.refusals)
     names: Sequence[str] = ()
     misfits: list[Refusal] = []
+    notes: Sequence[str] = ()
     if encode is not None:
-        target = None if wanted == IDENTITY else view
-        names, misfits = choose(view, encode, components(checkpoint, target), across(checkpoint, target))
+        names, misfits, notes = to_encode(checkpoint, wanted, view, encode)
         if wanted != IDENTITY:
             view = checkpoint.translation(wanted, recoding(names, encode.encoding))
     if wanted == IDENTITY and (names or checkpoint.decoded):
         misfits.extend(displaced(checkpoint, names))
-    return view, [name for name in names if name in view.targets], [*view.refusals, *misfits]
+    return view, [name for name in names if name in view.targets], [*view.refusals, *misfits], notes
 
 
 def _outputs(view: View, names: Iterable[str], encoding: str) -> list[OutputTensor]:

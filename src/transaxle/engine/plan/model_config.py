@@ -19,15 +19,12 @@ from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.checkpoint.recognise import IDENTITY
 from transaxle.engine.checkpoint.settings import CONFIG, stored_config
 from transaxle.engine.plan.planned import OutputTensor
-from transaxle.engine.plan.recoding import encoded_tensors
+from transaxle.engine.plan.recoding import HUB, MEMORY, encoded_tensors
 from transaxle.engine.views.cast import casts_of
 from transaxle.engine.views.decoded import decoders_of
 from transaxle.engine.views.encoded import View
 from transaxle.errors import Refusal, TransaxleError
 from transaxle.formats.builtin_formats import SAFETENSORS
-
-_HUB, _MEMORY = "hf", "transformers"
-"""Dialects of a hub's files, and of the models that transformers makes of them."""
 
 
 def rewritten(
@@ -123,9 +120,9 @@ def _in_memory(
         codes: names, in the source, of what is encoded in the target.
     """
     label = checkpoint.dialect if dialect == IDENTITY else dialect
-    if not codes or not (label or "").startswith(_HUB) or checkpoint.recognised.family.dialect(_MEMORY) is None:
+    if not codes or not (label or "").startswith(HUB) or checkpoint.recognised.family.dialect(MEMORY) is None:
         return {}, ()
-    memory = checkpoint.translation(_MEMORY)
+    memory = checkpoint.translation(MEMORY)
     weights = {name: target for name, target in memory.targets.items() if split_slot(name)[1] == WEIGHT}
     encoded = {name for name, target in weights.items() if not _origins(target).isdisjoint(codes)}
     encoded.update(name for each in memory.encoded.values() for name in each.parts.values())

@@ -2,22 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 
 from transaxle.axes.layout.bind import WEIGHT
 from transaxle.axes.layout.unify import factors
+from transaxle.axes.notation.family import Family, Line
 from transaxle.axes.notation.number_format import NumberFormat, Recode
-from transaxle.encodings.conventions.convention import CONVENTIONS, PREFERRED
-from transaxle.encodings.encoding import ENCODINGS, Encoded, Role
+from transaxle.encodings.conventions.convention import COMPRESSED_TENSORS, CONVENTIONS, PREFERRED
+from transaxle.encodings.encoding import ENCODINGS, FLOAT8_BLOCK, Encoded, Role
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
+from transaxle.engine.checkpoint.recognise import IDENTITY
 from transaxle.engine.copying.replica_mean import averages_of
 from transaxle.engine.plan.planned import OutputTensor, Recoded
 from transaxle.engine.views.cast import casts_of
 from transaxle.engine.views.decoded import decoders_of
-from transaxle.engine.views.encode import Step
+from transaxle.engine.views.encode import Encode, Step, choose
 from transaxle.engine.views.encoded import View
 from transaxle.errors import Refusal, Where
 from transaxle.move.transfer import Transfer
+
+HUB, MEMORY = "hf", "transformers"
+"""Dialects of a hub's files, and of the models that transformers makes of them."""
+_STACKED = "it takes the codes of stacked matrices for values"
+_TURNED = "it has no quantized layer with rows of inputs"
+_SPLIT = "it splits them while it loads, but not their scales"
+_SUBCLASS = "their layers are of a subclass of nn.Linear, which it does not replace"
+_UNEVEN = "it takes the tiles of a weight for equally large, and the last one is smaller"
+_SUBCLASSED = frozenset({"falcon"})
+"""Families whose layers are of a subclass of `nn.Linear`."""
+_NUMBERED = frozenset({"llama4", "llama4_text"})
+"""Families of whose stacked experts transformers makes numbered ones where a config is of compressed-tensors."""
+_OUT, _IN = ".out_proj.weight", ".in_proj_weight"
+"""Ends of two names of an `nn.MultiheadAttention`, whose `out_proj` is of a subclass."""
+_MATRIX = 2
+"""Dims of a weight that is no stack."""
 
 
 def recoding(names: Collection[str], encoding: str) -> Recode:
@@ -68,6 +87,98 @@ def across(checkpoint: Checkpoint, view: View | None) -> set[str]:
             if shares
         ]
     return {name for name, component, axes in rows if axes and factors(axes[-1])[-1] != inputs.get(component, axes[-1])}
+
+
+def to_encode(
+    checkpoint: Checkpoint, wanted: str, view: View, encode: Encode
+) -> tuple[list[str], list[Refusal], list[str]]:
+    """Choose the tensors of a target that are encoded.
+
+    Args:
+        checkpoint: the source.
+        wanted: dialect of the target.
+        view: the target.
+        encode: what the user said.
+
+    Returns:
+        Their names, why others that are wanted cannot be encoded, and notes about what transformers would not read.
+
+    Raises:
+        UsageError: as `choose`.
+    """
+    target = None if wanted == IDENTITY else view
+    parts, turned = components(checkpoint, target), across(checkpoint, target)
+    label = (checkpoint.dialect if wanted == IDENTITY else wanted) or ""
+    if checkpoint.family is None or label.partition("@")[0] not in (HUB, MEMORY):
+        return choose(view, encode, parts, turned)
+    family = checkpoint.recognised.family
+    unread = _unread(family, view, encode.encoding, parts, turned)
+    names, misfits, notes = choose(view, encode, parts, turned, unread)
+    if PREFERRED[encode.encoding] == COMPRESSED_TENSORS:
+        notes.extend(_of_experts(family, encode.encoding, {name: parts.get(name, ()) for name in names}))
+    return names, misfits, notes
+
+
+def _unread(
+    family: Family, view: View, encoding: str, targets: Mapping[str, Sequence[str]], turned: Container[str]
+) -> dict[str, str]:
+    """Return the targets whose codes transformers 5.23 would read wrongly, and why.
+
+    Args:
+        family: of the model.
+        view: the target.
+        encoding: key of `ENCODINGS`.
+        targets: what `components` returns.
+        turned: what `across` returns.
+    """
+    together = [frozenset(line.expression.components) for line in _memory(family)]
+    known = frozenset[str]().union(*together)
+    in_blocks = encoding == FLOAT8_BLOCK.name
+
+    @cache
+    def is_split(components: frozenset[str]) -> bool:
+        return components <= known and not any(components <= each for each in together)
+
+    def reason(name: str, components: Sequence[str]) -> str:
+        shape = view.targets[name].shape
+        if len(shape) > _MATRIX:
+            return _STACKED if in_blocks or family.name not in _NUMBERED else ""
+        if name in turned:
+            return _TURNED
+        if is_split(frozenset(components)):
+            return _SPLIT
+        in_attention = name.endswith(_OUT) and name.removesuffix(_OUT) + _IN in view.targets
+        if in_blocks and (family.name in _SUBCLASSED or in_attention):
+            return _SUBCLASS
+        return _UNEVEN if in_blocks and any(map(_is_uneven, shape, FLOAT8_BLOCK.tile)) else ""
+
+    present = ((name, components) for name, components in targets.items() if name in view.targets)
+    return {name: why for name, components in present if (why := reason(name, components))}
+
+
+def _is_uneven(size: int, tile: int) -> bool:
+    """Tell whether a dim has a smaller last tile, and a number of tiles that divides it; else transformers raises."""
+    count = -(-size // tile)
+    return count > 1 and size % tile != 0 and size % count == 0
+
+
+def _of_experts(family: Family, encoding: str, encoded: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    """Yield what transformers 5.23 does wrongly with the experts of compressed-tensors, which others read."""
+    if family.name in _NUMBERED:
+        yield "transformers 5.23 looks for numbered experts beside a config of compressed-tensors, and finds none here"
+        return
+    stacks = [line.expression for line in _memory(family) if len(line.expression.dims) > _MATRIX]
+    stacked = {component for stack in stacks for component in stack.components}
+    if any(not stacked.isdisjoint(components) for components in encoded.values()):
+        yield (
+            f"transformers 5.23 reads experts in {encoding} wrongly, vLLM and compressed-tensors do not; for "
+            "transformers leave them plain:  --skip '*.experts.*'"
+        )
+
+
+def _memory(family: Family) -> Sequence[Line]:
+    dialect = family.dialect(MEMORY)
+    return () if dialect is None else dialect.lines
 
 
 def displaced(checkpoint: Checkpoint, names: Collection[str]) -> Iterator[Refusal]:

@@ -21,6 +21,7 @@ from transaxle.encodings.arithmetic.wide import WIDE
 from transaxle.encodings.conventions.convention import CONVENTIONS
 from transaxle.encodings.encoding import ENCODINGS, Encoding, Role
 from transaxle.encodings.error import Error
+from transaxle.engine.number_text import plural
 from transaxle.engine.views.encoded import View
 from transaxle.engine.views.name_filter import chosen
 from transaxle.errors import Refusal, Where, refuse
@@ -37,15 +38,20 @@ _LEFT_PLAIN = frozenset({
 _IN_WORDS = ("emb", "norm")
 """What such words have in them: `embeddings`, `layernorm`."""
 _WORD = re.compile(r"[a-z]+")
+_NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")
+"""A segment that counts layers or experts."""
 _NO_LINEAR = re.compile(
-    r"(?:.*\.)?(?:gate|shared|output_projection|predictions\.decoder|query_feat|[^.]*conv[^.]*)\.weight"
+    r"(?:.*\.)?(?:gate|shared|output_projection|predictions\.decoder|query_feat|[^.]*conv[^.]*|[^.]*_weight)\.weight"
     r"|(?:.*\.)?(?:DenseReluDense\.wo|weights_proj|compressor\.(?:indexer\.)?(?:wkv|wgate|kv_proj|gate_proj))\.weight"
     r"|qformer\..*"
 )
 """Names of routers, embeddings, heads and convolutions whose tables, made from traces, have no names of their own.
 
-Also of linear layers that transformers never takes for encoded (`_keep_in_fp32_modules`).
+Also of linear layers that transformers never takes for encoded: it keeps them in float32, or confuses a layer whose own
+name ends with `_weight` with a weight.
 """
+_KEPT = "left plain"
+_NAMED = "encoded, as --only says"
 _EXPERT = "expert"
 _PICTURE = 4
 """Dims of a convolution over pictures."""
@@ -182,8 +188,12 @@ def largest(step: Step, values: Values, *, room: int) -> tuple[float, ...]:
 
 
 def choose(
-    view: View, wanted: Encode, components: Mapping[str, Sequence[str]], across: Container[str] = ()
-) -> tuple[list[str], list[Refusal]]:
+    view: View,
+    wanted: Encode,
+    components: Mapping[str, Sequence[str]],
+    across: Container[str] = (),
+    unread: Mapping[str, str] | None = None,
+) -> tuple[list[str], list[Refusal], list[str]]:
     """Choose the tensors of a view that are encoded.
 
     Args:
@@ -192,9 +202,11 @@ def choose(
             embeddings, heads, routers, norms, biases or sinks, and nothing that is encoded already.
         components: target name -> its logical tensors, where a table reads it.
         across: names of targets whose rows do not run along the input of their layers.
+        unread: names of targets whose codes transformers would read wrongly, and why. They are encoded only where the
+            user's patterns name them.
 
     Returns:
-        Target names, and why others that are wanted cannot be encoded.
+        Target names, why others that are wanted cannot be encoded, and notes about what transformers would not read.
 
     Raises:
         UsageError: AMBIGUOUS for a pattern that no tensor has; where neither a table nor a pattern says which tensors
@@ -207,17 +219,30 @@ def choose(
         raise refuse("AMBIGUOUS", "no table says which tensors are weights of linear layers", hint=hint)
     linear = [name for name, target in plain.items() if _is_linear(target, components.get(name, ()))]
     names = chosen([*plain, *view.encoded], wanted.only, wanted.skip, "tensor", default=linear)
+    unread = {name: unread[name] for name in names if name in unread} if unread else {}
+    if not wanted.only:
+        names = [name for name in names if name not in unread]
+    notes = list(_notes(unread, _NAMED if wanted.only else _KEPT))
     if not names:
         why = (
             f"{len(view.encoded)} tensors are already encoded"
             if view.encoded
-            else "no plain tensor is the weight of a linear layer"
+            else "\n".join(notes) or "no plain tensor is the weight of a linear layer"
         )
         raise refuse("AMBIGUOUS", f"nothing to encode: {why}", hint=hint)
     encoding = ENCODINGS[wanted.encoding]
     misfits = {name: _misfit(view, plain.get(name), encoding, name, across=name in across) for name in names}
     problems = [Refusal("UNSUPPORTED", why, Where(None, name), _WAY_OUT) for name, why in misfits.items() if why]
-    return [name for name, why in misfits.items() if not why], problems
+    return [name for name, why in misfits.items() if not why], problems, notes
+
+
+def _notes(unread: Mapping[str, str], text: str) -> Iterator[str]:
+    """Yield what transformers would not read, by reasons; numbers in names as `*`, as patterns have it."""
+    for reason in dict.fromkeys(unread.values()):
+        names = [name for name, why in unread.items() if why == reason]
+        patterns = ", ".join(dict.fromkeys(_NUMBER.sub("*", name) for name in names))
+        count = plural(len(names), "weight")
+        yield f"{text}: {count} whose codes transformers would read wrongly, because {reason} ({patterns})"
 
 
 def _misfit(view: View, target: Target | None, encoding: Encoding, name: str, *, across: bool) -> str:
