@@ -187,16 +187,43 @@ def test_unless_told_so_two_forms_that_differ_are_refused_and_nothing_changes(fo
     assert all(torch.equal(found[name], stored[name]) for name in found)
 
 
-def _experts_of_a_rank(rank: int, world: int, folder: str) -> list[tuple[str, list[float]]]:
-    """Ranks that share out experts, the first two and the others: each reads its own."""
+def _experts_of_a_rank(rank: int, world: int, folder: str, trusting: bool) -> tuple[set[str], dict[str, list[float]]]:
+    """Ranks that share out experts, the first two and the others: what each reads, and the values of its own."""
     mine = {f"fc1.weight{at}": torch.zeros(2) for at in ((0, 1), (2, 3))[rank]}
-    items = _read(mine, folder, trust_copies=True)
-    assert {item.storage_index.fqn for item in items} == mine.keys()
-    return [(name, value.tolist()) for name, value in mine.items()]
+    items = _read(mine, folder, trust_copies=trusting)
+    return {item.storage_index.fqn for item in items}, {name: value.tolist() for name, value in mine.items()}
 
 
 def test_ranks_that_share_out_experts_read_their_own(tmp_path: Path) -> None:
     stack = torch.arange(8.0).reshape(4, 2)
     state = {"fc1.weight": stack, **{f"fc1.weight{at}": stack[at] + 1000 for at in range(4)}}
-    found = run(2, _experts_of_a_rank, _saved(state, tmp_path / "twice"))
-    assert dict(found[0] + found[1]) == {f"fc1.weight{at}": (stack[at] + 1000).tolist() for at in range(4)}
+    (reads, first), (others, second) = run(2, _experts_of_a_rank, _saved(state, tmp_path / "twice"), True)
+    assert (reads, others) == (first.keys(), second.keys())
+    assert first | second == {f"fc1.weight{at}": (stack[at] + 1000).tolist() for at in range(4)}
+
+
+def _refused_on_a_rank(rank: int, world: int, folder: str) -> str:
+    with pytest.raises(CheckpointException, match="UNEQUAL_COPIES") as caught:
+        _experts_of_a_rank(rank, world, folder, False)
+    return str(caught.value)
+
+
+def test_unless_told_so_ranks_that_share_out_experts_compare_all_of_them(tmp_path: Path) -> None:
+    stack = torch.arange(8.0).reshape(4, 2)
+    state = {"fc1.weight": stack, **{f"fc1.weight{at}": stack[at].clone() for at in range(4)}}
+    (reads, first), (others, second) = run(2, _experts_of_a_rank, _saved(state, tmp_path / "twice"), False)
+    assert reads == others == state.keys()
+    assert first | second == {f"fc1.weight{at}": stack[at].tolist() for at in range(4)}
+    state["fc1.weight3"] += 1
+    for refusal in run(2, _refused_on_a_rank, _saved(state, tmp_path / "unlike")):
+        assert "fc1.weight3" in refusal
+
+
+def test_fewer_experts_than_the_checkpoint_has_in_both_forms_are_refused(tmp_path: Path) -> None:
+    """Nobody asks for the others: it is another number of experts, not a part of them."""
+    stack = torch.arange(8.0).reshape(4, 2)
+    folder = _saved({"fc1.weight": stack, **{f"fc1.weight{at}": stack[at].clone() for at in range(4)}}, tmp_path / "x")
+    mine = {f"fc1.weight{at}": torch.zeros(2) for at in range(2)}
+    with pytest.raises(CheckpointException, match="the checkpoint has 4 experts, the layer 2"):
+        _read(mine, folder)
+    assert not any(value.any() for value in mine.values())

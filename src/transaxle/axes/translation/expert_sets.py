@@ -149,10 +149,27 @@ def between(wanted: Mapping[str, Shape], stored: Mapping[str, Shape], *, shared_
     """
     parameters_wanted, parameters_stored = parameter_shapes(wanted), parameter_shapes(stored)
     sets = groups(parameters_wanted, parameters_stored)
-    if shared_out:
-        names = parameters_stored.keys()
-        sets = [each for each in sets if each.single or each.whole in names or not names >= {*each.names}]
-    return arranged(sets, parameters_stored)
+    if not shared_out:
+        return arranged(sets, parameters_stored)
+    names = parameters_stored.keys()
+    parts = _parts(parameters_wanted, parameters_stored)
+    of_parts = {each.whole for each in parts}
+    sets = [each for each in sets if each.single or each.whole in names or not names >= {*each.names}]
+    found = arranged([*parts, *(each for each in sets if each.whole not in of_parts)], parameters_stored)
+    # What is wanted of a part is there as it is wanted; it is the copies that count.
+    stems = (replace(stem, stored=MEMBERS) if stem.single in of_parts else stem for stem in found.stems)
+    return replace(found, stems=tuple(stems))
+
+
+def _parts(wanted: Mapping[str, Shape], stored: Mapping[str, Shape]) -> list[ExpertSet]:
+    """Return the sets of which some experts are wanted, under names that the checkpoint has beside a stack of all."""
+    stored_places, parts = _places(stored), list[ExpertSet]()
+    for (before, rest), places in _places(wanted).items():
+        there, whole = stored_places.get((before, rest), {}), f"{before}{rest}"
+        if whole in stored and whole not in wanted and places.keys() < there.keys():
+            shape = wanted[places[min(places)]]
+            parts.append(ExpertSet(before, rest, max(there) + 1, shape, False, sure=_is_expert(before)))
+    return parts
 
 
 def _places(names: Iterable[str]) -> _Places:
