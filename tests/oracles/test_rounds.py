@@ -38,7 +38,9 @@ HEADS = (
     "RobertaForSequenceClassification", "XLMRobertaForTokenClassification", "RobertaForQuestionAnswering",
     "ElectraForPreTraining", "ElectraForSequenceClassification", "DistilBertForMultipleChoice",
     "GteForSequenceClassification", "NomicBertForMaskedLM", "ModernBertForMaskedLM", "CLIPModel",
-    "LlavaForConditionalGeneration",
+    "LlavaForConditionalGeneration", "LlamaForSequenceClassification", "Gemma3TextForSequenceClassification",
+    "Qwen2ForTokenClassification", "Qwen3MoeForSequenceClassification", "PhiForSequenceClassification",
+    "MixtralForQuestionAnswering", "ModernBertForSequenceClassification",
 )  # fmt: skip
 """Classes of models with heads and parts that some dialect has no names for, and without."""
 

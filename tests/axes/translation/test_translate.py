@@ -223,6 +223,30 @@ _HEADED = only(
 )
 
 
+_MAKES_TOKENS = only(
+    "family tokens\n  axes n d\n  embed : n d\n  head : n d\n  tie head = embed when tied\n"
+    "dialect hf\n  embed.weight = embed[n d]\n  lm_head.weight = head[n d] when not tied\n"
+    "dialect memory\n  embed.weight = embed[n d]\n  lm_head.weight = head[n d]\n"
+)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("prefix", ["", "module."])
+def test_a_model_that_classifies_has_no_head_that_makes_tokens(prefix: str, tied: bool) -> None:
+    score = f"{prefix}score.weight"
+    store = Store({f"{prefix}embed.weight": arange(5, 4), score: arange(2, 4, start=50)})
+    found = translated(_MAKES_TOKENS, "hf", "memory", store, {"tied": tied})
+    assert not found.refusals
+    assert set(found.targets) == {"embed.weight", score}
+    assert set(found.kept) == {score}
+
+
+def test_without_another_head_one_that_makes_tokens_is_missing() -> None:
+    store = Store({"embed.weight": arange(5, 4), "other.weight": arange(2, 4, start=50)})
+    refusal = only_refusal(translated(_MAKES_TOKENS, "hf", "memory", store, {"tied": False}), "MISSING_TENSOR")
+    assert "head" in refusal.message
+
+
 @pytest.mark.parametrize("prefix", ["", "module."])
 def test_what_kept_its_name_comes_back_as_what_the_target_says_it_is(prefix: str) -> None:
     tensors = {"model.body": arange(4), "head": arange(3, 4, start=10), "bias": arange(3, start=30)}

@@ -31,6 +31,10 @@ _UNREAD = (
 )
 _ASKED = 300_000
 """Cap on the absent tensors for which the conditions are evaluated; no model has as many."""
+HEAD = frozenset({"head", "head_bias", "lm_head"})
+"""Logical tensors that make tokens of a model's states."""
+_IN_ITS_PLACE = frozenset({"score.weight", "classifier.weight", "qa_outputs.weight"})
+"""What models have in place of it that classify texts or tokens, or find answers; it keeps its name."""
 _BELOW_ADAPTERS = ".base_layer."
 """In the names of weights that a model with adapters has below them."""
 _ADAPTED = (
@@ -66,6 +70,13 @@ def incomplete(holdings: Holdings, tied: Container[str]) -> list[Refusal]:
     if any(_BELOW_ADAPTERS in name for name in bound.unknown):
         hint = _ADAPTED
     return [Refusal("MISSING_TENSOR", "\n".join([head, *missing[:_LISTED], *tail]), Where(), hint)]
+
+
+def classifies(bound: Bound) -> bool:
+    """Tell whether a model has another head, which its table does not know, in place of the one that makes tokens."""
+    stored = (component for line, _ in bound.names for component in line.expression.components)
+    unknown = (name.removeprefix(bound.prefix) for name in bound.unknown)
+    return not _IN_ITS_PLACE.isdisjoint(unknown) and HEAD.isdisjoint(stored)
 
 
 def contradicted(holdings: Holdings) -> Iterator[Refusal]:
@@ -163,6 +174,7 @@ def _each_once(names: Iterator[str]) -> Iterator[str]:
 
 def _lacking(holdings: Holdings, tied: Container[str], budget: Iterator[int]) -> Iterator[str]:
     known_sizes = holdings.sizes.at({})
+    is_headless = classifies(holdings.bound)
     for tensor in holdings.bound.family.tensors.values():
         # Of no dense layers, or of zero experts, nothing is stored.
         numbered = holdings.bound.family.name_axes.intersection(tensor.axes)
@@ -171,6 +183,8 @@ def _lacking(holdings: Holdings, tied: Container[str], budget: Iterator[int]) ->
         lines = holdings.sources.get((tensor.name, WEIGHT), [])
         if lines:
             yield from _missing_names(holdings, lines, tensor, budget)
+        elif tensor.name in HEAD and is_headless:
+            continue
         elif tensor.name not in tied and _must_exist(holdings, tensor, budget):
             yield f"{tensor.name} (in no layer)" if numbered else tensor.name
 

@@ -26,7 +26,7 @@ from transaxle.axes.notation.formula import Formula
 from transaxle.axes.notation.name import Numbering
 from transaxle.axes.notation.number_format import PLAIN, NumberFormat, Recode, same
 from transaxle.axes.translation.alike_tensors import AlikePart, AlikeTensors, grids
-from transaxle.axes.translation.complete import beyond, contradicted, incomplete, unfilled
+from transaxle.axes.translation.complete import HEAD, beyond, classifies, contradicted, incomplete, unfilled
 from transaxle.axes.translation.gathering import (
     Gathering,
     SourcesByComponent,
@@ -109,6 +109,8 @@ class _Translator:
         alike = grids(bound, stored)
         self.sizes = solved(bound, stored, sizes, alike)
         self.tied = self.sizes.originals
+        if classifies(bound):
+            self.tied = {alias: chain for alias, chain in self.tied.items() if alias not in HEAD}
         # Only lines of tensors that the source has: a table may describe far more than one model uses.
         self.lines = self._target_lines()
         # Both dialects are rewritten over common axes (one may merge what the other splits), so that their pieces can
