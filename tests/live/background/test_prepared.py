@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -173,3 +175,57 @@ def _full(rank: int, world: int) -> str:
 
 def test_memory_that_one_rank_does_not_get_is_told_to_all() -> None:
     assert all("no memory is left" in each for each in run(2, _full))
+
+
+def _saved(state: dict[str, torch.Tensor], target: Path) -> bool:
+    """Whether a save in the background leaves just these values, and says so."""
+    report = tx.async_save(state, target, to="safetensors").result()
+    with tx.open(target) as found:
+        held = {name: found[name].tobytes() for name in found}
+    return report.path == str(target) and held == {name: each.numpy().tobytes() for name, each in state.items()}
+
+
+def test_a_save_after_one_that_got_no_memory_is_of_its_own_values(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The memory of the saves before is gone by then, and new memory of the same size takes its place."""
+    assert _saved({"w": torch.full((100,), 1.0)}, tmp_path / "first")
+    with monkeypatch.context() as patch:
+        patch.setattr(asynchronous, "Region", _Refused)
+        with pytest.raises(tx.TransaxleError, match=r"no shared memory of 40,000,000 bytes .* Cannot allocate"):
+            tx.async_save({"w": torch.ones(10_000_000)}, tmp_path / "large", to="safetensors")
+    assert _saved({"w": torch.full((100,), 2.0)}, tmp_path / "second")
+    assert not (tmp_path / "large").exists()
+
+
+class _Refused(Region):
+    def _made(self) -> int:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+
+def _interrupted(*_: object) -> bool:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "call"),
+    [
+        (Saver, "answered", lambda state, _: tx.prepare_async(state)),
+        (asynchronous, "_keep", lambda state, target: tx.async_save(state, target, to="safetensors")),
+    ],
+)
+def test_what_was_interrupted_answers_for_no_later_save(
+    owner: object, name: str, call: Callable[..., object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the process starts, or has just been told what to write."""
+    state = {"w": torch.full((100,), 1.0)}
+    tx.async_save(state, tmp_path / "before", to="safetensors").result()
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, _interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            call(state, tmp_path / "interrupted")
+    assert _saved({"w": torch.full((100,), 2.0)}, tmp_path / "after")
+    (tmp_path / "file").touch()
+    with pytest.raises(tx.TransaxleError, match="Not a directory"):
+        tx.async_save(state, tmp_path / "file" / "in-it", to="safetensors").result()
+    assert _saved(state, tmp_path / "last")

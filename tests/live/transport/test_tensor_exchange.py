@@ -119,3 +119,10 @@ def test_a_region_is_seen_by_its_name_only() -> None:
     assert seen(own) is None
     assert found[999] == 999 % 256  # what is mapped stays
     assert f"/proc/{os.getpid()}" not in own.name
+
+
+def test_a_region_that_cannot_be_mapped_leaves_nothing_open() -> None:
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with pytest.raises(OSError, match="Cannot allocate memory"):
+        Region(1 << 60)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before

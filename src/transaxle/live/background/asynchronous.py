@@ -11,8 +11,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from math import inf
@@ -89,8 +89,8 @@ class Saver:
             end += room(layout[name].size)
         region = self.reserve(end, on_gpu=on_gpu)
         if layout != self._layout or not self._buffers:
-            self._layout = layout
             self._buffers = {name: slot.tensor(region) for name, slot in layout.items()}
+            self._layout = layout
         with torch.no_grad():
             for name, local in locals_.items():
                 copy_into(local, self._buffers[name])
@@ -105,7 +105,11 @@ class Saver:
                 self._sender.join()  # no job is under way: it has sent the old memory, or there was none
             self._forget_region()
             self._buffers, self._region = {}, None  # the old memory goes before the new one comes
-            self._region, self._new_region = Region(size), True
+            try:
+                self._region, self._new_region = Region(size), True
+            except OSError as error:
+                message = f"there is no shared memory of {size:,} bytes for the snapshot: {error.strerror}"
+                raise refuse("IO", message, hint="Free some memory, or save without a snapshot:  tx.save.") from error
         if on_gpu and self._page_lock is None:
             self._page_lock = PageLock(self._region.bytes)
         return self._region
@@ -140,11 +144,12 @@ class Saver:
         Raises:
             TransaxleError: on every rank, where a process is lost.
         """
-        self._start()
-        with suppress(OSError):
-            self._pipe.send(None)
-        self.answered(None)
-        answer = self.answer()
+        with self.unbroken():
+            self._start()
+            with suppress(OSError):
+                self._pipe.send(None)
+            self.answered(None)
+            answer = self.answer()
         if isinstance(answer, TransaxleError):
             raise answer
 
@@ -153,12 +158,21 @@ class Saver:
         self._start()
         size = 0 if self._region is None else self._region.size
         form = SnapshotForm(state.global_tensors, self._layout, size)
-        unchanged = form == self._form
+        # In new memory the tensors must be found anew, even if that has taken the place of as much.
+        changed = None if form == self._form and not self._new_region else form
         self._form = form
-        changed = None if unchanged else form
         order = Order(settings, state.groups, state.files, changed, self._new_region, dict(os.environ))
         self._sender = threading.Thread(target=self._send, args=(order,), daemon=True)
         self._sender.start()  # a process that starts does not read
+
+    @contextmanager
+    def unbroken(self) -> Iterator[None]:
+        """End the process where an error leaves a block, as Ctrl-C: its answer would be taken for a later order's."""
+        try:
+            yield
+        except BaseException as error:
+            self._ended(f"what rank {self._rank} told its background process was interrupted: {error!r}")
+            raise
 
     def _send(self, order: Order) -> None:
         """Hand an order over; where the process is gone, or gets no order, `answer` will tell."""
@@ -200,8 +214,9 @@ class Saver:
     def _ended(self, message: str) -> TransaxleError:
         """End this rank's process because one is lost: those that are left cannot write together any more."""
         self._has_lost = True
-        self._process.kill()
-        self._process.join(_JOIN)
+        if self._process.pid is not None:
+            self._process.kill()
+            self._process.join(_JOIN)
         return refuse("IO", message if self._rendezvous is None else self._rendezvous.report_loss(message))
 
     @property
@@ -345,9 +360,10 @@ def async_save(
     saver = alive or Saver(world)
     with world.together():
         saver.snapshot(collected.own)
-    saver.order(settings, collected)  # nobody begins to write, and takes the processor, before all have their snapshots
-    job = SaveJob(saver, settings.dst, time.monotonic() - begin, first=world.rank == world.ranks[0])
-    _keep(world, saver, job)
+    with saver.unbroken():
+        saver.order(settings, collected)  # nobody begins to write, and takes the processor, before all have snapshots
+        job = SaveJob(saver, settings.dst, time.monotonic() - begin, first=world.rank == world.ranks[0])
+        _keep(world, saver, job)
     goes_on(settings.dst, job.wait)
     return job
 

@@ -40,9 +40,14 @@ class Region:
         self.size = size
         self._name = f"transaxle-{secrets.token_hex(16)}"
         self.fd = self._made() if fd is None else fd
-        self.bytes: Bytes = np.frombuffer(
-            mmap.mmap(self.fd, max(size, 1), flags=mmap.MAP_SHARED | _POPULATE), np.uint8
-        )[:size]
+        try:
+            if fd is None:
+                os.ftruncate(self.fd, max(size, 1))
+            mapped = mmap.mmap(self.fd, max(size, 1), flags=mmap.MAP_SHARED | _POPULATE)
+        except BaseException:
+            self.close()
+            raise
+        self.bytes: Bytes = np.frombuffer(mapped, np.uint8)[:size]
         """The memory; it stays for as long as somebody refers to it."""
 
     def _made(self) -> int:
@@ -51,7 +56,6 @@ class Region:
         else:
             with tempfile.TemporaryFile() as file:
                 fd = os.dup(file.fileno())
-        os.ftruncate(fd, max(self.size, 1))
         return fd
 
     @property
