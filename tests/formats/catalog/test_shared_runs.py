@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import transaxle as tx
 from transaxle.axes.geometry.strided import Loop
 from transaxle.formats.catalog.catalog import Checksum
-from transaxle.formats.catalog.checksums import Tally, Witness, _moved
+from transaxle.formats.catalog.checksums import Tally, Witness, _cover, _moved
 from transaxle.formats.storage.compiled import new_batch
 from transaxle.formats.storage.local import LocalStorage
 
@@ -127,6 +127,34 @@ def test_as_many_bytes_that_are_not_the_same_ones_prove_nothing(tmp_path: Path) 
     assert (tally.shared, tally.share, witness.is_right(RANGE)) == (len(DATA), 0, None)
     witness.recheck()
     assert witness.is_right(RANGE)
+
+
+def test_the_same_zeros_twice_are_not_all_zeros(tmp_path: Path) -> None:
+    """Neither zeros nor what was read twice change a checksum, so damage in these columns would be hidden."""
+    zeros = Checksum("f", 0, len(DATA), zlib.crc32(bytes(len(DATA))), "the zeros")
+    (tmp_path / "f").write_bytes(bytes(77) + b"\1" + bytes(len(DATA) - 78))
+    tallies, half = [], COLUMNS // 2
+    for first in (half, half, 0, 0):
+        witness = Witness(LocalStorage(tmp_path), [zeros], {})
+        batch, out = new_batch(), memoryview(bytearray(ROWS * half))
+        assert batch is not None
+        witness.note_strided(batch, "f", first, out, half, [(ROWS, COLUMNS, half)])
+        batch.run()
+        tallies.append(witness.tally(zeros))
+    for some in ([0, 1], [0, 2], [2, 3]):
+        witness = Witness(LocalStorage(tmp_path), [zeros], {})
+        witness.put_together(zeros, [tallies[number] for number in some])
+        assert witness.is_right(zeros) is None
+
+
+@given(nests())
+def test_what_covers_a_range_is_known_without_reading(nest: tuple[int, list[Loop]]) -> None:
+    width, loops = nest
+    octets = bytearray(max(runs_of(loops, 1)) + width)
+    for place in runs_of(loops, 1):
+        octets[place : place + width] = b"\xff" * width
+    expected = zlib.crc32(octets) ^ zlib.crc32(bytes(len(octets)))
+    assert _cover(width, tuple((count, step) for count, step, _ in loops)) == expected
 
 
 def test_runs_that_cannot_be_read_at_once_are_read_without_a_share(

@@ -6,6 +6,7 @@ pass, piece by piece and in any order; only what nobody read is read for the che
 
 from __future__ import annotations
 
+import zlib
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from ctypes import c_uint32
@@ -48,6 +49,8 @@ class Tally(msgspec.Struct):
     """Of these, bytes of short runs whose share in the checksum is known."""
     share: int = 0
     """The share of all of them: see `runs.c`; that of bytes read twice is 0."""
+    cover: int = 0
+    """What the share would be if each byte were 255: tells which bytes are in it."""
 
     def add(self, summed: SummedRange) -> None:
         """Add one summed piece; one that overlaps another, or exceeds the cap, is dropped."""
@@ -133,7 +136,7 @@ class Witness(Overlay):
         read_strided(self.below, name, offset, view, width, loops)
         total, end = _extent(offset, width, loops)
         for checksum in self._touched(name, offset, end):
-            self._count_runs(checksum, total, end, None)
+            self._count_runs(checksum, total)
 
     def note_strided(
         self, batch: StepBatch, name: str, offset: int, view: memoryview, width: int, loops: Sequence[Loop]
@@ -145,7 +148,11 @@ class Witness(Overlay):
         inside = len(touched) == 1 and touched[0].offset <= offset and end <= touched[0].end
         found = batch.share(view, [_moved(step) for _, step, _ in loops]) if inside and total else None
         for checksum in touched:
-            batch.then(partial(self._count_runs, checksum, total, end, found))
+            if found is None:
+                batch.then(partial(self._count_runs, checksum, total))
+            else:
+                cover = _cover(width, tuple([(count, step) for count, step, _ in loops]))
+                batch.then(partial(self._count_shared, checksum, total, end, found, cover))
 
     def recheck(self) -> None:
         """Check that no file has changed, and the checksum of every range that was read in part: its rest is read now.
@@ -209,9 +216,9 @@ class Witness(Overlay):
             tallies: theirs, and that of this one.
         """
         self.count(checksum, [part for tally in tallies for part in tally.parts])
-        share = reduce(xor, (tally.share for tally in tallies))
+        share, cover = (reduce(xor, each) for each in zip(*((each.share, each.cover) for each in tallies), strict=True))
         with self._lock:
-            self._check_share(checksum, sum(tally.shared for tally in tallies), share)
+            self._check_share(checksum, sum(tally.shared for tally in tallies), share, cover)
 
     def settle(self, checksums: Collection[Checksum]) -> None:
         """Read the unread parts of ranges, so that they are checked.
@@ -288,25 +295,38 @@ class Witness(Overlay):
         """Count a piece of a range that was read and summed up."""
         self.count(checksum, [(first, last, crc.value)])
 
-    def _count_runs(self, checksum: Checksum, total: int, end: int, found: npt.NDArray[np.uint32] | None) -> None:
-        """Count runs that are read; `found`: what `StepBatch.share` returned."""
+    def _count_runs(self, checksum: Checksum, total: int) -> None:
+        """Count runs that are read, and not summed up."""
         with self._lock:
             tally = self._tally(checksum)
-            if tally is None:
-                return
-            tally.read += total
-            if found is not None and found[1]:
-                tally.shared += total
-                tally.share ^= _times(_moved(checksum.end - end), int(found[0]))
-                self._check_share(checksum, tally.shared, tally.share)
+            if tally is not None:
+                tally.read += total
 
-    def _check_share(self, checksum: Checksum, shared: int, share: int) -> None:
+    def _count_shared(
+        self, checksum: Checksum, total: int, end: int, found: npt.NDArray[np.uint32], cover: int
+    ) -> None:
+        """Count runs that are read and summed up; `found`: what `StepBatch.share` returned."""
+        self._count_runs(checksum, total)
+        with self._lock:
+            tally = self._tally(checksum)
+            if tally is None or not found[1]:
+                return
+            beyond = _moved(checksum.end - end)
+            tally.shared += total
+            tally.share ^= _times(beyond, int(found[0]))
+            tally.cover ^= _times(beyond, cover)
+            self._check_share(checksum, tally.shared, tally.share, tally.cover)
+
+    def _check_share(self, checksum: Checksum, shared: int, share: int, cover: int) -> None:
         """Check a range of which as many bytes are shared as it has, if these are its bytes, each once.
 
-        Otherwise, as where one was read twice and another not at all, it stays open, and is read for its checksum.
+        Otherwise, as where one was read twice and another not at all, it stays open, and is read for its checksum. The
+        share alone does not tell: zeros have none, and whatever is read twice has none.
         """
+        if shared != checksum.size or checksum in self._settled or cover != _cover(checksum.size, ()):
+            return
         zeros = _times(_moved(checksum.size), _ONES) ^ _ONES
-        if shared == checksum.size and share ^ zeros == checksum.crc32 and checksum not in self._settled:
+        if share ^ zeros == checksum.crc32:
             self._settled[checksum] = True
             self._tallies.pop(checksum, None)
 
@@ -362,6 +382,29 @@ def _extent(offset: int, width: int, loops: Sequence[Loop]) -> tuple[int, int]:
     """Return how many bytes runs have, and where the last one ends in the file."""
     total = width * prod(count for count, _, _ in loops)
     return total, offset + width + sum((count - 1) * step for count, step, _ in loops)
+
+
+@lru_cache(1024)
+def _cover(width: int, loops: tuple[tuple[int, int], ...]) -> int:
+    """Return the share of runs whose bytes are all 255; `loops`: count and step in the file."""
+    octet = zlib.crc32(b"\xff") ^ zlib.crc32(b"\0")
+    share = _repeated(octet, _moved(1), width)
+    for count, step in reversed(loops):
+        share = _repeated(share, _moved(step), count)
+    return share
+
+
+def _repeated(share: int, power: int, count: int) -> int:
+    """Return the sum of a polynomial's products with the powers of another one, from 0 up to the count."""
+    found = 0
+    upto = 1 << 31  # the power that the next product would have
+    for bit in f"{count:b}":
+        found ^= _times(upto, found)
+        upto = _times(upto, upto)
+        if bit == "1":
+            found ^= _times(upto, share)
+            upto = _times(upto, power)
+    return found
 
 
 def witnessed(container: Container) -> Container:
