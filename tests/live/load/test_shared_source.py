@@ -18,6 +18,7 @@ from transaxle.live.load import shared_source
 from transaxle.live.load.load import load
 from transaxle.live.load.shared_source import refuse_different
 from transaxle.live.save.save import save
+from transaxle.live.tensors.destination import Rooms
 from transaxle.live.transport.world import World
 
 
@@ -55,6 +56,41 @@ def test_all_ranks_open_one_checkpoint(tmp_path: Path, replaced: bool) -> None:
     for said in run(2, _go, str(tmp_path / "run"), replaced):
         assert ("replaced" in said) == replaced
         assert said.startswith("CORRUPT") == replaced
+
+
+def _rewritten(rank: int, world: int, target: str, how: str) -> str:
+    """One rank has read, and another program writes other values to the files, or puts other files in their place."""
+    save(_state(1), target, to="safetensors")
+    save(_state(2), f"{target}-2", to="safetensors")
+    other = Path(f"{target}-2", "model.safetensors").read_bytes()
+    filled = Rooms.filled
+
+    def late(rooms: Rooms, key: int, start: int, stop: int) -> None:
+        filled(rooms, key, start, stop)
+        if rank == 1 and key == 0 and how == "written to":
+            with Path(target, "model.safetensors").open("r+b") as file:
+                file.write(other)
+        elif rank == 1 and key == 0 and how == "replaced":
+            Path(target).rename(f"{target}-old")
+            Path(f"{target}-2").rename(target)
+
+    state = _state(0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Rooms, "filled", late)
+        try:
+            load(state, target, broadcast_replicated=False)
+        except TransaxleError as error:
+            return str(error)
+    assert all(bool((tensor == 1).all()) for tensor in state.values())
+    return ""
+
+
+@pytest.mark.parametrize("how", ["untouched", "written to", "replaced"])
+def test_files_that_are_written_to_while_they_are_read(tmp_path: Path, how: str) -> None:
+    """They could be loaded half old, half new; a folder that is replaced is read to its end."""
+    for said in run(2, _rewritten, str(tmp_path / "run"), how):
+        assert ("was changed while" in said) == (how == "written to")
+        assert said.startswith("CORRUPT") == (how == "written to")
 
 
 def _moved(rank: int, world: int, folder: str) -> str:

@@ -184,6 +184,19 @@ class LocalStorage(Storage):
             with self._handles.use(name):
                 pass
 
+    def refuse_rewritten(self) -> None:
+        """Refuse files that were written to since they were first opened; of a replaced one, the old one was read.
+
+        Raises:
+            Refused: CORRUPT.
+            StorageError: IO.
+        """
+        for name, (_, _, *expected, _) in tuple(self._stamps.items()):
+            with self._handles.use(name) as fd:
+                status = os.fstat(fd)
+            if [status.st_size, status.st_mtime_ns] != expected:
+                raise refuse("CORRUPT", _CHANGED, file=name, hint=_AGAIN)
+
     def close(self) -> None:
         """Close all files."""
         self._handles.close()

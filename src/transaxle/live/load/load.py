@@ -30,7 +30,7 @@ from transaxle.formats.storage.storage import Storage
 from transaxle.live.load.filling import Destinations, destinations, finish
 from transaxle.live.load.load_plan import LoadPlan, LoadRequest, plan_load
 from transaxle.live.load.planned_reads import Reads, reads
-from transaxle.live.load.shared_source import check_sums, counted, opened
+from transaxle.live.load.shared_source import check_read, counted, opened
 from transaxle.live.model.report import LoadReport
 from transaxle.live.model.state_tensors import State
 from transaxle.live.sharding.global_tensors import Census
@@ -135,7 +135,7 @@ def load(
         with clock.stage("exchange"), world.together():
             received = movement.move_others()
         with clock.stage("check"):
-            check_sums(storage, world)
+            check_read(storage, world)
     with world.together():
         check_filled(filled.landings)
     with world.together():

@@ -17,7 +17,8 @@ from transaxle.errors import refuse
 from transaxle.formats.catalog.catalog import Checksum
 from transaxle.formats.catalog.checksums import Tally, Witness
 from transaxle.formats.catalog.sidecar_files import MANIFEST
-from transaxle.formats.storage.storage import Storage, layer, unpinned
+from transaxle.formats.storage.local import LocalStorage
+from transaxle.formats.storage.storage import Overlay, Storage, layer, unpinned
 from transaxle.live.load.planned_reads import Counting
 from transaxle.live.transport.world import World, comparable
 from transaxle.move.hashing import digest
@@ -121,7 +122,25 @@ def _identity(checkpoint: Checkpoint) -> str:
     return digest(repr((pinned, sorted(checkpoint.container.files.items()))).encode())
 
 
-def check_sums(storage: Storage, world: World) -> None:
+def check_read(storage: Storage, world: World) -> None:
+    """Prove that nobody has written to the files meanwhile, and that what was read has its checksums; collective.
+
+    What a service sends is held against its version at every request.
+
+    Raises:
+        Refused: CORRUPT, on every rank.
+        StorageError: IO.
+    """
+    with world.together():
+        files = storage
+        while isinstance(files, Overlay):
+            files = files.below
+        if isinstance(files, LocalStorage):
+            files.refuse_rewritten()
+    _check_sums(storage, world)
+
+
+def _check_sums(storage: Storage, world: World) -> None:
     """Hold every range that the ranks have read whole, alone or together, against its checksum; collective.
 
     What each rank has summed up is put together, also of runs between which others have read theirs. A range that was
