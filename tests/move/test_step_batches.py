@@ -15,6 +15,8 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import transaxle as tx
+from tests.checkpoints import write
 from tests.engine.killed import one_by_one
 from transaxle.engine.copying.side_by_side import Compared, Pair
 from transaxle.errors import Refused
@@ -330,3 +332,36 @@ def test_hashes_are_those_of_the_package(cuts: list[int], hidden: bool) -> None:
         batch.run()
     spans = [xxhash.xxh3_128_hexdigest(data[at : at + 1100]) for at in (0, 1100, 2200)]
     assert hashed.hexdigest() == xxhash.xxh3_128_hexdigest("".join(spans).encode())
+
+
+def opened_in(folder: Path) -> list[str]:
+    """Names of the files below a folder that this process has open."""
+    links = [os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]  # noqa: PTH115
+    return [link for link in links if link.startswith(str(folder))]
+
+
+CALLS: dict[str, Callable[[Path], object]] = {
+    "convert": lambda folder: tx.convert(folder / "a", folder / "b", to="dcp:identity", jobs=1),
+    "diff": lambda folder: tx.diff(folder / "a", folder / "a", jobs=1),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_ends_between_steps_leaves_no_file_open(
+    name: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An unfinished file that stays open keeps its room on the disk, although it is deleted."""
+    write(tmp_path / "a", {f"w{number}": np.zeros(100_000, np.float32) for number in range(9)})
+    calls = iter(range(100))
+    going_on = workers.Worker.go_on
+
+    def go_on(worker: workers.Worker) -> None:
+        if next(calls) == 5:
+            raise KeyboardInterrupt
+        going_on(worker)
+
+    monkeypatch.setattr(workers.Worker, "go_on", go_on)
+    with pytest.raises(KeyboardInterrupt) as raised:
+        CALLS[name](tmp_path)
+    assert raised.tb is not None  # holds the frames, and all that is in them
+    assert opened_in(tmp_path) == []

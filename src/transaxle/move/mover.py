@@ -8,6 +8,7 @@ bounded memory.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from threading import Event, Lock
 
@@ -128,6 +129,10 @@ class Movement:
                 yield from ((item, at, min(at + span_size, item.size)) for at in range(0, item.size, span_size))
 
     def _do(self, worker: Worker, work: list[_Work]) -> None:
+        with worker.batch or nullcontext():
+            self._move(worker, work)
+
+    def _move(self, worker: Worker, work: list[_Work]) -> None:
         batch = worker.batch
         for item, start, stop in work:
             # A sink with memory of its own is filled in place, which saves a copy.

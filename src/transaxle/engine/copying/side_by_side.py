@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Generic, NamedTuple
 
@@ -71,20 +72,26 @@ class Pair:
             the keys of those that differ.
         """
         found: set[Task] = set()
-        for key, first, second, size in tensors:
-            for one, other in self._noted(first, second, size):
-                if self._batch is None:
-                    if not same_bytes(one, other):
-                        found.add(key)
-                    progress(len(one))
-                else:
-                    self._batch.compare(one, other, partial(found.add, key))
-                    self._batch.then(partial(progress, len(one)))
-                if key in found:
-                    break
-        if self._batch is not None:
-            self._batch.run()
+        with self._batch or nullcontext():
+            for tensor in tensors:
+                self._compare(tensor, found, progress)
+            if self._batch is not None:
+                self._batch.run()
         return found
+
+    def _compare(self, tensor: Compared[Task], found: set[Task], progress: Progress) -> None:
+        """Compare two tensors, in a batch if there is one; the key is added to what is `found` where they differ."""
+        key, first, second, size = tensor
+        for one, other in self._noted(first, second, size):
+            if self._batch is None:
+                if not same_bytes(one, other):
+                    found.add(key)
+                progress(len(one))
+            else:
+                self._batch.compare(one, other, partial(found.add, key))
+                self._batch.then(partial(progress, len(one)))
+            if key in found:
+                break
 
     def _noted(
         self, first: Sequence[Transfer], second: Sequence[Transfer], size: int

@@ -9,6 +9,7 @@ from __future__ import annotations
 import zlib
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from ctypes import c_uint32
 from functools import cached_property, lru_cache, partial, reduce
 from math import prod
@@ -228,11 +229,12 @@ class Witness(Overlay):
         """
         buffer = bytearray(min(_BLOCK, max((checksum.size for checksum in checksums), default=0)))
         batch = new_batch() if self.takes_notes else None
-        for checksum in checksums:
-            if checksum in self._settled:
-                continue
-            for first, last in self.tally(checksum).gaps(checksum.offset, checksum.end):
-                self.count(checksum, [(first, last, self._summed(checksum.file, first, last, buffer, batch))])
+        with batch or nullcontext():
+            for checksum in checksums:
+                if checksum in self._settled:
+                    continue
+                for first, last in self.tally(checksum).gaps(checksum.offset, checksum.end):
+                    self.count(checksum, [(first, last, self._summed(checksum.file, first, last, buffer, batch))])
 
     def is_right(self, checksum: Checksum) -> bool | None:
         """Tell whether a range matches its checksum; None if it is not checked yet."""

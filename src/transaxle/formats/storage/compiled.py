@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, ExitStack, suppress
 from functools import cache
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -44,7 +44,8 @@ _Again = Callable[[], object]
 class StepBatch:
     """Steps of one thread, carried out in the order in which they were noted.
 
-    Memory is named, not copied: what a step reads is what lies there when its turn comes.
+    Memory is named, not copied: what a step reads is what lies there when its turn comes. Files stay open until the
+    batch is carried out or forgotten, which is done where a `with` block is left.
 
     Args:
         compiled: from `load_steps`.
@@ -61,6 +62,12 @@ class StepBatch:
         self._held: list[object] = []
         self._files: dict[tuple[int, str], int] = {}
         self._open = ExitStack()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.forget()
 
     def opened(self, name: str, handles: Handles) -> int:
         """Return the descriptor of a file, which stays open until the batch is carried out."""
