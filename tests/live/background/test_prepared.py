@@ -18,7 +18,7 @@ import transaxle as tx
 from tests.live.ranks import run
 from transaxle.errors import refuse
 from transaxle.live.background import asynchronous
-from transaxle.live.background.asynchronous import Saver
+from transaxle.live.background.asynchronous import SaveJob, Saver
 from transaxle.live.background.foreseen import foresee
 from transaxle.live.transport.shared_memory import Region
 from transaxle.torch_tensors.local_tensor import local_of
@@ -212,14 +212,17 @@ def _interrupted(*_: object) -> bool:
     [
         (Saver, "answered", lambda state, _: tx.prepare_async(state)),
         (asynchronous, "_keep", lambda state, target: tx.async_save(state, target, to="safetensors")),
+        (SaveJob, "over", lambda state, target: tx.async_save(state, target, to="safetensors")),
     ],
 )
 def test_what_was_interrupted_answers_for_no_later_save(
     owner: object, name: str, call: Callable[..., object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While the process starts, or has just been told what to write."""
+    """While the process starts, has just been told what to write, or still writes what the next save waits for."""
     state = {"w": torch.full((100,), 1.0)}
-    tx.async_save(state, tmp_path / "before", to="safetensors").result()
+    job = tx.async_save(state, tmp_path / "before", to="safetensors")
+    if owner is not SaveJob:
+        job.result()
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, _interrupted)
         with pytest.raises(KeyboardInterrupt):

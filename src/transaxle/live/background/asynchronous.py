@@ -305,7 +305,8 @@ class SaveJob:
     def _wait(self, timeout: float | None) -> bool:
         with self._lock:
             if self._answer is None and self._saver.answered(timeout):
-                self._answer = self._saver.answer()
+                with self._saver.unbroken():
+                    self._answer = self._saver.answer()
             return self._answer is not None
 
 
@@ -403,8 +404,8 @@ def _alive(world: World) -> Saver | None:
 
     def is_ready() -> bool:
         if last is not None and saver is not None:
-            _SAVERS[key] = saver, None
             last.over()
+            _SAVERS[key] = saver, None  # now: one that Ctrl-C leaves above still writes from the memory
         return saver is not None and saver.alive
 
     if all(world.pool(is_ready)):
