@@ -7,13 +7,15 @@ names of parameters, everything else beside them as plain data, so nothing is pi
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.optim import Optimizer
 
 from transaxle.arguments import PathLike, check_keywords, read_flag, read_path, shows, wrong_type
 from transaxle.engine.checkpoint.checkpoint import open_checkpoint
@@ -21,12 +23,17 @@ from transaxle.errors import refuse
 from transaxle.formats.staging.location import on_this_machine
 from transaxle.formats.storage.storage import is_url
 from transaxle.live.background.asynchronous import SaveJob, async_save
+from transaxle.live.integrations.lightning_strategies import follow
 from transaxle.live.integrations.step_checkpoints import remove
 from transaxle.live.load.load import load
 from transaxle.live.model.state_tensors import State
 from transaxle.live.save.save import save
 from transaxle.live.save.save_request import UNSAID, Saving, check_options
 from transaxle.live.tensors.array_tensors import as_tensor
+from transaxle.live.training.extra_state import Extras, written
+from transaxle.live.transport.world import World
+from transaxle.torch_tensors.local_tensor import local_of
+from transaxle.torch_tensors.module_wrappers import unwrapped
 from transaxle.torch_tensors.tensor_bytes import same_bytes
 
 _INTERFACES = ("lightning_fabric.plugins.io.checkpoint_io", "lightning.fabric.plugins.io.checkpoint_io")
@@ -36,6 +43,7 @@ _WEIGHTS, _OPTIMIZERS, _GROUPS, _STATE = "state_dict", "optimizer_states", "para
 _TRAINED = "current_model_state"
 """Key under which `WeightAveraging` keeps the module's own weights, after it has put averages in their place."""
 _BEFORE = f"{_TRAINED}."
+_FITTING = "fit"
 _REST = "lightning"
 """Name under which a checkpoint has the rest of the dict."""
 
@@ -45,8 +53,9 @@ class LightningCheckpoints:
 
     Each checkpoint is a folder, or lies under a URL. `fit(ckpt_path=…)` resumes from it on any number of ranks, and
     `ModelCheckpoint` rotates it; what is deleted is what Transaxle has written, after the newer one is complete. For
-    strategies whose first rank saves the whole model: one device and DDP. With Lightning's `WeightAveraging` it has the
-    averages under the module's names, and the weights that are trained under `current_model_state.…`.
+    one device, DDP, and `ModelParallelStrategy`, under which each rank saves and loads its own parts; a strategy that
+    saves in a way of its own is refused when a run begins. With Lightning's `WeightAveraging` (but not where ranks
+    shard) it has the averages under the module's names, and the trained weights under `current_model_state.…`.
 
     Args:
         module: the `LightningModule` that is trained.
@@ -59,6 +68,9 @@ class LightningCheckpoints:
         TypeError: an argument that there is not, or of a type that it cannot have.
         TransaxleError: a format that there is not.
     """
+
+    is_sharded = False
+    """Whether the run's strategy shards, and every rank saves and loads its own parts."""
 
     @shows(Saving, **UNSAID)
     def __init__(
@@ -77,7 +89,7 @@ class LightningCheckpoints:
         if not to.endswith(":identity"):
             hint = f"Give {to.partition(':')[0]}:identity, and convert the checkpoint afterwards."
             raise refuse("UNSUPPORTED", "Lightning's checkpoints keep the names of the module", hint=hint)
-        self._module = module
+        self._module = unwrapped(module)  # Lightning unwraps what `torch.compile` returns
         self._to = to
         self._background = background
         self._options = options
@@ -86,9 +98,10 @@ class LightningCheckpoints:
         for name in _INTERFACES:  # whoever has a LightningModule has imported one of them
             if name in sys.modules:
                 sys.modules[name].CheckpointIO.register(type(self))
+        follow(self._module, type(self))
 
     def save_checkpoint(self, checkpoint: Mapping[str, Any], path: PathLike, storage_options: object = None) -> None:
-        """Save what Lightning collected, on its first rank.
+        """Save what Lightning collected, on its first rank; where ranks shard, on every one.
 
         Args:
             checkpoint: Lightning's dict.
@@ -101,27 +114,61 @@ class LightningCheckpoints:
         if storage_options is not None:
             hint = "Set up the service's client in its own way: environment, profile or login."
             raise refuse("UNSUPPORTED", "storage_options are not passed on", file=str(path), hint=hint)
-        prefix, state = self._state(checkpoint)
-        optimizers = list(self._trainer.optimizers) if checkpoint.get(_OPTIMIZERS) else []
-        rest = {key: value for key, value in checkpoint.items() if key not in (_WEIGHTS, _OPTIMIZERS)}
-        if prefix:
-            rest.pop(_TRAINED)
-        names = {id(parameter): prefix + name for name, parameter in self._module.named_parameters()}
-        rest[_OPTIMIZERS] = [
-            _outline(state, [names[id(each)] for group in optimizer.param_groups for each in group["params"]])
-            for state, optimizer in zip(checkpoint.get(_OPTIMIZERS, ()), optimizers, strict=True)
-        ]
+        group = None if self.is_sharded else self._own_group()
+        with (world := World(group)).together():
+            prefix, state = self._state(checkpoint)
+            optimizers = list(self._trainer.optimizers) if _OPTIMIZERS in checkpoint else []
+            rest = self._rest(checkpoint, optimizers, prefix)
+        if world.size > 1:  # each rank has its own, and the first one's counts, as Lightning has it
+            rest = self._first(rest, world)
         place = read_path("path", path).rstrip("/") + "/"  # a folder, even where Lightning's name for it ends in .ckpt
         if not is_url(on_this_machine(place)):
             Path(on_this_machine(place)).parent.mkdir(parents=True, exist_ok=True)
         told: dict[str, Any] = {
             "to": self._to, "optimizer": optimizers or None, "extra": {_REST: rest}, "overwrite": True,
-            "group": self._own_group(), **self._options,
+            "group": group, **self._options,
         }  # fmt: skip
         if self._background:
             self._job = async_save(state, place, **told)
         else:
             save(state, place, **told)
+
+    def _rest(self, checkpoint: Mapping[str, Any], optimizers: Sequence[Optimizer], prefix: str) -> dict[str, Any]:
+        """Return what Lightning collected beside tensors.
+
+        Raises:
+            Refused: UNSUPPORTED for an optimizer with a parameter that the module does not have.
+        """
+        rest = {key: value for key, value in checkpoint.items() if key not in (_WEIGHTS, _OPTIMIZERS)}
+        if prefix:
+            rest.pop(_TRAINED)
+        if _OPTIMIZERS not in checkpoint:
+            return rest
+        names = {id(parameter): prefix + name for name, parameter in self._module.named_parameters()}
+        given = checkpoint[_OPTIMIZERS]
+        states = [optimizer.state_dict() for optimizer in optimizers] if self.is_sharded else given
+        rest[_OPTIMIZERS] = []
+        for number, (state, optimizer) in enumerate(zip(states, optimizers, strict=True)):
+            trained = [each for group in optimizer.param_groups for each in group["params"]]
+            if any(id(each) not in names for each in trained):
+                message = f"optimizer {number} trains a parameter that is none of the module's"
+                hint = "Make it an attribute of the module, so that a checkpoint has it."
+                raise refuse("UNSUPPORTED", message, hint=hint)
+            rest[_OPTIMIZERS].append(_outline(state, [names[id(each)] for each in trained]))
+        return rest
+
+    def _first(self, rest: dict[str, Any], world: World) -> dict[str, Any]:
+        """Return the first rank's plain data on every rank.
+
+        Raises:
+            Refused: UNSUPPORTED for what is no plain data.
+        """
+
+        def text() -> bytes | None:
+            return written({_REST: rest}, World(self._own_group())) if world.rank == world.ranks[0] else None
+
+        found: dict[str, Any] = Extras(world.pool(text)[0], world).states[_REST]
+        return found
 
     def _state(self, checkpoint: Mapping[str, Any]) -> tuple[str, State]:
         """Return what is saved, and what the names of the weights that are trained begin with in it.
@@ -129,7 +176,7 @@ class LightningCheckpoints:
         Raises:
             Refused: UNSUPPORTED for weights that are neither the module's, nor averages of `WeightAveraging`.
         """
-        shown = self._module.state_dict(keep_vars=True)
+        shown = self._shown()
         given, trained = checkpoint[_WEIGHTS], checkpoint.get(_TRAINED)
         averaged = isinstance(trained, Mapping) and _unlike(trained, shown) is None
         if averaged and given.keys() == shown.keys() and _are_tensors(given) and _are_tensors(shown):
@@ -144,6 +191,10 @@ class LightningCheckpoints:
         message = "on_save_checkpoint (of the module or a callback) has put other values in its place"
         hint = "Let it save with Lightning's own CheckpointIO; transaxle reads its files."
         raise refuse("UNSUPPORTED", message, tensor=other, hint=hint)
+
+    def _shown(self) -> dict[str, Any]:
+        """Return the module's weights under the names that Lightning's strategy gives them."""
+        return get_model_state_dict(self._module) if self.is_sharded else self._module.state_dict(keep_vars=True)
 
     def load_checkpoint(
         self,
@@ -163,6 +214,8 @@ class LightningCheckpoints:
         """
         self._wait()
         place, rest = read_path("path", path), _Rest()
+        if self.is_sharded:
+            return self._load_parts(place)
         shown = self._module.state_dict()
         with open_checkpoint(place) as checkpoint:
             averaged = any(_BEFORE + name in checkpoint for name in shown)
@@ -172,12 +225,26 @@ class LightningCheckpoints:
             found = {_WEIGHTS: {name: weights[name] for name in shown}, **rest.held}
             if averaged:
                 found[_TRAINED] = {name: weights[_BEFORE + name] for name in shown}
-            for state in found[_OPTIMIZERS]:
+            for state in found.get(_OPTIMIZERS, ()):
                 for name, values in zip(state.pop("names"), state[_STATE].values(), strict=True):
                     for key in (key for key, value in values.items() if value is None):
                         entry = f"optim/{name}/{key}"
                         values[key] = as_tensor(entry, checkpoint[entry].read())
         return found
+
+    def _load_parts(self, place: str) -> dict[str, Any]:
+        """Load each rank's parts of weights and optimizers into place, and return the rest."""
+        rest, trainer = _Rest(), self._trainer
+        optimizers = list(trainer.optimizers) if trainer.state.fn == _FITTING else []
+        load(
+            self._module,
+            place,
+            optimizer=optimizers or None,
+            extra={_REST: rest},
+            strict=bool(self._module.strict_loading),
+        )
+        rest.held.pop(_OPTIMIZERS, None)
+        return rest.held
 
     def remove_checkpoint(self, path: PathLike) -> None:
         """Delete a checkpoint that a newer one replaces, once that is complete.
@@ -199,7 +266,11 @@ class LightningCheckpoints:
 
     @property
     def _trainer(self) -> Any:
-        return self._module.trainer
+        try:
+            return self._module.trainer
+        except RuntimeError as error:
+            message = "the module that LightningCheckpoints was given has no trainer"
+            raise refuse("UNSUPPORTED", message, hint="Give it the module that `fit` gets.") from error
 
     def _wait(self) -> None:
         if self._job is not None:
@@ -234,7 +305,8 @@ def _same(given: Any, own: torch.Tensor) -> bool:
     """Tell whether a value is a tensor of a module, or a copy of it."""
     if not isinstance(given, torch.Tensor) or (given.shape, given.dtype) != (own.shape, own.dtype):
         return False
-    return given.data_ptr() == own.data_ptr() or same_bytes(given.detach().to(own.device), own.detach())
+    mine, other = local_of(own.detach()), local_of(given.detach())
+    return other.data_ptr() == mine.data_ptr() or same_bytes(other.to(mine.device), mine)
 
 
 class _Rest:
