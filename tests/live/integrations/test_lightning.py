@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import transaxle as tx
 from tests.formats.s3_server import Bucket
@@ -58,6 +59,8 @@ def _fit(
     from pytorch_lightning.callbacks import ModelCheckpoint
 
     module = _module()
+    said.pop("change", id)(module)
+    precision = said.pop("precision", None)
     rotation = ModelCheckpoint(said.pop("place", str(folder)), "{epoch}", save_top_k=KEPT, monitor="epoch", mode="max")
     plugins: Any = [tx.LightningCheckpoints(module, **said)] if io else []
     with quiet(), warnings.catch_warnings():
@@ -65,7 +68,7 @@ def _fit(
         trainer = Trainer(
             max_epochs=epochs, accelerator="cpu", devices=1, logger=False, enable_progress_bar=False,
             enable_model_summary=False, callbacks=[*more, rotation], default_root_dir=str(folder),
-            plugins=plugins,
+            plugins=plugins, precision=precision,
         )  # fmt: skip
         trainer.fit(module, ckpt_path=resume)
     return trainer, module
@@ -74,7 +77,8 @@ def _fit(
 def _values(trainer: Any, module: Any) -> dict[str, torch.Tensor]:
     """Copies of weights, buffers, moments and rates."""
     (optimizer,) = trainer.optimizers
-    found = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
+    tensors = {name: each for name, each in module.state_dict().items() if isinstance(each, torch.Tensor)}
+    found = {name: tensor.detach().clone() for name, tensor in tensors.items()}
     for name, parameter in module.named_parameters():
         found |= {f"{name}/{key}": value.clone() for key, value in optimizer.state[parameter].items()}
     rates = [group["lr"] for group in optimizer.param_groups]
@@ -99,6 +103,61 @@ def test_a_run_resumes_as_with_lightnings_own_checkpoints(tmp_path: Path, backgr
     assert all(torch.equal(tensor, found[name]) for name, tensor in module.state_dict().items())
     kept = {path.name for path in (tmp_path / "ours").iterdir()}
     assert kept == {path.name for path in (tmp_path / "own").iterdir()} == {f"epoch={n}.ckpt" for n in (1, 2, 3)}
+
+
+class _Counting(nn.Module):
+    """Keeps a number beside its tensors."""
+
+    passed = 0
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        self.passed += 1
+        return rows + self.passed
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"passed": self.passed}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.passed = state["passed"]
+
+
+def _compiled(module: Any) -> None:
+    module.net[0] = torch.compile(module.net[0], backend="eager")
+
+
+def _recomputed(module: Any) -> None:
+    module.net[0] = checkpoint_wrapper(module.net[0])
+
+
+def _counting(module: Any) -> None:
+    module.net.append(_Counting())
+
+
+@pytest.mark.parametrize("change", [_compiled, _recomputed, _counting])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_wrapped_modules_extra_states_and_other_types_resume_as_with_lightnings_own(
+    tmp_path: Path, change: Any, precision: str
+) -> None:
+    """Lightning casts the module to bfloat16 only after it has loaded a checkpoint."""
+    found = {}
+    for name in ("own", "ours"):
+        told = {"change": change, "precision": precision}
+        _fit(tmp_path / name, 1, name == "ours", **told)
+        found[name] = _values(*_fit(tmp_path / name, 2, name == "ours", str(tmp_path / name / "epoch=0.ckpt"), **told))
+    assert _alike(found["ours"], found["own"])
+
+
+def test_a_module_may_have_weights_that_a_checkpoint_lacks_where_loading_is_not_strict(tmp_path: Path) -> None:
+    _, trained = _fit(tmp_path, 1, True)
+    module = _module()
+    module.more = nn.Linear(2, 2)
+    io = tx.LightningCheckpoints(module)
+    with pytest.raises(tx.TransaxleError, match=r"more\.weight") as refused:
+        io.load_checkpoint(tmp_path / "epoch=0.ckpt")
+    assert refused.value.code == "MISSING_TENSOR"
+    module.strict_loading = False
+    found = io.load_checkpoint(tmp_path / "epoch=0.ckpt")["state_dict"]
+    assert _alike(found, trained.state_dict())
 
 
 def test_checkpoints_lie_and_are_rotated_under_a_url(tmp_path: Path, bucket: Bucket) -> None:

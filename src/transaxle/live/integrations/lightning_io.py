@@ -18,23 +18,25 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.optim import Optimizer
 
 from transaxle.arguments import PathLike, check_keywords, read_flag, read_path, shows, wrong_type
-from transaxle.engine.checkpoint.checkpoint import open_checkpoint
+from transaxle.axes.notation.name import own_name
+from transaxle.engine.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from transaxle.errors import refuse
 from transaxle.formats.staging.location import on_this_machine
 from transaxle.formats.storage.storage import is_url
 from transaxle.live.background.asynchronous import SaveJob, async_save
 from transaxle.live.integrations.lightning_strategies import follow
-from transaxle.live.integrations.step_checkpoints import remove
+from transaxle.live.integrations.step_checkpoints import remove, stored_bytes
 from transaxle.live.load.load import load
 from transaxle.live.model.state_tensors import State
 from transaxle.live.save.save import save
 from transaxle.live.save.save_request import UNSAID, Saving, check_options
 from transaxle.live.tensors.array_tensors import as_tensor
-from transaxle.live.training.extra_state import Extras, written
+from transaxle.live.training.extra_state import FILE, MODEL, Extras, written
 from transaxle.live.transport.world import World
 from transaxle.torch_tensors.local_tensor import local_of
 from transaxle.torch_tensors.module_wrappers import unwrapped
 from transaxle.torch_tensors.tensor_bytes import same_bytes
+from transaxle.torch_tensors.torch_dtype import torch_dtype
 
 _INTERFACES = ("lightning_fabric.plugins.io.checkpoint_io", "lightning.fabric.plugins.io.checkpoint_io")
 """Modules with Lightning's class, under the names of its two packages."""
@@ -144,7 +146,7 @@ class LightningCheckpoints:
             rest.pop(_TRAINED)
         if _OPTIMIZERS not in checkpoint:
             return rest
-        names = {id(parameter): prefix + name for name, parameter in self._module.named_parameters()}
+        names = {id(parameter): prefix + own_name(name) for name, parameter in self._module.named_parameters()}
         given = checkpoint[_OPTIMIZERS]
         states = [optimizer.state_dict() for optimizer in optimizers] if self.is_sharded else given
         rest[_OPTIMIZERS] = []
@@ -180,7 +182,8 @@ class LightningCheckpoints:
         given, trained = checkpoint[_WEIGHTS], checkpoint.get(_TRAINED)
         averaged = isinstance(trained, Mapping) and _unlike(trained, shown) is None
         if averaged and given.keys() == shown.keys() and _are_tensors(given) and _are_tensors(shown):
-            return _BEFORE, {**given, **{_BEFORE + name: tensor for name, tensor in shown.items()}}
+            averages = {own_name(name): tensor for name, tensor in given.items()}
+            return _BEFORE, {**averages, **{_BEFORE + own_name(name): tensor for name, tensor in shown.items()}}
         other = _unlike(given, shown)
         if other is None:
             return "", self._module
@@ -216,15 +219,20 @@ class LightningCheckpoints:
         place, rest = read_path("path", path), _Rest()
         if self.is_sharded:
             return self._load_parts(place)
-        shown = self._module.state_dict()
+        shown, is_strict = self._module.state_dict(), bool(self._module.strict_loading)
         with open_checkpoint(place) as checkpoint:
-            averaged = any(_BEFORE + name in checkpoint for name in shown)
-            prefixes = ("", _BEFORE) if averaged else ("",)
-            weights = {prefix + name: _empty(tensor) for prefix in prefixes for name, tensor in shown.items()}
-            load(weights, place, extra={_REST: rest})
-            found = {_WEIGHTS: {name: weights[name] for name in shown}, **rest.held}
+            averaged = any(_BEFORE + own_name(name) in checkpoint for name in shown)
+            weights = {
+                before + name: _empty(tensor, before + name, checkpoint)
+                for before in (("", _BEFORE) if averaged else ("",))
+                for name, tensor in ((own_name(name), tensor) for name, tensor in shown.items())
+                if isinstance(tensor, torch.Tensor) and (is_strict or before + name in checkpoint)
+            }
+            load(weights, place, extra={_REST: rest}, strict=is_strict)
+            extra = _extra_states(place)
+            found = {_WEIGHTS: _named(shown, {**extra, **weights}, ""), **rest.held}
             if averaged:
-                found[_TRAINED] = {name: weights[_BEFORE + name] for name in shown}
+                found[_TRAINED] = _named(shown, weights, _BEFORE)
             for state in found.get(_OPTIMIZERS, ()):
                 for name, values in zip(state.pop("names"), state[_STATE].values(), strict=True):
                     for key in (key for key, value in values.items() if value is None):
@@ -297,8 +305,22 @@ def _are_tensors(state: Mapping[str, Any]) -> bool:
     return all(isinstance(each, torch.Tensor) for each in state.values())
 
 
-def _empty(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(tensor, device="cpu")
+def _empty(tensor: torch.Tensor, name: str, checkpoint: Checkpoint) -> torch.Tensor:
+    """Return memory for a tensor of a module, of the type that is stored: Lightning may cast the module later."""
+    dtype = torch_dtype(checkpoint[name].dtype) if name in checkpoint else tensor.dtype
+    return torch.empty_like(tensor, dtype=dtype, device="cpu")
+
+
+def _extra_states(place: str) -> dict[str, Any]:
+    """Return what modules keep beside tensors (`get_extra_state`), by name."""
+    states = Extras(stored_bytes(place, FILE), World()).states
+    return {name.removeprefix(f"{MODEL}/"): state for name, state in states.items() if name.startswith(f"{MODEL}/")}
+
+
+def _named(shown: Mapping[str, Any], weights: Mapping[str, Any], before: str) -> dict[str, Any]:
+    """Return weights under the names of the module's state dict, in its order."""
+    found = {name: before + own_name(name) for name in shown}
+    return {name: weights[own] for name, own in found.items() if own in weights}
 
 
 def _same(given: Any, own: torch.Tensor) -> bool:
