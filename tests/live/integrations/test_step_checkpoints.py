@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load as load_bytes
+from torch.nn.functional import dropout
 
 import transaxle as tx
 from tests.formats.s3_server import Bucket, reach_s3
@@ -83,6 +84,32 @@ def test_a_trainer_saves_under_a_url_and_goes_on_where_nothing_else_is_left(
         assert {step: found[step] for step in range(7, 11)} == wanted
         assert world == 1 or all(torch.equal(after[name], tensor) for name, tensor in weights.items())
         assert _steps(bucket) == ["checkpoint-2", "checkpoint-6", "checkpoint-8", "checkpoint-10"]
+
+
+def _noisy(rank: int, world: int, folder: str, steps: int, batch: int, again: bool) -> Any:
+    """Train with dropout and a scaler of gradients; `again`: from what is fetched."""
+    _launched(rank, world)
+    url, out = Path(folder, "url"), Path(folder, f"again-{again}-{rank}")
+    callback = tx.TrainerCheckpoints(url=url)
+    with quiet():
+        trainer = _trainer(out, [callback], steps, batch)
+        trainer.model.get_input_embeddings().register_forward_hook(lambda _, __, found: dropout(found, 0.3))
+        trainer.accelerator.scaler = scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
+        trainer.train(resume_from_checkpoint=callback.fetch(out) if again else None)
+    weights = {name: p.detach().clone() for name, p in trainer.model.state_dict().items()}
+    return _losses(trainer), weights, scaler.state_dict()
+
+
+@pytest.mark.parametrize("batch", [2, 4])
+def test_random_states_and_the_scaler_go_on_where_nothing_else_is_left(tmp_path: Path, batch: int) -> None:
+    """Steps 2 and 4 of four an epoch (two ranks, two examples each), or of two: within an epoch, and between two."""
+    whole = run(2, _noisy, str(tmp_path), 4, batch, False)
+    shutil.rmtree(tmp_path / "url" / "checkpoint-4")
+    for (losses, weights, scaler), wanted in zip(run(2, _noisy, str(tmp_path), 4, batch, True), whole, strict=True):
+        assert losses == wanted[0]
+        assert all(torch.equal(tensor, wanted[1][name]) for name, tensor in weights.items())
+        assert scaler == wanted[2]
+    assert whole[0][2]["scale"] == 4.0 * 2**4
 
 
 def _fetched(rank: int, world: int, folder: str) -> None:

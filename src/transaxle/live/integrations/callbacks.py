@@ -31,12 +31,13 @@ from transaxle.live.integrations.step_checkpoints import (
     Stepping,
     divided,
     remove,
+    states_beside,
     text_beside,
 )
 from transaxle.live.load.load import load
 from transaxle.live.save.save import check_savable, save
 from transaxle.live.save.save_request import UNSAID, check_options
-from transaxle.live.training.extra_state import FILE, Stateful
+from transaxle.live.training.extra_state import FILE, Random, Stateful
 from transaxle.live.transport.world import World
 from transaxle.torch_tensors.module_wrappers import unwrapped
 from transaxle.torch_tensors.torch_arguments import Ranks, read_group
@@ -55,6 +56,8 @@ _BEST = "transaxle_best"
 """Name under which a checkpoint has the name of the best one."""
 _TICKET = "transaxle_save"
 """Name under which the framework's folder, and the checkpoint under a URL, have the same random text: of one save."""
+_RANDOM, _SCALER = "random", "scaler"
+"""Names under which a checkpoint has the random state of each rank, and that of a scaler of gradients."""
 _WEIGHTS = ".safetensors"
 _BLOCK = 8 << 20
 
@@ -66,9 +69,9 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 class TrainerCheckpoints:
     """A callback for transformers' `Trainer` that saves a run's state in any layout in each `checkpoint-N`.
 
-    `trainer.train(resume_from_checkpoint=…)` then loads weights, optimizer and schedule from there, at any world size
-    and sharding, after the Trainer has loaded its own copies. The Trainer deletes old checkpoints (`save_total_limit`)
-    before this callback writes, so let it keep two.
+    `trainer.train(resume_from_checkpoint=…)` then loads weights, optimizer, schedule and gradient scaler from there, at
+    any world size and sharding, and at the same world size the random states, after the Trainer has loaded its own
+    copies. The Trainer deletes old checkpoints (`save_total_limit`) before this callback writes, so let it keep two.
 
     With `url`, each `checkpoint-N` lies there instead, with the Trainer's progress in it: `fetch` brings one back for a
     Trainer that has nothing. The callback then deletes old ones itself, after a newer one is complete.
@@ -107,6 +110,10 @@ class TrainerCheckpoints:
         self._group = read_group("group", group)
         self._steps = None if url is None else StepCheckpoints(url, keep, self._group, background=background)
         self._job: SaveJob | None = None
+        self._random: Any = None
+        """Random state of this rank that is still to be set."""
+        self._is_between = False
+        """Whether the checkpoint that a run goes on from was saved between two epochs."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         if name.startswith(_EVENT):
@@ -140,6 +147,11 @@ class TrainerCheckpoints:
         sources = World(self._group).pool(found)
         if sources[0]:  # as the first rank finds it: all load the same
             load(given["model"], sources[0], optimizer=given["optimizer"], extra=_schedule(given), group=self._group)
+            with (world := World(self._group)).together():
+                beside = states_beside(sources[0], world)
+            self._random, self._is_between = beside.get(_RANDOM), float(state.epoch or 0).is_integer()
+            if beside.get(_SCALER) and (scaler := _scaler(given)):
+                scaler[_SCALER].load_state_dict(beside[_SCALER])
         else:
             looked = ", ".join(each if is_url(each) else str(Path(each, FOLDER)) for each in places)
             message = f"no checkpoint of this callback for step {state.global_step}: looked for {looked}; give resume="
@@ -189,6 +201,20 @@ class TrainerCheckpoints:
                 raise
         return str(target)
 
+    def on_epoch_begin(self, *_: Any, **__: Any) -> None:
+        """Set the random state of a checkpoint from between two epochs, before the order of the data is drawn."""
+        if self._is_between:
+            self._set_random()
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        """Set the random state of one from within an epoch, once the Trainer has skipped the data before it."""
+        self._set_random()
+
+    def _set_random(self) -> None:
+        state, self._random = self._random, None
+        if state is not None:
+            Random().load_state_dict(state)
+
     def on_step_end(self, _args: Any, _state: Any, control: Any = None, **_: Any) -> None:
         """Wait for the last save where another is due: before that, the Trainer may delete the one being written.
 
@@ -210,11 +236,12 @@ class TrainerCheckpoints:
 
     def on_save(self, args: Any, state: Any, control: Any = None, **given: Any) -> None:
         """Save weights, optimizer and schedule beside the Trainer's own files, or under `url`."""
-        told = {"to": self._to, "optimizer": given["optimizer"], "extra": _schedule(given), **self._options}
+        extra = {**_schedule(given), **_scaler(given), _RANDOM: Random()}
+        told = {"to": self._to, "optimizer": given["optimizer"], "extra": extra, **self._options}
         if self._steps is not None:
             mine = json.dumps(dataclasses.asdict(state), sort_keys=True), uuid.uuid4().hex
             progress, ticket = World(self._group).gather(mine)[0]
-            told["extra"] = {**told["extra"], _PROGRESS: progress, _TICKET: ticket}
+            extra |= {_PROGRESS: progress, _TICKET: ticket}
             best = _name(state.best_global_step) if state.best_global_step else None
             with suppress(FileNotFoundError):
                 Path(args.output_dir, _name(state.global_step), _TICKET).write_text(ticket, "utf-8")
@@ -252,6 +279,12 @@ def _schedule(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the schedule of the learning rate, where a Trainer gives one."""
     found = given.get(_SCHEDULE)
     return {} if found is None else {_SCHEDULE: found}
+
+
+def _scaler(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the scaler of gradients, which accelerate's optimizer has in half precision."""
+    found = getattr(given["optimizer"], _SCALER, None)
+    return {_SCALER: found} if isinstance(found, Stateful) else {}
 
 
 def _name(step: int) -> str:

@@ -33,6 +33,8 @@ from transaxle.torch_tensors.torch_arguments import Ranks
 _NUMBERED = re.compile(r"(.*?)([0-9]+)")
 """Name of a step's checkpoint: what all steps have in common, and the number of this one."""
 _LONGEST = 1 << 30
+_GIVEN = f"{EXTRA}/"
+"""Begin of the names of what was given in `extra`."""
 
 
 class Stepping(Saving, total=False):
@@ -199,9 +201,20 @@ def text_beside(place: str, name: str) -> str | None:
         Refused: CORRUPT.
         StorageError: IO.
     """
-    text = stored_bytes(place, FILE) if is_complete(place) else None
-    found = None if text is None else Extras(text, World()).states.get(f"{EXTRA}/{name}")
+    found = states_beside(place, World()).get(name)
     return found if isinstance(found, str) else None
+
+
+def states_beside(place: str, world: World) -> dict[str, Any]:
+    """Return what a complete checkpoint has beside tensors for this rank, by the names in `extra`.
+
+    Raises:
+        Refused: CORRUPT.
+        StorageError: IO.
+    """
+    text = stored_bytes(place, FILE) if is_complete(place) else None
+    found = {} if text is None else Extras(text, world).states
+    return {name.removeprefix(_GIVEN): state for name, state in found.items() if name.startswith(_GIVEN)}
 
 
 def remove(place: str) -> None:
