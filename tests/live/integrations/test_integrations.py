@@ -242,6 +242,29 @@ def _adapted(rank: int, world: int, folder: str) -> None:
     assert not any(Path(folder).glob("checkpoint-*"))
 
 
+def test_a_model_whose_values_deepspeed_keeps_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    """It could be saved, but nothing could be loaded into it; the mark is that of ZeRO-1 and 2."""
+    run(1, _kept, str(tmp_path))
+
+
+def _kept(rank: int, world: int, folder: str) -> None:
+    from accelerate import Accelerator
+
+    _launched(rank, world)
+    with quiet():
+        trainer = _trainer(Path(folder), [tx.TrainerCheckpoints()], 2)
+        marked: Any = next(trainer.model.parameters())
+        marked._hp_mapping = 1
+        with pytest.raises(TransaxleError, match="DeepSpeed's optimizer has its own copy"):
+            trainer.train()
+        accelerator = Accelerator(cpu=True)
+        with pytest.raises(TransaxleError, match="DeepSpeed's optimizer has its own copy"):
+            tx.AccelerateHooks(trainer.model).register(accelerator)
+    assert trainer.state.global_step == 0
+    assert not any(Path(folder).glob("checkpoint-*"))
+    assert not accelerator._save_model_state_pre_hook
+
+
 def _prepared(rank: int, world: int, seed: int, kind: str) -> tuple[Any, Any, Any]:
     """An accelerator with a sharded Llama and its optimizer; call it where the environment is put back."""
     from accelerate import Accelerator

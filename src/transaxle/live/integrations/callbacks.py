@@ -21,11 +21,12 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from transaxle.arguments import PathLike, check_keywords, read_flag, read_path, shows, wrong_type
-from transaxle.errors import refuse
+from transaxle.errors import gathered, refuse
 from transaxle.formats.catalog.sidecar_files import MANIFEST
 from transaxle.formats.staging.location import on_this_machine, storage_at
 from transaxle.formats.storage.storage import is_url
 from transaxle.live.background.asynchronous import SaveJob, async_save
+from transaxle.live.derived.keepers import kept_elsewhere, partitioned
 from transaxle.live.integrations.step_checkpoints import (
     StepCheckpoints,
     Stepping,
@@ -126,11 +127,12 @@ class TrainerCheckpoints:
         Warns about a checkpoint without such a state: then the Trainer's own copies of weights and state apply.
 
         Raises:
-            TransaxleError: what the first save of the model would be refused for.
+            TransaxleError: what the first save of the model, or a load of it, would be refused for.
             StorageError: IO where `url` cannot be reached.
         """
         name = _name(state.global_step)
         first = str(Path(args.output_dir, name, FOLDER)) if self._steps is None else self._steps.place(name)
+        _check_loadable(given["model"])
         check_savable(given["model"], first, to=self._to, group=self._group, **self._options)
         if not state.global_step:
             return
@@ -275,6 +277,16 @@ class TrainerCheckpoints:
             self._steps.wait()
 
 
+def _check_loadable(model: nn.Module) -> None:
+    """Refuse a model that could perhaps be saved, but not loaded: whoever trains it learns so before the first step.
+
+    Raises:
+        Refused: UNSUPPORTED.
+    """
+    if kept := [*partitioned(model), *kept_elsewhere(model)]:
+        raise gathered(kept)
+
+
 def _schedule(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the schedule of the learning rate, where a Trainer gives one."""
     found = given.get(_SCHEDULE)
@@ -415,8 +427,10 @@ class AccelerateHooks:
         """Register both hooks with an `Accelerator`; those of models that its `free_memory` has dropped go.
 
         Raises:
-            Refused: NAME_COLLISION for a `url` that other hooks of this accelerator have.
+            Refused: NAME_COLLISION for a `url` that other hooks of this accelerator have; UNSUPPORTED for a model into
+                which `load_state` could load nothing: its values are kept by DeepSpeed, or offloaded.
         """
+        _check_loadable(self._model)
         registered = _REGISTERED.setdefault(accelerator, [])
         if any(each._is_prepared and not each._is_among(accelerator._models) for each in registered):
             for handle in (handle for each in registered for handle in each._handles):
