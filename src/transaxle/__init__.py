@@ -19,7 +19,7 @@ __version__ = "0.1.0"
 _LAZY = "transaxle._api"
 """Where everything below lives that is not imported above: it is loaded when it is first used."""
 _ELSEWHERE = {
-    "AccelerateHooks": "live.integrations.callbacks",
+    "AccelerateHooks": "live.integrations.accelerate_hooks",
     "Executor": "engine.distribute.executors.executor",
     "Explanation": "engine.explanations",
     "LightningCheckpoints": "live.integrations.lightning_io",
@@ -77,7 +77,8 @@ if TYPE_CHECKING:
     from transaxle.engine.explanations import Explanation, explain
     from transaxle.engine.facts.sharding_facts import Sharding
     from transaxle.live.background.asynchronous import SaveJob, async_save, prepare_async
-    from transaxle.live.integrations.callbacks import AccelerateHooks, TrainerCheckpoints
+    from transaxle.live.integrations.accelerate_hooks import AccelerateHooks
+    from transaxle.live.integrations.callbacks import TrainerCheckpoints
     from transaxle.live.integrations.dcp_planners import LoadPlanner, SavePlanner
     from transaxle.live.integrations.lightning_io import LightningCheckpoints
     from transaxle.live.load.load import load
