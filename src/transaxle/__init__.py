@@ -34,7 +34,7 @@ _ELSEWHERE = {
     "SaveReport": "live.model.report",
     "Sharding": "engine.facts.sharding_facts",
     "Table": "derivation.sources",
-    "TrainerCheckpoints": "live.integrations.callbacks",
+    "TrainerCheckpoints": "live.integrations.trainer_callback",
     "as_runs": "live.sharding.dcp_chunks",
     "async_save": "live.background.asynchronous",
     "explain": "engine.explanations",
@@ -78,9 +78,9 @@ if TYPE_CHECKING:
     from transaxle.engine.facts.sharding_facts import Sharding
     from transaxle.live.background.asynchronous import SaveJob, async_save, prepare_async
     from transaxle.live.integrations.accelerate_hooks import AccelerateHooks
-    from transaxle.live.integrations.callbacks import TrainerCheckpoints
     from transaxle.live.integrations.dcp_planners import LoadPlanner, SavePlanner
     from transaxle.live.integrations.lightning_io import LightningCheckpoints
+    from transaxle.live.integrations.trainer_callback import TrainerCheckpoints
     from transaxle.live.load.load import load
     from transaxle.live.model.report import LoadReport, SaveReport
     from transaxle.live.reexpress.model_sharding import sharding

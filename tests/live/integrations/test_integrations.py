@@ -21,7 +21,7 @@ from tests.live.topologies import FSDP, LLAMA, MOE, build, full
 from tests.oracles import hub
 from tests.oracles.quiet import quiet
 from transaxle.errors import TransaxleError
-from transaxle.live.integrations.callbacks import FOLDER
+from transaxle.live.integrations.step_checkpoints import FOLDER
 
 pytestmark = pytest.mark.peers
 TOKENS = [{"input_ids": [(7 * n + 3 * i) % 96 for i in range(8)], "labels": list(range(n, n + 8))} for n in range(16)]

@@ -17,8 +17,15 @@ from torch import nn
 
 from transaxle.arguments import PathLike, check_keywords, read_flag, read_path, shows, wrong_type
 from transaxle.errors import refuse
-from transaxle.live.integrations.callbacks import FOLDER, TICKET, check_loadable
-from transaxle.live.integrations.step_checkpoints import StepCheckpoints, Stepping, divided, text_beside
+from transaxle.live.integrations.step_checkpoints import (
+    FOLDER,
+    TICKET,
+    StepCheckpoints,
+    Stepping,
+    check_loadable,
+    divided,
+    text_beside,
+)
 from transaxle.live.load.load import load
 from transaxle.live.save.save import save
 from transaxle.live.save.save_request import UNSAID, check_options

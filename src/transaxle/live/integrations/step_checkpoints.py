@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from transaxle.arguments import PathLike, read_count, read_path
-from transaxle.errors import TransaxleError, refuse
+from transaxle.errors import TransaxleError, gathered, refuse
 from transaxle.formats.catalog.sidecar_files import MANIFEST
 from transaxle.formats.remote.service import Service
 from transaxle.formats.staging.belongings import LocalFolder, RemoteFolder, strangers
@@ -24,12 +24,17 @@ from transaxle.formats.staging.location import on_this_machine
 from transaxle.formats.staging.upload import turn
 from transaxle.formats.storage.storage import is_url
 from transaxle.live.background.asynchronous import SaveJob, async_save
+from transaxle.live.derived.keepers import kept_elsewhere, partitioned
 from transaxle.live.save.save import save
 from transaxle.live.save.save_request import Saving
 from transaxle.live.training.extra_state import EXTRA, FILE, Extras
 from transaxle.live.transport.world import World
 from transaxle.torch_tensors.torch_arguments import Ranks
 
+FOLDER = "transaxle"
+"""The checkpoint's folder, inside that of the trainer."""
+TICKET = "transaxle_save"
+"""Name under which the framework's folder, and the checkpoint under a URL, have the same random text: of one save."""
 _NUMBERED = re.compile(r"(.*?)([0-9]+)")
 """Name of a step's checkpoint: what all steps have in common, and the number of this one."""
 _LONGEST = 1 << 30
@@ -168,6 +173,16 @@ class StepCheckpoints:
             step = _NUMBERED.fullmatch(target.name) if target.parent == Path(self._url).resolve() else None
             if step is not None and step[1] == common and leftover.outcome == "found":
                 clean(leftover)
+
+
+def check_loadable(model: nn.Module) -> None:
+    """Refuse a model that could perhaps be saved, but not loaded: whoever trains it learns so before the first step.
+
+    Raises:
+        Refused: UNSUPPORTED.
+    """
+    if kept := [*partitioned(model), *kept_elsewhere(model)]:
+        raise gathered(kept)
 
 
 def is_complete(place: str) -> bool:

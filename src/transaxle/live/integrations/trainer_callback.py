@@ -17,18 +17,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Unpack
 
-from torch import nn
-
 from transaxle.arguments import PathLike, check_keywords, read_flag, read_path, shows
-from transaxle.errors import gathered, refuse
+from transaxle.errors import refuse
 from transaxle.formats.catalog.sidecar_files import MANIFEST
 from transaxle.formats.staging.location import on_this_machine, storage_at
 from transaxle.formats.storage.storage import is_url
 from transaxle.live.background.asynchronous import SaveJob, async_save
-from transaxle.live.derived.keepers import kept_elsewhere, partitioned
 from transaxle.live.integrations.step_checkpoints import (
+    FOLDER,
+    TICKET,
     StepCheckpoints,
     Stepping,
+    check_loadable,
     divided,
     remove,
     states_beside,
@@ -41,8 +41,6 @@ from transaxle.live.training.extra_state import FILE, Random, Stateful
 from transaxle.live.transport.world import World
 from transaxle.torch_tensors.torch_arguments import Ranks, read_group
 
-FOLDER = "transaxle"
-"""The checkpoint's folder, inside that of the trainer."""
 _EVENT = "on_"
 _SCHEDULE = "lr_scheduler"
 _PREFIX = "checkpoint-"
@@ -51,8 +49,6 @@ _STATE_FILE, _HISTORY = "trainer_state.json", "log_history"
 """File in which the Trainer keeps its progress, and what it has logged so far."""
 _PROGRESS = "trainer_state"
 """Name under which a checkpoint has that file's text."""
-TICKET = "transaxle_save"
-"""Name under which the framework's folder, and the checkpoint under a URL, have the same random text: of one save."""
 _RANDOM, _SCALER = "random", "scaler"
 """Names under which a checkpoint has the random state of each rank, and that of a scaler of gradients."""
 _WEIGHTS = ".safetensors"
@@ -271,16 +267,6 @@ class TrainerCheckpoints:
             self._job.result()
         if self._steps is not None:
             self._steps.wait()
-
-
-def check_loadable(model: nn.Module) -> None:
-    """Refuse a model that could perhaps be saved, but not loaded: whoever trains it learns so before the first step.
-
-    Raises:
-        Refused: UNSUPPORTED.
-    """
-    if kept := [*partitioned(model), *kept_elsewhere(model)]:
-        raise gathered(kept)
 
 
 def _schedule(given: Mapping[str, Any]) -> dict[str, Any]:
