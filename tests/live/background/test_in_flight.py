@@ -7,10 +7,12 @@ import signal
 import threading
 from pathlib import Path
 
+import pytest
 import torch
 
 import transaxle as tx
 from transaxle.live.background import asynchronous
+from transaxle.live.background.asynchronous import SaveJob
 
 SLOW = 1.0
 """Seconds for which the background process stands still."""
@@ -32,3 +34,31 @@ def test_an_earlier_save_never_takes_the_place_of_a_later_one(tmp_path: Path) ->
     state["w"].zero_()
     tx.load(state, tmp_path / "latest")
     assert state["w"].tolist() == [2, 2, 2]
+
+
+def test_a_save_that_was_waited_for_in_vain_is_waited_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C ends a save to the same place, and it is made again."""
+    state = {"w": torch.ones(3)}
+    job = tx.async_save(state, tmp_path / "latest", to="safetensors", overwrite=True)
+    saver, _ = asynchronous._SAVERS[os.getpid(), (0,)]
+    pid = saver._process.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    state["w"].fill_(2)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(SaveJob, "_wait", _interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                tx.save(state, tmp_path / "latest", to="safetensors", overwrite=True)
+    finally:
+        threading.Timer(SLOW, os.kill, (pid, signal.SIGCONT)).start()
+    tx.save(state, tmp_path / "latest", to="safetensors", overwrite=True)
+    assert job.done()
+    tx.load(state, tmp_path / "latest")
+    assert state["w"].tolist() == [2, 2, 2]
+
+
+def _interrupted(*_: object) -> bool:
+    raise KeyboardInterrupt

@@ -365,7 +365,7 @@ def async_save(
         saver.order(settings, collected)  # nobody begins to write, and takes the processor, before all have snapshots
         job = SaveJob(saver, settings.dst, time.monotonic() - begin, first=world.rank == world.ranks[0])
         _keep(world, saver, job)
-    goes_on(settings.dst, job.wait)
+        goes_on(settings.dst, job.wait)
     return job
 
 

@@ -233,9 +233,12 @@ def goes_on(target: str, wait: Callable[[], object]) -> None:
 
 def wait_for(target: str) -> None:
     """Return when no save of this process to a target, a folder or URL as typed, goes on any more."""
-    wait = _WAITS.pop(_key(target), None)
+    key = _key(target)
+    wait = _WAITS.get(key)
     if wait is not None:
-        wait()
+        wait()  # what Ctrl-C ends is waited for the next time
+        if _WAITS.get(key) is wait:
+            del _WAITS[key]
 
 
 def _key(target: str) -> tuple[int, str]:
