@@ -36,8 +36,6 @@ _KINDS = "read", "write", "hash", "sum", "lay", "lay", "compare", "read and sum"
 """What is done in each, as traces call it."""
 _SIZES = 4, 4, 3, 2, None, None, 3, 4, 8
 """Which of their numbers is that of the bytes."""
-_MOST_FILES = 64
-"""Files that are open for a batch at most."""
 _Again = Callable[[], object]
 
 
@@ -74,7 +72,7 @@ class StepBatch:
         key = id(handles), name
         found = self._files.get(key)
         if found is None:
-            if len(self._files) == _MOST_FILES:
+            if len(self._files) >= handles.at_once:
                 self.run()
             found = self._files[key] = self._open.enter_context(handles.use(name))
         return found

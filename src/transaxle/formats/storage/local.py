@@ -40,8 +40,6 @@ _KINDS = {
 }
 _SNAPSHOTS, _BLOBS = "snapshots", "blobs"
 _BLOCK = 1 << 20
-_AT_ONCE = 64
-"""Ranges that are read in one call at most: that many files are open for it."""
 
 _ALMOST_URL = re.compile(r"(hf|s3|gs|gcs|az|abfs):/?([^/].*)")
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -172,8 +170,8 @@ class LocalStorage(Storage):
 
     def read_ranges(self, ranges: Sequence[FileRange]) -> None:
         """Read ranges of several files at once; see `formats.storage.strided_reads.read_ranges`."""
-        for first in range(0, len(ranges), _AT_ONCE):
-            some = ranges[first : first + _AT_ONCE]
+        for first in range(0, len(ranges), self._handles.at_once):
+            some = ranges[first : first + self._handles.at_once]
             with self._handles.use_all({name for name, _, _ in some}) as descriptors:
                 read_open(descriptors, some, self.read_into)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,8 +28,9 @@ if TYPE_CHECKING:
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _PINNED = re.compile(r"(hf://(?:(?:datasets|spaces)/)?[^/@]+/[^/@]+)@[0-9a-f]{40}(?=/|$)")
-_OPEN = 128
-"""Cap on the descriptors that stay open while idle."""
+_FEWEST = 4
+_IDLE, _AT_ONCE = (128, 8), (64, 16)
+"""Descriptors that stay open while idle, and that one thread uses at once: at most, and their share of all."""
 _INSIDE = "Names of files in a checkpoint are relative to its folder and stay inside it."
 
 
@@ -362,17 +364,22 @@ class _Use:
 class Handles:
     """Open file descriptors by name: shared by threads, and closed when too many are idle.
 
-    A checkpoint may have thousands of files, a process has about a thousand descriptors, and a descriptor must not be
+    A checkpoint may have thousands of files, a process may open a thousand (on macOS 256), and a descriptor must not be
     closed while another thread reads through it. So each one counts its users, and only idle ones are closed, the least
     recently used first.
     """
 
     def __init__(
-        self, opener: Callable[[str], int], closer: Callable[[str, int], None] | None = None, limit: int = _OPEN
+        self,
+        opener: Callable[[str], int],
+        closer: Callable[[str, int], None] | None = None,
+        limit: int | None = None,
     ) -> None:
         self._opener = opener
         self._closer = closer or (lambda _name, fd: os.close(fd))
-        self._limit = limit
+        self._limit = _allowed(*_IDLE) if limit is None else limit
+        self.at_once = _allowed(*_AT_ONCE)
+        """Files that a thread may use at the same time."""
         self._lock = Lock()
         self._open: OrderedDict[str, _Handle] = OrderedDict()
         self._closed = False
@@ -444,3 +451,9 @@ class Handles:
         handle.dropped = True
         if not handle.users:
             self._closer(name, handle.fd)
+
+
+def _allowed(most: int, share: int) -> int:
+    """Return how many descriptors there may be for a purpose: at most so many, and its share of all."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return most if limit == resource.RLIM_INFINITY else max(_FEWEST, min(most, limit // share))
