@@ -18,14 +18,20 @@ SLOW = 1.0
 """Seconds for which the background process stands still."""
 
 
-def test_an_earlier_save_never_takes_the_place_of_a_later_one(tmp_path: Path) -> None:
-    """The first is committed last if nobody waits for it."""
-    state = {"w": torch.ones(3)}
-    job = tx.async_save(state, tmp_path / "latest", to="safetensors", overwrite=True)
+def stopped() -> int:
+    """Stop the background process, and return its number."""
     saver, _ = asynchronous._SAVERS[os.getpid(), (0,)]
     pid = saver._process.pid
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
+    return pid
+
+
+def test_an_earlier_save_never_takes_the_place_of_a_later_one(tmp_path: Path) -> None:
+    """The first is committed last if nobody waits for it."""
+    state = {"w": torch.ones(3)}
+    job = tx.async_save(state, tmp_path / "latest", to="safetensors", overwrite=True)
+    pid = stopped()
     threading.Timer(SLOW, os.kill, (pid, signal.SIGCONT)).start()
     state["w"].fill_(2)
     tx.save(state, f"{tmp_path}/latest/", to="safetensors", overwrite=True)
@@ -42,10 +48,7 @@ def test_a_save_that_was_waited_for_in_vain_is_waited_for_again(
     """Ctrl-C ends a save to the same place, and it is made again."""
     state = {"w": torch.ones(3)}
     job = tx.async_save(state, tmp_path / "latest", to="safetensors", overwrite=True)
-    saver, _ = asynchronous._SAVERS[os.getpid(), (0,)]
-    pid = saver._process.pid
-    assert pid is not None
-    os.kill(pid, signal.SIGSTOP)
+    pid = stopped()
     state["w"].fill_(2)
     try:
         with monkeypatch.context() as patch:

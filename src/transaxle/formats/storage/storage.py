@@ -285,15 +285,16 @@ _CLOSED: WeakSet[Storage] = WeakSet()
 def close(storage: Storage) -> None:
     """Close a storage, and remember that it is closed."""
     storage.close()
-    _CLOSED.add(_lowest(storage))
+    _CLOSED.add(lowest(storage))
 
 
 def is_closed(storage: Storage) -> bool:
     """Tell whether `close` has closed a storage, under whatever overlays."""
-    return _lowest(storage) in _CLOSED
+    return lowest(storage) in _CLOSED
 
 
-def _lowest(storage: Storage) -> Storage:
+def lowest(storage: Storage) -> Storage:
+    """Return the storage under all overlays."""
     while isinstance(storage, Overlay):
         storage = storage.below
     return storage

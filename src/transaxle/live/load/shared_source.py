@@ -18,7 +18,7 @@ from transaxle.formats.catalog.catalog import Checksum
 from transaxle.formats.catalog.checksums import Tally, Witness
 from transaxle.formats.catalog.sidecar_files import MANIFEST
 from transaxle.formats.storage.local import LocalStorage
-from transaxle.formats.storage.storage import Overlay, Storage, layer, unpinned
+from transaxle.formats.storage.storage import Storage, layer, lowest, unpinned
 from transaxle.live.load.planned_reads import Counting
 from transaxle.live.transport.world import World, comparable
 from transaxle.move.hashing import digest
@@ -132,9 +132,7 @@ def check_read(storage: Storage, world: World) -> None:
         StorageError: IO.
     """
     with world.together():
-        files = storage
-        while isinstance(files, Overlay):
-            files = files.below
+        files = lowest(storage)
         if isinstance(files, LocalStorage):
             files.refuse_rewritten()
     _check_sums(storage, world)
