@@ -43,12 +43,14 @@ _OF_PLANS = ("transaxle.engine.plan", "transaxle.engine.execute", "transaxle.eng
 """Modules that only plans, conversions and comparisons need, and numpy's masked arrays, which nothing does."""
 _OF_WORKERS = ("transaxle.engine.distribute", "secrets")
 """Modules that only work of several processes needs."""
+_OF_VALUES = ("numpy", "ml_dtypes", "transaxle.encodings.arithmetic")
+"""Modules that nobody needs who moves values as they are."""
 BLAS = "OPENBLAS_NUM_THREADS"
 COMMANDS = {
     "--help": (("--help",), (*NEVER, *_READING, *_LISTING)),
-    "ls": (("ls", "ck"), (*NEVER, *_READING)),
-    "plan": (("plan", "ck", "out", "--to", "torchtitan"), (*NEVER, *_OF_WORKERS)),
-    "convert": (("convert", "ck", "out", "--to", "torchtitan"), (*NEVER, *_OF_WORKERS)),
+    "ls": (("ls", "ck"), (*NEVER, *_READING, *_OF_VALUES)),
+    "plan": (("plan", "ck", "out", "--to", "torchtitan"), (*NEVER, *_OF_WORKERS, *_OF_VALUES)),
+    "convert": (("convert", "ck", "out", "--to", "torchtitan"), (*NEVER, *_OF_WORKERS, *_OF_VALUES)),
     "report": (("report", "ck", "--values", "-o", "page.html"), (*NEVER, *_OF_WORKERS, *_OF_PLANS)),
 }
 SCRIPT = """

@@ -6,12 +6,15 @@ cannot hold it refuse it. F4 and F6 count *elements* in shapes; their bytes are 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from functools import cache, lru_cache
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from transaxle.errors import refuse
+
+if TYPE_CHECKING:
+    import numpy as np
 
 BITS: dict[str, int] = {
     "BOOL": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "U8": 8, "I8": 8,
@@ -35,6 +38,7 @@ Shape = tuple[int, ...]
 def _numpy() -> Mapping[str, np.dtype]:
     """Return the numpy types by code; `ml_dtypes` is imported by the first who reads values."""
     import ml_dtypes
+    import numpy as np
 
     return {
         "BOOL": np.dtype(np.bool_), "U8": np.dtype("u1"), "I8": np.dtype("i1"), "I16": np.dtype("<i2"),
@@ -50,12 +54,28 @@ def _numpy() -> Mapping[str, np.dtype]:
 
 def numpy_dtype(code: str) -> np.dtype:
     """Return the numpy type for reading: the real one, or U8 for packed types (F4, F6) and for bare bits."""
+    import numpy as np
+
     return _numpy().get(code, np.dtype("u1"))
 
 
 @cache
 def _codes() -> Mapping[np.dtype, str]:
     return {dtype: code for code, dtype in reversed(list(_numpy().items()))}
+
+
+def is_scalar(value: object) -> bool:
+    """Tell whether something is one of numpy's scalars; numpy is not imported for that."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.generic)
+
+
+def scalar(data: bytes, code: str) -> np.generic:
+    """Return the numpy scalar of these bytes."""
+    import numpy as np
+
+    found: np.generic = np.frombuffer(data, numpy_dtype(code))[0]
+    return found
 
 
 def code_of(dtype: np.dtype) -> str:
@@ -69,6 +89,8 @@ def code_of(dtype: np.dtype) -> str:
 
 def stored_number(data: bytes, code: str) -> float:
     """Return the number that the bytes of one element mean, such as an optimizer's step; integers stay exact."""
+    import numpy as np
+
     value: float = np.frombuffer(data, numpy_dtype(code))[0].item()
     return value
 

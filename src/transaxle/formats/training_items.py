@@ -12,9 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
-import numpy as np
 
-from transaxle.formats.dtype import numpy_dtype
+from transaxle.formats.dtype import scalar
 from transaxle.formats.pickled.descriptors import NOTHING, Scalar
 
 _NAMES = frozenset(
@@ -97,7 +96,7 @@ def _plain(value: Any, depth: int) -> object:
     if value is None or type(value) in (bool, int, float, str, bytes):
         return value
     if type(value) is Scalar:
-        return np.frombuffer(value.data, numpy_dtype(value.code))[0]
+        return scalar(value.data, value.code)
     if type(value) in (list, tuple, set):
         items = [_plain(item, depth - 1) for item in value]
         return NOTHING if any(item is NOTHING for item in items) else type(value)(items)

@@ -11,7 +11,6 @@ from importlib import import_module
 from itertools import accumulate
 from typing import Protocol, cast
 
-import numpy as np
 import xxhash
 
 from transaxle.formats.storage.compiled import StepBatch
@@ -91,8 +90,13 @@ class Batched:
     def __del__(self) -> None:
         self._library.free(self._state)
 
-    def update(self, data: memoryview) -> None:
+    def update(self, data: bytes | memoryview) -> None:
         """Take the bytes that come next."""
+        if isinstance(data, bytes):
+            self._library.update(self._state, data, len(data))
+            return
+        import numpy as np
+
         octets = np.frombuffer(data, np.uint8)
         self._library.update(self._state, octets.ctypes.data, len(octets))
 
@@ -115,7 +119,7 @@ def _library() -> _Library | None:
         return None
     probe = Batched(found)
     for part in (_PROBE[:7], _PROBE[7:]):
-        probe.update(memoryview(part))
+        probe.update(part)
     return found if probe.hexdigest() == xxhash.xxh3_128_hexdigest(_PROBE) else None
 
 
@@ -279,6 +283,8 @@ class Places:
 
 def _gathered(part: Transfer, start: int, data: memoryview) -> Iterator[tuple[str, int, memoryview]]:
     """Yield the bytes of a transfer whose runs are next to each other in the file as one; otherwise run by run."""
+    import numpy as np
+
     if part.source_span == part.size:
         held: Bytes = np.frombuffer(data, np.uint8)[part.target - start : part.target_end - start]
         together: Bytes = np.empty(part.size, np.uint8)
@@ -304,6 +310,8 @@ def digest(data: bytes | memoryview) -> str:
 
 def digest_in(storage: Readable, places: Sequence[Transfer]) -> str:
     """Return the hash of an item as it lies in files."""
+    import numpy as np
+
     hashed = ItemHash()
     block: Bytes = np.empty(_BLOCK, np.uint8)
     scratch = Scratch(2 * _BLOCK)

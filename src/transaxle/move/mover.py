@@ -12,8 +12,6 @@ from contextlib import nullcontext
 from functools import partial
 from threading import Event, Lock
 
-import numpy as np
-
 from transaxle.formats.storage.compiled import new_batch
 from transaxle.move.endpoint import Bytes, Readable, Sink
 from transaxle.move.runs import RUN, Item, Owner, Run, alone, batches, packed
@@ -183,6 +181,8 @@ class _Meeting:
     """Where runs come together: what this rank makes is sent; what it takes is put together and handed over."""
 
     def __init__(self, source: Readable, sink: Sink, limit: Limits, exchange: Exchange) -> None:
+        import numpy as np
+
         self._source = source
         self._sink = sink
         self._exchange = exchange

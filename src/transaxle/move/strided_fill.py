@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from functools import partial
 from math import gcd, prod
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any
 
 from transaxle.axes.geometry.strided import Loop
 from transaxle.formats.storage.compiled import StepBatch
 from transaxle.formats.storage.strided_reads import FileRange, of_transpose, read_ranges, read_strided, transposed
 from transaxle.move.endpoint import Bytes, NotingFiles, Readable
 from transaxle.move.transfer import Transfer
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 _WIDE = 16
 """Bytes of a run that is copied as such; numpy is faster with shorter ones."""
@@ -75,6 +75,8 @@ class Scratch:
     """
 
     def __init__(self, size: int, waste: float = 4.0, gap: int = 1 << 14, few: int = 0) -> None:
+        import numpy as np
+
         self.array: Bytes = np.empty(size, np.uint8)
         self.waste = waste
         self.gap = gap
@@ -239,7 +241,8 @@ def _lay(reader: Readable, held: Bytes, transfer: Transfer, out: Bytes, at: int)
         scatter(held, transfer, out, at)
 
 
-_WORDS: dict[int, np.dtype[Any]] = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
+_WORDS = frozenset({1, 2, 4, 8})
+"""Bytes of the words that elements can be copied as."""
 
 
 def scatter(held: Bytes, transfer: Transfer, out: Bytes, at: int) -> None:
@@ -251,6 +254,8 @@ def scatter(held: Bytes, transfer: Transfer, out: Bytes, at: int) -> None:
         out: the target buffer.
         at: where the transfer's first byte goes.
     """
+    import numpy as np
+
     width = transfer.width
     if not transfer.loops:
         out[at : at + width] = held[:width]
@@ -266,7 +271,7 @@ def scatter(held: Bytes, transfer: Transfer, out: Bytes, at: int) -> None:
         shape.append(width // word)
         sources.append(word)
         targets.append(word)
-    kind = _WORDS[word]
+    kind = np.dtype(f"u{word}")
     view: npt.NDArray[Any] = np.ndarray(shape, kind, held.data, 0, sources)
     into: npt.NDArray[Any] = np.ndarray(shape, kind, out.data, at, targets)
     into[...] = view

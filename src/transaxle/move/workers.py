@@ -13,7 +13,6 @@ from functools import cached_property
 from typing import TypeVar, cast
 
 import msgspec
-import numpy as np
 from msgspec.structs import replace
 
 from transaxle.arguments import Size, read_count, read_size
@@ -152,9 +151,16 @@ class Worker:
         self.batch = batch
         self._reader = reader
         self._stop = stop
-        self._block: Bytes = np.empty(limit.block, np.uint8)
+        self._memory = memoryview(bytearray(limit.block))
         self._limit = limit
         self._lend: Callable[[str, int, int], Bytes] | None = getattr(reader, "lend", None)
+
+    @cached_property
+    def _block(self) -> Bytes:
+        """The block as an array, which whole ranges of files need not be."""
+        import numpy as np
+
+        return np.frombuffer(self._memory, np.uint8)
 
     @cached_property
     def scratch(self) -> Scratch:
@@ -164,7 +170,7 @@ class Worker:
     @property
     def room(self) -> int:
         """Bytes that are produced at once at most."""
-        return len(self._block)
+        return len(self._memory)
 
     def go_on(self) -> None:
         """Raise StoppedError where the work is no longer wanted."""
@@ -221,12 +227,13 @@ class Worker:
         files = cast("NotingFiles", self._reader)
         for low, high, some in active(transfers, ends):
             self.go_on()
-            out = self._block[: high - low]
-            if is_whole(some, high - low):
-                files.note_read(batch, some[0].file, some[0].source, out.data)
+            out = self._memory[: high - low]
+            if not any(part.loops for part in some) and sum(part.width for part in some) == high - low:
+                for part in some:
+                    files.note_read(batch, part.file, part.source, out[part.target - low : part.target_end - low])
             else:
-                produce(Noting(files, batch), some, low, out, self.scratch)
-            yield low, out.data
+                produce(Noting(files, batch), some, low, self._block[: high - low], self.scratch)
+            yield low, out
             if batch.size >= _BATCH:
                 batch.run()
 
@@ -258,7 +265,7 @@ class Worker:
         start = 0
         for stop in ends:
             self.go_on()
-            out = self._block[: stop - start].data
+            out = self._memory[: stop - start]
             with span("read", stop - start):
                 self._reader.read_into(whole.file, whole.source + start, out)
             yield out

@@ -14,8 +14,7 @@ import msgspec
 import torch
 
 from transaxle.arguments import Config, PathLike
-from transaxle.encodings.arithmetic.casting import CASTS, PLAIN
-from transaxle.encodings.arithmetic.wide import WIDE
+from transaxle.encodings.plain_types import CASTS, PLAIN, WIDE
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, StoredTensor
 from transaxle.engine.checkpoint.settings import Settings, settings
 from transaxle.engine.plan.rank_parts import RANKS, for_ranks

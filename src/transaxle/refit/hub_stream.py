@@ -24,7 +24,7 @@ from transaxle.arguments import (
     read_text,
     shows,
 )
-from transaxle.encodings.arithmetic.casting import CASTS, PLAIN
+from transaxle.encodings.plain_types import CASTS, PLAIN
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.checkpoint.settings import Settings, settings
 from transaxle.engine.plan.conversion import for_hub, make_plan, ready

@@ -18,7 +18,6 @@ from tests.encodings import walk
 from transaxle.encodings.arithmetic import codec, kernel
 from transaxle.encodings.arithmetic.codec import (
     Path,
-    Wide,
     amax,
     decode_box,
     decode_error,
@@ -30,6 +29,7 @@ from transaxle.encodings.arithmetic.tiling import tiling
 from transaxle.encodings.arithmetic.wide import LARGEST, wide_dtype
 from transaxle.encodings.encoding import FLOAT8, FLOAT8_BLOCK, MXFP4, MXFP8, NVFP4, WHOLE, Encoding
 from transaxle.encodings.error import Error
+from transaxle.encodings.plain_types import Wide
 from transaxle.errors import TransaxleError
 
 PATHS: list[Path] = ["numpy", "compiled"] if kernel.load() else ["numpy"]

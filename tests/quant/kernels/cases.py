@@ -13,12 +13,13 @@ from numpy.typing import NDArray
 
 from transaxle.encodings.arithmetic import codec
 from transaxle.encodings.encoding import FLOAT8, FLOAT8_BLOCK, MXFP4, MXFP8, NVFP4, Encoding
+from transaxle.encodings.plain_types import Wide
 from transaxle.quant.kernels import Components
 
 WEIGHTS = (16, 16)
 """Elements of an nvfp4 weight that share an amax."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-CODES: dict[torch.dtype, codec.Wide] = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
+CODES: dict[torch.dtype, Wide] = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 TABLES = {
     "F8_E4M3": np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn),
     "F8_E5M2": np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e5m2),

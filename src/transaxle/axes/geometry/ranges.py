@@ -6,14 +6,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, TypeAlias
 
 from transaxle.axes.geometry.chunk import Intervals
 from transaxle.axes.notation.expression import PADDING, Axis, Expression, Layout, Merge, Node, Sum, size, walk
 
-Indices = NDArray[np.int64]
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+Indices: TypeAlias = "NDArray[np.int64]"
 Ranges = Mapping[str, tuple[int, int]]
 """Axis -> first index and the one after the last; an axis that is absent is whole."""
 
@@ -63,6 +65,8 @@ def positions_of(
     Returns:
         Intervals in the order of the smaller dim.
     """
+    import numpy as np
+
     local_layout, full_layout = (_layout(node, axis_sizes) for axis_sizes in (local, sizes))
     full_positions = np.empty(local_layout.shape[0], np.int64)
     for component, (share,) in local_layout.shares.items():

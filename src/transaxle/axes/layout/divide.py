@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
+from typing import TYPE_CHECKING
 
 import msgspec
-import numpy as np
 
 from transaxle.axes.geometry.chunk import ChunkRule, Intervals, Replicated, take
 from transaxle.axes.geometry.ranges import Indices, Ranges, axes_in, positions, positions_of
@@ -20,6 +20,9 @@ from transaxle.axes.layout.solve import mismatch, root, unknown, unknown_axis
 from transaxle.axes.notation.expression import PADDING, Axis, Expression, Merge, Node, Sum, size, walk
 from transaxle.axes.notation.family import Cuttable, Family
 from transaxle.errors import refuse
+
+if TYPE_CHECKING:
+    pass
 
 Shape = tuple[int, ...]
 Shares = tuple[int, tuple[Intervals, ...]]
@@ -347,6 +350,8 @@ def _along(
         sizes: axis -> size.
         rows: length of the dim on every rank.
     """
+    import numpy as np
+
     # Cut along its outermost axis, each rank has one run of rows, even where the rows do not divide into whole indices.
     if _leads(node, axes):
         if sum(rows) != size(node, sizes):
@@ -375,6 +380,8 @@ def _positions(node: Node, axes: Sequence[str], sizes: Mapping[str, int], start:
 
     The rank's dim is the same expression with a smaller last axis; its shared axes count from the rank's first.
     """
+    import numpy as np
+
     shape = tuple(sizes[axis] for axis in axes)
 
     def moved(index: Mapping[str, Indices]) -> Mapping[str, Indices]:

@@ -12,10 +12,13 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterable
-from typing import Any
+from math import isfinite
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
 
 Step = tuple[str, float, float]
 """What is done to a value: `("affine", a, b)` makes it a * value + b, `("exp", 0, 0)` and `("log", 0, 0)` that
@@ -25,7 +28,6 @@ Steps = tuple[Step, ...]
 AFFINE, EXP, LOG = "affine", "exp", "log"
 _INVERSES = {EXP: LOG, LOG: EXP}
 _UNCHANGED: Step = (AFFINE, 1.0, 0.0)
-_FUNCTIONS = {EXP: np.exp, LOG: np.log}
 
 
 def parse(text: str) -> Steps | None:
@@ -34,7 +36,7 @@ def parse(text: str) -> Steps | None:
         steps = _steps(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError):
         return None
-    if isinstance(steps, float) or any(kind == AFFINE and not (scale and np.isfinite([scale, shift]).all())
+    if isinstance(steps, float) or any(kind == AFFINE and not (scale and isfinite(scale) and isfinite(shift))
                                        for kind, scale, shift in steps):  # fmt: skip
         return None  # a factor of zero has no way back
     return steps
@@ -53,7 +55,7 @@ def _steps(node: ast.expr) -> Steps | float:
             return ()
         case ast.UnaryOp(op=ast.USub(), operand=of):
             return _affine(_steps(of), -1.0, 0.0)
-        case ast.Call(func=ast.Name(id=name), args=[of], keywords=[]) if name in _FUNCTIONS:
+        case ast.Call(func=ast.Name(id=name), args=[of], keywords=[]) if name in _INVERSES:
             inner = _steps(of)
             if not isinstance(inner, float):
                 return (*inner, (name, 0.0, 0.0))
@@ -118,11 +120,14 @@ def applied(values: NDArray[Any], steps: Steps) -> NDArray[Any]:
     Raises:
         ValueError: a finite value has no finite result.
     """
+    import numpy as np
+
+    functions = {EXP: np.exp, LOG: np.log}
     before = values.astype(np.float64)
     after = before
     with np.errstate(all="ignore"):
         for kind, scale, shift in steps:
-            after = after * scale + shift if kind == AFFINE else _FUNCTIONS[kind](after)
+            after = after * scale + shift if kind == AFFINE else functions[kind](after)
         result = rounded(after, values.dtype)
         lost = np.isfinite(before) & ~np.isfinite(result.astype(np.float64))
     if lost.any():
@@ -132,6 +137,8 @@ def applied(values: NDArray[Any], steps: Steps) -> NDArray[Any]:
 
 def rounded(values: NDArray[np.float64], dtype: np.dtype[Any]) -> NDArray[Any]:
     """Round float64 values once to another floating-point type: to the nearest, ties to even."""
+    import numpy as np
+
     if dtype.kind == "f":  # numpy's own types
         return values.astype(dtype)
     # bfloat16 is rounded from float32. An inexact step to that must not make a tie: its last bit is odd then.

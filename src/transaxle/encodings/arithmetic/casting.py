@@ -6,20 +6,13 @@ it does in torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from transaxle.encodings.arithmetic.codec import Wide
 from transaxle.encodings.arithmetic.wide import narrowed, widened
 from transaxle.encodings.error import Error
-
-CASTS: Mapping[str, Wide] = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
-"""Types that users can cast to -> their safetensors codes."""
-PLAIN = frozenset({"F64", "F32", "F16", "BF16"})
-"""Safetensors codes of the types that can be cast."""
 
 
 def cast(values: NDArray[Any], code: str) -> NDArray[Any]:

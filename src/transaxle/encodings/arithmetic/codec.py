@@ -25,14 +25,13 @@ from transaxle.encodings.arithmetic.tiling import Tiling, tiling
 from transaxle.encodings.arithmetic.wide import LARGEST, wide_code, wide_dtype, widened
 from transaxle.encodings.encoding import Encoding
 from transaxle.encodings.error import Error
+from transaxle.encodings.plain_types import Wide
 from transaxle.errors import refuse
 
-__all__ = ["Path", "Wide", "active", "amax", "decode_box", "decode_error", "encode_error", "encode_rows"]
+__all__ = ["Path", "active", "amax", "decode_box", "decode_error", "encode_error", "encode_rows"]
 
 Path = Literal["compiled", "numpy"]
 """Which implementation computes. The bits are the same."""
-Wide = Literal["BF16", "F16", "F32"]
-"""Safetensors code of a type that values come in or are decoded to."""
 
 Bytes = NDArray[np.uint8]
 

@@ -13,10 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from transaxle.encodings.plain_types import WIDE
 from transaxle.errors import refuse
-
-WIDE = ("BF16", "F16", "F32")
-"""Safetensors codes of the wide types."""
 
 LARGEST: Mapping[str, float] = MappingProxyType(
     {"BF16": (2 - 2.0**-7) * 2.0**127, "F16": (2 - 2.0**-10) * 2.0**15, "F32": (2 - 2.0**-23) * 2.0**127}

@@ -13,13 +13,15 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
-import numpy as np
 
 from transaxle.encodings.encoding import WHOLE, Encoding, Role
 from transaxle.errors import refuse
+
+if TYPE_CHECKING:
+    import numpy as np
 
 WEIGHT = "weight"
 """The parameter that a linear layer's buffers are named after."""
@@ -37,7 +39,7 @@ _E8M0 = "F8_E8M0"
 _REAL = "F32"
 _PAIR = 2
 """Codes of 4 bits in a byte."""
-_FLT_MAX = float(np.finfo(np.float32).max)
+_FLT_MAX = (2 - 2.0**-23) * 2.0**127
 
 Shape = tuple[int, ...]
 Place = tuple[str, Role]
@@ -229,6 +231,8 @@ class Convention:
         or the quotient is 0 or infinite; a convention that multiplies stores its reciprocal, `amax / (448 x 6)`.
         TransformerEngine itself stores `amax`. NaN gives NaN: block scales made for it saturate, and mean nothing.
         """
+        import numpy as np
+
         if self.meaning == "amax":
             return np.float32(amax)
         top = np.float32(encoding.scale_max * encoding.code_max)

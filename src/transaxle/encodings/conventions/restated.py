@@ -9,14 +9,10 @@ here, from the amax alone. Where they do not, nothing is written.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
-from transaxle.encodings.arithmetic.minifloat import MINIFLOATS
-from transaxle.encodings.arithmetic.wide import narrowed
 from transaxle.encodings.conventions.convention import (
     COMPRESSED_TENSORS,
     CONVENTIONS,
@@ -28,6 +24,10 @@ from transaxle.encodings.conventions.convention import (
 )
 from transaxle.encodings.encoding import FLOAT8, MXFP8, Encoded, Encoding, Role
 from transaxle.errors import Refusal, Where
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 TRAINED = frozenset({DEEPSEEK, TE, TE_HALVED})
 """Conventions under which training saves the entries of quantized weights."""
@@ -87,6 +87,8 @@ def restated(
     Post-condition: where the second says so, every product of a code, a block scale and the first decodes to the value
     that it has with the amax.
     """
+    import numpy as np
+
     numbers = amax.reshape(-1)
     global_scales = np.array([to.global_from_amax(float(size), encoding) for size in numbers], np.float32)
     unchanged = np.ones(len(numbers), np.bool_)
@@ -118,6 +120,11 @@ def hub_global_scales(
 
 def _values(factors: list[float], encoding: Encoding, dtype: str) -> NDArray[Any]:
     """Return every value that an unsigned code and a block scale can stand for, decoded with each factor."""
+    import numpy as np
+
+    from transaxle.encodings.arithmetic.minifloat import MINIFLOATS
+    from transaxle.encodings.arithmetic.wide import narrowed
+
     blocks, codes = (MINIFLOATS[code] for code in (encoding.scale, encoding.code))
     sizes = blocks.values[: blocks.largest + 1]
     sizes = sizes[sizes <= encoding.scale_max].astype(np.float64)

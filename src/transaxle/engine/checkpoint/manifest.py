@@ -11,7 +11,6 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Collection
 
 import msgspec
-import numpy as np
 import xxhash
 
 from transaxle.engine.checkpoint.settings import CONFIG
@@ -183,6 +182,8 @@ def _tensor_ranges(container: Container) -> dict[str, _Ranges]:
 
 def _digest_around(container: Container, name: str, size: int, ranges: _Ranges) -> tuple[int, str]:
     """Return the number, and the xxh3-128, of a file's bytes outside its tensors."""
+    import numpy as np
+
     state = xxhash.xxh3_128()
     starts, stops = _gaps(size, ranges)
     count, number = sum(stops) - sum(starts), 0
@@ -205,6 +206,8 @@ def _digest_around(container: Container, name: str, size: int, ranges: _Ranges) 
 
 def _gaps(size: int, ranges: _Ranges) -> tuple[list[int], list[int]]:
     """Return where the bytes of a file begin and end that are in none of the ranges."""
+    import numpy as np
+
     begins = np.concatenate([np.array(offsets, np.int64) for offsets, _ in [*ranges, ([size], 0)]])
     ends = np.concatenate([np.array(offsets, np.int64) + length for offsets, length in [*ranges, ([size], 0)]])
     order = begins.argsort(kind="stable")

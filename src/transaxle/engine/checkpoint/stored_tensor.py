@@ -8,7 +8,6 @@ from operator import getitem
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
 
 from transaxle.axes.geometry.piece import Interval
 from transaxle.axes.layout.relayout import Target
@@ -27,6 +26,7 @@ from transaxle.move.strided_fill import Scratch, produce
 from transaxle.move.transfer import Transfer
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
     from numpy.typing import DTypeLike
 
@@ -152,6 +152,8 @@ class StoredTensor(msgspec.Struct, frozen=True, eq=False):
 
     def _bytes(self, spans: Sequence[Interval]) -> Bytes:
         """Read the bytes of a box."""
+        import numpy as np
+
         shape = tuple(stop - start for start, stop in spans)
         count = nbytes(self.dtype, shape)
         out = np.empty(count, np.uint8)

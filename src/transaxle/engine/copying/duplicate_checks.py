@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 import msgspec
-import numpy as np
 from msgspec.structs import replace
 
 from transaxle.axes.layout.relayout import Check, unchanged
@@ -124,6 +123,8 @@ def unequal(checks: Sequence[PlannedCheck], reader: Readable, limit: Limits) -> 
 
 def _rounds_otherwise(pair: Pair, check: PlannedCheck) -> bool:
     """Tell whether one is the other in lower precision, and some of its values, rounded, are not that one's bits."""
+    import numpy as np
+
     from transaxle.encodings.arithmetic.casting import cast
 
     if check.rounded is None:

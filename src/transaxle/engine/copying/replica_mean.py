@@ -7,9 +7,8 @@ refuses them; on request they are one tensor, the mean of all copies: summed in 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
 from msgspec.structs import replace
 
 from transaxle.encodings.error import Error
@@ -18,6 +17,10 @@ from transaxle.errors import refuse
 from transaxle.formats.catalog.catalog import Container, Entry, Extent, Twin
 from transaxle.formats.dtype import numpy_dtype
 from transaxle.formats.storage.storage import InMemoryFile, Storage, VirtualFiles, layer
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 _LARGEST = 256 << 20
 """Bytes of a replica at most: all copies of one are in memory at once."""
@@ -53,6 +56,8 @@ def averaged(container: Container) -> Container:
     Raises:
         Refused: UNSUPPORTED for replicas of more than 256 MiB, or of numbers that have no mean.
     """
+    import numpy as np
+
     entries, twins = dict(container.entries), list(container.twins)
     means: dict[str, InMemoryFile] = {}
     errors: dict[str, Error] = {}
@@ -98,5 +103,7 @@ def _read(container: Container, copy: Entry) -> npt.NDArray[np.generic]:
 
 
 def _error(copy: npt.NDArray[np.generic], mean: npt.NDArray[np.generic]) -> Error:
+    import numpy as np
+
     apart = np.abs(copy.astype(np.float64) - mean.astype(np.float64))
     return Error(float(apart.max(initial=0.0)), float(np.square(apart).sum()), apart.size, int(np.count_nonzero(apart)))

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 from transaxle.axes.geometry.piece import Move
 from transaxle.axes.geometry.strided import Loop
 from transaxle.axes.layout.relayout import Copier, Target, is_one_run, unchanged
@@ -102,6 +100,8 @@ class Source:
 
     def read(self, name: str) -> Bytes:
         """Return the row-major bytes of an entry as it lies; worth it for small ones."""
+        import numpy as np
+
         entry = self.entries[name]
         out = np.empty(entry.nbytes, np.uint8)
         produce(self.container.storage, self.transfers(unchanged(name, entry)), 0, out, Scratch(_SCRATCH))

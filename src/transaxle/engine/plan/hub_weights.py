@@ -7,7 +7,8 @@ number that hubs expect, and the other buffers are left out. Codes and block sca
 
 from __future__ import annotations
 
-import numpy as np
+from typing import TYPE_CHECKING
+
 from msgspec.structs import replace
 
 from transaxle.encodings.conventions import te_convention as te
@@ -26,6 +27,9 @@ from transaxle.errors import Refusal
 from transaxle.formats.builtin_formats import SAFETENSORS
 from transaxle.formats.catalog.catalog import Container, Entry, Extent
 from transaxle.formats.storage.storage import InMemoryFile, VirtualFiles
+
+if TYPE_CHECKING:
+    import numpy as np
 
 _FILE = "\0restated "
 """Prefix of the names of virtual files."""
@@ -79,6 +83,8 @@ def published(checkpoint: Checkpoint) -> tuple[Checkpoint, list[Refusal]]:
 
 
 def _amaxes(container: Container, tensor: Encoded) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+    import numpy as np
+
     name = tensor.parts[Role.GLOBAL]
     return Source(container).read(name).view("<f4").astype(np.float32)
 

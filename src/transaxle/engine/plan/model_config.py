@@ -10,11 +10,11 @@ from typing import Any
 
 from transaxle.axes.layout.bind import WEIGHT, split_slot
 from transaxle.axes.layout.relayout import Target
-from transaxle.encodings.arithmetic.casting import PLAIN
 from transaxle.encodings.conventions.convention import MODELOPT
 from transaxle.encodings.conventions.quantization import MODELOPT_CONFIG, module_of
 from transaxle.encodings.conventions.rewriting import written
 from transaxle.encodings.encoding import Encoded, Role
+from transaxle.encodings.plain_types import PLAIN
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.checkpoint.recognise import IDENTITY
 from transaxle.engine.checkpoint.settings import CONFIG, stored_config

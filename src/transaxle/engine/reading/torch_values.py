@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from transaxle.errors import refuse
 from transaxle.formats.dtype import ITEM_BITS, numpy_dtype
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
 _NAMES = {"COMPLEX32": "complex32", "F4": "float4_e2m1fn_x2"}
 """Codes of types that numpy calls otherwise, or has none of -> torch's name."""
-_BARE = np.dtype("u1")
 _RAW = "read() and tobytes() give the bytes as they are stored."
 
 
@@ -24,7 +22,7 @@ def check_elements(name: str, dtype: str) -> None:
     Raises:
         Refused: UNSUPPORTED for packed and quantized types.
     """
-    whole = ITEM_BITS.get(dtype, 0) >= 8 and (numpy_dtype(dtype) != _BARE or dtype == "U8")
+    whole = ITEM_BITS.get(dtype, 0) >= 8 and (numpy_dtype(dtype) != numpy_dtype("U8") or dtype == "U8")
     if not whole or dtype.startswith(("QINT", "BITS", "COMPLEX32")):
         raise refuse("UNSUPPORTED", f"numpy has no type for elements of {dtype}", tensor=name, hint=_RAW)
 
@@ -41,6 +39,8 @@ def as_torch(name: str, dtype: str, values: np.ndarray) -> torch.Tensor:
         Refused: UNSUPPORTED for a type that torch has not.
         ImportError: torch is not installed.
     """
+    import numpy as np
+
     try:
         import torch
     except ModuleNotFoundError as error:

@@ -9,18 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from math import isinf, prod
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import msgspec
-import numpy as np
 from msgspec.structs import replace
 
 from transaxle.axes.layout.bind import WEIGHT, Bound, split_slot
 from transaxle.axes.layout.relayout import unchanged
-from transaxle.encodings.arithmetic.casting import CASTS, PLAIN, cast, cast_error
-from transaxle.encodings.arithmetic.codec import Wide
 from transaxle.encodings.conventions.convention import training_only
 from transaxle.encodings.error import Error
+from transaxle.encodings.plain_types import CASTS, PLAIN, Wide
 from transaxle.engine.copying.source import Source
 from transaxle.engine.number_text import plural
 from transaxle.engine.views.decoded import RowMajorBytes
@@ -32,6 +30,9 @@ from transaxle.formats.dtype import nbytes, numpy_dtype
 from transaxle.formats.storage.storage import Storage, VirtualFiles, layer
 from transaxle.move.endpoint import Readable
 from transaxle.move.workers import Limits, share
+
+if TYPE_CHECKING:
+    import numpy as np
 
 _FILE = "\0cast "
 """Prefix of the names of virtual files."""
@@ -71,6 +72,10 @@ class Caster:
         Raises:
             TransaxleError: what the reader raises.
         """
+        import numpy as np
+
+        from transaxle.encodings.arithmetic.casting import cast
+
         out = np.frombuffer(view, np.uint8)
         item = numpy_dtype(self.dtype).itemsize
         first_element, last_element = offset // item, -(-(offset + len(out)) // item)
@@ -82,6 +87,8 @@ class Caster:
 
     def error(self) -> tuple[Error, int]:
         """Return how far the cast values are from the originals, and how many finite ones became infinite."""
+        from transaxle.encodings.arithmetic.casting import cast, cast_error
+
         total, infinite = Error(), 0
         for start in range(0, self._count, BAND):
             values = self._values(start, min(self._count, start + BAND))

@@ -12,18 +12,16 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from transaxle.axes.layout.relayout import unchanged
 from transaxle.axes.notation.number_format import PLAIN, NumberFormat, Recode
-from transaxle.encodings.arithmetic.codec import Wide, decode_box, decode_error
 from transaxle.encodings.conventions.convention import CONVENTIONS, training_only
 from transaxle.encodings.encoding import Encoded, Role
 from transaxle.encodings.error import Error
+from transaxle.encodings.plain_types import Wide
 from transaxle.engine.copying.source import Source
 from transaxle.engine.views.encoded import Catalog, buffer_name
 from transaxle.engine.views.header_metadata import without_notes
@@ -35,6 +33,10 @@ from transaxle.move.endpoint import Bytes, Readable
 from transaxle.move.strided_fill import Scratch, produce
 from transaxle.move.transfer import Transfer, clip
 
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
 DTYPES: Mapping[str, Wide] = {"bf16": "BF16", "fp32": "F32"}
 """Types that users can decode to -> their safetensors codes."""
 _FILE = "decoded:"
@@ -45,7 +47,7 @@ _CHUNK = 1 << 20
 _KEPT = 16 << 20
 """Bytes of scales that are cached."""
 
-ScaleArray = npt.NDArray[Any]
+ScaleArray: TypeAlias = "npt.NDArray[Any]"
 
 
 class RowMajorBytes:
@@ -59,6 +61,8 @@ class RowMajorBytes:
 
     def read(self, start: int, stop: int) -> Bytes:
         """Return a range of bytes."""
+        import numpy as np
+
         out: Bytes = np.empty(stop - start, np.uint8)
         if start == stop:
             return out
@@ -111,6 +115,8 @@ class Decoder:
     """
 
     def __init__(self, tensor: Encoded, source: Source, reader: Readable, dtype: Wide, cache: _ScaleCache) -> None:
+        import numpy as np
+
         self.tensor = tensor
         self.dtype = dtype
         self._source, self._reader, self._cache = source, reader, cache
@@ -145,6 +151,8 @@ class Decoder:
         Raises:
             TransaxleError: what the reader raises.
         """
+        import numpy as np
+
         out = np.frombuffer(view, np.uint8)
         item = self._item
         first_element, last_element = offset // item, -(-(offset + len(out)) // item)
@@ -158,6 +166,8 @@ class Decoder:
 
     def scales(self, first: int, last: int) -> npt.NDArray[np.float64]:
         """Return the scale of each of a range of elements: that of its tile, times the global one if there is one."""
+        import numpy as np
+
         out = np.empty(last - first, np.float64)
         at = 0
         for row, rows, column, columns in self._boxes(first, last):
@@ -171,6 +181,8 @@ class Decoder:
 
     def error(self) -> Error:
         """Return how far the decoded values are from the exact products, over the whole tensor."""
+        from transaxle.encodings.arithmetic.codec import decode_error
+
         total = Error()
         for row, rows, column, columns in self._boxes(0, prod(self.tensor.shape)):
             codes, scale, phase = self._read_box(row, rows, column, columns)
@@ -179,6 +191,8 @@ class Decoder:
         return total
 
     def _decode(self, first: int, last: int, out: npt.NDArray[Any]) -> None:
+        from transaxle.encodings.arithmetic.codec import decode_box
+
         at = 0
         for row, rows, column, columns in self._boxes(first, last):
             # Packed codes are read byte by byte, which may be one more on either side.
@@ -249,6 +263,8 @@ class Decoder:
 
     def _scales(self, first: int, last: int) -> ScaleArray:
         """Return rows of the grid of scales; they are read in chunks, which are cached."""
+        import numpy as np
+
         width = self._grid_columns * self._scale_dtype.itemsize
         rows_per_chunk = max(1, _CHUNK // width)
         chunks = []
@@ -271,6 +287,8 @@ class Decoder:
     @cached_property
     def _factors(self) -> list[float]:
         """Per matrix, the factor of its products: its global scale."""
+        import numpy as np
+
         count = len(self._grids)
         if Role.GLOBAL not in self.tensor.parts:
             return [1.0] * count

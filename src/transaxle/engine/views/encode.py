@@ -10,22 +10,24 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from math import prod
+from typing import TYPE_CHECKING
 
 import msgspec
-import numpy as np
 
 from transaxle.axes.layout.bind import WEIGHT, split_slot
 from transaxle.axes.layout.relayout import Target
-from transaxle.encodings.arithmetic.codec import amax, encode_error, encode_rows
-from transaxle.encodings.arithmetic.wide import WIDE
 from transaxle.encodings.conventions.convention import CONVENTIONS
 from transaxle.encodings.encoding import ENCODINGS, Encoding, Role
 from transaxle.encodings.error import Error
+from transaxle.encodings.plain_types import WIDE
 from transaxle.engine.number_text import plural
 from transaxle.engine.views.encoded import View
 from transaxle.engine.views.name_filter import chosen
 from transaxle.errors import Refusal, Where, refuse
 from transaxle.formats.dtype import nbytes, numpy_dtype
+
+if TYPE_CHECKING:
+    import numpy as np
 
 METHODS = ("float8_block", "mxfp8", "nvfp4")
 """Encodings that can be written."""
@@ -156,9 +158,13 @@ def buffer_blocks(
         room: bytes of values at once, unless one row of tiles takes more.
         measured: told the error of each band of codes.
     """
+    import numpy as np
+
     if step.role == Role.GLOBAL:
         yield np.array([step.global_scale(size) for size in sizes], np.float32).view(np.uint8).data
         return
+    from transaxle.encodings.arithmetic.codec import encode_error, encode_rows
+
     rows, columns = step.shape[-2:]
     kind = numpy_dtype(step.dtype)
     bands = list(step.bands(room))
@@ -176,6 +182,10 @@ def buffer_blocks(
 
 def largest(step: Step, values: Values, *, room: int) -> tuple[float, ...]:
     """Return the amax of each matrix of a tensor; arguments as of `buffer_blocks`."""
+    import numpy as np
+
+    from transaxle.encodings.arithmetic.codec import amax
+
     kind = numpy_dtype(step.dtype)
     matrix_bytes = prod(step.shape[-2:]) * kind.itemsize
     amaxes = np.zeros(step.matrices, np.float32)

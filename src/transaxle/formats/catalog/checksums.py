@@ -15,10 +15,9 @@ from functools import cached_property, lru_cache, partial, reduce
 from math import prod
 from operator import xor
 from threading import Lock
+from typing import TYPE_CHECKING
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 from msgspec.structs import replace
 
 from transaxle.axes.geometry.strided import Loop
@@ -28,6 +27,10 @@ from transaxle.formats.storage.compiled import StepBatch, new_batch
 from transaxle.formats.storage.crc32 import crc32, crc32_each
 from transaxle.formats.storage.storage import Overlay, Storage
 from transaxle.formats.storage.strided_reads import FileRange, read_ranges, read_strided
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 _BLOCK = 1 << 20
 _MOST_PARTS = 4096

@@ -10,11 +10,10 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, NamedTuple
+from operator import le
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from transaxle.errors import LONGEST_NAME, Code, Faults, refuse
 from transaxle.formats.catalog.catalog import Entry, Extent, Spec
@@ -22,6 +21,10 @@ from transaxle.formats.catalog.seal import DIGITS, Seal, seal_of
 from transaxle.formats.catalog.strict_json import MAX_PAIRS, NotJsonError, members, pairs_in, repeated
 from transaxle.formats.dtype import BITS
 from transaxle.formats.storage.storage import Storage, too_long
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 METADATA = "__metadata__"
 """The one key of a header that is not a tensor."""
@@ -139,10 +142,10 @@ def parse_header(text: bytes, file: str, data_size: int, begin: int = 0) -> Head
         _add_repeated(text, file, faults)
     entries_are_valid = not faults
     top.clear()
-    layout = rows.layout()
+    layout = None if rows.are_in_order(data_size) else rows.layout()
     size = LENGTH_BYTES + len(text)
-    entries = rows.entries(layout.order.tolist(), begin + size)
-    if entries_are_valid:
+    entries = rows.entries(range(len(rows.names)) if layout is None else layout.order.tolist(), begin + size)
+    if entries_are_valid and layout is not None:
         _add_layout(rows, layout, data_size, faults)
     if faults:
         raise faults.error()
@@ -314,7 +317,14 @@ class _HeaderRows:
         self._shapes.append(shape)
         self._offsets.extend(info.data_offsets)
 
+    def are_in_order(self, data_size: int) -> bool:
+        """Tell whether the tensors, as they are listed, tile the data, which nearly all headers' do."""
+        begins, ends = self._offsets[::2], self._offsets[1::2]
+        return array("q", (0, *ends)) == array("q", (*begins, data_size)) and all(map(le, begins, ends))
+
     def layout(self) -> _DataLayout:
+        import numpy as np
+
         pairs = np.array(self._offsets, np.int64).reshape(-1, 2)
         begins, ends = pairs[:, 0], pairs[:, 1]
         return _DataLayout(begins, ends, np.lexsort((ends, begins)))
@@ -349,6 +359,8 @@ def _misfit(code: str, shape: _CheckedShape, begin: int, end: int) -> str:
 
 def _add_layout(rows: _HeaderRows, layout: _DataLayout, data_size: int, faults: Faults) -> None:
     """Check that the tensors tile the data: from its first byte to its last, no gaps, no overlaps."""
+    import numpy as np
+
     begins, ends, order = layout
     file, names = rows.file, rows.names
     if (ends < begins).any():

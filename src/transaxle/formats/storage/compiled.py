@@ -17,14 +17,14 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
 
-import numpy as np
-import numpy.typing as npt
-
 from transaxle.axes.geometry.strided import Loop
 from transaxle.errors import TransaxleError
 from transaxle.spans import is_recorded, span
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
     from transaxle.formats.storage.storage import Handles
 
 SOURCE = Path(__file__).with_name("runs.c")
@@ -102,6 +102,8 @@ class StepBatch:
             loops: `(count, step in the file, step in the view)` in bytes, the outermost first; at least one run.
             again: reads them in the ordinary way.
         """
+        import numpy as np
+
         numbers, size = np.array(loops, np.int64), width * prod(count for count, _, _ in loops)
         self._held.append(numbers)
         self._add(again, _READ_RUNS, fd, offset, address(view), width, len(loops), numbers.ctypes.data, 0, size)
@@ -118,6 +120,8 @@ class StepBatch:
             What will be in its two first numbers when the batch is over: their share in the CRC-32 of the bytes up to
             the last run's end (see `runs.c`), and 1 if it is known, else 0. None where that step does something else.
         """
+        import numpy as np
+
         kind, _, _, place, _, depth = self._steps[-_WORDS : 6 - _WORDS] or (None,) * 6
         if (kind, place, depth) != (_READ_RUNS, address(view), len(powers)):
             return None
@@ -190,6 +194,8 @@ class StepBatch:
             loops: `(count, step from where they lie, step to where they go)` in bytes, the outermost first.
             again: does the same.
         """
+        import numpy as np
+
         numbers = np.array(loops, np.int64)
         self._held.append(numbers)
         self._add(again, _COPY, held, place, width, len(loops), numbers.ctypes.data)
@@ -285,6 +291,8 @@ def load_steps() -> Callable[..., int] | None:
 
 def same_bytes(one: bytes | memoryview, other: bytes | memoryview) -> bool:
     """Tell whether two buffers hold the same bytes; `==` takes fifty times as long where one is a view."""
+    import numpy as np
+
     return np.array_equal(np.frombuffer(one, np.uint8), np.frombuffer(other, np.uint8))
 
 

@@ -9,8 +9,6 @@ import zlib
 from collections.abc import Callable, Sequence
 from functools import cache
 
-import numpy as np
-
 from transaxle.formats.storage.compiled import address, compiled_function
 
 _FEWEST = 1 << 12
@@ -25,6 +23,8 @@ def crc32(data: memoryview, crc: int = 0) -> int:
         data: the bytes, contiguous.
         crc: of the bytes before them.
     """
+    import numpy as np
+
     compiled = load_crc32() if data.nbytes >= _FEWEST else None
     if compiled is None:
         return zlib.crc32(data, crc)
@@ -39,6 +39,8 @@ def crc32_each(pieces: Sequence[memoryview]) -> list[int]:
     Args:
         pieces: each writable, contiguous and not empty.
     """
+    import numpy as np
+
     compiled = load_crc32_each() if len(pieces) > 1 else None
     if compiled is None:
         return [crc32(piece) for piece in pieces]

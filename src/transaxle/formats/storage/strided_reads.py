@@ -19,15 +19,16 @@ import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from math import prod
-from typing import Protocol, runtime_checkable
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
 from transaxle.axes.geometry.strided import Loop
 from transaxle.formats.storage.compiled import address, compiled_function
 
-_Bytes = npt.NDArray[np.uint8]
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+_Bytes: TypeAlias = "npt.NDArray[np.uint8]"
 _INT64, _POINTER = ctypes.c_int64, ctypes.c_void_p
 _ARGUMENTS = (ctypes.c_int, _INT64, _POINTER, _INT64, ctypes.c_int, _POINTER, _INT64)
 _OF_TRANSPOSE = (_POINTER, _POINTER, _INT64, _INT64, _INT64, _INT64, _INT64, ctypes.c_int, _POINTER)
@@ -103,6 +104,8 @@ def read_runs(
     Raises:
         ValueError: where a run's place leaves the view.
     """
+    import numpy as np
+
     total = runs_in(view, width, loops)
     if not total:
         return
@@ -162,6 +165,8 @@ def read_open(
         ranges: what is read.
         read_one: reads one range; called for each that the compiled loop could not read.
     """
+    import numpy as np
+
     compiled = load_ranges()
     wanted = [each for each in ranges if each[2].nbytes]
     numbers = np.array(
@@ -220,6 +225,8 @@ def of_transpose(
         width: see there.
         loops: see there.
     """
+    import numpy as np
+
     if width not in _ELEMENTS or len(loops) < 2:
         return None
     across = next((number for number, loop in enumerate(loops) if loop[1] == width), None)

@@ -15,10 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import isfinite
 from typing import Any
 
-import numpy as np
-
 from transaxle.formats.catalog.catalog import Entry
-from transaxle.formats.dtype import BITS, code_of, numpy_dtype
+from transaxle.formats.dtype import BITS, code_of, is_scalar, scalar
 from transaxle.formats.pickled.descriptors import NOTHING, Scalar
 from transaxle.formats.storage.storage import Storage
 
@@ -45,10 +43,10 @@ def _plain(value: object, depth: int, budget: list[int]) -> object:
     budget[0] -= 1
     if depth < 0 or budget[0] < 0:
         return NOTHING
-    if value is None or type(value) in (bool, int, float, str) or isinstance(value, np.generic):
+    if value is None or type(value) in (bool, int, float, str) or is_scalar(value):
         return value
     if type(value) is Scalar:
-        return np.frombuffer(value.data, numpy_dtype(value.code))[0]
+        return scalar(value.data, value.code)
     if type(value) in (list, tuple):
         items = []
         for item in value:  # type: ignore[attr-defined]
@@ -68,7 +66,7 @@ def single(storage: Storage, entry: Entry) -> object:
     if entry.shape or entry.dtype not in BITS or len(entry.extents) != 1:
         return NOTHING
     (extent,) = entry.extents
-    return np.frombuffer(storage.read(extent.file, extent.offset, entry.nbytes), numpy_dtype(entry.dtype))[0]
+    return scalar(storage.read(extent.file, extent.offset, entry.nbytes), entry.dtype)
 
 
 def groups_of_equal_settings(settings: Mapping[str, Mapping[str, Any]]) -> list[ParamGroup]:
@@ -124,7 +122,7 @@ def _is_group(group: ParamGroup) -> bool:
 
 
 def _tagged(value: Any) -> Any:
-    if isinstance(value, np.generic):
+    if is_scalar(value):
         return {_TYPED: code_of(value.dtype), _VALUE: value.tobytes().hex()}
     if isinstance(value, tuple):
         return {_TUPLE: [_tagged(item) for item in value]}
@@ -146,4 +144,4 @@ def _untagged(value: Any) -> Any:
         return {key: _untagged(item) for key, item in value[_DICT].items()}
     if _FLOAT in value:
         return float(value[_FLOAT])
-    return np.frombuffer(bytes.fromhex(value[_VALUE]), numpy_dtype(value[_TYPED]))[0]
+    return scalar(bytes.fromhex(value[_VALUE]), value[_TYPED])

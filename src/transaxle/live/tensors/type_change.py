@@ -11,7 +11,7 @@ from glob import escape
 
 import torch
 
-from transaxle.encodings.arithmetic.casting import CASTS, PLAIN
+from transaxle.encodings.plain_types import CASTS, PLAIN
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.errors import refuse
 
