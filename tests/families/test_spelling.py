@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, is_dataclass
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -55,7 +54,7 @@ def _dump(value: Any) -> Any:
     """Return everything that a value says, without the text it was read from and where in it things stood."""
     if isinstance(value, Formula):
         return value.text
-    if is_dataclass(value) or isinstance(value, msgspec.Struct):
+    if isinstance(value, msgspec.Struct):
         kind: Any = type(value)
         return kind.__name__, [_dump(getattr(value, name)) for name in _kept(kind)]
     if isinstance(value, dict):
@@ -69,8 +68,7 @@ def _dump(value: Any) -> Any:
 def _kept(kind: Any) -> list[str]:
     """Return the fields of a type that count."""
     left_out = {Family: "text", Name: "start"}.get(kind)
-    names = kind.__struct_fields__ if issubclass(kind, msgspec.Struct) else [each.name for each in fields(kind)]
-    return [name for name in names if name != left_out]
+    return [name for name in kind.__struct_fields__ if name != left_out]
 
 
 def _shared(family: Family) -> list[list[int]]:

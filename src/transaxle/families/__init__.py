@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from functools import cache, cached_property, partial
 from pkgutil import get_data
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 import msgspec
+from msgspec.structs import replace
 
 from transaxle.axes.inheritance.statement import BLOCK, FAMILY, WORD
 from transaxle.axes.notation.family import Family

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from itertools import product
 
 import msgspec
@@ -10,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from tests.axes import walking
 from tests.axes.apply import HOLE, Array, Entry, Extent, Store, arange, fill, law, numbers, only, translated

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from math import inf, prod
 from operator import ge, lt
 
 import msgspec
+from msgspec import structs
 
 from transaxle.axes.layout.relayout import Stored
 from transaxle.axes.layout.solve import Shape, solve
@@ -52,8 +53,7 @@ def join_slot(parameter: str, slot: str) -> str:
     return parameter if slot == WEIGHT else f"{OPTIM}{parameter}/{slot}"
 
 
-@dataclass(frozen=True)
-class Bound:
+class Bound(msgspec.Struct, frozen=True):
     """The names of one checkpoint, read through one dialect."""
 
     family: Family
@@ -68,7 +68,7 @@ class Bound:
     """Stored names that hold nothing of the model."""
     unknown: tuple[str, ...]
     """Stored names that the dialect has no line for."""
-    encodings: Mapping[str, str] = field(default_factory=dict)
+    encodings: Mapping[str, str] = msgspec.field(default_factory=dict)
     """Stored name -> its encoding, one of `number_format.WORDS`; names that are not in it are plain."""
 
 
@@ -164,13 +164,13 @@ def bind(
     merged = _Merged(dialect, sizes, prefix)
     if not merged.lines:
         return _bound(names, family, dialect, sizes, prefix, encodings)
-    told = replace(dialect, lines=tuple(line for line in dialect.lines if line not in merged.lines))
+    told = structs.replace(dialect, lines=tuple(line for line in dialect.lines if line not in merged.lines))
     postponed = {name for name in names if merged.matches(name)}
     bound = _bound([name for name in names if name not in postponed], family, told, sizes, prefix, encodings)
     if postponed:
         sizes = merged.sized(bound, stored or {}, postponed)
         return _bound(names, family, dialect, sizes, prefix, encodings)
-    return replace(bound, dialect=dialect)
+    return structs.replace(bound, dialect=dialect)
 
 
 def with_kept(bound: Bound, target: Dialect, sizes: Sizes, stored: Mapping[str, Stored]) -> Bound:
@@ -208,7 +208,7 @@ def _with_names_of(dialect: Dialect, bound: Bound, sizes: Sizes, stored: Mapping
             if not any(present.at(component, index) for component in line.expression.components):
                 names[line, slot][position] = name
                 read.add(name)
-    return replace(bound, names=dict(names), unknown=tuple(name for name in bound.unknown if name not in read))
+    return structs.replace(bound, names=dict(names), unknown=tuple(name for name in bound.unknown if name not in read))
 
 
 def _bound(

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, product
 from math import prod
 from typing import NamedTuple, Protocol
 
 import msgspec
+from msgspec import structs
 
 from transaxle.axes.geometry.piece import Interval, Meeting, Move, Piece, cut, pieces
 from transaxle.axes.layout.solve import Shape
@@ -97,8 +97,7 @@ class TargetPart(NamedTuple):
     """Arithmetic of the source's and of the target's line."""
 
 
-@dataclass(frozen=True, eq=False)
-class Target:
+class Target(msgspec.Struct, frozen=True, eq=False, dict=True):
     """A tensor of the target dialect."""
 
     name: str
@@ -125,11 +124,7 @@ class Target:
 
     def at(self, name: str, index: Mapping[str, int], parts: tuple[TargetPart, ...]) -> Target:
         """Return the same target under another name, with another index: of its sources another part, or others."""
-        attributes = self.__dict__.copy()
-        attributes["name"], attributes["index"], attributes["parts"] = name, index, parts
-        other = object.__new__(Target)
-        object.__setattr__(other, "__dict__", attributes)  # a fourteenth of the time of `replace`
-        return other
+        return structs.replace(self, name=name, index=index, parts=parts)
 
     @property
     def form(self) -> NumberFormat:
@@ -158,8 +153,7 @@ class Target:
         return False
 
 
-@dataclass(frozen=True, eq=False)
-class Check:
+class Check(msgspec.Struct, frozen=True, eq=False):
     """Two stored copies of one logical tensor that must be equal, bit by bit, before anything is committed."""
 
     first: Target

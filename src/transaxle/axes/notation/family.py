@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import ChainMap, defaultdict
 from collections.abc import Callable, Mapping, MutableMapping
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
@@ -102,8 +101,7 @@ class Line(msgspec.Struct, frozen=True, eq=False, dict=True):
         return self.when is not None and not self.when.names.isdisjoint(WORDS)
 
 
-@dataclass(frozen=True, eq=False)
-class Dialect:
+class Dialect(msgspec.Struct, frozen=True, eq=False, dict=True):
     """How one framework (and one of its versions) stores a family."""
 
     name: str
@@ -134,8 +132,7 @@ class Dialect:
         return frozenset(name.skeleton for name in self.ignored)
 
 
-@dataclass(frozen=True, eq=False)
-class Family:
+class Family(msgspec.Struct, frozen=True, eq=False, dict=True, weakref=True):
     """The logical tensors of a model family, and every dialect known for it."""
 
     name: str
@@ -152,12 +149,12 @@ class Family:
     """Axes that tensor-parallel ranks may share out."""
     other_cuts: tuple[Cuttable, ...] = ()
     """Axes that expert-parallel ranks may share out, and the cuts of single dialects."""
-    within: Mapping[str, str] = field(default_factory=dict)
+    within: Mapping[str, str] = msgspec.field(default_factory=dict)
     """Outer axis -> inner axis, for `cut tp = INNER within OUTER`: where there are more ranks than indices of the
     outer axis (kv heads), the ranks that get the same outer index divide the inner axis (its query heads) among
     them, and each keeps a full copy of tensors that have the outer axis only.
     """
-    named: Mapping[str, Formula] = field(default_factory=dict)
+    named: Mapping[str, Formula] = msgspec.field(default_factory=dict)
     """Formulas with a name (`let`)."""
     dialects: tuple[Dialect, ...] = ()
     """Known dialects, in table order."""
@@ -169,7 +166,7 @@ class Family:
     """Another family with the same names, for which names of tensors alone never mean this one."""
     precise: frozenset[str] = frozenset()
     """Logical tensors that keep their dtype where all others are cast."""
-    text: Callable[[], Written | None] | None = field(default=None, repr=False)
+    text: Callable[[], Written | None] | None = None
     """Finds the table as text; None for a family that was made in memory."""
 
     @property
@@ -218,8 +215,7 @@ _Measured = tuple[dict[str, int], MutableMapping[str, Any]]
 """Sizes, and the values that formulas see."""
 
 
-@dataclass(frozen=True)
-class Sizes:
+class Sizes(msgspec.Struct, frozen=True, dict=True):
     """Axis sizes of one checkpoint: what its config, or the user, says.
 
     In a formula, an axis that lives in names means the index of the tensor at hand, and is unknown without one; any
@@ -230,7 +226,7 @@ class Sizes:
     """The family whose axes are meant."""
     config: Mapping[str, Any]
     """config.json; empty where there is none."""
-    given: Mapping[str, int] = field(default_factory=dict)
+    given: Mapping[str, int] = msgspec.field(default_factory=dict)
     """Sizes that win over the formulas: the user's, or those solved from shapes."""
 
     @cached_property

@@ -18,9 +18,10 @@ from __future__ import annotations
 import ast
 import operator
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
+
+import msgspec
 
 from transaxle.errors import TransaxleError, refuse
 
@@ -76,14 +77,19 @@ class _InlineNamed(ast.NodeTransformer):
         return node
 
 
-@dataclass(frozen=True)
-class Formula:
+class Formula(msgspec.Struct, frozen=True, dict=True, eq=False):
     """A formula over config keys and name indices."""
 
     text: str
     """As written in the table."""
-    named: Mapping[str, Formula] = field(default_factory=dict, compare=False, repr=False)
+    named: Mapping[str, Formula] = msgspec.field(default_factory=dict)
     """Formulas that the text may call by name (`let`)."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Formula) and other.text == self.text
+
+    def __hash__(self) -> int:
+        return hash(self.text)
 
     @property
     def always(self) -> bool:

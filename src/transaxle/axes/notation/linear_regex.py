@@ -8,7 +8,8 @@ a name first needs them. What has no automaton (references back, assertions insi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+
+import msgspec
 
 Test = Callable[[str], bool]
 """Tells whether a character is taken."""
@@ -30,12 +31,11 @@ class PatternError(ValueError):
     """The text is not an expression that can be run; the message says why."""
 
 
-@dataclass(slots=True)
-class _Graph:
+class _Graph(msgspec.Struct):
     """States of an automaton: where each leads without input, and on which character."""
 
-    free: list[list[int]] = field(default_factory=list)
-    taken: list[tuple[Test, int] | None] = field(default_factory=list)
+    free: list[list[int]] = msgspec.field(default_factory=list)
+    taken: list[tuple[Test, int] | None] = msgspec.field(default_factory=list)
 
     def state(self) -> int:
         if len(self.free) >= _MAX_STATES:

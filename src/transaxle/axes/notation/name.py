@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
 import msgspec
@@ -180,14 +179,19 @@ class Counter(msgspec.Struct, frozen=True):
 _DIRECT = Counter(1, 0, ())
 
 
-@dataclass(frozen=True)
-class Name:
+class Name(msgspec.Struct, frozen=True, dict=True, eq=False):
     """A name pattern: literals and holes in turn."""
 
     text: str
     """As written in the table."""
-    start: int = field(default=0, compare=False, repr=False)
+    start: int = 0
     """Where in its line it begins, for errors."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Name) and other.text == self.text
+
+    def __hash__(self) -> int:
+        return hash(self.text)
 
     @cached_property
     def _parts(self) -> tuple[tuple[str, ...], tuple[Hole, ...]]:

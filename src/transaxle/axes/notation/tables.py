@@ -38,6 +38,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
+from msgspec import structs
+
 from transaxle.axes.inheritance import written
 from transaxle.axes.inheritance.section import Section, Sections
 from transaxle.axes.inheritance.statement import (
@@ -113,7 +115,7 @@ class _TableParser:
                 self.read_dialects(owner, tuple(owner.sections))
         for name, added in file.added.items():
             self.lines = {}
-            self.touch(replace(self.known[name], text=partial(_itself, added)))
+            self.touch(structs.replace(self.known[name], text=partial(_itself, added)))
             self.read_dialects(added, file.new[name])
         if self.problems:
             raise gathered(self.sorted_problems())
@@ -205,18 +207,18 @@ class _TableParser:
 
     def model_type(self, text: str) -> None:
         assert self.family is not None
-        self.touch(replace(self.family, model_types=tuple(text.split()[1:])))
+        self.touch(structs.replace(self.family, model_types=tuple(text.split()[1:])))
 
     def wrapper(self, text: str) -> None:
         assert self.family is not None
-        self.touch(replace(self.family, wrappers=tuple(text.split()[1:])))
+        self.touch(structs.replace(self.family, wrappers=tuple(text.split()[1:])))
 
     def alike(self, text: str) -> None:
         assert self.family is not None
         words = text.split()[1:]
         if len(words) != 1:
             raise self.expected("'alike FAMILY'")
-        self.touch(replace(self.family, alike=words[0]))
+        self.touch(structs.replace(self.family, alike=words[0]))
 
     def axes(self, text: str) -> None:
         for item in text.split()[1:]:
@@ -268,7 +270,7 @@ class _TableParser:
         if fault:
             raise self.expected(fault, tie.alias)
         self.ties.setdefault(tie.alias, []).append(tie)
-        self.touch(replace(self.family, ties=(*self.family.ties, tie)))
+        self.touch(structs.replace(self.family, ties=(*self.family.ties, tie)))
 
     def cut(self, text: str) -> None:
         assert self.family is not None
@@ -277,7 +279,7 @@ class _TableParser:
             inner, outer = nested.groups()
             for axis in sorted({inner, outer} - self.family.axes.keys()):
                 self.problem(f"declared axes only; {axis!r} is not in 'axes'", axis)
-            self.touch(replace(self.family, within={**self.family.within, outer: inner}))
+            self.touch(structs.replace(self.family, within={**self.family.within, outer: inner}))
             return
         match = _CUT.fullmatch(text)
         if match is None:
@@ -294,9 +296,9 @@ class _TableParser:
             self.problem(f"declared axes only; {axis!r} is not in 'axes'", axis)
         cuts = tuple(Cuttable(mesh, names, tensors) for names in axes)
         if mesh == "tp":
-            self.touch(replace(self.family, cuts=self.family.cuts + cuts))
+            self.touch(structs.replace(self.family, cuts=self.family.cuts + cuts))
         else:
-            self.touch(replace(self.family, other_cuts=self.family.other_cuts + cuts))
+            self.touch(structs.replace(self.family, other_cuts=self.family.other_cuts + cuts))
 
     def precise(self, text: str) -> None:
         assert self.family is not None
@@ -304,7 +306,7 @@ class _TableParser:
         for name in names:
             if name not in self.family.tensors:
                 raise self.expected(f"a tensor of the family, declared above; {name!r} is none", name)
-        self.touch(replace(self.family, precise=self.family.precise.union(names)))
+        self.touch(structs.replace(self.family, precise=self.family.precise.union(names)))
 
     def tensor(self, text: str) -> None:
         assert self.family is not None
@@ -358,7 +360,7 @@ class _TableParser:
                 self.problems.append(Refusal("CORRUPT", message, self.places[second].where, hint))
         except TransaxleError as error:
             self.keep(error)
-        self.touch(replace(self.family, dialects=(*self.family.dialects, dialect)))
+        self.touch(structs.replace(self.family, dialects=(*self.family.dialects, dialect)))
         self.dialect = None
 
     def dialect_line(self, text: str) -> None:
@@ -367,7 +369,7 @@ class _TableParser:
             pattern = text.removeprefix(IGNORE).strip()
             name = Name(pattern, max(self.raw.find(pattern), 0))
             _ = name.holes  # an error in it belongs to this line
-            self.dialect = replace(self.dialect, ignored=(*self.dialect.ignored, name))
+            self.dialect = structs.replace(self.dialect, ignored=(*self.dialect.ignored, name))
             return
         line = self.lines.get(self.current.key)
         if line is None:
@@ -378,7 +380,7 @@ class _TableParser:
             self.places[line] = self.current
         if not self.checked:
             self.check_name(line)
-        self.dialect = replace(self.dialect, lines=(*self.dialect.lines, line))
+        self.dialect = structs.replace(self.dialect, lines=(*self.dialect.lines, line))
 
     def line(self, text: str) -> Line:
         """Parse a line of a dialect."""

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Literal, NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
 from transaxle.axes.layout.bind import WEIGHT, bind, join_slot, split_slot
 from transaxle.axes.layout.relayout import Check, Stored, unchanged

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from itertools import islice, product
 from typing import NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
 from transaxle.axes.layout.bind import WEIGHT, Bound, Index, join_slot, with_kept
 from transaxle.axes.layout.inseparable import NOTHING, inseparable
@@ -49,8 +49,7 @@ _ONE_FORM = (
 )
 
 
-@dataclass(frozen=True)
-class Translation:
+class Translation(msgspec.Struct, frozen=True):
     """A checkpoint in another dialect."""
 
     targets: Mapping[str, Target]

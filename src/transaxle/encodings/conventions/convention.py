@@ -11,7 +11,6 @@ Names are split at dots, and only the last segment counts.
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
@@ -86,15 +85,14 @@ def _suffix(end: str) -> NameForm:
     return NameForm(WEIGHT + end, "{}" + end)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Convention:
+class Convention(msgspec.Struct, frozen=True, eq=False):
     """How one ecosystem names and shapes the buffers of encoded tensors."""
 
     name: str
     """Key of `CONVENTIONS`."""
-    eight: Mapping[Role, NameForm] = field(default_factory=dict)
+    eight: Mapping[Role, NameForm] = msgspec.field(default_factory=dict)
     """Role -> name form where codes have 8 bits; empty if there is no such encoding."""
-    four: Mapping[Role, NameForm] = field(default_factory=dict)
+    four: Mapping[Role, NameForm] = msgspec.field(default_factory=dict)
     """Role -> name form where codes have 4 bits."""
     holds: frozenset[str] = frozenset()
     """Names of the encodings that can be read."""

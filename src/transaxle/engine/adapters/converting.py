@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 from msgspec import structs
+from msgspec.structs import replace
 
 from transaxle.axes.layout.model_tensors import Model as Tables
 from transaxle.axes.layout.relayout import Check, Target

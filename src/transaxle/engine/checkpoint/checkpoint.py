@@ -5,7 +5,6 @@ Nothing is loaded until a tensor is read, and a read touches only the bytes of i
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -240,7 +239,7 @@ class Checkpoint(TensorSet):
         view, source = partial.translation(dialect), partial.source_of(dialect)
         covered = {name: target for name, target in view.targets.items() if source.covers(target)}
         remaining = tuple(refusal for refusal in view.refusals if refusal.code not in LACKING)
-        return partial._expressed(dataclasses.replace(view, targets=covered, refusals=remaining), dialect)
+        return partial._expressed(replace(view, targets=covered, refusals=remaining), dialect)
 
     def _expressed(self, view: View, dialect: str) -> Checkpoint:
         """Return the same checkpoint under another view, or raise the view's refusals."""
@@ -261,7 +260,7 @@ class Checkpoint(TensorSet):
 
     def checking(self, checks: Sequence[Check]) -> Checkpoint:
         """Return the same view with further pairs of copies that must prove equal."""
-        return self._seen(dataclasses.replace(self.view, checks=(*self.checks, *checks)), self._label)
+        return self._seen(replace(self.view, checks=(*self.checks, *checks)), self._label)
 
     def without_optimizer(self) -> Checkpoint:
         """Return the same checkpoint without the optimizer's state and settings."""

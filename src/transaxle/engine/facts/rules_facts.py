@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
+
+from msgspec.structs import replace
 
 from transaxle.axes.layout.bind import group, score, split_slot
 from transaxle.axes.notation.family import Dialect, Family

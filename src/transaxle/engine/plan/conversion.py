@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from math import prod
 from operator import attrgetter
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from transaxle.arguments import Degrees
 from transaxle.axes.geometry.strided import coalesce, row_major

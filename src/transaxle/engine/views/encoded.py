@@ -8,11 +8,12 @@ of them under the names and shapes of the convention. Nothing is decoded on the 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from msgspec import structs
 
 from transaxle.axes.layout.relayout import Check, Target
 from transaxle.axes.layout.solve import Shape
@@ -159,13 +160,12 @@ def _speaks_of_encodings(container: Container, config: Mapping[str, Any]) -> boo
     )
 
 
-@dataclass(frozen=True)
-class View(Translation):
+class View(Translation, frozen=True):
     """A checkpoint in another dialect, with every buffer under its stored name."""
 
-    stored: Mapping[str, StoredForm] = field(default_factory=dict)
+    stored: Mapping[str, StoredForm] = msgspec.field(default_factory=dict)
     """Dtype and shape of targets that are stored in another form than their elements."""
-    encoded: Mapping[str, Encoded] = field(default_factory=dict)
+    encoded: Mapping[str, Encoded] = msgspec.field(default_factory=dict)
     """The encoded tensors by table name, with the names of their buffers."""
 
     def described(self, name: str) -> StoredForm:
@@ -189,13 +189,12 @@ def viewed(translation: Translation, catalog: Catalog) -> View:
             DTYPE_MIXED and NAME_COLLISION.
     """
     if not catalog.encoded:
-        return _view(replace(translation, refusals=(*catalog.refusals, *translation.refusals)), {}, {})
+        return _view(structs.replace(translation, refusals=(*catalog.refusals, *translation.refusals)), {}, {})
     return _BufferFollower(translation, catalog).run()
 
 
 def _view(translation: Translation, stored: Mapping[str, StoredForm], encoded: Mapping[str, Encoded]) -> View:
-    inherited = {each.name: getattr(translation, each.name) for each in fields(translation)}
-    return View(**inherited, stored=stored, encoded=encoded)
+    return View(**structs.asdict(translation), stored=stored, encoded=encoded)
 
 
 class _BufferFollower:
@@ -225,7 +224,7 @@ class _BufferFollower:
                 self.checks.extend(self._checked(check))
             except TransaxleError as error:
                 self._refuse(error.refusals, check.first.name)
-        changed = replace(
+        changed = structs.replace(
             self.translation,
             targets=self.targets,
             checks=tuple(self.checks),
@@ -248,7 +247,7 @@ class _BufferFollower:
         if name in self.targets:
             message = f"{target.rule}\nwrites the same name as {self.targets[name].rule}"
             self._refuse([Refusal("NAME_COLLISION", message)], name)
-        self.targets[name] = target if name == target.name else replace(target, name=name)
+        self.targets[name] = target if name == target.name else structs.replace(target, name=name)
         if described is not None and described != (target.dtype, target.shape):
             self.stored[name] = described
 
@@ -291,7 +290,7 @@ class _BufferFollower:
                 described = convention.presented(tensor.encoding, target.shape, role, stored_dtype)
             parts[role] = name
             self._add(buffer, name, described)
-            self.checks.extend(replace(c, first=replace(c.first, name=name)) for c in checks)
+            self.checks.extend(structs.replace(c, first=structs.replace(c.first, name=name)) for c in checks)
         self.names[target.name] = parts[Role.CODES]
         self.encoded[target.name] = Encoded(target.name, tensor.encoding, target.shape, parts, convention.name)
 
@@ -313,7 +312,7 @@ class _BufferFollower:
             dtype = self.catalog.container.entries[tensor.parts[role]].dtype
             per_matrix = role is not Role.SCALE or set(tensor.encoding.tile) == {WHOLE}
             split_parts = per_matrix and len(target.parts) > 1 and len(target.shape) > 2
-            targets = [replace(target, parts=(part,)) for part in target.parts] if split_parts else [target]
+            targets = [structs.replace(target, parts=(part,)) for part in target.parts] if split_parts else [target]
             relayouts = [
                 scales(relayout, tile, tiles, named=partial(buffer_name, role=role), dtype=dtype)
                 for relayout in targets
@@ -344,7 +343,7 @@ class _BufferFollower:
         for (role, first, inside), (_, second, _) in sides:
             if role is not Role.CODES:
                 yield from inside
-                named = replace(first, name=first_tensor.parts[role])
+                named = structs.replace(first, name=first_tensor.parts[role])
                 yield Check(named, second, check.why, check.hint)
 
 

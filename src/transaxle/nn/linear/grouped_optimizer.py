@@ -7,11 +7,11 @@ them. `transaxle.load(..., optimizer=...)` and the DCP planners do this by thems
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import replace
 from math import prod
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from torch import nn
 
 from transaxle.axes.layout.bind import WEIGHT, join_slot, split_slot
