@@ -13,7 +13,7 @@ from typing import Protocol, cast
 
 import xxhash
 
-from transaxle.formats.storage.compiled import StepBatch
+from transaxle.formats.storage.compiled import StepBatch, address_to_read
 from transaxle.move.endpoint import Bytes, NotingWritable, Readable, Sink, Writable
 from transaxle.move.strided_fill import Scratch, produce, scatter
 from transaxle.move.transfer import Transfer, active, clip
@@ -90,15 +90,10 @@ class Batched:
     def __del__(self) -> None:
         self._library.free(self._state)
 
-    def update(self, data: bytes | memoryview) -> None:
+    def update(self, data: memoryview) -> None:
         """Take the bytes that come next."""
-        if isinstance(data, bytes):
-            self._library.update(self._state, data, len(data))
-            return
-        import numpy as np
-
-        octets = np.frombuffer(data, np.uint8)
-        self._library.update(self._state, octets.ctypes.data, len(octets))
+        if data.nbytes:
+            self._library.update(self._state, address_to_read(data), data.nbytes)
 
     def note(self, batch: StepBatch, data: memoryview) -> None:
         """Take the bytes that come next when a batch is carried out: writable, contiguous and not empty."""
@@ -119,7 +114,7 @@ def _library() -> _Library | None:
         return None
     probe = Batched(found)
     for part in (_PROBE[:7], _PROBE[7:]):
-        probe.update(part)
+        probe.update(memoryview(bytearray(part)))
     return found if probe.hexdigest() == xxhash.xxh3_128_hexdigest(_PROBE) else None
 
 

@@ -6,13 +6,12 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from transaxle.axes.notation.family import Dialect
 from transaxle.encodings.encoding import Encoded
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, StoredTensor
 from transaxle.engine.checkpoint.recognise import IDENTITY
-from transaxle.engine.compare.distance import Distance
 from transaxle.engine.compare.survey import Survey, Surveyed
 from transaxle.engine.copying.duplicate_checks import plan_checks, unequal
 from transaxle.engine.copying.side_by_side import Compared, Pair
@@ -25,6 +24,9 @@ from transaxle.formats.storage.compiled import same_bytes
 from transaxle.formats.training_state.state import OPTIMIZER
 from transaxle.move.workers import Limits, Progress, are_noted, grouped, largest_first, limits, share, unwatched
 from transaxle.spans import stage
+
+if TYPE_CHECKING:
+    from transaxle.engine.compare.distance import Distance
 
 _STEP = "/step"
 """How the names of an optimizer's counters end: a number, which some formats keep as a tensor of one element."""

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import msgspec
-import numpy as np
 
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
-from transaxle.engine.compare.distance import EXPONENTS, Counts, Distance, Rounding
 from transaxle.engine.facts.fold import taken_apart
 from transaxle.engine.facts.legend import axes_of
+
+if TYPE_CHECKING:
+    from transaxle.engine.compare.distance import Counts, Distance, Rounding
 
 _EXPERTS = "experts"
 """Meaning of the axis that is no layer, though it may be the first in a name."""
@@ -89,6 +91,8 @@ class Survey:
 
     def distance(self, name: str) -> Distance:
         """Return what measures a tensor."""
+        from transaxle.engine.compare.distance import Distance
+
         first, second = self._sides
         found = _rounding(second, name)
         if found is not None:
@@ -98,6 +102,10 @@ class Survey:
 
     def add(self, name: str, distance: Distance, differs: bool) -> None:
         """Add what was measured of a tensor."""
+        import numpy as np
+
+        from transaxle.engine.compare.distance import EXPONENTS
+
         place = self._places.get(name) or place_of(name)
         elements = self._sides[1][name].parameters
         measure = Measure(place, elements, differs, distance.elements, distance.largest, distance.squares)
@@ -124,6 +132,7 @@ class Survey:
 
 def _rounding(side: Checkpoint, name: str) -> Rounding | None:
     """Return what compares differences with the codes of a tensor, if that is decoded and not otherwise changed."""
+    from transaxle.engine.compare.distance import Rounding
     from transaxle.engine.views.decoded import decoders_of
 
     tensor = side[name]

@@ -123,12 +123,12 @@ def unequal(checks: Sequence[PlannedCheck], reader: Readable, limit: Limits) -> 
 
 def _rounds_otherwise(pair: Pair, check: PlannedCheck) -> bool:
     """Tell whether one is the other in lower precision, and some of its values, rounded, are not that one's bits."""
+    if check.rounded is None:
+        return False
     import numpy as np
 
     from transaxle.encodings.arithmetic.casting import cast
 
-    if check.rounded is None:
-        return False
     wide, narrow = check.rounded
     blocks = pair.blocks(check.first, check.second, check.nbytes, check.nbytes * BITS[narrow] // BITS[wide])
     return any(

@@ -29,8 +29,7 @@ from transaxle.formats.storage.storage import Overlay, Storage
 from transaxle.formats.storage.strided_reads import FileRange, read_ranges, read_strided
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
+    from array import array
 
 _BLOCK = 1 << 20
 _MOST_PARTS = 4096
@@ -307,9 +306,7 @@ class Witness(Overlay):
             if tally is not None:
                 tally.read += total
 
-    def _count_shared(
-        self, checksum: Checksum, total: int, end: int, found: npt.NDArray[np.uint32], cover: int
-    ) -> None:
+    def _count_shared(self, checksum: Checksum, total: int, end: int, found: array[int], cover: int) -> None:
         """Count runs that are read and summed up; `found`: what `StepBatch.share` returned."""
         self._count_runs(checksum, total)
         with self._lock:
@@ -318,7 +315,7 @@ class Witness(Overlay):
                 return
             beyond = _moved(checksum.end - end)
             tally.shared += total
-            tally.share ^= _times(beyond, int(found[0]))
+            tally.share ^= _times(beyond, found[0])
             tally.cover ^= _times(beyond, cover)
             self._check_share(checksum, tally.shared, tally.share, tally.cover)
 

@@ -7,14 +7,16 @@ Such a step may change what it got, and the run would not know: so it is told af
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from transaxle.formats.pickled.descriptors import DType, Global, Nothing, Object
 from transaxle.formats.pickled.fault import TakenApart
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 CONSTANT = frozenset({str, bool, type(None), Global, DType, Nothing})
 """Types of what stands in a template for itself."""
@@ -64,6 +66,8 @@ class Run(msgspec.Struct, frozen=True, eq=False):
 
     def values(self, column: int) -> list[Any]:
         """Return a column of texts or references."""
+        import numpy as np
+
         texts = self.texts.get(column)
         if texts is None:
             return [self.referred[reference] for reference in self.columns[:, column].tolist()]
@@ -75,6 +79,8 @@ class Run(msgspec.Struct, frozen=True, eq=False):
 
     def value(self, column: int, number: int) -> Any:
         """Return the text of one record, or what it refers to."""
+        import numpy as np
+
         texts = self.texts.get(column)
         if texts is None:
             return self.referred[int(self.columns[number, column])]

@@ -10,9 +10,10 @@ from __future__ import annotations
 import ctypes
 import zlib
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from functools import cache
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
@@ -22,9 +23,6 @@ from transaxle.errors import TransaxleError
 from transaxle.spans import is_recorded, span
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
     from transaxle.formats.storage.storage import Handles
 
 SOURCE = Path(__file__).with_name("runs.c")
@@ -102,14 +100,13 @@ class StepBatch:
             loops: `(count, step in the file, step in the view)` in bytes, the outermost first; at least one run.
             again: reads them in the ordinary way.
         """
-        import numpy as np
-
-        numbers, size = np.array(loops, np.int64), width * prod(count for count, _, _ in loops)
+        numbers, size = in_line(loops), width * prod(count for count, _, _ in loops)
         self._held.append(numbers)
-        self._add(again, _READ_RUNS, fd, offset, address(view), width, len(loops), numbers.ctypes.data, 0, size)
+        place = numbers.buffer_info()[0]
+        self._add(again, _READ_RUNS, fd, offset, address(view), width, len(loops), place, 0, size)
         self.size += size
 
-    def share(self, view: memoryview, powers: Sequence[int]) -> npt.NDArray[np.uint32] | None:
+    def share(self, view: memoryview, powers: Sequence[int]) -> array[int] | None:
         """Note that the runs which the latest step reads are summed up, each while it is in the cache.
 
         Args:
@@ -120,14 +117,12 @@ class StepBatch:
             What will be in its two first numbers when the batch is over: their share in the CRC-32 of the bytes up to
             the last run's end (see `runs.c`), and 1 if it is known, else 0. None where that step does something else.
         """
-        import numpy as np
-
         kind, _, _, place, _, depth = self._steps[-_WORDS : 6 - _WORDS] or (None,) * 6
         if (kind, place, depth) != (_READ_RUNS, address(view), len(powers)):
             return None
-        found = np.array([0, 0, *powers], np.uint32)
+        found = array("I", (0, 0, *powers))
         self._held.append(found)
-        self._steps[7 - _WORDS] = found.ctypes.data
+        self._steps[7 - _WORDS] = found.buffer_info()[0]
         return found
 
     def write(self, fd: int, offset: int, view: memoryview, again: _Again) -> None:
@@ -173,7 +168,7 @@ class StepBatch:
         else:
             self._add(again, _SUM, place, size, ctypes.addressof(crc))
 
-    def transpose(self, numbers: tuple[int, ...], around: npt.NDArray[np.int64], again: _Again) -> None:
+    def transpose(self, numbers: tuple[int, ...], around: array[int], again: _Again) -> None:
         """Note that a matrix is transposed.
 
         Args:
@@ -182,7 +177,7 @@ class StepBatch:
             again: does the same.
         """
         self._held.append(around)
-        self._add(again, _TRANSPOSE, *numbers, around.ctypes.data)
+        self._add(again, _TRANSPOSE, *numbers, around.buffer_info()[0])
 
     def copy(self, held: int, place: int, width: int, loops: Sequence[Loop], again: _Again) -> None:
         """Note that runs of bytes are copied.
@@ -194,11 +189,9 @@ class StepBatch:
             loops: `(count, step from where they lie, step to where they go)` in bytes, the outermost first.
             again: does the same.
         """
-        import numpy as np
-
-        numbers = np.array(loops, np.int64)
+        numbers = in_line(loops)
         self._held.append(numbers)
-        self._add(again, _COPY, held, place, width, len(loops), numbers.ctypes.data)
+        self._add(again, _COPY, held, place, width, len(loops), numbers.buffer_info()[0])
 
     def compare(self, one: memoryview, other: memoryview, differ: Callable[[], object]) -> None:
         """Note that as many bytes are compared.
@@ -299,6 +292,20 @@ def same_bytes(one: bytes | memoryview, other: bytes | memoryview) -> bool:
 def address(view: memoryview) -> int:
     """Return where the bytes of a view are in memory. It must be writable, contiguous and not empty."""
     return ctypes.addressof(ctypes.c_char.from_buffer(view))
+
+
+def address_to_read(view: memoryview) -> int:
+    """Return the same of a view that need not be writable: nobody may write there."""
+    if not view.readonly:
+        return address(view)
+    import numpy as np
+
+    return np.frombuffer(view, np.uint8).ctypes.data
+
+
+def in_line(loops: Iterable[Loop]) -> array[int]:
+    """Return the numbers of loops as `runs.c` takes them."""
+    return array("q", chain.from_iterable(loops))
 
 
 def compiled_function(name: str, arguments: Sequence[type], result: type | None) -> Callable[..., Any] | None:

@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import ctypes
 import zlib
+from array import array
 from collections.abc import Callable, Sequence
 from functools import cache
 
-from transaxle.formats.storage.compiled import address, compiled_function
+from transaxle.formats.storage.compiled import address, address_to_read, compiled_function
 
 _FEWEST = 1 << 12
 """Bytes that are worth the call."""
@@ -23,14 +24,12 @@ def crc32(data: memoryview, crc: int = 0) -> int:
         data: the bytes, contiguous.
         crc: of the bytes before them.
     """
-    import numpy as np
-
     compiled = load_crc32() if data.nbytes >= _FEWEST else None
     if compiled is None:
         return zlib.crc32(data, crc)
-    octets, result = np.frombuffer(data, np.uint8), _CRC(crc)
-    added = compiled(octets.ctypes.data, len(octets), ctypes.byref(result))
-    return zlib.crc32(octets[added:].data, result.value)
+    octets, result = data.cast("B"), _CRC(crc)
+    added = compiled(address_to_read(octets), len(octets), ctypes.byref(result))
+    return zlib.crc32(octets[added:], result.value)
 
 
 def crc32_each(pieces: Sequence[memoryview]) -> list[int]:
@@ -39,14 +38,12 @@ def crc32_each(pieces: Sequence[memoryview]) -> list[int]:
     Args:
         pieces: each writable, contiguous and not empty.
     """
-    import numpy as np
-
     compiled = load_crc32_each() if len(pieces) > 1 else None
     if compiled is None:
         return [crc32(piece) for piece in pieces]
-    stretches = np.array([(address(piece), piece.nbytes) for piece in pieces], np.int64)
-    sums = np.zeros(len(pieces), np.uint32)
-    summed = compiled(stretches.ctypes.data, len(pieces), sums.ctypes.data)
+    stretches = array("q", [number for piece in pieces for number in (address(piece), piece.nbytes)])
+    sums = array("I", bytes(4 * len(pieces)))
+    summed = compiled(stretches.buffer_info()[0], len(pieces), sums.buffer_info()[0])
     return sums.tolist() if summed == len(pieces) else [crc32(piece) for piece in pieces]
 
 

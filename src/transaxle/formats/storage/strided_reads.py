@@ -16,13 +16,14 @@ their places in memory: `runs.c` does that tile by tile, where numpy would fetch
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from math import prod
 from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
 from transaxle.axes.geometry.strided import Loop
-from transaxle.formats.storage.compiled import address, compiled_function
+from transaxle.formats.storage.compiled import address, compiled_function, in_line
 
 if TYPE_CHECKING:
     import numpy as np
@@ -104,18 +105,15 @@ def read_runs(
     Raises:
         ValueError: where a run's place leaves the view.
     """
-    import numpy as np
-
     total = runs_in(view, width, loops)
     if not total:
         return
     compiled = load()
-    out = np.frombuffer(view, np.uint8)
-    numbers = np.array(loops, np.int64)
+    place, numbers = address(view), in_line(loops)
     finished = 0
     while finished < total:
         if compiled is not None:
-            finished = compiled(fd, offset, out.ctypes.data, width, len(loops), numbers.ctypes.data, finished)
+            finished = compiled(fd, offset, place, width, len(loops), numbers.buffer_info()[0], finished)
         # The loop stopped at a run that needs attention (an error, a short read): Python reads that one.
         if finished < total:
             source, target = _place(loops, finished)
@@ -165,17 +163,15 @@ def read_open(
         ranges: what is read.
         read_one: reads one range; called for each that the compiled loop could not read.
     """
-    import numpy as np
-
     compiled = load_ranges()
     wanted = [each for each in ranges if each[2].nbytes]
-    numbers = np.array(
-        [(descriptors[name], offset, address(view), view.nbytes) for name, offset, view in wanted], np.int64
-    )
+    numbers = array("q")
+    for name, offset, view in wanted:
+        numbers.extend((descriptors[name], offset, address(view), view.nbytes))
     finished = 0
     while finished < len(wanted):
         if compiled is not None:
-            finished = compiled(numbers.ctypes.data, len(wanted), finished)
+            finished = compiled(numbers.buffer_info()[0], len(wanted), finished)
         # The loop stopped at a range that needs attention (an error, a short read): Python reads that one.
         if finished < len(wanted):
             read_one(*wanted[finished])
@@ -209,13 +205,13 @@ def transposed(held: _Bytes, out: _Bytes, at: int, width: int, loops: Sequence[L
     if found is None or compiled is None:
         return False
     numbers, around = found
-    compiled(*numbers, around.ctypes.data)
+    compiled(*numbers, around.buffer_info()[0])
     return True
 
 
 def of_transpose(
     held: _Bytes, out: _Bytes, at: int, width: int, loops: Sequence[Loop]
-) -> tuple[tuple[int, ...], npt.NDArray[np.int64]] | None:
+) -> tuple[tuple[int, ...], array[int]] | None:
     """Return what the compiled transpose is told, and the loops around it; None if it is not there, or this is none.
 
     Args:
@@ -225,8 +221,6 @@ def of_transpose(
         width: see there.
         loops: see there.
     """
-    import numpy as np
-
     if width not in _ELEMENTS or len(loops) < 2:
         return None
     across = next((number for number, loop in enumerate(loops) if loop[1] == width), None)
@@ -240,9 +234,9 @@ def of_transpose(
     if not are_plain or at < 0 or ends[0] > len(held) or at + ends[1] > len(out):
         return None
     (columns, _, into), (rows, step, _) = loops[across], loops[along]
-    around = np.array([loop for number, loop in enumerate(loops) if number not in (across, along)], np.int64)
+    around = [loop for number, loop in enumerate(loops) if number not in (across, along)]
     place = out.ctypes.data + at
-    return (held.ctypes.data, place, width, rows, columns, step, into, len(around)), around
+    return (held.ctypes.data, place, width, rows, columns, step, into, len(around)), in_line(around)
 
 
 @cache

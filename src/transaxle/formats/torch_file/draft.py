@@ -11,9 +11,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from msgspec.structs import replace
 
 from transaxle.errors import Faults, TransaxleError, refuse
@@ -31,6 +30,9 @@ from transaxle.formats.torch_file.stored_storage import STORAGE, item_bytes
 from transaxle.formats.torch_file.zip.layout import ALIGNMENT, ZipItem, ZipLayout, lay_out
 from transaxle.formats.training_state.nesting import Nesting, listed, nested
 from transaxle.formats.training_state.state_groups import KEPT, ParamGroup
+
+if TYPE_CHECKING:
+    pass
 
 _STEM, _ENDING = "pytorch_model", ".bin"
 _FOLDER = "archive"
@@ -156,6 +158,8 @@ def saved(setting: Any, storages: list[int | bytes]) -> object:
     """Return a setting as torch saves it: a number with a dtype becomes a tensor, whose bytes are appended to
     `storages`.
     """
+    import numpy as np
+
     if isinstance(setting, np.generic):
         storages.append(setting.tobytes())
         return reference(code_of(setting.dtype), (), len(storages) - 1)

@@ -7,13 +7,16 @@ Such a parameter is small; it is read and divided when the checkpoint is opened.
 
 from __future__ import annotations
 
-import numpy as np
+from typing import TYPE_CHECKING
 
 from transaxle.axes.geometry.strided import row_major
 from transaxle.errors import refuse
 from transaxle.formats.catalog.catalog import Entry, Extent
 from transaxle.formats.catalog.inline import NumbersInMemory
 from transaxle.formats.dtype import numpy_dtype
+
+if TYPE_CHECKING:
+    import numpy as np
 
 _LARGEST = 64 << 20
 
@@ -25,6 +28,8 @@ def unscaled(entry: Entry, factor: float, inline: NumbersInMemory) -> Entry:
         Refused: LOSSY where multiplying it again would not give what is stored; UNSUPPORTED for a large tensor, or one
             that is no floating-point numbers.
     """
+    import numpy as np
+
     dtype = numpy_dtype(entry.dtype)
     if entry.nbytes > _LARGEST or entry.dtype not in ("F32", "F16", "BF16", "F64"):
         message = f"it is stored multiplied by {factor}; {entry.nbytes} bytes of {entry.dtype} cannot be divided again"
@@ -47,6 +52,8 @@ def unscaled(entry: Entry, factor: float, inline: NumbersInMemory) -> Entry:
 
 def _values(entry: Entry, kind: np.dtype, inline: NumbersInMemory) -> np.ndarray:
     """Read a small tensor whole."""
+    import numpy as np
+
     out = np.zeros(entry.shape, kind)
     for extent in entry.extents:
         box = tuple(slice(s, s + n) for s, n in zip(extent.start, extent.shape, strict=True))
@@ -56,6 +63,8 @@ def _values(entry: Entry, kind: np.dtype, inline: NumbersInMemory) -> np.ndarray
 
 
 def _strided(extent: Extent, strides: tuple[int, ...], kind: np.dtype, inline: NumbersInMemory) -> np.ndarray:
+    import numpy as np
+
     span = 1 + sum((size - 1) * step for size, step in zip(extent.shape, strides, strict=True))
     data = inline.read(extent.file, extent.offset, span * kind.itemsize)
     steps = [step * kind.itemsize for step in strides]
