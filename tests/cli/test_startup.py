@@ -51,6 +51,8 @@ COMMANDS = {
     "ls": (("ls", "ck"), (*NEVER, *_READING, *_OF_VALUES)),
     "plan": (("plan", "ck", "out", "--to", "torchtitan"), (*NEVER, *_OF_WORKERS, *_OF_VALUES)),
     "convert": (("convert", "ck", "out", "--to", "torchtitan"), (*NEVER, *_OF_WORKERS, *_OF_VALUES)),
+    "diff": (("diff", "ck", "ck"), (*NEVER, *_OF_WORKERS, *_OF_VALUES)),
+    "verify": (("verify", "ck", "ck"), (*NEVER, *_OF_WORKERS, *_OF_VALUES)),
     "report": (("report", "ck", "--values", "-o", "page.html"), (*NEVER, *_OF_WORKERS, *_OF_PLANS)),
 }
 SCRIPT = """

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -20,9 +19,6 @@ from transaxle.axes.layout.solve import mismatch, root, unknown, unknown_axis
 from transaxle.axes.notation.expression import PADDING, Axis, Expression, Merge, Node, Sum, size, walk
 from transaxle.axes.notation.family import Cuttable, Family
 from transaxle.errors import refuse
-
-if TYPE_CHECKING:
-    pass
 
 Shape = tuple[int, ...]
 Shares = tuple[int, tuple[Intervals, ...]]

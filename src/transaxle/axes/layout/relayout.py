@@ -97,7 +97,7 @@ class TargetPart(NamedTuple):
     """Arithmetic of the source's and of the target's line."""
 
 
-class Target(msgspec.Struct, frozen=True, eq=False, dict=True):
+class Target(msgspec.Struct, frozen=True, eq=False):
     """A tensor of the target dialect."""
 
     name: str

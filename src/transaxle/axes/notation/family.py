@@ -132,7 +132,7 @@ class Dialect(msgspec.Struct, frozen=True, eq=False, dict=True):
         return frozenset(name.skeleton for name in self.ignored)
 
 
-class Family(msgspec.Struct, frozen=True, eq=False, dict=True, weakref=True):
+class Family(msgspec.Struct, frozen=True, eq=False, dict=True):
     """The logical tensors of a model family, and every dialect known for it."""
 
     name: str

@@ -182,13 +182,11 @@ def _tensor_ranges(container: Container) -> dict[str, _Ranges]:
 
 def _digest_around(container: Container, name: str, size: int, ranges: _Ranges) -> tuple[int, str]:
     """Return the number, and the xxh3-128, of a file's bytes outside its tensors."""
-    import numpy as np
-
     state = xxhash.xxh3_128()
     starts, stops = _gaps(size, ranges)
     count, number = sum(stops) - sum(starts), 0
     reached = end_of_block = near = 0
-    room = np.empty(min(_BLOCK, size), np.uint8).data
+    room = memoryview(bytearray(min(_BLOCK, size)))
     while number < len(starts):
         reached, stop = max(reached, starts[number]), stops[number]
         # Between small tensors there are small gaps: many of them are read together.
@@ -206,15 +204,13 @@ def _digest_around(container: Container, name: str, size: int, ranges: _Ranges) 
 
 def _gaps(size: int, ranges: _Ranges) -> tuple[list[int], list[int]]:
     """Return where the bytes of a file begin and end that are in none of the ranges."""
-    import numpy as np
-
-    begins = np.concatenate([np.array(offsets, np.int64) for offsets, _ in [*ranges, ([size], 0)]])
-    ends = np.concatenate([np.array(offsets, np.int64) + length for offsets, length in [*ranges, ([size], 0)]])
-    order = begins.argsort(kind="stable")
-    begins = begins[order]
-    reached = np.maximum.accumulate(np.concatenate(([0], ends[order][:-1])))
-    are_gaps = begins > reached
-    return reached[are_gaps].tolist(), begins[are_gaps].tolist()
+    starts, stops, reached = [], [], 0
+    for begin, end in sorted((begin, begin + length) for begins, length in (*ranges, ([size], 0)) for begin in begins):
+        if begin > reached:
+            starts.append(reached)
+            stops.append(begin)
+        reached = max(reached, end)
+    return starts, stops
 
 
 def read_manifest(container: Container) -> Manifest | None:

@@ -8,7 +8,7 @@ into runs of whole rows, so that its bytes still follow one another.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transaxle.errors import Faults
 from transaxle.formats.builtin_formats import DCP
@@ -32,9 +32,6 @@ from transaxle.formats.torch_file.draft import saved, surround
 from transaxle.formats.training_state.nesting import as_numbered, group_path
 from transaxle.formats.training_state.state import KeyPath, joined
 from transaxle.formats.training_state.state_groups import PARAMS, ParamGroup
-
-if TYPE_CHECKING:
-    pass
 
 _MOST_FLAT = 200_000
 """Cap on the flattened settings of single parameters; beyond it, only those of groups are written."""

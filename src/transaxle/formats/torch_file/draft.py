@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -30,9 +30,6 @@ from transaxle.formats.torch_file.stored_storage import STORAGE, item_bytes
 from transaxle.formats.torch_file.zip.layout import ALIGNMENT, ZipItem, ZipLayout, lay_out
 from transaxle.formats.training_state.nesting import Nesting, listed, nested
 from transaxle.formats.training_state.state_groups import KEPT, ParamGroup
-
-if TYPE_CHECKING:
-    pass
 
 _STEM, _ENDING = "pytorch_model", ".bin"
 _FOLDER = "archive"

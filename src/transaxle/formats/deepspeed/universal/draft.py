@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transaxle.errors import Faults, TransaxleError
 from transaxle.formats.catalog.catalog import Draft, Entry, Extent, Fragment, Spec
@@ -28,9 +28,6 @@ from transaxle.formats.pickled.descriptors import Global, Object, OrderedMap
 from transaxle.formats.storage.storage import is_plain
 from transaxle.formats.torch_file.draft import reference, surround
 from transaxle.formats.training_state.state import MEGATRON, OPTIMIZER
-
-if TYPE_CHECKING:
-    pass
 
 MODEL_FILES = (f"mp_rank_00{keys.MODEL_END}", f"zero_pp_rank_0_mp_rank_00{keys.MODEL_END}")
 _SETTLED = "0.19.8"
