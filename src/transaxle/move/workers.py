@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import cached_property
+from mmap import MAP_PRIVATE, mmap
 from typing import TypeVar, cast
 
 import msgspec
@@ -151,7 +152,8 @@ class Worker:
         self.batch = batch
         self._reader = reader
         self._stop = stop
-        self._memory = memoryview(bytearray(limit.block))
+        # Pages that nobody has written to take no memory: few blocks are as large as the largest may be.
+        self._memory = memoryview(mmap(-1, limit.block, MAP_PRIVATE))
         self._limit = limit
         self._lend: Callable[[str, int, int], Bytes] | None = getattr(reader, "lend", None)
 
