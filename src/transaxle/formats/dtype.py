@@ -89,9 +89,7 @@ def code_of(dtype: np.dtype) -> str:
 
 def stored_number(data: bytes, code: str) -> float:
     """Return the number that the bytes of one element mean, such as an optimizer's step; integers stay exact."""
-    import numpy as np
-
-    value: float = np.frombuffer(data, numpy_dtype(code))[0].item()
+    value: float = scalar(data, code).item()
     return value
 
 
