@@ -94,11 +94,10 @@ DYNAMIC = frozenset({"__init__.py", "cli/program.py", "formats/format.py"})
 a format its reader and its writer."""
 
 BANNED_NAMES = frozenset({"utils", "util", "helpers", "helper", "common", "misc"})
-MAX_LINES = 500
+MAX_LINES = 800
 
 MODULES = sorted(PACKAGE.rglob("*.py"))
 DEMO = "cli/demo.py"
-MAX_MODULES = 9
 SHARED_NAMES = frozenset({DOORWAY, "reader", "writer", "draft"})
 """Names that several files may have."""
 
@@ -329,22 +328,20 @@ def _circle(arrows: Mapping[str, Iterable[str]]) -> list[str]:
     return next((found for start in arrows if (found := walk(start, []))), [])
 
 
-def test_rooms_can_be_taken_in() -> None:
-    """At most nine modules a folder, and no file name twice: whoever searches for one finds one."""
-    counts = Counter(module.parent for module in MODULES if module.stem != DOORWAY)
-    crowded = {_where(folder): count for folder, count in counts.items() if count > MAX_MODULES}
+def test_file_names_are_unique() -> None:
+    """Whoever searches for a file by its name finds one."""
     names = Counter(module.name for module in MODULES if module.stem not in SHARED_NAMES)
-    assert (crowded, sorted(name for name, count in names.items() if count > 1)) == ({}, [])
+    assert sorted(name for name, count in names.items() if count > 1) == []
 
 
 def test_modules_are_in_order() -> None:
-    """Short, named after what is inside, and with a docstring that says why they exist."""
+    """A concept each, named after what is inside, and with a docstring that says why they exist."""
     faults = []
     for module in MODULES:
         where, text = _where(module), module.read_text("utf-8")
         lines = len(text.splitlines())
         if lines > MAX_LINES:
-            faults.append(f"{where}: {lines} lines: one noun per module")
+            faults.append(f"{where}: {lines} lines: more than one concept")
         if BANNED_NAMES & {part.strip("_") for part in Path(where).with_suffix("").parts}:
             faults.append(f"{where}: its name says nothing")
         private = module.stem.startswith("_") and not module.stem.startswith("__")
@@ -354,17 +351,6 @@ def test_modules_are_in_order() -> None:
 
 
 MAX_FUNCTION_LINES = 60
-MAX_PARAMETERS = 8
-KERNELS = "quant/kernels/"
-"""Programs for a GPU: what they take is what the hardware is given."""
-MANY_PARAMETERS = {
-    "cli/commands/convert.py:command": "click gives every option by its name",
-    "cli/commands/plan.py:command": "click gives every option by its name",
-    "engine/checkpoint/settings.py:settings": "what a user can say of a checkpoint, by keyword",
-    "nn/linear/grouped_linear.py:GroupedLinear.__init__": "those of the module that it stands for",
-    "nn/moe/moe.py:MoE.__init__": "the sizes and the choices of a layer, by keyword",
-}
-"""Functions that may take more, and why."""
 
 
 def _code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
@@ -373,12 +359,6 @@ def _code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     documented = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
     documentation = (first.end_lineno or 0) - first.lineno + 1 if documented else 0
     return (function.end_lineno or 0) - function.lineno + 1 - documentation
-
-
-def _parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Number of a function's parameters, without the object or class that it belongs to."""
-    taken = function.args
-    return sum(each.arg not in {"self", "cls"} for each in (*taken.posonlyargs, *taken.args, *taken.kwonlyargs))
 
 
 def _functions(node: ast.AST, path: str = "") -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
@@ -394,18 +374,15 @@ def _functions(node: ast.AST, path: str = "") -> Iterator[tuple[str, ast.Functio
 _NAMED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
-def test_functions_are_short_and_take_few_parameters() -> None:
+def test_functions_are_short() -> None:
     """Each reads as one thought; public verbs as: resolve, plan, run."""
-    long, greedy = {}, set()
-    for module in MODULES:
-        for name, function in _functions(ast.parse(module.read_text("utf-8"))):
-            where = f"{_where(module)}:{name}"
-            if _code_lines(function) > MAX_FUNCTION_LINES:
-                long[where] = _code_lines(function)
-            if _parameters(function) > MAX_PARAMETERS and not where.startswith(KERNELS):
-                greedy.add(where)
+    long = {
+        f"{_where(module)}:{name}": _code_lines(function)
+        for module in MODULES
+        for name, function in _functions(ast.parse(module.read_text("utf-8")))
+        if _code_lines(function) > MAX_FUNCTION_LINES
+    }
     assert long == {}
-    assert greedy == set(MANY_PARAMETERS)
 
 
 PRIMITIVES = {
