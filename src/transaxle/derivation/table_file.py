@@ -10,6 +10,7 @@ from pathlib import Path
 from transaxle.arguments import EVERYTHING, Overwrite, PathLike, read_overwrite, read_path
 from transaxle.axes.inheritance.statement import BLOCK, DIALECT, FAMILY
 from transaxle.errors import refuse
+from transaxle.formats.staging.access import opened_draft
 from transaxle.formats.staging.syscalls import rename_new
 from transaxle.formats.storage.os_errors import failed
 
@@ -68,7 +69,8 @@ def write_table(text: str, path: PathLike, *, overwrite: Overwrite = False) -> N
     target = Path(os.path.realpath(path))
     partial = target.with_name(f".{target.name}.transaxle-partial")
     try:
-        partial.write_text(text, "utf-8")
+        with opened_draft(partial, target) as file:
+            file.write(text.encode())
         if overwrite:
             partial.replace(target)
         else:

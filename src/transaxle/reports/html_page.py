@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from transaxle.errors import refuse, shortened
+from transaxle.formats.staging.access import opened_draft
 from transaxle.formats.storage.os_errors import failed
 
 MARK = b"<!doctype html><!-- a report of transaxle -->"
@@ -294,7 +295,7 @@ def write_page(html: bytes, path: str, *, overwrite: bool) -> None:
     target = Path(path)
     draft = target.with_name(f".{target.name[:64]}.{os.getpid()}.part")
     try:
-        with draft.open("xb") as file:
+        with opened_draft(draft, target) as file:
             file.write(html)
         draft.replace(target)
     except OSError as error:

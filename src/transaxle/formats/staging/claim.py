@@ -25,11 +25,13 @@ class Claim:
     Args:
         path: the hidden folder.
         typed: the target as the user typed it, for errors.
+        mode: of the folder where it is created, less what the umask takes away.
     """
 
-    def __init__(self, path: Path, typed: str) -> None:
+    def __init__(self, path: Path, typed: str, mode: int = 0o777) -> None:
         self._path = path
         self._typed = typed
+        self._mode = mode
         self._fd: int | None = None
         self._pid = os.getpid()
 
@@ -50,7 +52,7 @@ class Claim:
         """
         try:
             while True:
-                created = _mkdir(self._path)
+                created = _mkdir(self._path, self._mode)
                 try:
                     fd = os.open(self._path, FOLDER)
                 except FileNotFoundError:
@@ -159,10 +161,10 @@ def opened(folder: Path) -> Iterator[int]:
         os.close(fd)
 
 
-def _mkdir(path: Path) -> bool:
+def _mkdir(path: Path, mode: int) -> bool:
     """Make a folder; False if it is there already."""
     try:
-        path.mkdir()
+        path.mkdir(mode)
     except FileExistsError:
         return False
     return True

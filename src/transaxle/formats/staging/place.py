@@ -125,6 +125,11 @@ class TargetPlace:
             raise failed(error, "putting the previous checkpoint back", str(self.old)) from error
 
     @property
+    def replaced(self) -> Path | None:
+        """What a commit would replace; None where nothing is there."""
+        return next((path for path in (self.target, self.old) if os.path.lexists(path)), None)
+
+    @property
     def moved_aside(self) -> bool:
         """Whether `recover` has something to put back."""
         return os.path.lexists(self.old) and not os.path.lexists(self.target)
@@ -163,7 +168,7 @@ class TargetPlace:
         """Move the finished work to the target. A replaced folder is in a hidden neighbour afterwards; see `sweep`.
 
         Args:
-            work: `partial`, or the one file in it.
+            work: `partial`, or the one file in it, with the access of what it replaces.
 
         Raises:
             UsageError: EXISTS if the target appeared in the meantime.

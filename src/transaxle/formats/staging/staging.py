@@ -22,6 +22,7 @@ from typing import Literal, Self
 from transaxle.arguments import Overwrite
 from transaxle.errors import refuse
 from transaxle.formats.catalog.sidecar_files import SCRATCH
+from transaxle.formats.staging.access import PRIVATE_FILE, PRIVATE_FOLDER, give_alike, is_empty
 from transaxle.formats.staging.belongings import several_files
 from transaxle.formats.staging.claim import Claim, lock, opened
 from transaxle.formats.staging.leftovers import leftover_at
@@ -66,7 +67,10 @@ class Staging:
         self._unsynced: set[str] = set()
         self._unsynced_lock = Lock()
         self._handles = Handles(self._reopen, self._close)
-        self._claim = Claim(self._place.partial, self._place.typed)
+        replaced = self._place.replaced
+        self._folder_mode = 0o777 if replaced is None else PRIVATE_FOLDER
+        self._file_mode = 0o666 if replaced is None or is_empty(replaced) else PRIVATE_FILE
+        self._claim = Claim(self._place.partial, self._place.typed, self._folder_mode)
         self.found: tuple[str, ...] = ()
         """What a killed run had left beside the target, and what became of it."""
         self._given_up = False
@@ -116,6 +120,8 @@ class Staging:
         try:
             with _as_storage_error(_MAKING, str(self.path)):
                 created = self._claim.take(unlocked=self._resume)
+                if not created and self._folder_mode == PRIVATE_FOLDER:
+                    self.path.chmod(PRIVATE_FOLDER)
                 self.found = self._left(created=created)
                 self._place.recover()
                 self._place.check(
@@ -288,12 +294,16 @@ class Staging:
                     raise refuse("IO", f"the file should have {size} bytes; another program has changed it", file=file)
         with _as_storage_error("removing the journal", str(self.scratch)):
             shutil.rmtree(self.scratch)
+        finished = self._path(next(iter(self._sizes))) if self.single else self.path
+        if os.path.lexists(self._place.target):
+            with _as_storage_error("giving it the access of what it replaces", self._place.typed):
+                give_alike(finished, self._place.target)
         if self._sync:
             for folder in sorted(folders, reverse=True):
                 make_durable(folder)
         # An exchange turns the old target into the hidden folder: the lock protects it until it is swept.
         with _locked_if_there(self._place.target):
-            self._place.publish(self._path(next(iter(self._sizes))) if self.single else self.path)
+            self._place.publish(finished)
             if self._sync:
                 make_durable(self.path.parent)
             self._place.sweep()
@@ -312,7 +322,7 @@ class Staging:
         with _as_storage_error(f"creating it with {size} bytes", name):
             path.parent.mkdir(parents=True, exist_ok=True)
             reused = path.is_file() and path.lstat().st_size == size and name not in self._sizes
-            fd = os.open(path, _CREATE | (0 if reused else os.O_TRUNC), 0o666)
+            fd = os.open(path, _CREATE | (0 if reused else os.O_TRUNC), self._file_mode)
             try:
                 if size:
                     reserve(fd, size)
