@@ -112,3 +112,13 @@ def test_a_source_may_have_another_config_than_its_manifest_says(tmp_path: Path)
 def test_item_3_workers_are_verified_afterwards(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"call tx\.verify\(src, dst\)"):
         tx.convert(tmp_path / "ck", tmp_path / "out", to="torchtitan", on="torchrun", verify=True)
+
+
+@pytest.mark.parametrize(
+    "options", [{"decode": "bf16"}, {"decode": "bf16", "only": "*.0.*"}, {"dtype": "fp32"}], ids=str
+)
+@pytest.mark.parametrize("to", ["hf", "transformers", "safetensors:megatron", "safetensors:identity"])
+def test_one_file_of_quantized_weights_is_read_back(options: dict[str, Any], to: str, tmp_path: Path) -> None:
+    """The source's config says what is encoded in the source, not in the result."""
+    quantized.store(tmp_path / "fp8", quantized.llama(d=128, f=128, g=1, r=1, head=128, layers=2))
+    assert tx.convert(tmp_path / "fp8", tmp_path / "out.safetensors", to=to, verify=True, **options).verification

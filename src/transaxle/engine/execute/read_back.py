@@ -9,22 +9,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from transaxle.engine.checkpoint.checkpoint import open_checkpoint
 from transaxle.engine.compare.compare import compare
-from transaxle.engine.compare.pair import of_second
 from transaxle.engine.compare.verification import Verification, has_hashes, verify
 from transaxle.engine.execute.resume_check import reproduced
 from transaxle.engine.plan.conversion import Prepared
 from transaxle.errors import Refusal, Where, gathered
+from transaxle.formats.registry import is_one_file
 from transaxle.move.workers import Limits, Progress, limits, unwatched
 
 _OF_FILES = ("format", "optimizer")
 """Options of reading that say which of a source's files and tensors are read."""
 _DAMAGED = "What was written has the same bytes: convert an intact copy. If they are meant, delete the old manifest."
-_OF_SOURCE = ("decode", "lenient")
-"""Options of reading the source that do not hold for what was made of it, beside those that never hold for a second."""
+_OF_RESULT = ("config", "axes", "rules")
+"""Options of reading the source that say what the model is, and so hold for what was made of it."""
 Watching = Callable[[int, str], AbstractContextManager[Progress]]
 """Gives what is told the bytes of a task, by their number and the task's name."""
 
@@ -53,8 +54,7 @@ def read_back(
         watching: shows progress.
     """
     damaged = () if source is None else _damaged(source, reading, limit, watching)
-    own = {name: value for name, value in of_second(reading).items() if name not in _OF_SOURCE}
-    with open_checkpoint(target, **own) as written:
+    with open_checkpoint(target, **_result(prepared, target, reading)) as written:
         with watching(written.container.nbytes, "verifying") as progress:
             found = verify(written, limit, progress)
         found = replace(found, problems=(*found.problems, *damaged))
@@ -62,6 +62,20 @@ def read_back(
             if prepared.plan.band:
                 return replace(found, comparison=reproduced(prepared, written, limit, progress))
             return replace(found, comparison=compare(prepared.checkpoint, written, limit=limit, progress=progress))
+
+
+def _result(prepared: Prepared, target: str, reading: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that open what was written as what the plan says it is.
+
+    A folder says so itself, by its manifest and its config. One file does not: its names alone may fit several tables.
+    """
+    said = {name: reading[name] for name in _OF_RESULT if reading.get(name)}
+    plan = prepared.plan
+    if plan.family is None or not is_one_file(target) or Path(target).is_dir():
+        return said
+    axes = {**plan.axes, **said.get("axes", {})}
+    config = prepared.checkpoint.config or None
+    return {**said, "family": plan.family, "dialect": plan.dialect, "config": config, "axes": axes}
 
 
 def _damaged(source: str, reading: Mapping[str, Any], limit: Limits, watching: Watching) -> tuple[Refusal, ...]:

@@ -184,7 +184,8 @@ def test_replicas_that_differ_are_refused_by_name(copied: Callable[[str], Path],
     with tx.open(source, average=True) as mean:
         assert mean[name].tobytes() == expected.tobytes()
         assert all(tensor.tobytes() == before[each].tobytes() for each, tensor in mean.items() if each != name)
-    report = tx.convert(source, tmp_path / "mean", to="deepspeed-universal", average=True, sync=False)
+    report = tx.convert(source, tmp_path / "mean", to="deepspeed-universal", average=True, sync=False, verify=True)
+    assert report.verification
     assert [(one.what.name, one.what.action) for one in report.recoded] == [(name, "averaged")]
     assert report.recoded[0].error.max == pytest.approx(0.5, abs=1e-6)
     with tx.open(tmp_path / "mean") as written:
