@@ -253,7 +253,8 @@ def convert(
         to: `FORMAT[:DIALECT]`; `hf` is short for `safetensors:hf`.
         overwrite: replace the checkpoint at `dst`; it stays readable until the new one is complete. If its folder
             contains anything else, True refuses, and `"everything"` removes that too.
-        resume: continue an interrupted run; a `dst` that is already the expected result stays as it is.
+        resume: keep finished work if interrupted, and continue it; a `dst` that is already the expected result stays as
+            it is. Without it, unfinished work beside `dst` is refused, and with `overwrite` deleted.
         sync: sync everything to disk before `dst` appears.
         verify: read the result back, check it against its manifest and compare it with `src`, and `src` with its own
             manifest if it has one; the report has the verification.

@@ -189,7 +189,7 @@ _WRITING = (
     overwriting("checkpoint",
                 "Replace the checkpoint at DST once the new one is complete; `=everything` also deletes the other "
                 "files in its folder."),
-    click.option("--resume", is_flag=True, help="Continue an interrupted conversion."),
+    click.option("--resume", is_flag=True, help="Keep finished work if interrupted, and continue it."),
     click.option("--verify", "check", is_flag=True,
                  help="Read the result back and compare it with SRC; check both against their manifests."),
     click.option("--no-sync", is_flag=True, help="Do not wait until everything is on disk."),

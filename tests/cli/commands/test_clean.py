@@ -52,9 +52,14 @@ def locked(folder: Path) -> Iterator[None]:
 
 def test_the_next_run_names_what_was_left(ck: Path, transaxle: Transaxle, monkeypatch: pytest.MonkeyPatch) -> None:
     killed(monkeypatch, transaxle)
+    before = {path: path.read_bytes() for path in Path(PARTIAL).rglob("*") if path.is_file()}
     outcome = transaxle(*CONVERT)
+    assert outcome.code == USAGE
+    assert "beside the target is unfinished work: " in outcome.err
+    assert "--resume" in outcome.err
+    assert {path: path.read_bytes() for path in Path(PARTIAL).rglob("*") if path.is_file()} == before
+    outcome = transaxle(*CONVERT, "--overwrite")
     assert outcome.code == 0
-    assert outcome.err.count("\n") == 1
     assert f"{PARTIAL}, left by a killed run (unfinished work: " in outcome.err
     assert "tensors are written, --resume continues it), was removed" in outcome.err
     shutil.rmtree("out")

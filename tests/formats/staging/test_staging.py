@@ -581,6 +581,21 @@ def test_a_run_that_does_not_resume_begins_anew(target: Path) -> None:
     assert held(target) == {A: bytes(len(NEW[A]))}
 
 
+@pytest.mark.parametrize("journal", ["head\na tensor", "head\na tensor\nanother\n"])
+def test_finished_work_is_kept_unless_the_user_says_otherwise(target: Path, journal: str) -> None:
+    interrupted(target, journal=journal)
+    before = held(target.parent)
+    for refused in (lambda: Staging(target).look({}, {}), lambda: Staging(target).__enter__()):
+        with pytest.raises(UsageError) as caught:
+            refused()
+        assert caught.value.code == "EXISTS"
+        assert "--resume" in caught.value.hint
+        assert f"transaxle clean {target}" in caught.value.hint
+        assert held(target.parent) == before
+    committed(target, overwrite=True)
+    assert only(target, TARGET)
+
+
 def test_a_replaced_checkpoint_is_not_taken_for_a_beginning(target: Path) -> None:
     """A run died after the exchange, before the old checkpoint was removed: the hidden folder has no marker."""
     put(target.with_name(f".{TARGET}.transaxle-partial"), NEW)

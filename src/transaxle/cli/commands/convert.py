@@ -59,9 +59,9 @@ if TYPE_CHECKING:
     checkpoint (notes, adapters, a repository), the conversion is refused and lists them. --overwrite=everything
     deletes them too.
 
-    --resume continues an interrupted conversion, and can itself be interrupted and resumed. If there is nothing to
-    continue it starts from the beginning. Unfinished work with other options or from another source is refused, and
-    left as it is.
+    --resume keeps finished work if it is interrupted, and continues it. If there is nothing to continue it starts from
+    the beginning. Unfinished work with other options or from another source is refused, and left as it is. Without
+    --resume unfinished work beside DST is refused, too: `transaxle clean` removes it, or --overwrite.
 
     --report FILE writes an HTML page of what was done, or, if it is refused, of every reason against it.""",
 )

@@ -134,7 +134,6 @@ def leftover_at(path: Path, target: Path) -> Leftover:
     """
     target_exists = os.path.lexists(target)
     scratch = path / SCRATCH
-    written = _count_written(scratch / JOURNAL)
     if path.name.endswith(OLD):
         description = (
             "the checkpoint that was replaced" if target_exists else f"the checkpoint that was at {target}, moved aside"
@@ -145,13 +144,23 @@ def leftover_at(path: Path, target: Path) -> Leftover:
             if any(path.iterdir())
             else "empty"
         )
-    elif written:
-        description = f"unfinished work: {written:,} tensors are written, --resume continues it"
-    elif done := _count_done(scratch / ITEMS):
-        description = f"unfinished work: {done:,} work items are done, --resume continues it"
+    elif finished := finished_in(scratch):
+        description = f"unfinished work: {finished}, --resume continues it"
     else:
         description = "unfinished work, hardly begun"
     return Leftover(str(path), str(target), description, _size(path))
+
+
+def finished_in(scratch: Path) -> str:
+    """Say how much of unfinished work is finished, and could be continued; empty where nothing is.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    if written := _count_written(scratch / JOURNAL):
+        return f"{written:,} tensors are written"
+    done = _count_done(scratch / ITEMS)
+    return f"{done:,} work items are done" if done else ""
 
 
 def _count_written(journal: Path) -> int:

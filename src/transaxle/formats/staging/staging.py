@@ -2,14 +2,15 @@
 
 Everything is written to a hidden folder next to the target. Committing makes it durable (files, folders, and the rename
 itself) and renames it in one step. A process that dies at any point leaves the target as it was; a run that resumes
-continues the hidden folder, any other run removes it. The hidden name is always the same, so nothing piles up, and its
-lock keeps two runs apart.
+continues the hidden folder, and any other is refused where something in it is finished, unless it overwrites. The
+hidden name is always the same, so nothing piles up, and its lock keeps two runs apart.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import shlex
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -25,7 +26,7 @@ from transaxle.formats.catalog.sidecar_files import SCRATCH
 from transaxle.formats.staging.access import PRIVATE_FILE, PRIVATE_FOLDER, give_alike, is_empty
 from transaxle.formats.staging.belongings import several_files
 from transaxle.formats.staging.claim import Claim, lock, opened
-from transaxle.formats.staging.leftovers import leftover_at
+from transaxle.formats.staging.leftovers import finished_in, leftover_at
 from transaxle.formats.staging.place import TargetPlace, make_durable
 from transaxle.formats.staging.syscalls import reserve
 from transaxle.formats.storage.compiled import StepBatch
@@ -62,6 +63,7 @@ class Staging:
     ) -> None:
         self._place = TargetPlace(target, overwrite=overwrite)
         self._resume = resume
+        self._overwrite = overwrite
         self._sync = sync
         self._sizes: dict[str, int] = {}
         self._unsynced: set[str] = set()
@@ -110,6 +112,7 @@ class Staging:
         self._place.foresee()
         with _as_storage_error(_MAKING, str(self.path)):
             self._claim.look(unlocked=self._resume)
+            self._refuse_unfinished()
             self._place.check_writable()
         with _as_storage_error("looking up the free space", str(self.path)):
             freed = sum(path.lstat().st_blocks * 512 for path in self.path.rglob("*"))
@@ -123,6 +126,7 @@ class Staging:
                 if not created and self._folder_mode == PRIVATE_FOLDER:
                     self.path.chmod(PRIVATE_FOLDER)
                 self.found = self._left(created=created)
+                self._refuse_unfinished()
                 self._place.recover()
                 self._place.check(
                     "" if created else f" {self.path} was left by another run: transaxle clean removes it."
@@ -136,6 +140,15 @@ class Staging:
             self._claim.release()
             raise
         return self
+
+    def _refuse_unfinished(self) -> None:
+        """Refuse to throw away what another run has finished, unless the user says so."""
+        finished = "" if self._resume or self._overwrite else finished_in(self.scratch)
+        if finished:
+            clean = f"transaxle clean {shlex.quote(self._place.typed)}"
+            hint = f"Continue it with --resume (resume=True), or remove it:  {clean}"
+            message = f"beside the target is unfinished work: {finished}"
+            raise refuse("EXISTS", message, file=self._place.typed, hint=hint)
 
     def _left(self, *, created: bool) -> tuple[str, ...]:
         """Describe the leftovers of an earlier run, before they are put back, continued or removed."""
