@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import textwrap
 from collections.abc import Callable
@@ -291,3 +292,29 @@ def test_a_broken_family_is_named(
 def test_the_guides_are_what_is_tested() -> None:
     assert len(_blocks(GUIDE, "python")) == len(_blocks(GUIDE, "toml")) == 2
     assert textwrap.dedent(_blocks(TOY, "text")[0]).startswith("family toy")
+
+
+ENDS = {
+    "SystemExit": "raise SystemExit(0)",
+    "a class of its own": "class Stop(BaseException): ...\nraise Stop('enough')",
+    "sys.exit": "import sys\nprint('{}')\nsys.exit('over')",
+}
+
+
+@pytest.mark.parametrize("code", ENDS.values(), ids=ENDS)
+def test_a_package_that_ends_the_program_is_named(code: str, site: Path, program: Program, tmp_path: Path) -> None:
+    """When it is imported, when its reader is, and when that reads; what it prints is in nobody's way."""
+    (tmp_path / "x.tiny").write_bytes(b"")
+    inside = textwrap.indent(f"print('read')\n{code}", "    ")
+    for number, (record, reader) in enumerate((
+        (code, ""), (_torch(one_file=(".tiny",), reader="late:open_it"), code),
+        (_torch(one_file=(".tiny",), reader="late:open_it"), f"def open_it(*_, **__):\n{inside}"),
+    )):  # fmt: skip
+        if number == 0:
+            install(site, "ending", f"[transaxle.formats]\n{_POINT}\n", {"broken.py": record, "late.py": reader})
+        (site / "broken.py").write_text(record, "utf-8")
+        (site / "late.py").write_text(reader, "utf-8")
+        outcome = program("ls", "x.tiny", "--format", "tiny", "--json")
+        assert outcome.code == REFUSED
+        assert [each["code"] for each in json.loads(outcome.out)["error"]["refusals"]] == ["UNSUPPORTED"]
+        assert "ending 1.0" in outcome.out

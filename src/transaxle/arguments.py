@@ -58,6 +58,8 @@ _SHORT_NAMES = {
 """Floating-point types, by each of their names in lower case -> the short name."""
 _TAKEN: dict[str, tuple[str, ...]] = {}
 """All arguments of the functions that `shows` is put on, by the function's name: one of them may be meant."""
+_DIGITS = 9
+"""Digits of the largest number of a job."""
 _LONGEST_VALUE = 80
 """Characters of a wrong value that an error shows."""
 _LISTED = 5
@@ -146,6 +148,23 @@ def _needs_keyword(function: str, given: object, keywords: Sequence[str]) -> str
         return f"{function}() takes {text} only with its keyword: {keywords[0]}={text}"
     listed = f"{', '.join(keywords[:_LISTED])}{', …' if len(keywords) > _LISTED else ''}"
     return f"{function}() takes {text} only with its keyword, which is one of {listed}"
+
+
+def read_number_of_job(name: str, default: int | None = None) -> int:
+    """Return a number that a launcher such as torchrun has put into an environment variable.
+
+    Args:
+        name: of the variable, `RANK`.
+        default: what holds where it is not there; None: it must be.
+
+    Raises:
+        UsageError: AMBIGUOUS where it is no number of a job.
+    """
+    text = os.environ.get(name, "" if default is None else str(default))
+    if not (text.isascii() and text.isdigit() and len(text) <= _DIGITS):
+        message = f"the environment variable {name} is {text!r}, which is no number of a job's ranks"
+        raise refuse("AMBIGUOUS", message, hint=f"Unset {name}, or start the job with torchrun, which sets it.")
+    return int(text)
 
 
 def read_path(argument: str, given: object) -> str:

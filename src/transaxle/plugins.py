@@ -6,7 +6,9 @@ nothing that ships with Transaxle answers.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, redirect_stdout
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -33,8 +35,11 @@ class Plugin:
             Refused: UNSUPPORTED where that cannot be imported.
         """
         try:
-            return self._load()
-        except Exception as error:
+            with aside():
+                return self._load()
+        except BaseException as error:
+            if is_users(error):
+                raise
             raise self.refusal("UNSUPPORTED", f"it cannot be imported: {error!r}") from error
 
     def refusal(self, code: Code, message: str) -> TransaxleError:
@@ -42,6 +47,16 @@ class Plugin:
         place = f"{self.package}, entry point {self.name} of {self.group}"
         hint = f"Repair or remove the package {self.package.partition(' ')[0]}."
         return refuse(code, f"{place}: {message}", hint=hint)
+
+
+def is_users(error: BaseException) -> bool:
+    """Tell whether what installed code has raised is the user's doing, or the machine's; anything else is its own."""
+    return isinstance(error, KeyboardInterrupt | GeneratorExit | MemoryError)
+
+
+def aside() -> AbstractContextManager[object]:
+    """Let what installed code prints appear beside the result, which a program may read."""
+    return redirect_stdout(sys.stderr)
 
 
 @cache

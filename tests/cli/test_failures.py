@@ -476,3 +476,60 @@ def test_paths_that_cannot_be_examined_are_errors_like_others(ck: Path, transaxl
         outcome = transaxle(*said, "--json") if said[0] != "derive" else transaxle(*said)
         assert outcome.code == MACHINE
         assert outcome.codes == ["IO"] if said[0] != "derive" else "IO  xxx" in outcome.err
+
+
+NOT_UTF8 = os.fsdecode(b"ck\xff\xfe")
+
+
+def test_paths_that_are_not_utf8(tmp_path: Path, transaxle: Transaxle) -> None:
+    source, adapter = tiny(tmp_path / NOT_UTF8), tmp_path / os.fsdecode(b"lora\xe9")
+    for number, words in enumerate([(), ("--json",), ("--resume",), ("--verify",)]):
+        assert transaxle("convert", source, tmp_path / f"out-{number}", "--to", "hf", *words).code == 0
+        assert (
+            transaxle("convert", source, tmp_path / f"{NOT_UTF8}-{number}", "--to", "dcp:torchtitan", *words).code == 0
+        )
+    for words in (("ls",), ("info", "--json"), ("verify",), ("report", "-o", tmp_path / "page.html"), ("clean",)):
+        assert transaxle(words[0], source, *words[1:]).code == 0
+    assert transaxle("convert", source, tmp_path / "lora", "--to", "hf", "--merge", adapter).code == MACHINE
+    for words in (("--on", "ray"), ("--on", "torchrun")):
+        outcome = transaxle("convert", source, tmp_path / "several", "--to", "hf", *words, "--json")
+        assert outcome.code == REFUSED
+        assert outcome.codes == ["UNSUPPORTED"]
+    assert not (tmp_path / "several").exists()
+
+
+@pytest.mark.parametrize("rank", ["../../x", "", "-1", "1.5", "1" * 30, os.fsdecode(b"\xff"), "²"])
+def test_numbers_of_a_job_that_are_none(
+    rank: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transaxle: Transaxle
+) -> None:
+    """They come from the environment, and would become parts of paths."""
+    source = tiny(tmp_path / "deep" / "er" / "ck")
+    monkeypatch.setenv("RANK", rank)
+    before = sorted(tmp_path.rglob("*"))
+    traced = transaxle("verify", source, "--profile", source.parent / "trace.json", "--json")
+    assert traced.code == USAGE
+    assert traced.codes == ["AMBIGUOUS"]
+    for name, value in {"WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert transaxle("convert", source, tmp_path / "out", "--to", "hf", "--on", "torchrun").code == USAGE
+    monkeypatch.setenv("RANK", "1")  # of one
+    assert transaxle("convert", source, tmp_path / "out", "--to", "hf", "--on", "torchrun").code == USAGE
+    assert sorted(tmp_path.rglob("*")) == before
+    assert transaxle("verify", source).code == 0
+
+
+@pytest.mark.parametrize("to", ["safetensors", "torch", "dcp", "torch_dist"])
+def test_too_many_files(to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transaxle: Transaxle) -> None:
+    monkeypatch.setattr("transaxle.formats.shards.MOST_FILES", 10)
+    source = tiny(tmp_path / "ck")
+    outcome = transaxle("convert", source, tmp_path / "out", "--to", f"{to}:megatron", "--shard-size", "1", "--json")
+    assert outcome.code == USAGE
+    assert outcome.codes == ["AMBIGUOUS"]
+    (refusal,) = outcome.json["error"]["refusals"]
+    assert "files; at most 10 are written" in refusal["message"]
+    said = re.search(r"--shard-size (\S+)", refusal["hint"])
+    assert said is not None
+    monkeypatch.setattr("transaxle.formats.shards.MOST_FILES", 1000)
+    assert not (tmp_path / "out").exists()
+    outcome = transaxle("convert", source, tmp_path / "out", "--to", f"{to}:megatron", "--shard-size", said[1])
+    assert outcome.code == 0

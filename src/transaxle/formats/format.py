@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from transaxle.errors import TransaxleError, refuse
+from transaxle.plugins import aside, is_users
 
 if TYPE_CHECKING:
     from transaxle.formats.catalog.catalog import Container, Draft
@@ -148,11 +149,12 @@ class Format:
             file: what it reads.
         """
         try:
-            yield
-        except (TransaxleError, MemoryError):
+            with aside() if self.package else nullcontext():
+                yield
+        except TransaxleError:
             raise
-        except Exception as error:
-            if not self.package:
+        except BaseException as error:
+            if not self.package or is_users(error):
                 raise
             message = f"format {self.name} of the package {self.package}: {what} failed: {error!r}"
             hint = f"This is a bug of {self.package}, which should say what is wrong: tell its authors."
@@ -176,9 +178,10 @@ class Format:
 
     def _imported(self, where: str) -> Any:
         try:
-            return imported(where)
-        except Exception as error:
-            if not self.package:
+            with aside() if self.package else nullcontext():
+                return imported(where)
+        except BaseException as error:
+            if not self.package or is_users(error):
                 raise  # one of our own modules: that is a bug, and no refusal
             message = f"format {self.name} of the package {self.package}: {where} cannot be imported: {error!r}"
             raise refuse("UNSUPPORTED", message, hint=f"Repair the package, or remove {self.package}.") from error

@@ -22,6 +22,10 @@ from transaxle.formats.format import INDEX
 from transaxle.formats.storage.storage import Storage, is_plain
 from transaxle.formats.training_state.state import OPTIMIZER
 
+MOST_FILES = 10_000
+"""Cap on the files of one checkpoint: names count them with five digits, and a terabyte in files of 5 GB has 200."""
+_MANY = 100
+"""Files that a refusal of too many suggests at least; fewer than ten times as many."""
 WEIGHT_MAP = "weight_map"
 """Tensor name -> name of the shard that holds it."""
 INDEX_METADATA = "metadata"
@@ -305,6 +309,8 @@ def _lay_out(
     form: str, stem: str, ending: str, sized: Sequence[Sized], shard_size: int | None, lay_out_file: FileLayout
 ) -> Draft:
     shards = split(sized, shard_size)
+    if shard_size is not None:
+        refuse_many(len(shards), sum(size for _, size in sized), shard_size)
     entries: dict[str, Entry] = {}
     files: dict[str, int] = {}
     fragments: list[Fragment] = []
@@ -328,6 +334,29 @@ def has_state(names: Iterable[str]) -> bool:
     """Tell whether some names are those of an optimizer's state; very many are searched as one text."""
     listed = list(names)
     return OPTIMIZER in "".join(listed) and any(name.startswith(OPTIMIZER) for name in listed)
+
+
+def refuse_many(files: int, size: int, shard_size: int) -> None:
+    """Refuse a size of files that gives more of them than anybody wants: folders become slow, and hubs refuse them.
+
+    Args:
+        files: how many there would be.
+        size: bytes of all tensors.
+        shard_size: the size that the user gave.
+
+    Raises:
+        UsageError: AMBIGUOUS.
+    """
+    if files <= MOST_FILES:
+        return
+    power = len(str(size // _MANY)) - 1
+    unit = ("B", "KB", "MB", "GB", "TB", "PB")[power // 3]
+    sensible = f"{10 ** (power % 3)}{unit}"
+    given = f"files of {shard_size:,} bytes (--shard-size, shard_size=)"
+    message = f"{given} would be {files:,} files; at most {MOST_FILES:,} are written"
+    enough = f'--shard-size {sensible} (shard_size="{sensible}")'
+    hint = f"Give a larger size: {enough} makes some {-(-size // 10**power):,} files."
+    raise refuse("AMBIGUOUS", message, hint=hint)
 
 
 def split(sized: Sequence[Sized], shard_size: int | None) -> list[list[Sized]]:

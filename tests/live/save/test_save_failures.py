@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from torch.distributed._shard import sharded_tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -303,3 +304,17 @@ def test_what_happens_after_the_snapshot_never_reaches_the_files(tmp_path: Path,
     assert _holds(tmp_path / "run-0", OLD)
     assert _holds(tmp_path / "run-1", OLD)
     assert _holds(tmp_path / "run-2", NEW)
+
+
+def test_parts_without_a_mesh_are_refused(tmp_path: Path) -> None:
+    """Sharded state dicts of FSDP1 without a mesh: torch's own type, of which no operation is defined."""
+    held = torch.Tensor._make_wrapper_subclass(sharded_tensor.ShardedTensor, (4, 2))
+    for state in ({"a": held}, {"a": {"b": [held]}, "c": torch.ones(2)}):
+        for call in (tx.save, async_save):
+            with pytest.raises(TransaxleError) as caught:
+                call(state, tmp_path / "out", to="safetensors:identity")
+            assert caught.value.code == "UNSUPPORTED"
+            assert "device_mesh" in caught.value.hint
+        with pytest.raises(TransaxleError, match="says neither mesh nor dim"):
+            tx.load(state, tmp_path)
+    assert not list(tmp_path.iterdir())

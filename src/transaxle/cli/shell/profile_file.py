@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from transaxle.arguments import read_number_of_job
 from transaxle.errors import refuse
 from transaxle.formats.storage.os_errors import failed
 from transaxle.spans import recording
@@ -25,8 +25,8 @@ def profiled(typed: str) -> Iterator[None]:
         UsageError: EXISTS, before the block.
         StorageError: IO, NO_SPACE.
     """
-    rank = os.environ.get("RANK", "0")
-    path = Path(typed) if rank == "0" else Path(typed).with_suffix(f".rank{rank}{Path(typed).suffix}")
+    rank = read_number_of_job("RANK", 0)
+    path = Path(typed) if rank == 0 else Path(typed).with_suffix(f".rank{rank}{Path(typed).suffix}")
     try:
         file = path.open("x", encoding="utf-8")
     except FileExistsError:

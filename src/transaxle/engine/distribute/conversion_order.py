@@ -25,11 +25,12 @@ from transaxle.engine.checkpoint.checkpoint import open_checkpoint
 from transaxle.engine.checkpoint.settings import LONGEST_TABLE, model_config
 from transaxle.engine.plan.conversion import SHARD_SIZE, Prepared, make_plan
 from transaxle.engine.views.encode import Encode
+from transaxle.errors import refuse
 from transaxle.formats.remote.multipart import multipart
 from transaxle.formats.remote.service import Service
 from transaxle.formats.remote.url import local_path
 from transaxle.formats.storage.local import read_file
-from transaxle.formats.storage.storage import is_url
+from transaxle.formats.storage.storage import as_text, is_url
 
 _TEXTS = ("format", "family", "dialect", "weights", "optimizer", "average")
 """Options of `open_checkpoint` that are data as they are."""
@@ -101,6 +102,10 @@ def order(src: str, dst: str, to: str, reading: Mapping[str, Any], shaping: Mapp
         TransaxleError: what reading config and rules raises.
     """
     here = local_path(dst) if is_url(dst) else dst
+    for path in (src, dst, str(reading.get("merge") or "")):
+        if as_text(path) != path:
+            message = "its name is not UTF-8, and workers are told of paths as UTF-8"
+            raise refuse("UNSUPPORTED", message, file=path, hint="Rename it, or convert in this process: without --on.")
     if here is None:
         multipart(Service(dst))
     plain: dict[str, Any] = {name: reading[name] for name in _TEXTS if reading.get(name) is not None}

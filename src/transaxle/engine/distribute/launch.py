@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from transaxle.arguments import Overwrite, wrong_type
+from transaxle.arguments import Overwrite, read_number_of_job, wrong_type
 from transaxle.engine.distribute.conversion_order import ConversionOrder
 from transaxle.engine.distribute.driver import carry_out
 from transaxle.engine.distribute.executors.executor import Executor, Pool, Submitting
@@ -129,4 +128,4 @@ def is_torchrun(on: object) -> bool:
 
 def is_lead() -> bool:
     """Tell whether this process is the rank of a job that speaks for all, or in no job."""
-    return os.environ.get("RANK", "0") == "0"
+    return read_number_of_job("RANK", 0) == 0

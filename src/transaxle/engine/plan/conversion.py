@@ -38,7 +38,7 @@ from transaxle.formats.catalog.catalog import Draft, Entry, Extent, Spec
 from transaxle.formats.dtype import ITEM_BITS, nbytes
 from transaxle.formats.format import Format, uncollected
 from transaxle.formats.registry import builtin, get, writable
-from transaxle.formats.storage.storage import VirtualFiles, layer
+from transaxle.formats.storage.storage import VirtualFiles, as_text, layer
 from transaxle.formats.training_state.full_precision import with_full_precision
 from transaxle.formats.training_state.state import LEFT_BEHIND, MEGATRON, ROOT, RUN
 from transaxle.formats.training_state.state_groups import GROUPS
@@ -129,7 +129,7 @@ def make_plan(
     draft = draft.with_files({name: text for name, text in configs.items() if text is not None})
     reading = checkpoint.recognised if wanted != IDENTITY else None
     plan = Plan(
-        source=checkpoint.path,
+        source=as_text(checkpoint.path),
         source_format=checkpoint.format,
         format=form,
         family=reading.family.name if reading else checkpoint.family,

@@ -26,7 +26,7 @@ from transaxle.formats.dcp.written_chunks import (
     cut,
     metadata_of,
 )
-from transaxle.formats.dtype import code_of, logical
+from transaxle.formats.dtype import code_of, logical, nbytes
 from transaxle.formats.pickled.writer import write_pickle
 from transaxle.formats.torch_file.draft import saved, surround
 from transaxle.formats.training_state.nesting import as_numbered, group_path
@@ -62,7 +62,7 @@ def draft(
     torch_tensors = [as_torch_tensor(spec, path_of(spec.name), names_by_key, faults) for spec in tensors]
     if faults:
         raise faults.error()
-    files = DataFiles(shard_size)
+    files = DataFiles(shard_size, sum(nbytes(spec.dtype, spec.shape) for spec in tensors))
     entries: dict[str, Entry] = {}
     chunks: list[tuple[TorchTensor, list[PlacedChunk]]] = []
     for tensor in torch_tensors:

@@ -14,6 +14,7 @@ from transaxle.formats.dcp.metadata import DATA_FILE, Payload
 from transaxle.formats.dtype import PACKED, Shape, logical, nbytes
 from transaxle.formats.pickled.descriptors import CODES, DType, Global, Object
 from transaxle.formats.pickled.writer import Streamed
+from transaxle.formats.shards import refuse_many
 from transaxle.formats.torch_file.zip.layout import ALIGNMENT
 from transaxle.formats.training_state.state import KeyPath, joined
 
@@ -132,9 +133,15 @@ class DataFiles:
 
     Args:
         shard_size: bytes of tensors in one file; None: there is one file.
+        size: bytes of all tensors.
+
+    Raises:
+        UsageError: AMBIGUOUS where these would be too many files.
     """
 
-    def __init__(self, shard_size: int | None) -> None:
+    def __init__(self, shard_size: int | None, size: int) -> None:
+        if shard_size is not None:
+            refuse_many(-(-size // shard_size), size, shard_size)
         self.limit = LARGEST if shard_size is None else min(shard_size, LARGEST)
         """Bytes of a tensor that may go into one archive."""
         self._shard_size = shard_size

@@ -329,6 +329,11 @@ def unpinned(path: str) -> str:
     return path if match is None else match[1] + path[match.end() :]
 
 
+def as_text(path: str) -> str:
+    """Return a path as text that every file can hold: bytes that are not UTF-8 are escaped."""
+    return path.encode("utf-8", "backslashreplace").decode()
+
+
 def is_url(path: str) -> bool:
     """Tell whether a path is a URL, `scheme://…`."""
     return _URL.match(path) is not None

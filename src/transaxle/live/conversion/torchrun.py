@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import torch.distributed as dist
 
+from transaxle.arguments import read_number_of_job
 from transaxle.engine.distribute.conversion_order import ConversionOrder
 from transaxle.engine.distribute.driver import begin, commit, left_to_do, sizes_of, staged
 from transaxle.engine.distribute.item_work import do_item, finished_of, lent, let_go
@@ -33,6 +34,7 @@ from transaxle.move.journal import ItemResult, result_of
 if TYPE_CHECKING:
     from transaxle.formats.parts.shared_location import SharedStage
 
+_START = "Start it so:  torchrun --nproc-per-node 4 -m transaxle convert … --on torchrun."
 _PATIENCE = timedelta(days=1)
 """How long a rank without work waits for the others; one that dies is heard of at once."""
 
@@ -46,15 +48,32 @@ def _job() -> Iterator[World]:
     """
     met = dist.is_initialized()
     if not met and not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
-        hint = "Start it so:  torchrun --nproc-per-node 4 -m transaxle convert … --on torchrun."
-        raise refuse("AMBIGUOUS", "torchrun has not started this process", hint=hint)
+        raise refuse("AMBIGUOUS", "torchrun has not started this process", hint=_START)
     if not met:
-        dist.init_process_group("gloo", timeout=_PATIENCE)
+        _meet()
     try:
         yield World()
     finally:
         if not met:
             dist.destroy_process_group()
+
+
+def _meet() -> None:
+    """Let the ranks of a job meet.
+
+    Raises:
+        UsageError: AMBIGUOUS where the environment does not say which rank of how many this is.
+        StorageError: IO where they do not find each other.
+    """
+    rank, world = (read_number_of_job(name) for name in ("RANK", "WORLD_SIZE"))
+    read_number_of_job("MASTER_PORT")
+    if rank >= world:
+        raise refuse("AMBIGUOUS", f"RANK is {rank}, but there are {world} ranks (WORLD_SIZE)", hint=_START)
+    try:
+        dist.init_process_group("gloo", timeout=_PATIENCE)
+    except (RuntimeError, ValueError) as error:
+        reason = next(iter(str(error).splitlines()), "")
+        raise refuse("IO", f"the ranks of the job do not meet: {reason}", hint=_START) from error
 
 
 class _Lead:

@@ -33,6 +33,11 @@ from transaxle.torch_tensors.tp_shard import mark, mark_all, part_of
 State = nn.Module | Mapping[str, Any]
 """A model, or a state dict, nested or flat."""
 _SEPARATOR = "."
+_OLD_SHARDS = "torch.distributed._shard.sharded_tensor"
+_WITHOUT_SHARDS = (
+    "Give the model itself, also under FSDP1; or build it with FullyShardedDataParallel(…, device_mesh=…): then its "
+    "sharded state dict has DTensors."
+)
 _PLAIN_ONLY = "This module keeps its values in extra state: load and save the model before it is quantized."
 
 
@@ -177,6 +182,8 @@ def _strange(name: str, value: Any, *, of_module: bool) -> Refusal | None:
     """Return why an entry can be neither saved nor loaded; None where it can."""
     if is_lazy(value):
         message, hint = "it is a lazy parameter without a shape", "Run the model once first."
+    elif _is_of_old_shards(value):
+        message, hint = f"it is a {type(value).__name__}, which says neither mesh nor dim of its parts", _WITHOUT_SHARDS
     elif isinstance(value, torch.Tensor) and value.is_quantized:
         message, hint = (
             f"it has torch's own quantized type {value.dtype}",
@@ -187,6 +194,12 @@ def _strange(name: str, value: Any, *, of_module: bool) -> Refusal | None:
     else:
         return None
     return Refusal("UNSUPPORTED", message, Where(None, name), hint)
+
+
+def _is_of_old_shards(value: Any) -> bool:
+    """Tell whether an entry is what sharded state dicts had before DTensors: torch's own type, not Megatron's."""
+    module = sys.modules.get(_OLD_SHARDS)
+    return module is not None and isinstance(value, module.ShardedTensor)
 
 
 def _entries(model: nn.Module) -> dict[str, Any]:

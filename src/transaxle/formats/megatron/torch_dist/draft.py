@@ -33,7 +33,7 @@ from transaxle.formats.dcp.written_chunks import (
     cut,
     metadata_of,
 )
-from transaxle.formats.dtype import Shape, logical, stored_number
+from transaxle.formats.dtype import Shape, logical, nbytes, stored_number
 from transaxle.formats.megatron.iterations import BACKEND_FILE, COMMON_FILE, RELEASE, iteration_folder
 from transaxle.formats.megatron.torch_dist.written_state import common_state, counted, optimizer_settings, step_of
 from transaxle.formats.megatron.written_arguments import is_padded
@@ -101,7 +101,7 @@ def draft(
     if optimizer is not None:
         facts.setdefault("iteration", (run or {}).get(GLOBAL_STEPS) or step_of(optimizer))
     folder = RELEASE if optimizer is None else iteration_folder(facts["iteration"])
-    files = DataFiles(shard_size)
+    files = DataFiles(shard_size, sum(nbytes(spec.dtype, spec.shape) for spec in tensors))
     entries, chunks = _placed(tensors, cuts or {}, files, folder)
     objects = _states(shapes, files)
     fragments, sizes = files.finished()
