@@ -315,6 +315,4 @@ def test_parts_without_a_mesh_are_refused(tmp_path: Path) -> None:
                 call(state, tmp_path / "out", to="safetensors:identity")
             assert caught.value.code == "UNSUPPORTED"
             assert "device_mesh" in caught.value.hint
-        with pytest.raises(TransaxleError, match="says neither mesh nor dim"):
-            tx.load(state, tmp_path)
     assert not list(tmp_path.iterdir())
