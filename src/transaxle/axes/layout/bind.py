@@ -24,7 +24,7 @@ from transaxle.axes.layout.solve import Shape, solve
 from transaxle.axes.notation.expression import Expression
 from transaxle.axes.notation.family import Dialect, Family, Line, Sizes
 from transaxle.axes.notation.formula import Formula
-from transaxle.axes.notation.name import Numbering, skeleton, skeletons
+from transaxle.axes.notation.name import Numbering, own_names, skeleton, skeletons
 from transaxle.axes.notation.number_format import PLAIN, WORDS, words
 from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
 
@@ -70,6 +70,8 @@ class Bound(msgspec.Struct, frozen=True):
     """Stored names that the dialect has no line for."""
     encodings: Mapping[str, str] = msgspec.field(default_factory=dict)
     """Stored name -> its encoding, one of `number_format.WORDS`; names that are not in it are plain."""
+    own: Mapping[str, str] = msgspec.field(default_factory=dict)
+    """Stored name -> the name that is read, without wrappers inside it; empty where no name has any."""
 
 
 def _prefixes(names: Mapping[str, list[str]], dialect: Dialect) -> dict[str, int]:
@@ -89,6 +91,13 @@ def _prefixes(names: Mapping[str, list[str]], dialect: Dialect) -> dict[str, int
                     readable[sample[: start + 1]] += len(names_alike)
                     break
     return readable
+
+
+def without_wrappers(names: Iterable[str]) -> dict[str, str]:
+    """Return names without the segments of wrappers inside them, by stored name; empty where no name has any."""
+    parameters = {name: split_slot(name) for name in names}
+    own = own_names(dict.fromkeys(parameter for parameter, _ in parameters.values()))
+    return own and {name: join_slot(own[parameter], slot) for name, (parameter, slot) in parameters.items()}
 
 
 def group(names: Iterable[str]) -> dict[str, list[str]]:
@@ -159,8 +168,17 @@ def bind(
     Raises:
         UsageError: UNKNOWN_AXIS where an index cannot be told apart without the size of an axis; AMBIGUOUS where the
             config does not tell which of two lines a name is of.
+        Refused: NAME_COLLISION for two names that differ in wrappers alone.
     """
     encodings = encodings or {}
+    if own := without_wrappers(names):
+        stored_names = {inner: name for name, inner in own.items()}
+        if len(stored_names) < len(own):
+            raise _wrapped_alike(own, stored_names)
+        inner_stored = {own[name]: tensor for name, tensor in (stored or {}).items() if name in own}
+        inner_encodings = {own[name]: encoding for name, encoding in encodings.items() if name in own}
+        inner_bound = bind(tuple(stored_names), family, dialect, sizes, prefix, inner_encodings, inner_stored)
+        return _as_stored(inner_bound, stored_names, encodings)
     merged = _Merged(dialect, sizes, prefix)
     if not merged.lines:
         return _bound(names, family, dialect, sizes, prefix, encodings)
@@ -171,6 +189,36 @@ def bind(
         sizes = merged.sized(bound, stored or {}, postponed)
         return _bound(names, family, dialect, sizes, prefix, encodings)
     return structs.replace(bound, dialect=dialect)
+
+
+def _wrapped_alike(own: Mapping[str, str], stored_names: Mapping[str, str]) -> TransaxleError:
+    """Build the refusal of names that are one name without wrappers.
+
+    Args:
+        own: stored name -> name without wrappers.
+        stored_names: the other way round; of names that collide, the last.
+    """
+    message = "without the segments of wrappers it has the name of {}: {}"
+    hint = "Wrappers such as torch.compile add a segment to a name; keep all names with --to safetensors:identity."
+    return gathered(
+        Refusal("NAME_COLLISION", message.format(stored_names[inner], inner), Where(None, name), hint)
+        for name, inner in own.items()
+        if stored_names[inner] != name
+    )
+
+
+def _as_stored(bound: Bound, stored_names: Mapping[str, str], encodings: Mapping[str, str]) -> Bound:
+    """Return names that were read without wrappers, as they are stored."""
+    return structs.replace(
+        bound,
+        names={
+            key: {index: stored_names[name] for index, name in of_line.items()} for key, of_line in bound.names.items()
+        },
+        ignored=tuple(stored_names[name] for name in bound.ignored),
+        unknown=tuple(stored_names[name] for name in bound.unknown),
+        encodings=encodings,
+        own={name: inner for inner, name in stored_names.items()},
+    )
 
 
 def with_kept(bound: Bound, target: Dialect, sizes: Sizes, stored: Mapping[str, Stored]) -> Bound:

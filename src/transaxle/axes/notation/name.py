@@ -15,7 +15,8 @@ time.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache
 
 import msgspec
@@ -37,13 +38,60 @@ COMPILED, CHECKPOINTED, FSDP1 = "_orig_mod", "_checkpoint_wrapped_module", "_fsd
 """Attribute in which `torch.compile`, the checkpoint wrapper and FSDP1 keep the module they are around."""
 _WRAPPERS = frozenset({COMPILED, CHECKPOINTED, FSDP1})
 """Segments that torch's wrappers put into the names of a live model's parameters."""
-_OUTER = _WRAPPERS | {"module", "model", "_forward_module"}
+_PARALLEL = "module"
+"""Segment of DDP and of training loops. Modules may be called so, too: it is a wrapper where nothing is beside it."""
+_AROUND = _WRAPPERS | {_PARALLEL, "_forward_module"}
+_OUTER = _AROUND | {"model"}
 """Segments that may precede every name of a model without making it part of a larger one."""
+_MARKED = tuple(f"{segment}{_SEPARATOR}" for segment in (*sorted(_WRAPPERS), _PARALLEL))
 
 
 def own_name(name: str) -> str:
     """Return a name without the segments that torch's wrappers insert."""
     return _SEPARATOR.join(segment for segment in name.split(_SEPARATOR) if segment not in _WRAPPERS)
+
+
+def own_names(names: Iterable[str], *, outer: bool = False) -> dict[str, str]:
+    """Return names without the segments of wrappers inside them, by the names as they are; empty where none has any.
+
+    Args:
+        names: of parameters, each once.
+        outer: leave out what all of them begin with, too, which is a checkpoint's prefix.
+    """
+    listed = list(names)
+    text = _NEXT.join(listed)
+    if not any(mark in text for mark in _MARKED):
+        return {}
+    first = listed[0].split(_SEPARATOR)
+    depth = next((at for at, segment in enumerate(first) if segment not in _AROUND), 0)
+    prefix = "".join(f"{segment}{_SEPARATOR}" for segment in first[:depth])
+    while not all(name.startswith(prefix) for name in listed):
+        prefix = prefix[: prefix.rstrip(_SEPARATOR).rfind(_SEPARATOR) + 1]
+    bare = {name: own_name(name[len(prefix) :]) for name in listed}
+    alone = _places_of_module(bare.values())
+    if alone:
+        bare = {name: _without(inner, alone) for name, inner in bare.items()}
+    own = bare if outer else {name: prefix + inner for name, inner in bare.items()}
+    return own if any(name != inner for name, inner in own.items()) else {}
+
+
+def _places_of_module(names: Collection[str]) -> set[str]:
+    """Return what comes before `module` in some names, where no name has anything else there."""
+    if not any(f"{_PARALLEL}{_SEPARATOR}" in name for name in names):
+        return set()
+    beside: dict[str, set[str]] = defaultdict(set)
+    for name in names:
+        segments = name.split(_SEPARATOR)
+        for at, segment in enumerate(segments):
+            beside[_SEPARATOR.join(segments[:at])].add(segment)
+    return {place for place, segments in beside.items() if segments == {_PARALLEL}}
+
+
+def _without(name: str, places: Container[str]) -> str:
+    """Return a name without the segments that follow some places."""
+    segments = name.split(_SEPARATOR)
+    kept = (segment for at, segment in enumerate(segments) if _SEPARATOR.join(segments[:at]) not in places)
+    return _SEPARATOR.join(kept)
 
 
 def is_outer(prefix: str) -> bool:

@@ -75,7 +75,7 @@ def incomplete(holdings: Holdings, tied: Container[str]) -> list[Refusal]:
 def classifies(bound: Bound) -> bool:
     """Tell whether a model has another head, which its table does not know, in place of the one that makes tokens."""
     stored = (component for line, _ in bound.names for component in line.expression.components)
-    unknown = (name.removeprefix(bound.prefix) for name in bound.unknown)
+    unknown = (bound.own.get(name, name).removeprefix(bound.prefix) for name in bound.unknown)
     return not _IN_ITS_PLACE.isdisjoint(unknown) and HEAD.isdisjoint(stored)
 
 
@@ -119,7 +119,7 @@ def beyond(bound: Bound, sizes: Sizes) -> Iterator[Refusal]:
     numbers = [sizes.settings.get(key) for key in _AHEAD]
     ahead = max((number for number in numbers if isinstance(number, int)), default=0)
     for name in bound.unknown:
-        parameter = split_slot(name)[0]
+        parameter = split_slot(bound.own.get(name, name))[0]
         bare = parameter.removeprefix(bound.prefix)
         over = [
             (line, axis, index)

@@ -148,12 +148,15 @@ class _Translator:
         # What the target dialect has no line for is passed on unchanged, under its own name.
         kept_names = (*self.bound.unknown, *self.unplaced.names(self.checks, clean=not self.refusals))
         self.refuse(self.unplaced.refusals)
-        for name in kept_names:
+        for stored_name in kept_names:
+            name, tensor = self.bound.own.get(stored_name, stored_name), self.stored[stored_name]
             if name in built:
                 message = f"a tensor without a line in {self.target.label} has a name that this dialect writes"
-                self.refuse([Refusal("NAME_COLLISION", message, Where(None, name))])
-            form = self.recode(name, NumberFormat(self.stored[name].dtype, self.bound.encodings.get(name, PLAIN)))
-            built[name] = replace(unchanged(name, self.stored[name]), dtype=form.dtype, encoding=form.encoding)
+                self.refuse([Refusal("NAME_COLLISION", message, Where(None, stored_name))])
+            form = self.recode(name, NumberFormat(tensor.dtype, self.bound.encodings.get(stored_name, PLAIN)))
+            kept = unchanged(stored_name, tensor)
+            built[name] = replace(kept, name=name, dtype=form.dtype, encoding=form.encoding)
+        kept_names = tuple([self.bound.own.get(name, name) for name in kept_names])
         refusals = tuple(self.refusals.values())
         ignored, sizes = (*self.bound.ignored, *self.unplaced.empty), self.sizes.at({})
         return Translation(built, tuple(self.checks), kept_names, ignored, self._aliases(), refusals, sizes)

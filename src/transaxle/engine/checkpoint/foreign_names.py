@@ -39,7 +39,7 @@ def foreign(bound: Bound, config: Mapping[str, Any], target: Dialect, *, family_
     outer = is_outer(bound.prefix)
     nested = isinstance(text, Mapping) and top not in family.model_types and model_types(config) != []
     unknown = tuple(name for name in bound.unknown if split_slot(name)[1] == WEIGHT)
-    beside = bool(bound.prefix) and not all(name.startswith(bound.prefix) for name in unknown)
+    beside = bool(bound.prefix) and not all(bound.own.get(name, name).startswith(bound.prefix) for name in unknown)
     inside = nested or not outer or beside
     wrapped = inside and not family_given and not (outer and top in family.wrappers)
     known_model = not inside and (family_given or top in family.model_types)

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from transaxle.arguments import read_text
-from transaxle.axes.layout.bind import Bound, bind, group, refuse_headless, score, split_slot
+from transaxle.axes.layout.bind import Bound, bind, group, refuse_headless, score, split_slot, without_wrappers
 from transaxle.axes.notation.family import Dialect, Family, Sizes
 from transaxle.axes.notation.name import skeleton
 from transaxle.encodings.conventions.quantization import MODELOPT_CONFIG
@@ -49,6 +49,10 @@ _SAME: Mapping[str, tuple[str, ...]] = {
 """Keys of which one may say a size, beside others with a value of no meaning: transformers writes its defaults too."""
 _VOCABULARY, _ROWS = "vocab_size", "n"
 """Key of a config, and the axis in tables; rows beyond it are padding, which targets do not get."""
+_TORCHTUNE = re.compile(
+    r"(?:.+\.)?layers\.0\.(?:attn\.(?:q_proj|k_proj|v_proj|output_proj)\..+|(?:sa|mlp)_norm\.scale)"
+)
+"""Skeletons of names that only torchtune's models have."""
 ENGINES = frozenset({"vllm"})
 """Dialects of inference engines, which files have only where their names, the manifest or the user say so: some engines
 keep other contents under the names of the hub.
@@ -220,7 +224,8 @@ def recognise(
     Raises:
         UsageError: UNKNOWN_FAMILY or AMBIGUOUS, listing the candidates.
     """
-    grouped = group(split_slot(name)[0] for name in names)
+    own = without_wrappers(names)
+    grouped = group(split_slot(own.get(name, name))[0] for name in names)
     types = model_types(config)
     candidates = [pick_family(family, families)] if family is not None else families.of_types(types)
     if candidates:
@@ -229,6 +234,7 @@ def recognise(
         readings = _best_readings(families, grouped, dialect)
     most = max((r.matched for r in readings), default=0)
     if 2 * most < len(names):
+        _refuse_torchtune(grouped)
         refuse_headless(candidates, grouped, _ways(types))
     if not readings:
         raise _nothing(names, types, candidates, families, dialect)
@@ -245,6 +251,26 @@ def recognise(
         look = f"Its names look like {chosen.family.name}; if that is right:  --family {chosen.family.name}"
         raise _unknown_type(types, f"{look}\n{_ways(types)}")
     return chosen
+
+
+def _refuse_torchtune(grouped: Mapping[str, list[str]]) -> None:
+    """Refuse names of torchtune's models: no table reads them, and those that they share with others are misleading.
+
+    Raises:
+        UsageError: UNKNOWN_FAMILY.
+    """
+    first = next((alike[0] for key, alike in grouped.items() if _TORCHTUNE.fullmatch(key)), None)
+    if first is not None:
+        message = (
+            f"these are names of torchtune, such as {first}, which no table reads; the rows of its q_proj and k_proj "
+            "may be in another order than the hub's"
+        )
+        hint = (
+            "Give the folder that torchtune's own FullModelHFCheckpointer writes, or the names that its "
+            "torchtune.models.convert_weights.tune_to_hf returns: both are the hub's.\n"
+            "To keep its names:  --to safetensors:identity\nTo add a table:  --rules FILE"
+        )
+        raise refuse("UNKNOWN_FAMILY", message, hint=hint)
 
 
 def _reading(reading: Recognised, grouped: Mapping[str, list[str]]) -> tuple[str, ...]:

@@ -169,8 +169,11 @@ def in_common(first: Checkpoint, second: Checkpoint) -> tuple[Checkpoint, Checkp
     """
     if first.family is None or second.dialect is None or second.family != first.family:
         return first, second
-    alike = first.dialect == second.dialect and first.recognised.prefix == second.recognised.prefix
+    wrapped = bool(first.bound.own or second.bound.own)
+    alike = first.dialect == second.dialect and first.recognised.prefix == second.recognised.prefix and not wrapped
     seen = first if alike and not first.decoded else first.seen_as(second.dialect)
+    if second.bound.own or (second.recognised.prefix and not alike):
+        second = second.seen_as(second.dialect)
     if not _are_padded_otherwise(seen, second):
         return seen, second
     dialects = [each.label for each in first.recognised.family.dialects if not _has_padding(each)]

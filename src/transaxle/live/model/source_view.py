@@ -8,10 +8,10 @@ from math import prod
 
 import msgspec
 
-from transaxle.axes.layout.bind import join_slot, split_slot
+from transaxle.axes.layout.bind import WEIGHT, join_slot, split_slot
 from transaxle.axes.layout.solve import Shape
 from transaxle.axes.notation.family import Dialect, Line
-from transaxle.axes.notation.name import skeleton
+from transaxle.axes.notation.name import own_names, skeleton
 from transaxle.axes.translation.grouped import FAMILY
 from transaxle.engine.checkpoint.checkpoint import LACKING, Checkpoint, StoredTensor
 from transaxle.engine.checkpoint.recognise import IDENTITY, recognise
@@ -81,7 +81,7 @@ def view(
     """
     if dialect == IDENTITY:
         return View(checkpoint, IDENTITY, "")
-    shapes = {name: shape for name, shape in names.items() if split_slot(name)[1] == ""}
+    shapes = {name: shape for name, shape in names.items() if split_slot(name)[1] == WEIGHT}
     unsaid = View(checkpoint, IDENTITY, "")
     if dialect is None and family is None:
         found = grouped(checkpoint, shapes, beside)
@@ -90,13 +90,14 @@ def view(
             return unsaid
     aside = frozenset(beside)
     wanted = [name for name in shapes if name not in aside]
+    unsaid = replace(unsaid, others=_rewrapped(unsaid, wanted))
     settings = checkpoint.settings
     families = settings.families.only(checkpoint.family) if checkpoint.family else settings.families
     said = family is not None or dialect is not None
     try:
         read = recognise(wanted, checkpoint.config, families, family or checkpoint.family, dialect)
     except TransaxleError as error:
-        same = sum(name in unsaid.checkpoint for name in wanted)
+        same = sum(name in unsaid.checkpoint for name in wanted) + len(unsaid.others)
         if not said and ((error.code == _UNREAD and same) or 2 * same > len(wanted)):
             return unsaid  # both sides have the same names: which of them differ is to be told
         if checkpoint.family is None or family is not None:
@@ -109,9 +110,24 @@ def view(
     try:
         source = _of_family(checkpoint, read.family.name)
         seen = View(_expressed(source, label, partial=partial), label, read.prefix)
-        return replace(seen, others=_other_names(seen, read.dialect, wanted))
+        return replace(seen, others=_other_names(seen, read.dialect, wanted) | _rewrapped(seen, wanted))
     except TransaxleError as error:
         raise _told(error, wanted, checkpoint, said) from None
+
+
+def _rewrapped(seen: View, wanted: Sequence[str]) -> dict[str, str]:
+    """Return the names of a view that the model has with other wrappers around its modules, or with none."""
+    mine = own_names(wanted, outer=True) or {name: name for name in wanted}
+    parameters = [seen.prefix + name for name in seen.checkpoint if split_slot(name)[1] == WEIGHT]
+    theirs = own_names(parameters, outer=True) or {name: name for name in parameters}
+    by_own = {own: name for name, own in mine.items()}
+    if len(by_own) < len(mine) or len(set(theirs.values())) < len(theirs):
+        return {}
+    return {
+        name.removeprefix(seen.prefix): by_own[own]
+        for name, own in theirs.items()
+        if own in by_own and by_own[own] not in theirs
+    }
 
 
 def _other_names(seen: View, dialect: Dialect, wanted: Sequence[str]) -> dict[str, str]:
