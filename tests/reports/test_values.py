@@ -90,6 +90,26 @@ def test_every_type_and_what_is_no_number(kind: str, tmp_path: Path) -> None:
         _check(rows[name], each)
 
 
+@pytest.mark.parametrize("kind", ["float32", "float16", "bfloat16"])
+def test_what_is_no_number_is_what_is_unusual(kind: str, tmp_path: Path) -> None:
+    """It comes before everything else; without `values` the page says that nobody looked."""
+    held: dict[str, np.ndarray] = {"extra.empty": np.zeros((0, 4), np.float32)}
+    for number, odd in enumerate(([], [math.nan], [math.inf, -math.inf, math.nan], [math.inf] * 3)):
+        values = np.arange(20, dtype=np.float64)
+        values[3 : 3 + len(odd)] = odd
+        held[f"w{number}"] = values.astype(getattr(ml_dtypes, kind, None) or kind).reshape(4, 5)
+    write(tmp_path / "ck", held)
+    page = tx.report(tmp_path / "ck", tmp_path / "page.html", values=True).read_text("utf-8")
+    first, second, third = page.split("<li><strong>")[1:4]
+    assert first.startswith("NaN values.</strong> <bdi>2 elements of 2 tensors, the most in w1: 1 of 20.")
+    assert second.startswith("Infinite values.</strong> <bdi>5 elements of 2 tensors, the most in w3: 3 of 20.")
+    assert third.startswith("No table")
+    assert "Values were not read" not in page
+    unread = tx.report(tmp_path / "ck", tmp_path / "unread.html").read_text("utf-8")
+    assert "Values were not read; --values" in unread
+    assert "NaN values" not in unread
+
+
 def test_channels_that_stand_out(tmp_path: Path) -> None:
     """Of bf16 and of single precision, with a NaN in one of them; blocks of a few rows."""
     random = np.random.default_rng(4)

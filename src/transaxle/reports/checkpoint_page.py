@@ -21,7 +21,7 @@ from transaxle.errors import shortened
 from transaxle.formats.catalog.inline import NUMBERS
 from transaxle.reports.html_page import MOST_ROWS, Column, Figure, Page, Section, Table, capped, shades
 from transaxle.reports.layout_rows import LayoutRow, layout_rows
-from transaxle.reports.unusual import LOOKED_FOR, unusual
+from transaxle.reports.unusual import looked_for, unusual
 
 _LONGEST_VALUE = 2000
 """Characters of a value of the config or of metadata."""
@@ -72,8 +72,8 @@ def checkpoint_page(opened: Checkpoint, values: CheckpointValues | None = None) 
             (f"{len(tensor_bytes):,}", "files" if len(tensor_bytes) != 1 else "file"),
         ),
         first="What is unusual",
-        notices=tuple((each.title, each.text) for each in unusual(facts, rows, tensor_bytes)),
-        quiet=LOOKED_FOR,
+        notices=tuple((each.title, each.text) for each in unusual(facts, rows, tensor_bytes, values)),
+        quiet=looked_for(values),
         sections=sections,
         facts={key: facts[key] for key in _FACTS},
     )

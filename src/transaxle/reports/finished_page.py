@@ -68,6 +68,9 @@ def _notices(report: Report) -> Iterator[tuple[str, str]]:
     actions = Counter(each.what.action for each in report.recoded)
     exact = sum(each.error.exact for each in report.recoded)
     done = ", ".join(f"{plural(count, 'tensor')} {action}" for action, count in actions.items())
+    infinite = sum(each.infinite for each in report.recoded)
+    if infinite:
+        yield "Values became infinite", f"{plural(infinite, 'value')}; this was allowed."
     yield "Values", f"{done}; {exact:,} exactly." if done else "None changed."
     if found is not None:
         yield "Verified" if found.ok else "Not what it should be", f"{found.verdict}."
@@ -75,9 +78,6 @@ def _notices(report: Report) -> Iterator[tuple[str, str]]:
         yield "Resumed", f"{plural(report.resumed, 'tensor')} had been written by an earlier run."
     if report.checks:
         yield "Copies", f"{plural(report.checks, 'copy', 'copies')} proved equal."
-    infinite = sum(each.infinite for each in report.recoded)
-    if infinite:
-        yield "Values became infinite", f"{plural(infinite, 'value')}; this was allowed."
     if not report.synced:
         yield "Not synced", "A power cut in the minutes after it may have damaged the checkpoint."
     yield from (("Note", note) for note in report.notes)

@@ -9,14 +9,16 @@ from math import prod
 from statistics import median
 
 from transaxle.engine.facts.checkpoint_facts import JsonFacts
+from transaxle.engine.facts.value_facts import CheckpointValues
 from transaxle.engine.number_text import plural, size
 from transaxle.reports.layout_rows import LayoutRow
 
-LOOKED_FOR = (
+_LOOKED_FOR = (
     "Looked for: names outside the table, scales that do not fit, shapes that do not fit the config, files that "
     "changed since they were written, files more than twice as large as usual, tensors that differ in type or shape "
     "from the others of their rule, missing combinations of indices, and tensors without elements."
 )
+_NO_VALUES = "Values were not read; --values (values=True) looks for NaN and infinite ones."
 _MOST = 30
 """Notices that are shown."""
 _LARGER = 2
@@ -35,17 +37,42 @@ class Notice:
     """What was seen."""
 
 
-def unusual(facts: JsonFacts, rows: Sequence[LayoutRow], tensor_bytes: Mapping[str, int]) -> list[Notice]:
-    """Return what is unusual about a checkpoint.
+def looked_for(values: CheckpointValues | None) -> str:
+    """Return what would be unusual, and was looked for."""
+    return f"{_LOOKED_FOR} {_NO_VALUES if values is None else 'And NaN and infinite values.'}"
+
+
+def unusual(
+    facts: JsonFacts,
+    rows: Sequence[LayoutRow],
+    tensor_bytes: Mapping[str, int],
+    values: CheckpointValues | None = None,
+) -> list[Notice]:
+    """Return what is unusual about a checkpoint; values that are no numbers come first.
 
     Args:
         facts: of the checkpoint.
         rows: its tensors.
         tensor_bytes: file -> bytes of tensors in it.
+        values: of its tensors, where they were measured.
     """
-    notices = [*_of_names(facts, rows), *_of_shapes(rows), *_of_files(facts, tensor_bytes), *_of_rules(rows)]
+    of_values = [] if values is None else _of_values(values)
+    notices = [*of_values, *_of_names(facts, rows), *_of_shapes(rows), *_of_files(facts, tensor_bytes), *_of_rules(rows)]
     more = len(notices) - _MOST
     return [*notices[:_MOST], *([Notice("And more", f"{plural(more, 'notice')} like these.")] if more > 0 else [])]
+
+
+def _of_values(values: CheckpointValues) -> Iterator[Notice]:
+    for title, counts in (
+        ("NaN values", {name: each.nans for name, each in values.tensors.items()}),
+        ("Infinite values", {name: each.infinite for name, each in values.tensors.items()}),
+    ):
+        counts = {name: count for name, count in counts.items() if count}
+        if counts:
+            most = max(counts, key=counts.__getitem__)
+            of_most = f"{counts[most]:,} of {values.tensors[most].elements:,}"
+            text = f"{plural(sum(counts.values()), 'element')} of {plural(len(counts), 'tensor')}, the most"
+            yield Notice(title, f"{text} in {most}: {of_most}.")
 
 
 def _of_names(facts: JsonFacts, rows: Sequence[LayoutRow]) -> Iterator[Notice]:
