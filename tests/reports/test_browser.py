@@ -284,15 +284,26 @@ def test_a_flow_is_as_wide_as_its_bytes(planned: Path, opened: Open) -> None:
     expect(shown.locator(".hint")).to_contain_text("-> layers.{l}.moe.")
 
 
-def test_names_beside_a_flow_do_not_meet(planned: Path, opened: Open) -> None:
-    """On a phone neither: those to the left and to the right have half of the width each."""
+def test_no_band_runs_through_a_name(planned: Path, opened: Open) -> None:
+    """Names stand to the left and to the right of all bands, on a phone too."""
     for width in WIDTHS:
         shown = opened(planned, width)
-        widest = shown.evaluate(
-            "(() => { const pen = document.createElement('canvas').getContext('2d'); pen.font = '11px monospace';"
-            f" return Math.max(...({TREE}).labels().map((label) => pen.measureText(label).width)); }})()"
+        whole = shown.locator("[data-figure=flow] .chart").bounding_box()["width"]
+        series = f"({TREE}).drawn.getModel().getSeriesByIndex(0)"
+        bars = shown.evaluate(f"{series}.getGraph().nodes.map((node) => [node.getLayout().x, node.getLayout().dx])")
+        places = shown.evaluate(
+            f"{series}.getData().mapArray((at) => {series}.getData().getItemModel(at).get('label.position'))"
         )
-        assert 40 < widest < shown.locator("[data-figure=flow] .chart").bounding_box()["width"] / 2
+        view = shown.evaluate(f"{series}.layoutInfo.x")
+        assert set(places) == {"left", "right"}
+        for side, place in (("from", "left"), ("to", "right")):
+            widest = shown.evaluate(
+                "(() => { const pen = document.createElement('canvas').getContext('2d'); pen.font = '11px monospace';"
+                f" return Math.max(...({TREE}).names('{side}').map((label) => pen.measureText(label).width)); }})()"
+            )
+            spans = [(view + x, view + x + dx) for (x, dx), at in zip(bars, places, strict=True) if at == place]
+            free = min(first for first, _ in spans) if side == "from" else whole - max(last for _, last in spans)
+            assert 40 < widest < free < whole * 3 / 8
 
 
 def test_axes_that_move_keep_their_colour(finished: Path, opened: Open) -> None:

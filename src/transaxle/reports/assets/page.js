@@ -374,6 +374,8 @@
 
   // --- flow of bytes from the rules of one side to those of the other
 
+  const LETTER = 6.7; // width of a letter of 11 pixels
+
   function sankey(host, figure) {
     const { links, others, bytes } = figure.data;
     const all = [...links.map(([from, to, what, amount]) => ({ from, to, what, amount })),
@@ -387,12 +389,15 @@
     };
     const nodes = (side, mark) => [...totals(side)].map(([text, amount]) => ({
       name: mark + text, text, amount, itemStyle: { color: side === "from" ? colours(sides.indexOf(text)) : css("--faint") },
-      label: { position: side === "from" ? "right" : "left" },
+      label: { position: side === "from" ? "left" : "right" },
     }));
     const area = element("div", { class: "chart" });
     area.style.height = Math.max(260, 24 * all.length + 200) + "px";
     host.replaceChildren(area);
-    const room = () => Math.max(10, Math.floor((area.clientWidth / 2 - 24) / 6.7));
+    // Names stand beside the bands, which would run through them: on each side as far as the longest, or 3/8 of the width.
+    const room = () => Math.max(10, Math.floor((area.clientWidth * 3 / 8 - 16) / LETTER));
+    const names = (side) => [...totals(side).keys()].map((text) => ending(text, room()));
+    const margin = (side) => 12 + Math.ceil(LETTER * Math.max(...names(side).map((text) => text.length)));
     const { drawn } = chart(area, figure.label, () => {
       const most = room();
       return {
@@ -401,18 +406,17 @@
           ? [each.text, size(each.amount) + ", " + percent(each.amount, bytes) + " of all"]
           : [each.flow.from + " -> " + each.flow.to, each.flow.what, size(each.flow.amount)].filter(Boolean))),
         series: [{
-          type: "sankey", left: 2, right: 2, top: 8, bottom: 8, nodeWidth: 8, nodeGap: 14, nodeAlign: "justify",
+          type: "sankey", left: margin("from"), right: margin("to"), top: 8, bottom: 8, nodeWidth: 8, nodeGap: 14, nodeAlign: "justify",
           draggable: false, emphasis: { focus: "adjacency" }, layoutIterations: 0,
           data: [...nodes("from", "<"), ...nodes("to", ">")],
           links: all.map((each) => ({ source: "<" + each.from, target: ">" + each.to, value: each.amount, flow: each,
             lineStyle: { color: colours(sides.indexOf(each.from)), opacity: matches([each.from, each.to]) ? 0.45 : 0.08 } })),
-          label: { color: css("--ink"), fontSize: 11, fontFamily: css("--mono"), textBorderColor: css("--paper"),
-            textBorderWidth: 2, formatter: (each) => ending(each.data.text, most) },
+          label: { color: css("--ink"), fontSize: 11, fontFamily: css("--mono"), formatter: (each) => ending(each.data.text, most) },
         }],
       };
     });
     listeners.push(() => { charts.find((each) => each.drawn === drawn).draw(); return 0; });
-    host.report = { all, drawn, labels: () => all.flatMap((each) => [each.from, each.to]).map((text) => ending(text, room())) };
+    host.report = { all, drawn, names, margin };
   }
 
   const FIGURES = { treemap, sankey, ...window.maps({ COLOURS, INK, chart, charts, count, css, cut, element, ending, listeners, matches, percent, shortly, size, tooltip }) };
