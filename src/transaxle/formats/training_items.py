@@ -1,14 +1,15 @@
-"""Training state beside model and optimizer: schedulers, counters, the position in the data.
+"""Training state beside model and optimizer: schedulers, counters, the position in the data, averages of the weights.
 
-Trainers save it in the same dict as the model (torchtitan: `train_state`, `lr_scheduler`, `dataloader`). It is
-recognised by the names of its containers, or as a Python number at the top (`epoch`), which no parameter is. Its
+Trainers save it in the same dict as the model (torchtitan: `train_state`, `lr_scheduler`, `dataloader`; Lightning:
+`loops`, `callbacks`, `hyper_parameters`; nanoGPT: `model_args`, `iter_num`). It is recognised by the names of its
+containers, by its place beside the model's container, or as a Python number (`epoch`), which no parameter is. Its
 tensors and numbers are ordinary tensors of the catalog; this module records which items they are, and keeps the other
 values as far as they are plain data.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -19,11 +20,25 @@ from transaxle.formats.pickled.descriptors import NOTHING, Scalar
 _NAMES = frozenset(
     {
         "train_state", "training_state", "trainer_state", "lr_scheduler", "lr_schedulers", "lr_scheduler_state_dict",
-        "scheduler", "schedulers", "scheduler_state_dict", "dataloader", "data_loader", "train_dataloader", "sampler",
-        "rng_state", "rng", "grad_scaler", "scaler", "args", "epoch", "step", "global_step", "iteration",
+        "scheduler", "schedulers", "scheduler_state_dict", "opt_param_scheduler", "dataloader", "data_loader",
+        "dataloaders", "train_dataloader", "dataloader_state_dict", "dataset_state", "sampler", "samplers", "rng_state",
+        "rng_states", "rng", "random_state", "random_states", "cuda_rng_state", "torch_rng_state", "grad_scaler",
+        "scaler", "scaler_state_dict", "loss_scaler", "native_amp_scaling_state", "amp_scaling_state",
+        "MixedPrecision", "rerun_state_machine", "args", "epoch", "step", "global_step", "iteration", "loops",
+        "callbacks", "hyper_parameters", "datamodule_hyper_parameters", "model_args", "iter_num", "best_val_loss",
+        "client_state", "metrics", "history",
     }
 )  # fmt: skip
 """Containers and numbers that trainers write at the top of a state."""
+_AVERAGES = frozenset(
+    {
+        "ema", "ema_state", "ema_state_dict", "ema_model", "ema_model_state_dict", "model_ema", "state_dict_ema",
+        "ema_params", "ema_weights", "averaged_model", "shadow_params",
+    }
+)  # fmt: skip
+"""Containers of averages of the weights beside those of the model; alone they are the model."""
+EXTRA_STATE = "_extra_state"
+"""Last segment of what modules keep beside parameters, such as TransformerEngine's scales, as bytes."""
 _DEEPEST = 64
 
 
@@ -40,17 +55,27 @@ class TrainingItem(msgspec.Struct, frozen=True):
     """A description of the value."""
 
 
-def is_training(path: tuple[str | int, ...], kind: str) -> bool:
+def is_training(path: tuple[str | int, ...], kind: str, root: str | None, holding: Container[str | int]) -> bool:
     """Tell whether a leaf outside of model and optimizer is training state.
 
     Args:
         path: where it is.
-        kind: see `formats.state.Leaf`; a tensor is a parameter, unless a container of training state holds it.
+        kind: see `formats.state.Leaf`; a tensor is a parameter, unless a container of training state holds it, or the
+            model is in a container and the tensor is alone beside that.
+        root: name of the model's container; None: there is none.
+        holding: tops of the paths of all tensors.
     """
-    top = str(path[0])
+    top, nested = str(path[0]), len(path) > 1
     if kind == "tensor":
-        return len(path) > 1 and top in _NAMES
-    return top.partition(".")[0] in _NAMES or (kind == "number" and len(path) == 1 and "." not in top)
+        return top in _NAMES if nested and top not in _AVERAGES else root is not None and "." not in top
+    if top.partition(".")[0] in _NAMES:
+        return True
+    return kind == "number" and "." not in top and (not nested or root is not None or path[0] not in holding)
+
+
+def is_extra_state(name: str) -> bool:
+    """Tell whether a tensor is what a module keeps beside its parameters; Megatron's shards add `/shard_0_2`."""
+    return name.rpartition(".")[2].partition("/")[0] == EXTRA_STATE
 
 
 def tops(items: Sequence[TrainingItem]) -> list[str]:

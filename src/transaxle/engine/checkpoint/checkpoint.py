@@ -223,7 +223,9 @@ class Checkpoint(TensorSet):
         if dialect == IDENTITY:
             return []
         target = pick_dialect(self.recognised.family, dialect)
-        return foreign(self.bound, self.config, target, family_given=self.settings.family is not None)
+        return foreign(
+            self.bound, self.config, target, self.container.beside, family_given=self.settings.family is not None
+        )
 
     def seen_as(self, dialect: str) -> Checkpoint:
         """Return a view as `as_dialect` does, but keep unknown names, for callers that compare all names."""
@@ -371,6 +373,7 @@ class Checkpoint(TensorSet):
     def parameters(self) -> int:
         """Number of elements of the model: encoded tensors count by their values, scales do not count."""
         parts = {stored for tensor in self.encoded.values() for stored in tensor.parts.values()}
+        parts |= self.container.beside
         plain = sum(tensor.parameters for name, tensor in self.items() if name not in parts)
         return plain + sum(prod(tensor.shape) for tensor in self.encoded.values())
 

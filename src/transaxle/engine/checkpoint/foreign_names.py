@@ -6,7 +6,7 @@ cannot know how another framework names the whole. Under its own names such a ch
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from transaxle.axes.layout.bind import WEIGHT, Bound, split_slot
@@ -21,7 +21,14 @@ _IDENTITY = 'keep all names with --to safetensors:identity (to="safetensors:iden
 _TABLE = 'add lines for them to a table of your own (--rules FILE, rules="FILE")'
 
 
-def foreign(bound: Bound, config: Mapping[str, Any], target: Dialect, *, family_given: bool = False) -> list[Refusal]:
+def foreign(
+    bound: Bound,
+    config: Mapping[str, Any],
+    target: Dialect,
+    beside: Collection[str] = (),
+    *,
+    family_given: bool = False,
+) -> list[Refusal]:
     """Refuse a dialect in which the names of some tensors are not known.
 
     A few tensors beside a model that is known as a whole (extra heads, layers that other programs add) are no reason:
@@ -31,6 +38,7 @@ def foreign(bound: Bound, config: Mapping[str, Any], target: Dialect, *, family_
         bound: the stored names, read through their own dialect.
         config: the model's config.json; empty if there is none.
         target: the wanted dialect; in the names' own dialect, unknown names simply stay.
+        beside: names of training state, which is no part of a model.
         family_given: whether the user named the family: then a wrapped model is taken out of its wrapper, if nothing
             else is in it.
     """
@@ -38,9 +46,11 @@ def foreign(bound: Bound, config: Mapping[str, Any], target: Dialect, *, family_
     top, text = config.get("model_type"), config.get("text_config")
     outer = is_outer(bound.prefix)
     nested = isinstance(text, Mapping) and top not in family.model_types and model_types(config) != []
-    unknown = tuple(name for name in bound.unknown if split_slot(name)[1] == WEIGHT)
-    beside = bool(bound.prefix) and not all(bound.own.get(name, name).startswith(bound.prefix) for name in unknown)
-    inside = nested or not outer or beside
+    unknown = tuple(name for name in bound.unknown if split_slot(name)[1] == WEIGHT and name not in beside)
+    others_beside = bool(bound.prefix) and not all(
+        bound.own.get(name, name).startswith(bound.prefix) for name in unknown
+    )
+    inside = nested or not outer or others_beside
     wrapped = inside and not family_given and not (outer and top in family.wrappers)
     known_model = not inside and (family_given or top in family.model_types)
     if not wrapped and (known_model or not unknown or (target is bound.dialect and not inside)):

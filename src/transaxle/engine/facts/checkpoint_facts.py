@@ -50,11 +50,12 @@ def checkpoint_facts(checkpoint: Checkpoint) -> JsonFacts:
 
 def _recognised(checkpoint: Checkpoint) -> JsonFacts:
     """Return family and dialect with everything that follows from them, or why they are unknown."""
+    beside = checkpoint.container.beside
     facts: JsonFacts = {"format": checkpoint.format, "family": None, "dialect": None, "reason": None, "prefix": None}
     facts |= {
         "replaces": False,
         "read": None,
-        "names": len(checkpoint.catalog.entries),
+        "names": sum(name not in beside for name in checkpoint.catalog.entries),
         "unknown": [],
         "axes": {},
         "tied": [],
@@ -71,7 +72,7 @@ def _recognised(checkpoint: Checkpoint) -> JsonFacts:
             "dialect": reading.dialect.label,
             "prefix": reading.prefix,
             "read": sum(len(names) for names in bound.names.values()),
-            "unknown": list(bound.unknown),
+            "unknown": [name for name in bound.unknown if name not in beside],
             "axes": dict(sizes.at({})),
             "tied": [f"{tie.alias} = {tie.original}" for tie in ties],
         }

@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.formats.builtin_formats import DCP, TORCH
+from transaxle.formats.training_items import EXTRA_STATE, is_extra_state
 from transaxle.formats.training_state.nesting import Nesting
 from transaxle.formats.training_state.state import LEFT_BEHIND, OPTIMIZER, ROOT, TRAINING
 
@@ -16,24 +17,25 @@ _MODEL = "model"
 
 
 def without_training(checkpoint: Checkpoint) -> Checkpoint:
-    """Return the same checkpoint without its training state, which is listed as left behind."""
+    """Return the same checkpoint without its training state and what modules keep beside parameters, all listed."""
     items = checkpoint.container.training
-    if not items:
+    beside = set(checkpoint.container.beside)
+    beside.update(name for name in checkpoint.container.entries if EXTRA_STATE in name and is_extra_state(name))
+    if not items and not beside:
         return checkpoint
     metadata = dict(checkpoint.container.metadata)
     metadata[LEFT_BEHIND] = {
         **metadata.get(LEFT_BEHIND, {}),
         **dict.fromkeys(metadata.pop(TRAINING, ()), "training state"),
     }
-    kept_container = checkpoint.container.without({item.name for item in items if item.name is not None})
+    kept_container = checkpoint.container.without(beside)
     container = replace(kept_container, metadata=metadata, training=())
     return Checkpoint(container, checkpoint.settings, None, None, checkpoint.undecoded)
 
 
 def beside(first: Checkpoint, second: Checkpoint) -> set[str]:
     """Return the tensors of training state that only the first checkpoint holds."""
-    names = (item.name for item in first.container.training)
-    return {name for name in names if name is not None and name not in second}
+    return {name for name in first.container.beside if name not in second}
 
 
 def nesting_of(checkpoint: Checkpoint, names: Collection[str]) -> Nesting | None:

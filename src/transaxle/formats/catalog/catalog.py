@@ -132,6 +132,11 @@ class Container(msgspec.Struct, frozen=True):
     """Tensor -> path in the state dict, of those nested in neither the model nor the optimizer; see `State`."""
 
     @property
+    def beside(self) -> frozenset[str]:
+        """Names of the tensors that are training state."""
+        return frozenset([item.name for item in self.training if item.name is not None])
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all its tensors."""
         return sum(entry.nbytes for entry in self.entries.values())

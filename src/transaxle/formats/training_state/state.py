@@ -104,6 +104,7 @@ def arrange(leaves: Sequence[Leaf], *, file: str, read: Callable[[Any], object] 
     model = [leaf for leaf in leaves if optimizers.root_of(leaf.path) is None]
     root = _root(model)
     settings = _settings(model)
+    holding = {*_ROOTS, *(leaf.path[0] for leaf in model if leaf.kind == "tensor")}
     named: dict[str, Leaf] = {}
     left_behind: dict[str, str] = {}
     groups = _GroupSettings(read)
@@ -117,7 +118,8 @@ def arrange(leaves: Sequence[Leaf], *, file: str, read: Callable[[Any], object] 
                 left_behind[joined(leaf.path)] = leaf.what or leaf.kind
             continue
         settings_container = _shortest(leaf.path, settings) if optimizer_root is None else None
-        is_beside = optimizer_root is None and leaf.path[0] != root and is_training(leaf.path, leaf.kind)
+        outside = optimizer_root is None and leaf.path[0] != root
+        is_beside = outside and is_training(leaf.path, leaf.kind, root, holding)
         if is_beside and (settings_container is not None or leaf.kind == "other"):
             training.append(TrainingItem(leaf.path, None, leaf.value, leaf.what or leaf.kind))
         if settings_container is not None:

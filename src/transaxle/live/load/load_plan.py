@@ -326,9 +326,8 @@ def _matched(
         seen.decoded,
         seen.config.get("vocab_size"),
     )
-    training_items = {item.name for item in checkpoint.container.training if item.name is not None}
     copies = {second for _, second in names.same_state}
-    expected = names.others | copies | source.quantized.gone | training_items
+    expected = names.others | copies | source.quantized.gone | checkpoint.container.beside
     return _Match(
         [*problems, *source.quantized.problems],
         (*missing, *model.optimizer.unrestored, *sorted(names.omitted)),
