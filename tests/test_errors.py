@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import pickle
+from pathlib import Path
+
+import pytest
+
+import transaxle as tx
+from tests import checkpoints
 from transaxle.errors import LONGEST_NAME, Refusal, Where, gathered, shortened
+from transaxle.formats.storage.os_errors import failed
 
 
 def test_a_long_name_is_cut_in_the_middle() -> None:
@@ -24,3 +32,35 @@ def test_the_text_of_a_name_of_150_megabytes_is_short() -> None:
 def test_what_is_no_longer_than_a_path_is_shown_whole() -> None:
     name = "x" * LONGEST_NAME
     assert name in str(Refusal("CORRUPT", "odd", Where(None, name)))
+
+
+def test_errors_of_files_are_also_those_of_the_system(tmp_path: Path) -> None:
+    """Who handles FileNotFoundError and its kin catches ours, which stay what they are, in other processes too."""
+    source = checkpoints.tiny(tmp_path / "source")
+    file = source / "config.json"
+    for path in (tmp_path / "nope", tmp_path / "nope" / "deeper", file / "inside", "memory://nowhere/at-all"):
+        with pytest.raises(FileNotFoundError) as missing:
+            tx.open(path)
+        assert isinstance(missing.value, tx.TransaxleError)
+        again = pickle.loads(pickle.dumps(missing.value))  # noqa: S301 - our own
+        for error in (missing.value, again):
+            assert (error.code, error.exit_code, isinstance(error, FileNotFoundError)) == ("IO", 4, True)
+            assert str(error).startswith(f"IO  {path}\n    no such file or folder")
+    with pytest.raises(FileNotFoundError, match="does not exist"):
+        tx.convert(source, tmp_path / "no" / "parent", to="hf")
+    with pytest.raises(FileExistsError) as there:
+        tx.convert(source, source.parent / "source", to="megatron")
+    assert (there.value.code, there.value.exit_code) == ("EXISTS", 2)
+    with pytest.raises(tx.TransaxleError) as other:
+        tx.open(file)
+    assert not isinstance(other.value, OSError)
+
+
+@pytest.mark.parametrize("kind", [PermissionError, IsADirectoryError, NotADirectoryError, FileNotFoundError])
+def test_an_error_of_the_system_keeps_its_kind(kind: type[OSError]) -> None:
+    error = failed(kind(13, "why"), "reading", "x")
+    assert isinstance(error, kind)
+    assert error.code == "IO"
+    assert isinstance(error, OSError)
+    assert failed(error, "opening", "y") is error, "one that is ours already says what failed"
+    assert not isinstance(failed(OSError(5, "why"), "reading", "x"), OSError)

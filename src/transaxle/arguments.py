@@ -336,7 +336,7 @@ def read_float_type(argument: str, given: object) -> str | None:
     name = str(given).removeprefix("torch.") if is_dtype else given
     if not isinstance(name, str):
         raise wrong_type(argument, 'an element type such as "bf16" or torch.bfloat16', given)
-    return _SHORT_NAMES.get(name.lower(), name)
+    return _SHORT_NAMES.get(name.lower().removeprefix("torch."), name)
 
 
 def read_overwrite(overwrite: object) -> Overwrite:

@@ -5,6 +5,10 @@ TransaxleError
 ├── UsageError  exit 2   the call itself is off: unknown option or axis, the target exists, the dialect is ambiguous
 └── StorageError exit 4  the machine said no: missing or unreadable source, no space
 
+Those of a missing file, denied access, a folder in place of a file (or the reverse) and an existing target have classes
+of their own, which are also the built-in FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError and
+FileExistsError.
+
 Every error carries a `code` of `CODES`, a `where` (file, tensor) and a `hint` (what to do). Problems are gathered and
 raised together: `.refusals` holds all of them, most important first.
 """
@@ -87,6 +91,8 @@ class Refusal:
     """What the user can do."""
     detail: Callable[[], object] | None = field(default=None, compare=False, repr=False)
     """Works out what a figure of it shows; None where there is nothing to draw."""
+    system: type[OSError] | None = field(default=None, compare=False, repr=False)
+    """Error of the system that it stands for, whose handlers catch it too; None: of none in particular."""
 
     def shown(self) -> Refusal:
         """Return the refusal with texts that a person can read: the middle of a name by the megabyte is left out."""
@@ -172,11 +178,45 @@ class StorageError(TransaxleError):
     exit_code = 4
 
 
+class MissingFileError(StorageError, FileNotFoundError):
+    """A `StorageError` of a file or folder that does not exist."""
+
+
+class NoAccessError(StorageError, PermissionError):
+    """A `StorageError` of a file or folder to which access is denied."""
+
+
+class FolderError(StorageError, IsADirectoryError):
+    """A `StorageError` of a folder where a file is needed."""
+
+
+class NoFolderError(StorageError, NotADirectoryError):
+    """A `StorageError` of a path that leads through a file."""
+
+
+class ExistsError(UsageError, FileExistsError):
+    """A `UsageError` of a target that exists."""
+
+
+_OF_SYSTEM: dict[type[OSError], type[StorageError]] = {
+    FileNotFoundError: MissingFileError,
+    PermissionError: NoAccessError,
+    IsADirectoryError: FolderError,
+    NotADirectoryError: NoFolderError,
+}
+
+
 def refuse(
-    code: Code, message: str, *, file: str | None = None, tensor: str | None = None, hint: str = ""
+    code: Code,
+    message: str,
+    *,
+    file: str | None = None,
+    tensor: str | None = None,
+    hint: str = "",
+    system: type[OSError] | None = None,
 ) -> TransaxleError:
-    """Build (not raise) the error for one refusal; its class follows from the code."""
-    return gathered([Refusal(code, message, Where(file, tensor), hint)])
+    """Build (not raise) the error for one refusal; its class follows from the code, and from the system's error."""
+    return gathered([Refusal(code, message, Where(file, tensor), hint, system=system)])
 
 
 def gathered(refusals: Iterable[Refusal]) -> TransaxleError:
@@ -187,8 +227,11 @@ def gathered(refusals: Iterable[Refusal]) -> TransaxleError:
     """
     items = sorted(refusals, key=lambda r: (r.code not in _STORAGE, r.code in _USAGE))
     first = items[0].code
-    kind = StorageError if first in _STORAGE else UsageError if first in _USAGE else Refused
-    return kind(items)
+    if first in _STORAGE:
+        return _OF_SYSTEM.get(items[0].system or OSError, StorageError)(items)
+    if first == "EXISTS":
+        return ExistsError(items)
+    return (UsageError if first in _USAGE else Refused)(items)
 
 
 class Faults:

@@ -113,6 +113,34 @@ def test_item_7_a_format_that_nobody_has(ck: Path, transaxle: Transaxle) -> None
     assert "Did you mean" not in outcome.err
 
 
+@pytest.mark.parametrize("typed", ["gguf", "GGUF", "ggml", "gguf:hf", "gguf:q4_0", "llama.cpp", "onnx", "mlx"])
+@pytest.mark.parametrize("known", [True, False], ids=["a known family", "none"])
+def test_formats_of_other_programs_have_a_way(typed: str, known: bool, ck: Path, transaxle: Transaxle) -> None:
+    if not known:
+        (ck / "config.json").unlink()
+        _renamed(ck)
+    outcome = transaxle("plan", ck, "out", "--to", typed)
+    assert (outcome.code, "Write the form of a hub, --to hf" in outcome.err) == (USAGE, True)
+    program = {"onnx": "Optimum", "mlx": "mlx_lm.convert"}.get(typed, "llama.cpp's convert_hf_to_gguf.py")
+    assert program in outcome.err
+
+
+def test_a_file_of_another_program_has_a_way_too(ck: Path, transaxle: Transaxle) -> None:
+    outcome = transaxle("plan", ck, "out.gguf", "--to", "hf")
+    assert (outcome.code, "convert_hf_to_gguf.py" in outcome.out) == (REFUSED, True)
+
+
+@pytest.mark.parametrize(
+    ("typed", "nearest"), [("torchtitn", "torchtitan"), ("safetensor", "safetensors"), ("pt", "torch")]
+)
+def test_a_slip_is_told_before_a_family_that_is_not_known(
+    typed: str, nearest: str, ck: Path, transaxle: Transaxle
+) -> None:
+    (ck / "config.json").unlink()
+    _renamed(ck)
+    assert f"Did you mean {nearest}?" in transaxle("plan", ck, "out", "--to", typed).err
+
+
 def test_item_7_a_dialect_of_no_table(ck: Path, transaxle: Transaxle) -> None:
     """Also where the family is not known."""
     _of_type(ck, "frobnitz")

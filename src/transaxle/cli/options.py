@@ -9,12 +9,20 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from transaxle.arguments import EVERYTHING, Overwrite, parse_size, read_degrees
+from transaxle.arguments import EVERYTHING, Overwrite, parse_size, read_degrees, read_float_type
 from transaxle.cli.command import Bare
 from transaxle.cli.screen.refusals import failed, interrupted
 from transaxle.cli.screen.screen import Screen
 from transaxle.cli.stop import outcome
 from transaxle.errors import TransaxleError, refuse
+
+
+class _FloatType(click.Choice[str]):
+    """A choice of floating-point types; each is taken by any of its names (`bfloat16`, `BF16`)."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        name = read_float_type("type", value)
+        return super().convert(name if name in self.choices else value, param, ctx)
 
 
 def _size(_ctx: click.Context, _param: click.Parameter, typed: str | None) -> int | None:
@@ -126,7 +134,7 @@ def _reading_options(optimizer_default: str) -> tuple[Callable[[Callable[..., in
                      help="Dialect of the source, if it is not recognised."),
         click.option("--format", metavar="FORMAT", shell_complete=completing(_readable),
                      help="Format of the source, if a folder holds several."),
-        click.option("--weights", type=click.Choice(["fp32", "lp"]),
+        click.option("--weights", type=_FloatType(["fp32", "lp"]),
                      help="DeepSpeed, Megatron: read the optimizer's fp32 weights, or the model's own."),
         click.option("--optimizer/--no-optimizer", default=None,
                      help=f"Include the optimizer state, or leave it out.  [default: {optimizer_default}]"),
@@ -163,13 +171,13 @@ _DEGREES = tuple(
 )  # fmt: skip
 _DERIVE = click.option("--derive", is_flag=True,
                        help="If no table knows the model, derive one from the installed transformers.")  # fmt: skip
-_DECODE = click.option("--decode", type=click.Choice(["bf16", "fp32"]),
+_DECODE = click.option("--decode", type=_FloatType(["bf16", "fp32"]),
                        help="Decode quantized tensors to this dtype.")  # fmt: skip
 _RECODING = (
     _DECODE,
     click.option("--encode", type=click.Choice(["float8_block", "mxfp8", "nvfp4"]),
                  help="Quantize the weights of linear layers in this encoding."),
-    click.option("--dtype", type=click.Choice(["bf16", "fp16", "fp32"]),
+    click.option("--dtype", type=_FloatType(["bf16", "fp16", "fp32"]),
                  help="Cast plain floating-point tensors to this type."),
     click.option("--merge", metavar="ADAPTER", type=click.Path(readable=False),
                  help="Merge this LoRA adapter of peft (a folder) into the weights."),

@@ -13,9 +13,9 @@ from transaxle.axes.notation.name import natural
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.compare.survey import place_of, places
 from transaxle.engine.facts.checkpoint_facts import JsonFacts, checkpoint_facts
-from transaxle.engine.facts.fold import fold, ranges
 from transaxle.engine.facts.legend import axes_of
 from transaxle.engine.facts.value_facts import CheckpointValues, TensorValues
+from transaxle.engine.fold import fold, ranges
 from transaxle.engine.number_text import parameters, plural, size
 from transaxle.errors import shortened
 from transaxle.formats.catalog.inline import NUMBERS

@@ -13,7 +13,6 @@ from msgspec.structs import asdict
 
 from transaxle.axes.layout.tile import SplitTile
 from transaxle.axes.notation.name import natural
-from transaxle.engine.facts.fold import fold
 from transaxle.engine.facts.legend import axes_of
 from transaxle.engine.facts.moves import (
     RENAMED,
@@ -25,6 +24,7 @@ from transaxle.engine.facts.moves import (
     rules,
     words,
 )
+from transaxle.engine.fold import fold
 from transaxle.engine.number_text import plural, size
 from transaxle.engine.plan.planned import Plan, Route
 from transaxle.errors import Refusal, TransaxleError

@@ -13,7 +13,7 @@ from transaxle.axes.notation.name import natural
 from transaxle.engine.compare.compare import Comparison, Difference
 from transaxle.engine.compare.distance import EXPONENTS
 from transaxle.engine.compare.survey import Measure, Surveyed
-from transaxle.engine.facts.fold import fold
+from transaxle.engine.fold import fold
 from transaxle.engine.number_text import plural
 from transaxle.reports.html_page import Column, Figure, Page, Section, Table, capped
 

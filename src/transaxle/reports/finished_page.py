@@ -10,7 +10,7 @@ from typing import Any
 from transaxle.axes.notation.name import natural
 from transaxle.engine.execute.execute import Report
 from transaxle.engine.execute.file_times import FileTime
-from transaxle.engine.facts.fold import fold
+from transaxle.engine.fold import fold
 from transaxle.engine.number_text import duration, plural, size
 from transaxle.engine.plan.planned import Measured
 from transaxle.reports.html_page import Column, Figure, Page, Section, capped

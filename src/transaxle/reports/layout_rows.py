@@ -15,7 +15,7 @@ from transaxle.axes.layout.bind import WEIGHT
 from transaxle.axes.layout.solve import fill
 from transaxle.encodings.encoding import Encoded, Role
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
-from transaxle.engine.facts.fold import Indices, Position, fold, products
+from transaxle.engine.fold import Indices, Position, fold, products
 from transaxle.errors import TransaxleError
 
 Kind = Literal["table", "ignored", "unknown"]

@@ -57,7 +57,13 @@ def unusual(
         values: of its tensors, where they were measured.
     """
     of_values = [] if values is None else _of_values(values)
-    notices = [*of_values, *_of_names(facts, rows), *_of_shapes(rows), *_of_files(facts, tensor_bytes), *_of_rules(rows)]
+    notices = [
+        *of_values,
+        *_of_names(facts, rows),
+        *_of_shapes(rows),
+        *_of_files(facts, tensor_bytes),
+        *_of_rules(rows),
+    ]
     more = len(notices) - _MOST
     return [*notices[:_MOST], *([Notice("And more", f"{plural(more, 'notice')} like these.")] if more > 0 else [])]
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+import transaxle as tx
 from tests.checkpoints import CONFIG, SIZES, TENSORS, Tensors, tensors, tiny, write
 from tests.cli.running import USAGE, Transaxle, flip, lines, only
 from transaxle import __version__
@@ -187,3 +188,15 @@ def test_info_shows_parameter_groups(here: Path, transaxle: Transaxle) -> None:
     assert "1 parameter: lr=0.5 momentum=0.9" in transaxle("info", "a.pt").out
     (group,) = transaxle("info", "a.pt", "--json").json["metadata"]["param_groups"]
     assert (group["lr"], group["momentum"], group["params"]) == (0.5, 0.9, ["w"])
+
+
+def test_a_notebook_shows_the_table_that_ls_shows(ck: Path, transaxle: Transaxle) -> None:
+    """Folded, in the order of the dialect's table; of selections and views too."""
+    for options in ((), ("--as", "torchtitan")):
+        _, *listed = transaxle("ls", ck, *options).out.splitlines()
+        with tx.open(ck) as checkpoint:
+            view = checkpoint.as_dialect("torchtitan") if options else checkpoint
+            html = view._repr_html_().removeprefix("<pre>").removesuffix("</pre>")
+            assert html.splitlines()[1:] == listed
+            assert len(view.select("*layers*")._repr_html_().splitlines()) == 1 + sum("layers" in row for row in listed)
+            assert "  x2  " in html

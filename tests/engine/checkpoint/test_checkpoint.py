@@ -122,7 +122,23 @@ def test_a_byte_of_packed_elements_is_not_taken_apart(code: str, shape: list[int
     assert caught.value.code in {"UNSUPPORTED", "SHAPE_MISMATCH"}
 
 
-@pytest.mark.parametrize("box", [5, slice(0, 2)], ids=str)
+@pytest.mark.parametrize("box", [slice(1, 3), slice(None), slice(-2, None), slice(5, 9), slice(3, 1)], ids=str)
+@pytest.mark.parametrize("shape", [(4,), (4, 3), (4, 3, 2)], ids=str)
+def test_one_slice_is_a_box_of_the_first_dim(shape: tuple[int, ...], box: slice, tmp_path: Path) -> None:
+    values = np.arange(prod(shape), dtype=np.float32).reshape(shape)
+    checkpoints.write(tmp_path / "ck", {"x": values})
+    with tx.open(tmp_path / "ck") as checkpoint:
+        assert np.array_equal(checkpoint["x"].read(box), values[box])
+        assert np.array_equal(checkpoint["x"].read(box), checkpoint["x"].read((box, *[slice(None)] * (len(shape) - 1))))
+
+
+def test_a_number_has_no_first_dim(tmp_path: Path) -> None:
+    checkpoints.write(tmp_path / "ck", {"x": np.full((), 3, np.float32)})
+    with tx.open(tmp_path / "ck") as checkpoint, refused("SHAPE_MISMATCH"):
+        checkpoint["x"].read(slice(0, 1))
+
+
+@pytest.mark.parametrize("box", [5, "0:2"], ids=str)
 def test_what_is_no_box_is_told_what_one_is(box: Any, tmp_path: Path) -> None:
     (tmp_path / files.FILE).write_bytes(files.made({"x": files.info("F32", [2], 0, 8)}, bytes(8)))
     with tx.open(tmp_path) as checkpoint, pytest.raises(tx.TransaxleError, match="a box is a tuple of slices"):

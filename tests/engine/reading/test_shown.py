@@ -45,7 +45,17 @@ def test_item_5_notebooks_show_names_as_text(tmp_path: Path) -> None:
             assert html.endswith("</pre>")
             assert "<" not in html.removeprefix("<pre>").removesuffix("</pre>")
         assert "&lt;script&gt;" in checkpoint[name]._repr_html_()
-        assert "… and 11 more" in checkpoint._repr_html_()
+
+
+def test_what_a_notebook_shows_is_bounded(tmp_path: Path) -> None:
+    """However many names there are, and however long they are; folded, a hundred thousand layers are one row."""
+    held = {f"{letter * 3000}{number}x.weight": np.ones(1) for number in range(100) for letter in "ab"}
+    checkpoints.write(tmp_path / "odd", held)
+    checkpoints.write(tmp_path / "many", {f"layers.{number}.weight": np.ones(1, np.int8) for number in range(3000)})
+    with tx.open(tmp_path / "odd") as odd, tx.open(tmp_path / "many") as many:
+        assert len(odd._repr_html_()) < 15_000
+        assert "… and 160 more rows" in odd._repr_html_()
+        assert many._repr_html_().splitlines()[1:] == ["  layers.[0-2999].weight  x3000  I8  [1]</pre>"]
 
 
 def test_notebooks_show_comparisons_and_verifications_as_text(source: Path, tmp_path: Path) -> None:

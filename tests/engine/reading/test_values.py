@@ -57,6 +57,21 @@ def test_item_4_every_type_becomes_a_torch_tensor_and_an_array(tmp_path: Path, d
         assert torch.equal(checkpoint["w"].torch().view(torch.uint8), held["w"].view(torch.uint8))
 
 
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_torch_takes_a_stored_tensor_as_it_takes_an_array(tmp_path: Path, dtype: torch.dtype) -> None:
+    """`torch.as_tensor(ck[name])` and its siblings; the bits and the type are those that were saved."""
+    held = {"w": _values(dtype), "scalar": _values(dtype)[0, 0].clone(), "none": _values(dtype)[:0].clone()}
+    save_file(held, tmp_path / "model.safetensors")
+    with tx.open(tmp_path) as checkpoint:
+        for name, expected in held.items():
+            for made in (torch.as_tensor, torch.tensor, torch.asarray, torch.from_dlpack):
+                found = made(checkpoint[name])
+                assert (found.dtype, found.shape) == (dtype, expected.shape)
+                assert found.reshape(-1).view(torch.uint8).equal(expected.reshape(-1).view(torch.uint8))
+        if dtype in (torch.float32, torch.float64, torch.int8, torch.int64):
+            assert np.array_equal(np.from_dlpack(checkpoint["w"]), held["w"].numpy())
+
+
 def test_item_4_an_array_is_right_or_refused(tmp_path: Path) -> None:
     save_file({"w": _values(torch.bfloat16)}, tmp_path / "model.safetensors")
     with tx.open(tmp_path) as checkpoint:

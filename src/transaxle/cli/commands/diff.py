@@ -16,7 +16,7 @@ from transaxle.cli.screen.quantities import plural
 from transaxle.cli.screen.screen import Screen
 from transaxle.engine.compare.compare import Comparison, Difference, compare, components
 from transaxle.engine.compare.pair import opened_pair
-from transaxle.engine.facts.fold import fold
+from transaxle.engine.fold import fold
 from transaxle.move.workers import Limits
 
 _ROWS = 20

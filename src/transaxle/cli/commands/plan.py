@@ -19,8 +19,8 @@ from transaxle.cli.screen.screen import Screen
 from transaxle.engine.checkpoint.checkpoint import open_checkpoint
 from transaxle.engine.checkpoint.settings import settings
 from transaxle.engine.execute.preflight import Cleared, in_order, preflight
-from transaxle.engine.facts.fold import fold
 from transaxle.engine.facts.moves import UNCHANGED, rules, words
+from transaxle.engine.fold import fold
 from transaxle.engine.plan.conversion import make_plan
 from transaxle.engine.plan.planned import Plan
 from transaxle.errors import gathered

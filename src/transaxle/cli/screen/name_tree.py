@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TextIO
 from transaxle.axes.notation.name import natural
 from transaxle.cli.screen.quantities import percent, plural, size
 from transaxle.cli.screen.screen import printable
-from transaxle.engine.facts.fold import fold
+from transaxle.engine.fold import fold
 
 if TYPE_CHECKING:
     from rich.text import Text

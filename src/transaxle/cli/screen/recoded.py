@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from transaxle.axes.notation.name import natural
 from transaxle.cli.screen.quantities import plural
 from transaxle.cli.screen.screen import Screen
-from transaxle.engine.facts.fold import fold
+from transaxle.engine.fold import fold
 from transaxle.engine.plan.planned import Measured, Recoded
 
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from transaxle.axes.notation.name import natural, skeleton
 from transaxle.cli.screen.quantities import parameters, plural, size
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
-from transaxle.engine.checkpoint.recognise import pick_dialect
 from transaxle.engine.facts.checkpoint_facts import totals
-from transaxle.engine.facts.fold import FoldedRow, fold
-from transaxle.errors import TransaxleError
+from transaxle.engine.fold import FoldedRow
 
 UNKNOWN = "unknown family"
 
@@ -48,12 +44,9 @@ def rows(view: Checkpoint, *, everything: bool = False) -> list[FoldedRow]:
     Returns:
         Rows whose keys are `(dtype, shape)`.
     """
-    position = _positions(view)
-    names = sorted(view, key=lambda name: (position(name), natural(name)))
-    keys = [(view[name].dtype, view[name].shape) for name in names]
     if everything:
-        return [FoldedRow(name, (name,), key) for name, key in zip(names, keys, strict=True)]
-    return fold(names, keys)
+        return [FoldedRow(name, (name,), (view[name].dtype, view[name].shape)) for name in view.in_order()]
+    return view.folded()
 
 
 def cells(row: FoldedRow) -> list[str]:
@@ -72,19 +65,3 @@ def _key(row: FoldedRow) -> tuple[str, tuple[int, ...]]:
     assert isinstance(row.key, tuple)
     dtype, shape = row.key
     return dtype, shape
-
-
-def _positions(view: Checkpoint) -> Callable[[str], int]:
-    """Return a function that gives the position of a name in its table; names that no line reads come last."""
-    if view.family is None or view.dialect is None:
-        return lambda _: 0
-    reading = view.recognised
-    try:
-        lines = pick_dialect(reading.family, view.dialect).lines
-    except TransaxleError:
-        return lambda _: 0
-    order: dict[str, int] = {}
-    for number, line in enumerate(lines):
-        order.setdefault(line.name.skeleton, number)
-    cut = len(reading.prefix)
-    return lambda name: min(order.get(skeleton(name), len(lines)), order.get(skeleton(name[cut:]), len(lines)))

@@ -16,9 +16,10 @@ from typing import Any, TypeAlias
 from msgspec.structs import replace
 
 from transaxle.arguments import DType, PathLike, Patterns, read_float_type, read_path, read_patterns, read_source
-from transaxle.axes.layout.bind import Bound
+from transaxle.axes.layout.bind import Bound, without_wrappers
 from transaxle.axes.layout.relayout import Check, Target, unchanged
 from transaxle.axes.notation.family import Sizes
+from transaxle.axes.notation.name import natural, skeleton
 from transaxle.axes.notation.number_format import Recode, same
 from transaxle.encodings.encoding import Encoded
 from transaxle.engine.checkpoint.foreign_names import foreign
@@ -390,6 +391,26 @@ class Checkpoint(TensorSet):
 
     def __contains__(self, name: object) -> bool:
         return isinstance(name, str) and name in self.targets
+
+    def in_order(self) -> list[str]:
+        """Return the names in the order of the dialect's table; those that no line reads come last."""
+        order: dict[str, int] = {}
+        cut = 0
+        try:
+            if self.family is not None and self.dialect is not None:
+                lines = pick_dialect(self.recognised.family, self.dialect).lines
+                cut = len(self.recognised.prefix)
+                order = {line.name.skeleton: number for number, line in reversed([*enumerate(lines)])}
+        except TransaxleError:  # a view in no dialect of the family
+            order = {}
+        own = without_wrappers(self) if order else {}
+
+        def place(name: str) -> tuple[int, str]:
+            inner = own.get(name, name)
+            known = [order[each] for each in (skeleton(inner), skeleton(inner[cut:])) if each in order]
+            return min(known, default=len(order)), natural(name)
+
+        return sorted(self, key=place)
 
     def close(self) -> None:
         """Close the files behind it; tensors cannot be read afterwards."""

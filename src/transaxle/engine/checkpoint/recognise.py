@@ -22,7 +22,7 @@ from transaxle.engine.checkpoint.peft_adapter import ADAPTED, ADAPTER_CONFIG, ad
 from transaxle.engine.checkpoint.settings import CONFIG, Settings, stored_config
 from transaxle.engine.views.encoded import Catalog, catalog
 from transaxle.errors import TransaxleError, refuse
-from transaxle.families import Families
+from transaxle.families import Families, is_dialect
 from transaxle.formats.builtin_formats import CALLED
 from transaxle.formats.catalog.catalog import Container
 
@@ -104,6 +104,12 @@ _NUMBERS = {
     **dict.fromkeys(("fp16", "float16"), "--dtype fp16"),
 }
 """Formats of numbers that people write where a dialect belongs -> the option that is meant."""
+_ELSEWHERE = {
+    **dict.fromkeys(("gguf", "ggml", "llama.cpp", "llamacpp"), "llama.cpp's convert_hf_to_gguf.py"),
+    "onnx": "Optimum's exporter (optimum-cli export onnx)",
+    "mlx": "mlx_lm.convert",
+}
+"""Formats of other programs -> what makes them of a folder as a hub has it."""
 
 
 def pick_dialect(family: Family, label: str, formats: Sequence[str] = ()) -> Dialect:
@@ -131,12 +137,43 @@ def pick_dialect(family: Family, label: str, formats: Sequence[str] = ()) -> Dia
                 f"there is no format {label!r} (known: {', '.join(formats)}), and no such dialect of {family.name}"
             )
         ways = f"`transaxle dialects {family.name}` says what each is; --rules FILE adds one."
-        if label.lower() in _NUMBERS:
-            ways = f"That is a format of numbers: --to hf {_NUMBERS[label.lower()]}."
-        elif close:
-            ways = f"Did you mean {close[0]}?"
-        raise refuse("AMBIGUOUS", message, hint=ways)
+        near = f"Did you mean {close[0]}?" if close else ""
+        raise refuse("AMBIGUOUS", message, hint=other_meaning(label) or near or ways)
     return match
+
+
+def other_meaning(label: str) -> str:
+    """Return what to do where a target is no dialect but a format of numbers, or of another program; else nothing."""
+    word = label.lower()
+    if word in _NUMBERS:
+        return f"That is a format of numbers: --to hf {_NUMBERS[word]}."
+    if word in _ELSEWHERE:
+        return f'Write the form of a hub, --to hf (to="hf"), and give that folder to {_ELSEWHERE[word]}.'
+    return ""
+
+
+def check_dialect(label: str, families: Families, formats: Sequence[str] = ()) -> None:
+    """Refuse what is the label of no dialect of any family.
+
+    Args:
+        label: what the user typed.
+        families: all known families.
+        formats: names that it could have been as well.
+
+    Raises:
+        UsageError: AMBIGUOUS, with what is meant.
+    """
+    if label == IDENTITY or is_dialect(label):
+        return
+    known = {each for entry in families.everything.entries.values() for each in entry.dialects}
+    names = [*sorted(known | {each.partition("@")[0] for each in known}), IDENTITY, *formats]
+    if label in names:
+        return
+    usual = [name for name in (CALLED.get(label.lower()),) if name in names]
+    close = usual or difflib.get_close_matches(label.lower(), names, 1)
+    besides = f", and no format is called so (there are: {', '.join(formats)})" if formats else ""
+    near = f"Did you mean {close[0]}?" if close else "`transaxle dialects FAMILY` lists those of a family."
+    raise refuse("AMBIGUOUS", f"no family has a dialect {label!r}{besides}", hint=other_meaning(label) or near)
 
 
 def model_types(config: Mapping[str, Any]) -> list[str]:

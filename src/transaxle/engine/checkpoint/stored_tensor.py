@@ -34,6 +34,8 @@ _SCRATCH, _LEAST_SCRATCH = 8 << 20, 1 << 16
 _WASTE, _GAP = 1.25, 64
 """A box is read with its gaps if that costs at most `_WASTE` bytes per wanted byte, or gaps are at most `_GAP` bytes.
 """
+_CPU = 1
+"""Number of the CPU among DLPack's kinds of devices."""
 SliceBox = tuple[slice, ...]
 """One slice of step 1 per dim."""
 
@@ -86,11 +88,12 @@ class StoredTensor(msgspec.Struct, frozen=True, eq=False):
         stored_intervals = positions(self.name, intervals, self.dtype, self.shape, target.dtype, target.shape)
         return [] if stored_intervals is None else self._source.transfers(target, stored_intervals)
 
-    def read(self, box: SliceBox | None = None) -> np.ndarray:
+    def read(self, box: SliceBox | slice | None = None) -> np.ndarray:
         """Read the tensor or a box of it.
 
         Args:
-            box: one slice of step 1 per dim; None: everything. Only the box's bytes are read.
+            box: one slice of step 1 per dim; one slice alone is that of the first dim; None: everything. Only the box's
+                bytes are read.
 
         Returns:
             A new array of the box's shape; packed types (F4, F6) come as U8 with the packed last dim.
@@ -134,6 +137,17 @@ class StoredTensor(msgspec.Struct, frozen=True, eq=False):
         values = self.numpy()
         return values if dtype is None else values.astype(dtype, copy=False)
 
+    def __dlpack__(self, **options: Any) -> Any:
+        """Give the values to `torch.as_tensor` and `numpy.from_dlpack`; those of bf16 only torch has."""
+        try:
+            values: Any = self.torch()
+        except ImportError:
+            values = self.numpy()
+        return values.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return _CPU, 0
+
     def __getitem__(self, index: Index) -> np.ndarray:
         """Read what numpy's slicing selects, `tensor[0:2, ..., -1]`; only the bytes of its box are read."""
         check_elements(self.name, self.dtype)
@@ -174,9 +188,11 @@ class StoredTensor(msgspec.Struct, frozen=True, eq=False):
         return notebook(f"{self!r} · {size(self.nbytes)}")
 
 
-def _spans(name: str, shape: tuple[int, ...], box: SliceBox | None) -> list[tuple[int, int]]:
+def _spans(name: str, shape: tuple[int, ...], box: SliceBox | slice | None) -> list[tuple[int, int]]:
     if box is None:
         return [(0, size) for size in shape]
+    if isinstance(box, slice):
+        box = (box, *(slice(None) for _ in shape[1:]))
     if not isinstance(box, tuple | list):
         raise refuse("SHAPE_MISMATCH", f"a box is a tuple of slices, and this is {box!r}", tensor=name)
     if len(box) != len(shape) or any(getattr(bounds, "step", 0) not in (None, 1) for bounds in box):

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
-from transaxle.engine.facts.fold import taken_apart
 from transaxle.engine.facts.legend import axes_of
+from transaxle.engine.fold import taken_apart
 
 if TYPE_CHECKING:
     from transaxle.engine.compare.distance import Counts, Distance, Rounding

@@ -16,7 +16,7 @@ from transaxle.axes.layout.chunk_cuts import chunk_cuts
 from transaxle.axes.notation.name import natural
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, StoredTensor
 from transaxle.engine.checkpoint.peft_adapter import ADAPTER_STEM
-from transaxle.engine.checkpoint.recognise import IDENTITY, pick_dialect
+from transaxle.engine.checkpoint.recognise import IDENTITY, check_dialect, pick_dialect
 from transaxle.engine.copying.arithmetic import steps
 from transaxle.engine.copying.duplicate_checks import plan_checks
 from transaxle.engine.copying.source import Source
@@ -186,6 +186,8 @@ def _aimed(
     """
     form, label = parse_to(to)
     kind = get(form)
+    if label and checkpoint.family is None:  # the label is at fault rather than the names
+        check_dialect(label, checkpoint.settings.families, () if ":" in to else writable())
     if label and label != IDENTITY and checkpoint.stored_names.is_adapter:
         checkpoint, label = checkpoint.as_dialect(label), IDENTITY
     opened, fitting = checkpoint, None

@@ -11,7 +11,7 @@ import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 
-from transaxle.engine.checkpoint.recognise import IDENTITY
+from transaxle.engine.checkpoint.recognise import IDENTITY, other_meaning
 from transaxle.errors import Refusal, Where, refuse
 from transaxle.families import is_dialect
 from transaxle.formats import registry
@@ -62,6 +62,8 @@ def parse_to(to: str) -> tuple[str, str | None]:
 
 def _before_colon(first: str, second: str) -> str:
     """Return what to write instead of two words with a colon, the first of which is no format; empty if unknown."""
+    if hint := other_meaning(first):
+        return hint
     if second in registry.writable():
         return f"The format comes first: {second}:{first}"
     if second.startswith("//"):
@@ -119,6 +121,8 @@ def misnamed(target: str | None, form: str) -> Iterator[Refusal]:
     else:
         message = f"files that end in {ending} cannot be written; {advice}"
         hint = f"Choose another name; to write a folder, end it in /: {target}/"
+        if meaning := other_meaning(ending.lstrip(".")):
+            hint = f"{meaning}\n{hint}"
         yield Refusal("UNSUPPORTED", message, Where(target), hint)
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
-from itertools import islice
 from posixpath import commonprefix
 from typing import TYPE_CHECKING, Any, Literal
 
 from transaxle.arguments import Patterns, Size, read_patterns, read_size
+from transaxle.axes.notation.name import natural
+from transaxle.engine.fold import FoldedRow, fold
 from transaxle.engine.number_text import notebook, plural
 from transaxle.engine.views.name_filter import chosen
+from transaxle.errors import shortened
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -19,8 +21,8 @@ if TYPE_CHECKING:
 
 Kind = Literal["torch", "numpy"]
 _KINDS = ("torch", "numpy")
-_SHOWN = 10
-"""Tensors that a notebook shows."""
+_SHOWN, _LONGEST = 40, 200
+"""Rows that a notebook shows, and characters of a name."""
 _NEAR = 0.7
 """Share of a name that is like the nearest one, from which on the nearest is told."""
 _READERS = 2
@@ -28,9 +30,9 @@ _READERS = 2
 
 
 _INTERNAL = {
-    "bound", "catalog", "checking", "checks", "container", "foreign", "in_part", "recognised", "reopening", "seen_as",
-    "settings", "sizes", "source", "source_of", "stored_names", "targets", "translation", "undecoded", "view",
-    "without_optimizer",
+    "bound", "catalog", "checking", "checks", "container", "folded", "foreign", "in_order", "in_part", "recognised",
+    "reopening", "seen_as", "settings", "sizes", "source", "source_of", "stored_names", "targets", "translation",
+    "undecoded", "view", "without_optimizer",
 }  # fmt: skip
 """Attributes of a checkpoint that the engine uses, and Tab does not show."""
 
@@ -43,9 +45,28 @@ class TensorSet(Mapping[str, "StoredTensor"]):
         return sorted(name for name in super().__dir__() if name not in _INTERNAL)
 
     def _repr_html_(self) -> str:
-        rows = [f"  {each.name}  {each.dtype}  {list(each.shape)}" for each in islice(self.values(), _SHOWN)]
-        more = [f"  … and {len(self) - _SHOWN:,} more"] if len(self) > _SHOWN else []
-        return notebook("\n".join([repr(self), *rows, *more]))
+        rows = self.folded()
+        cells = [
+            (shortened(row.name, _LONGEST), row.times, *(str(part) for part in self._kind(row.names[0])))
+            for row in rows[:_SHOWN]
+        ]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
+        more = [f"… and {plural(len(rows) - _SHOWN, 'more row')}"] if len(rows) > _SHOWN else []
+        return notebook("\n  ".join([repr(self), *map(str.rstrip, lines), *more]))
+
+    def in_order(self) -> list[str]:
+        """Return the names in the order in which people read them."""
+        return sorted(self, key=natural)
+
+    def folded(self) -> list[FoldedRow]:
+        """Return the tensors in that order, those that differ only in their numbers as one row."""
+        names = self.in_order()
+        return fold(names, [(kind, tuple(shape)) for kind, shape in map(self._kind, names)])
+
+    def _kind(self, name: str) -> tuple[str, list[int]]:
+        tensor = self[name]
+        return tensor.dtype, list(tensor.shape)
 
     def select(self, only: Patterns = (), skip: Patterns = ()) -> Selection:
         """Return some of the tensors, as a mapping; nothing is read.
@@ -129,6 +150,10 @@ class Selection(TensorSet):
 
     def __len__(self) -> int:
         return len(self._names)
+
+    def in_order(self) -> list[str]:
+        """Return the names in the order of the whole checkpoint."""
+        return [name for name in self._home.in_order() if name in self._names]
 
     def __repr__(self) -> str:
         return f"<{plural(len(self), 'tensor')} of {self._home!r}>"

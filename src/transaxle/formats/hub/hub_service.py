@@ -121,7 +121,7 @@ class HubService:
             return b""
         info = self.info(path, file)
         if info is None or info["type"] != FILE:
-            raise refuse("IO", "no such file", file=file)
+            raise refuse("IO", "no such file", file=file, system=FileNotFoundError)
         size = int(info["size"])
         most = size if info["whole"] else stop - start
         address = self._at.get(path)

@@ -64,7 +64,8 @@ class RemoteStorage(Storage):
         if info is not None and info.get("type") == FILE:
             self._become_single(info)
         elif info is None and not self._service.members(self._root, self._path):
-            raise refuse("IO", "no such file or folder", file=self._path, hint=self._similar())
+            message = "no such file or folder"
+            raise refuse("IO", message, file=self._path, hint=self._similar(), system=FileNotFoundError)
 
     @property
     def path(self) -> str:
@@ -172,7 +173,7 @@ class RemoteStorage(Storage):
         """Ask the service for the current version of the object under a name."""
         info = self._service.info(self._place(name), name)
         if info is None:
-            raise refuse("IO", "no such file", file=name)
+            raise refuse("IO", "no such file", file=name, system=FileNotFoundError)
         if info.get("type") != FILE:
             raise refuse("UNSUPPORTED", "this is a folder, not a file", file=name)
         return _stamp(info)

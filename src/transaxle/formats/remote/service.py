@@ -235,6 +235,11 @@ class Service:
             raise _failed(error, doing, file) from None
 
 
+def _system(error: Exception) -> type[OSError] | None:
+    """Return the error of the system that a client's stands for."""
+    return next((kind for kind in (FileNotFoundError, PermissionError) if isinstance(error, kind)), None)
+
+
 def _failed(error: Exception, doing: str, file: str) -> TransaxleError:
     """Build the StorageError for what a client raised."""
     kind = type(error).__name__
@@ -250,4 +255,4 @@ def _failed(error: Exception, doing: str, file: str) -> TransaxleError:
         hint = RANGES
     elif not isinstance(error, OSError) or not reason:
         reason = f"{kind}: {reason}" if reason else kind
-    return refuse("IO", f"{doing}: {reason}", file=file, hint=hint)
+    return refuse("IO", f"{doing}: {reason}", file=file, hint=hint, system=_system(error))

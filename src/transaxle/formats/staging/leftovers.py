@@ -107,7 +107,7 @@ def _candidates(typed: str) -> Iterator[tuple[Path, Path]]:
         yield place, place.with_name(named[1])
         return
     if not place.parent.is_dir():
-        raise refuse("IO", "no such file or folder", file=typed)
+        raise refuse("IO", "no such file or folder", file=typed, system=FileNotFoundError)
     for ending in (PARTIAL, OLD):
         if place.name and _is_folder(hidden := neighbour(place, ending)):
             yield hidden, place

@@ -83,7 +83,8 @@ class TargetPlace:
             raise refuse("NAME_COLLISION", message, file=self.typed, hint="Choose another name.")
         if not has_parent:
             message = f"the folder {self.target.parent} does not exist"
-            raise refuse("IO", message, file=self.typed, hint=unexpanded(self.typed) or "Create it first.")
+            hint = unexpanded(self.typed) or "Create it first."
+            raise refuse("IO", message, file=self.typed, hint=hint, system=FileNotFoundError)
         self._overwrite = read_overwrite(overwrite)
         self.single = self.target.name if is_file else None
         """Name of the one file to write; None for a folder."""

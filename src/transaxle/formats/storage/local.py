@@ -334,7 +334,8 @@ def _kind_of(path: str) -> int:
     except ValueError as error:
         raise refuse("IO", f"{path!r} is not a path: {error}", file=path) from error
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise refuse("IO", "no such file or folder", file=path, hint=_similar(path)) from error
+        message = "no such file or folder"
+        raise refuse("IO", message, file=path, hint=_similar(path), system=FileNotFoundError) from error
     except OSError as error:
         raise failed(error, "opening it", path) from error
 

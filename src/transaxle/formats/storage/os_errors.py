@@ -25,8 +25,10 @@ def failed(error: OSError, doing: str, file: str) -> TransaxleError:
         doing: the action in words, e.g. `writing 4096 bytes at offset 0`.
         file: the file that it concerned.
     """
+    if isinstance(error, TransaxleError):  # one of ours, which says what failed
+        return error
     number = error.errno or 0
     reason = os.strerror(number) if number else str(error)
     if number in _NO_SPACE:
         return refuse("NO_SPACE", f"{doing}: {reason}", file=file, hint="Free some space, or choose another place.")
-    return refuse("IO", f"{doing}: {reason}", file=file, hint=_HINTS.get(number, ""))
+    return refuse("IO", f"{doing}: {reason}", file=file, hint=_HINTS.get(number, ""), system=type(error))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from difflib import get_close_matches
 from typing import Any, TypedDict
 
 from transaxle.arguments import (
@@ -21,11 +20,10 @@ from transaxle.arguments import (
     read_size,
     read_text,
 )
-from transaxle.engine.checkpoint.recognise import IDENTITY, pick_dialect, pick_family
+from transaxle.engine.checkpoint.recognise import IDENTITY, check_dialect, pick_dialect, pick_family
 from transaxle.engine.checkpoint.settings import LONGEST_TABLE, model_config, settings
 from transaxle.engine.plan.conversion import SHARD_SIZE
 from transaxle.engine.plan.target_names import parse_to
-from transaxle.errors import refuse
 from transaxle.formats.staging.location import on_this_machine
 from transaxle.formats.storage.local import read_file
 from transaxle.formats.storage.storage import is_url
@@ -180,13 +178,8 @@ def check_options(function: str, to: str, options: Saving) -> None:
         for label in labels:
             pick_dialect(family, label)
         return
-    known = {label for entry in families.everything.entries.values() for label in entry.dialects}
-    known |= {label.partition("@")[0] for label in known}
     for label in labels:
-        if label not in known:
-            close = get_close_matches(label, [*known, IDENTITY], 1)
-            hint = f"Did you mean {close[0]}?" if close else "`transaxle dialects FAMILY` lists those of a family."
-            raise refuse("AMBIGUOUS", f"no family has a dialect {label!r}", hint=hint)
+        check_dialect(label, families)
 
 
 def contents(settings: SaveSettings, config: Mapping[str, Any] | None) -> dict[str, str | None]:
