@@ -50,6 +50,7 @@ def test_errors_of_files_are_also_those_of_the_system(tmp_path: Path) -> None:
         tx.convert(source, tmp_path / "no" / "parent", to="hf")
     with pytest.raises(FileExistsError) as there:
         tx.convert(source, source.parent / "source", to="megatron")
+    assert isinstance(there.value, tx.TransaxleError)
     assert (there.value.code, there.value.exit_code) == ("EXISTS", 2)
     with pytest.raises(tx.TransaxleError) as other:
         tx.open(file)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -282,15 +283,34 @@ def test_what_megatrons_modules_save_beside_tensors_is_one_line(ck: Path, transa
 
 def test_a_model_of_a_hub_without_a_config_says_what_is_missing(ck: Path, transaxle: Transaxle) -> None:
     said = (
-        "  no config.json goes along, since the source has none (--config gives one); "
-        "transformers needs the model's beside this\n"
+        "warning: no config.json goes along, since the source has none: transformers cannot load the target without "
+        "it; give --config FILE"
     )
-    assert said not in transaxle("convert", ck, "with", "--to", "hf").out
-    (ck / "config.json").unlink()
-    asked = ("--family", "qwen3_moe", "--axis", "l=2")
-    assert said in transaxle("convert", ck, "without", "--to", "hf", *asked).out
-    assert said not in transaxle("convert", ck, "single.safetensors", "--to", "hf", *asked).out
-    assert said not in transaxle("convert", ck, "other", "--to", "torchtitan", *asked).out
+    assert said not in transaxle("convert", ck, "with", "--to", "hf").err
+    assert transaxle("convert", ck, "run", "--to", "dcp:torchtitan").code == 0
+    config = (ck / "config.json").read_bytes()
+    for source in (ck, Path("run")):
+        (source / "config.json").unlink()
+        asked = ("--family", "qwen3_moe", *(part for size in ("l=2", "r=2", "g=2", "c=8") for part in ("--axis", size)))
+        for verb in ("plan", "convert"):
+            outcome = transaxle(verb, source, "without", "--to", "hf", *asked)
+            assert (outcome.code, outcome.err.splitlines()) == (0, [said])
+        (note,) = json.loads(transaxle("convert", source, "noted", "--to", "hf", "--json", *asked).out)["notes"]
+        assert f"warning: {note}" == said
+        shutil.rmtree("without")
+        shutil.rmtree("noted")
+        assert said not in transaxle("convert", source, "single.safetensors", "--to", "hf", *asked).err
+        assert said not in transaxle("convert", source, "other", "--to", "torchtitan", *asked).err
+        shutil.rmtree("other")
+        Path("single.safetensors").unlink()
+        above = source.parent / "config.json"
+        above.write_bytes(config)
+        assert f"{said} (there is {above})" in transaxle("convert", source, "hinted", "--to", "hf", *asked).err
+        shutil.rmtree("hinted")
+        assert transaxle("convert", source, "mended", "--to", "hf", "--config", above).err == ""
+        assert json.loads(Path("mended/config.json").read_bytes()) == json.loads(config)
+        shutil.rmtree("mended")
+        above.unlink()
 
 
 def test_a_config_that_is_given_becomes_that_of_the_target(here: Path, transaxle: Transaxle) -> None:
@@ -300,7 +320,7 @@ def test_a_config_that_is_given_becomes_that_of_the_target(here: Path, transaxle
     assert told.code == 0, told.err
     assert json.loads(Path("out/config.json").read_text()) == CONFIG
     assert "config.json is written from the config that you gave" in told.out
-    assert "no config.json goes along" not in told.out
+    assert "no config.json goes along" not in told.err
     assert transaxle("verify", "out").code == 0
     again = ("convert", "bare", "dcp", "--to", "dcp:torchtitan", "--config", "my.json")
     assert transaxle(*again).code == 0
@@ -340,5 +360,5 @@ def test_sizes_alone_are_no_config_of_a_model(here: Path, transaxle: Transaxle) 
     Path("sizes.json").write_text(json.dumps({**CONFIG, "model_type": None}))
     tiny(here / "bare", config=None)
     asked = ("--family", "qwen3_moe", "--config", "sizes.json")
-    assert "no config.json goes along" in transaxle("convert", "bare", "out", "--to", "hf", *asked).out
+    assert "no config.json goes along" in transaxle("convert", "bare", "out", "--to", "hf", *asked).err
     assert not Path("out/config.json").exists()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
 import transaxle as tx
+from tests import checkpoints
 from tests.live.load.test_load import FULL, PLACEMENTS, WORLDS, _octets, on
 from tests.live.ranks import run
 from transaxle.live.save.save import save
@@ -76,3 +78,25 @@ def test_a_keyword_that_does_not_exist_is_told_to_the_other_ranks(tmp_path: Path
     assert all("rank 1 failed: TypeError" in each for each in first)
     assert all("unexpected keyword argument 'overwite'" in each for each in second)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_hub_folder_without_a_config_is_told_of(tmp_path: Path) -> None:
+    """As the command line does; with the model's config, there is nothing to tell."""
+    state = {name: torch.from_numpy(array.astype(np.float32)) for name, array in checkpoints.tensors().items()}
+    report = tx.save(state, tmp_path / "bare", to="hf", family="qwen3_moe", axes={"l": 2, "r": 2, "g": 2, "c": 8})
+    assert [note.partition(",")[0] for note in report.notes] == ["no config.json goes along"]
+    told = tx.save(state, tmp_path / "whole", to="hf", config=checkpoints.CONFIG)
+    assert not [note for note in told.notes if "goes along" in note]
+    assert (tmp_path / "whole" / "config.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("typed", "nearest"), [("safetensor", "safetensors"), ("pt", "torch"), ("dcp:hff", "hf")]
+)
+def test_a_slip_in_to_gets_the_nearest_name(typed: str, nearest: str, tmp_path: Path) -> None:
+    """Also for a model that no table knows."""
+    with pytest.raises(tx.TransaxleError, match=f"Did you mean {nearest}") as caught:
+        tx.save(torch.nn.Linear(2, 2), tmp_path / "out", to=typed)
+    assert caught.value.code == "AMBIGUOUS"
+    with pytest.raises(tx.TransaxleError, match=r"convert_hf_to_gguf\.py"):
+        tx.save(torch.nn.Linear(2, 2), tmp_path / "out", to="gguf")

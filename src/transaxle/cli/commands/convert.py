@@ -16,10 +16,9 @@ from transaxle.cli.screen.quantities import duration, plural, size, speed
 from transaxle.cli.screen.recoded import print_measured, print_stayed
 from transaxle.cli.screen.screen import Screen
 from transaxle.engine.checkpoint.checkpoint import open_checkpoint
-from transaxle.engine.checkpoint.settings import CONFIG
 from transaxle.engine.execute.execute import Report, execute
 from transaxle.engine.execute.preflight import in_order, preflight
-from transaxle.engine.plan.conversion import HUB, Prepared, make_plan, ready
+from transaxle.engine.plan.conversion import Prepared, make_plan, ready
 from transaxle.engine.plan.planned import Plan
 from transaxle.errors import TransaxleError
 from transaxle.formats.staging.location import takes_parts
@@ -263,12 +262,6 @@ def print_report(screen: Screen, report: Report) -> None:
     print_counted(screen, report.counted)
     print_others(screen, report.kept, report.ignored, report.carried)
     print_notes(screen, report.notes)
-    is_folder = not report.path.endswith(report.format)
-    if is_folder and (report.format, report.dialect) == HUB and CONFIG not in report.carried:
-        screen.line(
-            f"  no {CONFIG} goes along, since the source has none (--config gives one); transformers needs the model's "
-            "beside this"
-        )
     if not report.synced:
         screen.line("  not synced (--no-sync): a power cut in the next minutes may damage the checkpoint")
 

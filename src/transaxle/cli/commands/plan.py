@@ -22,6 +22,7 @@ from transaxle.engine.execute.preflight import Cleared, in_order, preflight
 from transaxle.engine.facts.moves import UNCHANGED, rules, words
 from transaxle.engine.fold import fold
 from transaxle.engine.plan.conversion import make_plan
+from transaxle.engine.plan.model_config import NO_CONFIG
 from transaxle.engine.plan.planned import Plan
 from transaxle.errors import gathered
 from transaxle.formats.training_state.state import OPTIMIZER
@@ -299,7 +300,10 @@ def print_others(screen: Screen, kept: tuple[str, ...], ignored: tuple[str, ...]
 def print_notes(screen: Screen, notes: tuple[str, ...]) -> None:
     """Print what programs that go on with the target must be told."""
     for note in notes:
-        screen.line(f"  note: {note}")
+        if note.startswith(NO_CONFIG):  # the target does not serve its purpose as it is
+            screen.note(f"warning: {note}")
+        else:
+            screen.line(f"  note: {note}")
 
 
 def folded(names: tuple[str, ...]) -> Iterator[str]:

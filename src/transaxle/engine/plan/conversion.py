@@ -17,12 +17,13 @@ from transaxle.axes.notation.name import natural
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, StoredTensor
 from transaxle.engine.checkpoint.peft_adapter import ADAPTER_STEM
 from transaxle.engine.checkpoint.recognise import IDENTITY, check_dialect, pick_dialect
+from transaxle.engine.checkpoint.settings import CONFIG
 from transaxle.engine.copying.arithmetic import steps
 from transaxle.engine.copying.duplicate_checks import plan_checks
 from transaxle.engine.copying.source import Source
 from transaxle.engine.plan.axis_sizes import counted, recorded
 from transaxle.engine.plan.hub_weights import published
-from transaxle.engine.plan.model_config import config_notes, rewritten
+from transaxle.engine.plan.model_config import config_notes, lacking_note, rewritten
 from transaxle.engine.plan.planned import OutputTensor, Plan, PlannedTensor, Recoded, routes
 from transaxle.engine.plan.recoding import buffers_of, displaced, recoded, recoding, to_encode
 from transaxle.engine.plan.target_names import clashing, is_one_file, misnamed, parse_to, unholdable, without_line
@@ -149,7 +150,7 @@ def make_plan(
         allow_lossy=allow_lossy,
         stayed=casts_of(checkpoint.container.storage).stayed if recoding_any else (),
         counted=counted(checkpoint.bound, checkpoint.sizes, view.axes) if reading else {},
-        notes=(*draft.notes, *told, *_said(checkpoint, configs, to)),
+        notes=(*draft.notes, *told, *_said(checkpoint, configs, to), *_unconfigured(checkpoint, to, single, draft)),
     )
     return Prepared(plan, checkpoint, draft)
 
@@ -160,6 +161,13 @@ def _said(checkpoint: Checkpoint, configs: Mapping[str, bytes | None], to: str) 
     framework, ways = _loads(to)
     if ways:
         yield f"safetensors with the names of {to}; for what {framework} loads, write --to {' or --to '.join(ways)}"
+
+
+def _unconfigured(checkpoint: Checkpoint, to: str, single: bool, draft: Draft) -> Iterator[str]:
+    """Yield what is to be said of a folder for a hub without a config."""
+    has_config = CONFIG in (*checkpoint.container.carried, *draft.files)
+    if for_hub(to) and not single and not has_config and not checkpoint.stored_names.is_adapter:
+        yield lacking_note(checkpoint)
 
 
 def _loads(to: str) -> tuple[str, Sequence[str]]:

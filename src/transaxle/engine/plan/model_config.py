@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Collection, Container, Iterable, Mapping
 from math import prod
@@ -25,6 +26,7 @@ from transaxle.engine.views.decoded import decoders_of
 from transaxle.engine.views.encoded import View
 from transaxle.errors import Refusal, TransaxleError
 from transaxle.formats.builtin_formats import SAFETENSORS
+from transaxle.formats.storage.storage import is_url
 
 
 def rewritten(
@@ -130,6 +132,10 @@ def _in_memory(
     return {name: target for name, target in weights.items() if module_of(name) not in modules}, encoded
 
 
+NO_CONFIG = f"no {CONFIG} goes along"
+"""How `lacking_note` begins, which is a warning."""
+
+
 def config_notes(checkpoint: Checkpoint, files: Container[str]) -> tuple[str, ...]:
     """Return what is to be said of a config that the user gave: that it is written, or that the source's stays.
 
@@ -148,6 +154,16 @@ def config_notes(checkpoint: Checkpoint, files: Container[str]) -> tuple[str, ..
     except TransaxleError:
         pass  # one that cannot be read differs
     return (f"{CONFIG} is that of the source: the config that you gave differs from it, and only gave sizes",)
+
+
+def lacking_note(checkpoint: Checkpoint) -> str:
+    """Return what is to be said of a hub's folder that gets no config, and the option that gives it one."""
+    source = checkpoint.path
+    note = f"{NO_CONFIG}, since the source has none: transformers cannot load the target without it; give --config FILE"
+    if is_url(source):
+        return note
+    above = os.path.normpath(os.path.join(source, os.pardir, CONFIG))  # noqa: PTH118 - as typed
+    return f"{note} (there is {above})" if os.path.isfile(above) else note  # noqa: PTH113
 
 
 def _given(checkpoint: Checkpoint) -> Mapping[str, Any] | None:

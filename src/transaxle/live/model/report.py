@@ -101,6 +101,8 @@ class SaveReport:
     """Tensors without a line in the target dialect: under their own names."""
     ignored: tuple[str, ...]
     """What was left behind."""
+    notes: tuple[str, ...] = ()
+    """What whoever goes on with the checkpoint must be told, such as that a hub's folder has no config."""
     untrained: tuple[str, ...] = ()
     """Parameters with gradients that are in none of the given optimizers, on this rank."""
     verification: Verification | None = None

@@ -126,6 +126,7 @@ def write_checkpoint(settings: SaveSettings, state: CollectedState, world: World
         bytes_received=received,
         kept=plan.kept,
         ignored=(*plan.ignored, *settings.left),
+        notes=plan.notes,
         untrained=settings.untrained,
         verification=verification,
         seconds=clock.total,
