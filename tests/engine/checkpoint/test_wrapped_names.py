@@ -70,7 +70,7 @@ def test_names_of_any_family_are_read_without_wrappers(family: str) -> None:
     for dialect in (each for each in known.dialects if each.name != "vllm"):
         names = [line.name.text for line in dialect.lines if not line.name.axes]
         names += [line.name.format((0,) * len(line.name.holes)) for line in dialect.lines if line.name.axes][:40]
-        names = [name for name in dict.fromkeys(names) if name is not None and "(" not in name]
+        names = [name for name in dict.fromkeys(names) if "(" not in name]
         expected = recognise(names, {}, builtin(), family, dialect.label)
         for place in range(1, 4):
             wrapped = [_after(name, place, [COMPILED]) if name.count(".") > place else name for name in names]

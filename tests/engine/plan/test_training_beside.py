@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_saver import save
 
 import transaxle as tx
 from tests import checkpoints
@@ -93,7 +93,7 @@ def test_a_hub_gets_the_model_alone(trainer: str, stored: str, tmp_path: Path) -
         torch.save(state, source)
     else:
         with warnings.catch_warnings(action="ignore"):  # that there is one process
-            dcp.save(state, checkpoint_id=source, no_dist=True)
+            save(state, checkpoint_id=source, no_dist=True)
     report = tx.convert(source, tmp_path / "hub", to="hf", config=checkpoints.CONFIG, sync=False)
     with tx.open(tmp_path / "hub") as hub:
         assert set(hub) == set(MODEL)

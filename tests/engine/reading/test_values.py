@@ -17,6 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from torch.utils.dlpack import from_dlpack
 
 import transaxle as tx
 from tests import checkpoints
@@ -64,7 +65,7 @@ def test_torch_takes_a_stored_tensor_as_it_takes_an_array(tmp_path: Path, dtype:
     save_file(held, tmp_path / "model.safetensors")
     with tx.open(tmp_path) as checkpoint:
         for name, expected in held.items():
-            for made in (torch.as_tensor, torch.tensor, torch.asarray, torch.from_dlpack):
+            for made in (torch.as_tensor, torch.tensor, torch.asarray, from_dlpack):
                 found = made(checkpoint[name])
                 assert (found.dtype, found.shape) == (dtype, expected.shape)
                 assert found.reshape(-1).view(torch.uint8).equal(expected.reshape(-1).view(torch.uint8))

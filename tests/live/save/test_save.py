@@ -90,9 +90,7 @@ def test_a_hub_folder_without_a_config_is_told_of(tmp_path: Path) -> None:
     assert (tmp_path / "whole" / "config.json").exists()
 
 
-@pytest.mark.parametrize(
-    ("typed", "nearest"), [("safetensor", "safetensors"), ("pt", "torch"), ("dcp:hff", "hf")]
-)
+@pytest.mark.parametrize(("typed", "nearest"), [("safetensor", "safetensors"), ("pt", "torch"), ("dcp:hff", "hf")])
 def test_a_slip_in_to_gets_the_nearest_name(typed: str, nearest: str, tmp_path: Path) -> None:
     """Also for a model that no table knows."""
     with pytest.raises(tx.TransaxleError, match=f"Did you mean {nearest}") as caught:
