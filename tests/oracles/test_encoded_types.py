@@ -14,6 +14,7 @@ from torch import nn
 from transformers import CompressedTensorsConfig, FineGrainedFP8Config
 from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear
 from transformers.quantizers.auto import AutoHfQuantizer
+from transformers.quantizers.quantizers_utils import should_convert_module
 
 import transaxle as tx
 from tests.oracles import wrappers
@@ -50,6 +51,9 @@ DECODED = (
 )
 """Stacks, a weight with a smaller last tile, numbered experts, fused weights that are split in memory, and a layer
 whose own name ends with `_weight`."""
+ROUTED = ("mixtral", "minimax_m2", "phimoe")
+"""Types whose routers have other names in memory than in files."""
+WHOLE_TILES = {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 128}
 TYPES = sorted(each for each, (table, said) in recorded()["types"].items() if table in (HAND, TRACED) and said == EXACT)
 
 
@@ -178,6 +182,56 @@ def test_a_head_that_classifies_stays_plain(architecture: str, head: str, tmp_pa
         assert asked(model, tmp_path / "out") == encoded_modules != set()
     assert head in dict(model.named_modules())
     assert head not in encoded_modules
+
+
+def plain_modules(folder: Path) -> dict[str, bool]:
+    """The modules with a plain matrix under their stored names -> whether transformers' rule finds them listed."""
+    section = json.loads((folder / "config.json").read_text("utf-8"))["quantization_config"]
+    listed = section["modules_to_not_convert"]
+    found = {}
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118
+                one = opened.get_slice(name)
+                module, _, end = name.rpartition(".")
+                if end == "weight" and len(one.get_shape()) > 1 and one.get_dtype() == "BF16":
+                    found[module] = not should_convert_module(module, listed)
+    return found
+
+
+def there_and_back(model_type: str, folder: Path) -> tuple[Any, dict[str, bool], dict[str, bool]]:
+    """A model, and the plain modules of its FP8 files before and after a round trip through names in memory."""
+    with quiet():
+        model = drawn(model_type, WHOLE_TILES).to(torch.bfloat16)
+        model.save_pretrained(folder / "base")
+    tx.convert(folder / "base", folder / "out", to="hf", encode="float8_block", sync=False)
+    tx.convert(folder / "out", folder / "memory", to="transformers", sync=False)
+    tx.convert(folder / "memory", folder / "back", to="hf", sync=False)
+    return model, plain_modules(folder / "out"), plain_modules(folder / "back")
+
+
+@pytest.mark.peers
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("model_type", ROUTED)
+def test_lists_of_plain_modules_survive_a_round_trip(model_type: str, tmp_path: Path) -> None:
+    model, before, after = there_and_back(model_type, tmp_path)
+    assert all(before.values())
+    assert after == before
+    with quiet():
+        assert asked(model, tmp_path / "out") == asked(model, tmp_path / "back") != set()
+
+
+@pytest.mark.oracle
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("model_type", TYPES)
+def test_of_every_type_lists_survive_a_round_trip(model_type: str, tmp_path: Path) -> None:
+    try:
+        _, before, after = there_and_back(model_type, tmp_path)
+    except TransaxleError as error:
+        pytest.skip(f"its tiny model is not encoded: {error}")
+    except Exception as error:  # noqa: BLE001 - of the peer
+        pytest.skip(f"no model of these sizes: {error}")
+    assert after == before
 
 
 @pytest.mark.oracle

@@ -238,6 +238,33 @@ def test_names_that_a_conversion_has_changed() -> None:
         assert result[SECTION]["modules_to_not_convert"] == ["lm_head", "layers.0.moe.router"], "a tied head is plain"
 
 
+@pytest.mark.parametrize(
+    ("section", "key"),
+    [
+        (FP8, "modules_to_not_convert"),
+        ({**FP8, "modules_to_not_convert": None}, "ignored_layers"),
+        (SECTIONS[-1][0], "ignore"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}, "exclude_modules"),
+    ],
+)
+def test_a_list_names_a_module_in_its_new_words_beside_those_of_memory(section: Config, key: str) -> None:
+    """A reader of a hub's files asks under the names of its model, another one under those of the files."""
+    listed = {**section, key: ["lm_head", "model.layers.0.mlp.gate"]}
+    method = listed["quant_method"]
+    ones = encoded(
+        ["model.layers.0.block_sparse_moe.experts.0.w1.weight"],
+        *{
+            "fp8": (FLOAT8_BLOCK, "deepseek"),
+            "compressed-tensors": (CHANNEL, "compressed_tensors"),
+            "modelopt": (FLOAT8_BLOCK, "modelopt"),
+        }[method],
+    )
+    gates = {f"model.layers.0.{name}.gate.weight": SHAPE for name in ("mlp", "block_sparse_moe")}
+    result = written({SECTION: listed}, ones, gates, renamed=["model.layers.0.mlp.gate.weight"])
+    new = result[SECTION][key]
+    assert new == ["lm_head", "model.layers.0.mlp.gate", "model.layers.0.block_sparse_moe.gate"]
+
+
 def test_groups_whose_targets_no_longer_match_name_their_modules() -> None:
     section = SECTIONS[-1][0]
     ones = encoded(["layers.0.attention.wq.weight"], CHANNEL, "compressed_tensors")

@@ -292,8 +292,9 @@ class _SectionWriter:
         old = list(section.get(key) or ())
         true_entries: list[str] = []
         added = list(self.decoded)
-        everything = self.source is None
-        any_false, former = _hits(listing.modules(old), self._around), _starts(self.renamed)
+        listed_before = listing.modules(old)
+        everything = self.source is None or _hits(listed_before, self.renamed)
+        any_false, former = _hits(listed_before, self._around), _starts(self.renamed)
         for text in old:
             modules = listing.modules([text])
             if any_false and _hits(modules, self._around):
