@@ -192,6 +192,59 @@ def test_codes_that_stand_alone_are_plain_and_listed() -> None:
     assert grouped({**FP8, "modules_to_not_convert": ["up_proj"]}, found) == BufferGroups({}, (), tuple(found))
 
 
+BESIDE = (
+    (DEEPSEEK, "pre_quant_scale"),
+    (COMPRESSED, "pre_quant_scale"),
+    (PACKED, "pre_quant_scale"),
+    (MODELOPT, "pre_quant_scale"),
+    (MX, "smooth_factor"),
+    (DEEPSEEK, "svdquant_lora_a"),
+    (COMPRESSED, "R1_weight_input.weight"),
+    (PACKED, "u_weight_output.hadamard.weight"),
+    (BLOCKS, "hadamard_input"),
+    (MODELOPT, "input_zero_point"),
+)
+HARMLESS = ("bias", "layer_norm_weight", "layer_norm_bias", "_extra_state", "k_scale", "lora_A.default.weight")
+
+
+@pytest.mark.parametrize(("found", "end"), BESIDE)
+def test_what_changes_a_layer_beside_its_codes_is_refused(found: Entries, end: str) -> None:
+    module = next(iter(found)).rpartition(".")[0]
+    (refusal,) = grouped(None, {**found, f"{module}.{end}": Entry("BF16", (64,))}).refusals
+    assert (refusal.code, refusal.where.tensor) == ("UNSUPPORTED", f"{module}.{end}")
+    assert "more than code times scale" in refusal.message
+    elsewhere = {**found, f"model.layers.1.mlp.other.{end}": Entry("BF16", (64,))}
+    assert grouped(None, elsewhere).refusals == ()
+
+
+@pytest.mark.parametrize("end", HARMLESS)
+@pytest.mark.parametrize("found", [DEEPSEEK, COMPRESSED, PACKED, MX, MODELOPT])
+def test_parameters_and_scales_of_caches_may_lie_beside_codes(found: Entries, end: str) -> None:
+    groups = grouped(None, {**found, f"{BARE}.{end}": Entry("BF16", (64,))})
+    assert (groups.refusals, list(groups.encoded)) == ((), [W])
+
+
+@pytest.mark.parametrize("columns", range(2, 66, 2))
+@pytest.mark.parametrize(("found", "block"), [(PACKED, 16), (MX, 32), (MODELOPT, 16)])
+def test_packed_rows_are_whole_blocks(found: Entries, block: int, columns: int) -> None:
+    """As compressed-tensors and torchao make them; else the last byte may have a code that belongs to no column."""
+    codes = next(name for name, entry in found.items() if entry.shape == (96, 32))
+    scale = next(name for name, entry in found.items() if name.endswith("weight_scale"))
+    narrow = {
+        **found,
+        codes: Entry("U8", (96, columns // 2)),
+        scale: Entry(found[scale].dtype, (96, -(-columns // block))),
+    }
+    groups = grouped(None, narrow)
+    if columns % block == 0:
+        assert groups.refusals == ()
+        assert groups.encoded[W].shape == (96, columns)
+    else:
+        (refusal,) = groups.refusals
+        assert (refusal.code, refusal.where.tensor) == ("SHAPE_MISMATCH", codes)
+        assert f"whole blocks of {block}; found {columns} codes" in refusal.message
+
+
 def without(found: Entries, *ends: str) -> Entries:
     return {name: entry for name, entry in found.items() if not name.endswith(ends)}
 
@@ -381,6 +434,18 @@ def test_files_that_list_different_tensors_are_read_together() -> None:
 @pytest.mark.parametrize(
     ("said", "found", "code", "words"),
     [
+        (
+            {**FLOAT8_TENSOR, "_tensor_data_names": ["qdata", "scale", "act_pre_scale"]},
+            ROWS,
+            "UNSUPPORTED",
+            "more than code times scale, by its act_pre_scale",
+        ),
+        (
+            {**FLOAT8_TENSOR, "_data": {"block_size": [1, 64], "rotation": "hadamard"}},
+            ROWS,
+            "UNSUPPORTED",
+            "more than code times scale, by its rotation",
+        ),
         (
             {**FLOAT8_TENSOR, "_type": "Int4Tensor"},
             ROWS,

@@ -208,6 +208,97 @@ def test_malformed_and_unknown_sections_are_refused(section: Any, code: str, wor
     assert caught.value.where.file == CONFIG
 
 
+TRANSFORMS = {"config_groups": {"R1": {"type": "hadamard", "apply": [{"targets": ["Linear"], "location": "input"}]}}}
+MIXED = {**MODELOPT, "quant_algo": "MIXED_PRECISION"}
+NOT_KNOWN: list[tuple[dict[str, Any], list[str]]] = [
+    (grouped(WEIGHTS, transform_config=TRANSFORMS), ["transform_config"]),
+    (grouped(WEIGHTS, moe_sparsity_config={"0": 4}, outliers=True), ["moe_sparsity_config", "outliers"]),
+    (grouped({**WEIGHTS, "offset": 1}), ["config_groups.group_0.weights.offset"]),
+    (grouped({**WEIGHTS, "actorder": "group"}), ["config_groups.group_0.weights.actorder"]),
+    (
+        {**CT, "config_groups": {"a": {"targets": ["Linear"], "weights": WEIGHTS, "rotate": 1}}},
+        ["config_groups.a.rotate"],
+    ),
+    ({**FP8, "weight_rotation": "hadamard", "smooth": 0.5}, ["weight_rotation", "smooth"]),
+    ({**FP8, "modules_to_convert": ["embed_tokens"]}, ["modules_to_convert"]),
+    ({"quant_method": "mxfp4", "block_rotation": True}, ["block_rotation"]),
+    ({"quant_method": "torchao", "awq": {"scales": 1}}, ["awq"]),
+    ({**MODELOPT, "pre_quant_scale": True}, ["pre_quant_scale"]),
+    ({**MODELOPT, "has_zero_point": True}, ["has_zero_point"]),
+    ({**MODELOPT, "smoothquant_val": 0.5}, ["smoothquant_val"]),
+    (
+        {**MIXED, "quantized_layers": {Q: {"quant_algo": "FP8", "pre_quant_scale": True}}},
+        [f"quantized_layers.{Q}.pre_quant_scale"],
+    ),
+    ({**MIXED, "quantized_layers": {Q: {"quant_algo": "FP8", "lora": 8}}}, [f"quantized_layers.{Q}.lora"]),
+]
+
+
+@pytest.mark.parametrize(("section", "keys"), NOT_KNOWN, ids=[", ".join(keys) for _, keys in NOT_KNOWN])
+def test_what_a_section_says_beside_codes_and_scales_is_known_or_refused(
+    section: dict[str, Any], keys: list[str]
+) -> None:
+    """By the name of each key; in ModelOpt's own file too, also where config.json has a section."""
+    with pytest.raises(TransaxleError) as caught:
+        read({SECTION: section})
+    messages = [each.message for each in caught.value.refusals]
+    assert [message.split()[0] for message in messages] == [f"{SECTION}.{key}" for key in keys]
+    assert {each.code for each in caught.value.refusals} == {"UNSUPPORTED"}
+    if section["quant_method"] == "modelopt":
+        own = {"producer": {"name": "modelopt"}, "quantization": section}
+        for config in ({}, {SECTION: FP8}):
+            with pytest.raises(TransaxleError, match=f"quantization.{keys[0]}") as caught:
+                read(config, modelopt=own)
+            assert caught.value.where.file == MODELOPT_CONFIG
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("value", [None, [], {}])
+def test_a_key_that_says_nothing_needs_not_be_known(method: str, value: Any) -> None:
+    own: dict[str, dict[str, Any]] = {
+        "fp8": FP8,
+        "compressed-tensors": {**CT, "config_groups": {}},
+        "modelopt": MODELOPT,
+    }
+    section = {**own.get(method, {"quant_method": method}), "anything": value}
+    assert read({SECTION: section}) is not None
+
+
+@pytest.mark.peers
+def test_all_that_peers_write_of_floating_point_codes_is_known() -> None:
+    """Their own classes, with what each says by itself, and with caches and activations."""
+    with quiet():
+        from compressed_tensors.quantization import QuantizationConfig
+        from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
+        from transformers import CompressedTensorsConfig, FineGrainedFP8Config, Mxfp4Config, TorchAoConfig
+
+        cache = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+        dumped = [
+            QuantizationConfig(
+                config_groups={name: ["Linear"]}, format="mixed-precision", kv_cache_scheme=cache, ignore=["lm_head"]
+            )
+            for name in PRESETS
+        ]
+        given = {"config_groups": {"FP8": ["Linear"]}, "format": "float-quantized", "kv_cache_scheme": cache}
+        sections = [
+            FineGrainedFP8Config(modules_to_not_convert=["lm_head"]).to_dict(),
+            FineGrainedFP8Config(weight_block_size=None, activation_scheme="static", dequantize=True).to_dict(),
+            Mxfp4Config(modules_to_not_convert=["lm_head"]).to_dict(),
+            TorchAoConfig(_torchao_type()).to_dict(),
+            CompressedTensorsConfig(**given).to_dict(),
+            *(each.model_dump(mode="json") for each in dumped),
+        ]
+    assert set(PRESETS) <= set(PRESET_SCHEMES)
+    for section in sections:
+        assert read({SECTION: section}) is not None
+
+
+def _torchao_type() -> Any:
+    from torchao.quantization import Float8WeightOnlyConfig
+
+    return Float8WeightOnlyConfig()
+
+
 def test_two_sections_that_differ_are_refused() -> None:
     with pytest.raises(
         TransaxleError, match=r"quantization_config and text_config\.quantization_config differ"

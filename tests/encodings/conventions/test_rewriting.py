@@ -275,6 +275,60 @@ def test_groups_whose_targets_no_longer_match_name_their_modules() -> None:
     assert result["kv_cache_scheme"] == section["kv_cache_scheme"]
 
 
+CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+ATTENTION = {"targets": ["LlamaAttention"], "input_activations": CACHE}
+
+
+def test_what_is_no_matter_of_weights_stays_where_all_are_decoded() -> None:
+    """The cache's numbers and those of attention; in the words of the method, which says nothing of weights then."""
+    section = SECTIONS[-1][0]
+    groups = {**section["config_groups"], "attention": ATTENTION}
+    result = written({SECTION: {**section, "config_groups": groups}}, {}, plain({}), decoded=NAMES)[SECTION]
+    assert result == {**section, "config_groups": {"attention": ATTENTION}, "format": "dense"}
+    for key, value in {"kv_cache_scheme": CACHE, "kv_cache_quant_algo": "FP8"}.items():
+        modelopt = {
+            "quant_method": "modelopt",
+            "quant_algo": "NVFP4",
+            "group_size": 16,
+            key: value,
+            "ignore": ["lm_head"],
+        }
+        result = written({SECTION: modelopt}, {}, plain({}), decoded=NAMES)[SECTION]
+        assert result == {"quant_method": "modelopt", "quant_algo": None, key: value, "ignore": ["lm_head"]}
+        again = read({SECTION: result})
+        assert again is not None
+        assert again.encodings("model.layers.0.self_attn.q_proj") == ()
+    own = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}
+    assert written(own, {}, {})["quantization"] == {"quant_algo": None, "kv_cache_quant_algo": "FP8"}
+    for method in ({**FP8, "kv_cache_scheme": None}, {"quant_method": "modelopt", "quant_algo": "FP8"}):
+        assert SECTION not in written({SECTION: method}, {}, {})
+
+
+def test_where_a_method_cannot_speak_of_the_cache_alone_decoding_everything_is_refused() -> None:
+    section = {**FP8, "kv_cache_scheme": "static"}
+    with pytest.raises(TransaxleError, match=r"quantization_config\.kv_cache_scheme cannot be kept") as caught:
+        written({SECTION: section}, {}, plain({}), decoded=NAMES)
+    assert caught.value.code == "UNSUPPORTED"
+    ones = encoded(NAMES[:1], FLOAT8_BLOCK)
+    assert written({SECTION: section}, ones, plain(ones), decoded=NAMES[1:3])[SECTION]["kv_cache_scheme"] == "static"
+
+
+def test_weights_that_are_encoded_beside_a_section_of_the_cache_alone() -> None:
+    section = {
+        "quant_method": "compressed-tensors",
+        "format": "dense",
+        "config_groups": {"group_0": ATTENTION},
+        "kv_cache_scheme": CACHE,
+    }
+    ones = encoded(NAMES[:3], NVFP4)
+    result = written({SECTION: section}, ones, plain(ones))
+    check(result, ones)
+    assert result[SECTION]["kv_cache_scheme"] == CACHE
+    assert ATTENTION in result[SECTION]["config_groups"].values()
+    with pytest.raises(TransaxleError, match="cannot also say that some are fp8"):
+        written({SECTION: section}, encoded(NAMES[:3], FLOAT8_BLOCK), {})
+
+
 def test_a_second_encoding_beside_that_of_the_config() -> None:
     """Codes of another width are told from their dtypes when they are read, so the groups must say it by themselves."""
     first, second = encoded(NAMES[:3], NVFP4), encoded(NAMES[3:6], MXFP8)

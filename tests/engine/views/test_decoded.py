@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -18,6 +19,7 @@ import transaxle as tx
 from tests.engine import quantized
 from tests.engine.counting import CountingStorage
 from tests.engine.quantized import BF16, BLOCKS, FP8, SCALE, SCALES, Array, Tensors
+from tests.oracles.quiet import quiet
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.checkpoint.settings import settings as said
 from transaxle.errors import UsageError
@@ -289,6 +291,84 @@ def test_both_files_in_which_modelopt_speaks_stay_true(tmp_path: Path) -> None:
     assert "quantization_config" not in quantized.config_of(tmp_path / "all")
     assert file in report.ignored
     assert not (tmp_path / "all" / file).exists()
+
+
+def compressed(section: dict[str, Any], **more: Array) -> tuple[Tensors, dict[str, Any]]:
+    """A Llama in FP8 blocks as compressed-tensors stores it, with more of its section and more tensors of its layer."""
+    held, config = quantized.llama(d=128, f=128, g=1, r=1, head=128)
+    weights = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128], "dynamic": False}
+    own = {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+    }
+    renamed = {name.replace(SCALE, "_scale"): array for name, array in held.items()}
+    layer = {f"model.layers.0.self_attn.{name.replace('__', '.')}": array for name, array in more.items()}
+    return renamed | layer, {**config, "quantization_config": {**own, **section}}
+
+
+HALF = np.full(128, 0.5, np.float32)
+ROTATED = {"config_groups": {"R1": {"type": "hadamard", "apply": [{"targets": ["Linear"], "location": "input"}]}}}
+MORE: dict[str, tuple[dict[str, Any], dict[str, Array], str]] = {
+    "rotated": ({"transform_config": ROTATED}, {}, "transform_config rotates"),
+    "inputs scaled": ({}, {"q_proj__pre_quant_scale": HALF}, "more than code times scale"),
+    "a matrix of its own": ({}, {"q_proj__R1_input__weight": HALF.reshape(8, 16)}, "more than code times scale"),
+    "sparse": ({"sparsity_config": {"format": "sparse-24-bitmask"}}, {}, "sparsity_config.format"),
+    "a key of tomorrow": ({"exponent_bias": 3}, {}, "exponent_bias is not known"),
+}
+
+
+@pytest.mark.parametrize("kind", MORE)
+def test_values_that_are_more_than_codes_and_scales_are_never_decoded(kind: str, tmp_path: Path) -> None:
+    """Nor moved to other names, by any way; under their own names they stay as they are, and so does the config."""
+    section, tensors, words = MORE[kind]
+    source = quantized.store(tmp_path / "source", compressed(section, **tensors))
+    out = tmp_path / "out"
+    for to in ("hf", "transformers", "megatron", "safetensors", "dcp"):
+        for options in ({"decode": "bf16"}, {"decode": "fp32", "only": "*mlp*"}, {}):
+            if options or to not in ("safetensors", "dcp"):
+                with pytest.raises(tx.TransaxleError, match=f"(?s)UNSUPPORTED.*{words}"):
+                    tx.convert(source, out, to=to, sync=False, **options)
+                assert not out.exists()
+    plain = {name: np.zeros((128, 128), np.float32) for name in ("model.layers.0.self_attn.q_proj.weight",)}
+    for attempt in (
+        lambda: tx.open(source, decode="bf16"),
+        lambda: tx.open(source).as_dialect("megatron"),
+        lambda: tx.load({name: torch.from_numpy(array) for name, array in plain.items()}, source, decode="fp32"),
+    ):
+        with pytest.raises(tx.TransaxleError, match=f"(?s)UNSUPPORTED.*{words}"):
+            attempt()
+    tx.convert(source, out, to="safetensors", sync=False)
+    assert quantized.same(source, out)
+    assert quantized.config_of(out) == quantized.config_of(source)
+
+
+@pytest.mark.peers
+@pytest.mark.filterwarnings("ignore")
+def test_scales_of_a_cache_and_what_the_config_says_of_it_stay(tmp_path: Path) -> None:
+    """transformers loads the decoded model with them; compressed-tensors reads the section."""
+    cache = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+    scales = {"k_scale": np.array([0.25], np.float32), "v_scale": np.array([0.125], np.float32)}
+    source = quantized.store(tmp_path / "source", compressed({"kv_cache_scheme": cache}, **scales))
+    tx.convert(source, tmp_path / "out", to="hf", decode="bf16", sync=False)
+    section = quantized.config_of(tmp_path / "out")["quantization_config"]
+    assert (section["kv_cache_scheme"], section["config_groups"], section["format"]) == (cache, {}, "dense")
+    with quiet():
+        from compressed_tensors.quantization import QuantizationConfig
+        from transformers import AutoModelForCausalLM
+
+        read = QuantizationConfig.model_validate(section)
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert read.kv_cache_scheme is not None
+    assert (read.kv_cache_scheme.num_bits, read.config_groups) == (8, {})
+    held = dict(model.named_parameters())
+    assert all(held[f"model.layers.0.self_attn.{name}"].item() == float(scale[0]) for name, scale in scales.items())
+    name = "model.layers.0.self_attn.q_proj.weight"
+    before = quantized.read(source)
+    values = quantized.dequantized(before[name], before[f"{name}_scale"])
+    assert np.array_equal(held[name].detach().float().numpy(), values.astype(BF16).astype(np.float32))
 
 
 def test_what_belongs_to_activations_is_left_behind(sources: dict[str, tuple[Path, Array]], tmp_path: Path) -> None:

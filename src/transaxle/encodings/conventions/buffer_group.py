@@ -10,9 +10,10 @@ Every name is visited once and the others are looked up, so grouping is linear i
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import prod
 from typing import Protocol
 
@@ -61,9 +62,36 @@ _LINES = tuple(replace(FLOAT8_BLOCK, tile=tile) for tile in ((1, 128), (128, 1))
 """Tiles of one row or one column, which TransformerEngine stores under DeepSeek's names."""
 _OTHERS = ("weight_zero_point", "weight_g_idx")
 """Further buffers of a weight of integer codes: with them, a value is more than code x scale."""
-_INTEGERS = "I8"
-_SCALES_OF_INTEGERS = ("weight_scale", "SCB")
-"""Scales of weights of 8-bit integers, as compressed-tensors and bitsandbytes name them."""
+_INTEGERS = frozenset({"I8", "U8", "I16", "U16", "I32", "U32"})
+SPEAKING = CODES | _INTEGERS
+"""Dtypes that codes may have: of encodings that are known, and of others."""
+_PARAMETER = re.compile(r"(?:.*_)?(?:weight|bias|norm)\d*|_extra_state|lora_.*")
+"""Last segments of parameters, and of the state of TransformerEngine's modules, beside the weight of a linear layer."""
+_OF_CACHE = frozenset({"k_scale", "v_scale", "q_scale", "kv_scale", "prob_scale", "output_scale"})
+"""Scales of a cache of keys and values: of no weight."""
+_OF_QUANTIZERS = re.compile(r".*(?:scale|zero|g_idx|amax|quant|transform|hadamard|rotat|smooth).*")
+"""Last segments of tensors that only a quantizer makes."""
+_WITH_INTEGERS = frozenset({
+    "weight_scale", "weight_scales", "weight_zero_point", "scale", "scales", "zero", "zeros", "biases", "tables", "SCB",
+})  # fmt: skip
+"""Last segments of what lies beside integer codes that are called `weight`, as compressed-tensors, EETQ, MLX, HIGGS
+and bitsandbytes have it."""
+_PROGRAMS = {
+    "qweight": "GPTQ or AWQ",
+    "W_q": "HQQ",
+    "weight_packed": "compressed-tensors",
+    "Qidxs": "QuIP#",
+    "q_weight": "EXL2",
+    "trellis": "EXL3",
+    "dense_weights": "SpQR",
+}
+"""Last segments of integer codes, which nothing else is called -> whose they are."""
+_WITH = {"codes": ("codebooks", "AQLM"), "indices": ("centroids.weight", "VPTQ"), "B": ("s", "Marlin")}
+"""Last segments of integer codes where another tensor lies beside them -> that, and whose they are."""
+_FLOATS = CONVENTIONS[COMPRESSED_TENSORS].four[Role.CODES].weight
+"""Last segment of codes of floating-point numbers too, which have other types."""
+_BELOW = ("absmax", "quant_map", "nested_absmax", "nested_quant_map", "_data", "_scale", "_shift", "_zeropoint")
+"""What bitsandbytes and quanto add to the name of a weight, after a dot."""
 
 
 class StoredBuffer(Protocol):
@@ -231,14 +259,15 @@ class _Finder:
     def take_rest(self, name: str) -> None:
         """Check a tensor that belongs to no encoded one: it is plain, unless only scales have such a name."""
         head, dot, segment = name.rpartition(".")
-        weight = self.entries.get(f"{head}{dot}{WEIGHT}")
-        if segment in _SCALES_OF_INTEGERS and weight is not None and weight.dtype == _INTEGERS:
-            message = f"the {WEIGHT} beside these scales has codes of integers, {_dtype_and_shape(weight)}"
-            self._refuse("UNSUPPORTED", name, f"{message}, which are not supported")
+        if message := self._of_integers(name):
+            self._refuse("UNSUPPORTED", name, message)
             return
         expected = [f"{head}{dot}{codes}" for codes in self._codes_of(segment, head + dot, self.entries[name])]
         if not expected:
-            if self.quantization and TORCHAO in self.quantization.conventions and _is_torchao(segment):
+            if self._changes_values(name):
+                message = "with this tensor beside its codes a layer computes more than code times scale"
+                self._refuse("UNSUPPORTED", name, f"{message}, which is not supported")
+            elif self.quantization and TORCHAO in self.quantization.conventions and _is_torchao(segment):
                 self._refuse(
                     "UNSUPPORTED",
                     name,
@@ -253,6 +282,46 @@ class _Finder:
         else:
             message = f"{codes_name} has scales, but is {_dtype_and_shape(self.entries[codes_name])}; expected codes"
             self._refuse("DTYPE_MISMATCH", name, message, "remove the scales if the tensor has been decoded")
+
+    def _of_integers(self, name: str) -> str:
+        """Say that a tensor has codes of integers, or is beside them; empty if not."""
+        head, dot, segment = name.rpartition(".")
+        entry = self.entries[name]
+        if segment in _BELOW or ".quant_state." in name:
+            weight = name.partition(".quant_state.")[0] if ".quant_state." in name else head
+            return f"{_last_segment(weight)} has codes of bitsandbytes or quanto, {_NO_VALUES}"
+        codes = self.entries.get(f"{head}{dot}{WEIGHT}")
+        if codes is not None and codes.dtype in _INTEGERS and segment in _WITH_INTEGERS:
+            return f"the {WEIGHT} beside it has codes of integers, {_dtype_and_shape(codes)}, {_NO_VALUES}"
+        program = _PROGRAMS.get(segment, "")
+        if segment in _WITH and f"{head}{dot}{_WITH[segment][0]}" in self.entries:
+            program = _WITH[segment][1]
+        if not program or entry.dtype not in _INTEGERS or (segment == _FLOATS and entry.dtype in _FOUR):
+            return ""
+        return f"it has codes of integers as {program} stores them, {_dtype_and_shape(entry)}, {_NO_VALUES}"
+
+    def _changes_values(self, name: str) -> bool:
+        """Tell whether a plain tensor lies beside the codes of a layer, or inside it, and is none of its parameters."""
+        module, _, segment = name.rpartition(".")
+        if module in self._linears:
+            return not is_parameter(name) and segment not in _OF_CACHE
+        if module in self._stacks:
+            return _OF_QUANTIZERS.fullmatch(segment) is not None and segment not in _OF_CACHE
+        while module:
+            module, _, segment = module.rpartition(".")
+            if module and module in self._linears:
+                return not _PARAMETER.fullmatch(segment)
+        return False
+
+    @cached_property
+    def _linears(self) -> frozenset[str]:
+        """Modules with codes of their weight, once all are grouped."""
+        return frozenset(module_of(name) for name in self.encoded if _last_segment(name) == WEIGHT)
+
+    @cached_property
+    def _stacks(self) -> frozenset[str]:
+        """Modules with codes of other parameters."""
+        return frozenset(module_of(name) for name in self.encoded if _last_segment(name) != WEIGHT)
 
     def _codes_of(self, segment: str, head: str, entry: StoredBuffer) -> list[str]:
         """Return the last segments of the codes to which such scales would belong; none if the name is ambiguous."""
@@ -360,6 +429,12 @@ def _exact(
     if encoding.code_bits < 8 and (not shape or shape[-1] % 2):
         message = f"codes of {encoding.name} must lie in pairs along the last dim; found {codes} {list(packed)}"
         return _Misfit("SHAPE_MISMATCH", Role.CODES, message)
+    if encoding.code_bits < 8 and convention.whole_blocks and shape[-1] % max(encoding.tile[-1], 1):
+        size = encoding.tile[-1]
+        message = (
+            f"rows of {encoding.name} must be whole blocks of {size}; found {shape[-1]} codes in {codes} {list(packed)}"
+        )
+        return _Misfit("SHAPE_MISMATCH", Role.CODES, message)
     if scales not in _SCALES[encoding.name]:
         known = " or ".join(_SCALES[encoding.name])
         return _Misfit(
@@ -376,6 +451,15 @@ def _exact(
     expected = list(encoding.grid(shape)) if len(shape) >= len(encoding.tile) else "of more dims"
     message = f"scales of {list(shape)} elements in tiles of {tiles} must be {expected}; found {scales} {list(stored)}"
     return _Misfit("SHAPE_MISMATCH", Role.SCALE, message)
+
+
+_NO_VALUES = "whose values are not known here"
+
+
+def is_parameter(name: str) -> bool:
+    """Tell whether a tensor is called as parameters are, and not as scales."""
+    segment = _last_segment(name)
+    return _PARAMETER.fullmatch(segment) is not None and not _OF_QUANTIZERS.fullmatch(segment)
 
 
 def _last_segment(name: str) -> str:

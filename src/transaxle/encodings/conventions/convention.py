@@ -111,6 +111,8 @@ class Convention(msgspec.Struct, frozen=True, eq=False):
     """Stored shape of one number per matrix: `[]` or `[1]`."""
     block: int = 0
     """Codes that share a dim of their own on disk, after packing: `[…, K/32, 16]`; 0: codes are packed in place."""
+    whole_blocks: bool = True
+    """Whether rows of packed codes consist of whole blocks, as writers of files make them; training may have less."""
     flat_rows: bool = False
     """Whether scales per row are stored `[M]`; elsewhere `[M, 1]`."""
 
@@ -318,6 +320,7 @@ _ALL = (
         holds=_SCALES_OF_FP8 | {"nvfp4"},
         writes=frozenset({"nvfp4"}),
         meaning="amax",
+        whole_blocks=False,
         one=(1,),
     ),
     Convention(
@@ -326,6 +329,7 @@ _ALL = (
         holds=frozenset({"nvfp4"}),
         writes=frozenset({"nvfp4"}),
         meaning="amax",
+        whole_blocks=False,
         scale_max=256,
         one=(1,),
     ),

@@ -14,7 +14,16 @@ from typing import Any
 import msgspec
 
 from transaxle.axes.notation.linear_regex import PatternError
-from transaxle.encodings.conventions.scheme import COMPRESSED, GROUPS, METHOD, METHODS, MODELOPT_METHOD, SECTION, Scheme
+from transaxle.encodings.conventions.scheme import (
+    CACHE,
+    COMPRESSED,
+    GROUPS,
+    METHOD,
+    METHODS,
+    MODELOPT_METHOD,
+    SECTION,
+    Scheme,
+)
 from transaxle.encodings.encoding import Encoding
 from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
 
@@ -47,6 +56,32 @@ class Quantization(msgspec.Struct, frozen=True, dict=True):
     """The file that holds it."""
 
     @property
+    def without_weights(self) -> dict[str, Any] | None:
+        """What the section still says where no weight is encoded: how keys, values and activations are quantized.
+
+        None where that is nothing. A section of weights that are stored plain stays as it is.
+
+        Raises:
+            Refused: UNSUPPORTED where the method has no section for plain weights.
+        """
+        if not self.conventions:
+            return dict(self.section)
+        groups = self.section[GROUPS] if self.method == COMPRESSED else {}
+        of_others = without_weights(groups)
+        cache = [key for key in CACHE if self.section.get(key)]
+        if not cache and not of_others:
+            return None
+        if self.method == COMPRESSED:
+            return {**self.section, "format": "dense", GROUPS: of_others}
+        if self.method == MODELOPT_METHOD:
+            dropped = ("group_size", "quantized_layers", GROUPS)
+            return {**{k: v for k, v in self.section.items() if k not in dropped}, "quant_algo": None}
+        location = ".".join((*self.paths[0], cache[0]))
+        message = f"{location} cannot be kept: a section of the method {self.method} says that weights are quantized"
+        hint = "Leave some tensor encoded (--skip), or remove the key if the cache is not to be quantized."
+        raise refuse("UNSUPPORTED", message, file=self.file, hint=hint)
+
+    @property
     def conventions(self) -> tuple[str, ...]:
         """Conventions under which its tensors may be stored."""
         return self.scheme.conventions
@@ -74,6 +109,11 @@ class Quantization(msgspec.Struct, frozen=True, dict=True):
         return tuple(dict.fromkeys(group.encoding for group in self.scheme.groups if group.modules is None))
 
 
+def without_weights(groups: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of compressed-tensors' groups that say nothing of weights, only of activations."""
+    return {key: group for key, group in groups.items() if isinstance(group, Mapping) and group.get("weights") is None}
+
+
 def module_of(table_name: str) -> str:
     """Return the module that a config lists for a tensor: its name without the last segment."""
     return table_name.rpartition(".")[0]
@@ -86,7 +126,8 @@ def read(
 
     Args:
         config: the contents of config.json, or of a ModelOpt `hf_quant_config.json`.
-        modelopt: the contents of `hf_quant_config.json`, asked where the config itself says nothing.
+        modelopt: the contents of `hf_quant_config.json`: what it says must be known too, and counts where the config
+            itself says nothing.
         file: name of the file, for refusals.
 
     Returns:
@@ -96,10 +137,9 @@ def read(
         Refused: CORRUPT for what is malformed, UNSUPPORTED for a method, format or number that is not known.
     """
     sections = _sections(config or {})
-    if not sections and modelopt is not None:
-        return read(modelopt, file=MODELOPT_CONFIG)
+    own = None if modelopt is None else read(modelopt, file=MODELOPT_CONFIG)
     if not sections:
-        return None
+        return own
     path, section = sections[0]
     location = ".".join(path)
     if any(other_section != section for _, other_section in sections[1:]):
@@ -145,4 +185,5 @@ def _method(section: Mapping[str, Any], path: tuple[str, ...]) -> str:
         return COMPRESSED
     if METHOD not in section and "quant_algo" in section:
         return MODELOPT_METHOD
-    return str(section.get(METHOD))
+    method = section.get(METHOD)
+    return method if isinstance(method, str) else str(method)

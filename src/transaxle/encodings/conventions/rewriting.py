@@ -11,7 +11,7 @@ their full names.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import replace
 from functools import cached_property
@@ -28,7 +28,14 @@ from transaxle.encodings.conventions.module_lists import (
     transformers_modules,
     wildcard_modules,
 )
-from transaxle.encodings.conventions.quantization import CONFIG, NESTED, Quantization, module_of, read
+from transaxle.encodings.conventions.quantization import (
+    CONFIG,
+    NESTED,
+    Quantization,
+    module_of,
+    read,
+    without_weights,
+)
 from transaxle.encodings.conventions.scheme import (
     ALGORITHMS,
     CHANNEL,
@@ -77,12 +84,13 @@ def written(
         in_memory: names of the encoded tensors in a reader that has other ones: no list may hit their modules.
 
     Post-condition: `group`, given what `read` returns for the result, finds the same encoded tensors, and decoded
-        modules are listed as plain. Without encoded tensors the result has no section; a `hf_quant_config.json` is then
-        empty of use.
+        modules are listed as plain. Without encoded tensors the result has no section, unless it says how keys, values
+        and activations are quantized; a `hf_quant_config.json` without one is empty of use.
 
     Raises:
         Refused: UNSUPPORTED where one config cannot describe all of them: several conventions, several block sizes of
-            the method fp8; or a convention that is only read. What `read` refuses in the source's config.
+            the method fp8; or a convention that is only read; or where it has more to say than its method can without
+            encoded tensors. What `read` refuses in the source's config.
     """
     result = deepcopy(dict(config))
     if dtype is not None:
@@ -91,13 +99,21 @@ def written(
     paths = quantization.paths if quantization is not None else ((SECTION,),)
     if quantization is None and (elsewhere or not encoded):
         return result
-    if not encoded:
-        for path in paths:
-            _put(result, path, None)
-        return result
-    section = _SectionWriter(quantization, encoded, plain, decoded, renamed, in_memory).section()
+    section: Section | None
+    if quantization is not None and not encoded:
+        section = quantization.without_weights
+    else:
+        section = _SectionWriter(quantization, encoded, plain, decoded, renamed, in_memory).section()
     for path in paths:
         _put(result, path, section)
+    return result
+
+
+def unquantized(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config without what it says of quantization; raises what `read` does."""
+    result, quantization = deepcopy(dict(config)), read(config)
+    for path in () if quantization is None else quantization.paths:
+        _put(result, path, None)
     return result
 
 
@@ -184,7 +200,12 @@ class _SectionWriter:
                 hint="Encode to the encoding that the checkpoint already has, or decode that one.",
             )
         self.method = _METHODS.get(min(names)) if self.source is None else self.source.method
-        self.old: Section = {METHOD: self.method} if self.source is None else deepcopy(dict(self.source.section))
+        self.old: Section = {METHOD: self.method}
+        if source is not None and source.method == self.method:
+            self.old = deepcopy(dict(source.section))
+        elif source is not None and not source.conventions:
+            message = f"{SECTION} says how plain weights are used, and cannot also say that some are {self.method}"
+            raise refuse("UNSUPPORTED", message, file=CONFIG, hint="Remove the section if it is left over.")
 
     def section(self) -> Section:
         """Return the section."""
@@ -263,12 +284,12 @@ class _SectionWriter:
             yield section
         kinds = self._kinds()
         templates = {group.encoding: group.key for group in self.source.scheme.groups} if self.source else {}
-        groups: dict[str, Any] = {}
+        groups = without_weights(section.get(GROUPS, {}))
         for number, (kind, modules) in enumerate(kinds.items()):
             targets = modules if self.source is not None or len(kinds) > 1 else [LINEAR]
             old = section.get(GROUPS, {}).get(templates.get(kind))
             group = old if isinstance(old, dict) else {"weights": _weights(kind), "input_activations": None}
-            groups[f"group_{number}"] = group | {"targets": targets, "format": _FORMATS[kind.name]}
+            groups[_free(f"group_{number}", groups)] = group | {"targets": targets, "format": _FORMATS[kind.name]}
         formats = {_FORMATS[kind.name] for kind in kinds}
         section |= {"quantization_status": "compressed", GROUPS: groups}
         section["format"] = min(formats) if len(formats) == 1 else "mixed-precision"
@@ -333,6 +354,13 @@ class _SectionWriter:
     @cached_property
     def _encoded_starts(self) -> frozenset[str]:
         return _starts(self.modules)
+
+
+def _free(key: str, groups: Container[str]) -> str:
+    """Return a key that no group has."""
+    while key in groups:
+        key += "_weights"
+    return key
 
 
 def _hits(modules: Modules, names: Iterable[str]) -> bool:

@@ -2,7 +2,8 @@
 
 One function per method turns a config's section into groups of modules with an encoding each. Fields and defaults are
 those of transformers 5.23 (`fp8`, `mxfp4`, `torchao`), compressed-tensors 0.20 and ModelOpt's exports. A field of the
-wrong type is `CORRUPT`; a value of the right type that is unknown here is `UNSUPPORTED`.
+wrong type is `CORRUPT`; a value of the right type that is unknown here is `UNSUPPORTED`, and so is a field that is
+neither read nor known to say nothing of the weights: it may rotate or scale them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from transaxle.encodings.conventions.module_lists import (
     wildcard_modules,
 )
 from transaxle.encodings.encoding import FLOAT8, FLOAT8_BLOCK, MXFP4, MXFP8, NVFP4, WHOLE, Encoding
-from transaxle.errors import refuse
+from transaxle.errors import Refusal, Where, gathered, refuse
 
 SECTION = "quantization_config"
 """Key of the section in config.json."""
@@ -37,6 +38,32 @@ MXFP4_METHOD, TORCHAO_METHOD, MODELOPT_METHOD = "mxfp4", "torchao", "modelopt"
 
 CHANNEL = replace(FLOAT8, tile=(1, WHOLE))
 """Float8 with one scale per row."""
+
+CACHE = ("kv_cache_scheme", "kv_cache_quant_algo")
+"""Keys that say how keys and values are cached: of no weight, but a reader that no longer finds them caches others."""
+UNKNOWN_KEY = (
+    "To keep the tensors exactly as stored:  --to safetensors:identity.\n"
+    "If this says nothing of the weights, remove it from the config."
+)
+"""Hint for a key that is not known."""
+_BESIDE_WEIGHTS: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        FP8: frozenset({METHOD, CACHE[0], "dequantize"}),
+        MXFP4_METHOD: frozenset({METHOD, "dequantize"}),
+        TORCHAO_METHOD: frozenset({
+            METHOD, "include_input_output_embeddings", "quant_type", "quant_type_kwargs", "untie_embedding_weights",
+        }),
+        COMPRESSED: frozenset({
+            METHOD, CACHE[0], "dequantize", "global_compression_ratio", "run_compressed", "use_optimized_inference",
+            "version",
+        }),
+        MODELOPT_METHOD: frozenset({METHOD, *CACHE, "producer"}),
+        GROUPS: frozenset({"input_activations", "output_activations"}),
+        "weights": frozenset({"observer", "observer_kwargs", "zp_dtype"}),
+        "quantized_layers": frozenset(),
+    }
+)  # fmt: skip
+"""Method, or part of a section -> keys that say nothing of what its weights are, or what their codes say themselves."""
 
 _E8M0 = "F8_E8M0"
 _GROUP = 32
@@ -92,7 +119,7 @@ class _Fp8(msgspec.Struct):
 
 
 def _fp8(section: Mapping[str, Any], location: str) -> Scheme:
-    fields = _fields(section, _Fp8, location)
+    fields = _fields(section, _Fp8, location, FP8)
     _check_known(fields.activation_scheme.lower(), ("dynamic", "static"), f"{location}.activation_scheme")
     _check_known(fields.scale_fmt or "float", ("float", "ue8m0"), f"{location}.scale_fmt")
     _check_known(fields.expert_dtype, ("fp8",), f"{location}.expert_dtype")
@@ -113,7 +140,7 @@ class _Mxfp4(msgspec.Struct):
 
 
 def _mxfp4(section: Mapping[str, Any], location: str) -> Scheme:
-    fields = _fields(section, _Mxfp4, location)
+    fields = _fields(section, _Mxfp4, location, MXFP4_METHOD)
     return Scheme((GPT_OSS,), (ModuleGroup(MXFP4, None),), transformers_modules(fields.modules_to_not_convert or ()))
 
 
@@ -124,7 +151,7 @@ class _TorchAo(msgspec.Struct):
 
 
 def _torchao(section: Mapping[str, Any], location: str) -> Scheme:
-    fields = _fields(section, _TorchAo, location)
+    fields = _fields(section, _TorchAo, location, TORCHAO_METHOD)
     return Scheme((TORCHAO,), (), transformers_modules(fields.modules_to_not_convert or ()))
 
 
@@ -139,6 +166,7 @@ class _CompressedWeights(msgspec.Struct):
     block_structure: list[int] | str | None = None
     dynamic: bool | str = False
     scale_dtype: str | None = None
+    actorder: bool | str | None = None
 
 
 class _CompressedGroup(msgspec.Struct):
@@ -194,7 +222,8 @@ _PRESETS = {
 
 
 def _compressed(section: Mapping[str, Any], location: str) -> Scheme:
-    fields = _fields(section, _Compressed, location)
+    fields = _fields(section, _Compressed, location, COMPRESSED)
+    _check_groups(section[GROUPS], location)
     sparsity = (fields.sparsity_config or {}).get("format", _DENSE[0])
     _check_known(str(sparsity), _DENSE, f"{location}.sparsity_config.format")
     groups_by_name, groups_by_class = [], []
@@ -234,6 +263,7 @@ def _compressed_encoding(weights: _CompressedWeights, location: str) -> Encoding
     if weights.dynamic or not weights.symmetric:
         settings = f"dynamic {weights.dynamic!r}, symmetric {weights.symmetric!r}"
         raise refuse("UNSUPPORTED", f"{location} is {settings}; known: weights that are stored, and symmetric")
+    _check_known(weights.actorder or None, (None, "weight", "static"), f"{location}.actorder")
     strategy = weights.strategy or _inferred(weights)
     if kind == "float4":
         _check_known(strategy, (_IN_GROUPS, _TENSOR_GROUP), f"{location}.strategy")
@@ -271,13 +301,15 @@ class _ModelOptLayer(msgspec.Struct):
 
     quant_algo: str | None = None
     group_size: int | None = None
+    has_zero_point: bool | None = None
+    pre_quant_scale: bool | None = None
 
 
-class _ModelOpt(msgspec.Struct):
+class _ModelOpt(_ModelOptLayer):
     """Fields of ModelOpt's exports, in `hf_quant_config.json` and, newer, in config.json."""
 
-    quant_algo: str | None = None
-    group_size: int | None = None
+    config_groups: dict[str, dict[str, Any]] | None = None
+    """The same once more, in the words of compressed-tensors."""
     exclude_modules: list[str] | None = None
     ignore: list[str] | None = None
     quantized_layers: dict[str, _ModelOptLayer] | None = None
@@ -295,7 +327,9 @@ ALGORITHMS = {
 
 
 def _modelopt(section: Mapping[str, Any], location: str) -> Scheme:
-    fields = _fields(section, _ModelOpt, location)
+    fields = _fields(section, _ModelOpt, location, MODELOPT_METHOD)
+    _check_groups(fields.config_groups or {}, location)
+    _check_plain_products(fields, location)
     ignored = wildcard_modules(fields.exclude_modules or fields.ignore or ())
     algorithm = fields.quant_algo
     if algorithm is None:
@@ -304,10 +338,18 @@ def _modelopt(section: Mapping[str, Any], location: str) -> Scheme:
         listed: dict[Encoding, list[str]] = {}
         for name, layer in (fields.quantized_layers or {}).items():
             spot = f"{location}.quantized_layers.{name}"
+            _check_keys(section["quantized_layers"][name], _ModelOptLayer, spot, "quantized_layers")
+            _check_plain_products(layer, spot)
             listed.setdefault(_algorithm(layer.quant_algo or "", layer.group_size, spot), []).append(name)
         groups = tuple(ModuleGroup(encoding, wildcard_modules(names)) for encoding, names in listed.items())
         return Scheme((MODELOPT,), groups, ignored)
     return Scheme((MODELOPT,), (ModuleGroup(_algorithm(algorithm, fields.group_size, location), None),), ignored)
+
+
+def _check_plain_products(layer: _ModelOptLayer, location: str) -> None:
+    """Refuse a layer whose values, or inputs, are more than codes times scales."""
+    _check_known(layer.has_zero_point or False, (False,), f"{location}.has_zero_point")
+    _check_known(layer.pre_quant_scale or False, (False,), f"{location}.pre_quant_scale")
 
 
 def _algorithm(name: str, size: int | None, location: str) -> Encoding:
@@ -324,12 +366,42 @@ METHODS: Mapping[str, Callable[[Mapping[str, Any], str], Scheme]] = MappingProxy
 """`quant_method` -> parser of its section."""
 
 
-def _fields(section: Mapping[str, Any], kind: type[_T], location: str) -> _T:
-    """Parse the fields of a section; fields that are not declared may hold anything."""
+def _fields(section: Mapping[str, Any], kind: type[_T], location: str, method: str) -> _T:
+    """Parse the fields of a section, all of which must be declared, or known to say nothing of the weights."""
+    _check_keys(section, kind, location, method)
     try:
         return msgspec.convert(section, kind)
     except msgspec.ValidationError as error:
         raise refuse("CORRUPT", f"{location}: {error}") from None
+
+
+def _check_groups(groups: object, location: str) -> None:
+    """Refuse what is not known in groups of compressed-tensors; their types are checked elsewhere."""
+    for key, group in groups.items() if isinstance(groups, Mapping) else ():
+        if isinstance(group, Mapping):
+            spot = f"{location}.{GROUPS}.{key}"
+            _check_keys(group, _CompressedGroup, spot, GROUPS)
+            weights = group.get("weights")
+            _check_keys(
+                weights if isinstance(weights, Mapping) else {}, _CompressedWeights, f"{spot}.weights", "weights"
+            )
+
+
+def _check_keys(section: Mapping[str, Any], kind: type[Any], location: str, part: str) -> None:
+    """Refuse all keys that say something, and are neither fields of `kind` nor without meaning for weights."""
+    known = {*kind.__struct_fields__, *_BESIDE_WEIGHTS[part]}
+    unknown = [key for key, value in section.items() if key not in known and value not in (None, {}, [])]
+    if unknown:
+        raise gathered(
+            Refusal("UNSUPPORTED", f"{location}.{key} {_MEANING.get(key, _UNKNOWN_MEANING)}", Where(None), UNKNOWN_KEY)
+            for key in unknown
+        )
+
+
+_UNKNOWN_MEANING = "is not known here, and may change what the weights stand for"
+_MEANING = {
+    "transform_config": "rotates weights and activations: codes times scales are not the values of the model",
+}
 
 
 def _check_known(value: object, accepted: Iterable[object], at: str) -> None:

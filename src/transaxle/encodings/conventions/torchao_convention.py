@@ -172,6 +172,9 @@ class _UnknownError(ValueError):
 
 
 def _encoding(tensor: _TensorNote) -> Encoding:
+    unread = [*(set(tensor.parts) - _PARTS), *(tensor.data.keys() - _ATTRIBUTES)]
+    if tensor.type in _KNOWN and unread:
+        raise _UnknownError(f"its values may be more than code times scale, by its {', '.join(sorted(unread))}")
     if tensor.type == "Float8Tensor":
         return variant("F8_E4M3", _SCALE, tuple(msgspec.convert(tensor.data, _Float8).block_size) or (WHOLE, WHOLE))
     if tensor.type == "MXTensor":
@@ -198,5 +201,12 @@ _GLOBAL = "per_tensor_scale"
 _SWIZZLED = "is_swizzled_scales"
 _DATA = "_data"
 _BUFFERS = ("qdata", "scale")
+_PARTS = frozenset({*_BUFFERS, _GLOBAL, "act_per_tensor_scale"})
+"""Buffers that are read, or are of a layer's inputs."""
+_ATTRIBUTES = frozenset({
+    "act_quant_kwargs", "block_size", "dtype", "elem_dtype", _SWIZZLED, "kernel_preference", "mm_config", "orig_dtype",
+    "use_triton_kernel",
+})  # fmt: skip
+"""Attributes that are read, or say only how a layer multiplies."""
 _BLOCKED = ("MXTensor", "NVFP4Tensor")
 _KNOWN = ("Float8Tensor", "MXTensor", "NVFP4Tensor")

@@ -12,7 +12,7 @@ from typing import Any
 from transaxle.axes.layout.bind import WEIGHT, split_slot
 from transaxle.axes.layout.relayout import Target
 from transaxle.encodings.conventions.convention import MODELOPT
-from transaxle.encodings.conventions.quantization import MODELOPT_CONFIG, module_of
+from transaxle.encodings.conventions.quantization import MODELOPT_CONFIG, module_of, read
 from transaxle.encodings.conventions.rewriting import written
 from transaxle.encodings.encoding import Encoded, Role
 from transaxle.encodings.plain_types import PLAIN
@@ -52,6 +52,8 @@ def rewritten(
     changing = bool(checkpoint.decoded or casts.by_file) or any(product.step is not None for product in listed)
     if not changing and (dialect == IDENTITY or (catalog.quantization is None and not catalog.encoded)):
         return {} if given is None else {CONFIG: _text(given)}
+    if catalog.refusals:  # the plan has them
+        return {}
     encoded = encoded_tensors(view, listed)
     buffers = {stored for tensor in encoded.values() for stored in tensor.parts.values()}
     plain = {p.name: p.target for p in listed if p.name not in buffers and split_slot(p.name)[1] == WEIGHT}
@@ -74,7 +76,7 @@ def rewritten(
     modelopt = {tensor.convention for tensor in encoded.values()} == {MODELOPT}
     for file in {CONFIG, MODELOPT_CONFIG}.intersection((*checkpoint.container.carried, *([CONFIG] if given else ()))):
         if (
-            file == MODELOPT_CONFIG != describing_file and not modelopt
+            file == MODELOPT_CONFIG != describing_file and encoded and not modelopt
         ):  # it repeats config.json, and can say this no longer
             new_texts[file] = None
             continue
@@ -94,7 +96,7 @@ def rewritten(
         except TransaxleError as error:
             problems.extend(error.refusals)
             continue
-        if file == MODELOPT_CONFIG and not encoded:
+        if file == MODELOPT_CONFIG and read(after) is None:
             new_texts[file] = None
         elif after != before or before is given:
             new_texts[file] = _text(after)

@@ -35,7 +35,7 @@ from transaxle.encodings.conventions.restated import (
     hub_global_scales,
     unsaid,
 )
-from transaxle.encodings.conventions.rewriting import written
+from transaxle.encodings.conventions.rewriting import unquantized, written
 from transaxle.encodings.encoding import FLOAT8, Encoded, Role
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.errors import Refusal, gathered
@@ -137,7 +137,7 @@ def as_trained(checkpoint: Checkpoint) -> Checkpoint:
     names = {old: trained.stored(each.name, role, FLOAT8) for each in encoded for role, old in each.parts.items()}
     renamed = [msgspec.structs.replace(entry, name=names.get(old, old)) for old, entry in container.entries.items()]
     entries = {entry.name: entry for entry in renamed}
-    settings = msgspec.structs.replace(checkpoint.settings, config=written(checkpoint.config, {}, {}))
+    settings = msgspec.structs.replace(checkpoint.settings, config=unquantized(checkpoint.config))
     return Checkpoint(msgspec.structs.replace(container, entries=entries), settings, None, None, checkpoint.undecoded)
 
 
