@@ -171,3 +171,171 @@ def test_any_range_of_bytes(offset: int, tmp_path: Path) -> None:
             out = bytearray(size)
             checkpoint.container.storage.read_into(transfer.file, offset, memoryview(out))
             assert bytes(out) == whole[offset : offset + size]
+
+
+LAYER = "model.layers.0.self_attn.q_proj"
+ROWS, COLUMNS = 32, 64
+Tensors = dict[str, torch.Tensor]
+
+
+def whole(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    """Random integers of a type."""
+    return torch.randint(0, 127, shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+def real(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    return (torch.rand(shape, generator=torch.Generator().manual_seed(2)) + 0.01).to(dtype)
+
+
+def quantized_elsewhere() -> dict[str, tuple[str, Tensors]]:
+    """One layer as each program stores it whose codes are not known here -> the method of its config, and tensors."""
+    f16, bf16, f32, i32, u8, i8 = (torch.float16, torch.bfloat16, torch.float32, torch.int32, torch.uint8, torch.int8)
+    packed = {"qweight": whole(i32, 8, ROWS), "qzeros": whole(i32, 4, 4), "scales": real(f16, 4, ROWS)}
+    of_nested = {
+        f"weight.{name}": real(f32, 8) for name in ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
+    }
+    state = {"weight.quant_state.bitsandbytes__nf4": whole(u8, 90)}
+    layers: dict[str, tuple[str, Tensors]] = {
+        "gptq": ("gptq", packed | {"g_idx": whole(i32, COLUMNS)}),
+        "awq": ("awq", packed),
+        "auto-round": ("auto-round", packed),
+        "pack-quantized": (
+            "compressed-tensors",
+            {
+                "weight_packed": whole(i32, ROWS, 8),
+                "weight_scale": real(bf16, ROWS, 4),
+                "weight_shape": whole(torch.int64, 2),
+            },
+        ),
+        "w8a8": ("compressed-tensors", {"weight": whole(i8, ROWS, COLUMNS), "weight_scale": real(f32, ROWS, 1)}),
+        "int8": ("bitsandbytes", {"weight": whole(i8, ROWS, COLUMNS), "SCB": real(f32, ROWS)}),
+        "nf4": ("bitsandbytes", {"weight": whole(u8, ROWS * COLUMNS // 2, 1), **of_nested, **state}),
+        "nf4 in bf16": ("bitsandbytes", {"weight": real(bf16, ROWS * COLUMNS // 4, 1), **of_nested, **state}),
+        "hqq": ("hqq", {"W_q": whole(u8, ROWS, COLUMNS // 2), "scale": real(f16, 64, 1), "zero": real(f16, 64, 1)}),
+        "eetq": ("eetq", {"weight": whole(i8, COLUMNS, ROWS), "weight_scales": real(f16, ROWS)}),
+        "quanto": ("quanto", {"weight._data": whole(i8, ROWS, COLUMNS), "weight._scale": real(bf16, ROWS, 1)}),
+        "aqlm": (
+            "aqlm",
+            {
+                "codes": whole(i8, ROWS, 8, 1),
+                "codebooks": real(f16, 1, 256, 1, 8),
+                "scales": real(f16, ROWS, 1, 1, 1),
+            },
+        ),
+        "higgs": (
+            "higgs",
+            {"weight": whole(torch.int16, ROWS, 8), "scales": real(f16, ROWS), "tables": real(f16, 16, 2)},
+        ),
+        "mlx": (
+            "affine",
+            {
+                "weight": whole(i32, ROWS, 8).view(torch.uint32),
+                "scales": real(f16, ROWS, 1),
+                "biases": real(f16, ROWS, 1),
+            },
+        ),
+        "marlin": ("marlin", {"B": whole(i32, 4, 64), "s": real(f16, 4, ROWS)}),
+        "scaled fp8": (
+            "",
+            {"weight": real(f32, ROWS, COLUMNS).to(torch.float8_e4m3fn), "scale_weight": real(f32, 1)},
+        ),
+        "8 bits of nobody": ("", {"levels": whole(u8, ROWS, COLUMNS), "steps": real(f32, ROWS)}),
+    }
+    rest = {"model.norm.weight": real(bf16, COLUMNS), f"{LAYER}.bias": real(bf16, ROWS)}
+    return {
+        kind: (method, rest | {f"{LAYER}.{end}": tensor for end, tensor in tensors.items()})
+        for kind, (method, tensors) in layers.items()
+    }
+
+
+STRANGE = quantized_elsewhere()
+KNOWN = [kind for kind in STRANGE if kind not in ("scaled fp8", "8 bits of nobody")]
+"""Those whose names say that they are codes; of the others only the casts of float32 scales are refused."""
+
+
+@pytest.mark.parametrize("kind", STRANGE)
+def test_neither_scales_nor_codes_are_cast_alone(kind: str, tmp_path: Path) -> None:
+    """As a folder with its config and without, as one named file, from two formats, and into one file."""
+    method, held = STRANGE[kind]
+    sections = [{"model_type": "llama"}]
+    if method:
+        section = {"quant_method": method, "format": kind, "config_groups": {}, "bits": 4}
+        sections.append({"model_type": "llama", "quantization_config": section})
+    for number, config in enumerate(sections):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        save_file(held, folder / "model.safetensors")
+        (folder / "config.json").write_text(json.dumps(config))
+        torch.save(held, tmp_path / f"{number}.pt")
+        for source in (folder, folder / "model.safetensors", tmp_path / f"{number}.pt"):
+            for out in (tmp_path / "out", tmp_path / "out.safetensors"):
+                for dtype in ("fp16", *(["fp32"] if kind in KNOWN else ())):
+                    with pytest.raises(tx.TransaxleError) as caught:
+                        tx.convert(source, out, to="safetensors", dtype=dtype, sync=False)
+                    assert {each.code for each in caught.value.refusals} == {"UNSUPPORTED"}
+                    assert not out.exists()
+        tx.convert(folder, tmp_path / "moved", to="safetensors", overwrite=True, sync=False)
+        moved = load_file(tmp_path / "moved/model.safetensors")
+        assert {n: (t.dtype, t.shape) for n, t in moved.items()} == {n: (t.dtype, t.shape) for n, t in held.items()}
+        for name, tensor in held.items():
+            assert torch.equal(moved[name].view(torch.uint8), tensor.contiguous().view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("kind", KNOWN)
+@pytest.mark.parametrize("said", [{"encode": "mxfp8", "only": "*norm*"}, {"decode": "bf16"}, {"to": "megatron"}])
+def test_other_changes_refuse_codes_that_are_not_known(kind: str, said: dict[str, Any], tmp_path: Path) -> None:
+    save_file(STRANGE[kind][1], tmp_path / "model.safetensors")
+    with tx.open(tmp_path / "model.safetensors") as checkpoint:
+        refusals = checkpoint.catalog.refusals
+    assert {each.code for each in refusals} == {"UNSUPPORTED"}
+    with pytest.raises(tx.TransaxleError):
+        tx.convert(tmp_path / "model.safetensors", tmp_path / "out", **{"to": "safetensors", **said}, sync=False)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_number_beside_codes_is_cast_where_its_name_is_given(tmp_path: Path) -> None:
+    """The hint of the refusal, followed both ways; running statistics, masks and positions are no codes."""
+    held = {
+        f"{LAYER}.levels": whole(torch.uint8, ROWS, COLUMNS),
+        f"{LAYER}.steps": real(torch.float32, ROWS),
+        "bn.num_batches_tracked": torch.tensor(7),
+        "bn.running_mean": real(torch.float32, ROWS),
+        "embeddings.position_ids": torch.arange(8),
+        "embeddings.class_embedding": real(torch.float32, ROWS),
+        "attn.mask": torch.ones(4, 4, dtype=torch.bool),
+        "attn.relative_position_bias_table": real(torch.float32, ROWS),
+    }
+    save_file(held, tmp_path / "s.safetensors")
+    source, out = tmp_path / "s.safetensors", tmp_path / "out.safetensors"
+    with pytest.raises(tx.TransaxleError, match=r"(?s)UNSUPPORTED.*steps.*U8 \[32, 64\].*--skip.*--only"):
+        tx.convert(source, out, to="safetensors", dtype="bf16", sync=False)
+    tx.convert(source, out, to="safetensors", dtype="bf16", skip=f"{LAYER}.steps", sync=False)
+    floats = {name for name, tensor in held.items() if tensor.is_floating_point()}
+    assert {n for n, t in load_file(out).items() if t.dtype == torch.bfloat16} == floats - {f"{LAYER}.steps"}
+    tx.convert(source, out, to="safetensors", dtype="bf16", only=f"{LAYER}.steps", overwrite=True, sync=False)
+    assert torch.equal(load_file(out)[f"{LAYER}.steps"], held[f"{LAYER}.steps"].bfloat16())
+
+
+STALE = (
+    {"quant_method": "bitsandbytes", "load_in_4bit": True},
+    {"quant_method": "gptq", "bits": 4},
+    {"quant_method": "awq", "bits": 4},
+    {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"a": {"targets": ["Linear"]}}},
+)
+
+
+@pytest.mark.parametrize("section", STALE, ids=[each["quant_method"] for each in STALE])
+@pytest.mark.parametrize("said", [{"to": "megatron"}, {"to": "hf"}, {"to": "safetensors", "dtype": "fp32"}])
+def test_a_section_left_over_from_codes_is_told_of_and_removed(
+    section: dict[str, Any], said: dict[str, Any], tmp_path: Path
+) -> None:
+    """The hint of the refusal, followed."""
+    held, config = quantized.plain_llama(d=16, f=32, g=1, r=1, head=16)
+    source = quantized.store(tmp_path / "source", (held, {**config, "quantization_config": section}))
+    hint = r"(?s)UNSUPPORTED  config\.json.*No tensor has codes: .*remove it from config\.json"
+    with pytest.raises(tx.TransaxleError, match=hint) as caught:
+        tx.convert(source, tmp_path / "out", **said, sync=False)
+    assert len(caught.value.refusals) == 1
+    (source / "config.json").write_text(json.dumps(config))
+    tx.convert(source, tmp_path / "out", **said, sync=False)
+    assert tx.verify(source, tmp_path / "out") or "dtype" in said

@@ -77,6 +77,37 @@ def test_codes_without_scales_are_no_values(tmp_path: Path) -> None:
         assert ("scales" in hint) == (decode is not None)
 
 
+SCALE = torch.rand(8) + 0.5
+BESIDE: dict[str, dict[str, torch.Tensor]] = {
+    "gptq": {"l.qweight": torch.arange(32, dtype=torch.int32).reshape(4, 8), "l.scales": SCALE.half()},
+    "w8a8": {"l.weight": torch.arange(64, dtype=torch.int8).reshape(8, 8), "l.weight_scale": SCALE},
+    "nf4 in bf16": {
+        "l.weight": (torch.arange(16) / 7).reshape(16, 1).bfloat16(),
+        "l.weight.absmax": SCALE,
+        "l.weight.quant_state.bitsandbytes__nf4": torch.arange(9, dtype=torch.uint8),
+    },
+    "blocks": {
+        "l.weight": torch.randn(8, 8).to(torch.float8_e4m3fn),
+        "l.weight_scale_inv": SCALE[:1].reshape(1, 1).clone(),
+    },
+}
+
+
+@pytest.mark.parametrize("kind", BESIDE)
+def test_neither_scales_nor_codes_are_cast_alone(tmp_path: Path, kind: str) -> None:
+    source = _save(tmp_path, **BESIDE[kind])
+    state = {name: torch.zeros_like(tensor) for name, tensor in BESIDE[kind].items()}
+    load(state, source)
+    assert all(torch.equal(state[n].view(torch.uint8), t.view(torch.uint8)) for n, t in BESIDE[kind].items())
+    for name, tensor in BESIDE[kind].items():
+        if tensor.is_floating_point() and tensor.dtype.itemsize > 1:
+            kept = state[name]
+            dtype, word = (torch.half, "fp16") if tensor.dtype != torch.half else (torch.bfloat16, "bf16")
+            with pytest.raises(TransaxleError, match="UNSUPPORTED"):
+                load({**state, name: torch.zeros(tensor.shape, dtype=dtype)}, source, dtype=word)
+            assert state[name] is kept
+
+
 BLOCK = 128
 
 

@@ -313,6 +313,7 @@ class Checkpoint(TensorSet):
             skip: patterns of names that keep their dtype.
 
         Raises:
+            Refused: buffers that cannot be grouped, and scales of codes that are not known.
             UsageError: AMBIGUOUS for an unknown type, where nothing is plain, and for a pattern that no tensor has.
         """
         from transaxle.engine.views.cast import cast_to, precise

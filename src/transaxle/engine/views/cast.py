@@ -6,7 +6,7 @@ table marks as `precise`, keep their dtype unless patterns name them; the plan l
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from math import isinf, prod
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from transaxle.axes.layout.bind import WEIGHT, Bound, split_slot
 from transaxle.axes.layout.relayout import unchanged
+from transaxle.encodings.conventions.buffer_group import SPEAKING, is_parameter
 from transaxle.encodings.conventions.convention import training_only
 from transaxle.encodings.error import Error
 from transaxle.encodings.plain_types import CASTS, PLAIN, Wide
@@ -28,6 +29,7 @@ from transaxle.errors import Refusal, Where, gathered, refuse
 from transaxle.formats.catalog.catalog import Container, Entry, Extent
 from transaxle.formats.dtype import nbytes, numpy_dtype
 from transaxle.formats.storage.storage import Storage, VirtualFiles, layer
+from transaxle.formats.training_state.state import OPTIMIZER
 from transaxle.move.endpoint import Readable
 from transaxle.move.workers import Limits, share
 
@@ -170,10 +172,14 @@ def cast_to(catalog: Catalog, to: str, only: Sequence[str], skip: Sequence[str],
         keep: names that are cast only where a pattern of `only` names them.
 
     Raises:
+        Refused: what the catalog refuses: codes that are not known could be cast, or their scales alone; UNSUPPORTED
+            for numbers beside other codes.
         UsageError: AMBIGUOUS for an unknown type, where no tensor is plain, and for a pattern that none of them has.
     """
     if to not in CASTS:
         raise refuse("AMBIGUOUS", f"cannot cast to {to!r}", hint=f"Choose one of: {', '.join(CASTS)}.")
+    if catalog.refusals:
+        raise gathered(catalog.refusals)
     container, dtype = catalog.container, CASTS[to]
     beside = set(training_only(catalog.entries, catalog.entries))
     plain = [
@@ -187,6 +193,11 @@ def cast_to(catalog: Catalog, to: str, only: Sequence[str], skip: Sequence[str],
         raise refuse("AMBIGUOUS", message, hint='To decode encoded tensors, use --decode (decode="bf16").')
     usual = [name for name in plain if split_slot(name)[1] == WEIGHT and name not in keep]
     wanted = frozenset(chosen(plain, only, skip, "plain floating-point tensor", usual))
+    changing = (
+        name for name in plain if name in wanted and name not in only and container.entries[name].dtype != dtype
+    )
+    if scales := list(scales_alone(changing, catalog)):
+        raise gathered(scales)
     source = Source(container, None)
     casters: dict[str, Caster] = {}
     entries: dict[str, Entry] = {}
@@ -199,6 +210,31 @@ def cast_to(catalog: Catalog, to: str, only: Sequence[str], skip: Sequence[str],
     stayed = [name for name in plain if name not in wanted and container.entries[name].dtype != dtype]
     storage = CastStorage(container.storage, casters, stayed, dtype)
     return replace(container, storage=storage, entries=entries)
+
+
+def scales_alone(names: Iterable[str], catalog: Catalog) -> Iterator[Refusal]:
+    """Yield why some tensors are not cast: they are scales of codes, or lie beside codes that nobody describes.
+
+    Args:
+        names: stored names, or those of an encoded tensor's buffers.
+        catalog: the tensors of a container.
+    """
+    entries = catalog.container.entries
+    codes_of = {
+        _holder(name): entry for name, entry in entries.items() if entry.dtype in SPEAKING and prod(entry.shape) > 1
+    }
+    hint = "Leave it out with --skip NAME; if it is no scale, give its whole name with --only."
+    for name in names:
+        codes = codes_of.get(_holder(name))
+        if _holder(name) and codes is not None and not is_parameter(name):
+            message = f"it lies beside {codes.dtype} {list(codes.shape)} ({codes.name}), and may be a scale"
+            where = Where(None, name.partition("\0")[0])
+            yield Refusal("UNSUPPORTED", f"{message}: cast alone, scales change what codes stand for", where, hint)
+
+
+def _holder(name: str) -> str:
+    """Return the module of a tensor, or the parameter whose optimizer state it is."""
+    return name.rpartition("/" if name.startswith(OPTIMIZER) else ".")[0]
 
 
 def casting_errors(storage: Storage, names: Iterable[str], limit: Limits) -> dict[str, tuple[Error, int]]:

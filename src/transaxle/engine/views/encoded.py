@@ -18,9 +18,10 @@ from msgspec import structs
 from transaxle.axes.layout.relayout import Check, Target
 from transaxle.axes.layout.solve import Shape
 from transaxle.axes.translation.translate import Translation
-from transaxle.encodings.conventions.buffer_group import CODES, group
+from transaxle.encodings.conventions.buffer_group import SPEAKING, group
 from transaxle.encodings.conventions.convention import CONVENTIONS, PREFERRED, Convention
 from transaxle.encodings.conventions.quantization import SECTIONS, Quantization, read
+from transaxle.encodings.conventions.scheme import UNKNOWN_KEY
 from transaxle.encodings.conventions.te_convention import NOTE as TE_NOTE
 from transaxle.encodings.conventions.torchao_convention import NAMES as TORCHAO_NAMES
 from transaxle.encodings.encoding import WHOLE, Encoded, Encoding, Role
@@ -111,7 +112,7 @@ def catalog(container: Container, config: Mapping[str, Any], modelopt: Mapping[s
         quantization = read(config, modelopt=modelopt)
         groups = group(container.entries, quantization, container.metadata)
     except TransaxleError as error:
-        return Catalog(container, container.entries, {}, None, error.refusals)
+        return Catalog(container, container.entries, {}, None, _explained(error, container))
     refusals = tuple(refusal if refusal.hint else replace(refusal, hint=_WAY_OUT) for refusal in groups.refusals)
     if not groups.encoded:
         return Catalog(container, container.entries, {}, quantization, refusals)
@@ -137,6 +138,18 @@ def catalog(container: Container, config: Mapping[str, Any], modelopt: Mapping[s
     return Catalog(container, entries, groups.encoded, quantization, tuple(problems))
 
 
+def _explained(error: TransaxleError, container: Container) -> tuple[Refusal, ...]:
+    """Return the refusals of a config; where all tensors are plain, with a hint that its section may be left over."""
+    names_codes = group(container.entries).refusals
+    if names_codes or any(entry.dtype in SPEAKING for entry in container.entries.values()):
+        return error.refusals
+    hint = "No tensor has codes: if that section is left over from before, remove it from {}."
+    return tuple(
+        refusal if refusal.hint == UNKNOWN_KEY else replace(refusal, hint=hint.format(refusal.where.file))
+        for refusal in error.refusals
+    )
+
+
 def describes_tensors(metadata: Mapping[str, Any]) -> bool:
     """Tell whether a container's metadata describes encoded tensors, as torchao's files and TransformerEngine's do."""
     return any(key in (TE_NOTE, TORCHAO_NAMES) or key.endswith(f":{TORCHAO_NAMES}") for key in metadata)
@@ -154,7 +167,7 @@ def _speaks_of_encodings(container: Container, config: Mapping[str, Any]) -> boo
     If nothing does, all tensors are plain, and nobody need know how encoded ones are stored.
     """
     return (
-        any(entry.dtype in CODES or _SCALE in name for name, entry in container.entries.items())
+        any(entry.dtype in SPEAKING or _SCALE in name for name, entry in container.entries.items())
         or describes_tensors(container.metadata)
         or any(SECTIONS.intersection(section) for section in (config, *config.values()) if isinstance(section, Mapping))
     )

@@ -5,8 +5,8 @@ All ranks come to the same plan, or raise the same error; no tensor has been wri
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import chain
 from typing import Any
@@ -16,6 +16,7 @@ from torch import nn
 
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, StoredTensor
 from transaxle.engine.checkpoint.peft_adapter import adapter_config
+from transaxle.engine.views.cast import scales_alone
 from transaxle.engine.views.param_groups import regrouped
 from transaxle.errors import Refusal, gathered
 from transaxle.formats.training_state.state_groups import GROUPS, PARAMS, ParamGroup
@@ -29,7 +30,7 @@ from transaxle.live.model.source_view import View
 from transaxle.live.model.state_tensors import Leaves, State, leaves, tied, unwritable
 from transaxle.live.sharding.global_tensors import Census, census
 from transaxle.live.tensors.destination import NamePair, same_memory
-from transaxle.live.tensors.type_change import Conversion, check_dtype
+from transaxle.live.tensors.type_change import Conversion, check_dtype, is_plain
 from transaxle.live.training.group_options import misordered, settings_for, unlike_tied
 from transaxle.live.training.optimizer_state import (
     by_name,
@@ -326,6 +327,7 @@ def _matched(
         seen.decoded,
         seen.config.get("vocab_size"),
     )
+    problems += _scales_alone(seen, model.targets, source.stored) if request.dtype is not None else ()
     copies = {second for _, second in names.same_state}
     expected = names.others | copies | source.quantized.gone | checkpoint.container.beside
     return _Match(
@@ -333,6 +335,17 @@ def _matched(
         (*missing, *model.optimizer.unrestored, *sorted(names.omitted)),
         tuple(name for name in unexpected if name not in expected),
     )
+
+
+def _scales_alone(seen: Checkpoint, wanted: Census, stored: Mapping[str, StoredTensor]) -> Iterator[Refusal]:
+    """Yield why some tensors must not be cast; to float32 no value of a scale changes."""
+    there = ((stored[name], tensor.dtype) for name, tensor in wanted.items() if name in stored)
+    casts = [(source, dtype) for source, dtype in there if source.dtype != dtype and is_plain(source.dtype)]
+    if casts:
+        yield from seen.catalog.refusals
+    narrowed = dict.fromkeys(origin for source, dtype in casts if dtype != "F32" for origin in source.origins)
+    for refusal in scales_alone((origin for origin in narrowed if origin not in seen.decoded), seen.catalog):
+        yield replace(refusal, hint="Build the model with the type that the source has.")
 
 
 def _left_over(checkpoint: Checkpoint, model: _Model, match: _Match, names: _SharedNames) -> list[Refusal]:
