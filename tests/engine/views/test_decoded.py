@@ -326,8 +326,9 @@ def test_values_that_are_more_than_codes_and_scales_are_never_decoded(kind: str,
     section, tensors, words = MORE[kind]
     source = quantized.store(tmp_path / "source", compressed(section, **tensors))
     out = tmp_path / "out"
+    ways: list[dict[str, Any]] = [{"decode": "bf16"}, {"decode": "fp32", "only": "*mlp*"}, {}]
     for to in ("hf", "transformers", "megatron", "safetensors", "dcp"):
-        for options in ({"decode": "bf16"}, {"decode": "fp32", "only": "*mlp*"}, {}):
+        for options in ways:
             if options or to not in ("safetensors", "dcp"):
                 with pytest.raises(tx.TransaxleError, match=f"(?s)UNSUPPORTED.*{words}"):
                     tx.convert(source, out, to=to, sync=False, **options)
