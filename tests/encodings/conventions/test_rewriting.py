@@ -285,6 +285,12 @@ def test_what_is_no_matter_of_weights_stays_where_all_are_decoded() -> None:
     groups = {**section["config_groups"], "attention": ATTENTION}
     result = written({SECTION: {**section, "config_groups": groups}}, {}, plain({}), decoded=NAMES)[SECTION]
     assert result == {**section, "config_groups": {"attention": ATTENTION}, "format": "dense"}
+    outputs = {**section["config_groups"]["group_0"], "output_activations": CACHE}
+    result = written({SECTION: {**section, "config_groups": {"group_0": outputs}}}, {}, {})[SECTION]
+    of_outputs = {"targets": outputs["targets"], "output_activations": CACHE}
+    assert result["config_groups"] == {
+        "group_0": {**of_outputs, "weights": None, "input_activations": None, "format": None}
+    }
     for key, value in {"kv_cache_scheme": CACHE, "kv_cache_quant_algo": "FP8"}.items():
         modelopt = {
             "quant_method": "modelopt",

@@ -57,9 +57,10 @@ class Quantization(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def without_weights(self) -> dict[str, Any] | None:
-        """What the section still says where no weight is encoded: how keys, values and activations are quantized.
+        """What the section still says where no weight is encoded: how keys, values and outputs are quantized.
 
-        None where that is nothing. A section of weights that are stored plain stays as it is.
+        None where that is nothing: the inputs of plain weights are plain. A section of weights that are stored plain
+        stays as it is.
 
         Raises:
             Refused: UNSUPPORTED where the method has no section for plain weights.
@@ -67,7 +68,11 @@ class Quantization(msgspec.Struct, frozen=True, dict=True):
         if not self.conventions:
             return dict(self.section)
         groups = self.section[GROUPS] if self.method == COMPRESSED else {}
-        of_others = without_weights(groups)
+        of_others = without_weights(groups) | {
+            key: {**group, "weights": None, "input_activations": None, "format": None}
+            for key, group in groups.items()
+            if isinstance(group, Mapping) and group.get("weights") and group.get("output_activations")
+        }
         cache = [key for key in CACHE if self.section.get(key)]
         if not cache and not of_others:
             return None
