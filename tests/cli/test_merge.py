@@ -12,7 +12,7 @@ from tests import checkpoints
 from tests.cli.running import USAGE, Transaxle
 
 TARGET = "model.layers.0.self_attn.q_proj"
-LORA = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
+LORA = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": [TARGET]}
 
 
 def adapter(folder: Path, rows: int, columns: int) -> None:

@@ -483,3 +483,39 @@ def test_peft_opens_what_keeps_its_names(tmp_path: Path) -> None:
     with quiet():
         found = opened(emptied(MODELS["patterns"][0]()), tmp_path / "back")
     assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+
+
+@pytest.mark.parametrize(("dialect", "laid_out"), [("megatron", megatron), ("torchtitan", torchtitan)])
+def test_weights_of_the_base_go_with_what_changes_them(
+    tmp_path: Path, dialect: str, laid_out: Callable[[Weights], Iterator[tuple[str, torch.Tensor]]]
+) -> None:
+    """peft stores them beside an adapter of the embedding and the head, and loads them over the model's."""
+    torch.manual_seed(8)
+    chosen = {"target_modules": ["q_proj", "embed_tokens", "lm_head"], "bias": "lora_only"}
+    with quiet():
+        base = emptied(LlamaForCausalLM(LlamaConfig(**SIZES)))
+        for module in (base.model.embed_tokens, base.lm_head):
+            module.weight.data.copy_(torch.randint(-9, 9, module.weight.shape))
+        base.save_pretrained(tmp_path / "base")
+        model = peft.get_peft_model(base, peft.LoraConfig(r=2, lora_alpha=8, **chosen))
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data.copy_(torch.randint(-4, 5, parameter.shape))
+        model.save_pretrained(tmp_path / "adapter")
+        merged = {name: tensor.clone() for name, tensor in model.merge_and_unload().state_dict().items()}
+    assert sum("base_layer" in name for name in load_file(tmp_path / "adapter" / WEIGHTS)) == 2
+    tx.convert(tmp_path / "adapter", tmp_path / "out", to=f"safetensors:{dialect}", config=tmp_path / "base")
+    empty = emptied(tree(shapes_in(tmp_path, dialect)))
+    found = opened(empty, tmp_path / "out")
+    for name, tensor in laid_out(merged):
+        assert torch.equal(found[name], tensor), name
+
+
+def test_what_a_config_names_and_an_adapter_lacks_is_not_forgotten(tmp_path: Path) -> None:
+    """The config that is written lists what there is; with it, nobody would be warned any more."""
+    made(tmp_path, "every")
+    file = tmp_path / "adapter" / WEIGHTS
+    save_file({name: tensor for name, tensor in load_file(file).items() if "layers.1." not in name}, file)
+    with pytest.raises(TransaxleError, match=r"layers\.1\.") as caught:
+        tx.convert(tmp_path / "adapter", tmp_path / "out", to="megatron", config=tmp_path / "base")
+    assert caught.value.code == "INCOMPLETE"

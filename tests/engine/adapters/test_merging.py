@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 import transaxle as tx
 from tests.engine.adapters.tiny import ADAPTER, EXPERTS, MOE, SIZES, WEIGHTS
@@ -88,10 +89,10 @@ def edit(folder: Path, **values: Any) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text("utf-8")), **values}), "utf-8")
 
 
-def refused(folder: Path) -> TransaxleError:
+def refused(folder: Path, to: str = "hf") -> TransaxleError:
     """Return why an adapter is not merged; nothing is written."""
     with pytest.raises(TransaxleError) as found:
-        tx.convert(folder / "base", folder / "out", to="hf", merge=folder / "adapter")
+        tx.convert(folder / "base", folder / "out", to=to, merge=folder / "adapter")
     assert not (folder / "out").exists()
     return found.value
 
@@ -353,3 +354,291 @@ def test_what_an_adapter_leaves_keeps_its_bits(tmp_path: Path) -> None:
     tx.convert(tmp_path / "moved", tmp_path / "out", to="hf", merge=tmp_path / "adapter")
     found = load_file(tmp_path / "out" / "model.safetensors")["model.layers.0.self_attn.k_proj.weight"]
     assert torch.equal(found.view(torch.int32), base["model.layers.0.self_attn.k_proj.weight"].view(torch.int32))
+
+
+def _untied() -> Any:
+    return LlamaForCausalLM(LlamaConfig(**SIZES))
+
+
+def _tied() -> Any:
+    return LlamaForCausalLM(LlamaConfig(**{**SIZES, "tie_word_embeddings": True}))
+
+
+def saved(folder: Path, build: Callable[[], Any], chosen: dict[str, Any], *, rows: int = 0, dtype: Any = None) -> None:
+    """Write `base` and `adapter` as users of peft do, who do not say that embeddings are left out.
+
+    Args:
+        folder: where.
+        build: makes the base.
+        chosen: options of the adapter.
+        rows: of the vocabulary when the adapter is trained; the base that is written has as many then.
+        dtype: of the base that is written; that of the adapter is float32.
+    """
+    torch.manual_seed(3)
+    with quiet():
+        base = build()
+        base.save_pretrained(folder / "original")
+        base = type(base).from_pretrained(folder / "original")  # peft compares the vocabularies of both
+        if rows:
+            base.resize_token_embeddings(rows)
+        base.to(dtype).save_pretrained(folder / "base")
+        model = peft.get_peft_model(base.float(), peft.LoraConfig(**{"r": 2, "lora_alpha": 6, **chosen}))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.normal_()
+        model.save_pretrained(folder / "adapter")
+
+
+def as_users_merge(folder: Path, base: str = "base") -> dict[str, torch.Tensor]:
+    """Return what peft makes of a base and an adapter that it reads from files."""
+    with quiet():
+        model = LlamaForCausalLM.from_pretrained(folder / base, dtype=torch.float32)
+        peft.PeftModel.from_pretrained(model, folder / "adapter").merge_and_unload().save_pretrained(folder / "wanted")
+    return load_file(folder / "wanted" / "model.safetensors")
+
+
+QKV = ["q_proj", "k_proj", "v_proj"]
+OWN_BASE: dict[str, dict[str, Any]] = {
+    "embedding": {"target_modules": ["q_proj", "embed_tokens"]},
+    "head": {"target_modules": [*QKV, "lm_head"], "modules_to_save": ["embed_tokens"]},
+    "both": {"target_modules": ["embed_tokens", "lm_head"], "use_rslora": True},
+    "ranks": {"target_modules": ["embed_tokens", "lm_head"], "rank_pattern": {"lm_head": 5}, "bias": "lora_only"},
+}
+"""Adapters in which peft stores weights of the base too."""
+
+
+@pytest.mark.parametrize("rows", [0, 37])
+@pytest.mark.parametrize("kind", [*OWN_BASE, "neither", "replaced"])
+def test_one_tensor_in_two_roles(tmp_path: Path, kind: str, rows: int) -> None:
+    """What a change is added to is in the adapter: the base's weight is not lost, nor taken for the result."""
+    others = {"neither": {"target_modules": QKV}, "replaced": {"target_modules": QKV, "modules_to_save": ["lm_head"]}}
+    saved(tmp_path, _untied, {**OWN_BASE, **others}[kind], rows=rows)
+    low = load_file(tmp_path / "adapter" / WEIGHTS)
+    own = [name for name in low if ".base_layer.weight" in name or (rows and name.endswith(("lm_head.weight",)))]
+    assert own or (kind in others and not rows)
+    wanted = as_users_merge(tmp_path)
+    report = tx.convert(tmp_path / "base", tmp_path / "out", to="hf", merge=tmp_path / "adapter")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(found[name], tensor, rtol=2e-6, atol=4e-6)
+    rebased = [name for name in found if f"base_model.model.{name.removesuffix('.weight')}.base_layer.weight" in low]
+    assert all(name in " ".join(report.notes) for name in rebased)
+    assert bool(rebased) == (kind in OWN_BASE)
+
+
+@pytest.mark.parametrize("kind", OWN_BASE)
+def test_errors_are_those_of_the_base_and_its_change(tmp_path: Path, kind: str) -> None:
+    """Written out in float64, from the files: what is reported is not how far we are from what we made."""
+    saved(tmp_path, _untied, OWN_BASE[kind], dtype=torch.bfloat16)
+    base, low = (load_file(tmp_path / place) for place in ("base/model.safetensors", f"adapter/{WEIGHTS}"))
+    said = json.loads((tmp_path / "adapter" / ADAPTER).read_text("utf-8"))
+    report = tx.convert(tmp_path / "base", tmp_path / "out", to="hf", merge=tmp_path / "adapter")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    checked = 0
+    for each in report.recoded:
+        path = f"base_model.model.{each.what.name.removesuffix('.weight')}"
+        if f"{path}.lora_embedding_A" in low:
+            product = (low[f"{path}.lora_embedding_B"].double() @ low[f"{path}.lora_embedding_A"].double()).mT
+        elif f"{path}.lora_A.weight" in low:
+            product = low[f"{path}.lora_B.weight"].double() @ low[f"{path}.lora_A.weight"].double()
+        else:
+            continue
+        rank = said["rank_pattern"].get(each.what.name.removesuffix(".weight"), 2)
+        exact = base[each.what.name].double() + 6 / (rank**0.5 if said["use_rslora"] else rank) * product
+        assert torch.equal(found[each.what.name], exact.float().bfloat16())
+        assert each.error.max == pytest.approx((found[each.what.name].double() - exact).abs().max().item(), rel=1e-9)
+        checked += 1
+    assert checked >= 2 or kind == "ranks"
+
+
+def test_another_base_is_that_of_the_adapter(tmp_path: Path) -> None:
+    """peft loads the adapter's copy over whatever the base has; in pieces, and from another dialect, too."""
+    saved(tmp_path, _untied, OWN_BASE["both"])
+    file = tmp_path / "base" / "model.safetensors"
+    base = load_file(file)
+    base["lm_head.weight"] = torch.randn(32, 16)
+    save_file(base, file, {"format": "pt"})
+    wanted = as_users_merge(tmp_path)
+    tx.convert(tmp_path / "base", tmp_path / "moved", to="megatron_torch", tp=2)
+    tx.convert(tmp_path / "moved", tmp_path / "out", to="hf", merge=tmp_path / "adapter")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    torch.testing.assert_close(found["lm_head.weight"], wanted["lm_head.weight"], rtol=2e-6, atol=4e-6)
+    with tx.open(tmp_path / "base", merge=tmp_path / "adapter") as files:
+        whole = files["lm_head.weight"].read()
+        assert np.array_equal(whole, found["lm_head.weight"].numpy())
+        assert np.array_equal(files["lm_head.weight"].read((slice(3, 9), slice(5, 7))), whole[3:9, 5:7])
+
+
+@pytest.mark.parametrize("kind", ["embedding", "head", "both", "neither"])
+def test_a_vocabulary_that_was_resized_needs_a_base_that_is(tmp_path: Path, kind: str) -> None:
+    """As in peft, which says only that sizes differ."""
+    saved(tmp_path, _untied, {**OWN_BASE, "neither": {"target_modules": QKV}}[kind], rows=37)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        as_users_merge(tmp_path, "original")
+    with pytest.raises(TransaxleError, match=r"resize_token_embeddings\(37\)") as caught:
+        tx.convert(tmp_path / "original", tmp_path / "out", to="hf", merge=tmp_path / "adapter")
+    assert {each.code for each in caught.value.refusals} == {"SHAPE_MISMATCH"}
+
+
+def test_two_values_for_one_tensor_are_refused(tmp_path: Path) -> None:
+    saved(tmp_path, _untied, {"target_modules": QKV, "modules_to_save": ["lm_head"]}, rows=37)
+    file = tmp_path / "adapter" / WEIGHTS
+    low = load_file(file)
+    head = "base_model.model.lm_head"
+    save_file({**low, f"{head}.modules_to_save.weight": low[f"{head}.weight"] + 1}, file)
+    assert refused(tmp_path).code == "UNEQUAL_COPIES"
+    save_file({**low, f"{head}.base_layer.weight": low[f"{head}.weight"] + 1}, file)
+    assert refused(tmp_path).code == "NAME_COLLISION"
+    save_file({name: tensor for name, tensor in low.items() if name != f"{head}.weight"}, file)
+    assert refused(tmp_path).code == "CORRUPT"
+    save_file({**low, f"{head}.weight": low[f"{head}.weight"].to(torch.uint8)}, file)
+    assert "codes" in str(refused(tmp_path))
+
+
+@pytest.mark.parametrize("both", [False, True])
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {"target_modules": QKV, "modules_to_save": ["embed_tokens"]},
+        {"target_modules": QKV, "modules_to_save": ["lm_head"]},
+        {"target_modules": QKV, "modules_to_save": ["embed_tokens", "lm_head"]},
+        {"target_modules": [*QKV, "embed_tokens"]},
+        {"target_modules": [*QKV, "embed_tokens", "lm_head"]},
+    ],
+)
+def test_tied_weights_are_changed_as_one(tmp_path: Path, chosen: dict[str, Any], both: bool) -> None:
+    """The model computes what peft's does before it merges; merging, peft adds both changes to the one weight."""
+    saved(tmp_path, _tied, {**chosen, "ensure_weight_tying": True})
+    if both:
+        file = tmp_path / "base" / "model.safetensors"
+        stored = load_file(file)
+        save_file({**stored, "lm_head.weight": stored["model.embed_tokens.weight"].clone()}, file, {"format": "pt"})
+    tx.convert(tmp_path / "base", tmp_path / "out", to="hf", merge=tmp_path / "adapter")
+    tokens = torch.arange(12).view(2, 6)
+    with quiet():
+        base = LlamaForCausalLM.from_pretrained(tmp_path / "base")
+        model = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
+        found = LlamaForCausalLM.from_pretrained(tmp_path / "out")
+    torch.testing.assert_close(found.eval()(tokens).logits, model.eval()(tokens).logits, rtol=1e-5, atol=2e-4)
+    if "modules_to_save" in chosen:
+        merged = as_users_merge(tmp_path)
+        for name, tensor in load_file(tmp_path / "out" / "model.safetensors").items():
+            torch.testing.assert_close(tensor, merged[name], rtol=2e-6, atol=4e-6)
+
+
+@pytest.mark.parametrize("alpha", [0, -3, 1.5])
+def test_any_finite_alpha_is_merged(tmp_path: Path, alpha: float) -> None:
+    wanted = made(tmp_path, "patterns", lora_alpha=alpha, alpha_pattern={"down_proj": 0})
+    report = tx.convert(tmp_path / "base", tmp_path / "out", to="hf", merge=tmp_path / "adapter")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(found[name], tensor, rtol=2e-6, atol=4e-6)
+    still = {each.what.name for each in report.recoded if each.error.exact}
+    assert still >= {f"model.layers.{layer}.mlp.down_proj.weight" for layer in range(2)}
+
+
+class Convolutions(nn.Module):
+    """Convolutions of every number of dims, and what follows them."""
+
+    def __init__(self, groups: int = 1) -> None:
+        super().__init__()
+        self.one = nn.Conv1d(4, 6, 3, bias=False)
+        self.two = nn.Conv2d(4, 6, (3, 2), stride=2, groups=groups)
+        self.point = nn.Conv2d(6, 4, 1)
+        self.three = nn.Conv3d(4, 6, (2, 3, 1))
+        self.out = nn.Linear(6, 4)
+
+
+def convolutions(folder: Path, groups: int = 1, **options: Any) -> dict[str, torch.Tensor]:
+    """Write a base of convolutions and its adapter; return what peft merges."""
+    torch.manual_seed(4)
+    base = Convolutions(groups)
+    (folder / "base").mkdir()
+    save_file(base.state_dict(), folder / "base" / "model.safetensors")
+    with quiet():
+        model = peft.get_peft_model(base, peft.LoraConfig(**{"r": 2, "lora_alpha": 6, **options}))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.normal_()
+        model.save_pretrained(folder / "adapter")
+        return dict(model.merge_and_unload().state_dict()) if groups == 1 else {}
+
+
+def test_convolutions_are_merged(tmp_path: Path) -> None:
+    wanted = convolutions(tmp_path, target_modules=["one", "two", "point", "three", "out"], rank_pattern={"three": 3})
+    report = tx.convert(tmp_path / "base", tmp_path / "out", to="safetensors", merge=tmp_path / "adapter")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(found[name], tensor, rtol=2e-6, atol=4e-6)
+    assert {each.what.name for each in report.recoded} == changed(tmp_path, found) == changed(tmp_path, wanted)
+
+
+def test_convolutions_of_groups_are_refused_with_the_reason(tmp_path: Path) -> None:
+    convolutions(tmp_path, target_modules=["two", "out"], groups=2)
+    error = refused(tmp_path, to="safetensors")
+    assert error.code == "UNSUPPORTED"
+    assert "groups" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("kind", "lost"),
+    [
+        ("patterns", "layers.1."), ("biases", "layers.0."), ("transposed", ".1.attn"), ("fused", "1.mlp.gate_up"),
+        ("stacked", "layers.0.mlp.experts"), ("stacked", "v_proj"), ("patterns", "down_proj"), ("mixed", "lm_head"),
+    ],
+)  # fmt: skip
+def test_an_adapter_without_what_its_config_names_is_refused(tmp_path: Path, kind: str, lost: str) -> None:
+    """peft warns, and leaves these layers as they are."""
+    made(tmp_path, kind)
+    file = tmp_path / "adapter" / WEIGHTS
+    low = load_file(file)
+    kept = {name: tensor for name, tensor in low.items() if lost not in name}
+    assert 0 < len(kept) < len(low)
+    save_file(kept, file)
+    error = refused(tmp_path)
+    assert error.code == "INCOMPLETE"
+    assert lost.strip(".") in str(error)
+    assert "target_modules" in error.hint
+
+
+def test_what_an_adapter_lacks_on_purpose_is_said_in_its_config(tmp_path: Path) -> None:
+    """The hint of the refusal leads to what peft merges."""
+    made(tmp_path, "biases")
+    file = tmp_path / "adapter" / WEIGHTS
+    save_file({name: tensor for name, tensor in load_file(file).items() if "layers.0." not in name}, file)
+    paths = [f"model.layers.1.self_attn.{each}_proj" for each in "ko"]
+    ways: tuple[dict[str, Any], ...] = ({"layers_to_transform": [1]}, {"target_modules": paths})
+    said = (tmp_path / "adapter" / ADAPTER).read_text("utf-8")
+    for number, way in enumerate(ways):
+        (tmp_path / "adapter" / ADAPTER).write_text(said, "utf-8")
+        assert refused(tmp_path).code == "INCOMPLETE"
+        edit(tmp_path, **way)
+        with quiet():
+            base = Qwen2ForCausalLM.from_pretrained(tmp_path / "base")
+            wanted = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload().state_dict()
+        tx.convert(tmp_path / "base", tmp_path / f"out{number}", to="hf", merge=tmp_path / "adapter")
+        for name, tensor in load_file(tmp_path / f"out{number}" / "model.safetensors").items():
+            torch.testing.assert_close(tensor, wanted[name], rtol=2e-6, atol=4e-6)
+
+
+def test_what_a_pattern_may_name_is_said(tmp_path: Path) -> None:
+    """Patterns of strangers are not run."""
+    made(tmp_path, "biases", target_modules=r".*\.(k_proj|o_proj)")
+    file = tmp_path / "adapter" / WEIGHTS
+    save_file({name: tensor for name, tensor in load_file(file).items() if "layers.0." not in name}, file)
+    report = tx.convert(tmp_path / "base", tmp_path / "out", to="hf", merge=tmp_path / "adapter")
+    (note,) = report.notes
+    assert "2 modules" in note
+    assert "model.layers.0.self_attn.k_proj" in note
+
+
+def test_an_adapter_without_a_config_has_one_reason(tmp_path: Path) -> None:
+    made(tmp_path, "every")
+    low = load_file(tmp_path / "adapter" / WEIGHTS)
+    save_file({name.removeprefix("base_model.model."): low[name] for name in low}, tmp_path / "adapter" / WEIGHTS)
+    (tmp_path / "adapter" / ADAPTER).unlink()
+    assert len(refused(tmp_path).refusals) == 1

@@ -105,6 +105,47 @@ def test_an_adapter_is_loaded_as_peft_does(tmp_path: Path, kind: str) -> None:
     assert any("base_layer" in name for name in report.untouched)
 
 
+@pytest.mark.parametrize("rows", [0, 29])
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {"target_modules": ["q_proj", "embed_tokens"]},
+        {"target_modules": ["embed_tokens", "lm_head"], "bias": "lora_only"},
+        {"target_modules": ["q_proj", "lm_head"], "modules_to_save": ["embed_tokens"]},
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+        {"target_modules": ["q_proj"]},
+    ],
+)
+def test_weights_of_the_base_in_an_adapter_are_loaded_as_peft_does(
+    tmp_path: Path, chosen: dict[str, Any], rows: int
+) -> None:
+    """peft stores them where an adapter changes embeddings or the head, or where the vocabulary was resized."""
+    models: list[Any] = []
+    for seed in (1, 2, 2):
+        with quiet():
+            _base(seed).save_pretrained(tmp_path / "base")
+            base = LlamaForCausalLM.from_pretrained(tmp_path / "base")  # peft compares the vocabularies of both
+            if rows:
+                base.resize_token_embeddings(rows, mean_resizing=False)
+            models.append(_scrambled(peft.get_peft_model(base, peft.LoraConfig(r=2, **chosen))))
+    given, model, other = models
+    other.load_state_dict(model.state_dict())
+    with quiet():
+        given.save_pretrained(tmp_path / "adapter")
+        other.load_adapter(tmp_path / "adapter", "default", is_trainable=True)
+    before = _held(model)
+    report = load(model, tmp_path / "adapter")
+    with opened(tmp_path / "adapter") as files:
+        own = [name for name in files if name.endswith(("embed_tokens.weight", "base_layer.weight"))]
+    assert own or not rows
+    after, wanted = _held(model), _held(other)
+    assert after.keys() == wanted.keys()
+    assert all(torch.equal(after[name], wanted[name]) for name in wanted)
+    changed = {name for name in after if not torch.equal(after[name], before[name])}
+    assert not changed & set(report.untouched)
+    assert rows or len(chosen) == 1 or any(place in name for name in changed for place in ("embed_tokens", "lm_head"))
+
+
 def test_a_checkpoint_of_the_whole_is_loaded_under_its_own_names(tmp_path: Path) -> None:
     given, model = _with("lora", 1), _with("lora", 2)
     save(given, tmp_path / "whole", to="safetensors:identity")

@@ -77,11 +77,12 @@ def converted(
     view = express(base, reading.dialect.label, config).translation(dialect)
     if view.refusals:
         raise gathered(view.refusals)
-    changed = set(changes.names)
+    changed = changes.names
     wanted = {name: target for name, target in view.targets.items() if origins(target) & changed}
-    problems: list[Refusal] = [*_lost(changes, wanted), *_misfits(wanted, dialect), *_checked(view.checks, changed)]
+    problems: list[Refusal] = [*_bound(changes), *_lost(changes, wanted), *_misfits(wanted, dialect)]
+    problems.extend(_checked(view.checks, changed))
     source = Source(adapter)
-    modules = list(_modules(wanted, changes, source, problems))
+    modules = [] if problems else list(_modules(wanted, changes, source, problems))
     problems.extend(problems_of(modules, said[1]))
     saved = list(_saved(wanted, changes, said[1], problems))
     if problems:
@@ -162,6 +163,15 @@ def _renamed(target: Target, entries: Mapping[str, Entry], dtype: str) -> Target
         for part in target.parts
     )
     return replace(target, dtype=dtype, parts=parts)
+
+
+def _bound(changes: Changes) -> Iterator[Refusal]:
+    """Yield what only the model has for which an adapter was trained."""
+    for name, change in changes.added.items():
+        if len(change.first.shape) > 2:
+            yield Refusal("UNSUPPORTED", "its A and B are those of a convolution", Where(None, name), WAY)
+    for name in changes.copies:
+        yield Refusal("UNSUPPORTED", "peft has it twice, for a vocabulary that was resized", Where(None, name), WAY)
 
 
 def _lost(changes: Changes, wanted: Mapping[str, Target]) -> Iterator[Refusal]:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import permutations
+from math import prod
 from typing import Any
 
 from transaxle.errors import Refusal, Where, gathered
@@ -21,6 +22,10 @@ PREFIX = "base_model.model."
 LINEAR = ("lora_A.weight", "lora_B.weight")
 EMBEDDING = ("lora_embedding_A", "lora_embedding_B")
 INNER = ".base_layer"
+_KEPT = ("modules_to_save", "original_module")
+"""Where peft has a module twice, trained and as it was. Files have both where a vocabulary was resized, and the trained
+one under the module's own name too, which is what peft loads.
+"""
 _HARMLESS = frozenset(
     {
         "alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "ensure_weight_tying", "eva_config",
@@ -42,9 +47,21 @@ _CONV1D = frozenset({"c_attn", "c_fc", "c_proj", "q_attn"})
 """Models of transformers, and modules in them, whose weights are `[in, out]`. There peft goes by the class of each
 module, and `fan_in_fan_out` ends up as the last one needs it.
 """
+_FLOATS = ("F", "BF")
+"""How the types begin that hold values, not codes."""
 _MOST = 6
 """Parameters of a module of which all orders are tried."""
+_NUMBERS = re.compile(r"(?<=\.)\d+(?=\.)")
 _HINT = "Merge it with peft: merge_and_unload(), then save_pretrained()."
+_RESIZE = (
+    "Where its vocabulary was resized, peft needs the base resized too: base.resize_token_embeddings({}), then "
+    "base.save_pretrained(...), and merge into that."
+)
+_LACKING = "adapter_config.json names {} modules of this model for which the adapter has nothing"
+_SAY = (
+    "Get the whole adapter; or, if these are to stay as they are, say so in adapter_config.json: list the modules that "
+    "it has in target_modules, by their whole paths, or their layers in layers_to_transform."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +81,10 @@ class LowRank:
     scaling: float
     """What the product is multiplied with."""
 
+    def grid(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the change of a weight of a shape: of a convolution, its kernels are the rows."""
+        return shape if len(self.first.shape) == 2 else (shape[0], prod(shape[1:]))
+
     @property
     def embedding(self) -> bool:
         """Whether it changes the weight of an embedding."""
@@ -77,12 +98,23 @@ class Changes:
     added: Mapping[str, LowRank]
     """Weight -> what is added to it."""
     replaced: Mapping[str, Entry]
-    """Tensor -> the one of the adapter that takes its place (`modules_to_save`, biases)."""
+    """Tensor -> the one of the adapter that takes its place (`modules_to_save`, biases). Of one that is changed too, it
+    is what the change is added to: peft stores that of embeddings and heads, and loads it over the base's.
+    """
+    copies: Mapping[str, Entry]
+    """Tensor -> a second copy that the adapter has of what takes its place, which must be equal."""
+    unchanged: Sequence[str]
+    """Modules that adapter_config.json may name, and for which the adapter has nothing."""
 
     @property
-    def names(self) -> Collection[str]:
-        """The tensors that are not what they were."""
-        return {*self.added, *self.replaced}
+    def names(self) -> Set[str]:
+        """The tensors that are not what they were, in an order that depends on the adapter alone."""
+        return dict.fromkeys((*self.added, *self.replaced)).keys()
+
+    @property
+    def rebased(self) -> list[str]:
+        """The tensors that are changed from the adapter's own copy of the base's weight."""
+        return sorted(self.added.keys() & self.replaced.keys())
 
 
 class Lora:
@@ -100,24 +132,31 @@ class Lora:
     def __init__(self, entries: Mapping[str, Entry], config: Mapping[str, Any], base: Mapping[str, Any]) -> None:
         self._config = config
         self._has_conv1d = str(base.get("model_type")) in _CONV1D_MODELS
+        self._layers = _layers_of(base)
         self._problems = list(_unsupported(config))
+        self._check()
         self._low: dict[str, dict[str, Entry]] = {}
         self._replaced: dict[str, Entry] = {}
+        self._twice: dict[str, Entry] = {}
         for name, entry in entries.items():
             self._sort(name, entry)
         if not self._problems and not self._low:
             self._refuse("CORRUPT", "the adapter has no tensors lora_A and lora_B", None)
         for path, pair in self._low.items():
-            if set(pair) not in (set(LINEAR), set(EMBEDDING)) or any(len(each.shape) != 2 for each in pair.values()):
-                self._refuse("CORRUPT", f"A and B are needed, each of two dims; it has {', '.join(pair)}", path)
+            dims = {len(each.shape) for each in pair.values()}
+            if set(pair) not in (set(LINEAR), set(EMBEDDING)) or len(dims) > 1 or min(dims) < 2:
+                listed = ", ".join(f"{end} {list(each.shape)}" for end, each in pair.items())
+                self._refuse("CORRUPT", f"A and B are needed, of two dims or those of a kernel; it has {listed}", path)
+        for name in sorted(self._twice.keys() - self._replaced.keys()):
+            self._refuse("CORRUPT", "peft stores the trained tensor under its own name too, and it is not there", name)
         self._check()
         inside: dict[str, list[str]] = {}
         for path in self._low:
-            module = path
-            while module.endswith(INNER):
-                module = module.removesuffix(INNER)
-            inside.setdefault(module, []).append(path)
+            inside.setdefault(_bare(path), []).append(path)
         self._modules = {module: sorted(paths, key=len, reverse=True) for module, paths in inside.items()}
+        for name, entry in self._replaced.items():
+            if f"{INNER}." in entry.name and name.rpartition(".")[0] not in self._modules:
+                self._refuse("INCOMPLETE", "the adapter has this of the base, but no A and B to go with it", entry.name)
         found = {name for module in self._modules for name in self._parameters(module)}
         for name in sorted(_target_parameters(config)[0] - found):
             self._refuse("UNSUPPORTED", f"target_parameters has {name}, but the adapter changes none", None)
@@ -128,21 +167,69 @@ class Lora:
         names = {f"{module}.{name}" for module in self._modules for name in self._parameters(module) or ["weight"]}
         return names | self._replaced.keys()
 
-    def changes(self, shapes: Mapping[str, tuple[int, ...]]) -> Changes:
+    def changes(self, shapes: Mapping[str, tuple[int, ...]], in_memory: Collection[str] | None = None) -> Changes:
         """Return what happens to each weight.
 
         Args:
             shapes: of the model's tensors.
+            in_memory: what the class of the model calls them; None where that is not known.
 
         Raises:
-            Refused: SHAPE_MISMATCH; AMBIGUOUS where several parameters of a module fit.
+            Refused: SHAPE_MISMATCH; INCOMPLETE where modules are missing; AMBIGUOUS where several parameters of a
+                module fit.
         """
         added = [each for module in self._modules for each in self._of_module(module, shapes)]
         for name, entry in self._replaced.items():
             if shapes[name] != entry.shape:
-                self._refuse("SHAPE_MISMATCH", f"{list(entry.shape)}, but the model's has {list(shapes[name])}", name)
+                message = f"the adapter has it as {list(entry.shape)}, and the model as {list(shapes[name])}"
+                is_longer = len(entry.shape) == 2 and shapes[name][1:] == entry.shape[1:]
+                hint = _RESIZE.format(entry.shape[0]) if is_longer else _HINT
+                self._refuse("SHAPE_MISMATCH", message, name, hint)
+        lacking, doubtful = self._lacking(shapes, in_memory)
+        if lacking:
+            self._refuse("INCOMPLETE", f"{_LACKING.format(len(lacking))}: {', '.join(lacking)[:300]}", None, _SAY)
         self._check()
-        return Changes({each.name: each for each in added}, self._replaced)
+        return Changes({each.name: each for each in added}, self._replaced, self._twice, doubtful)
+
+    def _lacking(
+        self, shapes: Mapping[str, tuple[int, ...]], in_memory: Collection[str] | None
+    ) -> tuple[list[str], list[str]]:
+        """Return the modules for which the adapter has nothing and that its config names, of which peft warns only.
+
+        Returns:
+            Those that peft would miss; and those that it may not know: layers after the last that a config counts (they
+            predict several tokens), what the class of the model has under other names, and what a pattern decides.
+        """
+        listed = self._config.get("target_modules")
+        kinds = {_NUMBERS.sub("*", module) for module in self._modules}
+        targets = listed if isinstance(listed, list) else []
+        unreached = [each for each in targets if not any(_ends_with(module, [each]) for module in self._modules)]
+        lacking, doubtful = dict[str, None](), dict[str, None]()
+        for name, shape in shapes.items():
+            module, _, last = name.rpartition(".")
+            parameters = self._parameters(module)
+            alike = _NUMBERS.sub("*", module) in kinds and (parameters or self._is_listed(module))
+            if module in self._modules or len(shape) < 2 or last not in (parameters or ["weight"]):
+                continue
+            if name in self._replaced or self._is_excluded(module) or not (alike or _ends_with(module, unreached)):
+                continue
+            beyond = any(int(number) >= self._layers for number in _NUMBERS.findall(name)[:1])
+            is_certain = not beyond and (isinstance(listed, list) if alike else name in (in_memory or ()))
+            (lacking if is_certain else doubtful)[module] = None
+        return list(lacking), list(doubtful)
+
+    def _is_listed(self, module: str) -> bool:
+        """Tell whether target_modules has a module, of whose kind others are; a pattern may have it."""
+        listed = self._config.get("target_modules")
+        return isinstance(listed, str) or _ends_with(module, listed or ())
+
+    def _is_excluded(self, module: str) -> bool:
+        """Tell whether adapter_config.json leaves a module out that it names, or may do so."""
+        excluded, layers = self._config.get("exclude_modules") or (), self._config.get("layers_to_transform")
+        if isinstance(excluded, str) or _ends_with(module, excluded):
+            return True
+        chosen = [layers] if isinstance(layers, int) else layers or []
+        return bool(chosen) and {int(number) for number in _NUMBERS.findall(f"{module}.")}.isdisjoint(chosen)
 
     def _sort(self, name: str, entry: Entry) -> None:
         inside = name.removeprefix(PREFIX)
@@ -150,10 +237,19 @@ class Lora:
             if inside.endswith(f".{end}") and inside != name:
                 self._low.setdefault(inside.removesuffix(f".{end}"), {})[end] = entry
                 return
+        known = _bare(inside)
+        kept = [part for part in _KEPT if f".{part}." in known]
         if inside == name or ".lora_" in inside or inside.startswith("lora_"):
             self._refuse("UNSUPPORTED", "it belongs to no LoRA that can be merged", name)
+        elif not entry.dtype.startswith(_FLOATS):
+            self._refuse("UNSUPPORTED", f"{entry.dtype} are codes, and values are needed", name)
+        elif kept and self._config.get(_KEPT[0]):
+            if kept[0] == _KEPT[0]:
+                self._twice[known.replace(f".{kept[0]}.", ".")] = entry
+        elif known in self._replaced:
+            self._refuse("NAME_COLLISION", f"the adapter has it twice, as {self._replaced[known].name} too", name)
         else:
-            self._replaced[inside.replace(f"{INNER}.", ".")] = entry
+            self._replaced[known] = entry
 
     def _parameters(self, module: str) -> list[str]:
         """Return the parameters of a module that are targets themselves.
@@ -190,7 +286,15 @@ class Lora:
             )
             weights = ", ".join(f"{name} {list(shapes[f'{module}.{name}'])}" for name in parameters)
             message = f"{factors} do not fit the model's {weights} at rank {self._rank(f'{module}.{parameters[0]}')}"
-            self._refuse("SHAPE_MISMATCH", message, module)
+            groups = _groups(self._low[paths[0]].get(LINEAR[0]), shapes[f"{module}.{parameters[0]}"])
+            new = self._replaced.get(f"{module}.weight")
+            if new is not None and new.shape != shapes[f"{module}.weight"]:
+                return  # of another size than the model's: that is said of the weight
+            if groups > 1:
+                message = f"{message}: a convolution of {groups} groups, into which peft cannot merge either"
+                self._refuse("UNSUPPORTED", message, module, "Leave it as it is, or train without this module.")
+            else:
+                self._refuse("SHAPE_MISMATCH", message, module)
         else:
             yield from possible[0]
 
@@ -204,13 +308,16 @@ class Lora:
         """Return the change of a weight by one pair of factors; None where it does not fit."""
         shape, pair = shapes[name], self._low[path]
         first, second = (pair[end] for end in (EMBEDDING if EMBEDDING[0] in pair else LINEAR))
-        of_stack = bool(self._parameters(name.rpartition(".")[0]))
-        if len(shape) != 2 and (len(shape) != 3 or not of_stack):
+        of_stack, rank = bool(self._parameters(name.rpartition(".")[0])), self._rank(name)
+        if len(shape) > 2 and not of_stack:  # a convolution: A has its kernels, and those of B have one element
+            factors = (rank, *shape[1:]), (shape[0], rank, *(1,) * len(shape[2:]))
+            fits = (first.shape, second.shape) == factors
+            return LowRank(name, first, second, 1, swapped=False, scaling=self._scaling(name, rank)) if fits else None
+        if len(shape) not in (2, 3):
             return None
         swapped = swapped and (len(shape) == 3 or not of_stack)
         matrices = 1 if len(shape) == 2 else shape[0]
         rows, columns = reversed(shape[-2:]) if swapped else shape[-2:]
-        rank = self._rank(name)
         if (first.shape, second.shape) != ((matrices * rank, columns), (rows, rank * matrices)):
             return None
         return LowRank(name, first, second, matrices, swapped, self._scaling(name, rank))
@@ -230,8 +337,8 @@ class Lora:
                 return value
         return self._config.get(key, USUAL)
 
-    def _refuse(self, code: Any, message: str, name: str | None) -> None:
-        self._problems.append(Refusal(code, message, Where(None, name), _HINT))
+    def _refuse(self, code: Any, message: str, name: str | None, hint: str = _HINT) -> None:
+        self._problems.append(Refusal(code, message, Where(None, name), hint))
 
     def _check(self) -> None:
         if self._problems:
@@ -267,7 +374,8 @@ def _unsupported(config: Mapping[str, Any]) -> Iterator[Refusal]:
             continue
         numbers = [config.get(key, USUAL), *given.values()]
         if not all(_is_number(value, whole=key == "r") for value in numbers):
-            yield Refusal("CORRUPT", f"{key} or {patterns} has something else than positive numbers", Where(), _HINT)
+            numbered = "positive numbers" if key == "r" else "numbers"
+            yield Refusal("CORRUPT", f"{key} or {patterns} has something else than {numbered}", Where(), _HINT)
 
 
 def _target_parameters(config: Mapping[str, Any]) -> tuple[set[str], set[tuple[str, str]]]:
@@ -276,7 +384,31 @@ def _target_parameters(config: Mapping[str, Any]) -> tuple[set[str], set[tuple[s
     return {name for path, _, name in targets if not path}, {(path, name) for path, _, name in targets if path}
 
 
+def _bare(path: str) -> str:
+    """Return a path without the modules that peft puts around those that it changes."""
+    return ".".join(part for part in path.split(".") if part != INNER[1:])
+
+
+def _ends_with(module: str, paths: Iterable[str]) -> bool:
+    """Tell whether a module is one of those that peft's lists name by the end of their paths."""
+    return any(f".{module}".endswith(f".{path}") for path in paths)
+
+
+def _groups(first: Entry | None, shape: tuple[int, ...]) -> int:
+    """Return the groups of a convolution whose A has more channels than the weight; 1 for anything else."""
+    if first is None or len(shape) < 3 or first.shape[2:] != shape[2:] or first.shape[1] % (shape[1] or 1):
+        return 1
+    return first.shape[1] // (shape[1] or 1)
+
+
+def _layers_of(config: Mapping[str, Any]) -> float:
+    """Return how many layers a model has, of those that peft can reach."""
+    said = config.get("text_config")
+    layers = (said if isinstance(said, Mapping) else config).get("num_hidden_layers")
+    return layers if isinstance(layers, int) else math.inf
+
+
 def _is_number(value: object, *, whole: bool) -> bool:
     if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
         return False
-    return 0 < value < _LARGEST
+    return 0 < value < _LARGEST if whole else abs(value) < _LARGEST

@@ -6,6 +6,7 @@ take them to the layout in which the weights are stored, so that fused and stack
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from difflib import get_close_matches
 from functools import lru_cache, partial
@@ -20,20 +21,24 @@ from transaxle.axes.layout.solve import fill
 from transaxle.axes.notation.family import Sizes
 from transaxle.engine.adapters.lora import Changes, Lora, LowRank
 from transaxle.engine.copying.source import Source
+from transaxle.engine.views.cast import BAND
 from transaxle.engine.views.decoded import RowMajorBytes
 from transaxle.engine.views.encoded import Catalog, View
-from transaxle.engine.views.merged import Change, Factors, MergedStorage, Merger, Replacement, Zeros, wide
+from transaxle.engine.views.merged import Change, Factors, MergedStorage, Merger, Rebased, Replacement, Zeros, wide
 from transaxle.errors import Refusal, TransaxleError, Where, gathered
 from transaxle.formats.catalog.catalog import Container, Entry, Extent
+from transaxle.formats.dtype import nbytes
 from transaxle.formats.storage.storage import VirtualFile, VirtualFiles, close
 
 _CHANGE, _MERGED = "\0change of ", "\0merged "
 """What the names of files that do not exist begin with."""
 _PLAIN = frozenset({"F32", "F16", "BF16"})
-_FIRST = ("transformers", "hf")
+_MEMORY = "transformers"
+_FIRST = (_MEMORY, "hf")
 """Dialects in which adapters are trained most often."""
 _KEPT = 16
 """Pairs of factors that are cached, so that reading a weight piece by piece reads them once."""
+_UNCHANGED = "adapter_config.json may name {} modules for which the adapter has nothing; they stay as they are"
 _DECODE = "Decode it first (convert with --decode bf16), and merge into the result."
 
 
@@ -101,9 +106,13 @@ def merged(model: Model, adapter: Container, config: Mapping[str, Any], express:
 def _merged(model: Model, adapter: Container, config: Mapping[str, Any], express: Express) -> Container:
     lora = Lora(adapter.entries, config, model.config)
     dialect, shapes = _trained_in(model, lora.targets())
-    changes = lora.changes(shapes)
+    changes = lora.changes(shapes, _in_memory(model))
+    unequal = list(_unequal(adapter, changes))
+    if unequal:
+        raise gathered(unequal)
     changed = _changed(model.container, adapter, changes, shapes if dialect else changes.names, shapes)
-    tied = {} if dialect is None else model.translation(dialect).aliases
+    tied = _ties(model, dialect)
+    alike = _alike(adapter, changes, tied)
     if dialect is None:
         prefix, source = "", Source(changed)
         targets: Mapping[str, Target] = {name: unchanged(name, entry) for name, entry in changed.entries.items()}
@@ -114,8 +123,9 @@ def _merged(model: Model, adapter: Container, config: Mapping[str, Any], express
         if view.refusals:
             raise gathered(view.refusals)
         targets = view.targets
-    wanted = {prefix + name: target for name, target in targets.items() if origins(target) & set(changes.names)}
-    problems = [*_lost(changes, wanted, tied), *_misfits(model.container, changes, wanted), *_tied(model, wanted)]
+    wanted = {prefix + name: target for name, target in targets.items() if origins(target) & changes.names}
+    problems = [*_lost(changes, wanted, tied, alike), *_misfits(model.container, changes, wanted)]
+    problems.extend(_tied(model, wanted, alike))
     if problems:
         raise gathered(problems)
     mergers, entries = {}, dict(model.container.entries)
@@ -126,7 +136,7 @@ def _merged(model: Model, adapter: Container, config: Mapping[str, Any], express
         mergers[_MERGED + name] = Merger(entry, stored, model.container.storage, (target, source), replaced=replaced)
         extent = Extent((0,) * len(entry.shape), entry.shape, _MERGED + name, 0)
         entries[name] = replace(entry, extents=(extent,))
-    storage = MergedStorage(model.container.storage, mergers, adapter)
+    storage = MergedStorage(model.container.storage, mergers, adapter, tuple(_notes(changes)))
     return replace(model.container, storage=storage, entries=entries)
 
 
@@ -185,14 +195,13 @@ def _changed(
     for name in names:
         shape = shapes[name]
         entries[name] = Entry(name, "F64", shape, (Extent((0,) * len(shape), shape, _CHANGE + name, 0),))
+        change = new = None
         if name in changes.added:
-            files[_CHANGE + name] = Change(shape, partial(cached, name))
-        elif name in changes.replaced:
-            entry = changes.replaced[name]
-            rows = RowMajorBytes(adapter.storage, source.transfers(unchanged(entry.name, entry)))
-            files[_CHANGE + name] = Replacement(entry, rows)
-        else:
-            files[_CHANGE + name] = Zeros(prod(shape) * 8)
+            change = Change(changes.added[name].grid(shape), partial(cached, name))
+        if name in changes.replaced:
+            new = Replacement(changes.replaced[name], _rows(source, changes.replaced[name]))
+        both = None if new is None or change is None else Rebased(new, change)
+        files[_CHANGE + name] = both or new or change or Zeros(prod(shape) * 8)
     storage = VirtualFiles(model.storage, files)
     return replace(model, storage=storage, entries=entries, metadata={}, twins=(), left={}, training=(), unread=())
 
@@ -202,11 +211,90 @@ def _factors(source: Source, change: LowRank) -> Factors:
     first, second = (
         wide(entry, source.read(entry.name)).reshape(entry.shape) for entry in (change.first, change.second)
     )
-    inner = first.reshape(change.matrices, -1, first.shape[1])
+    inner = first.reshape(change.matrices, len(first) // change.matrices, -1)
     outer = second.reshape(len(second), -1, change.matrices).transpose(2, 0, 1)
     if change.swapped:
         inner, outer = outer.transpose(0, 2, 1), inner.transpose(0, 2, 1)
     return Factors(outer, inner, change.scaling)
+
+
+def _rows(source: Source, entry: Entry) -> RowMajorBytes:
+    return RowMajorBytes(source.container.storage, source.transfers(unchanged(entry.name, entry)))
+
+
+def _equal(source: Source, first: Entry, second: Entry) -> bool:
+    """Tell whether two tensors of an adapter are equal, bit by bit."""
+    if (first.dtype, first.shape) != (second.dtype, second.shape):
+        return False
+    rows, others, size = _rows(source, first), _rows(source, second), nbytes(first.dtype, first.shape)
+    pieces = ((start, min(size, start + BAND)) for start in range(0, size, BAND))
+    return all(rows.read(*piece).tobytes() == others.read(*piece).tobytes() for piece in pieces)
+
+
+def _unequal(adapter: Container, changes: Changes) -> Iterator[Refusal]:
+    """Yield tensors that an adapter has twice, with different values."""
+    for name, copy in changes.copies.items():
+        if not _equal(Source(adapter), changes.replaced[name], copy):
+            message = f"the adapter has other values for it as {copy.name}, and both are what takes its place"
+            yield Refusal("UNEQUAL_COPIES", message, Where(None, name), "Save the adapter again with peft.")
+
+
+def _ties(model: Model, dialect: str | None) -> Mapping[str, str]:
+    """Return the tensors that are tied to others, by the names of the adapter's dialect."""
+    if dialect is not None:
+        return model.translation(dialect).aliases
+    if model.family is None:
+        return {}
+    names: dict[str, list[str]] = defaultdict(list)
+    for (line, _), stored in model.bound.names.items():
+        for component in line.expression.components:
+            names[component].extend(stored.values())
+    pairs = ((names[alias], names[chain[-1]]) for alias, chain in model.sizes.originals.items())
+    return {name: original for aliases, tied_to in pairs for name, original in zip(aliases, tied_to, strict=False)}
+
+
+def _alike(adapter: Container, changes: Changes, ties: Mapping[str, str]) -> set[str]:
+    """Return the tensors that are changed with all that they are tied to, all by the same values.
+
+    So peft writes them where it trained both as one (`ensure_weight_tying`).
+    """
+    source = Source(adapter)
+
+    def is_same(name: str, other: str) -> bool:
+        if (name in changes.added, name in changes.replaced) != (other in changes.added, other in changes.replaced):
+            return False
+        if name in changes.replaced and not _equal(source, changes.replaced[name], changes.replaced[other]):
+            return False
+        if name not in changes.added:
+            return name in changes.replaced
+        return _factors(source, changes.added[name]).same_as(_factors(source, changes.added[other]))
+
+    alike = set[str]()
+    for original in sorted(set(ties.values())):
+        group = [name for name, tied_to in ties.items() if tied_to == original]
+        if all(is_same(name, original) for name in group):
+            alike.update((original, *group))
+    return alike
+
+
+def _notes(changes: Changes) -> Iterator[str]:
+    """Yield what a plan says of an adapter that has two sources for a weight, or none."""
+    if changes.rebased:
+        yield (
+            "the adapter has its own copy of these weights of the base, and its change is added to that copy, as peft "
+            f"adds it, not to the weight of the model: {', '.join(changes.rebased)}"
+        )
+    if changes.unchanged:
+        listed = ", ".join(changes.unchanged)
+        yield f"{_UNCHANGED.format(len(changes.unchanged))}: {listed[:300]}"
+
+
+def _in_memory(model: Model) -> Collection[str] | None:
+    """Return what the class of a model calls its tensors; None where no table says so."""
+    try:
+        return model.translation(_MEMORY).targets.keys() if model.family is not None else None
+    except TransaxleError:  # the family has no such dialect, or it needs sizes that nothing says
+        return None
 
 
 def origins(target: Target) -> set[str]:
@@ -214,10 +302,12 @@ def origins(target: Target) -> set[str]:
     return {origin.name for part in target.parts for origin in part.origins}
 
 
-def _lost(changes: Changes, wanted: Mapping[str, Target], tied: Mapping[str, str]) -> Iterator[Refusal]:
+def _lost(
+    changes: Changes, wanted: Mapping[str, Target], tied: Mapping[str, str], alike: Collection[str]
+) -> Iterator[Refusal]:
     """Yield changes that would reach no stored weight; of tied ones one is stored for all."""
     reached = {name for target in wanted.values() for name in origins(target)}
-    for name in sorted(set(changes.names) - reached):
+    for name in sorted(changes.names - reached.union(alike)):
         if name in tied:
             message = f"the adapter changes it alone, and in the model it is tied to {tied[name]}"
             yield Refusal("UNSUPPORTED", message, Where(None, name), _UNTIE)
@@ -245,7 +335,7 @@ def _misfits(model: Container, changes: Changes, wanted: Mapping[str, Target]) -
             yield Refusal("UNSUPPORTED", message, where, _WAY)
 
 
-def _tied(model: Model, wanted: Collection[str]) -> Iterator[Refusal]:
+def _tied(model: Model, wanted: Mapping[str, Target], alike: set[str]) -> Iterator[Refusal]:
     """Yield weights that are tied to others: peft trains one alone, and the merged model would have both changed."""
     if model.family is None:
         return
@@ -253,7 +343,7 @@ def _tied(model: Model, wanted: Collection[str]) -> Iterator[Refusal]:
     for (line, _), names in model.bound.names.items():
         others = set[str]().union(*(group for group in groups if not group.isdisjoint(line.expression.components)))
         for name in names.values() if others else ():
-            if name in wanted:
+            if name in wanted and not origins(wanted[name]) <= alike:
                 tied = ", ".join(sorted(others.difference(line.expression.components)))
                 message = f"the adapter changes it alone, and the model has {tied} tied to it, which would change too"
                 yield Refusal("UNSUPPORTED", message, Where(None, name), _UNTIE)

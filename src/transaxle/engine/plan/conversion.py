@@ -156,8 +156,9 @@ def make_plan(
 
 
 def _said(checkpoint: Checkpoint, configs: Mapping[str, bytes | None], to: str) -> Iterator[str]:
-    """Yield what the target's config does not say, and which formats a framework has beside safetensors."""
+    """Yield what the target's config does not say, what is odd about an adapter, and formats beside safetensors."""
     yield from config_notes(checkpoint, configs) if checkpoint.settings.config else ()
+    yield from casts_of(checkpoint.container.storage).notes
     framework, ways = _loads(to)
     if ways:
         yield f"safetensors with the names of {to}; for what {framework} loads, write --to {' or --to '.join(ways)}"

@@ -119,6 +119,8 @@ class CastStorage(VirtualFiles):
 
     adapter: Container | None = None
     """The adapter that is merged into the tensors, where they are cast for that; see `MergedStorage`."""
+    notes: tuple[str, ...] = ()
+    """What plans say of it."""
 
     def __init__(
         self, below: Storage, casters: Mapping[str, Caster], stayed: Sequence[str], dtype: Wide | None
@@ -138,6 +140,8 @@ class Casts(msgspec.Struct, frozen=True):
     """Plain tensors of other dtypes that keep them."""
     dtype: Wide | None
     """Safetensors code of the wanted dtype; None: nothing is cast to another."""
+    notes: tuple[str, ...] = ()
+    """What plans say of it."""
 
 
 def casts_of(storage: Storage) -> Casts:
@@ -146,7 +150,7 @@ def casts_of(storage: Storage) -> Casts:
     return (
         Casts({}, (), None)
         if cast_storage is None
-        else Casts(cast_storage.casters, cast_storage.stayed, cast_storage.dtype)
+        else Casts(cast_storage.casters, cast_storage.stayed, cast_storage.dtype, cast_storage.notes)
     )
 
 

@@ -34,6 +34,12 @@ def wide(entry: Entry, values: NDArray[Any]) -> Wide:
     return typed if typed.dtype == np.float64 else widened(typed).astype(np.float64)
 
 
+def added(values: Wide, change: Wide) -> Wide:
+    """Return values with a change added; a zero that stays keeps its sign."""
+    with np.errstate(all="ignore"):
+        return np.where(change == 0, values, values + change)
+
+
 @dataclass(frozen=True, slots=True)
 class Factors:
     """The change of a weight: for each matrix of a stack, scaling times `left @ right`."""
@@ -44,6 +50,11 @@ class Factors:
     """`[matrices, rank, columns]`."""
     scaling: float
     """What every sum of products is multiplied with."""
+
+    def same_as(self, other: Factors) -> bool:
+        """Tell whether another change has the same factors, and so the same values."""
+        pairs = (self.left, other.left), (self.right, other.right)
+        return self.scaling == other.scaling and all(np.array_equal(*pair) for pair in pairs)
 
     def rows(self, matrix: int, first: int, last: int) -> Wide:
         """Return rows of the change of one matrix."""
@@ -59,7 +70,7 @@ class Change:
     """A file of the float64 values by which a weight changes.
 
     Attributes:
-        shape: of the weight.
+        shape: of the weight; the kernels of a convolution are rows.
         factors: reads the factors.
     """
 
@@ -115,6 +126,38 @@ class Replacement:
 
 
 @dataclass(frozen=True, slots=True)
+class Rebased:
+    """A file of the float64 sums of a change and of the weight that the adapter has for it.
+
+    Attributes:
+        base: the weight.
+        change: what is added to it.
+    """
+
+    base: Replacement
+    change: Change
+
+    @property
+    def nbytes(self) -> int:
+        """See `VirtualFile`."""
+        return self.base.nbytes
+
+    def read_into(self, offset: int, view: memoryview) -> None:
+        """See `VirtualFile`."""
+        out, first = view.cast("B"), offset // _ITEM
+        last = -(-(offset + len(out)) // _ITEM)
+        while first < last:
+            stop = min(last, first + BAND)
+            base, change = np.empty(stop - first), np.empty(stop - first)
+            self.base.read_into(first * _ITEM, base.data)
+            self.change.read_into(first * _ITEM, change.data)
+            start, end = max(offset, first * _ITEM), min(offset + len(out), stop * _ITEM)
+            total = added(base, change).view(np.uint8)[start - first * _ITEM : end - first * _ITEM]
+            out[start - offset : end - offset] = total.data
+            first = stop
+
+
+@dataclass(frozen=True, slots=True)
 class Zeros:
     """A file of the values by which a tensor without an adapter changes."""
 
@@ -151,9 +194,7 @@ class Merger(Caster):
         change = self._change.read(start * _ITEM, stop * _ITEM).view(np.float64)
         if self._replaced:
             return change
-        values = wide(self.entry, super()._values(start, stop))
-        with np.errstate(all="ignore"):
-            return np.where(change == 0, values, values + change)  # a zero that stays keeps its sign
+        return added(wide(self.entry, super()._values(start, stop)), change)
 
 
 class MergedStorage(CastStorage):
@@ -163,13 +204,16 @@ class MergedStorage(CastStorage):
         below: the files.
         mergers: virtual file -> its merger.
         adapter: the adapter, whose files are closed with the others.
+        notes: what plans say of it.
     """
 
     adapter: Container
 
-    def __init__(self, below: Storage, mergers: Mapping[str, Merger], adapter: Container) -> None:
+    def __init__(
+        self, below: Storage, mergers: Mapping[str, Merger], adapter: Container, notes: tuple[str, ...]
+    ) -> None:
         super().__init__(below, mergers, (), None)
-        self.adapter = adapter
+        self.adapter, self.notes = adapter, notes
 
     def recheck(self) -> None:
         """See `Storage`."""

@@ -63,10 +63,12 @@ def seen_by(model: nn.Module, found: Leaves, names: Collection[str], *, adapter:
     """
     below = _below(model, found.tensors)
     own = found.tensors.keys() - {name for name, place in below.items() if place == (name, False)}
+    if adapter and below.keys() >= own.intersection(names):  # peft stores some weights of the base too
+        own = set()
     if own.intersection(names):
         return found
     if adapter:
-        in_files, problems = _in_files(model)
+        in_files, problems = _in_files(model, names)
         return _narrowed(found, in_files, {}, problems)
     tensors: dict[str, torch.Tensor] = {}
     copies: dict[str, tuple[torch.Tensor, ...]] = {}
@@ -139,8 +141,12 @@ def _place(name: str, kinds: Mapping[str, str]) -> tuple[str, bool] | None:
     return ".".join(kept), copy
 
 
-def _in_files(model: Any) -> tuple[dict[str, torch.Tensor], list[Refusal]]:
-    """Return the tensors of the active adapter by the names that peft's own files have."""
+def _in_files(model: Any, names: Collection[str]) -> tuple[dict[str, torch.Tensor], list[Refusal]]:
+    """Return the tensors of the active adapter by the names that peft's own files have.
+
+    With them go weights of the base that files have too (of embeddings and heads that are changed, or of a vocabulary
+    that was resized): peft loads them over those of the model.
+    """
     active = model.active_adapter
     problems: list[Refusal] = []
     if not isinstance(active, str):
@@ -156,7 +162,14 @@ def _in_files(model: Any) -> tuple[dict[str, torch.Tensor], list[Refusal]]:
     made = [name for name, tensor in tensors.items() if id(tensor) not in own]
     message = "peft creates it only in its files; the model has no such tensor"
     problems += (Refusal("UNSUPPORTED", message, Where(None, name), "Use peft's load_adapter.") for name in made)
-    return {own_name(name): tensor for name, tensor in tensors.items()}, problems
+    in_files = {own_name(name): tensor for name, tensor in tensors.items()}
+    whole = {own_name(name): tensor for name, tensor in state.items()}
+    for name in sorted(set(names) - in_files.keys()):
+        trained = name.replace(f".{_COPIES}.", ".")  # a second copy, beside one under the name of the module
+        tensor = whole.get(name) if trained == name else in_files.get(trained)
+        if tensor is not None:
+            in_files[name] = tensor
+    return in_files, problems
 
 
 def _merged(model: nn.Module) -> Iterator[Refusal]:
