@@ -136,7 +136,7 @@ def read_files(storage: Storage, member: str, read: Callable[[str], FileContent]
         if all(name.startswith(OPTIMIZER) for name in state):  # else it is somebody else's folder
             parts |= state_contents
             names += [*state_contents, beside]
-            for name in state.keys() & entries.keys():
+            for name in sorted(state.keys() & entries.keys()):
                 holder = entries[name].extents[0].file
                 faults.add("NAME_COLLISION", f"the tensor is also in {holder}", state[name].extents[0].file, name)
             entries |= state

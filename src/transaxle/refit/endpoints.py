@@ -220,7 +220,7 @@ class TargetRoom:
             Refused: UNEQUAL_COPIES.
         """
         groups: dict[tuple[torch.device, int], list[str]] = {}
-        for name in self._rooms.keys() & self._shared:
+        for name in sorted(self._rooms.keys() & self._shared):
             local = self._locals[name]
             groups.setdefault((local.device, local.untyped_storage().data_ptr()), []).append(name)
         problems: list[Refusal] = []

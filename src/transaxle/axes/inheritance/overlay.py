@@ -104,7 +104,7 @@ class Overlay(msgspec.Struct):
                     kind = keys[0][0]
                     wanted = f"{_ARTICLES.get(kind, 'a')} {kind} that it takes over; {name!r} is none"
                     self.problems.append(statement.problem(wanted, name))
-                gone.update(dict.fromkeys(found, statement))
+                gone.update(dict.fromkeys(sorted(found), statement))
         return gone
 
     def _narrowed(self, narrowed: Sequence[Statement]) -> dict[str, Section]:
@@ -154,7 +154,7 @@ class Overlay(msgspec.Struct):
             result[section.label] = whole if below is None else laid_over(below, whole, tensors_gone, self.problems)
         if tensors_gone:
             cause = next(iter(tensors_gone.values()))
-            for label in result.keys() - own:
+            for label in [label for label in result if label not in own]:
                 each = result[label]
                 left = merged(each.statements, (), cause, tensors_gone, self.problems)
                 result[label] = replace(each, statements=left)

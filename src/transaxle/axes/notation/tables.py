@@ -176,7 +176,7 @@ class _TableParser:
             names = formula.names  # an error in it belongs to this line
         except TransaxleError as error:
             raise self.expected(f"a formula; {error.refusals[0].message}", formula.text) from None
-        for word in names & set(WORDS) if self.dialect is None else ():
+        for word in sorted(names.intersection(WORDS)) if self.dialect is None else ():
             self.problem(f"no encoding here: only a line of a dialect may depend on {word!r}", word)
         self.used |= names
         return formula

@@ -166,7 +166,7 @@ def _padding(model: Model) -> dict[str, int]:
             shape = model.container.entries[name].shape
             if len(shape) == len(line.expression.dims):  # a step has no dims
                 known = fill(line.expression, shape, model.sizes.at(dict(zip(line.name.axes, position, strict=True))))
-                found |= {axis: known[axis] for axis in line.expression.padding}
+                found |= {axis: known[axis] for axis in sorted(line.expression.padding)}
     return found
 
 

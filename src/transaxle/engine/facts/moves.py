@@ -131,7 +131,7 @@ def _placed(sources: Sequence[_ParsedRule], target: _ParsedRule) -> Iterator[str
 def _ordered(sources: Sequence[_ParsedRule], target: _ParsedRule) -> Iterator[str]:
     """Describe axes in both shapes that change their order: whole dims, or parts of one."""
     for rule in sources:
-        for component in set(rule.expression.components) & set(target.expression.components):
+        for component in [each for each in rule.expression.components if each in target.expression.components]:
             before, after = (_dims(side.expression, component) for side in (rule, target))
             common = set(chain(*before)) & set(chain(*after))
             first, second = ([axis for axis in chain(*dims) if axis in common] for dims in (before, after))

@@ -74,7 +74,8 @@ def rewritten(
     )
     new_texts: dict[str, bytes | None] = {}
     modelopt = {tensor.convention for tensor in encoded.values()} == {MODELOPT}
-    for file in {CONFIG, MODELOPT_CONFIG}.intersection((*checkpoint.container.carried, *([CONFIG] if given else ()))):
+    there = {*checkpoint.container.carried, *([CONFIG] if given else ())}
+    for file in sorted(there.intersection((CONFIG, MODELOPT_CONFIG))):
         if (
             file == MODELOPT_CONFIG != describing_file and encoded and not modelopt
         ):  # it repeats config.json, and can say this no longer

@@ -168,7 +168,7 @@ def _padding(node: Node, known: Mapping[str, int]) -> tuple[list[str], int | Non
     """Return the axes that pad a dim, and its length without them if it is known."""
     if not isinstance(node, Sum):
         return [], None
-    axes = [axis for name, part in node.segments if name == PADDING for axis in axes_in(part)]
+    axes = [axis for name, part in node.segments if name == PADDING for axis in sorted(axes_in(part))]
     named = [part for name, part in node.segments if name != PADDING]
     length = None if any(unknown(part, known) for part in named) else sum(size(part, known) for part in named)
     return axes, length

@@ -194,7 +194,7 @@ def displaced(checkpoint: Checkpoint, names: Collection[str]) -> Iterator[Refusa
         return
     for (line, slot), names_of_line in checkpoint.bound.names.items():
         if line.by_form and slot == WEIGHT:
-            for name in changing.intersection(names_of_line.values()):
+            for name in [name for name in names_of_line.values() if name in changing]:
                 message = f"{line.text}\nthe order of the dims depends on the encoding, which this conversion changes"
                 hint = f"Name the dialect, so that the dims are reordered:  --to FORMAT:{checkpoint.dialect}."
                 yield Refusal("UNSUPPORTED", message, Where(None, name), hint)

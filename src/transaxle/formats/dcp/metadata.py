@@ -217,7 +217,7 @@ class _ItemReader:
                     items.append(item)
                 if self._faults.full:
                     return items
-        for key in self._places.keys - known:
+        for key in sorted(self._places.keys - known):
             self._faults.add(
                 "CORRUPT",
                 "the metadata gives its place in a file, but does not list it among the items",
@@ -337,7 +337,7 @@ class _ItemReader:
         chunks = tuple(map(_new_chunk, zip(starts, shapes, found, strict=True)))
         extra = () if isinstance(found, ValuesView) else places.keys() - set(starts)
         if extra or is_object:
-            parts = [*(["an object"] if is_object else []), *(f"a chunk at {list(start)}" for start in extra)]
+            parts = [*(["an object"] if is_object else []), *(f"a chunk at {list(start)}" for start in sorted(extra))]
             shown = " and ".join(parts)
             self._fault(key, f"files are listed for {shown[:200]} of it, which it does not have")
             return None

@@ -76,7 +76,7 @@ def refuse_other_optimizers(groups: Sequence[ParamGroup], states: Collection[str
     others = sorted(set(states) - _MOMENTS)
     why = [f"it has the state {', '.join(others)}"] if others else []
     if states and not others and _MOMENTS - set(states):
-        why.append(f"it has no {', '.join(_MOMENTS - set(states))}")
+        why.append(f"it has no {', '.join(sorted(_MOMENTS - set(states)))}")
     why += [f"{key} is set" for key in _OTHER_STEPS if any(group.get(key) for group in groups)]
     if any(_COUPLED in group and _AMSGRAD not in group for group in groups):  # torch's Adam has both
         why.append("its settings are those of torch's RAdam or NAdam")
