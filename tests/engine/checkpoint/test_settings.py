@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
+import transaxle as tx
+from tests import checkpoints
 from transaxle.engine.checkpoint.settings import LONGEST_CONFIG, LONGEST_TABLE, settings
 from transaxle.errors import Refused, StorageError, TransaxleError
 
+TARGET = "model.layers.0.self_attn.q_proj.weight"
 TABLE = "family mine\naxes l=num_layers\n"
 Read = Callable[[Path], object]
 
@@ -94,3 +100,45 @@ def test_endless_rules_and_configs_are_refused_in_bounded_memory(tmp_path: Path,
         tracemalloc.stop()
     assert caught.value.code == "CORRUPT"
     assert peak < 3 * most
+
+
+def twice(file: Path, key: str, other: object) -> None:
+    """Give a key of a JSON file a second value, after the one that it has."""
+    text = file.read_text("utf-8").rstrip()
+    assert f'"{key}"' in text
+    file.write_text(f'{text[:-1]}, "{key}": {json.dumps(other)}}}', "utf-8")
+
+
+FILES: dict[str, tuple[str, object, dict[str, str]]] = {
+    "config.json": ("num_attention_heads", 2, {"to": "megatron"}),
+    "given.json": ("num_attention_heads", 2, {"to": "megatron", "config": "given.json"}),
+    "hf_quant_config.json": ("quantization", {}, {"to": "megatron"}),
+    "adapter/adapter_config.json": ("lora_alpha", 400, {"to": "hf", "merge": "adapter"}),
+    "model.safetensors.index.json": ("weight_map", {}, {"to": "safetensors"}),
+}
+"""File -> a key in it, another value, and a conversion that reads it."""
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_key_that_is_there_twice_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str) -> None:
+    """A decoder keeps one of the two, and the next program the other."""
+    monkeypatch.chdir(tmp_path)
+    source = checkpoints.tiny(tmp_path / "source", shards=2)
+    (tmp_path / "given.json").write_text(json.dumps(checkpoints.CONFIG), "utf-8")
+    (source / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": null}}', "utf-8")
+    (tmp_path / "adapter").mkdir()
+    rows, columns = checkpoints.shapes()[TARGET]
+    factors = {"A": np.ones((2, columns), np.float32), "B": np.ones((rows, 2), np.float32)}
+    named = {f"base_model.model.{TARGET[:-7]}.lora_{which}.weight": value for which, value in factors.items()}
+    save_file(named, tmp_path / "adapter" / "adapter_model.safetensors")
+    said = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": [TARGET[:-7]]}
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(said), "utf-8")
+    key, other, how = FILES[file]
+    tx.convert("source", "before", sync=False, **how)
+    path = tmp_path / file if (tmp_path / file).exists() else source / file
+    twice(path, key, other)
+    with pytest.raises(TransaxleError, match="twice") as caught:
+        tx.convert("source", "out", sync=False, **how)
+    assert caught.value.code == "CORRUPT"
+    assert Path(file).name in str(caught.value)
+    assert not (tmp_path / "out").exists()

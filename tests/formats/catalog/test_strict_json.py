@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transaxle.formats.catalog.strict_json import NotJsonError, dropped, members, pairs_in, repeated
+import transaxle
+from transaxle.formats.catalog.strict_json import NotJsonError, dropped, members, pairs_in, parsed, parsed_as, repeated
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(alphabet=':"\\{}[],ab\n'),
@@ -76,3 +79,55 @@ def test_what_is_no_object(text: bytes) -> None:
 def test_nesting_is_bounded() -> None:
     with pytest.raises(NotJsonError):
         repeated(b"[" * 10**5 + b"]" * 10**5)
+
+
+@given(json_values)
+def test_text_that_is_not_ambiguous_is_read_as_by_json(value: Any) -> None:
+    text = json.dumps(value)
+    assert parsed(text) == parsed(text.encode()) == parsed(b"\xef\xbb\xbf" + text.encode()) == value
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"a":1,"a":2}', '{"a":1,"\\u0061":1}', '[{"b":{"c":1,"c":1}}]', "{", "[" * 100_000, '{"a":1}{"a":1}',
+        b'{"\xff":1}',
+    ],
+)  # fmt: skip
+def test_what_two_readers_may_read_in_two_ways_is_not_read(text: str | bytes) -> None:
+    with pytest.raises(NotJsonError):
+        parsed(text)
+    with pytest.raises(NotJsonError):
+        parsed_as(text, dict[str, int])
+
+
+def test_another_form_is_refused() -> None:
+    assert parsed_as('{"a":1}', dict[str, int]) == {"a": 1}
+    with pytest.raises(NotJsonError):
+        parsed_as('{"a":"1"}', dict[str, int])
+
+
+_READ_ELSEWHERE = {
+    "engine/checkpoint/manifest.py": "the text must be what is written of what was read",
+    "engine/distribute/work_plan.py": "the same",
+    "engine/distribute/work_place.py": "what one process tells its workers",
+    "families/__init__.py": "shipped",
+    "families/spelling.py": "shipped",
+    "formats/catalog/strict_json.py": "this",
+    "formats/safetensors/header.py": "counts keys",
+    "formats/shards.py": "counts keys",
+    "move/journal.py": "our own, with checksums",
+    "parallel/plans/proven_types.py": "shipped",
+    "refit/plugs/vllm_control.py": "answers of an engine, which name no tensors",
+    "encodings/conventions/torchao_convention.py": "notes inside the text of a header",
+}
+"""Modules that may decode JSON by themselves, and why."""
+
+
+def test_all_json_of_strangers_goes_through_one_reader() -> None:
+    root = Path(transaxle.__file__).parent
+    decodes = re.compile(r"(?<!\w)json\.(?:loads?|decode|Decoder)\(")
+    found = {
+        path.relative_to(root).as_posix() for path in root.rglob("*.py") if decodes.search(path.read_text("utf-8"))
+    }
+    assert found <= _READ_ELSEWHERE.keys()

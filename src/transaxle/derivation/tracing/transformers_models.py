@@ -5,7 +5,6 @@ Only here torch and transformers are imported, and only when a trace is made.
 
 from __future__ import annotations
 
-import json
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -46,6 +45,7 @@ from transaxle.derivation.tracing.tiny_configs import (
 )
 from transaxle.errors import refuse
 from transaxle.extras import install
+from transaxle.formats.catalog.strict_json import parsed
 
 HEADS = (
     "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
@@ -274,7 +274,7 @@ def trace(peer: Peer, model: Any) -> Trace:
         memory = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
         with saved(model) as folder:
             carried.append((loaded(folder, load_file), memory))
-            config = json.loads((folder / "config.json").read_text("utf-8"))
+            config = parsed((folder / "config.json").read_text("utf-8"))
     return _combined(carried, config)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,6 +21,7 @@ from transaxle.arguments import (
 )
 from transaxle.errors import refuse
 from transaxle.families import Families, builtin, with_rules
+from transaxle.formats.catalog.strict_json import NotJsonError, parsed
 from transaxle.formats.storage.local import read_file
 from transaxle.formats.storage.storage import Storage
 
@@ -177,11 +177,11 @@ def parse_config(text: str | bytes, file: str) -> Mapping[str, Any]:
     """Read a config.json.
 
     Raises:
-        Refused: CORRUPT where it is no JSON object.
+        Refused: CORRUPT where it is no JSON object, or has a key twice.
     """
     try:
-        config = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        config = parsed(text)
+    except NotJsonError as error:
         raise refuse("CORRUPT", f"not JSON: {error}", file=file, hint=_AGAIN) from None
     if not isinstance(config, dict):
         raise refuse("CORRUPT", "not a JSON object", file=file, hint=_AGAIN)

@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from transaxle.encodings.conventions.torchao_convention import NAMES
+from transaxle.formats.catalog.strict_json import parsed
 
 
 def without_notes(metadata: Mapping[str, Any], names: Collection[str] | None = None) -> dict[str, Any]:
@@ -25,7 +26,7 @@ def without_notes(metadata: Mapping[str, Any], names: Collection[str] | None = N
         if key != NAMES and not key.endswith(f":{NAMES}"):
             continue
         try:
-            listed = [str(name) for name in json.loads(metadata[key])]
+            listed = [str(name) for name in parsed(metadata[key])]
         except (TypeError, ValueError):
             continue
         removed = listed if names is None else [name for name in listed if name in names]
@@ -43,7 +44,7 @@ def joined(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Return a container's metadata with one joint list of tensors instead of one list per file."""
     lists = [key for key in metadata if key.endswith(f":{NAMES}")]
     try:
-        names = dict.fromkeys(str(name) for key in lists for name in json.loads(metadata[key]))
+        names = dict.fromkeys(str(name) for key in lists for name in parsed(metadata[key]))
     except (TypeError, ValueError):
         return dict(metadata)
     joined_notes = {key: value for key, value in metadata.items() if key not in lists}

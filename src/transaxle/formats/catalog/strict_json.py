@@ -1,7 +1,8 @@
 """Strict JSON: text from strangers, in which no key may occur twice.
 
-Decoders silently keep the last of two equal keys, so that two readers of one file may see different tensors. Each
-decoded key accounts for one colon in the text; more colons than keys mean that a key was dropped.
+Decoders silently keep the last of two equal keys, so that two readers of one file may see different tensors. JSON of
+strangers is read here. In headers and indexes, which may be long, each decoded key accounts for one colon in the text;
+more colons than keys mean that a key was dropped.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -18,11 +20,48 @@ _CHUNK = 1 << 16
 """Bytes of text that are split at a time: in objects they take some twenty times as much memory."""
 _TOO_DEEP = "it is nested too deeply"
 
+_Form = TypeVar("_Form")
+
 _top: msgspec.json.Decoder[dict[str, msgspec.Raw]] = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 class NotJsonError(ValueError):
-    """The text is not a JSON object in UTF-8; the message says where it stops being one."""
+    """The text is not JSON in UTF-8, or none of the expected form; the message says where it stops being that."""
+
+
+def parsed(text: bytes | str) -> Any:
+    """Return what JSON text says.
+
+    Raises:
+        NotJsonError: also for nesting that is too deep, and for an object that has a key twice.
+    """
+    try:
+        plain = text if isinstance(text, str) else text.decode("utf-8-sig")
+        return json.loads(plain, object_pairs_hook=_once)
+    except RecursionError as error:
+        raise NotJsonError(_TOO_DEEP) from error
+    except ValueError as error:
+        raise NotJsonError(str(error)) from error
+
+
+def parsed_as(text: bytes | str, form: type[_Form]) -> _Form:
+    """Return what JSON text says, as a type of msgspec.
+
+    Raises:
+        NotJsonError: see `parsed`; and where it has another form.
+    """
+    try:
+        return msgspec.convert(parsed(text), form)
+    except msgspec.MsgspecError as error:
+        raise NotJsonError(str(error)) from error
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    members_of_it = dict(pairs)
+    if len(members_of_it) < len(pairs):
+        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise NotJsonError(f"the key {twice[:100]!r} is there twice")
+    return members_of_it
 
 
 def members(text: bytes) -> dict[str, msgspec.Raw]:

@@ -13,6 +13,7 @@ from typing import Annotated, TypeVar
 import msgspec
 
 from transaxle.errors import refuse
+from transaxle.formats.catalog.strict_json import NotJsonError, parsed_as
 from transaxle.formats.hub.hub_refusals import refusal, refusal_elsewhere
 from transaxle.formats.hub.hub_requests import OF_FILE, Answer, HubRequests
 from transaxle.formats.hub.hub_url import is_commit, parse_hub_url
@@ -200,8 +201,8 @@ class HubService:
 
     def _decoded(self, answer: Answer, form: type[_Form], file: str) -> _Form:
         try:
-            return msgspec.json.decode(answer.body, type=form)
-        except (msgspec.MsgspecError, UnicodeDecodeError):
+            return parsed_as(answer.body, form)
+        except NotJsonError:
             raise refuse("IO", "the server's answer is none of a hub", file=file, hint=_NO_HUB) from None
 
 

@@ -6,7 +6,6 @@ run/iter_0000007/                         # a torch_dist folder, a DCP folder of
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -20,6 +19,7 @@ from transaxle.formats.builtin_formats import (
     MEGATRON_TRACKER,
     TORCH_DIST,
 )
+from transaxle.formats.catalog.strict_json import NotJsonError, parsed
 from transaxle.formats.format import HERE, Folder
 from transaxle.formats.newest_step import listed
 from transaxle.formats.storage.storage import Storage
@@ -175,7 +175,7 @@ def _backend(folder: Folder, inside: str) -> str:
 def _about(storage: Storage, file: str) -> dict[str, Any]:
     """Return what a folder says of itself; nothing where that is malformed."""
     try:
-        found = json.loads(storage.read(file, 0, min(storage.size(file), _LONGEST)))
-    except (ValueError, RecursionError, TransaxleError):
+        found = parsed(storage.read(file, 0, min(storage.size(file), _LONGEST)))
+    except (NotJsonError, TransaxleError):
         return {}
     return found if isinstance(found, dict) else {}

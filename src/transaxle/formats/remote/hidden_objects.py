@@ -12,6 +12,7 @@ from typing import TypeVar
 import msgspec
 
 from transaxle.errors import refuse
+from transaxle.formats.catalog.strict_json import NotJsonError, parsed_as
 from transaxle.formats.remote.multipart import Multipart
 from transaxle.formats.remote.service import Service
 
@@ -144,8 +145,8 @@ class HiddenObjects:
     def _read(self, name: str, kind: type[_Kind]) -> _Kind | None:
         text = self._calls.get(f"{self.path}/{name}", self._service.shown)
         try:
-            return None if text is None else msgspec.json.decode(text, type=kind)
-        except (msgspec.MsgspecError, UnicodeDecodeError):
+            return None if text is None else parsed_as(text, kind)
+        except NotJsonError:
             message = f"{name} beside the target is none of this program's, or damaged"
             hint = "Remove the unfinished work:  transaxle clean URL."
             raise refuse("CORRUPT", message, file=self._service.shown, hint=hint) from None

@@ -13,6 +13,7 @@ import msgspec
 
 from transaxle.errors import Faults
 from transaxle.formats.catalog.catalog import Entry
+from transaxle.formats.catalog.strict_json import NotJsonError, parsed_as
 from transaxle.formats.dtype import Shape, logical
 
 NOTE = "DCP_SHARDING_INFO"
@@ -26,9 +27,6 @@ class _PartNote(msgspec.Struct, frozen=True):
 
     saved_offsets: list[int]
     """First index of the part in each dim of the whole."""
-
-
-_note: msgspec.json.Decoder[dict[str, _PartNote]] = msgspec.json.Decoder(dict[str, _PartNote])
 
 
 def starts(
@@ -50,8 +48,8 @@ def starts(
         faults.add("CORRUPT", f"the header has no {NOTE}: nothing says which parts of the tensors the file holds", file)
         return None
     try:
-        note = _note.decode(text)
-    except (msgspec.MsgspecError, RecursionError) as error:
+        note = parsed_as(text, dict[str, _PartNote])
+    except NotJsonError as error:
         faults.add("CORRUPT", f"the header's {NOTE} is malformed: {error}", file)
         return None
     first_indices: dict[str, Shape] = {}

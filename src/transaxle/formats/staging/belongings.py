@@ -19,6 +19,7 @@ import xxhash
 from transaxle.arguments import EVERYTHING, Overwrite
 from transaxle.errors import TransaxleError, refuse
 from transaxle.formats.catalog.sidecar_files import MANIFEST, STATE_FOLDER
+from transaxle.formats.catalog.strict_json import NotJsonError, parsed_as
 from transaxle.formats.format import Format
 from transaxle.formats.registry import begins_right, builtin, every_format, installed, is_of_checkpoint, is_step
 from transaxle.formats.remote.service import FILE, Service
@@ -167,8 +168,8 @@ def _listed(folder: ReplaceableFolder) -> Mapping[str, _ListedFile]:
     """Return the files that the manifest lists; empty if it cannot be read."""
     text = folder.read(MANIFEST, _LONGEST_MANIFEST)
     try:
-        return {} if text is None else msgspec.json.decode(text, type=_ManifestFiles).files
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return {} if text is None else parsed_as(text, _ManifestFiles).files
+    except NotJsonError:
         return {}
 
 

@@ -16,6 +16,7 @@ from math import isfinite
 from typing import Any
 
 from transaxle.formats.catalog.catalog import Entry
+from transaxle.formats.catalog.strict_json import parsed
 from transaxle.formats.dtype import BITS, code_of, is_scalar, scalar
 from transaxle.formats.pickled.descriptors import NOTHING, Scalar
 from transaxle.formats.storage.storage import Storage
@@ -109,7 +110,7 @@ def encode(groups: Iterable[ParamGroup]) -> str:
 def decode(text: str) -> list[ParamGroup] | None:
     """Read what `encode` returned; None for any other text."""
     try:
-        listed = json.loads(text)
+        listed = parsed(text)
         groups = [{key: _untagged(value) for key, value in group.items()} for group in listed]
     except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError):
         return None

@@ -20,6 +20,7 @@ from typing import Any, Unpack
 from transaxle.arguments import PathLike, check_keywords, read_flag, read_path, shows
 from transaxle.errors import refuse
 from transaxle.formats.catalog.sidecar_files import MANIFEST
+from transaxle.formats.catalog.strict_json import parsed
 from transaxle.formats.staging.location import on_this_machine, storage_at
 from transaxle.formats.storage.storage import is_url
 from transaxle.live.background.asynchronous import SaveJob, async_save
@@ -320,7 +321,7 @@ def _is_of_one_save(state: Any, place: str, folders: Sequence[str]) -> bool:
 def _has_history(state: Any, text: bytes) -> bool:
     """Tell whether a Trainer's file of its progress is that of a state."""
     try:
-        return json.dumps(json.loads(text)[_HISTORY]) == json.dumps(state.log_history)
+        return json.dumps(parsed(text)[_HISTORY]) == json.dumps(state.log_history)
     except (ValueError, LookupError, TypeError):
         return False
 

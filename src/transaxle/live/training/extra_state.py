@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from transaxle.errors import Refusal, Where, gathered, refuse
+from transaxle.formats.catalog.strict_json import parsed
 from transaxle.live.transport.world import World
 from transaxle.torch_tensors.tensor_bytes import as_bytes, copied_to_cpu
 from transaxle.torch_tensors.torch_dtype import code_of, torch_dtype
@@ -102,7 +103,7 @@ def written(states: Mapping[str, Any], world: World) -> bytes | None:
     parts = [{name: text for name, text in each.items() if name not in shared} for each in everyone]
 
     def listed(texts: Mapping[str, str]) -> dict[str, Any]:
-        return {name: json.loads(text) for name, text in texts.items()}
+        return {name: parsed(text) for name, text in texts.items()}
 
     found = {_WORLD: world.size, _SHARED: listed(shared), _RANKS: [listed(part) for part in parts]}
     return json.dumps(found, indent=1, allow_nan=False).encode() + b"\n"
@@ -124,7 +125,7 @@ class Extras:
         self._size = world.size
         try:
             empty = {_WORLD: world.size, _SHARED: {}, _RANKS: []}
-            found: dict[str, Any] = empty if text is None else json.loads(text)
+            found: dict[str, Any] = empty if text is None else parsed(text)
             self._saved_by = int(found[_WORLD])
             self._others = {name for part in found[_RANKS] for name in part}
             own = found[_RANKS][place] if found[_RANKS] and self._saved_by == self._size else {}
