@@ -8,6 +8,7 @@ import socket
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -109,7 +110,7 @@ def twice(file: Path, key: str, other: object) -> None:
     file.write_text(f'{text[:-1]}, "{key}": {json.dumps(other)}}}', "utf-8")
 
 
-FILES: dict[str, tuple[str, object, dict[str, str]]] = {
+FILES: dict[str, tuple[str, object, dict[str, Any]]] = {
     "config.json": ("num_attention_heads", 2, {"to": "megatron"}),
     "given.json": ("num_attention_heads", 2, {"to": "megatron", "config": "given.json"}),
     "hf_quant_config.json": ("quantization", {}, {"to": "megatron"}),
