@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from pathlib import Path
 
 import pytest
@@ -15,9 +14,10 @@ import transaxle as tx
 from tests.live.jobs import apart, free_port, joined
 from tests.live.ranks import run
 from transaxle.errors import TransaxleError, refuse
+from transaxle.live.transport import wire
 from transaxle.live.transport.world import _PAGE, _SIZE, World
 
-_ROOM = _PAGE - _SIZE - len(pickle.dumps(b"x" * 300)) + 300
+_ROOM = _PAGE - _SIZE - len(wire.encode(b"x" * 300)) + 300
 """The longest bytes that one collective gathers."""
 
 

@@ -20,9 +20,11 @@ from transaxle.formats.catalog.sidecar_files import MANIFEST
 from transaxle.formats.storage.local import LocalStorage
 from transaxle.formats.storage.storage import Storage, layer, lowest, unpinned
 from transaxle.live.load.planned_reads import Counting
+from transaxle.live.transport import wire
 from transaxle.live.transport.world import World, comparable
 from transaxle.move.hashing import digest
 
+wire.tellable(Checksum, Tally)
 _LARGEST_MANIFEST = 1 << 30
 _OF_OPEN = ("axes", "config", "rules")
 """Options of `load` that say how a source is opened."""

@@ -28,7 +28,7 @@ def shared_config(
         whole: with what is as the class has it by default, which config.json leaves out.
     """
     own = own_config(state, whole=whole) if given is None else given
-    return next((each for each in world.gather(own) if each is not None), None)
+    return next((each for each in world.gather(own, repr) if each is not None), None)
 
 
 def own_config(state: State, *, whole: bool = False) -> Mapping[str, Any] | None:

@@ -36,10 +36,11 @@ from transaxle.encodings.conventions.restated import (
     unsaid,
 )
 from transaxle.encodings.conventions.rewriting import unquantized, written
-from transaxle.encodings.encoding import FLOAT8, Encoded, Role
+from transaxle.encodings.encoding import FLOAT8, Encoded, Encoding, Role
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.errors import Refusal, gathered
 from transaxle.live.sharding.global_tensors import Census
+from transaxle.live.transport import wire
 from transaxle.live.transport.world import World
 from transaxle.quant.frame.buffers import AMAX, SCALE
 from transaxle.quant.modules.entries import suffix_of, whole_shape
@@ -60,6 +61,9 @@ class _Weight:
     """Its buffers."""
     dtype: str
     """Safetensors code of its values."""
+
+
+wire.tellable(_Weight, Encoded, Encoding, Role)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from transaxle.live.model.published_codes import as_trained
 from transaxle.live.model.source_view import View, view
 from transaxle.live.sharding.global_tensors import Census
 from transaxle.live.tensors.type_change import Conversion, decode_hint, decoded, is_plain
+from transaxle.live.transport import wire
 from transaxle.live.transport.world import World
 from transaxle.quant.modules.entries import STATE_SUFFIXES, is_state, layout_of, whole_shape
 from transaxle.quant.tensor.tensor import QuantizedTensor
@@ -53,6 +54,9 @@ class _Weight:
         """Whether a source has its codes and scales as they are here."""
         found = ((stored.get(name), wanted) for name, wanted in self.entries.items())
         return all(one is not None and (one.dtype, one.shape) == wanted for one, wanted in found)
+
+
+wire.tellable(_Weight, Encoding)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from transaxle.engine.plan.conversion import Prepared
 from transaxle.live.sharding.memory import memory_of
+from transaxle.live.transport import wire
 from transaxle.live.transport.tensor_exchange import RankExchange
 from transaxle.live.transport.world import World
 from transaxle.move.endpoint import Writable
@@ -26,6 +27,9 @@ class Moved:
     """Bytes written here."""
     digests: Mapping[str, str]
     """Hashes of the tensors that this rank has written whole."""
+
+
+wire.tellable(Moved)
 
 
 def move(

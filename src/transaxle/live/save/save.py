@@ -22,6 +22,7 @@ from transaxle.live.save.writing import write
 from transaxle.live.sharding.memory import container
 from transaxle.live.sharding.replica_check import compare_copies
 from transaxle.live.training.optimizers import AnyOptimizer
+from transaxle.live.transport import wire
 from transaxle.live.transport.world import Clock, World
 from transaxle.torch_tensors.torch_arguments import Ranks
 
@@ -140,10 +141,12 @@ def _read_back(target: str, world: World) -> Verification:
     Raises:
         Refused: CORRUPT, on every rank.
     """
+    from transaxle.engine.compare.verification import Verification
+    from transaxle.engine.execute.read_back import check_saved
+
+    wire.tellable(Verification)
 
     def read() -> Verification | None:
-        from transaxle.engine.execute.read_back import check_saved
-
         return check_saved(target) if world.rank == world.ranks[0] else None
 
     found = world.pool(read)[0]

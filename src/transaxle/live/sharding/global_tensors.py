@@ -12,7 +12,9 @@ from dataclasses import dataclass
 import msgspec
 import torch
 
+from transaxle.axes.geometry.chunk import PerComponent, Replicated, Shard, StridedShard, Widths
 from transaxle.errors import Refusal, Where, gathered
+from transaxle.live.transport import wire
 from transaxle.live.transport.world import World
 from transaxle.torch_tensors.placement import Held, Placement, placement_of
 from transaxle.torch_tensors.shard_grid import cell_name, cells_of, inside
@@ -78,6 +80,7 @@ class Global:
         return shape[0] <= self.shape[0] or (type(rows) is int and rows <= self.shape[0])
 
 
+wire.tellable(Placement, PerComponent, Replicated, Shard, StridedShard, Widths)
 Census = Mapping[str, Global]
 """Every tensor that any rank holds, by name, in the order in which the ranks name them."""
 _Told = tuple[str, str, tuple[int, ...], int]

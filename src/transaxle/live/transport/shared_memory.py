@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 import secrets
 import tempfile
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ import numpy as np
 from transaxle.torch_tensors.tensor_bytes import Bytes
 
 _POPULATE = getattr(mmap, "MAP_POPULATE", 0)
+_NAME = re.compile(r"/memfd:transaxle-[0-9a-f]{32} \(deleted\)")
+"""What the system calls our regions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +82,11 @@ class Region:
 def seen(address: Address) -> Bytes | None:
     """Map another process's region for reading; None where it cannot be seen from here.
 
-    The name is compared before anything is opened: in another container the number may be another process's.
+    The name is compared before anything is opened: in another container the number may be another process's. It must be
+    that of a region: whoever tells an address has no say in which other files are read.
     """
+    if not _NAME.fullmatch(address.name):
+        return None
     path = f"/proc/{address.pid}/fd/{address.fd}"
     try:
         if os.readlink(path) != address.name:  # noqa: PTH115 - a Path would normalise it

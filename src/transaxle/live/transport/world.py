@@ -10,7 +10,6 @@ each with a world of its own; then the numbers are those in the group, and `numb
 from __future__ import annotations
 
 import json
-import pickle
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,6 +21,7 @@ import torch.distributed as dist
 import xxhash
 
 from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
+from transaxle.live.transport import wire
 from transaxle.torch_tensors.torch_arguments import Ranks, read_group
 
 Item = TypeVar("Item")
@@ -94,16 +94,29 @@ class World:
     @property
     def device(self) -> torch.device:
         """Where the group's backend wants its buffers."""
-        if self.size > 1 and _on_accelerator(self.group):
+        if self.size > 1 and on_accelerator(self.group):
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")
 
-    def gather(self, item: Item) -> list[Item]:
-        """Return every rank's item, in the order of `ranks`; a small one costs one collective."""
+    def gather(self, item: Item, otherwise: Callable[[object], object] | None = None) -> list[Item]:
+        """Return every rank's item, in the order of `ranks`; a small one costs one collective.
+
+        Args:
+            item: what `wire` can tell.
+            otherwise: gives plain data for anything else in it.
+
+        Raises:
+            TypeError: something in it cannot be told.
+            Refused: CORRUPT where a rank sends what cannot be read.
+        """
         if self.size == 1:
             return [item]
+        return [wire.decode(octets) for octets in self._gather(wire.encode(item, otherwise))]
+
+    def _gather(self, item: bytes) -> list[memoryview]:
+        """Return every rank's bytes."""
         # `frombuffer` needs writable memory, hence the bytearray.
-        octets = torch.frombuffer(bytearray(pickle.dumps(item)), dtype=torch.uint8).to(self.device)
+        octets = torch.frombuffer(bytearray(item), dtype=torch.uint8).to(self.device)
         # Sizes are not known yet: a first page of fixed size carries each item's length and its beginning.
         page = torch.zeros(_PAGE, dtype=torch.uint8, device=self.device)
         page[:_SIZE].view(torch.int64)[0] = len(octets)
@@ -114,7 +127,7 @@ class World:
         for whole, first in zip(wholes, pages, strict=True):
             whole[: _PAGE - _SIZE] = first[_SIZE : _SIZE + len(whole)].cpu()
         self._gather_rests(octets, wholes)
-        return [pickle.loads(whole.numpy().data) for whole in wholes]  # noqa: S301 - of our own ranks
+        return [whole.numpy().data for whole in wholes]
 
     def _gather_rests(self, octets: torch.Tensor, wholes: list[torch.Tensor]) -> None:
         """Fill up what is longer than the first page, in rounds: no more is held at once than all items together."""
@@ -190,7 +203,7 @@ class World:
         Raises:
             UsageError: AMBIGUOUS, on every rank.
         """
-        first, *others = self.gather(given)
+        first, *others = self.gather(given, repr)
         for rank, other in zip(self.ranks[1:], others, strict=True):
             if other != first:
                 name = next(name for name in first if other[name] != first[name])
@@ -248,7 +261,7 @@ def _own_job() -> str:
     return str(store.compare_set(_JOB, "", name).decode())
 
 
-def _on_accelerator(group: dist.ProcessGroup | None) -> bool:
+def on_accelerator(group: dist.ProcessGroup | None) -> bool:
     """Tell whether a group moves nothing but the memory of accelerators."""
     if group is None or _ranks_of(group) is not None:
         return dist.get_backend(group) == dist.Backend.NCCL

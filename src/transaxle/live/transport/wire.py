@@ -1,0 +1,206 @@
+"""What ranks tell each other, as bytes: plain data, and records of classes that are on a list. Nothing is unpickled.
+
+The bytes are msgpack. Containers of Python that msgpack does not tell apart are arrays that begin with a number of
+their kind. Other bytes are refused; a class is looked up on the list, and never imported.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from enum import Enum, IntEnum
+from itertools import chain
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
+
+
+class _Kind(IntEnum):
+    """What an array stands for."""
+
+    LIST = 0
+    TUPLE = 1
+    DICT = 2
+    SET = 3
+    FROZENSET = 4
+    LONG = 5
+    """A number of more than 64 bits."""
+    DTYPE = 6
+    ARRAY = 7
+    ERROR = 8
+    RECORD = 9
+
+
+_PLAIN = frozenset({type(None), bool, float, str, bytes})
+_SHORT = range(-(1 << 63), 1 << 64)
+_BUFFERS = "?biufc"
+"""Kinds of numpy's types whose values are nothing but numbers."""
+RECORDS: dict[str, type] = {}
+"""Classes whose objects may be told, by their names."""
+
+
+def tellable(*classes: type) -> None:
+    """Put classes on the list: dataclasses, msgspec's Structs, and Enums."""
+    for each in classes:
+        if not (dataclasses.is_dataclass(each) or issubclass(each, msgspec.Struct | Enum)):
+            raise TypeError(f"{each.__qualname__} is no record")
+        RECORDS[_name(each)] = each
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+tellable(Where, Refusal)
+
+
+def encode(value: object, otherwise: Callable[[object], object] | None = None) -> bytes:
+    """Return a value as bytes.
+
+    Args:
+        value: plain data, arrays of numbers, torch's element types, our own errors, and records on the list.
+        otherwise: gives plain data for anything else; None: it is refused.
+
+    Raises:
+        TypeError: there is something else in it.
+    """
+    return msgspec.msgpack.encode(_told(value, otherwise))
+
+
+def _told(value: Any, otherwise: Callable[[object], object] | None) -> Any:
+    """Return a value as msgpack has it."""
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if kind is int:
+        if value in _SHORT:
+            return value
+        return [_Kind.LONG, value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)]
+    if kind is torch.dtype:
+        return [_Kind.DTYPE, str(value).removeprefix("torch.")]
+    if isinstance(value, np.generic | np.ndarray) and value.dtype.kind in _BUFFERS:
+        return [_Kind.ARRAY, value.dtype.str, *value.shape, np.ascontiguousarray(value).tobytes()]
+    parts = _parts(value)
+    if parts is not None:
+        return [parts[0], *(_told(each, otherwise) for each in parts[1])]
+    if RECORDS.get(_name(kind)) is kind:
+        fields = (value.value,) if isinstance(value, Enum) else (getattr(value, name) for name in _fields(kind))
+        return [_Kind.RECORD, _name(kind), *(_told(each, otherwise) for each in fields)]
+    if otherwise is None:
+        raise TypeError(f"ranks tell each other plain data, and no {_name(kind)}")
+    return _told(otherwise(value), None)
+
+
+def _parts(value: Any) -> tuple[_Kind, Any] | None:
+    """Return the kind of a container, and what is in it; None for what is none."""
+    if isinstance(value, Mapping):
+        return _Kind.DICT, chain.from_iterable(value.items())
+    if type(value) in (tuple, torch.Size):
+        return _Kind.TUPLE, value
+    if isinstance(value, TransaxleError):
+        return _Kind.ERROR, value.refusals
+    kind = {list: _Kind.LIST, set: _Kind.SET, frozenset: _Kind.FROZENSET}.get(type(value))
+    return None if kind is None else (kind, value)
+
+
+def _fields(kind: type) -> tuple[str, ...]:
+    """Return what is told of a record; how a refusal is drawn is known to its own rank only."""
+    if kind is Refusal:
+        return "code", "message", "where", "hint"
+    if issubclass(kind, msgspec.Struct):
+        return kind.__struct_fields__
+    return tuple(each.name for each in dataclasses.fields(kind))
+
+
+def decode(octets: bytes | memoryview) -> Any:
+    """Return what another rank has told.
+
+    Raises:
+        Refused: CORRUPT for anything that `encode` does not write.
+    """
+    try:
+        return _heard(msgspec.msgpack.decode(octets))
+    except TransaxleError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        message = f"another rank sent what cannot be read: {error}"
+        raise refuse("CORRUPT", message, hint="Run the same version of transaxle on all ranks.") from error
+
+
+def _heard(value: Any) -> Any:
+    if type(value) is not list:
+        if type(value) not in _PLAIN and type(value) is not int:
+            raise TypeError(f"a bare {type(value).__name__}")
+        return value
+    kind, *rest = value
+    return _READ[_Kind(kind)](rest)
+
+
+def _all(rest: list[Any]) -> list[Any]:
+    return [_heard(each) for each in rest]
+
+
+def _dict(rest: list[Any]) -> dict[Any, Any]:
+    items = _all(rest)
+    return dict(zip(items[::2], items[1::2], strict=True))
+
+
+def _long(rest: list[Any]) -> int:
+    (octets,) = rest
+    return int.from_bytes(octets, "little", signed=True)
+
+
+def _dtype(rest: list[Any]) -> torch.dtype:
+    (name,) = rest
+    dtype = getattr(torch, name)
+    if type(dtype) is not torch.dtype:
+        raise ValueError(f"torch.{name} is no element type")
+    return dtype
+
+
+def _array(rest: list[Any]) -> Any:
+    name, *shape, octets = rest
+    dtype = np.dtype(name)
+    if dtype.kind not in _BUFFERS:
+        raise ValueError(f"an array of {dtype}")
+    array = np.frombuffer(octets, dtype).reshape(shape).copy()
+    return array if shape else array[()]
+
+
+def _error(rest: list[Any]) -> TransaxleError:
+    refusals = _all(rest)
+    if not all(type(each) is Refusal for each in refusals):
+        raise TypeError("an error without refusals")
+    return gathered(refusals)
+
+
+def _record(rest: list[Any]) -> Any:
+    name, *told = rest
+    kind, values = RECORDS[name], _all(told)
+    if issubclass(kind, Enum):
+        return kind(*values)
+    fields = dict(zip(_fields(kind), values, strict=True))
+    if issubclass(kind, msgspec.Struct) or kind is Refusal:
+        return kind(**fields)
+    record = object.__new__(kind)  # as it was there: what it checks when it is made was checked there
+    for field, each in fields.items():
+        object.__setattr__(record, field, each)
+    return record
+
+
+_READ: Mapping[_Kind, Callable[[list[Any]], Any]] = {
+    _Kind.LIST: _all,
+    _Kind.TUPLE: lambda rest: tuple(_all(rest)),
+    _Kind.DICT: _dict,
+    _Kind.SET: lambda rest: set(_all(rest)),
+    _Kind.FROZENSET: lambda rest: frozenset(_all(rest)),
+    _Kind.LONG: _long,
+    _Kind.DTYPE: _dtype,
+    _Kind.ARRAY: _array,
+    _Kind.ERROR: _error,
+    _Kind.RECORD: _record,
+}
