@@ -41,6 +41,7 @@ import transaxle as tx
 from transaxle.live.transport import shared_memory, shm_transport
 
 TRAINER, ENGINE = 4, 2
+SECRET = "of both jobs of this benchmark, on one machine"
 SIZES = {
     "model_type": "qwen3_moe", "vocab_size": 32768, "hidden_size": 1024, "intermediate_size": 3072,
     "num_hidden_layers": 8, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64, "num_experts": 32,
@@ -140,10 +141,11 @@ def run(number: int, ports: tuple[int, int], folder: str, said: argparse.Namespa
     trains, own = number < TRAINER, number if number < TRAINER else number - TRAINER
     size, job = (TRAINER, "trainer") if trains else (ENGINE, "engine")
     dist.init_process_group("gloo", f"file://{folder}/{job}", rank=own, world_size=size)
-    group = tx.refit.meet(f"127.0.0.1:{ports[0]}", number, TRAINER + ENGINE, backend="gloo")
+    group = tx.refit.meet(f"127.0.0.1:{ports[0]}", number, TRAINER + ENGINE, secret=SECRET, backend="gloo")
     root = None
     if number == 0 or not trains:
-        root = tx.refit.meet(f"127.0.0.1:{ports[1]}", 0 if trains else 1 + own, 1 + ENGINE, backend="gloo")
+        place = 0 if trains else 1 + own, 1 + ENGINE
+        root = tx.refit.meet(f"127.0.0.1:{ports[1]}", *place, secret=SECRET, backend="gloo")
     model: Any = trainer(said.sizes) if trains else None
     weights: State = {} if trains else engine(said.sizes)
     with patch.object(shm_transport, "seen", (lambda _: None) if said.network else shared_memory.seen):

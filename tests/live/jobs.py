@@ -11,6 +11,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from tests.live.ranks import TIMEOUT
 
+SECRET = "that both jobs of a test know"
 _NAME: Any = "joined"
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import transaxle as tx
-from tests.live.jobs import apart, free_port
+from tests.live.jobs import SECRET, apart, free_port
 from tests.live.ranks import DIED, Ranks, run
 from transaxle.errors import refuse
 from transaxle.live.model.state_tensors import State
@@ -34,7 +34,7 @@ def _sides(rank: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]
 def _killed(rank: int, world: int, victim: int, port: int) -> str:
     """Lose a rank in the middle of the second push; return what is said, with the weights of the first one in place."""
     apart(rank, world, 1)
-    group = tx.refit.meet(f"127.0.0.1:{port}", rank, world, timeout=8)
+    group = tx.refit.meet(f"127.0.0.1:{port}", rank, world, timeout=8, secret=SECRET)
     given, taken = _sides(rank)
     refit = tx.Refit(given, taken, group, bucket="1MiB")
     refit.push()
@@ -272,14 +272,14 @@ def test_requests_are_stopped_while_the_target_is_written() -> None:
 )
 def test_a_meeting_that_cannot_be_is_refused(address: str, number: int, size: int, text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        tx.refit.meet(address, number, size)
+        tx.refit.meet(address, number, size, secret=SECRET)
     with pytest.raises(ValueError, match="backend must be one of gloo, nccl"):
-        tx.refit.meet("127.0.0.1:1", 0, 1, backend="mpi")
+        tx.refit.meet("127.0.0.1:1", 0, 1, backend="mpi", secret=SECRET)
 
 
 def test_nobody_at_the_address_is_an_error_of_the_machine() -> None:
     with pytest.raises(tx.TransaxleError) as found:
-        tx.refit.meet(f"127.0.0.1:{free_port()}", 1, 2, timeout=1)
+        tx.refit.meet(f"127.0.0.1:{free_port()}", 1, 2, timeout=1, secret=SECRET)
     assert found.value.code == "IO"
 
 

@@ -10,7 +10,7 @@ import torch
 
 import transaxle as tx
 from tests import checkpoints
-from tests.live.jobs import apart, free_port
+from tests.live.jobs import SECRET, apart, free_port
 from tests.live.ranks import run
 from transaxle.torch_tensors.torch_dtype import torch_dtype
 
@@ -31,7 +31,7 @@ def _pushed(rank: int, world: int, folder: str, port: int, backend: str) -> int:
     """Push three steps from one job into another, which holds what comes against a save of the same step."""
     torch.cuda.set_device(rank % torch.cuda.device_count())
     job, _ = apart(rank, world, 1)
-    group = tx.refit.meet(f"127.0.0.1:{port}", number=rank, size=world, backend=backend)
+    group = tx.refit.meet(f"127.0.0.1:{port}", number=rank, size=world, backend=backend, secret=SECRET)
     state: Any = _empty(folder, "hf" if job == 0 else DIALECT)
     truth = _empty(folder, DIALECT)
     received = 0

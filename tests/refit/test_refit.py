@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import transaxle as tx
-from tests.live.jobs import apart, free_port
+from tests.live.jobs import SECRET, apart, free_port
 from tests.live.ranks import run
 from tests.live.topologies import FSDP, FSDP_TP, HSDP, LLAMA, MOE, PP, adamw, build, train
 from transaxle.torch_tensors.local_tensor import local_of
@@ -75,7 +75,7 @@ def _of_two_jobs(rank: int, world: int, folder: str, port: int, config: dict[str
     """Train and push in one job, pull in the other, which holds what comes against a save of the same step."""
     job, _ = apart(rank, world, world - 2)
     dtype = torch.bfloat16 if to == "bf16" else torch.float32
-    group = tx.refit.meet(f"127.0.0.1:{port}", number=rank, size=world)
+    group = tx.refit.meet(f"127.0.0.1:{port}", number=rank, size=world, secret=SECRET)
     model: Any = {}
     engine: Any = {}
     truth: Tensors = {}

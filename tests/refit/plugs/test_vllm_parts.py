@@ -13,7 +13,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 import transaxle as tx
-from tests.live.jobs import apart, free_port
+from tests.live.jobs import SECRET, apart, free_port
 from tests.live.ranks import run
 from tests.live.topologies import FSDP, LLAMA, MOE, build
 from transaxle.engine.plan.rank_parts import engine_parts, for_ranks
@@ -43,7 +43,7 @@ def _worker(path: str, config: dict[str, Any], ranks: Ranks) -> tuple[Staged, di
 
 def _pushed(rank: int, world: int, folder: str, port: int, config: dict[str, Any], ep: int) -> None:
     job, own = apart(rank, world, world - TP)
-    group = tx.refit.meet(f"127.0.0.1:{port}", rank, world)
+    group = tx.refit.meet(f"127.0.0.1:{port}", rank, world, secret=SECRET)
     model: Any = {}
     if job == 0:
         torch.manual_seed(0)

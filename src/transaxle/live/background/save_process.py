@@ -27,6 +27,7 @@ from transaxle.live.save.save_request import SaveSettings
 from transaxle.live.sharding.global_tensors import Census
 from transaxle.live.transport.rendezvous import StoreAddress
 from transaxle.live.transport.shared_memory import Region
+from transaxle.live.transport.shared_store import SharedStore
 from transaxle.live.transport.world import Clock, World
 
 Answer = SaveReport | TransaxleError
@@ -120,7 +121,7 @@ def serve(
     torch.set_num_threads(1)
     world = _ServedWorld(rank, ranks)
     if rendezvous is not None:
-        rendezvous.join(ranks.index(rank), len(ranks), timeout)
+        world.store = rendezvous.join(ranks.index(rank), len(ranks), timeout)
         world.live, world.size = True, len(ranks)
     inbox = _Inbox(pipe)
     while True:
@@ -199,6 +200,7 @@ class _ServedWorld(World):
 
     def __init__(self, rank: int, ranks: tuple[int, ...]) -> None:
         self.group = None
+        self.store: SharedStore | None = None  # the group's, which must live as long
         self.live = False
         self.rank = rank
         self.ranks = ranks

@@ -1,19 +1,22 @@
 """Rendezvous: where the background processes of all ranks find each other, and where the loss of one is reported.
 
-The first rank's own process serves a store. The store exists before the background processes do, on whatever machines
-these run; and a rank whose process waits for a lost one learns of it there.
+The first rank's own process serves a store, for those who know a secret that it has told the other ranks. The store
+exists before the background processes do, on whatever machines these run; and a rank whose process waits for a lost one
+learns of it there.
 """
 
 from __future__ import annotations
 
+import secrets
 import socket
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # public, if not marked so
+from torch.distributed import PrefixStore
 
+from transaxle.live.transport.shared_store import SharedStore, StoreServer, check_connections
 from transaxle.live.transport.world import World
 
 _LOST, _GROUP = "lost", "group"
@@ -28,12 +31,20 @@ class StoreAddress:
     """Machine."""
     port: int
     """TCP port."""
+    secret: bytes = field(repr=False)
+    """What all know who come there."""
 
-    def join(self, number: int, size: int, timeout: timedelta) -> None:
-        """Form the processes' own group, as number `number` of `size`."""
-        shared = TCPStore(self.host, self.port, is_master=False, wait_for_workers=False, timeout=timeout)
-        store = PrefixStore(_GROUP, shared)
-        dist.init_process_group("gloo", store=store, timeout=timeout, rank=number, world_size=size)
+    def opened(self, number: int, timeout: timedelta) -> SharedStore:
+        """Return the store, as one of those who come has it."""
+        return SharedStore((self.host, self.port), self.secret, number, "", timeout)
+
+    def join(self, number: int, size: int, timeout: timedelta) -> SharedStore:
+        """Form the processes' own group, as number `number` of `size`; return its store, which must live as long."""
+        store = self.opened(size + number, timeout)  # the first numbers are those of the ranks themselves
+        prefixed = PrefixStore(_GROUP, store)
+        dist.init_process_group("gloo", store=prefixed, timeout=timeout, rank=number, world_size=size)
+        check_connections(dist.group.WORLD, store, self.secret, number, size)
+        return store
 
 
 class Rendezvous:
@@ -45,17 +56,16 @@ class Rendezvous:
     """
 
     def __init__(self, world: World, timeout: timedelta) -> None:
-        served: TCPStore | None = None
+        hosts = world.gather(socket.gethostname())
+        here = len(set(hosts)) == 1
+        number, secret = world.ranks.index(world.rank), secrets.token_bytes()
         with world.together():
-            if world.rank == world.ranks[0]:
-                served = TCPStore(_HERE, 0, is_master=True, wait_for_workers=False, timeout=timeout)
-        hosts = world.gather((socket.gethostname(), 0 if served is None else served.port))
-        one_machine = len({host for host, _ in hosts}) == 1
-        self.address = StoreAddress(_HERE if one_machine else hosts[0][0], hosts[0][1])
+            if number == 0:
+                self._server = StoreServer(_HERE if here else "", 0, secret, 2 * world.size)
+        port, secret = world.gather((self._server.port if number == 0 else 0, secret))[0]
+        self.address = StoreAddress(_HERE if here else hosts[0], port, secret)
         with world.together():
-            self._store = served or TCPStore(
-                self.address.host, self.address.port, is_master=False, wait_for_workers=False, timeout=timeout
-            )
+            self._store = self.address.opened(number, timeout)
 
     def report_loss(self, message: str) -> str:
         """Tell all ranks that a process is lost; return what was reported first, which is what all ranks say."""

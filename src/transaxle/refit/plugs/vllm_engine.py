@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import torch
@@ -20,12 +20,13 @@ import torch
 from transaxle.arguments import Size
 from transaxle.engine.views.name_filter import chosen
 from transaxle.errors import refuse
+from transaxle.live.transport import wire
 from transaxle.live.transport.world import World
 from transaxle.refit.meeting import meet
 from transaxle.refit.plugs.vllm_weights import DIALECT, Ranks, VllmWeights, check_config, split_layers
 from transaxle.refit.refitting import Refit
 
-VERSION = 1
+VERSION = 2
 """Of what trainers and engines say to each other."""
 _LOG = logging.getLogger("transaxle.vllm")
 _SAME = "Install the same version of transaxle in the trainer and in vLLM."
@@ -47,6 +48,8 @@ class Meeting:
     """Of the process group."""
     timeout: float
     """Seconds that ranks wait for each other."""
+    secret: str = field(default="", repr=False)
+    """Of the meeting: all ranks prove that they know it."""
     dtype: str | None = None
     """See `Refit`, as the following."""
     family: str | None = None
@@ -57,6 +60,9 @@ class Meeting:
     def as_json(self) -> dict[str, Any]:
         """Return it as vLLM takes it."""
         return asdict(self)
+
+
+wire.tellable(Meeting)  # the trainer's first rank tells the others
 
 
 @dataclass(frozen=True)
@@ -126,7 +132,7 @@ class VllmEngine:
     def _meet(self, said: Meeting) -> None:
         parallel = self.vllm_config.parallel_config
         number = said.first + parallel.data_parallel_index * parallel.world_size + parallel.rank
-        group = meet(said.address, number, said.size, backend=said.backend, timeout=said.timeout)
+        group = meet(said.address, number, said.size, secret=said.secret, backend=said.backend, timeout=said.timeout)
         assert self._weights is not None  # it is made before
         self._world = World(group)
         self._world.gather((number - said.first, self._open))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import socket
 from collections.abc import Callable, Container, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -113,7 +114,10 @@ class VllmRefit:
         assert meeting is not None  # of the first rank
         number = trainers.ranks.index(trainers.rank)
         with self._while_engines(lambda each, first: each.init(replace(meeting, first=first).as_json())):
-            group = meet(meeting.address, number, meeting.size, backend=meeting.backend, timeout=meeting.timeout)
+            group = meet(
+                meeting.address, number, meeting.size,
+                secret=meeting.secret, backend=meeting.backend, timeout=meeting.timeout,
+            )  # fmt: skip
             self._world = World(group)
             heard = self._world.gather((-1, False))
             self._refit = Refit(src_state, {}, group, **_of_refit(options))
@@ -202,6 +206,7 @@ class _Engines:
         self._timeout = options.get("timeout", _PATIENCE)
         self._controls = [control(each, options.get("workers"), self._timeout + _PATIENCE) for each in several]
         self._firsts: list[int] = []
+        self._secret = ""
         self._pause = options.get("pause")
         self._pool = ThreadPoolExecutor(max(1, len(self._controls)))
         self._open: set[Control] = set()
@@ -225,7 +230,9 @@ class _Engines:
             self._firsts.append(size)
             size += each.workers()
         self.each(lambda each, _: each.init(said.as_json()))
-        return replace(said, address=address or _address(self._controls[0].local_host()), size=size)
+        address = address or _address(self._controls[0].local_host())
+        self._secret = secrets.token_hex()
+        return replace(said, address=address, size=size, secret=self._secret)
 
     def begin(
         self, action: Callable[[Control, int], None], only: Container[Control] | None = None
@@ -242,8 +249,10 @@ class _Engines:
                 action(each, first)
             except TransaxleError:
                 raise
-            except Exception as error:  # whatever a client raises
-                raise refuse("IO", f"vLLM could not do it: {error}", hint=_LOOK) from error
+            except Exception as error:  # noqa: BLE001 - whatever a client raises
+                said = str(error)
+                shown = said.replace(self._secret, "…") if self._secret else said
+                raise refuse("IO", f"vLLM could not do it: {shown}", hint=_LOOK) from (error if shown == said else None)
 
         engines = zip(self._controls, self._firsts, strict=True)
         return [self._pool.submit(run, each, first) for each, first in engines if only is None or each in only]
@@ -328,6 +337,6 @@ def _of_refit(options: ToVllm) -> dict[str, Any]:
 
 def _address(host: str) -> str:
     """Return an address of this machine where nobody listens."""
-    with socket.socket() as found:
-        found.bind(("", 0))
-        return f"{host}:{found.getsockname()[1]}"
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as found:
+        found.bind((host, 0))
+        return f"[{host}]:{found.getsockname()[1]}" if ":" in host else f"{host}:{found.getsockname()[1]}"

@@ -1,0 +1,473 @@
+"""A store that ranks share who know an address and a secret: where torch's own would answer whoever reaches its port.
+
+Both sides prove that they know the secret before anything else is said: each answers a number that the other has made
+up (HMAC-SHA256), so neither the secret nor an answer that could be used again is ever sent. Every later message has a
+code of that connection, and its place in it. What is said can be read on its way, but not changed. Who proves nothing
+takes no number and holds nobody up. When all are there the port is closed.
+
+    number 0                                      another rank
+    "transaxle store 1", number a           ->
+                                            <-    number b, HMAC(secret, "I come" a b)
+    1, HMAC(secret, "I listen" a b)         ->
+                                            <-    which rank it is, and what it expects
+    "", or why it cannot take part          ->
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Literal
+from weakref import WeakSet
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from transaxle.errors import refuse
+from transaxle.live.transport.world import collective, on_accelerator
+
+_HELLO = b"transaxle store 1\n"
+_NONCE, _CODE = 32, 32
+_COMES, _LISTENS = b"I come", b"I listen"
+_LENGTH = struct.Struct("!I")
+_LONGEST = 1 << 26
+"""Bytes of a message, between those who know the secret."""
+_MEETING, _TAG = "meeting", 32
+"""Key of the number that tells one meeting from another, and its bytes."""
+_HANDSHAKE = 15.0
+"""Seconds in which a connection proves the secret."""
+_STRANGERS = 64
+"""Connections that have not proved it; of more, the oldest one is closed."""
+_TURN = 1.0
+"""Seconds after which a rank that waits for a key asks again: meanwhile another thread of it may ask."""
+_MOMENT = 0.01
+"""Seconds for what the end of the store leaves to do."""
+_AGAIN = 0.1
+"""Seconds between attempts to reach number 0."""
+_THERE = "Is number 0 there, and can this machine reach it?"
+_OTHER = "Give the same secret to all ranks of all jobs."
+
+
+def _code(key: bytes, *parts: bytes) -> bytes:
+    return hmac.digest(key, b"".join(parts), "sha256")
+
+
+class _Rank(msgspec.Struct):
+    """Who a connection is."""
+
+    number: int
+    """Its number."""
+    said: str
+    """What it expects of the meeting, in words."""
+
+
+class _Request(msgspec.Struct):
+    """What a rank asks the store."""
+
+    do: Literal["set", "get", "add", "swap", "delete", "count"]
+    """`get` waits for a while; `swap` sets a key that has the expected value, or none where that is empty."""
+    keys: tuple[str, ...] = ()
+    """Keys; all of them are waited for."""
+    value: bytes = b""
+    """The new value."""
+    expected: bytes = b""
+    """The old one."""
+    amount: int = 0
+    """What is added."""
+    wait: float = 0.0
+    """Seconds to wait for the keys."""
+
+
+class _Answer(msgspec.Struct):
+    """What the store says."""
+
+    value: bytes | None = None
+    """Of the first key; None: not all keys are there."""
+    amount: int = 0
+    """A sum, or how many there are."""
+
+
+class _Seal:
+    """Codes of the messages of one direction of a connection.
+
+    Args:
+        key: of this direction.
+    """
+
+    def __init__(self, key: bytes) -> None:
+        self._key, self._count = key, 0
+
+    def code(self, message: bytes) -> bytes:
+        """Return the code of the next message."""
+        self._count += 1
+        return _code(self._key, self._count.to_bytes(8, "big"), message)
+
+    def framed(self, message: bytes) -> bytes:
+        """Return the next message as it is sent."""
+        return _LENGTH.pack(len(message)) + message + self.code(message)
+
+    def check(self, message: bytes, code: bytes) -> None:
+        """Raise where the code is not that of the next message."""
+        if not hmac.compare_digest(self.code(message), code):
+            raise ConnectionError("a message was changed on its way")
+
+
+def _seals(secret: bytes, nonces: bytes) -> tuple[_Seal, _Seal]:
+    """Return the codes of what comes to number 0, and of what goes from it."""
+    return _Seal(_code(secret, b"to number 0", nonces)), _Seal(_code(secret, b"from number 0", nonces))
+
+
+def _size(header: bytes) -> int:
+    size: int = _LENGTH.unpack(header)[0]
+    if size > _LONGEST:
+        raise ConnectionError(f"a message of {size:,} bytes")
+    return size
+
+
+class StoreServer:
+    """Keeps the store, in a thread of its own, until number 0 leaves, it is closed, or the process ends.
+
+    Args:
+        host: address of this machine at which it listens; "" for all.
+        port: TCP port; 0: one that is free.
+        secret: what all ranks know.
+        size: how many come; then the port is closed.
+        said: what all of them must expect of the meeting.
+
+    Raises:
+        StorageError: IO where it cannot listen there.
+    """
+
+    def __init__(self, host: str, port: int, secret: bytes, size: int, said: str = "") -> None:
+        self._secret, self._numbers, self._said = secret, set(range(size)), said
+        self._values: dict[str, bytes] = {}
+        self._strangers: dict[asyncio.StreamWriter, None] = {}
+        self._writers: WeakSet[asyncio.StreamWriter] = WeakSet()
+        self._first: asyncio.StreamWriter | None = None
+        """The connection of number 0: the store ends with it."""
+        try:
+            family = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+            self._socket = socket.create_server((host, port), family=family, backlog=512)
+        except OSError as error:
+            message = f"cannot listen at {host or 'any address'}:{port}: {error.strerror or error}"
+            hint = "Number 0 listens at the address that it is given: one of its own machine, at a free port."
+            raise refuse("IO", message, hint=hint) from error
+        self.port: int = self._socket.getsockname()[1]
+        """Where it listens."""
+        self.refused = 0
+        """Connections that have proved to know another secret, or none."""
+        self._changed, self._over = asyncio.Condition(), asyncio.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="transaxle-store", daemon=True)
+        self._begun = threading.Event()
+        self._thread.start()
+        self._begun.wait()
+
+    def close(self) -> None:
+        """Close all connections, and the port."""
+        with suppress(RuntimeError):  # it was closed
+            self._loop.call_soon_threadsafe(self._over.set)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    async def _run(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._server = await asyncio.start_server(self._serve, sock=self._socket)
+        self._begun.set()
+        await self._over.wait()
+        self._server.close()
+        await asyncio.sleep(_MOMENT)  # connections that have just been taken are known then
+        for writer in list(self._writers):
+            writer.transport.abort()
+        await asyncio.sleep(_MOMENT)
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.sleep(_MOMENT)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError, EOFError, TimeoutError, ValueError, msgspec.MsgspecError, asyncio.CancelledError):
+            self._writers.add(writer)
+            try:
+                async with asyncio.timeout(_HANDSHAKE):
+                    seals = await self._welcome(reader, writer)
+                if seals is not None:
+                    await self._answer(reader, writer, *seals)
+            finally:
+                self._strangers.pop(writer, None)
+                writer.close()
+                if writer is self._first:
+                    self._over.set()
+
+    async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> tuple[_Seal, _Seal] | None:
+        """Find out who it is; None for one that cannot take part."""
+        self._strangers[writer] = None
+        if len(self._strangers) > _STRANGERS:
+            next(iter(self._strangers)).transport.abort()
+        first = secrets.token_bytes(_NONCE)
+        writer.write(_HELLO + first)
+        nonces = first + await reader.readexactly(_NONCE)
+        proof = await reader.readexactly(_CODE)
+        if not hmac.compare_digest(_code(self._secret, _COMES, nonces), proof):
+            self.refused += 1
+            writer.write(b"\0")
+            await writer.drain()
+            return None
+        self._strangers.pop(writer, None)
+        writer.write(b"\1" + _code(self._secret, _LISTENS, nonces))
+        coming, going = _seals(self._secret, nonces)
+        rank = msgspec.msgpack.decode(await _next(reader, coming), type=_Rank)
+        problem = self._problem(rank)
+        writer.write(going.framed(problem.encode()))
+        await writer.drain()
+        if problem:
+            return None
+        self._numbers.discard(rank.number)
+        self._first = writer if rank.number == 0 else self._first
+        if not self._numbers:
+            self._server.close()
+        return coming, going
+
+    def _problem(self, rank: _Rank) -> str:
+        """Return why a rank cannot take part; "" if it can."""
+        if rank.said != self._said:
+            return f"this rank meets {rank.said}, but another one {self._said}"
+        return "" if rank.number in self._numbers else f"another rank has the number {rank.number}"
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, come: _Seal, go: _Seal) -> None:
+        while True:
+            request = msgspec.msgpack.decode(await _next(reader, come), type=_Request)
+            writer.write(go.framed(msgspec.msgpack.encode(await self._done(request))))
+            await writer.drain()
+
+    async def _done(self, request: _Request) -> _Answer:
+        values, first = self._values, request.keys[0] if request.keys else ""
+        async with self._changed:
+            if request.do == "get":
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(min(request.wait, _TURN)):
+                        await self._changed.wait_for(lambda: all(key in values for key in request.keys))
+                there = all(key in values for key in request.keys)
+                return _Answer(values.get(first, b"") if there else None)
+            if request.do == "count":
+                return _Answer(amount=len(values))
+            self._changed.notify_all()
+            if request.do == "delete":
+                return _Answer(values.pop(first, None))
+            if request.do == "add":
+                request.amount += int(values.get(first, b"0"))
+                values[first] = str(request.amount).encode()
+            elif request.do == "set" or values.get(first, b"") == request.expected:
+                values[first] = request.value
+            return _Answer(values.get(first, request.expected), request.amount)
+
+
+async def _next(reader: asyncio.StreamReader, seal: _Seal) -> bytes:
+    message = await reader.readexactly(_size(await reader.readexactly(_LENGTH.size)))
+    seal.check(message, await reader.readexactly(_CODE))
+    return message
+
+
+class SharedStore(dist.Store):
+    """The store, as one rank has it; for process groups of torch.
+
+    Args:
+        address: host and port of number 0.
+        secret: what all ranks know.
+        number: this rank's.
+        said: what it expects of the meeting.
+        timeout: how long it waits for number 0, and for keys.
+
+    Raises:
+        StorageError: IO where nobody is there in time.
+        Refused: UNSUPPORTED where who is there has another secret, or is no store.
+        UsageError: AMBIGUOUS where it cannot take part as it says.
+    """
+
+    def __init__(self, address: tuple[str, int], secret: bytes, number: int, said: str, timeout: timedelta) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.set_timeout(timeout)
+        self._lock = threading.Lock()
+        self._where = f"{address[0]}:{address[1]}"
+        self._socket = self._reached(address, timeout.total_seconds())
+        try:
+            self._go, self._come = self._met(secret, msgspec.msgpack.encode(_Rank(number, said)))
+        except OSError as error:
+            self.close()
+            raise refuse("IO", f"cannot meet at {self._where}: {error}", hint=_THERE) from error
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def own_host(self) -> str:
+        """The address of this machine from which it has reached number 0."""
+        return str(self._socket.getsockname()[0])
+
+    def close(self) -> None:
+        """Leave the others."""
+        self._socket.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_socket"):
+            self.close()
+
+    def _reached(self, address: tuple[str, int], patience: float) -> socket.socket:
+        end = time.monotonic() + patience
+        while True:
+            try:
+                found = socket.create_connection(address, max(end - time.monotonic(), _AGAIN))
+            except OSError as error:
+                if time.monotonic() + _AGAIN > end:
+                    message = f"cannot meet at {self._where}: {error.strerror or error}"
+                    raise refuse("IO", message, hint=_THERE) from error
+                time.sleep(_AGAIN)
+            else:
+                found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                found.settimeout(max(patience, _HANDSHAKE))
+                return found
+
+    def _met(self, secret: bytes, rank: bytes) -> tuple[_Seal, _Seal]:
+        """Prove the secret, and let number 0 prove it; return the codes of what goes to it, and comes from it."""
+        if self._exactly(len(_HELLO)) != _HELLO:
+            message = f"who listens at {self._where} is no meeting of this version of transaxle"
+            raise refuse("UNSUPPORTED", message, hint="Give a port that no other program has.")
+        first, second = self._exactly(_NONCE), secrets.token_bytes(_NONCE)
+        self._socket.sendall(second + _code(secret, _COMES, first, second))
+        knows = self._exactly(1) == b"\1"
+        if not knows or not hmac.compare_digest(_code(secret, _LISTENS, first, second), self._exactly(_CODE)):
+            raise refuse("UNSUPPORTED", f"who listens at {self._where} has another secret", hint=_OTHER)
+        go, come = _seals(secret, first + second)
+        problem = self._exchanged(rank, go, come).decode()
+        if problem:
+            raise refuse(
+                "AMBIGUOUS", problem, hint="Give the same size and backend everywhere, and each rank its number."
+            )
+        return go, come
+
+    def _exactly(self, size: int) -> bytes:
+        found = bytearray()
+        while len(found) < size:
+            part = self._socket.recv(size - len(found))
+            if not part:
+                raise ConnectionError("the connection was closed")
+            found += part
+        return bytes(found)
+
+    def _exchanged(self, message: bytes, go: _Seal, come: _Seal) -> bytes:
+        self._socket.sendall(go.framed(message))
+        answer = self._exactly(_size(self._exactly(_LENGTH.size)))
+        come.check(answer, self._exactly(_CODE))
+        return answer
+
+    def _ask(self, request: _Request) -> _Answer:
+        """Ask number 0.
+
+        Raises:
+            dist.DistNetworkError: it is lost; a RuntimeError, as of torch's own stores.
+        """
+        try:
+            with self._lock:
+                answer = self._exchanged(msgspec.msgpack.encode(request), self._go, self._come)
+        except OSError as error:
+            self._socket.close()  # half a message cannot be taken up again
+            raise dist.DistNetworkError(f"the store at {self._where} is lost: {error}") from error
+        return msgspec.msgpack.decode(answer, type=_Answer)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Wait until all keys are there; raises `dist.DistStoreError`, a RuntimeError, after the timeout."""
+        self._waited(tuple(keys), timeout or self.timeout)
+
+    def _waited(self, keys: tuple[str, ...], timeout: timedelta) -> bytes:
+        end = time.monotonic() + timeout.total_seconds()
+        while True:
+            left = end - time.monotonic()
+            value = self._ask(_Request("get", keys, wait=max(left, 0.0))).value
+            if value is not None:
+                return value
+            if left <= 0:
+                raise dist.DistStoreError(
+                    f"after {timeout.total_seconds():g} s not all of this is there: {', '.join(keys)}"
+                )
+
+    def get(self, key: str) -> bytes:
+        """Return a key's value; waits for it."""
+        return self._waited((key,), self.timeout)
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Set a key."""
+        self._ask(_Request("set", (key,), _octets(value)))
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        """Set a key that has the expected value, or none where that is empty; return what it has then."""
+        answer = self._ask(_Request("swap", (key,), _octets(desired), _octets(expected)))
+        return answer.value or b""
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a number, and return it."""
+        return self._ask(_Request("add", (key,), amount=amount)).amount
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Tell whether all keys are there."""
+        return self._ask(_Request("get", tuple(keys))).value is not None
+
+    def delete_key(self, key: str) -> bool:
+        """Delete a key; tell whether it was there."""
+        return self._ask(_Request("delete", (key,))).value is not None
+
+    def num_keys(self) -> int:
+        """Return how many keys there are."""
+        return self._ask(_Request("count")).amount
+
+    def clone(self) -> SharedStore:
+        """Return this store: threads may ask it at once."""
+        return self
+
+
+def _octets(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)
+
+
+def check_connections(group: dist.ProcessGroup, store: SharedStore, secret: bytes, number: int, size: int) -> None:
+    """Let each rank prove the secret on its connection to every other one: these are not those to the store.
+
+    Args:
+        group: the ranks.
+        store: where they have met.
+        secret: what they know.
+        number: this rank's.
+        size: how many they are.
+
+    Raises:
+        StorageError: IO where somebody else is at the other end.
+    """
+    if size == 1:
+        return
+    made = store.compare_set(_MEETING, "", secrets.token_bytes(_TAG))
+
+    def tag(sender: int, receiver: int) -> bytes:
+        return hmac.digest(secret, b"between ranks" + made + f"{sender} {receiver}".encode(), "sha256")
+
+    own = b"".join(tag(number, other) for other in range(size))
+    sent = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+    device = torch.device("cuda" if on_accelerator(group) else "cpu")
+    sent, received = sent.to(device), torch.empty(len(own), dtype=torch.uint8, device=device)
+    with collective():
+        dist.all_to_all_single(received, sent, group=group)
+    octets = received.cpu().numpy().tobytes()
+    strange = [
+        other for other in range(size)
+        if not hmac.compare_digest(octets[other * _TAG : (other + 1) * _TAG], tag(other, number))
+    ]  # fmt: skip
+    if strange:
+        message = f"who answers rank {number} in the place of rank {strange[0]} does not know the secret"
+        raise refuse("IO", message, hint="Somebody else has connected to this machine; keep strangers off its network.")
