@@ -15,7 +15,7 @@ from transaxle.extras import install
 
 PROJECT = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text("utf-8"))["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
-OFFERED = ("torch", "s3", "hf", "report", "ray", "demo")
+OFFERED = ("torch", "s3", "hf", "report", "vllm", "ray", "demo")
 """Extras for users; the others are for those who work on the package."""
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Literal, Protocol, SupportsIndex, TypeAlias, TypeVar, cast, runtime_checkable
 
-from transaxle.errors import refuse
+from transaxle.errors import refuse, without_secrets
 
 if TYPE_CHECKING:
     import torch
@@ -86,7 +86,7 @@ def wrong_type(argument: str, accepted: str, given: object) -> TypeError:
 
 
 def _shortened(given: object) -> str:
-    text = repr(given).replace("\n", " ")
+    text = without_secrets(repr(given).replace("\n", " "))
     return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]} …"
 
 

@@ -15,6 +15,7 @@ raised together: `.refusals` holds all of them, most important first.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -54,6 +55,27 @@ LONGEST_NAME = 4_096
 """Characters of a tensor's name, as many as a path may have; a stranger's may have a hundred million."""
 _LONGEST_TEXT = 10_000
 """Characters of a message that are shown: rules and lists of what is known fit, names by the megabyte do not."""
+
+_PASSWORD = re.compile(r"(:/{1,2}[^/@:\s]*):(?!\d{1,5}(?:[/?#\s'\",)]|$))\S*@")
+"""A password may have any letter, `/` and `@` too; digits before a `/` are a port."""
+_KEY = re.compile(r"(?i)(\bs3a?:/{1,2}[^/@:\s]*):\S*@")
+"""Buckets have no port."""
+_TOKEN = re.compile(r"(?i)(\bhttps?:/{1,2})[^/@:\s]+@")
+"""A user without a password: servers take tokens so."""
+_QUERY = re.compile(r"(:/{1,2}[^\s'\"?]*)\?[^\s'\"]*")
+_FRAGMENT = re.compile(r"(?i)(\bhttps?:/{1,2}[^\s'\"#]*)#[^\s'\"]*")
+HIDDEN = "…"
+"""What stands for a secret."""
+
+
+def without_secrets(text: str) -> str:
+    """Return a text whose URLs have no password, no token in the place of a user, and no query string."""
+    if ":/" not in text:
+        return text
+    for pattern in (_PASSWORD, _KEY):
+        text = pattern.sub(rf"\1:{HIDDEN}@", text)
+    text = _TOKEN.sub(rf"\1{HIDDEN}@", text)
+    return _FRAGMENT.sub(rf"\1#{HIDDEN}", _QUERY.sub(rf"\1?{HIDDEN}", text))
 
 
 def shortened(text: str, most: int) -> str:
@@ -95,9 +117,13 @@ class Refusal:
     """Error of the system that it stands for, whose handlers catch it too; None: of none in particular."""
 
     def shown(self) -> Refusal:
-        """Return the refusal with texts that a person can read: the middle of a name by the megabyte is left out."""
-        file, tensor = (part and shortened(part, LONGEST_NAME) for part in (self.where.file, self.where.tensor))
-        message, hint = (shortened(text, _LONGEST_TEXT) for text in (self.message, self.hint))
+        """Return the refusal with texts that anybody can read.
+
+        The middle of a name by the megabyte is left out, and what is secret in URLs.
+        """
+        file = self.where.file and shortened(without_secrets(self.where.file), LONGEST_NAME)
+        tensor = self.where.tensor and shortened(self.where.tensor, LONGEST_NAME)
+        message, hint = (shortened(without_secrets(text), _LONGEST_TEXT) for text in (self.message, self.hint))
         return Refusal(self.code, message, Where(file, tensor), hint)
 
     def __str__(self) -> str:

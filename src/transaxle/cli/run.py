@@ -19,6 +19,7 @@ from transaxle.cli.program import COMPLETE, program
 from transaxle.cli.screen.refusals import error_of
 from transaxle.cli.screen.screen import Screen
 from transaxle.cli.stop import interruption_in, outcome, stoppable
+from transaxle.errors import without_secrets
 
 USAGE, MACHINE, BUG, BROKEN_PIPE = 2, 4, 70, 141
 DEBUG = "TRANSAXLE_DEBUG"
@@ -93,6 +94,7 @@ def _usage(screen: Screen, error: click.ClickException) -> int:
 
 
 def _failed(screen: Screen, code: int, message: str, hint: str = "") -> int:
+    message = without_secrets(message)
     if screen.as_json:
         screen.document(error_of(code, message))
         return code

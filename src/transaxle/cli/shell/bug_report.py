@@ -13,6 +13,7 @@ from importlib import metadata
 
 from transaxle import __version__
 from transaxle.cli.command import NAME
+from transaxle.errors import without_secrets
 
 _PACKAGES = ("numpy", "ml_dtypes", "torch", "transformers")
 """Packages whose versions matter most."""
@@ -32,7 +33,7 @@ def write_report(error: BaseException, arguments: Sequence[str]) -> str:
         ", ".join(f"{name} {_version(name)}" for name in _PACKAGES),
         shlex.join([NAME, *arguments]),
     ]
-    text = "\n".join([*head, "", *traceback.format_exception(error)])
+    text = without_secrets("\n".join([*head, "", *traceback.format_exception(error)]))
     ask = f"This is a bug in {NAME} {__version__}: please report it {_place()}"
     try:
         descriptor, path = tempfile.mkstemp(prefix=f"{NAME}-bug-", suffix=".txt")

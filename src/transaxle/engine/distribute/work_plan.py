@@ -7,7 +7,7 @@ the draft; where the source is seen through a view (decoded, cast, averaged), wh
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
 from typing import Any
 
 import msgspec
@@ -15,7 +15,7 @@ import msgspec
 from transaxle.engine.distribute.conversion_order import ConversionOrder
 from transaxle.engine.distribute.work_items import WorkItem, divide, keyed
 from transaxle.engine.execute.preflight import Cleared, source_files
-from transaxle.errors import refuse
+from transaxle.errors import refuse, without_secrets
 from transaxle.formats.storage.local import read_file
 from transaxle.formats.storage.os_errors import failed
 from transaxle.formats.storage.storage import Overlay, unpinned
@@ -130,14 +130,16 @@ def read_plan(path: str) -> WorkPlan:
 
 
 def write_plan(plan: WorkPlan, path: str) -> None:
-    """Write a plan's file, which must not exist.
+    """Write a plan's file, which must not exist; for its owner alone where a URL in it has a password or a signature.
 
     Raises:
         UsageError: EXISTS.
         StorageError: IO, NO_SPACE.
     """
     try:
-        with Path(path).open("xb") as file:
+        places = plan.order.source, plan.order.target
+        mode = 0o666 if places == tuple(map(without_secrets, places)) else 0o600
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), "wb") as file:
             file.write(plan.text)
     except FileExistsError:
         raise refuse("EXISTS", "the file for the plan already exists", file=path, hint="Name another file.") from None

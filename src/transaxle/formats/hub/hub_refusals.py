@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from urllib.parse import urlsplit
 
-from transaxle.errors import TransaxleError, refuse
+from transaxle.errors import TransaxleError, refuse, without_secrets
 from transaxle.formats.hub.hub_requests import ATTEMPTS, Answer
 from transaxle.formats.hub.hub_url import HubUrl
-from transaxle.formats.remote.url import without_secrets
 
 _LOG_IN = "hf auth login, or HF_TOKEN"
 

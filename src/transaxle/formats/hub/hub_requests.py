@@ -20,10 +20,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from transaxle.errors import TransaxleError, refuse
+from transaxle.errors import TransaxleError, refuse, without_secrets
 from transaxle.extras import install
 from transaxle.formats.remote.service import RANGES
-from transaxle.formats.remote.url import harmless, without_secrets
+from transaxle.formats.remote.url import harmless
 
 if TYPE_CHECKING:
     import httpx

@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 from urllib.parse import quote, unquote
 
-from transaxle.errors import refuse
-from transaxle.formats.remote.url import HUB, without_secrets
+from transaxle.errors import refuse, without_secrets
+from transaxle.formats.remote.url import HUB
 from transaxle.formats.storage.storage import checked_parts
 
 _DEFAULT = "main"

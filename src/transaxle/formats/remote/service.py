@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from transaxle.errors import TransaxleError, refuse
-from transaxle.formats.remote.url import harmless, scheme, without_secrets
+from transaxle.errors import TransaxleError, refuse, without_secrets
+from transaxle.formats.remote.url import harmless, scheme
 from transaxle.formats.remote.web import WEB, OtherRangeError, TooMuchError, s3_range, session
 
 _CLIENTS = {

@@ -9,18 +9,15 @@ from __future__ import annotations
 import re
 from urllib.parse import unquote, urlsplit
 
+from transaxle.errors import HIDDEN, without_secrets
+
 HUB = "hf"
 """Scheme of the repositories of a Hugging Face hub."""
 _LOCAL = "file"
 _LOCAL_HOSTS = ("", "localhost")
-_PASSWORD = re.compile(r"(//[^/@:\s]*):[^/\s]*@")
-_TOKEN = re.compile(r"(?i)(\bhttps?://)[^/@:\s]+@")
-"""A user without a password: servers take tokens so."""
-_QUERY = re.compile(r"(://[^\s'\"?]*)\?[^\s'\"]*")
 _SECRET = re.compile(r"(?i)\b([\w-]*(?:secret|token|signature|password|credential|access[_-]?key)[\w-]*\s*[=:])\s*\S+")
 _KEY_ID = re.compile(r"\b(?:(?:AKIA|ASIA)[A-Z0-9]{8,}|hf_[A-Za-z0-9]{8,})\b")
 _LONGEST = 300
-_HIDDEN = "…"
 _ALIASES = {"s3a": "s3", "gcs": "gs", "abfss": "abfs", "az": "abfs"}
 """Scheme -> another scheme for the same service."""
 
@@ -46,14 +43,9 @@ def address(url: str) -> str:
     return "/".join((f"{_ALIASES.get(kind.lower(), kind.lower())}:/", *parts))
 
 
-def without_secrets(url: str) -> str:
-    """Return a URL without its password and its query string."""
-    return _QUERY.sub(rf"\1?{_HIDDEN}", _TOKEN.sub(rf"\1{_HIDDEN}@", _PASSWORD.sub(rf"\1:{_HIDDEN}@", url)))
-
-
 def harmless(message: str) -> str:
     """Return the first line of what a service said, without passwords, keys and query strings."""
     line = next(iter(message.strip().splitlines()), "")
     line = without_secrets(line)
-    line = _KEY_ID.sub(_HIDDEN, _SECRET.sub(rf"\1{_HIDDEN}", line))
-    return line if len(line) <= _LONGEST else f"{line[:_LONGEST]}{_HIDDEN}"
+    line = _KEY_ID.sub(HIDDEN, _SECRET.sub(rf"\1{HIDDEN}", line))
+    return line if len(line) <= _LONGEST else f"{line[:_LONGEST]}{HIDDEN}"

@@ -19,11 +19,11 @@ from typing import Any, Literal
 import msgspec
 from msgspec.structs import asdict, replace
 
-from transaxle.errors import TransaxleError, refuse
+from transaxle.errors import TransaxleError, refuse, without_secrets
 from transaxle.formats.catalog.sidecar_files import SCRATCH
 from transaxle.formats.registry import is_one_file
 from transaxle.formats.remote.service import S3
-from transaxle.formats.remote.url import local_path, scheme, without_secrets
+from transaxle.formats.remote.url import local_path, scheme
 from transaxle.formats.staging.belongings import LocalFolder, strangers
 from transaxle.formats.staging.claim import Claim, lock, opened
 from transaxle.formats.staging.place import ITEMS, JOURNAL, OLD, OURS, PARTIAL, make_durable, neighbour

@@ -6,8 +6,8 @@ import os
 import re
 from typing import TYPE_CHECKING
 
-from transaxle.errors import refuse
-from transaxle.formats.remote.url import HUB, local_path, scheme, without_secrets
+from transaxle.errors import refuse, without_secrets
+from transaxle.formats.remote.url import HUB, local_path, scheme
 from transaxle.formats.storage.local import LocalStorage
 from transaxle.formats.storage.storage import Storage, is_url
 

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import socket
-import urllib.error
-import urllib.parse
-import urllib.request
+import ssl
+import time
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from transaxle.errors import refuse
+from transaxle.errors import refuse, without_secrets
+from transaxle.extras import install
+from transaxle.formats.remote.url import harmless
 
 _LOCAL = "127.0.0.1"
 _PORTS = {"http": 80, "https": 443}
+_LONGEST = 1 << 20
+"""Bytes of an answer: vLLM's have a few hundred."""
+_SHOWN = 2000
+"""Characters of an answer that an error shows."""
+_MOST = 1 << 20
+"""Workers of an engine."""
 _DEV = "Is it there, and was it started with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config?"
 _FINISH = "Let requests finish before you push, or use a server, which stops them by itself."
 Said = Mapping[str, Any]
@@ -48,41 +56,112 @@ class Control(Protocol):
 
 
 class _Server:
-    """A server, `vllm serve`.
+    """A server, `vllm serve`. Errors show neither what is secret in its URL nor what it was told in confidence.
 
     Args:
-        url: its address.
+        url: its address; a user and password in it are sent as such.
         timeout: seconds that it may take for an answer.
+
+    Raises:
+        ValueError: it is no address of the web.
+        Refused: UNSUPPORTED where httpx is not installed.
     """
 
     def __init__(self, url: str, timeout: float) -> None:
-        self._url, self._timeout = url.rstrip("/"), timeout
-
-    def _ask(self, path: str, said: Said | None = None, *, post: bool = True) -> Any:
-        data = json.dumps(said).encode() if said is not None else b"" if post else None
-        request = urllib.request.Request(f"{self._url}/{path}", data, {"Content-Type": "application/json"})
         try:
-            with urllib.request.urlopen(request, timeout=self._timeout) as answer:
-                return json.loads(answer.read() or b"null")
-        except urllib.error.HTTPError as error:
-            message = f"{self._url}/{path} answered {error.code}: {error.read().decode(errors='replace')[:2000]}"
-            raise refuse("IO", message, hint=_DEV) from error
-        except OSError as error:
-            raise refuse("IO", f"{self._url} cannot be reached: {error}", hint=_DEV) from error
+            import httpx
+        except ImportError:
+            message, hint = "no installed package speaks HTTP to vLLM", f"Install it:  {install('vllm')}"
+            raise refuse("UNSUPPORTED", message, hint=hint) from None
+        self._shown, self._timeout = without_secrets(url), timeout
+        try:
+            parsed = httpx.URL(url.rstrip("/"))
+        except (httpx.InvalidURL, ValueError):
+            parsed = httpx.URL()
+        if parsed.scheme not in _PORTS or not parsed.host or parsed.query or parsed.fragment:
+            raise ValueError(f"engine must be a URL such as http://10.0.0.8:8000; got {self._shown}")
+        self._url = parsed.copy_with(userinfo=b"")
+        self._host, self._port = parsed.host, parsed.port or _PORTS[parsed.scheme]
+        self._trusted = ssl.create_default_context() if parsed.scheme == "https" else False
+        self._login = httpx.BasicAuth(parsed.username, parsed.password) if parsed.userinfo else None
+        encoded = base64.b64encode(f"{parsed.username}:{parsed.password}".encode()).decode()
+        own = (parsed.password or parsed.username, parsed.userinfo.decode("ascii"), encoded)  # a user alone is a token
+        self._secrets = {each for each in own if each} if parsed.userinfo else set[str]()
+
+    def _ask(self, path: str, said: Said | None = None, *, post: bool = True) -> Mapping[str, Any]:
+        """Return what the server answers; {} where that is no object, which nobody reads."""
+        import httpx
+
+        content = json.dumps(said).encode() if said is not None else b""
+        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity", "User-Agent": "transaxle"}
+        where = f"{self._url}/{path}".partition("?")[0]
+        body = bytearray()
+        # nobody in between: no proxy of the environment, and no login that it has for other programs
+        how: dict[str, Any] = {
+            "timeout": self._timeout,
+            "trust_env": False,
+            "auth": self._login,
+            "verify": self._trusted,
+        }
+        try:
+            with (
+                httpx.Client(follow_redirects=False, **how) as client,
+                client.stream(
+                    "POST" if post else "GET", f"{self._url}/{path}", content=content, headers=headers
+                ) as got,
+            ):
+                begun = time.monotonic()
+                for part in got.iter_raw():
+                    body += part[: _LONGEST + 1 - len(body)]
+                    if len(body) > _LONGEST:
+                        raise refuse("IO", f"{where} sent more than {_LONGEST:,} bytes", hint=_DEV)
+                    if time.monotonic() - begun > self._timeout:
+                        raise refuse("IO", f"{where} did not end its answer in {self._timeout:g} s", hint=_DEV)
+                status, to = got.status_code, got.headers.get("Location")
+        except httpx.HTTPError as error:
+            message = f"{self._url} cannot be reached: {self._harmless(str(error)) or type(error).__name__}"
+            raise refuse("IO", message, hint=_DEV) from None
+        except (ValueError, httpx.InvalidURL, httpx.StreamError) as error:
+            raise refuse("IO", f"asking {self._url}: {type(error).__name__}", hint=_DEV) from None
+        if to is not None and 300 <= status < 400:
+            message = f"{where} redirects to {self._harmless(to)}; nothing was sent there"
+            raise refuse("IO", message, hint="Give the address of vLLM itself.")
+        if not 200 <= status < 300:
+            raise refuse("IO", f"{where} answered {status}: {self._harmless(_text(body))}", hint=_DEV)
+        return self._read(where, bytes(body))
+
+    def _read(self, where: str, body: bytes) -> Mapping[str, Any]:
+        try:
+            found = json.loads(body or b"null")
+        except (ValueError, RecursionError):
+            message = f"{where} answered no JSON: {self._harmless(_text(body)[:_SHOWN])}"
+            raise refuse("IO", message, hint="Is it vLLM that listens there?") from None
+        return found if isinstance(found, dict) else {}
+
+    def _harmless(self, text: str) -> str:
+        """Return what somebody says without what is secret."""
+        for secret in sorted(self._secrets, key=len, reverse=True):
+            text = text.replace(secret, "…")
+        return "\n".join(harmless(line) for line in text[:_SHOWN].splitlines() if line.strip())
 
     def workers(self) -> int:
-        return int(self._ask("get_world_size", post=False)["world_size"])
+        answer = self._ask("get_world_size", post=False)
+        size = answer.get("world_size")
+        if type(size) is not int or not 1 <= size <= _MOST:
+            message = f"{self._url} does not say how many workers it has"
+            raise refuse("IO", message, hint="Is it vLLM that listens there?")
+        return size
 
     def local_host(self) -> str:
-        parsed = urllib.parse.urlsplit(self._url)
-        port = parsed.port or _PORTS.get(parsed.scheme, 80)
         try:
-            with socket.create_connection((parsed.hostname or "", port), self._timeout) as seen:
+            with socket.create_connection((self._host, self._port), self._timeout) as seen:
                 return str(seen.getsockname()[0])
         except OSError as error:
-            raise refuse("IO", f"{self._url} cannot be reached: {error}", hint=_DEV) from error
+            raise refuse("IO", f"{self._url} cannot be reached: {error.strerror or error}", hint=_DEV) from None
 
     def init(self, info: Said) -> None:
+        if secret := info.get("secret"):
+            self._secrets.add(str(secret))
         self._ask("init_weight_transfer_engine", {"init_info": info})
 
     def pause(self) -> None:
@@ -99,6 +178,10 @@ class _Server:
 
     def resume(self) -> None:
         self._ask("resume")
+
+
+def _text(body: bytes | bytearray) -> str:
+    return body.decode(errors="replace")
 
 
 class _Local:
@@ -183,6 +266,8 @@ def control(engine: object, workers: int | None, timeout: float) -> Control:
 
     Raises:
         TypeError: it is none of these.
+        ValueError: it is no address of the web.
+        Refused: UNSUPPORTED where httpx is not installed.
     """
     if isinstance(engine, str):
         return _Server(engine, timeout)
@@ -191,4 +276,4 @@ def control(engine: object, workers: int | None, timeout: float) -> Control:
     if all(hasattr(engine, name) for name in ("init_weight_transfer_engine", "update_weights")):
         return _Client(engine, workers)
     kinds = "the URL of a server, an LLM, or a client with vLLM's methods"
-    raise TypeError(f"engine must be {kinds}; got {engine!r} ({type(engine).__name__})")
+    raise TypeError(f"engine must be {kinds}; got {without_secrets(repr(engine))} ({type(engine).__name__})")
