@@ -148,7 +148,7 @@ def _gloo(store: SharedStore, place: tuple[int, int], patience: timedelta, named
     """Return gloo's part of a group; it listens at one address, unless the user names networks."""
     if not named or os.environ.get("GLOO_SOCKET_IFNAME"):
         return dist.ProcessGroupGloo(store, *place, patience)
-    options = dist.ProcessGroupGloo._Options()  # type: ignore[no-untyped-call]
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # it is there
     options._timeout = patience
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=named)]
     return dist.ProcessGroupGloo(store, *place, options)

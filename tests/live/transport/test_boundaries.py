@@ -77,7 +77,7 @@ def _pickling(rank: int, world: int, port: int, canary: str, made: str) -> list[
         group = joined(rank, world, port)
     else:
         group = dist.new_group()
-    together, said = World(group), []
+    together, said = World(group), list[str]()
     for octets in (pickle.dumps(_Canary(canary), 0), pickle.dumps(_Canary(canary))):
         with pytest.MonkeyPatch.context() as patch:
             if rank == 1:

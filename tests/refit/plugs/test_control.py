@@ -88,7 +88,7 @@ def test_a_login_is_sent_and_never_shown(vllm: tuple[type[_Vllm], int]) -> None:
     one.finish("7")
     assert kind.asked[-1] == ("POST", "/finish_weight_update", {"weight_version": "7"})
     one.pause()
-    assert kind.asked[-1] == ("POST", "/pause?mode=wait&clear_cache=true", None)
+    assert kind.asked.pop() == ("POST", "/pause?mode=wait&clear_cache=true", None)
 
 
 def _raw(answer: bytes, *, stays: bool = False) -> tuple[int, threading.Thread, list[bytes]]:

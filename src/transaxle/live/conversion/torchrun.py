@@ -19,6 +19,8 @@ import msgspec
 import torch.distributed as dist
 
 from transaxle.arguments import read_number_of_job
+from transaxle.encodings.error import Error
+from transaxle.engine.compare.verification import Verification
 from transaxle.engine.distribute.conversion_order import ConversionOrder
 from transaxle.engine.distribute.driver import begin, commit, left_to_do, sizes_of, staged
 from transaxle.engine.distribute.item_work import do_item, finished_of, lent, let_go
@@ -27,7 +29,9 @@ from transaxle.engine.distribute.watching import Watcher
 from transaxle.engine.distribute.work_plan import WorkPlan
 from transaxle.engine.execute.execute import Report
 from transaxle.engine.plan.conversion import Prepared
+from transaxle.engine.plan.planned import Measured, Recoded
 from transaxle.errors import refuse
+from transaxle.live.transport import wire
 from transaxle.live.transport.world import World
 from transaxle.move.journal import ItemResult, result_of
 
@@ -35,6 +39,7 @@ if TYPE_CHECKING:
     from transaxle.formats.parts.shared_location import SharedStage
 
 _START = "Start it so:  torchrun --nproc-per-node 4 -m transaxle convert … --on torchrun."
+wire.tellable(Report, Measured, Recoded, Error, Verification)  # the first rank tells the others of its report
 _PATIENCE = timedelta(days=1)
 """How long a rank without work waits for the others; one that dies is heard of at once."""
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # public, if not marked so
 
 from transaxle.live.transport.shared_store import SharedStore, StoreServer, check_connections
 from transaxle.live.transport.world import World
@@ -43,7 +43,7 @@ class StoreAddress:
         store = self.opened(size + number, timeout)  # the first numbers are those of the ranks themselves
         prefixed = PrefixStore(_GROUP, store)
         dist.init_process_group("gloo", store=prefixed, timeout=timeout, rank=number, world_size=size)
-        check_connections(dist.group.WORLD, store, self.secret, number, size)
+        check_connections(dist.distributed_c10d._get_default_group(), store, self.secret, number, size)
         return store
 
 

@@ -31,6 +31,7 @@ from weakref import WeakSet
 import msgspec
 import torch
 import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]  # public, if not marked so
 
 from transaxle.errors import refuse
 from transaxle.live.transport.world import collective, on_accelerator
@@ -277,7 +278,7 @@ async def _next(reader: asyncio.StreamReader, seal: _Seal) -> bytes:
     return message
 
 
-class SharedStore(dist.Store):
+class SharedStore(Store):
     """The store, as one rank has it; for process groups of torch.
 
     Args:
@@ -294,8 +295,9 @@ class SharedStore(dist.Store):
     """
 
     def __init__(self, address: tuple[str, int], secret: bytes, number: int, said: str, timeout: timedelta) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.set_timeout(timeout)
+        self._patience = timeout
         self._lock = threading.Lock()
         self._where = f"{address[0]}:{address[1]}"
         self._socket = self._reached(address, timeout.total_seconds())
@@ -385,7 +387,7 @@ class SharedStore(dist.Store):
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait until all keys are there; raises `dist.DistStoreError`, a RuntimeError, after the timeout."""
-        self._waited(tuple(keys), timeout or self.timeout)
+        self._waited(tuple(keys), timeout or self._patience)
 
     def _waited(self, keys: tuple[str, ...], timeout: timedelta) -> bytes:
         end = time.monotonic() + timeout.total_seconds()
@@ -401,7 +403,7 @@ class SharedStore(dist.Store):
 
     def get(self, key: str) -> bytes:
         """Return a key's value; waits for it."""
-        return self._waited((key,), self.timeout)
+        return self._waited((key,), self._patience)
 
     def set(self, key: str, value: str | bytes) -> None:
         """Set a key."""

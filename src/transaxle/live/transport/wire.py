@@ -39,6 +39,7 @@ _PLAIN = frozenset({type(None), bool, float, str, bytes})
 _SHORT = range(-(1 << 63), 1 << 64)
 _BUFFERS = "?biufc"
 """Kinds of numpy's types whose values are nothing but numbers."""
+_KINDS: Mapping[type, _Kind] = {list: _Kind.LIST, set: _Kind.SET, frozenset: _Kind.FROZENSET}
 RECORDS: dict[str, type] = {}
 """Classes whose objects may be told, by their names."""
 
@@ -103,7 +104,7 @@ def _parts(value: Any) -> tuple[_Kind, Any] | None:
         return _Kind.TUPLE, value
     if isinstance(value, TransaxleError):
         return _Kind.ERROR, value.refusals
-    kind = {list: _Kind.LIST, set: _Kind.SET, frozenset: _Kind.FROZENSET}.get(type(value))
+    kind = _KINDS.get(type(value))
     return None if kind is None else (kind, value)
 
 
@@ -113,7 +114,7 @@ def _fields(kind: type) -> tuple[str, ...]:
         return "code", "message", "where", "hint"
     if issubclass(kind, msgspec.Struct):
         return kind.__struct_fields__
-    return tuple(each.name for each in dataclasses.fields(kind))
+    return tuple(each.name for each in dataclasses.fields(kind))  # type: ignore[arg-type]  # `tellable` has looked
 
 
 def decode(octets: bytes | memoryview) -> Any:
