@@ -5,12 +5,15 @@ A source is vLLM's model of these layers, whose `load_weights` says the stored n
 
 from __future__ import annotations
 
+import re
+from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
 
 from transaxle.axes.layout.bind import bind
+from transaxle.axes.layout.model_tensors import Model
 from transaxle.axes.layout.relayout import Target
 from transaxle.axes.notation.family import Sizes
 from transaxle.axes.translation.translate import Translation, translate
@@ -95,16 +98,21 @@ CASES: dict[str, tuple[str, dict[str, Any], Shapes]] = {
 def translated(case: str, target: str, *lost: str, **changed: Any) -> tuple[Translation, Shapes]:
     """These layers alone, with what refuses their translation; the rest of the model counts as another part."""
     name, config, shapes = CASES[case]
+    held = {name: shape for name, shape in shapes.items() if name not in lost}
+    return _expressed(name, {"model_type": name, **config, **changed}, held, target), held
+
+
+def _expressed(name: str, config: dict[str, Any], held: Shapes, target: str) -> Translation:
+    """Tensors of a family, of one value each in bf16, in another dialect than the hub's."""
     family = builtin()[name]
     hf, to = family.dialect("hf"), family.dialect(target)
     assert hf is not None
     assert to is not None
-    held = {name: shape for name, shape in shapes.items() if name not in lost}
     entries = {
         name: Entry(name, "BF16", shape, (Extent((0,) * len(shape), shape, "file", 0),)) for name, shape in held.items()
     }
-    sizes = Sizes(family, {"model_type": name, **config, **changed})
-    return translate(bind(list(held), family, hf, sizes, stored=entries), entries, to, sizes), held
+    sizes = Sizes(family, config)
+    return translate(bind(list(held), family, hf, sizes, stored=entries), entries, to, sizes)
 
 
 def _missing(view: Translation) -> set[str]:
@@ -155,3 +163,93 @@ def test_a_config_without_such_layers_keeps_them_under_their_names(case: str) ->
     numbered = {name for name in held if any(part.isdigit() for part in name.split("."))}
     assert numbered <= set(view.kept) | {name for name, target in view.targets.items() if target.component}
     assert set(view.targets) == set(held)
+
+
+EVERY_SIZE = {
+    **_NEMOTRON, "first_k_dense_replace": 1, "n_shared_experts": 1, "num_shared_experts": 1, "kv_lora_rank": 5,
+    "q_lora_rank": 9, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 3, "topk_method": "noaux_tc",
+    "shared_expert_intermediate_size": S, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "use_qk_norm": True,
+    "linear_key_head_dim": 3, "linear_value_head_dim": 5, "linear_conv_kernel_dim": 4, "full_attention_interval": 2,
+    "attention_bias": False, "use_bias": False, "moe_num_experts": E, "moe_num_shared_experts": 1,
+    "moe_layer_interval": 1, "moe_layer_start_index": 1, "moe_layer_end_index": -1, "num_sliding_attention_heads": 8,
+    "share_expert_dim": S, "use_head_wise_attn_gate": True, "use_moe_router_bias": True, "index_n_heads": 2,
+    "mlp_layer_types": ["dense", "sparse", "sparse"], "index_head_dim": 4, "mamba_num_heads": 2, "mamba_head_dim": 3,
+    "n_groups": 1, "ssm_state_size": 4, "conv_kernel": 4, "mtp_hybrid_override_pattern": "*E",
+}  # fmt: skip
+"""Keys of the configs of all families whose layers predict ahead; one reads the keys that it knows."""
+SLIDING = {"layer_types": ["full_attention", "sliding_attention"]}
+BEGUN = ("enorm", "hnorm", "eh_proj", "mtp_norm", "ln1")
+AHEAD = (
+    "axk1", "bailing_moe_v2", "deepseek_v3", "deepseek_v32", "ernie4_5_moe", "exaone_moe", "glm4_moe", "glm4_moe_lite",
+    "hy_v3", "mellum", "nemotron_h", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "step3p5",
+)  # fmt: skip
+"""Families that have such layers; whole models around a text model take them over from these."""
+NO_STACKS = frozenset({"bailing_moe_v2", "ernie4_5_moe", "exaone_moe", "qwen3_5_text", "step3p5"})
+"""Those whose layers ahead have no experts, and Bailing, which transformers does not know."""
+
+
+def model_of(name: str) -> tuple[dict[str, Any], Shapes, Shapes]:
+    """A config of a family, the stored tensors of its model, and those of the layers ahead, all of them."""
+    family = builtin()[name]
+    config = {**EVERY_SIZE, "model_type": name, **(SLIDING if name.startswith("step") else {})}
+    sizes, hf = Sizes(family, config), family.dialects[0]
+    own = {tensor for tensor in family.tensors if tensor.startswith(("ahead_", "mtp_"))} | {*BEGUN}
+    known, there, layers = sizes.at({}), dict.fromkeys(own, True), Shapes()
+    numbered = "enorm" in family.tensors
+    for line in hf.lines:
+        for position in product(*(range(known[axis]) for axis in line.name.axes)):
+            index, parts = dict(zip(line.name.axes, position, strict=True)), line.expression.components
+            if line.read_only or (index.get("l", 0) < 2 if numbered else own.isdisjoint(parts)):
+                continue
+            conditions = [*(family.tensors[part].when for part in parts), line.when]
+            if all(sizes.holds(condition, index, there) for condition in conditions):
+                numbers = line.name.numbering(known).numbers(position)
+                layers[line.name.format(tuple(n or 0 for n in numbers))] = line.expression.layout(sizes.at(index)).shape
+    return config, dict(Model(family, sizes, tp=0).stored(hf)), layers
+
+
+def _stacked(layers: Shapes) -> Shapes:
+    """The same layers with their experts in stacks, as models have them in memory; empty where they have none."""
+    stacks = Shapes()
+    for name, shape in layers.items():
+        before, experts, rest = name.partition(".experts.0.")
+        if experts and rest == "down_proj.weight":
+            stacks[f"{before}.experts.down_proj"] = (E, *shape)
+        elif experts and rest == "up_proj.weight":
+            gated = f"{before}.experts.0.gate_proj.weight" in layers
+            stack = "gate_up_proj" if gated else "up_proj"
+            stacks[f"{before}.experts.{stack}"] = (E, 2 * shape[0] if gated else shape[0], *shape[1:])
+    return {**{name: shape for name, shape in layers.items() if ".experts." not in name}, **stacks}
+
+
+@pytest.mark.parametrize("family", AHEAD)
+def test_a_layer_ahead_is_whole_or_refused(family: str) -> None:
+    """Whatever one of its tensors is missing, and the dialect."""
+    config, model, layers = model_of(family)
+    target = "megatron" if builtin()[family].dialect("megatron") else "transformers"
+    whole = _expressed(family, config, {**model, **layers}, target)
+    assert (len(layers) > 11, whole.refusals) == (True, ())
+    for lost in (name for name in layers if ".experts.1." not in name):
+        held = {name: shape for name, shape in {**model, **layers}.items() if name != lost}
+        refusals = _expressed(family, config, held, target).refusals
+        assert {refusal.code for refusal in refusals} == {"MISSING_TENSOR"}, lost
+        assert any(_unnumbered(lost) in _unnumbered(refusal.message) for refusal in refusals), lost
+
+
+def _unnumbered(text: str) -> str:
+    return re.sub(r"\d+|{[^}]*}", "#", text)
+
+
+@pytest.mark.parametrize("family", sorted({*AHEAD} - NO_STACKS))
+def test_experts_of_a_layer_ahead_in_the_other_form_are_read(family: str) -> None:
+    config, model, layers = model_of(family)
+    numbered = _expressed(family, config, {**model, **layers}, "hf")
+    stacked = _expressed(family, config, {**model, **_stacked(layers)}, "hf")
+    assert (stacked.refusals, stacked.kept) == ((), ())
+    assert {name: target.shape for name, target in stacked.targets.items()} == {
+        name: target.shape for name, target in numbered.targets.items()
+    }
+    held = {**model, **_stacked(layers)}
+    for lost in held.keys() - layers.keys() - model.keys():
+        rest = {name: shape for name, shape in held.items() if name != lost}
+        assert "MISSING_TENSOR" in {refusal.code for refusal in _expressed(family, config, rest, "hf").refusals}

@@ -217,8 +217,9 @@ EXPLANATIONS: Mapping[Code, Explanation] = {
     "UNEXPECTED_TENSOR": Explanation(
         "The checkpoint has a tensor that the table does not know.",
         "Tensors without a line in the target dialect normally keep their names and are listed in the report. "
-        "--strict refuses them. Layers or experts beyond the number that the config or --axis says are refused in any "
-        "case: the model would lack them. So is a model whose names begin as those of a model with a head, where no "
+        "--strict refuses them. One in a layer whose other tensors are converted is refused in any case: nobody would "
+        "look for it under its old name. So are layers or experts beyond the number that the config or --axis says: "
+        "the model would lack them. So is a model whose names begin as those of a model with a head, where no "
         "line reads the head. In `verify`, the code means that a tensor was added after the checkpoint "
         "was written.",
         "model.layers.0.self_attn.rotary_emb.inv_freq\n    dialect torchtitan has no line for this tensor",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -30,6 +31,13 @@ if TYPE_CHECKING:
     from transaxle.formats.deepspeed.table_cuts import Cutter
 
 _SHARD = re.compile(r".*-(\d+)-of-(\d+)")
+_META = "consolidated"
+_RANK = re.compile(rf"({_META}[._]|(?:.*[._-])?rank[._-]?)(\d+)((?:[._-].*)?\.(?:pth?|bin|safetensors))")
+_OF_RANKS = (
+    "Each holds its share of a model's tensors, and nothing in it says of which axes: join them with the program that "
+    "wrote them (transformers' convert_llama_weights_to_hf.py for Meta's), and convert the result. One alone can "
+    'keep its names: --to safetensors:identity (to="safetensors:identity").'
+)
 _LOOKED_INTO = 50
 _SNAPSHOTS = "snapshots"
 """Folder in the cache of a hub, with a folder for each version."""
@@ -215,11 +223,38 @@ def _shard(member: str) -> re.Match[str] | None:
     return _SHARD.fullmatch(member.removesuffix(next((end for end in one_file_ends() if member.endswith(end)), "")))
 
 
+def _rank(file: str) -> tuple[str, int] | None:
+    """Read what the files of all ranks are called, and the number of one, out of a name; None for other names."""
+    match = _RANK.fullmatch(file)
+    return None if match is None else (f"{match[1]}{match[3]}", int(match[2]))
+
+
+def part_of_ranks(storage: Storage) -> Refusal | None:
+    """Return why a file that was given alone is no whole model: by its name, it is one of several ranks' files."""
+    rank = _rank(storage.single) if storage.single else None
+    if rank is None:
+        return None
+    around: list[str] = []
+    if not is_url(storage.path):
+        with suppress(OSError):  # a folder that cannot be listed says nothing
+            around = os.listdir(os.path.dirname(storage.path) or ".")  # noqa: PTH120, PTH208 - as typed
+    others = {other[1]: name for name in sorted(around) if (other := _rank(name)) is not None and other[0] == rank[0]}
+    others.pop(rank[1], None)
+    is_one = sorted((rank[1], *others)) == list(range(1 + len(others))) if others else rank[0].startswith(_META)
+    if not is_one or (rank[1] == 0 and not others):
+        return None
+    besides = f", beside {listed(list(others.values()))}" if others else ""
+    message = f"by its name, this is the file of rank {rank[1]} of several{besides}: a part of the tensors of a model"
+    return Refusal("INCOMPLETE", message, Where(storage.path), _OF_RANKS)
+
+
 def _several(path: str, matches: Sequence[_Match]) -> TransaxleError:
     members = [match.member for match in matches]
     kinds = list(dict.fromkeys(match.kind.name for match in matches))
     if len(kinds) > 1:
         hint = f"Give one of them, or say its format: --format {' or --format '.join(kinds)}."
+    elif _rank(members[0]) and len({rank and rank[0] for rank in map(_rank, members)}) == 1:
+        hint = _OF_RANKS
     elif all(_shard(member) for member in members):
         hint = f"These look like the shards of one checkpoint: its index (*{INDEX}) is missing."
     else:

@@ -47,8 +47,7 @@ def test_a_tie_of_different_sizes_is_refused() -> None:
     config = {key: value for key, value in TIED.items() if key != "words"}
     view = translated(TOY, "both", "hf", Store(model(head=arange(9, 4))), config)
     refusal = only_refusal(view, "SHAPE_MISMATCH")
-    assert "[9, 4]" in refusal.message
-    assert "[7, 4]" in refusal.message
+    assert refusal.message == "axis n has several sizes: 7 in embed; but 9 in head"
 
 
 def test_a_tie_of_different_dtypes_cannot_pass() -> None:

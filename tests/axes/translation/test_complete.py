@@ -87,10 +87,10 @@ def test_a_name_that_claims_a_billion_layers_is_refused_in_no_time() -> None:
         ({"biased": False}, [], []),
         ({"biased": True}, [0, 1], []),
         ({"biased": True}, [1], ["layers.0.bias"]),
-        ({"biased": True}, [], ["bias (in no layer)"]),
+        ({"biased": True}, [], ["layers.{l}.bias (in no layer)"]),
         ({"biased": None}, [], []),
         ({"biased": None}, [0], ["layers.1.bias"]),
-        ({"first": 1}, [], ["fine (in no layer)"]),
+        ({"first": 1}, [], ["layers.{l}.fine (in no layer)"]),
     ],
 )
 def test_conditional_tensors(config: dict[str, object], there: list[int], missing: list[str]) -> None:
@@ -129,7 +129,7 @@ AHEAD = only(
         (["x.2", "mark.2", "y.2"], []),
         (["y.2"], ["y.2"]),
         (["x.2"], ["x.2"]),
-        (["mark.2"], ["mark (in no layer)"]),
+        (["mark.2"], ["mark.{l} (in no layer)"]),
         (["y.0"], ["y.0"]),
     ],
 )

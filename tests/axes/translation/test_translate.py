@@ -377,7 +377,7 @@ dialect joined
         "needs b, which the source does not have here",
         "nor for both.1, both.2, both.3, both.4, … and 195 more",
     ]
-    assert lacks.message.splitlines()[1:] == ["b (in no layer)"]
+    assert lacks.message.splitlines()[1:] == ["{l}.b (in no layer)"]
 
 
 def test_a_part_that_is_wrong_is_not_called_missing() -> None:

@@ -52,6 +52,14 @@ dialect fused like hf
   {l}.both = [[gate:f | up:f] d]   lossy: 2 * w
 """
 
+STRANGE = """
+family strange like qwen3_moe
+  axes x
+  strange : l x
+dialect hf
+  model.layers.{l}.strange = strange[x]
+"""
+
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -195,7 +203,7 @@ def test_one_problem_does_not_hide_another(tmp_path: Path) -> None:
 
 
 def test_unknown_tensors_keep_their_names(tmp_path: Path) -> None:
-    extra = {"model.layers.0.strange": np.zeros(3, np.float32), "x/../y": np.ones(1, np.float32)}
+    extra = {"model.strange": np.zeros(3, np.float32), "x/../y": np.ones(1, np.float32)}
     held = {**checkpoints.tensors(), **extra}
     source = checkpoints.write(tmp_path / "source", held, config=checkpoints.CONFIG)
     report = tx.convert(source, tmp_path / "out", to="megatron", sync=False)
@@ -206,6 +214,40 @@ def test_unknown_tensors_keep_their_names(tmp_path: Path) -> None:
     plan = prepared(source, "megatron", strict=True).plan
     assert [(r.code, r.where.tensor) for r in plan.refusals] == [("UNEXPECTED_TENSOR", name) for name in plan.kept]
     assert set(plan.kept) == extra.keys()
+
+
+@pytest.mark.parametrize("to", ["megatron", "dcp:torchtitan", "transformers", "vllm"])
+@pytest.mark.parametrize(
+    "name", ["model.layers.1.strange", "model.layers.0.mlp.experts.gate_up.bias", "model.layers.1.layers.7.lora.weight"]
+)
+def test_a_layer_is_not_converted_in_part(name: str, to: str, tmp_path: Path) -> None:
+    """What no line reads in it would stay where no reader of the target looks, and the model would compute without."""
+    held = {**checkpoints.tensors(), name: np.zeros(3, np.float32), "model.layers.9.strange": np.zeros(3, np.float32)}
+    source = checkpoints.write(tmp_path / "source", held, config=checkpoints.CONFIG)
+    (refusal,) = tx.plan(source, tmp_path / "out", to=to).refusals
+    assert (refusal.code, refusal.where.tensor) == ("UNEXPECTED_TENSOR", name)
+    assert "--rules FILE" in refusal.hint
+    with pytest.raises(tx.TransaxleError, match="UNEXPECTED_TENSOR"):
+        tx.convert(source, tmp_path / "out", to=to, sync=False)
+    with tx.open(source) as checkpoint, pytest.raises(tx.TransaxleError, match="UNEXPECTED_TENSOR"):
+        checkpoint.as_dialect(to.rpartition(":")[2])
+    assert names_in(tmp_path) == ["source"]
+    for kept in ("hf", "safetensors:identity"):
+        assert tx.plan(source, tmp_path / "out", to=kept).refusals == ()
+
+
+def test_a_table_of_ones_own_reads_what_is_in_a_layer(tmp_path: Path) -> None:
+    """As the refusal says; a tensor that the user has named may stay."""
+    strange = {f"model.layers.{layer}.strange": np.full(3, layer, np.float32) for layer in range(2)}
+    source = checkpoints.write(tmp_path / "source", {**checkpoints.tensors(), **strange}, config=checkpoints.CONFIG)
+    (refusal,) = tx.plan(source, tmp_path / "out", to="megatron").refusals
+    assert all(name in refusal.message for name in strange)
+    rules = tmp_path / "my.rules"
+    rules.write_text(STRANGE)
+    report = tx.convert(source, tmp_path / "out", to="megatron", rules=rules, family="strange", sync=False)
+    assert set(report.kept) == strange.keys()
+    found = checkpoints.read(tmp_path / "out")
+    assert {name: found[name].tolist() for name in strange} == {n: array.tolist() for n, array in strange.items()}
 
 
 def test_a_kept_name_that_is_also_written_is_refused(tmp_path: Path) -> None:

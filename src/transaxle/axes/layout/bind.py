@@ -32,7 +32,8 @@ WEIGHT = ""
 """The slot of the parameter itself."""
 OPTIM = "optim/"
 """Prefix of optimizer state: `optim/<parameter>/<state>`."""
-
+_IN_MEMORY = "transformers"
+"""Dialect of what models of the hub have in memory: experts in stacks, which some files have beside the hub's names."""
 _MANY = 16
 """Names that are read together."""
 Index = tuple[int, ...]
@@ -223,7 +224,7 @@ def _as_stored(bound: Bound, stored_names: Mapping[str, str], encodings: Mapping
 
 def with_kept(bound: Bound, target: Dialect, sizes: Sizes, stored: Mapping[str, Stored]) -> Bound:
     """Read the names that a checkpoint's own dialect has no line for through the target's, and what is left through
-    those of the hub, which the family's first dialect has.
+    those of the hub, which the family's first dialect has, and those that its models have in memory.
 
     They are kept names: so they are what the other dialect says they are, unless the checkpoint has that already. What
     `hf` has and two others have no line for comes back like that, and conditions that ask for it hold again.
@@ -237,8 +238,9 @@ def with_kept(bound: Bound, target: Dialect, sizes: Sizes, stored: Mapping[str, 
     Raises:
         UsageError: as `bind` does.
     """
-    for dialect in (target, bound.family.dialects[0]):
-        bound = _with_names_of(dialect, bound, sizes, stored)
+    family = bound.family
+    for dialect in (target, family.dialects[0], family.dialect(_IN_MEMORY)):
+        bound = bound if dialect is None else _with_names_of(dialect, bound, sizes, stored)
     return bound
 
 

@@ -7,7 +7,7 @@ framework names and packs them. `tables.read` builds both from text.
 from __future__ import annotations
 
 from collections import ChainMap, defaultdict
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
@@ -311,6 +311,28 @@ class Sizes(msgspec.Struct, frozen=True, dict=True):
             own = names & self.family.name_axes
             indices[axis] = own.union(*(indices.get(name, frozenset()) for name in names - own))
         return indices
+
+    def indices_of(self, axis: str) -> frozenset[str]:
+        """Return the name axes on whose index the size of an axis depends by its formula, whatever is given."""
+        return self._by_formula._indices.get(axis, frozenset())
+
+    def unsized(self, axes: Iterable[str]) -> bool:
+        """Tell whether one of some axes has no formula: only shapes tell its size."""
+        return any(self.family.axes[axis] is None for axis in axes)
+
+    def first_alike(self, axis: str) -> str:
+        """Return the first axis of the family that has the formula of an axis, and so its size."""
+        return self._alike.get(axis, axis)
+
+    @cached_property
+    def _by_formula(self) -> Sizes:
+        return Sizes(self.family, {})
+
+    @cached_property
+    def _alike(self) -> Mapping[str, str]:
+        first: dict[str, str] = {}
+        formulas = [(axis, formula.text) for axis, formula in self.family.axes.items() if formula is not None]
+        return {axis: first.setdefault(text, axis) for axis, text in formulas}
 
     @cached_property
     def originals(self) -> Mapping[str, tuple[str, ...]]:

@@ -108,7 +108,8 @@ def beyond(bound: Bound, sizes: Sizes) -> Iterator[Refusal]:
     """Yield one refusal for each rule and axis that names count beyond: of more layers, or experts, than there are.
 
     Kept under their names, they would be missing from the converted model. Layers that predict ahead are kept where the
-    table has no line for them, numbered behind the last one, and where the config says that there are none.
+    table has no line for them, numbered behind the last one, and where the config says that there are none. No model is
+    without layers of its own.
 
     Args:
         bound: the stored names.
@@ -129,8 +130,10 @@ def beyond(bound: Bound, sizes: Sizes) -> Iterator[Refusal]:
             if axis in known and index >= known[axis]
         ]
         # The first number of a name is that of its layer.
-        layers = [(known[axis], index) for line, axis, index in over if axis == line.name.axes[0]]
-        if over and not any(count == 0 or index < count + ahead for count, index in layers):
+        layers = [(line, known[axis], index) for line, axis, index in over if axis == line.name.axes[0]]
+        if over and not any(
+            index < count + ahead or (count == 0 and _may_be_left_out(line, sizes)) for line, count, index in layers
+        ):
             line, axis, index = over[0]
             found[line, axis].append((index, name))
     for (line, axis), names in found.items():
@@ -141,6 +144,15 @@ def beyond(bound: Bound, sizes: Sizes) -> Iterator[Refusal]:
         if len(names) > 1:
             message += f"\nso are those of {len(names) - 1:,} more tensors of this line"
         yield Refusal("UNEXPECTED_TENSOR", message, Where(None, first), _BEYOND.format(axis=axis))
+
+
+def _may_be_left_out(line: Line, sizes: Sizes) -> bool:
+    """Tell whether a model may be without all that a line holds, as of layers that predict ahead: were there one layer
+    of each kind, the config would still not ask for it.
+    """
+    least = Sizes(sizes.family, sizes.config, {axis: count or 1 for axis, count in sizes.at({}).items()})
+    tensors = (sizes.family.tensors[component] for component in line.expression.components)
+    return not any(least.holds(tensor.when, dict.fromkeys(line.name.axes, 0)) for tensor in tensors)
 
 
 def _indices_of(line: Line, name: str, sizes: Mapping[str, int]) -> Iterator[tuple[str, int]]:
@@ -186,13 +198,27 @@ def _lacking(holdings: Holdings, tied: Container[str], budget: Iterator[int]) ->
         elif tensor.name in HEAD and is_headless:
             continue
         elif tensor.name not in tied and _must_exist(holdings, tensor, budget):
-            yield f"{tensor.name} (in no layer)" if numbered else tensor.name
+            yield f"{_called(holdings.bound, tensor)} (in no layer)" if numbered else _called(holdings.bound, tensor)
+
+
+def _called(bound: Bound, tensor: LogicalTensor) -> str:
+    """Return the name of a tensor that nothing holds, as the dialect stores it, or else as the family calls it."""
+    names = (bound.prefix + line.name.text for line in bound.dialect.lines if _holds(line, tensor))
+    return next(names, tensor.name)
+
+
+def _holds(line: Line, tensor: LogicalTensor) -> bool:
+    return tensor.name in line.expression.components
 
 
 def _must_exist(holdings: Holdings, tensor: LogicalTensor, budget: Iterator[int]) -> bool:
     """Tell whether a tensor that nothing holds must exist at any index at all."""
     if tensor.when is None:
         return True
+    lines = frozenset(holdings.bound.dialect.lines)
+    if lines.issuperset(line for line, _ in holdings.bound.names) and not any(_holds(line, tensor) for line in lines):
+        # What is there only because other tensors are is not missing where a dialect has no name for it.
+        return bool(holdings.sizes.holds(tensor.when, {}))
     known_sizes = holdings.sizes.at({})
     axes = [axis for axis in tensor.axes if axis in tensor.when.names and axis in known_sizes]
     return any(

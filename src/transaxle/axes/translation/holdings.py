@@ -19,7 +19,7 @@ from transaxle.axes.layout.bind import WEIGHT, Bound, Index, split_slot
 from transaxle.axes.layout.inseparable import NOTHING
 from transaxle.axes.layout.relayout import Origin, Stored
 from transaxle.axes.layout.solve import Shape, fill, solve
-from transaxle.axes.layout.unify import Basis, factors
+from transaxle.axes.layout.unify import JOIN, Basis, factors
 from transaxle.axes.notation.expression import Expression, Layout, Share
 from transaxle.axes.notation.family import Line, Sizes
 from transaxle.axes.notation.formula import Formula
@@ -31,6 +31,12 @@ _FACTORED = "\nThis state has another shape than its parameter, as of Adafactor:
 _AS_IT_IS = 'Keep names and shapes: a format without a dialect as the target, as  --to dcp  (to="dcp").'
 _BYTES = "U8"
 """Safetensors code of packed 4-bit codes, two in a byte."""
+_ONE_SIZE = (
+    "Tensors of one model agree. A file that one of several ranks wrote holds its share of some of them: convert the "
+    'whole checkpoint, or keep names and shapes, with no family: --to safetensors:identity (to="safetensors:identity").'
+)
+_NAMED = 3
+"""Cap on the tensors that are named for a size."""
 Key = tuple[str, str]
 """(logical tensor, slot)."""
 _Filled = tuple[Layout, dict[str, int]]
@@ -258,6 +264,7 @@ class Holdings:
         sources: (logical tensor, slot) -> the lines that hold it; several lines may hold the same.
         refusals: stored tensors that their rules do not explain.
         broken: what these tensors were to hold.
+        contradictions: axes of which tensors show several sizes.
     """
 
     def __init__(
@@ -277,6 +284,7 @@ class Holdings:
         self.broken: set[Key] = set()
         self.sources: dict[Key, list[LineSources]] = defaultdict(list)
         self._varying = tuple(sorted(sizes.varying))
+        self._shown: dict[tuple[str, Index], dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
         self._filled: dict[tuple[int, bool, Shape, tuple[int | None, ...]], _Filled] = {}
         self._originals: dict[tuple[int, str], Layout] = {}
         for (line, slot), names in bound.names.items():
@@ -297,6 +305,7 @@ class Holdings:
                     continue
                 of_all = dict.fromkeys(names.values(), *usable.values()) if grid else usable
                 self.sources[component, slot].append(self._line_sources(line, component, names, of_all, scalar))
+        self.contradictions = tuple(_contradictions(self._shown, sizes.at({})))
 
     def at(self, component: str, index: Mapping[str, int]) -> bool:
         """Tell whether a logical tensor exists at these indices."""
@@ -335,7 +344,7 @@ class Holdings:
             if key not in self._filled:
                 index = dict(zip(line.name.axes, position, strict=True))
                 try:
-                    self._filled[key] = self._fill(line, expression, shape, index, scalar)
+                    self._filled[key] = self._fill(line, expression, name, index, scalar)
                 except TransaxleError as error:
                     self.refusals.extend(self._misfits(name, shape, error))
                     continue
@@ -352,10 +361,8 @@ class Holdings:
             else:
                 yield Refusal(each.code, each.message, Where(None, name), each.hint)
 
-    def _fill(
-        self, line: Line, expression: Expression, shape: Shape, index: Mapping[str, int], scalar: bool
-    ) -> _Filled:
-        sizes = self.sizes.at(index)
+    def _fill(self, line: Line, expression: Expression, name: str, index: Mapping[str, int], scalar: bool) -> _Filled:
+        sizes, shape = self.sizes.at(index), self.stored[name].shape
         if scalar:
             dim_shares = tuple(Share(0, ()) for _ in shape)
             return Layout(shape, dict.fromkeys(expression.components, dim_shares)), sizes
@@ -366,7 +373,25 @@ class Holdings:
                 raise
             expression = self._whole[line.expression]
             sizes = fill(expression, shape, {**sizes, NOTHING: 0})
+        self._note(line, expression, name, index, sizes)
         return expression.layout(sizes), sizes
+
+    def _note(
+        self, line: Line, expression: Expression, name: str, index: Mapping[str, int], sizes: Mapping[str, int]
+    ) -> None:
+        """Note the sizes that a tensor shows: an axis has one, or one in each layer where its formula asks for that, or
+        where it has none.
+        """
+        parameter, slot = split_slot(name)
+        if slot != WEIGHT and parameter in self.stored and _unpacks(self.stored[name], self.stored[parameter]):
+            return  # the parameter is codes, which have other columns
+        for axis in sorted(expression.axes - expression.padding - {NOTHING}):
+            own = [axis for axis in factors(axis) if axis in self.sizes.family.axes]
+            along = frozenset(line.name.axes[:1] if self.sizes.unsized(own) else ())
+            along = along.union(*map(self.sizes.indices_of, own or line.expression.axes))
+            layer = tuple([index.get(name_axis, -1) for name_axis in sorted(along)])
+            label = JOIN.join(map(self.sizes.first_alike, own)) or axis
+            self._shown[label, layer][sizes[axis]].append(name)
 
     def _line_sources(
         self,
@@ -415,6 +440,40 @@ class Holdings:
             )
             self._originals[key] = full_layout if trimmed == shares else Layout(full_layout.shape, {component: trimmed})
         return self._originals[key]
+
+
+def _contradictions(
+    shown: Mapping[tuple[str, Index], Mapping[int, Sequence[str]]], known: Mapping[str, int]
+) -> Iterator[Refusal]:
+    """Yield a refusal for each axis of which tensors show several sizes, and for each product that is none.
+
+    Args:
+        shown: axis, and the layer where it has a size in each -> size -> the tensors that show it.
+        known: sizes that nothing needs to show.
+    """
+    agreed: dict[str, tuple[int, str]] = {axis: (size, "") for axis, size in known.items()}
+    for (axis, layer), names in shown.items():
+        if len(names) > 1:
+            # Most tensors are right: the others are named first.
+            *others, usual = sorted(names, key=lambda size: (len(names[size]), size))
+            few = "; ".join(f"{size} in {', '.join(names[size][:_NAMED])}" for size in others)
+            message = f"axis {axis} has several sizes: {few}; but {usual} in {', '.join(names[usual][:_NAMED])}"
+            yield Refusal("SHAPE_MISMATCH", message, Where(None, names[others[0]][0]), _ONE_SIZE)
+        elif not layer:
+            ((size, named),) = names.items()
+            agreed[axis] = size, named[0]
+    products = {axis: Counter(factors(axis)) for axis in agreed}
+    for axis, parts in products.items() if any(JOIN in axis for axis in agreed) else ():
+        size, name = agreed[axis]
+        smaller = [other for other, own in products.items() if own < parts]
+        alone = [agreed[factor][0] for factor in parts.elements() if factor in agreed]
+        wrong = next((other for other in smaller if size % (agreed[other][0] or 1)), None)
+        if len(alone) == parts.total() > 1 and prod(alone) != size:
+            wrong = wrong or next(iter(parts))
+        if wrong is not None and name:
+            where = f" in {agreed[wrong][1]}" if agreed[wrong][1] else ""
+            message = f"{axis} is {size}, but {wrong} is {agreed[wrong][0]}{where}: that is no part of it"
+            yield Refusal("SHAPE_MISMATCH", message, Where(None, name), _ONE_SIZE)
 
 
 def _all_like(model: LineSources, names: Mapping[Index, str], grid: Grid) -> LineSources:

@@ -130,8 +130,11 @@ class _Translator:
         self._single: dict[tuple[str, str, frozenset[tuple[str, int]]], str] = {}
 
     def run(self, *, partial: bool) -> Translation:
-        self.refuse(self.holdings.refusals)
+        self.refuse([*self.holdings.refusals, *self.holdings.contradictions])
         self.refuse(contradicted(self.holdings))
+        if self.holdings.contradictions:  # what would be refused of targets follows from these
+            self.refuse(() if partial else incomplete(self.holdings, self.tied))
+            return Translation({}, (), (), (), {}, tuple(self.refusals.values()), self.sizes.at({}))
         built: dict[str, Target] = {}
         for line in self.lines:
             for slot in dict.fromkeys(slot for _, slot in self.holdings.sources):

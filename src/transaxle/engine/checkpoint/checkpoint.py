@@ -22,7 +22,7 @@ from transaxle.axes.notation.family import Sizes
 from transaxle.axes.notation.name import natural, skeleton
 from transaxle.axes.notation.number_format import Recode, same
 from transaxle.encodings.encoding import Encoded
-from transaxle.engine.checkpoint.foreign_names import foreign
+from transaxle.engine.checkpoint.foreign_names import foreign, half_converted
 from transaxle.engine.checkpoint.manifest import Manifest
 from transaxle.engine.checkpoint.peft_adapter import adapter_config, in_dialect
 from transaxle.engine.checkpoint.recognise import IDENTITY, Recognised, StoredNames, pick_dialect
@@ -38,7 +38,7 @@ from transaxle.engine.views.param_groups import regrouped
 from transaxle.engine.views.swizzled_scales import ordering
 from transaxle.errors import Refusal, TransaxleError, gathered, refuse
 from transaxle.formats.catalog.catalog import Container
-from transaxle.formats.detect import open_container
+from transaxle.formats.detect import open_container, part_of_ranks
 from transaxle.formats.format import uncollected
 from transaxle.formats.storage.storage import Storage, close, is_closed
 from transaxle.formats.training_state.state import LEFT_BEHIND, OPTIMIZER
@@ -185,7 +185,8 @@ class Checkpoint(TensorSet):
         if recode is not same or self.catalog.encoded or self.decoded:
             recode = plainly(recode)
         translation = translate(self.bound, entries, target, self.sizes, recode, partial=partial)
-        return viewed(translation, self.catalog)
+        view, part = viewed(translation, self.catalog), part_of_ranks(self.container.storage)
+        return view if part is None else replace(view, refusals=(part, *view.refusals))
 
     def as_dialect(self, dialect: str) -> Checkpoint:
         """Return a lazy view of the checkpoint in another dialect; nothing is converted or written.
@@ -201,9 +202,11 @@ class Checkpoint(TensorSet):
             said = replace(self.settings, family=None, dialect=None)
             return self._kept(Checkpoint(files, said, None, None), "as_dialect", dialect)
         problems = self.foreign(dialect)
-        if problems:
+        view = None if problems else self.translation(dialect)
+        problems = problems or self.half_converted(dialect, view)
+        if view is None or problems:
             raise gathered(problems)
-        return self._kept(self.seen_as(dialect), "as_dialect", dialect)
+        return self._kept(self._expressed(view, dialect), "as_dialect", dialect)
 
     def _kept(self, made: Checkpoint, method: str, *arguments: Any) -> Checkpoint:
         """Return a view of this checkpoint that remembers how it was made, for those who pickle it."""
@@ -227,6 +230,13 @@ class Checkpoint(TensorSet):
         return foreign(
             self.bound, self.config, target, self.container.beside, family_given=self.settings.family is not None
         )
+
+    def half_converted(self, dialect: str, view: View | None) -> list[Refusal]:
+        """Return why a view of this checkpoint in a dialect has layers of which some tensors kept their names."""
+        if dialect == IDENTITY or view is None:
+            return []
+        target = pick_dialect(self.recognised.family, dialect)
+        return half_converted(self.bound, target, view.kept, (*view.refusals, *self.catalog.refusals))
 
     def seen_as(self, dialect: str) -> Checkpoint:
         """Return a view as `as_dialect` does, but keep unknown names, for callers that compare all names."""

@@ -1,23 +1,29 @@
 """Foreign names: tensors whose names in another dialect no table knows.
 
 A table of a text model also reads that model inside a larger one, after a prefix such as `language_model.`, but it
-cannot know how another framework names the whole. Under its own names such a checkpoint can still be moved.
+cannot know how another framework names the whole, nor what is in a layer beside the tensors that it reads: converted in
+part, the layer would have the others where nobody looks for them. Under its own names such a checkpoint can still be
+moved.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from transaxle.axes.layout.bind import WEIGHT, Bound, split_slot
 from transaxle.axes.notation.family import Dialect
-from transaxle.axes.notation.name import is_outer
+from transaxle.axes.notation.name import is_outer, natural
 from transaxle.engine.checkpoint.recognise import model_types
 from transaxle.errors import Code, Refusal, Where
 
 _LISTED = 6
 """Cap on the names that a refusal lists."""
 _IDENTITY = 'keep all names with --to safetensors:identity (to="safetensors:identity")'
+_LAYER = re.compile(r"(?:[^.]*\.)*?\d+(?=\.)")
+"""Beginning of a name, up to the number of its layer."""
 _TABLE = 'add lines for them to a table of your own (--rules FILE, rules="FILE")'
 
 
@@ -32,7 +38,7 @@ def foreign(
     """Refuse a dialect in which the names of some tensors are not known.
 
     A few tensors beside a model that is known as a whole (extra heads, layers that other programs add) are no reason:
-    they keep their names, and the report lists them.
+    they keep their names, and the report lists them. Those in a layer that is converted are: see `half_converted`.
 
     Args:
         bound: the stored names, read through their own dialect.
@@ -72,7 +78,7 @@ def foreign(
     elif not inside:
         ways.append(
             f'declare the model a {family.name} with --config FILE (config="FILE") or --family {family.name}'
-            f' (family="{family.name}"), and they keep their names'
+            f' (family="{family.name}"), and those in none of its layers keep their names'
         )
     where = Where(None, unknown[0] if len(unknown) == 1 else None)
     code: Code = "UNKNOWN_FAMILY" if wrapped else "UNEXPECTED_TENSOR"
@@ -90,3 +96,40 @@ def _whole(bound: Bound, config: Mapping[str, Any], target: str, *, nested: bool
     model = f"config.json says model_type {top!r}: " if isinstance(top, str) else ""
     statement = f"{bound.family.name} is only one part of this model{inside}"
     return f"{model}{statement}; the layout of the whole model in {target} is unknown"
+
+
+def half_converted(bound: Bound, target: Dialect, kept: Collection[str], refusals: Iterable[Refusal]) -> list[Refusal]:
+    """Refuse tensors that no line reads in layers whose other tensors are converted.
+
+    Args:
+        bound: the stored names, read through their own dialect.
+        target: the wanted dialect; in the names' own dialect, they simply stay.
+        kept: the stored names that stay in it.
+        refusals: others; what follows from those is not said again.
+    """
+    refused = tuple(refusal.where.tensor for refusal in refusals if refusal.where.tensor)
+    unread: dict[str, list[str]] = defaultdict(list)
+    staying = frozenset(kept)
+    for name in staying.intersection(bound.unknown) if target is not bound.dialect else ():
+        layer = _LAYER.match(name)
+        if layer is not None and split_slot(name)[1] == WEIGHT and not name.startswith(refused):
+            unread[layer[0]].append(name)
+    if not unread:
+        return []
+    converted = {
+        layer[0]
+        for of_line in bound.names.values()
+        for name in of_line.values()
+        if name not in staying and (layer := _LAYER.match(name)) is not None
+    }
+    names = sorted((name for layer in unread.keys() & converted for name in unread[layer]), key=natural)
+    if not names:
+        return []
+    headline = (
+        f"no line of {bound.family.name}, dialect {bound.dialect.label}, reads {len(names):,} tensors of layers whose "
+        f"other tensors get their names in {target.label}"
+    )
+    more = [f"… and {len(names) - _LISTED:,} more"] if len(names) > _LISTED else []
+    hint = f"{_TABLE[0].upper()}{_TABLE[1:]}, or {_IDENTITY}."
+    where = Where(None, names[0] if len(names) == 1 else None)
+    return [Refusal("UNEXPECTED_TENSOR", "\n".join([headline, *names[:_LISTED], *more]), where, hint)]

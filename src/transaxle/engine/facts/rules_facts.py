@@ -154,5 +154,6 @@ def _written(checkpoint: Checkpoint, dialect: Dialect) -> JsonFacts:
         translation = checkpoint.translation(dialect.label)
     except TransaxleError as error:
         return {"tensors": 0, "refusals": [refusal.as_json() for refusal in error.refusals]}
-    refusals = (*checkpoint.foreign(dialect.label), *translation.refusals)
+    unknown = checkpoint.foreign(dialect.label) or checkpoint.half_converted(dialect.label, translation)
+    refusals = (*unknown, *translation.refusals)
     return {"tensors": len(translation.targets), "refusals": [refusal.as_json() for refusal in refusals]}

@@ -48,6 +48,7 @@ from transaxle.spans import stage
 
 _LARGEST = 1 << 44
 """Cap on the elements of a tensor."""
+_MISSHAPEN = "SHAPE_MISMATCH"
 SHARD_SIZE = 5_000_000_000
 """Default bytes of tensors per file."""
 _FRAMEWORK = {"format": "pt"}
@@ -108,7 +109,7 @@ def make_plan(
         raise ValueError(f"shard_size must be positive, not {shard_size}")
     checkpoint, form, wanted, hub_refusals, fitting = _aimed(checkpoint, to, degrees)
     view, names, problems, told = _viewed(checkpoint, wanted, encode, fitting, bare=wanted == to)
-    unknown = checkpoint.foreign(wanted)
+    unknown = checkpoint.foreign(wanted) or checkpoint.half_converted(wanted, view)
     problems += [*hub_refusals, *checkpoint.container.unread, *unknown, *misnamed(target, form)]
     if strict and not unknown:
         problems.extend(without_line(name, wanted) for name in view.kept)
@@ -295,6 +296,10 @@ def _viewed(
         names, misfits, notes = to_encode(checkpoint, wanted, view, encode)
         if wanted != IDENTITY:
             view = checkpoint.translation(wanted, recoding(names, encode.encoding))
+    if wanted == IDENTITY and checkpoint.settings.family is not None and not checkpoint.stored_names.is_adapter:
+        # Who names the family says that its rules hold of the shapes too.
+        own = checkpoint.translation(checkpoint.recognised.dialect.label)
+        misfits.extend(refusal for refusal in own.refusals if refusal.code == _MISSHAPEN)
     if wanted == IDENTITY and (names or checkpoint.decoded):
         misfits.extend(displaced(checkpoint, names))
     return view, [name for name in names if name in view.targets], [*view.refusals, *misfits], notes

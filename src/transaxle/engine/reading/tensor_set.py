@@ -30,7 +30,8 @@ _READERS = 2
 
 
 _INTERNAL = {
-    "bound", "catalog", "checking", "checks", "container", "folded", "foreign", "in_order", "in_part", "recognised",
+    "bound", "catalog", "checking", "checks", "container", "folded", "foreign", "half_converted", "in_order", "in_part",
+    "recognised",
     "reopening", "seen_as", "settings", "sizes", "source", "source_of", "stored_names", "targets", "translation",
     "undecoded", "view", "without_optimizer",
 }  # fmt: skip
