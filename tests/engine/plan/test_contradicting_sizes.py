@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,9 +24,9 @@ from transaxle.families import builtin
 from transaxle.formats.catalog.catalog import Entry, Extent
 
 DIALECTS = ("hf", "transformers", "torchtitan", "megatron", "dcp:automodel", "vllm", "safetensors:identity")
-OPTIONS = {"family": "qwen3_moe", "axes": {"g": 2, "c": 8}}
+OPTIONS: dict[str, Any] = {"family": "qwen3_moe", "axes": {"g": 2, "c": 8}}
 EMBED, DOWN, NORM = "model.embed_tokens.weight", "model.layers.1.mlp.experts.2.down_proj.weight", "model.norm.weight"
-SHRUNK = {EMBED: np.s_[:, :8], DOWN: np.s_[:, :5], NORM: np.s_[:9], checkpoints.GATE: np.s_[:6]}
+SHRUNK: dict[str, Any] = {EMBED: np.s_[:, :8], DOWN: np.s_[:, :5], NORM: np.s_[:9], checkpoints.GATE: np.s_[:6]}
 """Tensor -> what is left of it."""
 FAMILIES = (
     "llama",
