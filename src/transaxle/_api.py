@@ -256,8 +256,8 @@ def convert(
         resume: keep finished work if interrupted, and continue it; a `dst` that is already the expected result stays as
             it is. Without it, unfinished work beside `dst` is refused, and with `overwrite` deleted.
         sync: sync everything to disk before `dst` appears.
-        verify: read the result back, check it against its manifest and compare it with `src`, and `src` with its own
-            manifest if it has one; the report has the verification.
+        verify: read the result back, check it against its manifest and compare it with `src`; the report has the
+            verification. What is read of `src` is always held against its own hashes, if it has any.
         progress: called with the bytes of each block written, from several threads.
         **options: `shard_size` (bytes of tensors per file, 5_000_000_000 or "5GB"; ignored if `dst` is one file),
             `allow_lossy` (allow a dialect's arithmetic), `strict` (refuse tensors without a line in the target dialect
@@ -299,14 +299,11 @@ def _verified(
     """Read the result back, with what was said when the source was opened; return the report with the verification."""
     from transaxle.engine.execute.read_back import read_back, refuse_unequal
 
-    source: str | None
-    known: Mapping[str, Any]
+    known: Mapping[str, Any] = options
     if isinstance(src, Checkpoint):
-        source, known = (src.reopening.path, src.reopening.options) if src.reopening else (None, {})
-    else:
-        source, known = read_source("src", src), options
+        known = src.reopening.options if src.reopening else {}
     reading = {name: value for name, value in known.items() if name in Reading.__annotations__}
-    found = read_back(prepared, target, source, reading, limit)
+    found = read_back(prepared, target, reading, limit)
     refuse_unequal(found, target)
     return replace(report, verification=found)
 

@@ -199,7 +199,7 @@ _WRITING = (
                 "files in its folder."),
     click.option("--resume", is_flag=True, help="Keep finished work if interrupted, and continue it."),
     click.option("--verify", "check", is_flag=True,
-                 help="Read the result back and compare it with SRC; check both against their manifests."),
+                 help="Read the result back, and check it against SRC and its manifest."),
     click.option("--no-sync", is_flag=True, help="Do not wait until everything is on disk."),
 )  # fmt: skip
 _EVERYWHERE = (

@@ -43,7 +43,7 @@ class Memory(Readable, Protocol):
     """The memory of several ranks, as one storage: each file is a tensor's part that one of them holds."""
 
     def lend(self, name: str, offset: int, size: int) -> Bytes:
-        """Return bytes of this rank's own files without copying them; nobody writes to them."""
+        """Return bytes of this rank's own files without copying them, to be read once: they may change meanwhile."""
 
     def owner(self, name: str) -> int:
         """Return the rank that holds a file; the others cannot read it."""

@@ -303,11 +303,11 @@ def digest(data: bytes | memoryview) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
-def digest_in(storage: Readable, places: Sequence[Transfer]) -> str:
-    """Return the hash of an item as it lies in files."""
+def digest_in(storage: Readable, places: Sequence[Transfer], span_size: int | None = None) -> str:
+    """Return the hash of an item as it lies in files, of spans of so many bytes; None: `SPAN`."""
     import numpy as np
 
-    hashed = ItemHash()
+    hashed = ItemHash(span_size)
     block: Bytes = np.empty(_BLOCK, np.uint8)
     scratch = Scratch(2 * _BLOCK)
     size = sum(place.size for place in places)

@@ -84,6 +84,8 @@ class ItemResult(msgspec.Struct, frozen=True, kw_only=True):
     """Tensor that is decoded or cast -> the error of its values, and how many became infinite."""
     summed: tuple[tuple[str, int, tuple[SummedRange, ...]], ...] = ()
     """Ranges with a checksum that were read in part: file, first byte, and the summed pieces."""
+    proved: tuple[str, ...] = ()
+    """Tensors of the source that have the hashes which it keeps of them."""
     begun: str = ""
     """On a service: which beginning of the work it belongs to."""
     sent: tuple[SentPart, ...] = ()

@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import cached_property
+from itertools import pairwise
 from mmap import MAP_PRIVATE, mmap
 from typing import TypeVar, cast
 
@@ -186,11 +187,15 @@ class Worker:
             produce(self._reader, parts, start, out, self.scratch)
 
     def block(self, parts: Sequence[Transfer], start: int, stop: int) -> Bytes:
-        """Return the bytes `[start, stop)` of a target: lent, where they lie whole in memory, else in the block."""
-        if self._lend is not None and is_whole(parts, stop - start):
-            return self._lend(parts[0].file, parts[0].source, parts[0].width)
+        """Return the bytes `[start, stop)` of a target in the block: memory that is lent is read once, here.
+
+        Somebody may write to it meanwhile, and what is written to a file must be what is hashed.
+        """
         out = self._block[: stop - start]
-        self.fill(parts, start, out)
+        if self._lend is not None and is_whole(parts, stop - start):
+            out[:] = self._lend(parts[0].file, parts[0].source, parts[0].width)
+        else:
+            self.fill(parts, start, out)
         return out
 
     def stream(self, item: Item, start: int, stop: int) -> Iterator[memoryview]:
@@ -203,8 +208,8 @@ class Worker:
         """
         if item.blocks is not None:
             return item.blocks(self)
-        if self._lend is not None:  # whole ranges need no block: they are cut where these begin
-            return self.cut(item.transfers, item.cuts[1:])
+        if self._lend is not None:  # whole ranges are cut where they begin, and into pieces that stay in the cache
+            return self.cut(item.transfers, [end for cut in pairwise(item.cuts) for end in _cut(*cut, BLOCK)])
         return self.blocks(_between(item, start, stop), stop - start)
 
     def note_fill(self, batch: StepBatch, parts: Collection[Transfer], start: int, out: Bytes) -> None:

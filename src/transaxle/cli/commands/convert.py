@@ -103,7 +103,7 @@ def command(
                 return 0  # the first rank speaks for all
             if check:
                 with work[0].planned() as prepared:
-                    report = _verified(screen, prepared, report, src, dst, source_options, limit)
+                    report = _verified(screen, prepared, report, dst, source_options, limit)
             return _told(screen, report)
     with in_order(src, dst), open_checkpoint(src, **source_options) as source:
         with screen.working("planning"):
@@ -124,7 +124,7 @@ def command(
                 written: dict[str, Any] = {"overwrite": overwrite, "resume": resume, "sync": not no_sync}
                 report = _carried_out(prepared, dst, {**written, "limit": limit, "progress": progress}, shown)
         if check:
-            report = _verified(screen, prepared, report, src, dst, source_options, limit)
+            report = _verified(screen, prepared, report, dst, source_options, limit)
         if shown is not None:
             screen.consequence, screen.way_on = f"{dst} is written, but not its report", ""
             shown.write(prepared.plan, report)
@@ -224,7 +224,6 @@ def _verified(
     screen: Screen,
     prepared: Prepared,
     report: Report,
-    src: str,
     dst: str,
     reading: Mapping[str, Any],
     limit: Limits,
@@ -233,7 +232,7 @@ def _verified(
     from transaxle.engine.execute.read_back import read_back
 
     screen.consequence, screen.way_on = f"{dst} is written, but not verified", ""
-    return replace(report, verification=read_back(prepared, dst, src, reading, limit, screen.progress))
+    return replace(report, verification=read_back(prepared, dst, reading, limit, screen.progress))
 
 
 def print_report(screen: Screen, report: Report) -> None:

@@ -15,6 +15,7 @@ from transaxle.engine.checkpoint.checkpoint import open_checkpoint
 from transaxle.engine.compare.compare import Comparison
 from transaxle.engine.compare.pair import opened_pair
 from transaxle.engine.compare.verification import Verification, verify, verify_against
+from transaxle.formats.newest_step import listed
 from transaxle.move.workers import Limits
 
 
@@ -27,9 +28,10 @@ from transaxle.move.workers import Limits
     ),
     help="""Check a checkpoint against its manifest, or compare two checkpoints.
 
-    Exits with 0 if everything matches and with 1 if not. With A alone: reads every tensor and compares its hash with
-    the one recorded in transaxle.json, or, for a single file, in the file itself. If neither is there, only the
-    structure is checked. With A and B: compares their tensors bit by bit, whatever the dialect and files of each.""",
+    Exits with 0 if everything matches and with 1 if not. With A alone: reads every file, and every copy of every
+    tensor, and compares hashes with those recorded in transaxle.json, or, for a single file, in the file itself. If
+    neither is there, only the structure, and checksums of the format, are checked. With A and B: compares their
+    tensors bit by bit, whatever the dialect and files of each.""",
 )
 @click.argument("a", type=click.Path(readable=False))
 @click.argument("b", type=click.Path(readable=False), required=False)
@@ -72,10 +74,18 @@ def print_verification(screen: Screen, result: Verification) -> None:
         screen.line(("intact", "green"), f": {amount}; every digest in the file matches (xxh3-128)")
     else:
         screen.line(f"checked the structure only, there are no digests: {amount}")
-        screen.line(
-            "  nothing records what was written, so the data itself is unchecked: give a second checkpoint to "
-            "compare with"
-        )
+        screen.line(f"  {_unproved(result)}: give a second checkpoint to compare with")
+    if result.unlisted:
+        screen.line(f"  not checked, as the manifest does not list them: {listed(result.unlisted)}")
+
+
+def _unproved(result: Verification) -> str:
+    """Say what nothing proves of a checkpoint without hashes."""
+    if not result.unproved:
+        return "checksums of the format cover all tensors; nothing covers headers and the files beside them"
+    if result.unproved == result.bytes_read:
+        return "nothing records what was written, so the data itself is unchecked"
+    return f"checksums of the format cover a part; {size(result.unproved)} of the data are unchecked"
 
 
 def print_comparison(screen: Screen, compared: Comparison) -> None:

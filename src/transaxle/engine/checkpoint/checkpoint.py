@@ -27,6 +27,7 @@ from transaxle.engine.checkpoint.manifest import Manifest
 from transaxle.engine.checkpoint.peft_adapter import adapter_config, in_dialect
 from transaxle.engine.checkpoint.recognise import IDENTITY, Recognised, StoredNames, pick_dialect
 from transaxle.engine.checkpoint.settings import Settings, settings
+from transaxle.engine.checkpoint.source_hashes import hashed
 from transaxle.engine.checkpoint.stored_tensor import StoredTensor
 from transaxle.engine.copying.arithmetic import steps
 from transaxle.engine.copying.source import Source
@@ -488,7 +489,7 @@ def open_checkpoint(
     source = read_path("path", path)
     user_settings = settings(**options)
     wanted = user_settings.format, user_settings.weights, partial(_cut, user_settings), user_settings.optimizer
-    container = open_container(source, *wanted, average=user_settings.average, lenient=lenient)
+    container = hashed(open_container(source, *wanted, average=user_settings.average, lenient=lenient))
     if describes_tensors(container.metadata):
         container = ordering(container)
     if user_settings.average:

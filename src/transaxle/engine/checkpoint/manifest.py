@@ -168,8 +168,8 @@ _Ranges = list[tuple[list[int], int]]
 def _tensor_ranges(container: Container) -> dict[str, _Ranges]:
     """Return the byte ranges of every file that hold tensors."""
     alike: dict[tuple[str, str, Shape], list[int]] = {}
-    copies = (twin.second for twin in container.twins)
-    for entry in (*container.entries.values(), *container.left.values(), *copies, *container.uncompared):
+    copies = (twin.second for twin in (*container.twins, *container.uncompared))
+    for entry in (*container.entries.values(), *container.left.values(), *copies):
         dtype = entry.dtype
         for extent in entry.extents:
             alike.setdefault((extent.file, dtype, extent.shape), []).append(extent.offset)

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import sys
+from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from msgspec.structs import replace
+
+from transaxle.axes.layout.relayout import unchanged
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, StoredTensor
 from transaxle.engine.checkpoint.manifest import IN_SPANS, TensorRecord, has_manifest, load, stale
+from transaxle.engine.checkpoint.source_hashes import CHANGED, against, check_rest, has_hashes, sealed
 from transaxle.engine.compare.compare import Comparison, Difference, compare
+from transaxle.engine.copying.duplicate_checks import plan_twins, unequal
+from transaxle.engine.copying.source import Source
 from transaxle.engine.number_text import notebook, plural, size
-from transaxle.errors import Refusal, Where
-from transaxle.formats.catalog.catalog import Checksum, Container
+from transaxle.errors import Code, Refusal, Where
+from transaxle.formats.catalog.catalog import Checksum, Container, Entry
 from transaxle.formats.catalog.checksums import Witness
-from transaxle.formats.catalog.seal import Seal, read_digest, rest_of
+from transaxle.formats.catalog.seal import Seal, read_digest
 from transaxle.formats.catalog.sidecar_files import MANIFEST
-from transaxle.formats.storage.storage import layer
+from transaxle.formats.dtype import nbytes
+from transaxle.formats.storage.storage import files_in, layer
 from transaxle.move.hashing import WHOLE, HashingFiles, span_ends
 from transaxle.move.mover import Movement
 from transaxle.move.runs import Item
@@ -26,8 +35,7 @@ from transaxle.spans import stage
 
 _SHOWN = 3
 """Problems that a printed verification shows."""
-_WELL = {"manifest": "intact", "digests": "intact", "structure": "sound, the data is unchecked"}
-_CHANGED = "the bytes were changed after they were written"
+_WELL = {"manifest": "intact", "digests": "intact"}
 _AGAIN = "Copy the file again from where it is intact, or write the checkpoint again."
 
 
@@ -51,6 +59,8 @@ class Verification:
     """Files in the folder that the manifest does not list; they are not checked."""
     comparison: Comparison | None = None
     """The comparison with the second checkpoint; None without one."""
+    unproved: int = 0
+    """Bytes of tensors of which nothing records what they were: neither a hash nor a checksum of the format."""
 
     @property
     def ok(self) -> bool:
@@ -93,7 +103,13 @@ class Verification:
         amount = f"{plural(self.tensors, 'tensor')}, {size(self.bytes_read)} read"
         if self.problems:
             return f"against the {self.against}: {plural(len(self.problems), 'problem')}, {amount}"
-        return f"against the {self.against}: {_WELL[self.against]}, {amount}"
+        return f"against the {self.against}: {_WELL.get(self.against) or self._sound}, {amount}"
+
+    @property
+    def _sound(self) -> str:
+        if not self.unproved:
+            return "sound, checksums of the format cover all tensors and nothing else"
+        return f"sound, the data is unchecked{'' if self.unproved == self.bytes_read else f' ({size(self.unproved)})'}"
 
     def as_json(self) -> dict[str, Any]:
         """Return it as plain JSON data."""
@@ -105,6 +121,7 @@ class Verification:
             "against": self.against,
             "problems": [problem.as_json() for problem in self.problems],
             "unlisted": list(self.unlisted),
+            "unproved": self.unproved,
             "comparison": None if self.comparison is None else self.comparison.as_json(),
         }
 
@@ -129,17 +146,17 @@ def verify_against(
 
 @stage("verify")
 def verify(checkpoint: Checkpoint, limit: Limits | None = None, progress: Progress = unwatched) -> Verification:
-    """Hold a checkpoint against its manifest: every file, every tensor, every byte.
+    """Hold a checkpoint against its manifest: every file, every tensor, every copy, every byte.
 
     One file that is a checkpoint by itself is held against the digests in it, where it was written with them. Without
     either the tensors are read once, which proves the catalog and that every byte can be read. Checksums that the
-    format itself keeps are checked in any case.
+    format itself keeps are checked in any case, and so is that copies are equal which must be.
 
     Raises:
         Refused: CORRUPT where the manifest itself is damaged.
     """
-    stored = (checkpoint.undecoded or checkpoint).stored
-    container = stored.container
+    stored = _everything((checkpoint.undecoded or checkpoint).stored)
+    container, limit = stored.container, limit or limits()
     manifest = load(container)
     recorded: Mapping[str, TensorRecord] = {}
     problems: list[Refusal] = []
@@ -147,34 +164,29 @@ def verify(checkpoint: Checkpoint, limit: Limits | None = None, progress: Progre
     if manifest is not None:
         recorded = manifest.tensors
         problems.extend(stale(manifest, container))
-        problems.extend(_listed(recorded.keys() - container.left.keys(), stored.keys()))
-        extra = tuple(name for name in container.storage.names() if name not in manifest.files and name != MANIFEST)
-    sealed: dict[str, tuple[Seal, int]] = {}
+        problems.extend(_listed(recorded, stored.keys()))
+        extra = tuple(name for name in files_in(container.storage) if name not in manifest.files and name != MANIFEST)
+    places: dict[str, tuple[Seal, int]] = {}
     for seal in container.seals:
-        problems.extend(_check_rest(seal, container))
-        sealed.update(_sealed(seal, container))
+        problems.extend(check_rest(seal, container))
+        places.update((name, (seal, place)) for name, place in sealed(seal, container))
     damaged: dict[str, Refusal] = {}
+    digests: dict[str, str] = {}
 
     names = list(stored)
 
     def check(key: int, digest: str) -> None:
         name, tensor = names[key], stored[names[key]]
-        problem = _check_record(Where(_file_of(name, container), name), tensor, digest, recorded.get(name))
-        if problem is None and name in sealed and tensor.nbytes:
-            seal, place = sealed[name]
+        digests.setdefault(name, digest)
+        problem = _check_record(Where(_file_of(container.entries.get(name)), name), tensor, digest, recorded.get(name))
+        if problem is None and name in places and tensor.nbytes:
+            seal, place = places[name]
             if read_digest(container.storage, seal, place) != digest:
-                problem = Refusal("CORRUPT", _CHANGED, Where(seal.file, name), _AGAIN)
+                problem = Refusal("CORRUPT", CHANGED, Where(seal.file, name), _AGAIN)
         damaged.pop(name, None)
         if problem is not None:
             damaged[name] = problem
 
-    witness = layer(container.storage, Witness)
-
-    def settle(_: object, checksum: Checksum) -> None:
-        assert witness is not None
-        witness.settle([checksum])
-
-    limit = limit or limits()
     items = [
         Item(key, tensor.nbytes, (), Alone.ranks, Alone.ranks, blocks=partial(_blocks, tensor))
         for key, tensor in enumerate(stored.values())
@@ -185,60 +197,95 @@ def verify(checkpoint: Checkpoint, limit: Limits | None = None, progress: Progre
     if large and (manifest is None or manifest.transaxle < IN_SPANS):  # an older program hashed them from end to end
         hashing = HashingFiles(None, (), range(len(items)), finish=check, span_size=WHOLE)
         Movement(large, container.storage, hashing, limit).move_own()
-    if witness is not None:
-        share(container.checksums, limit.jobs, lambda _: None, settle)
-        problems.extend(witness.problem(checksum) for checksum in container.checksums if not witness.is_right(checksum))
+    unlike, copied = _check_copies(container, digests, limit)
+    problems.extend(each for each in unlike if each.where.tensor not in damaged)
+    problems.extend(_check_sums(container, limit))
     return Verification(
         len(stored),
         stored.parameters,
-        sum(tensor.nbytes for tensor in stored.values()),
-        _against(container),
+        sum(tensor.nbytes for tensor in stored.values()) + copied,
+        against(container),
         (*problems, *(damaged[name] for name in stored if name in damaged)),
         extra,
+        unproved=0 if has_hashes(container) else _without_checksum(container),
     )
 
 
-def has_hashes(container: Container) -> bool:
-    """Tell whether something beside the tensors says what their bytes were: a manifest, or digests in their file."""
-    return _against(container) != "structure"
+def _everything(stored: Checkpoint) -> Checkpoint:
+    """Return a checkpoint with the tensors that were left out when it was opened: a verdict is on all bytes."""
+    container = stored.container
+    if not container.left:
+        return stored
+    container = replace(container, entries={**container.left, **container.entries}, left={})
+    return Checkpoint(container, stored.settings, None, None)
+
+
+def _check_copies(container: Container, digests: Mapping[str, str], limit: Limits) -> tuple[list[Refusal], int]:
+    """Check that the copies of tensors are equal to them, wanted or not; return also the bytes that this has read.
+
+    Args:
+        container: the checkpoint.
+        digests: hashes of its tensors.
+        limit: workers and memory.
+    """
+    twins = (*container.twins, *container.uncompared)
+    alike = [twin for twin in twins if (twin.first.dtype, twin.first.shape) == (twin.second.dtype, twin.second.shape)]
+    sides = list(dict.fromkeys(side for twin in alike for side in (twin.first, twin.second)))
+    unread = [side for side in sides if container.entries.get(side.name) != side]
+    items = []
+    for key, side in enumerate(unread):
+        transfers = Source(replace(container, entries={side.name: side})).transfers(unchanged(side.name, side))
+        items.append(Item(key, side.nbytes, transfers, Alone.ranks, Alone.ranks))
+    hashing = HashingFiles(None, (), range(len(items)))
+    Movement(items, container.storage, hashing, limit).move_own()
+    hashes = {side: digests[side.name] for side in sides if side.name in digests}
+    hashes |= {unread[key]: digest for key, digest in hashing.digests.items()}
+    code: Code = "CORRUPT" if has_manifest(container) else "UNEQUAL_COPIES"
+    hint = _AGAIN if has_manifest(container) else ""
+    problems = [
+        Refusal(code, f"{twin.why}\nbut their bytes differ", Where(_file_of(twin.second), twin.first.name), hint)
+        for twin in alike
+        if hashes[twin.first] != hashes[twin.second]
+    ]
+    others = replace(container, twins=tuple(twin for twin in twins if twin not in alike))
+    checks = plan_twins(others, problems)
+    problems.extend(unequal(checks, container.storage, limit))
+    return problems, sum(side.nbytes for side in unread)
+
+
+def _check_sums(container: Container, limit: Limits) -> list[Refusal]:
+    """Check the checksums of all ranges that have one."""
+    witness = layer(container.storage, Witness)
+    if witness is None:
+        return []
+
+    def settle(_: object, checksum: Checksum) -> None:
+        witness.settle([checksum])
+
+    share(container.checksums, limit.jobs, lambda _: None, settle)
+    return [witness.problem(checksum) for checksum in container.checksums if not witness.is_right(checksum)]
+
+
+def _without_checksum(container: Container) -> int:
+    """Return the bytes of tensors that lie in no range with a checksum."""
+    ranges: dict[str, list[tuple[int, int]]] = {}
+    for checksum in container.checksums:
+        ranges.setdefault(checksum.file, []).append((checksum.offset, checksum.end))
+    for each in ranges.values():
+        each.sort()
+    total = 0
+    for entry in container.entries.values():
+        for extent in entry.extents:
+            known = ranges.get(extent.file, [])
+            at = bisect_right(known, (extent.offset, sys.maxsize)) - 1
+            if at < 0 or known[at][1] <= extent.offset:
+                total += nbytes(entry.dtype, extent.shape)
+    return total
 
 
 def _blocks(tensor: StoredTensor, worker: Worker) -> Iterator[memoryview]:
     """Read a tensor in order; of many tensors, what they are made of is found out one by one."""
     return worker.blocks(tensor.transfers(), tensor.nbytes)
-
-
-def _against(container: Container) -> str:
-    """Return what all of the tensors' bytes were checked against."""
-    if has_manifest(container):
-        return "manifest"
-    files = {extent.file for entry in container.entries.values() for extent in entry.extents}
-    return "digests" if container.seals and files <= {seal.file for seal in container.seals} else "structure"
-
-
-def _ranges(file: str, container: Container) -> Iterator[tuple[str, int, int]]:
-    """Yield the tensors of a sealed file that have bytes: name, first byte, and the one after the last."""
-    for name, entry in (*container.entries.items(), *container.left.items()):
-        if entry.nbytes and entry.extents[0].file == file:
-            begin = entry.extents[0].offset
-            yield name, begin, begin + entry.nbytes
-
-
-def _sealed(seal: Seal, container: Container) -> Iterator[tuple[str, tuple[Seal, int]]]:
-    """Yield the tensors of a file that keeps digests, each with the place of its digest."""
-    for name, begin, _ in _ranges(seal.file, container):
-        if begin in seal.places:
-            yield name, (seal, seal.places[begin])
-
-
-def _check_rest(seal: Seal, container: Container) -> Iterator[Refusal]:
-    """Check the bytes outside the tensors of a file against their digest, and that every tensor has a digest."""
-    ranges = list(_ranges(seal.file, container))
-    if {begin for _, begin, _ in ranges} != seal.places.keys():
-        yield Refusal("CORRUPT", "the number of digests is not the number of tensors", Where(seal.file))
-    digest = rest_of(container.storage, seal, ((begin, end) for _, begin, end in ranges))
-    if digest != read_digest(container.storage, seal, seal.head):
-        yield Refusal("CORRUPT", "the header, or other bytes around the tensors, were changed", Where(seal.file))
 
 
 def _listed(recorded: Collection[str], present: Collection[str]) -> Iterator[Refusal]:
@@ -251,9 +298,8 @@ def _listed(recorded: Collection[str], present: Collection[str]) -> Iterator[Ref
             yield Refusal("UNEXPECTED_TENSOR", "the manifest does not list this tensor", Where(None, name))
 
 
-def _file_of(name: str, container: Container) -> str | None:
+def _file_of(entry: Entry | None) -> str | None:
     """Return the file that holds a tensor; None where it is one of several."""
-    entry = container.entries.get(name)
     files = {extent.file for extent in entry.extents} if entry is not None else set()
     return files.pop() if len(files) == 1 else None
 
@@ -267,5 +313,5 @@ def _check_record(where: Where, tensor: StoredTensor, digest: str, recorded: Ten
         message = f"the manifest says {expected}, the file has {actual}"
         return Refusal("SHAPE_MISMATCH", message, where)
     if recorded.xxh3 != digest:
-        return Refusal("CORRUPT", _CHANGED, where, _AGAIN)
+        return Refusal("CORRUPT", CHANGED, where, _AGAIN)
     return None

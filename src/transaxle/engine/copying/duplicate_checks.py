@@ -71,10 +71,10 @@ def plan_checks(source: Source, checks: Sequence[Check], problems: list[Refusal]
             problems.extend(error.refusals)
             continue
         planned.append(PlannedCheck(check.first.name, check.why, size, first, second, hint=check.hint or _APART))
-    return planned + _plan_twins(source.container, problems)
+    return planned + plan_twins(source.container, problems)
 
 
-def _plan_twins(container: Container, problems: list[Refusal]) -> list[PlannedCheck]:
+def plan_twins(container: Container, problems: list[Refusal]) -> list[PlannedCheck]:
     """Plan the comparisons that the container itself asks for."""
     planned = []
     for twin in container.twins:

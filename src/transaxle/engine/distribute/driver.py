@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from transaxle.arguments import read_overwrite
 from transaxle.encodings.error import Error
+from transaxle.engine.checkpoint.source_hashes import HashWitness
 from transaxle.engine.copying.replica_mean import averages_of
 from transaxle.engine.distribute.executors.executor import Executor
 from transaxle.engine.distribute.item_work import (
@@ -31,6 +32,7 @@ from transaxle.engine.distribute.work_place import layout_of, results_on, task_t
 from transaxle.engine.distribute.work_plan import WorkPlan
 from transaxle.engine.execute.commit import carry, write_known, write_rest
 from transaxle.engine.execute.execute import Report, reported, whole
+from transaxle.engine.execute.preflight import hold_source
 from transaxle.engine.plan.conversion import Prepared
 from transaxle.engine.plan.planned import Measured
 from transaxle.engine.views.cast import CASTING, casts_of, refuse_infinite, refuse_overflow
@@ -234,6 +236,7 @@ def commit(
     write_known(stage, prepared.draft.early())
     carried = {} if stage.single is not None else carry(prepared, stage)
     _check_sums(prepared, found)
+    _check_hashes(prepared, found)
     storage.recheck()
     write_rest(stage, prepared, {name: done.hash for name, done in tensors.items()}, carried)
     recoded = _recoded(prepared, results)
@@ -284,6 +287,16 @@ def _check_sums(prepared: Prepared, results: Sequence[ItemResult]) -> None:
             checksum = known[file, offset]
             witness.expect(file, offset, checksum.size)
             witness.count(checksum, parts)
+
+
+def _check_hashes(prepared: Prepared, results: Sequence[ItemResult]) -> None:
+    """Leave to the storage's recheck what no worker has found to have the hash that the source keeps of it."""
+    hold_source(prepared)
+    witness = layer(prepared.checkpoint.container.storage, HashWitness)
+    if witness is not None:
+        witness.believe({name for result in results for name in result.proved})
+        for unit in prepared.plan.units:
+            witness.expect(unit.transfers)
 
 
 def _recoded(prepared: Prepared, results: dict[int, ItemResult]) -> tuple[Measured, ...]:

@@ -20,12 +20,13 @@ from typing import Self
 import msgspec
 
 from transaxle.encodings.error import Error
+from transaxle.engine.checkpoint.source_hashes import HashWitness
 from transaxle.engine.copying.duplicate_checks import unequal
 from transaxle.engine.distribute.work_items import Moves, WorkItem, moves_of, numbers
 from transaxle.engine.distribute.work_place import WorkPlace, work_place
 from transaxle.engine.distribute.work_plan import WorkPlan, parse_plan
 from transaxle.engine.execute.execute import Copying
-from transaxle.engine.execute.preflight import state_of, task_of
+from transaxle.engine.execute.preflight import hold_source, state_of, task_of
 from transaxle.engine.execute.tensor_stream import decoding_errors
 from transaxle.engine.plan.conversion import Prepared, ready
 from transaxle.engine.views.cast import CASTING, casting_errors
@@ -65,6 +66,7 @@ class OpenedPlan:
                 raise gathered(problems)
             refuse_changed(plan.task, task)
             ready(self.prepared)
+            hold_source(self.prepared)
         except BaseException:
             self._stack.close()
             raise
@@ -199,6 +201,8 @@ def _carried_out(
     done = Copying.of(moves.tensors, storage, limit).copy(moves.tensors, writer, progress=progress)
     witness = layer(storage, Witness)
     tallies = {} if witness is None else witness.hand_over()
+    hashes = layer(storage, HashWitness)
+    proved = () if hashes is None else hashes.hand_over()
     storage.recheck()
     return ItemResult(
         task=plan.task,
@@ -207,6 +211,7 @@ def _carried_out(
         checks=tuple(numbers(item.checks)),
         measured={name: (written_error(error), infinite) for name, (error, infinite) in measured.items()},
         summed=tuple((each.file, each.offset, tuple(tally.parts)) for each, tally in tallies.items()),
+        proved=proved,
         worker=f"{socket.gethostname()}:{os.getpid()}",
         nbytes=sum(tensor.nbytes for tensor in moves.tensors),
         seconds=time.monotonic() - begin,

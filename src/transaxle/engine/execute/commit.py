@@ -12,6 +12,7 @@ from msgspec import UNSET
 
 from transaxle.engine.checkpoint.manifest import IN_SPANS, FileRecord, Manifest, TensorRecord, encode
 from transaxle.engine.plan.conversion import Prepared
+from transaxle.errors import Refusal, Where, gathered
 from transaxle.formats.catalog.catalog import Fragment
 from transaxle.formats.catalog.sidecar_files import MANIFEST
 from transaxle.formats.storage.storage import unpinned
@@ -20,6 +21,10 @@ from transaxle.spans import stage
 
 if TYPE_CHECKING:
     from transaxle.formats.staging.location import Stage
+
+
+_BETWEEN = "it changed between two reads: its digest precedes it in the file, and both are read"
+_AGAIN = "Write it again while nothing changes it, or write a folder, whose digests come last."
 
 
 def write_known(stage: Stage, fragments: Iterable[Fragment]) -> None:
@@ -41,7 +46,12 @@ def carry(prepared: Prepared, stage: Stage) -> dict[str, str]:
 
 @stage("write index and manifest")
 def write_rest(
-    stage: Stage, prepared: Prepared, tensors: Mapping[str, str], carried: Mapping[str, str], *, sealed: bool = False
+    stage: Stage,
+    prepared: Prepared,
+    tensors: Mapping[str, str],
+    carried: Mapping[str, str],
+    *,
+    foretold: Mapping[str, str] | None = None,
 ) -> None:
     """Write what is known when all tensors are: the rest of their files, and in a folder the manifest.
 
@@ -50,9 +60,15 @@ def write_rest(
         prepared: the plan.
         tensors: hash of every tensor.
         carried: hash of every carried file.
-        sealed: the tensors' files are complete: their digests were foretold.
+        foretold: hashes of the tensors that their files, which are complete, have of an earlier read.
+
+    Raises:
+        Refused: CORRUPT where those are not what was written.
     """
-    if not sealed:
+    changed = [name for name, xxh3 in (foretold or {}).items() if tensors[name] != xxh3]
+    if changed:
+        raise gathered([Refusal("CORRUPT", _BETWEEN, Where(None, name), _AGAIN) for name in changed])
+    if foretold is None:
         write_known(stage, prepared.draft.late(tensors))
     if stage.single is None:
         stage.write(MANIFEST, encode(manifest_of(prepared, tensors, carried)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,7 @@ import msgspec
 
 from transaxle.arguments import Overwrite
 from transaxle.encodings.error import Error
+from transaxle.engine.checkpoint.source_hashes import HashWitness, against
 from transaxle.engine.copying.duplicate_checks import unequal
 from transaxle.engine.copying.replica_mean import averages_of
 from transaxle.engine.execute.commit import write_known, write_rest
@@ -86,6 +87,10 @@ class Report:
     """Where several processes carried the plan out: machine and process -> bytes of tensors that it wrote."""
     source: str = ""
     """What was read, as typed; of a hub at the commit."""
+    source_against: str = "structure"
+    """What the source's bytes were held against: `manifest`; `digests`, which a single file contains; `structure` if it
+    has neither: then only checksums of its format tell of damaged data.
+    """
     verification: Verification | None = None
     """Where it was asked for: the result against its manifest, with a comparison with the source."""
 
@@ -152,6 +157,7 @@ def execute(
     decoded = _decoded(prepared, limit)
     errors = dict(cleared.errors)
     if cleared.finished:
+        prepared.checkpoint.container.storage.recheck()
         resumed = len(plan.tensors)
         single = is_one_file(target) if takes_parts(target) else not Path(target).is_dir()
         found = sweep_beside(target)
@@ -210,6 +216,7 @@ def reported(
         counted=plan.counted,
         leftovers=leftovers,
         source=plan.source,
+        source_against=against(prepared.checkpoint.container),
     )
 
 
@@ -296,12 +303,13 @@ def _write(
         todo = [tensor for tensor in plan.tensors if tensor.name not in tensors]
         resumed = len(tensors)
         if tensors:
-            _expect(prepared, [tensor for tensor in plan.tensors if tensor.name in tensors])
+            _expect(prepared, [tensor for tensor in plan.tensors if tensor.name in tensors], tensors)
         progress(sum(tensor.nbytes for tensor in plan.tensors) - sum(tensor.nbytes for tensor in todo))
         copying = Copying.of(todo, storage, limit)
-        first = staging.ordered and prepared.draft.sealed_first
-        if first:  # a stream cannot go back to them: everything is read twice
-            write_known(staging, prepared.draft.late(_hashes(tensors | copying.copy(todo, None))))
+        foretold: dict[str, str] | None = None
+        if staging.ordered and prepared.draft.sealed_first:  # a stream cannot go back: everything is read twice
+            foretold = _hashes(tensors | copying.copy(todo, None))
+            write_known(staging, prepared.draft.late(foretold))
         files = staging if times is None else times.watching(staging)
         tensors |= copying.copy(todo, files, record=journal.add, progress=progress)
         carried = {} if single else copying.copy(plan.carried_files, staging, span_size=WHOLE)
@@ -312,7 +320,7 @@ def _write(
         if tensor.codes_of is not None and error is not None:
             errors[tensor.codes_of] = error
     storage.recheck()
-    write_rest(staging, prepared, _hashes(tensors), _hashes(carried), sealed=first)
+    write_rest(staging, prepared, _hashes(tensors), _hashes(carried), foretold=foretold)
     return resumed
 
 
@@ -367,9 +375,12 @@ class Copying(msgspec.Struct, frozen=True):
         """
         errors: dict[str, Error] = {}
         done: dict[str, Done] = {}
+        witness, alike = layer(self.storage, HashWitness), _alike(tensors, self.storage)
 
         def finish(key: int, digest: str) -> None:
             name = tensors[key].name
+            if witness is not None and key in alike:
+                witness.settle(alike[key], digest)
             done[name] = Done(digest, errors.get(name, Error()) if tensors[key].codes_of is not None else None)
             if record is not None:
                 record(name, done[name])
@@ -382,9 +393,30 @@ class Copying(msgspec.Struct, frozen=True):
         return done
 
 
-def _expect(prepared: Prepared, tensors: Iterable[PlannedTensor]) -> None:
-    """Let the checksums of what an earlier run has read be checked too: what it found of them is lost."""
+def _alike(tensors: Sequence[PlannedTensor], storage: Storage) -> dict[int, int]:
+    """Return the tensors, by key, that are one of the source byte by byte, with its number: they share their hash."""
+    witness = layer(storage, HashWitness)
+    if witness is None:
+        return {}
+    plain = {
+        key: witness.alike(tensor.transfers, tensor.nbytes)
+        for key, tensor in enumerate(tensors)
+        if tensor.step is None and tensor.arithmetic is None
+    }
+    return {key: number for key, number in plain.items() if number is not None}
+
+
+def _expect(prepared: Prepared, tensors: Sequence[PlannedTensor], finished: Mapping[str, Done]) -> None:
+    """Let the checksums and hashes of what an earlier run has read be checked too: what it found of them is lost."""
     container = prepared.checkpoint.container
+    hashes = layer(container.storage, HashWitness)
+    if hashes is not None:
+        alike = _alike(tensors, container.storage)
+        for key, tensor in enumerate(tensors):
+            if key in alike:
+                hashes.settle(alike[key], finished[tensor.name].hash)
+            else:
+                hashes.expect(tensor.transfers)
     witness = layer(container.storage, Witness)
     if witness is None:
         return

@@ -22,6 +22,7 @@ from transaxle.arguments import Overwrite
 from transaxle.encodings.error import Error
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.checkpoint.peft_adapter import ADAPTER_CONFIG
+from transaxle.engine.checkpoint.source_hashes import hold, problems_of
 from transaxle.engine.plan.conversion import Prepared
 from transaxle.engine.views.cast import CastStorage
 from transaxle.errors import Refusal, TransaxleError, UsageError, Where, gathered
@@ -146,6 +147,9 @@ def preflight(
         hint = f"Allow more than the {limit.memory:,} bytes of --memory (memory=), or omit that option."
         problems.append(Refusal("UNSUPPORTED", message, Where(), hint))
     task = task_of(prepared, problems)
+    problems += _damages(prepared.checkpoint)
+    if running and not problems:
+        hold_source(prepared)
     errors: dict[str, Error] = {}
     finished = False
 
@@ -203,6 +207,28 @@ def _looked(
     if resume and isinstance(staging, Staging):
         refuse_other(staging.scratch, task, shown(target))
     return False
+
+
+def _damages(checkpoint: Checkpoint) -> Iterator[Refusal]:
+    """Yield what is wrong, by their own hashes, with the files of a source and of an adapter that is merged into it."""
+    storage = checkpoint.container.storage
+    yield from problems_of(storage, config_given=checkpoint.settings.config is not None)
+    adapter = _adapter(storage)
+    if adapter is not None:
+        yield from problems_of(adapter.storage, config_given=True)
+
+
+def hold_source(prepared: Prepared) -> None:
+    """Begin to hold what is read of a source, and of an adapter that is merged into it, against their own hashes.
+
+    Raises:
+        TransaxleError: as `hold`.
+    """
+    storage = prepared.checkpoint.container.storage
+    hold(storage)
+    adapter = _adapter(storage)
+    if adapter is not None:
+        hold(adapter.storage)
 
 
 def task_of(prepared: Prepared, problems: list[Refusal]) -> Task:

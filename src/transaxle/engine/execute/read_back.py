@@ -1,8 +1,4 @@
-"""What a conversion or a save has written, read back: against its manifest and, where there is one, its source.
-
-What is written gets hashes of its own. So bytes of the source that were damaged before anyone read them would be right
-from then on: a source with hashes of its own is held against these too.
-"""
+"""What a conversion or a save has written, read back: against its manifest and, where there is one, its source."""
 
 from __future__ import annotations
 
@@ -14,16 +10,13 @@ from typing import Any
 
 from transaxle.engine.checkpoint.checkpoint import open_checkpoint
 from transaxle.engine.compare.compare import compare
-from transaxle.engine.compare.verification import Verification, has_hashes, verify
+from transaxle.engine.compare.verification import Verification, verify
 from transaxle.engine.execute.resume_check import reproduced
 from transaxle.engine.plan.conversion import Prepared
 from transaxle.errors import Refusal, Where, gathered
 from transaxle.formats.registry import is_one_file
 from transaxle.move.workers import Limits, Progress, limits, unwatched
 
-_OF_FILES = ("format", "optimizer")
-"""Options of reading that say which of a source's files and tensors are read."""
-_DAMAGED = "What was written has the same bytes: convert an intact copy. If they are meant, delete the old manifest."
 _OF_RESULT = ("config", "axes", "rules")
 """Options of reading the source that say what the model is, and so hold for what was made of it."""
 Watching = Callable[[int, str], AbstractContextManager[Progress]]
@@ -38,7 +31,6 @@ def _nobody(_total: int, _label: str) -> Iterator[Progress]:
 def read_back(
     prepared: Prepared,
     target: str,
-    source: str | None,
     reading: Mapping[str, Any],
     limit: Limits,
     watching: Watching = _nobody,
@@ -48,16 +40,13 @@ def read_back(
     Args:
         prepared: the plan that was carried out.
         target: where the checkpoint is.
-        source: where the source is, to be held against its own hashes, if it has any; None: in no files.
         reading: how the source was opened.
         limit: workers and memory.
         watching: shows progress.
     """
-    damaged = () if source is None else _damaged(source, reading, limit, watching)
     with open_checkpoint(target, **_result(prepared, target, reading)) as written:
         with watching(written.container.nbytes, "verifying") as progress:
             found = verify(written, limit, progress)
-        found = replace(found, problems=(*found.problems, *damaged))
         with watching(written.container.nbytes, "comparing") as progress:
             if prepared.plan.band:
                 return replace(found, comparison=reproduced(prepared, written, limit, progress))
@@ -76,20 +65,6 @@ def _result(prepared: Prepared, target: str, reading: Mapping[str, Any]) -> dict
     axes = {**plan.axes, **said.get("axes", {})}
     config = prepared.checkpoint.config or None
     return {**said, "family": plan.family, "dialect": plan.dialect, "config": config, "axes": axes}
-
-
-def _damaged(source: str, reading: Mapping[str, Any], limit: Limits, watching: Watching) -> tuple[Refusal, ...]:
-    """Return the tensors of a source that are not those of which its manifest, or its file, keeps hashes."""
-    with open_checkpoint(source, **{name: reading[name] for name in _OF_FILES if name in reading}) as stored:
-        if not has_hashes(stored.container):
-            return ()
-        with watching(stored.container.nbytes, "verifying the source") as progress:
-            found = verify(stored, limit, progress)
-    return tuple(
-        Refusal(each.code, f"in the source, {each.message}", Where(source, each.where.tensor), _DAMAGED)
-        for each in found.problems
-        if each.where.tensor is not None
-    )
 
 
 def check_saved(target: str) -> Verification:

@@ -6,7 +6,7 @@ every byte is what would be written, and refused like any other existing target 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from transaxle.formats.catalog.sidecar_files import MANIFEST
 from transaxle.formats.registry import is_one_file
 from transaxle.formats.staging.location import storage_at, takes_parts
 from transaxle.formats.storage.compiled import same_bytes
-from transaxle.formats.storage.storage import Storage
+from transaxle.formats.storage.storage import Storage, files_in
 from transaxle.move.hashing import WHOLE, HashingFiles
 from transaxle.move.mover import Movement
 from transaxle.move.workers import Limits, Progress, StoppedError, Worker
@@ -63,7 +63,7 @@ def _alike(prepared: Prepared, storage: Storage) -> bool:
     """Compare the names, the sizes and the headers."""
     plan, single = prepared.plan, storage.single
     if single is None:
-        if set(_files(storage)) != {*plan.files, MANIFEST}:
+        if set(files_in(storage)) != {*plan.files, MANIFEST}:
             return False
         sizes = plan.files
     else:
@@ -78,15 +78,6 @@ def _alike(prepared: Prepared, storage: Storage) -> bool:
 def _holds(storage: Storage, fragment: Fragment) -> bool:
     file = storage.single or fragment.file
     return storage.read(file, fragment.offset, len(fragment.data)) == fragment.data
-
-
-def _files(storage: Storage, folder: str = "") -> Iterator[str]:
-    """Yield the names of all files, those in sub-folders included."""
-    found = storage.listing(folder)
-    begin = f"{folder}/" if folder else ""
-    yield from (begin + name for name in found.everything())
-    for inner in found.folders:
-        yield from _files(storage, begin + inner)
 
 
 def _same_bytes(

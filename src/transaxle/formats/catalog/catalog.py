@@ -126,8 +126,8 @@ class Container(msgspec.Struct, frozen=True):
     """What its own files say of the model, under the keys of a config.json; used where there is none."""
     unread: tuple[Refusal, ...] = ()
     """Why the optimizer's state, or some of it, cannot be read; whatever wants the optimizer is refused for it."""
-    uncompared: tuple[Entry, ...] = ()
-    """Copies of tensors that are not wanted."""
+    uncompared: tuple[Twin, ...] = ()
+    """Tensors that are not wanted, with their copies; only `verify` compares them."""
     paths: Mapping[str, tuple[str | int, ...]] = msgspec.field(default_factory=dict)
     """Tensor -> path in the state dict, of those nested in neither the model nor the optimizer; see `State`."""
 
@@ -159,7 +159,7 @@ class Container(msgspec.Struct, frozen=True):
             twins=tuple(itertools.compress(self.twins, kept)),
             uncompared=(
                 *self.uncompared,
-                *(twin.second for twin, wanted in zip(self.twins, kept, strict=True) if not wanted),
+                *(twin for twin, wanted in zip(self.twins, kept, strict=True) if not wanted),
             ),
         )
 

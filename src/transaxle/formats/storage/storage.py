@@ -130,6 +130,15 @@ class Storage(Protocol):
         """Release what is held open. Reading afterwards is a ValueError."""
 
 
+def files_in(storage: Storage, folder: str = "") -> Iterator[str]:
+    """Yield the names of all files of a checkpoint, those in sub-folders included."""
+    found = storage.listing(folder)
+    begin = f"{folder}/" if folder else ""
+    yield from (begin + name for name in found.everything())
+    for inner in found.folders:
+        yield from files_in(storage, begin + inner)
+
+
 class Overlay(Storage):
     """A storage on top of another one, to which it passes every call that a subclass does not override.
 

@@ -214,7 +214,7 @@ class _Told:
         result = result_of(text)
         if result is None:
             return
-        short = msgspec.structs.replace(result, tensors={}, checks=(), measured={}, summed=())
+        short = msgspec.structs.replace(result, tensors={}, checks=(), measured={}, summed=(), proved=())
         self._store.set(f"{self._key}/{self._store.add(self._key, 1)}", short.text.decode())
         self.look()
 

@@ -62,7 +62,7 @@ def upload(
             if stage is not None:
                 carried = plan.carried if lead is not None and lead.single is None else ()
                 stage.prepare(mine | {name: plan.files[name] for name in carried})
-                known = [*prepared.draft.early(), *(prepared.draft.late(foretold) if sealed_first else ())]
+                known = [*prepared.draft.early(), *(() if foretold is None else prepared.draft.late(foretold))]
                 write_known(stage, (fragment for fragment in known if fragment.file in mine))
 
         def send() -> Moved:
@@ -73,13 +73,13 @@ def upload(
 
         with clock.stage("prepare"):
             # a stream cannot go back to digests that stand before what they are of: everything is moved twice
-            foretold = _digests(world.pool(lambda: move(prepared, takers, None, world))) if sealed_first else {}
+            foretold = _digests(world.pool(lambda: move(prepared, takers, None, world))) if sealed_first else None
             world.pool(begin)
         with clock.stage("write"):
             sent = world.pool(send)
         hashes = _digests(sent)
         with clock.stage("commit"):
-            world.pool(lambda: _ready(prepared, lead, hashes))
+            world.pool(lambda: _ready(prepared, lead, hashes, foretold))
             world.pool(lambda: stage.appear() if stage is not None and lead is None else None)
             try:
                 world.pool(lambda: lead.appear() if lead is not None else None)
@@ -129,11 +129,13 @@ def senders(prepared: Prepared, ranks: tuple[int, ...]) -> dict[str, int]:
     return {file: senders_of_roots[root(file)] for file in files}
 
 
-def _ready(prepared: Prepared, lead: Upload | None, hashes: Mapping[str, str]) -> None:
+def _ready(
+    prepared: Prepared, lead: Upload | None, hashes: Mapping[str, str], foretold: Mapping[str, str] | None
+) -> None:
     """Write on rank 0 what is known now, and take away what is replaced."""
     if lead is None:
         return
     carried = carry(prepared, lead) if lead.single is None else {}
-    write_rest(lead, prepared, hashes, carried, sealed=prepared.draft.sealed_first)
+    write_rest(lead, prepared, hashes, carried, foretold=foretold)
     lead.complete()
     lead.make_way()

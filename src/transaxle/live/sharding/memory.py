@@ -109,7 +109,7 @@ class Memory(Storage):
         return rank_of(name)
 
     def recheck(self) -> None:
-        """Memory of a live model does not change behind our back."""
+        """Whether memory has changed nobody can tell: each byte of it is read once, to be hashed and written."""
 
     def close(self) -> None:
         """Let copies go."""

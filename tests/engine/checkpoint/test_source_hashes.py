@@ -1,0 +1,288 @@
+"""What is made of a damaged checkpoint gets hashes by which it is right: so a source is held against its own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import transaxle as tx
+from tests.checkpoints import TENSORS, tiny
+from tests.cli.running import flip
+from tests.engine import killed, quantized
+from tests.engine.distribute.test_executor import Backwards
+from transaxle.engine.checkpoint.source_hashes import HashWitness, hold
+from transaxle.formats.catalog.sidecar_files import MANIFEST
+from transaxle.move import hashing
+
+FORMS = (
+    "safetensors:hf",
+    "safetensors:transformers",
+    "dcp:torchtitan",
+    "torch:automodel",
+    "torch_dist:megatron",
+    "megatron_torch",
+    "deepspeed-universal:hf",
+)
+ADAPTER: dict[str, Any] = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"], "bias": "none"}
+
+
+def form(folder: Path, to: str) -> Path:
+    """Write the tiny model in a format, with a manifest; several files where there can be several."""
+    made = folder / to.replace(":", "-")
+    tx.convert(tiny(folder / "ck"), made, to=to, shard_size=9000, sync=False)
+    return made
+
+
+def middles(source: Path) -> Iterator[tuple[Path, int]]:
+    """Yield a place in each file of a checkpoint: in the middle of a tensor, of those that have one."""
+    with tx.open(source) as checkpoint:
+        entries = list(checkpoint.container.entries.values())
+    of_tensors = {
+        extent.file: extent.offset + entry.nbytes // len(entry.extents) // 2
+        for entry in entries
+        for extent in entry.extents
+        if entry.nbytes and (source / extent.file).is_file()
+    }
+    for file in sorted(source.rglob("*")):
+        if file.is_file() and file.stat().st_size:
+            yield file, of_tensors.get(str(file.relative_to(source)), file.stat().st_size // 2)
+
+
+def refused(source: Path, target: Path, **options: Any) -> tx.TransaxleError:
+    with pytest.raises(tx.TransaxleError) as caught:
+        tx.convert(source, target, sync=False, **options)
+    assert not target.exists()
+    return caught.value
+
+
+@pytest.mark.parametrize("to", FORMS)
+def test_no_damaged_file_becomes_official(to: str, tmp_path: Path) -> None:
+    source = form(tmp_path, to)
+    places = list(middles(source))
+    of_data = [each for each in places if each[0].suffix not in (".json", "")]
+    for file, at in [*places[:: -(-len(places) // 9)], of_data[0], of_data[-1]]:
+        flip(file, at)
+        for number, target in enumerate(("hf", "safetensors:identity", "dcp:automodel")):
+            error = refused(source, tmp_path / f"out-{number}", to=target)
+            assert error.code != "IO", (file, target, error)
+        flip(file, at)
+    report = tx.convert(source, tmp_path / "out", to="hf", sync=False)
+    assert report.source_against == "manifest"
+    assert tx.verify(tmp_path / "ck", tmp_path / "out")
+
+
+@pytest.mark.parametrize("to", ["torchtitan", "transformers", "automodel", "megatron", "hf", "dcp:hf"])
+def test_every_tensor_is_held_however_it_is_laid_out(to: str, tmp_path: Path) -> None:
+    source = form(tmp_path, "safetensors:hf")
+    with tx.open(source) as checkpoint:
+        places = [(name, entry.extents[0], entry.nbytes) for name, entry in checkpoint.container.entries.items()]
+    damaged = places[::9]
+    for _, extent, size in damaged:
+        flip(source / extent.file, extent.offset + size - 1, bit=7)
+    error = refused(source, tmp_path / "out", to=to)
+    assert {each.where.tensor for each in error.refusals} == {name for name, _, _ in damaged}
+    assert all("in the source, the bytes were changed after" in each.message for each in error.refusals)
+    assert all("convert an intact copy" in each.hint for each in error.refusals)
+    (source / MANIFEST).unlink()
+    report = tx.convert(source, tmp_path / "out", to=to, sync=False)
+    assert report.source_against == "structure"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"dtype": "fp32"}, {"decode": "bf16"}, {"encode": "mxfp8"}, {"only": "*.0.*", "decode": "bf16"}],
+    ids=str,
+)
+def test_what_is_computed_from_damaged_bytes_is_refused(options: dict[str, Any], tmp_path: Path) -> None:
+    quantized.store(tmp_path / "fp8", quantized.llama(d=256, f=384, g=2, r=2, head=128, layers=1))
+    config = tmp_path / "fp8" / "config.json"
+    first = {"decode": "bf16"} if "encode" in options else {}
+    tx.convert(tmp_path / "fp8", tmp_path / "own", to="hf", config=config, sync=False, **first)
+    with tx.open(tmp_path / "own") as checkpoint:
+        name = next(each for each in checkpoint if each.endswith("layers.0.mlp.down_proj.weight"))
+        extent = checkpoint.container.entries[name].extents[0]
+    tx.convert(tmp_path / "own", tmp_path / "intact", to="hf", sync=False, **options)
+    flip(tmp_path / "own" / extent.file, extent.offset + 5)
+    error = refused(tmp_path / "own", tmp_path / "out", to="hf", **options)
+    assert [(each.code, each.where.tensor) for each in error.refusals] == [("CORRUPT", name)]
+
+
+def test_a_file_is_held_against_its_own_digests(tmp_path: Path) -> None:
+    tiny(tmp_path / "ck")
+    config, source = tmp_path / "ck" / "config.json", tmp_path / "own.safetensors"
+    tx.convert(tmp_path / "ck", source, to="hf", sync=False)
+    report = tx.convert(source, tmp_path / "first", to="torchtitan", config=config, sync=False)
+    assert report.source_against == "digests"
+    for at, where in ((-1, "own.safetensors"), (-9000, "own.safetensors"), (70, "own.safetensors")):
+        flip(source, at)
+        error = refused(source, tmp_path / "out", to="torchtitan", config=config)
+        assert all(where in str(each) for each in error.refusals)
+        flip(source, at)
+
+
+@pytest.mark.parametrize("which", ["base", "factor"])
+def test_neither_side_of_a_merge_may_be_damaged(which: str, tmp_path: Path) -> None:
+    base = form(tmp_path, "safetensors:hf")
+    plain, adapter = tmp_path / "plain", tmp_path / "adapter"
+    plain.mkdir()
+    (plain / "adapter_config.json").write_text(json.dumps(ADAPTER))
+    with tx.open(base) as checkpoint:
+        name = next(each for each in checkpoint if each.endswith("layers.0.self_attn.q_proj.weight"))
+        rows, columns = checkpoint[name].shape
+        extent = checkpoint.container.entries[name].extents[0]
+    prefix = f"base_model.model.{name.removesuffix('.weight')}"
+    generator = np.random.default_rng(0)
+    factors = {
+        f"{prefix}.lora_A.weight": generator.standard_normal((2, columns)).astype(np.float32),
+        f"{prefix}.lora_B.weight": generator.standard_normal((rows, 2)).astype(np.float32),
+    }
+    save_file(factors, plain / "adapter_model.safetensors")
+    tx.convert(plain, adapter, to="identity", sync=False)
+    (file,) = adapter.glob("*.safetensors")
+    tx.convert(base, tmp_path / "intact", to="hf", merge=adapter, sync=False)
+    flip(*((base / extent.file, extent.offset + 3) if which == "base" else (file, -1)))
+    error = refused(base, tmp_path / "out", to="hf", merge=adapter)
+    (refusal,) = error.refusals
+    assert refusal.where.file == str(base if which == "base" else adapter)
+
+
+def _damage(source: Path) -> str:
+    with tx.open(source) as checkpoint:
+        name, entry = list(checkpoint.container.entries.items())[TENSORS // 2]
+    flip(source / entry.extents[0].file, entry.extents[0].offset + 1)
+    return name
+
+
+@pytest.mark.parametrize("to", ["automodel", "hf"])
+@pytest.mark.parametrize("pool", ["threads", "executor"])
+def test_workers_hold_what_they_read(pool: str, to: str, tmp_path: Path) -> None:
+    source = form(tmp_path, "safetensors:hf")
+    with ThreadPoolExecutor(2) as threads:
+        on: Any = threads if pool == "threads" else Backwards()
+        report = tx.convert(source, tmp_path / "intact", to=to, on=on, items=5)
+        assert report.source_against == "manifest"
+        name = _damage(source)
+        with pytest.raises(tx.TransaxleError) as caught:
+            tx.convert(source, tmp_path / "out", to=to, on=on, items=5)
+    assert {each.where.tensor for each in caught.value.refusals} == {name}
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("to", ["automodel", "hf"])
+def test_what_a_killed_run_has_read_is_held_by_the_next(
+    to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the first run found of hashes is lost with it; its journal says only what it wrote."""
+    source = form(tmp_path, "safetensors:hf")
+    _damage(source)
+    with monkeypatch.context() as patched:
+        patched.setattr(HashWitness, "recheck", killed.Death)
+        with pytest.raises(TypeError):  # all is written then
+            tx.convert(source, tmp_path / "out", to=to, resume=True)
+    assert list(tmp_path.glob(".out*"))
+    with pytest.raises(tx.TransaxleError, match="in the source, the bytes were changed"):
+        tx.convert(source, tmp_path / "out", to=to, resume=True)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_finished_target_of_a_damaged_source_is_not_called_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = form(tmp_path, "safetensors:hf")
+    _damage(source)
+    with monkeypatch.context() as patched:
+        patched.setattr("transaxle.engine.execute.preflight.hold_source", lambda _: None)
+        tx.convert(source, tmp_path / "out", to="automodel")
+    with pytest.raises(tx.TransaxleError, match="in the source, the bytes were changed"):
+        tx.convert(source, tmp_path / "out", to="automodel", resume=True)
+
+
+def test_a_source_that_lost_or_changed_a_file_beside_its_tensors(tmp_path: Path) -> None:
+    tiny(tmp_path / "ck")
+    (tmp_path / "ck" / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}}')
+    source = tmp_path / "own"
+    tx.convert(tmp_path / "ck", source, to="hf", sync=False)
+    for name, change in (("tokenizer.json", b'{"model": {"vocab": {"a": 1}}}'), ("config.json", None)):
+        text = (source / name).read_bytes()
+        (source / name).write_bytes(change or text + b"\n")
+        error = refused(source, tmp_path / "out", to="torchtitan")
+        assert [each.code for each in error.refusals] == ["CORRUPT"]
+        assert name in error.refusals[0].message
+        (source / name).unlink()
+        error = refused(source, tmp_path / "out", to="identity")
+        assert [each.code for each in error.refusals] == ["INCOMPLETE"]
+        (source / name).write_bytes(text)
+        assert MANIFEST in error.refusals[0].hint
+
+
+def test_a_changed_config_is_used_where_it_is_named(tmp_path: Path) -> None:
+    source = form(tmp_path, "safetensors:hf")
+    config = source / "config.json"
+    config.write_text(config.read_text("utf-8") + "\n", "utf-8")
+    error = refused(source, tmp_path / "out", to="torchtitan")
+    assert "--config FILE" in error.refusals[0].hint
+    assert tx.plan(source, tmp_path / "out", to="torchtitan").refusals == error.refusals
+    assert tx.convert(source, tmp_path / "out", to="torchtitan", config=config, verify=True).verification
+
+
+def test_bytes_that_pass_in_order_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole tensors are hashed on their way, whichever worker takes them, and nothing is read for it alone."""
+    source = form(tmp_path, "safetensors:hf")
+    again: list[int] = []
+    judged = HashWitness._judge
+
+    def counting(witness: HashWitness, unsettled: list[int]) -> None:
+        again.append(len(unsettled))
+        judged(witness, unsettled)
+
+    monkeypatch.setattr(HashWitness, "_judge", counting)
+    for number, jobs in enumerate((1, 3)):
+        for to in ("hf", "transformers", "automodel", "dcp:hf", "torch:transformers"):
+            tx.convert(source, tmp_path / f"out-{number}-{to.replace(':', '-')}", to=to, jobs=jobs, sync=False)
+    assert again == [0] * 10
+
+
+def test_large_tensors_are_held_in_spans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hashing, "SPAN", 4096)
+    held = {"a": np.arange(9000, dtype=np.float32).reshape(90, 100), "b": np.arange(1025, dtype=np.float32)}
+    (tmp_path / "ck").mkdir()
+    save_file(held, tmp_path / "ck" / "model.safetensors")
+    tx.convert(tmp_path / "ck", tmp_path / "own", to="identity", sync=False)
+    tx.convert(tmp_path / "own", tmp_path / "intact", to="dcp:identity", sync=False)
+    for at in (-1, -5000, -20000):
+        flip(tmp_path / "own" / "model.safetensors", at)
+        refused(tmp_path / "own", tmp_path / "out", to="dcp:identity")
+        flip(tmp_path / "own" / "model.safetensors", at)
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_hashes_do_not_depend_on_who_reads_what_when(damaged: bool, tmp_path: Path) -> None:
+    """Pieces in any order, twice, and by several threads: what did not pass in order is read again."""
+    source = form(tmp_path, "safetensors:hf")
+    if damaged:
+        name = _damage(source)
+    with tx.open(source) as checkpoint:
+        storage = checkpoint.container.storage
+        hold(storage)
+        pieces = [
+            (extent.file, extent.offset + at, min(37, entry.nbytes - at))
+            for entry in checkpoint.container.entries.values()
+            for extent in entry.extents
+            for at in range(0, entry.nbytes, 37)
+        ]
+        order = np.random.default_rng(0).permutation(len(pieces))
+        with ThreadPoolExecutor(3) as threads:
+            list(threads.map(lambda number: storage.read(*pieces[number]), [*order, *range(len(pieces)), *order]))
+        if not damaged:
+            storage.recheck()
+            return
+        with pytest.raises(tx.TransaxleError) as caught:
+            storage.recheck()
+    assert [each.where.tensor for each in caught.value.refusals] == [name]
