@@ -9,10 +9,10 @@ import torch
 
 import transaxle as tx
 from tests.cli.running import MACHINE, REFUSED, USAGE, Transaxle
-from tests.corpus import archives, checksums, deepspeed, folders
+from tests.corpus import archives, checksums, deepspeed, folders, megatron
 from tests.corpus.case import Case
 
-CASES = {**checksums.CASES, **archives.CASES, **folders.CASES, **deepspeed.CASES}
+CASES = {**checksums.CASES, **archives.CASES, **folders.CASES, **deepspeed.CASES, **megatron.CASES}
 TARGETS = ("safetensors:identity", "dcp:identity", "torch:identity")
 
 

@@ -103,7 +103,7 @@ def test_every_tensor_is_held_however_it_is_laid_out(to: str, tmp_path: Path) ->
 def test_what_is_computed_from_damaged_bytes_is_refused(options: dict[str, Any], tmp_path: Path) -> None:
     quantized.store(tmp_path / "fp8", quantized.llama(d=256, f=384, g=2, r=2, head=128, layers=1))
     config = tmp_path / "fp8" / "config.json"
-    first = {"decode": "bf16"} if "encode" in options else {}
+    first: dict[str, Any] = {"decode": "bf16"} if "encode" in options else {}
     tx.convert(tmp_path / "fp8", tmp_path / "own", to="hf", config=config, sync=False, **first)
     with tx.open(tmp_path / "own") as checkpoint:
         name = next(each for each in checkpoint if each.endswith("layers.0.mlp.down_proj.weight"))
@@ -266,8 +266,7 @@ def test_large_tensors_are_held_in_spans(tmp_path: Path, monkeypatch: pytest.Mon
 def test_hashes_do_not_depend_on_who_reads_what_when(damaged: bool, tmp_path: Path) -> None:
     """Pieces in any order, twice, and by several threads: what did not pass in order is read again."""
     source = form(tmp_path, "safetensors:hf")
-    if damaged:
-        name = _damage(source)
+    names = [_damage(source)] if damaged else []
     with tx.open(source) as checkpoint:
         storage = checkpoint.container.storage
         hold(storage)
@@ -285,4 +284,4 @@ def test_hashes_do_not_depend_on_who_reads_what_when(damaged: bool, tmp_path: Pa
             return
         with pytest.raises(tx.TransaxleError) as caught:
             storage.recheck()
-    assert [each.where.tensor for each in caught.value.refusals] == [name]
+    assert [each.where.tensor for each in caught.value.refusals] == names

@@ -118,15 +118,6 @@ def test_a_run_that_is_not_whole(
     assert not list(tmp_path.rglob(MARKER))
 
 
-def test_metadata_of_a_backend_that_lies_is_not_believed(run: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
-    """The files tell what a folder is; only a folder without a tracker is recognised by what it says of itself."""
-    folder = Path(shutil.copytree(run[0], tmp_path / "run"))
-    for text in ("{", "[]", json.dumps({"sharded_backend": "zarr"}), json.dumps({"sharded_backend": ["torch_dist"]})):
-        (folder / RELEASE / BACKEND).write_text(text)
-        with tx.open(folder) as checkpoint, tx.open(run[0]) as expected:
-            assert checkpoint.keys() == expected.keys()
-
-
 OTHER = [
     ({"num_hidden_layers": 3}, "num_hidden_layers 3"),
     ({"num_hidden_layers": 1}, "num_hidden_layers 1"),

@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from transaxle.errors import TransaxleError, refuse
+from transaxle.errors import Faults, TransaxleError, refuse
 from transaxle.formats.builtin_formats import (
     DCP_DATA,
     DCP_METADATA,
@@ -27,8 +27,16 @@ from transaxle.formats.storage.storage import Storage
 BACKEND_FILE = "metadata.json"
 """Says which kind of distributed checkpoint a folder is."""
 _BACKEND, _ZARR = "sharded_backend", "zarr"
-_VERSIONS = ("sharded_backend_version", "common_backend_version")
-_KNOWN_VERSION = 1
+_KNOWN: dict[str, str | int] = {
+    _BACKEND: TORCH_DIST.name,
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+"""What a folder says of itself that is read."""
+_KEYS = _KNOWN.keys()
+_OLDER = "it is of Megatron's older format, zarr, which is not read"
+_OLDER_HINT = "Let the release that wrote it load it, and save it in torch_dist (--ckpt-format torch_dist)."
 COMMON_FILE = "common.pt"
 """The state beside the sharded tensors, up to megatron-core 0.18."""
 _DATA = re.compile(rf"__\d+_\d+{re.escape(DCP_DATA)}")
@@ -95,9 +103,7 @@ def _check_backend(folder: Folder, name: str) -> None:
         Refused: UNSUPPORTED.
     """
     if _backend(folder, f"{name}/") == _ZARR:
-        message = "it is of Megatron's older format, zarr, which is not read"
-        hint = "Let the release that wrote it load it, and save it in torch_dist (--ckpt-format torch_dist)."
-        raise refuse("UNSUPPORTED", message, file=f"{folder.inside}{name}", hint=hint)
+        raise refuse("UNSUPPORTED", _OLDER, file=f"{folder.inside}{name}", hint=_OLDER_HINT)
 
 
 def _check_ranks(folder: Folder, newest: str) -> None:
@@ -147,20 +153,56 @@ def _is_distributed(folder: Folder, inside: str) -> bool:
 
 
 def _is_torch_dist(folder: Folder, inside: str) -> bool:
-    return _backend(folder, inside) == TORCH_DIST.name
+    """Tell whether a folder is a torch_dist checkpoint, or would be one if nothing in it were damaged or missing."""
+    where = f"{folder.inside}{inside}"
+    names = folder.names if not inside else folder.storage.listing(where.rstrip("/")).names
+    if BACKEND_FILE not in names:
+        return DCP_METADATA in names and COMMON_FILE in names
+    about = _about(folder.storage, f"{where}{BACKEND_FILE}")
+    if about is not None and about.get(_BACKEND) == TORCH_DIST.name:
+        return True
+    return DCP_METADATA in names and (COMMON_FILE in names or about is None or not about.keys().isdisjoint(_KEYS))
 
 
-def check_version(storage: Storage) -> None:
-    """Check that a distributed checkpoint does not say that it is of a version that came later.
+def check_complete(storage: Storage, *, has_state: bool) -> None:
+    """Check that no file of a torch_dist checkpoint is missing beside its tensors.
+
+    Args:
+        storage: its files.
+        has_state: the state beside the tensors is an item of the folder, or in files of the run.
 
     Raises:
-        Refused: UNSUPPORTED.
+        Refused: INCOMPLETE.
+    """
+    names, faults = storage.names(), Faults()
+    for file in (BACKEND_FILE, *(() if has_state else (COMMON_FILE,))):
+        if file not in names:
+            message = "the file is missing, which Megatron writes beside the tensors: the copy is not whole"
+            hint = "Copy the missing file; or read the tensors alone, as torch's DCP stores them: --format dcp."
+            faults.add("INCOMPLETE", message, file, hint=hint)
+    if faults:
+        raise faults.error()
+
+
+def check_backend(storage: Storage) -> None:
+    """Check what a distributed checkpoint says of itself, if it says anything.
+
+    Raises:
+        Refused: CORRUPT where that is malformed; UNSUPPORTED for another backend, or a version that came later.
         StorageError: IO.
     """
-    about = _about(storage, BACKEND_FILE) if BACKEND_FILE in storage.names() else {}
-    for key in _VERSIONS if about.get(_BACKEND) == TORCH_DIST.name else ():
-        if about.get(key, _KNOWN_VERSION) != _KNOWN_VERSION:
-            message = f"{key} is {about[key]!r}; version {_KNOWN_VERSION} is read, and another may mean something else"
+    if BACKEND_FILE not in storage.names():
+        return
+    about = _about(storage, BACKEND_FILE)
+    if about is None or not isinstance(about.get(_BACKEND), str):
+        message = f"it is no JSON object with one {_BACKEND}, as Megatron writes it"
+        raise refuse("CORRUPT", message, file=BACKEND_FILE, hint="Copy the file again.")
+    if about[_BACKEND] == _ZARR:
+        raise refuse("UNSUPPORTED", _OLDER, file=BACKEND_FILE, hint=_OLDER_HINT)
+    for key, known in _KNOWN.items():
+        if about.get(key, known) != known:
+            read = f"version {known}" if isinstance(known, int) else known
+            message = f"{key} is {about[key]!r}; {read} is read, and another may mean something else"
             hint = "Use a newer transaxle; or load it with its own Megatron, and save it with a release from before."
             raise refuse("UNSUPPORTED", message, file=BACKEND_FILE, hint=hint)
 
@@ -168,14 +210,15 @@ def check_version(storage: Storage) -> None:
 def _backend(folder: Folder, inside: str) -> str:
     """Return which kind of distributed checkpoint a folder says that it is; empty where it does not."""
     where = f"{folder.inside}{inside}"
-    names = folder.names if not inside else folder.storage.listing(where.rstrip("/")).names
-    return str(_about(folder.storage, f"{where}{BACKEND_FILE}").get(_BACKEND, "")) if BACKEND_FILE in names else ""
+    names = folder.storage.listing(where.rstrip("/")).names
+    about = _about(folder.storage, f"{where}{BACKEND_FILE}") if BACKEND_FILE in names else None
+    return str((about or {}).get(_BACKEND, ""))
 
 
-def _about(storage: Storage, file: str) -> dict[str, Any]:
-    """Return what a folder says of itself; nothing where that is malformed."""
+def _about(storage: Storage, file: str) -> dict[str, Any] | None:
+    """Return what a folder says of itself; None where that is malformed, or says something twice."""
     try:
-        found = parsed(storage.read(file, 0, min(storage.size(file), _LONGEST)))
+        about = parsed(storage.read(file, 0, min(storage.size(file), _LONGEST)))
     except (NotJsonError, TransaxleError):
-        return {}
-    return found if isinstance(found, dict) else {}
+        return None
+    return about if isinstance(about, dict) else None

@@ -63,12 +63,10 @@ def with_settings_of_run(
         StorageError: IO.
     """
     inside = "" if member == HERE else f"{member}/"
-    above = inside.removesuffix(f"{WEIGHTS}/")
-    there = [f"{inside}{RUN_CONFIG}", *([f"{above}{MODEL_SETTINGS}"] if above != inside else [])]
     args = dict(state.args)
     left: dict[str, str] = {}
-    for file in there:
-        if args or not _has(storage, file):
+    for file in settings_files(storage, member):
+        if args:
             continue
         found = _read(storage, file)
         args |= found.args
@@ -81,6 +79,14 @@ def with_settings_of_run(
         args |= {key: counted[key] for key in COUNTERS if key in counted}
         facts |= {"iteration": counted[_STEP]} if _STEP in counted and "iteration" not in facts else {}
     return replace(state, args=args, facts=facts), left
+
+
+def settings_files(storage: Storage, member: str) -> list[str]:
+    """Return the files with the settings of a run that are there, beside a checkpoint and above it."""
+    inside = "" if member == HERE else f"{member}/"
+    above = inside.removesuffix(f"{WEIGHTS}/")
+    files = [f"{inside}{RUN_CONFIG}", *([f"{above}{MODEL_SETTINGS}"] if above != inside else [])]
+    return [file for file in files if _has(storage, file)]
 
 
 def _has(storage: Storage, file: str) -> bool:

@@ -29,11 +29,12 @@ from transaxle.formats.format import HERE
 from transaxle.formats.megatron.arguments_of_run import NAMES, RunState, run_state
 from transaxle.formats.megatron.flat_buckets.restored_state import LEAVE_OUT, with_state_of_parameters
 from transaxle.formats.megatron.flat_buckets.stored_buckets import is_of_groups, object_name
-from transaxle.formats.megatron.iterations import BACKEND_FILE, COMMON_FILE, check_version
+from transaxle.formats.megatron.iterations import BACKEND_FILE, COMMON_FILE, check_backend, check_complete
 from transaxle.formats.megatron.settings_of_run import (
     LATEST_TRAIN_STATE,
     RUN_CONFIG,
     TRAIN_STATE,
+    settings_files,
     with_settings_of_run,
 )
 from transaxle.formats.megatron.torch_dist.flattened_ranges import in_whole_shapes
@@ -87,13 +88,14 @@ def open_torch_dist(storage: Storage, path: str, member: str, weights: Weights |
         message = "the folder has no .metadata: the save was interrupted, or the file was not copied"
         hint = "Take an earlier iteration, or copy the missing files."
         raise refuse("INCOMPLETE", message, file=path if member == HERE else member, hint=hint)
-    check_version(files)
+    check_backend(files)
     items = _Items()
     conventions = Conventions(TORCH_DIST.name, items.paths, items.unread, items.wanted)
     container = in_whole_shapes(read_folder(files, path, names, conventions), items.shapes, names[0])
     if items.is_of_fsdp:
         container, state = with_whole_gates(container), run_of_items(files, items.facts)
     else:
+        check_complete(files, has_state=items.common is not None or bool(settings_files(storage, member)))
         container, state = _with_optimizer(files, container, items, _run_state(files, items.common))
     container = with_numbered_layers(container)
     state, left = with_settings_of_run(state, storage, member, _number)
