@@ -79,6 +79,7 @@ LAZY_EXTRAS = {
     "engine/distribute/executors/ray_cluster.py": frozenset({"ray"}),
     "engine/reading/torch_values.py": frozenset({"torch"}),
     "formats/hub/hub_requests.py": frozenset({"httpx", "huggingface_hub"}),
+    "refit/plugs/vllm_control.py": frozenset({"httpx"}),
     "formats/remote/web.py": frozenset({"aiohttp", "s3fs"}),
     "quant/modules/torchao.py": frozenset({"torchao"}),
     "refit/plugs/vllm_engine.py": frozenset({"vllm"}),
@@ -392,6 +393,7 @@ PRIMITIVES = {
     },
     "from_local": {"torch_tensors/local_tensor.py"},
     "all_to_all_single": {
+        "live/transport/shared_store.py",  # proofs, before there is a world
         "live/transport/tensor_exchange.py",  # bytes of checkpoints
         "nn/moe/token_exchange.py",  # activations, with their gradients
     },

@@ -184,8 +184,7 @@ class StoreServer:
         self._server = await asyncio.start_server(self._serve, sock=self._socket)
         self._begun.set()
         await self._over.wait()
-        self._server.close()
-        await asyncio.sleep(_MOMENT)  # connections that have just been taken are known then
+        await self._shut()
         for writer in list(self._writers):
             writer.transport.abort()
         await asyncio.sleep(_MOMENT)
@@ -194,6 +193,14 @@ class StoreServer:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.sleep(_MOMENT)
+
+    async def _shut(self) -> None:
+        """Close the port: asyncio loses a connection that it has just taken, so no other one is taken before."""
+        if self._socket.fileno() < 0:
+            return
+        self._loop.remove_reader(self._socket.fileno())
+        await asyncio.sleep(_MOMENT)
+        self._server.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(OSError, EOFError, TimeoutError, ValueError, msgspec.MsgspecError, asyncio.CancelledError):
@@ -235,7 +242,7 @@ class StoreServer:
         self._numbers.discard(rank.number)
         self._first = writer if rank.number == 0 else self._first
         if not self._numbers:
-            self._server.close()
+            await self._shut()
         return coming, going
 
     def _problem(self, rank: _Rank) -> str:
