@@ -11,6 +11,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cached_property, partial
 from threading import Lock, get_ident
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -27,9 +28,10 @@ from transaxle.formats.newest_step import listed
 from transaxle.formats.storage.compiled import StepBatch
 from transaxle.formats.storage.storage import Overlay, Storage, layer
 from transaxle.formats.storage.strided_reads import FileRange, read_ranges, read_strided
-from transaxle.move.hashing import WHOLE, ItemHash, digest_in, joined, span_ends
 from transaxle.move.transfer import Transfer
-from transaxle.move.workers import limits, share
+
+if TYPE_CHECKING:
+    from transaxle.move.hashing import ItemHash
 
 CHANGED = "the bytes were changed after they were written"
 _INTACT = "What would be written has the same bytes: convert an intact copy."
@@ -136,6 +138,8 @@ class HashWitness(Overlay):
 
         None if there is none, or if its hash is not that of its spans.
         """
+        from transaxle.move.hashing import span_ends  # here and below: a look at a checkpoint hashes nothing
+
         if len(parts) != 1 or parts[0].loops or parts[0].width != size or parts[0].file not in self._pieces:
             return None
         (part,) = parts
@@ -203,6 +207,8 @@ class HashWitness(Overlay):
 
     def _judge(self, unsettled: Sequence[int]) -> None:
         """Read tensors whose bytes did not pass in order, and refuse all that do not have their hash."""
+        from transaxle.move.hashing import digest_in
+        from transaxle.move.workers import limits, share
 
         def check(_: object, number: int) -> None:
             tensor = self._records[number]
@@ -284,6 +290,8 @@ class HashWitness(Overlay):
 
     def _next(self, number: int, at: int, inside: int) -> _Passing | None:
         """Return the span of a tensor whose next byte in this thread is this one; None: these bytes do not count."""
+        from transaxle.move.hashing import WHOLE, ItemHash
+
         with self._lock:
             passing = self._passing.get((number, at))
             if passing is None and not inside:
@@ -294,6 +302,8 @@ class HashWitness(Overlay):
 
     def _end(self, number: int, at: int, passing: _Passing) -> None:
         """Note the hash of a span; with the last one, that of the tensor."""
+        from transaxle.move.hashing import joined
+
         tensor = self._records[number]
         with self._lock:
             spans = self._spans.setdefault(number, {})
@@ -375,6 +385,8 @@ def hold(storage: Storage) -> None:
         Refused: CORRUPT, UNSUPPORTED for a manifest that cannot be read.
         StorageError: IO.
     """
+    from transaxle.move.hashing import span_ends
+
     witness = layer(storage, HashWitness)
     if witness is None or witness.container is None or witness.is_holding:
         return
