@@ -488,8 +488,9 @@ def test_paths_that_are_not_utf8(tmp_path: Path, transaxle: Transaxle) -> None:
         assert (
             transaxle("convert", source, tmp_path / f"{NOT_UTF8}-{number}", "--to", "dcp:torchtitan", *words).code == 0
         )
-    for words in (("ls",), ("info", "--json"), ("verify",), ("report", "-o", tmp_path / "page.html"), ("clean",)):
-        assert transaxle(words[0], source, *words[1:]).code == 0
+    page = str(tmp_path / "page.html")
+    for verb, *options in (["ls"], ["info", "--json"], ["verify"], ["report", "-o", page], ["clean"]):
+        assert transaxle(verb, source, *options).code == 0
     assert transaxle("convert", source, tmp_path / "lora", "--to", "hf", "--merge", adapter).code == MACHINE
     for words in (("--on", "ray"), ("--on", "torchrun")):
         outcome = transaxle("convert", source, tmp_path / "several", "--to", "hf", *words, "--json")

@@ -60,4 +60,4 @@ def test_one_file_is_read_back_in_the_dialect_that_it_was_written_in(
 def read_back_of(source: Path, target: Path, to: str) -> Verification:
     """Return what reading a target back finds that is there already."""
     with tx.open(source) as checkpoint:
-        return read_back(make_plan(checkpoint, to, target=str(target)), str(target), str(source), {}, limits())
+        return read_back(make_plan(checkpoint, to, target=str(target)), str(target), {}, limits())

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from torch.distributed._shard import sharded_tensor
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -308,7 +308,7 @@ def test_what_happens_after_the_snapshot_never_reaches_the_files(tmp_path: Path,
 
 def test_parts_without_a_mesh_are_refused(tmp_path: Path) -> None:
     """Sharded state dicts of FSDP1 without a mesh: torch's own type, of which no operation is defined."""
-    held = torch.Tensor._make_wrapper_subclass(sharded_tensor.ShardedTensor, (4, 2))
+    held = torch.Tensor._make_wrapper_subclass(ShardedTensor, (4, 2))
     for state in ({"a": held}, {"a": {"b": [held]}, "c": torch.ones(2)}):
         for call in (tx.save, async_save):
             with pytest.raises(TransaxleError) as caught:
