@@ -488,6 +488,24 @@ def test_malformed_descriptions_are_refused(said: object, found: Entries, code: 
     assert not result.encoded
 
 
+@pytest.mark.parametrize(
+    ("key", "repeated"),
+    [
+        ('"block_size": [1, 64]', '"block_size": [96, 64], "block_size": [1, 64]'),
+        ('"block_size": [1, 64]', '"block_size": [1, 64], "block\\u005fsize": [1, 64]'),
+        ('"_type": "Float8Tensor"', '"_type": "Tensor", "_type": "Float8Tensor"'),
+        ('"_type": "Float8Tensor"', '"_data": {"is_swizzled_scales": false}, "_type": "Float8Tensor"'),
+    ],
+)
+def test_a_description_that_two_readers_may_read_in_two_ways_is_refused(key: str, repeated: str) -> None:
+    notes = metadata({**FLOAT8_TENSOR, "_data": {"block_size": [1, 64]}})
+    assert only(grouped(None, ROWS, notes))[0] == W
+    notes[W] = notes[W].replace(key, repeated)
+    refusals = grouped(None, ROWS, notes).refusals
+    assert [(each.code, each.where.tensor) for each in refusals] == [("CORRUPT", W)]
+    assert "there twice" in refusals[0].message
+
+
 @pytest.mark.parametrize("text", ["[1]", "{", "7", '["a", "' + "b" * 3])
 def test_a_malformed_list_is_refused(text: str) -> None:
     assert [refusal.code for refusal in grouped(None, {}, {NAMES: text}).refusals] == ["CORRUPT"]

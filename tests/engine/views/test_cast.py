@@ -239,7 +239,13 @@ def quantized_elsewhere() -> dict[str, tuple[str, Tensors]]:
             "",
             {"weight": real(f32, ROWS, COLUMNS).to(torch.float8_e4m3fn), "scale_weight": real(f32, 1)},
         ),
+        "modelopt": (
+            "",
+            {"weight": whole(u8, ROWS, COLUMNS), "weight_quantizer._scale": real(f32, ROWS, 4)},
+        ),
         "8 bits of nobody": ("", {"levels": whole(u8, ROWS, COLUMNS), "steps": real(f32, ROWS)}),
+        "a maximum in a module": ("", {"weight": whole(i8, ROWS, COLUMNS), "weight_quantizer._amax": real(f32, 1)}),
+        "a scale in a module": ("", {"w": whole(u8, ROWS, COLUMNS), "observer.scale": real(f32, ROWS)}),
     }
     rest = {"lm_head.weight": real(bf16, ROWS, COLUMNS), f"{LAYER}.bias": real(bf16, ROWS)}
     return {
@@ -249,7 +255,8 @@ def quantized_elsewhere() -> dict[str, tuple[str, Tensors]]:
 
 
 STRANGE = quantized_elsewhere()
-KNOWN = [kind for kind in STRANGE if kind not in ("scaled fp8", "8 bits of nobody")]
+NOBODY = ("scaled fp8", "8 bits of nobody", "a maximum in a module", "a scale in a module")
+KNOWN = [kind for kind in STRANGE if kind not in NOBODY]
 """Those whose names say that they are codes; of the others only the casts of float32 scales are refused."""
 
 
@@ -317,6 +324,45 @@ def test_a_number_beside_codes_is_cast_where_its_name_is_given(tmp_path: Path) -
     assert {n for n, t in load_file(out).items() if t.dtype == torch.bfloat16} == floats - {f"{LAYER}.steps"}
     tx.convert(source, out, to="safetensors", dtype="bf16", only=f"{LAYER}.steps", overwrite=True, sync=False)
     assert torch.equal(load_file(out)[f"{LAYER}.steps"], held[f"{LAYER}.steps"].bfloat16())
+
+
+i16, i32, u8 = torch.int16, torch.int32, torch.uint8
+NUMBERS: dict[str, tuple[Tensors, Tensors]] = {
+    "positions": ({"e.position_ids": whole(i32, 1, 50)}, {"e.class_embedding": real(torch.float32, 16)}),
+    "relative positions": (
+        {"a.relative_position_index": whole(i32, 49, 49)},
+        {"a.relative_position_bias_table": real(torch.float32, 169, 3), "a.logit_scale": real(torch.float32, 3, 1, 1)},
+    ),
+    "masks": (
+        {"a.bias": whole(u8, 1, 1, 8, 8), "b.causal_mask": whole(u8, 8, 8), "c.attn_mask": whole(i32, 4, 8, 8)},
+        {"a.masked_bias": real(torch.float32), "b.scale_attn": real(torch.float32), "c.gamma": real(torch.float32, 8)},
+    ),
+    "levels of a quantizer": (
+        {"q._levels": whole(i32, 4), "q._basis": whole(i32, 4), "v.usage": whole(i32, 64)},
+        {"q.implicit_codebook": real(torch.float32, 100, 4), "v.embed": real(torch.float32, 64, 8)},
+    ),
+    "tables": (
+        {"t.vocab_map": whole(i32, 30), "p.coords": whole(i16, 64, 2), "g.grid": whole(i32, 8, 8)},
+        {"t.scores": real(torch.float32, 30), "p.table": real(torch.float32, 64), "g.gauss": real(torch.float32, 2, 8)},
+    ),
+    "rotations": ({"r.position": whole(i32, 128)}, {"r.inv_freq": real(torch.float32, 8)}),
+    "parameters that are called as parts of codes": (
+        {"x.position_ids": whole(i32, 9)},
+        {"x.a._scale": real(torch.float32, 4), "x._shift": real(torch.float32, 4), "x.b._data": real(torch.float32, 4)},
+    ),
+}
+"""Integers that number things, and what lies beside them and is a plain parameter."""
+
+
+@pytest.mark.parametrize("kind", NUMBERS)
+def test_integers_that_number_things_have_no_scales(kind: str, tmp_path: Path) -> None:
+    integers, reals = NUMBERS[kind]
+    save_file({**integers, **reals, "x.weight": real(torch.float32, 4, 4)}, tmp_path / "s.safetensors")
+    tx.convert(tmp_path / "s.safetensors", tmp_path / "o.safetensors", to="safetensors", dtype="bf16", sync=False)
+    found = load_file(tmp_path / "o.safetensors")
+    assert all(torch.equal(found[name], tensor) for name, tensor in integers.items())
+    assert all(torch.equal(found[name], tensor.bfloat16()) for name, tensor in reals.items())
+    assert tx.plan(tmp_path / "s.safetensors", tmp_path / "e", to="safetensors", encode="mxfp8", only="x.weight")
 
 
 STALE = (

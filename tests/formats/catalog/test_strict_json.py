@@ -119,7 +119,7 @@ _READ_ELSEWHERE = {
     "move/journal.py": "our own, with checksums",
     "parallel/plans/proven_types.py": "shipped",
     "refit/plugs/vllm_control.py": "answers of an engine, which name no tensors",
-    "encodings/conventions/torchao_convention.py": "notes inside the text of a header",
+    "encodings/conventions/torchao_convention.py": "notes inside the text of a header; no key twice",
 }
 """Modules that may decode JSON by themselves, and why."""
 

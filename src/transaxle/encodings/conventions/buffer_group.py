@@ -90,8 +90,14 @@ _WITH = {"codes": ("codebooks", "AQLM"), "indices": ("centroids.weight", "VPTQ")
 """Last segments of integer codes where another tensor lies beside them -> that, and whose they are."""
 _FLOATS = CONVENTIONS[COMPRESSED_TENSORS].four[Role.CODES].weight
 """Last segment of codes of floating-point numbers too, which have other types."""
-_BELOW = ("absmax", "quant_map", "nested_absmax", "nested_quant_map", "_data", "_scale", "_shift", "_zeropoint")
-"""What bitsandbytes and quanto add to the name of a weight, after a dot."""
+_BELOW = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
+"""What bitsandbytes adds to the name of a weight, after a dot."""
+_BELOW_QUANTO = ("_data", "_scale", "_shift", "_zeropoint")
+"""What quanto adds to the name of a weight, and ModelOpt to that of the module that quantizes one."""
+_OF_THEMSELVES = re.compile(
+    r"(?:.*_)?(?:bias|coords?|counts?|grid|ids?|idx|index|indices|lengths?|map|mask|offsets?|positions?|rng(?:_state)?|shapes?|sizes?)"
+)
+"""Last segments of integers that are numbers of things, or masks: what lies beside them is no scale."""
 
 
 class StoredBuffer(Protocol):
@@ -287,7 +293,7 @@ class _Finder:
         """Say that a tensor has codes of integers, or is beside them; empty if not."""
         head, dot, segment = name.rpartition(".")
         entry = self.entries[name]
-        if segment in _BELOW or ".quant_state." in name:
+        if segment in _BELOW or ".quant_state." in name or (segment in _BELOW_QUANTO and self._quantizes(head)):
             weight = name.partition(".quant_state.")[0] if ".quant_state." in name else head
             return f"{_last_segment(weight)} has codes of bitsandbytes or quanto, {_NO_VALUES}"
         codes = self.entries.get(f"{head}{dot}{WEIGHT}")
@@ -299,6 +305,12 @@ class _Finder:
         if not program or entry.dtype not in _INTEGERS or (segment == _FLOATS and entry.dtype in _FOUR):
             return ""
         return f"it has codes of integers as {program} stores them, {_dtype_and_shape(entry)}, {_NO_VALUES}"
+
+    def _quantizes(self, path: str) -> bool:
+        """Tell whether a path is that of a weight, or of what quantizes the weight or other codes beside it."""
+        beside = (f"{path}.{_BELOW_QUANTO[0]}", f"{module_of(path)}.{WEIGHT}")
+        codes = (self.entries[name].dtype for name in beside if name in self.entries)
+        return _last_segment(path) == WEIGHT or any(dtype in SPEAKING for dtype in codes)
 
     def _changes_values(self, name: str) -> bool:
         """Tell whether a plain tensor lies beside the codes of a layer, or inside it, and is none of its parameters."""
@@ -460,6 +472,30 @@ def is_parameter(name: str) -> bool:
     """Tell whether a tensor is called as parameters are, and not as scales."""
     segment = _last_segment(name)
     return _PARAMETER.fullmatch(segment) is not None and not _OF_QUANTIZERS.fullmatch(segment)
+
+
+def may_be_codes(name: str, entry: StoredBuffer) -> bool:
+    """Tell whether a tensor may hold codes: of integers, unless its name says that it numbers things."""
+    if prod(entry.shape) < 2 or entry.dtype not in SPEAKING:
+        return False
+    return entry.dtype not in _INTEGERS or not _OF_THEMSELVES.fullmatch(_last_segment(name))
+
+
+def may_scale(name: str, entry: StoredBuffer, codes: StoredBuffer, *, deeper: bool) -> bool:
+    """Tell whether a plain tensor may be a scale of codes that nobody describes.
+
+    Args:
+        name: its name.
+        entry: its type and shape.
+        codes: in the same module, or in one around it.
+        deeper: whether that is one around it: then only what is called as scales are may be one.
+    """
+    if is_parameter(name):
+        return False
+    if _OF_QUANTIZERS.fullmatch(_last_segment(name)) or (codes.dtype not in _INTEGERS and not deeper):
+        return True
+    # Codes of a weight have its dims, and are at least as many as their scales: a table of numbers needs not.
+    return not deeper and len(codes.shape) > 1 and prod(entry.shape) <= prod(codes.shape)
 
 
 def _last_segment(name: str) -> str:

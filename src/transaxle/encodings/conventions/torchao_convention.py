@@ -7,6 +7,7 @@ metadata holds a JSON text under the name of the whole, with its class, its attr
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -62,7 +63,6 @@ class _TensorNote(msgspec.Struct, rename={"type": "_type", "data": "_data", "par
     parts: list[str] = []
 
 
-_tensor = msgspec.json.Decoder(_TensorNote)
 _names = msgspec.json.Decoder(list[str])
 
 
@@ -126,13 +126,13 @@ def swizzled(metadata: Mapping[str, object]) -> Mapping[str, Swizzled]:
         if description.encoding is not None or _SWIZZLED not in text:
             continue
         try:
-            tensor = _tensor.decode(text)
-            compact_note = msgspec.json.decode(text, type=dict[str, Any])
+            compact_note = _parsed(text)
+            tensor = msgspec.convert(compact_note, _TensorNote)
             if tensor.type not in _BLOCKED or tensor.data.get(_SWIZZLED) is not True:
                 continue
             compact_note[_DATA] = {**compact_note[_DATA], _SWIZZLED: False}
-            encoding = _encoding(_tensor.decode(msgspec.json.encode(compact_note)))
-        except (msgspec.MsgspecError, _UnknownError, UnicodeError, RecursionError):
+            encoding = _encoding(msgspec.convert(compact_note, _TensorNote))
+        except (msgspec.MsgspecError, ValueError, RecursionError):
             continue
         head, dot, segment = name.rpartition(".")
         codes, scale = (f"{head}{dot}_{segment}_{buffer}" for buffer in _BUFFERS)
@@ -147,8 +147,8 @@ def _described(name: str, text: object) -> Described | None:
         message = f"the header's metadata lists it under {NAMES}, but describes it not at all, or more than once"
         return _unread(name, (), "CORRUPT", message)
     try:
-        tensor = _tensor.decode(str(text))
-    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        tensor = msgspec.convert(_parsed(str(text)), _TensorNote)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         return _unread(name, (), "CORRUPT", f"the header's metadata describes it in a malformed way: {error}")
     if tensor.type == _PLAIN:
         return None
@@ -160,6 +160,18 @@ def _described(name: str, text: object) -> Described | None:
         return _unread(name, parts, "CORRUPT", f"an attribute of its {tensor.type} is malformed: {error}")
     except _UnknownError as error:
         return _unread(name, parts, "UNSUPPORTED", str(error))
+
+
+def _parsed(text: str) -> Any:
+    """Return what a note says; ValueError where it is no JSON, and where two readers may read it in two ways."""
+    return json.loads(text, object_pairs_hook=_once)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    note = dict(pairs)
+    if len(note) < len(pairs):
+        raise ValueError(f"a key is there twice, of {', '.join(sorted(note))[:100]}")
+    return note
 
 
 def _unread(name: str, parts: tuple[str, ...], code: Code, message: str) -> Described:

@@ -6,6 +6,7 @@ table marks as `precise`, keep their dtype unless patterns name them; the plan l
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from math import isinf, prod
@@ -16,7 +17,7 @@ from msgspec.structs import replace
 
 from transaxle.axes.layout.bind import WEIGHT, Bound, split_slot
 from transaxle.axes.layout.relayout import unchanged
-from transaxle.encodings.conventions.buffer_group import SPEAKING, is_parameter
+from transaxle.encodings.conventions.buffer_group import may_be_codes, may_scale
 from transaxle.encodings.conventions.convention import training_only
 from transaxle.encodings.error import Error
 from transaxle.encodings.plain_types import CASTS, PLAIN, Wide
@@ -223,17 +224,31 @@ def scales_alone(names: Iterable[str], catalog: Catalog) -> Iterator[Refusal]:
         names: stored names, or those of an encoded tensor's buffers.
         catalog: the tensors of a container.
     """
-    entries = catalog.container.entries
-    codes_of = {
-        _holder(name): entry for name, entry in entries.items() if entry.dtype in SPEAKING and prod(entry.shape) > 1
-    }
+    buffers = catalog.container.entries
+    codes_in: dict[str, list[Entry]] = defaultdict(list)
+    for name, entry in buffers.items():
+        if may_be_codes(name, entry):
+            codes_in[_holder(name)].append(entry)
     hint = "Leave it out with --skip NAME; if it is no scale, give its whole name with --only."
     for name in names:
-        codes = codes_of.get(_holder(name))
-        if _holder(name) and codes is not None and not is_parameter(name):
+        stored, _, role = name.partition("\0")
+        codes = next((e for e in _around(stored, codes_in) if role or _may_scale(buffers[stored], e)), None)
+        if codes is not None:
             message = f"it lies beside {codes.dtype} {list(codes.shape)} ({codes.name}), and may be a scale"
-            where = Where(None, name.partition("\0")[0])
+            where = Where(None, stored)
             yield Refusal("UNSUPPORTED", f"{message}: cast alone, scales change what codes stand for", where, hint)
+
+
+def _around(name: str, codes_in: Mapping[str, Sequence[Entry]]) -> Iterator[Entry]:
+    """Yield the codes in the module of a tensor, then in those around it."""
+    holder = _holder(name)
+    while holder:
+        yield from codes_in.get(holder, ())
+        holder = "" if holder.startswith(OPTIMIZER) else _holder(holder)
+
+
+def _may_scale(entry: Entry, codes: Entry) -> bool:
+    return may_scale(entry.name, entry, codes, deeper=_holder(entry.name) != _holder(codes.name))
 
 
 def _holder(name: str) -> str:
