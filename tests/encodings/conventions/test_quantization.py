@@ -212,6 +212,7 @@ TRANSFORMS = {"config_groups": {"R1": {"type": "hadamard", "apply": [{"targets":
 MIXED = {**MODELOPT, "quant_algo": "MIXED_PRECISION"}
 NOT_KNOWN: list[tuple[dict[str, Any], list[str]]] = [
     (grouped(WEIGHTS, transform_config=TRANSFORMS), ["transform_config"]),
+    (grouped(WEIGHTS, transform_config={"config_groups": {}, "scale": 0}), ["transform_config"]),
     (grouped(WEIGHTS, moe_sparsity_config={"0": 4}, outliers=True), ["moe_sparsity_config", "outliers"]),
     (grouped({**WEIGHTS, "offset": 1}), ["config_groups.group_0.weights.offset"]),
     (grouped({**WEIGHTS, "actorder": "group"}), ["config_groups.group_0.weights.actorder"]),
@@ -253,7 +254,7 @@ def test_what_a_section_says_beside_codes_and_scales_is_known_or_refused(
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("value", [None, [], {}])
+@pytest.mark.parametrize("value", [None, [], {}, {"config_groups": {}}, {"a": [None, {}]}])
 def test_a_key_that_says_nothing_needs_not_be_known(method: str, value: Any) -> None:
     own: dict[str, dict[str, Any]] = {
         "fp8": FP8,

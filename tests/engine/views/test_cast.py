@@ -135,6 +135,26 @@ def test_codes_and_scales_are_not_cast(tmp_path: Path) -> None:
     assert parts.isdisjoint(changed)
 
 
+@pytest.mark.parametrize("path", ["", "attn.", "k_proj."])
+@pytest.mark.parametrize("encoded", [True, False])
+def test_scales_of_a_quantized_model_s_cache_stay(path: str, encoded: bool, tmp_path: Path) -> None:
+    """Also where all weights have been decoded, and the config still says how keys and values are cached."""
+    held, config = quantized.llama(d=128, f=128, g=1, r=1, head=128)
+    scale = f"model.layers.0.self_attn.{path}k_scale"
+    held[scale] = np.array([1 + 2**-20], np.float32)
+    if not encoded:
+        held = {name: array for name, array in held.items() if array.dtype in (np.float32, quantized.BF16)}
+        held = {name: array for name, array in held.items() if not name.endswith(quantized.SCALE)}
+        dense = {"quant_method": "compressed-tensors", "format": "dense", "config_groups": {}}
+        config = {**config, "quantization_config": {**dense, "kv_cache_scheme": {"num_bits": 8, "type": "float"}}}
+    source = quantized.store(tmp_path / "source", (held, config))
+    report = tx.convert(source, tmp_path / "out", to="safetensors", dtype="fp16", sync=False)
+    assert scale in report.stayed
+    assert np.array_equal(quantized.read(tmp_path / "out")[scale], held[scale])
+    report = tx.convert(source, tmp_path / "asked", to="safetensors", dtype="fp16", only=scale, sync=False)
+    assert [each.what.name for each in report.recoded] == [scale]
+
+
 def test_decode_where_nothing_is_encoded_is_refused_with_the_way(tmp_path: Path) -> None:
     source = checkpoints.tiny(tmp_path / "source")
     with pytest.raises(UsageError, match=r"(?s)AMBIGUOUS.*no encoded tensors.*--dtype fp32"):

@@ -316,9 +316,9 @@ class _Finder:
         """Tell whether a plain tensor lies beside the codes of a layer, or inside it, and is none of its parameters."""
         module, _, segment = name.rpartition(".")
         if module in self._linears:
-            return not is_parameter(name) and segment not in _OF_CACHE
+            return not (is_parameter(name) or is_of_cache(name))
         if module in self._stacks:
-            return _OF_QUANTIZERS.fullmatch(segment) is not None and segment not in _OF_CACHE
+            return _OF_QUANTIZERS.fullmatch(segment) is not None and not is_of_cache(name)
         while module:
             module, _, segment = module.rpartition(".")
             if module and module in self._linears:
@@ -472,6 +472,11 @@ def is_parameter(name: str) -> bool:
     """Tell whether a tensor is called as parameters are, and not as scales."""
     segment = _last_segment(name)
     return _PARAMETER.fullmatch(segment) is not None and not _OF_QUANTIZERS.fullmatch(segment)
+
+
+def is_of_cache(name: str) -> bool:
+    """Tell whether a tensor is called as scales of cached keys and values are."""
+    return _last_segment(name) in _OF_CACHE
 
 
 def may_be_codes(name: str, entry: StoredBuffer) -> bool:

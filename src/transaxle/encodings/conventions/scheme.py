@@ -390,12 +390,18 @@ def _check_groups(groups: object, location: str) -> None:
 def _check_keys(section: Mapping[str, Any], kind: type[Any], location: str, part: str) -> None:
     """Refuse all keys that say something, and are neither fields of `kind` nor without meaning for weights."""
     known = {*kind.__struct_fields__, *_BESIDE_WEIGHTS[part]}
-    unknown = [key for key, value in section.items() if key not in known and value not in (None, {}, [])]
+    unknown = [key for key, value in section.items() if key not in known and not _is_empty(value)]
     if unknown:
         raise gathered(
             Refusal("UNSUPPORTED", f"{location}.{key} {_MEANING.get(key, _UNKNOWN_MEANING)}", Where(None), UNKNOWN_KEY)
             for key in unknown
         )
+
+
+def _is_empty(value: object) -> bool:
+    """Tell whether a value says nothing, such as the `{"config_groups": {}}` of no transform."""
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else None
+    return value is None or (inner is not None and all(map(_is_empty, inner)))
 
 
 _UNKNOWN_MEANING = "is not known here, and may change what the weights stand for"

@@ -1,7 +1,8 @@
 """Casts: plain floating-point tensors seen in another dtype, cast when they are read.
 
-Encoded tensors are not touched (`decode` does that), nor are integers. Optimizer state, and tensors that a family's
-table marks as `precise`, keep their dtype unless patterns name them; the plan lists what stays.
+Encoded tensors are not touched (`decode` does that), nor are integers. Optimizer state, scales of the cache of a
+quantized model, and tensors that a family's table marks as `precise`, keep their dtype unless patterns name them; the
+plan lists what stays.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from msgspec.structs import replace
 
 from transaxle.axes.layout.bind import WEIGHT, Bound, split_slot
 from transaxle.axes.layout.relayout import unchanged
-from transaxle.encodings.conventions.buffer_group import may_be_codes, may_scale
+from transaxle.encodings.conventions.buffer_group import is_of_cache, may_be_codes, may_scale
 from transaxle.encodings.conventions.convention import training_only
 from transaxle.encodings.error import Error
 from transaxle.encodings.plain_types import CASTS, PLAIN, Wide
@@ -196,7 +197,13 @@ def cast_to(catalog: Catalog, to: str, only: Sequence[str], skip: Sequence[str],
     if not plain:
         message = "no plain floating-point tensor to cast; integers, codes and scales are not cast"
         raise refuse("AMBIGUOUS", message, hint='To decode encoded tensors, use --decode (decode="bf16").')
-    usual = [name for name in plain if split_slot(name)[1] == WEIGHT and name not in keep]
+    usual = [
+        name
+        for name in plain
+        if split_slot(name)[1] == WEIGHT
+        and name not in keep
+        and not (is_of_cache(name) and (catalog.encoded or catalog.quantization))
+    ]
     wanted = frozenset(chosen(plain, only, skip, "plain floating-point tensor", usual))
     changing = (
         name for name in plain if name in wanted and name not in only and container.entries[name].dtype != dtype
