@@ -205,3 +205,10 @@ def test_zero_layers_are_wrong_where_layers_are_stored(family: str, key: str, ne
     refusals = tx.plan(source, tmp_path / "out", to="vllm").refusals
     beyond = [r for r in refusals if "is beyond its size, 0" in r.message]
     assert {refusal.code for refusal in beyond} == {"UNEXPECTED_TENSOR"}
+
+
+def test_widths_that_only_a_traced_config_had_in_common_are_two_axes() -> None:
+    """The queries of A.X K2 come from twice their low rank, which is no width of its keys."""
+    tensors = builtin()["axk2"].tensors
+    query, key = tensors["self_attn_q_b_proj"].axes[-1], tensors["self_attn_kv_a_proj_with_mqa"].axes[1]
+    assert query not in (key, tensors["self_attn_q_a_proj"].axes[1])
