@@ -217,7 +217,7 @@ EXPLANATIONS: Mapping[Code, Explanation] = {
     "UNEXPECTED_TENSOR": Explanation(
         "The checkpoint has a tensor that the table does not know.",
         "Tensors without a line in the target dialect normally keep their names and are listed in the report. "
-        "--strict refuses them. One in a layer whose other tensors are converted is refused in any case: nobody would "
+        "--strict refuses them. One in a layer of which others get new names is refused in any case: nobody would "
         "look for it under its old name. So are layers or experts beyond the number that the config or --axis says: "
         "the model would lack them. So is a model whose names begin as those of a model with a head, where no "
         "line reads the head. In `verify`, the code means that a tensor was added after the checkpoint "

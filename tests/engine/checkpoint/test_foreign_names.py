@@ -11,6 +11,15 @@ import pytest
 
 import transaxle as tx
 from tests import checkpoints
+from tests.families.test_layers_ahead import EVERY_SIZE
+from transaxle.axes.layout.bind import bind
+from transaxle.axes.layout.model_tensors import Model
+from transaxle.axes.notation.family import Sizes
+from transaxle.axes.translation.translate import translate
+from transaxle.engine.checkpoint.foreign_names import half_converted
+from transaxle.errors import Refusal
+from transaxle.families import builtin
+from transaxle.formats.catalog.catalog import Entry, Extent
 
 CONFIG = checkpoints.CONFIG
 WRAPPED = {"model_type": "unheard_of_vl", "text_config": CONFIG}
@@ -112,3 +121,52 @@ def test_names_alone_do_not_say_what_strange_tensors_are_called_elsewhere(tmp_pa
     assert "--config" in refusal.hint
     assert not tx.plan(source, tmp_path / "out", to="hf").refusals
     assert tx.convert(source, tmp_path / "out", to="te", config=CONFIG, sync=False).kept == ("vision.proj.weight",)
+
+
+BIASED = {"attention_bias": True, "mlp_bias": True, "use_bias": True}
+NAMELESS = [
+    ("llama", "hf", "torchtitan"), ("llama", "hf", "torchtitan@0.2"), ("llama", "megatron_dist", "torchtitan"),
+    ("qwen3", "megatron", "torchtitan"), ("deepseek_v3", "hf", "te"), ("deepseek_v3", "transformers", "torchtitan"),
+    ("glm4_moe_lite", "hf", "megatron"), ("hy_v3", "vllm", "automodel"), ("ernie4_5_moe", "hf", "megatron"),
+    ("nemotron_h", "hf", "te"),
+]  # fmt: skip
+"""Families whose models may have biases, with a dialect that has some and one that has no line for them."""
+
+
+def _half_converted(family: str, source: str, target: str, **changed: Any) -> tuple[list[Refusal], tuple[str, ...]]:
+    """What is said of a model in another dialect, and which names it keeps there."""
+    table = builtin()[family]
+    own, wanted = table.dialect(source), table.dialect(target)
+    assert own is not None
+    assert wanted is not None
+    sizes = Sizes(table, {**EVERY_SIZE, "model_type": family, **changed})
+    shapes = dict(Model(table, sizes, tp=0).stored(own))
+    entries = {n: Entry(n, "BF16", s, (Extent((0,) * len(s), s, "file", 0),)) for n, s in shapes.items()}
+    bound = bind(list(entries), table, own, sizes, stored=entries)
+    view = translate(bound, entries, wanted, sizes)
+    return half_converted(bound, wanted, sizes, view, ()), view.kept
+
+
+@pytest.mark.parametrize(("family", "source", "target"), NAMELESS)
+def test_what_a_dialect_has_no_line_for_is_refused_in_layers_that_it_has(
+    family: str, source: str, target: str
+) -> None:
+    """As biases of attention in torchtitan's Llama: under the hub's names nobody would load them."""
+    (refusal,), kept = _half_converted(family, source, target, **BIASED)
+    assert (refusal.code, len(kept) > 1) == ("UNEXPECTED_TENSOR", True)
+    assert any(name in refusal.message for name in kept)
+    assert _half_converted(family, source, target, **dict.fromkeys(BIASED, False)) == ([], ())
+
+
+@pytest.mark.parametrize("prefix", ["", "_orig_mod."])
+def test_what_no_line_reads_is_refused_where_its_layer_gets_other_names(prefix: str, tmp_path: Path) -> None:
+    held = {name.replace("layers.1.", f"layers.1.{prefix}"): array for name, array in checkpoints.tensors().items()}
+    held[f"model.layers.1.{prefix}extra.weight"] = np.arange(6, dtype=np.float32)
+    source = checkpoints.write(tmp_path / "source", held, config=checkpoints.CONFIG)
+    for to in ("torchtitan", "megatron", "vllm"):
+        (refusal,) = tx.plan(source, tmp_path / "out", to=to).refusals
+        assert (refusal.code, refusal.where.tensor) == (
+            "UNEXPECTED_TENSOR",
+            f"model.layers.1.{prefix}extra.weight",
+        )
+    assert tx.plan(source, tmp_path / "out", to="hf").refusals == ()

@@ -422,3 +422,52 @@ def test_one_encoding_in_two_conventions_differs_by_name_only(tmp_path: Path) ->
     found = tx.diff(one, two, numeric=True)
     assert found.equal
     assert list(found.across) == ["float8_block"]
+
+
+OLDER = """
+family grown
+  axes l=layers f=inner d=width
+  up : l f d
+  down : l d f
+  norm : l d
+dialect hf
+  layers.{l}.up = up[f d]
+  layers.{l}.down = down[d f]
+  layers.{l}.norm = norm[d]
+  also blocks.{l}.up = up[f d]
+  also layers.{l}.turned = down[f d]
+  also norms = norm[l d]
+"""
+FORMS = ("blocks", "turned", "norms")
+
+
+@pytest.mark.parametrize("older", [("blocks",), ("turned",), ("norms",), FORMS])
+@pytest.mark.parametrize("to", ["safetensors:hf", "torch:hf", "dcp:hf"])
+def test_older_names_of_a_dialect_are_the_same_tensors(older: tuple[str, ...], to: str, tmp_path: Path) -> None:
+    """As transformers stores some models otherwise than their makers: what is written has the newer names."""
+    rules = tmp_path / "grown.rules"
+    rules.write_text(OLDER)
+    values = {name: np.arange(24, dtype=np.float32).reshape(2, *shape) * (i + 2)
+              for i, (name, shape) in enumerate({"up": (4, 3), "down": (3, 4)}.items())}  # fmt: skip
+    values["norm"] = np.arange(6, dtype=np.float32).reshape(2, 3) + 7
+    held: dict[str, npt.NDArray[Any]] = {}
+    for layer in range(2):
+        held[f"{'blocks' if 'blocks' in older else 'layers'}.{layer}.up"] = values["up"][layer]
+        down = values["down"][layer]
+        held |= {f"layers.{layer}.turned": down.T.copy()} if "turned" in older else {f"layers.{layer}.down": down}
+        held |= {} if "norms" in older else {f"layers.{layer}.norm": values["norm"][layer]}
+    held |= {"norms": values["norm"]} if "norms" in older else {}
+    config = {"model_type": "grown", "layers": 2, "inner": 4, "width": 3}
+    source = checkpoints.write(tmp_path / "source", held, config=config)
+    options: dict[str, Any] = {"rules": rules, "family": "grown", "config": config}
+    report = tx.convert(source, tmp_path / "out", to=to, verify=True, sync=False, **options)
+    assert report.kept == ()
+    with tx.open(tmp_path / "out", **options) as out:
+        assert {n: t.read().tolist() for n, t in out.items()} == {
+            f"layers.{layer}.{name}": value[layer].tolist() for name, value in values.items() for layer in range(2)
+        }
+    assert tx.verify(source, tmp_path / "out", **options)
+    assert tx.verify(tmp_path / "out", source, **options)
+    held[min(held)] = held[min(held)] + 1
+    wrong = checkpoints.write(tmp_path / "wrong", held, config=config)
+    assert not tx.verify(wrong, tmp_path / "out", **options)

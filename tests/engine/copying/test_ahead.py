@@ -22,21 +22,18 @@ FAMILY = "deepseek_v3"
 AHEAD = "num_nextn_predict_layers"
 
 
-def _copies() -> Tensors:
-    """What DeepSeek's files also hold for each such layer; unlike the model's own, so that no tie can pass for them."""
-    generator = torch.Generator().manual_seed(5)
-    return {
-        f"model.layers.{layer}.{name}.weight": torch.randn(46, 40, generator=generator).to(torch.bfloat16)
-        for layer in (3, 4)
-        for name in ("embed_tokens", "shared_head.head")
-    }
+COPIES = {"embed_tokens": "model.embed_tokens.weight", "shared_head.head": "lm_head.weight"}
+"""What DeepSeek's files also hold for each such layer -> the model's own."""
+
+
+def _copies(held: Tensors) -> Tensors:
+    return {f"model.layers.{layer}.{name}.weight": held[COPIES[name]].clone() for layer in (3, 4) for name in COPIES}
 
 
 @pytest.mark.parametrize("dialect", [AUTOMODEL, TORCHTITAN, TE])
-def test_copies_of_the_embedding_and_the_head_are_never_dropped_nor_taken_for_ties(
-    dialect: str, tmp_path: Path
-) -> None:
-    case, copies = cases.case(FAMILY, "ahead"), _copies()
+def test_copies_of_the_embedding_and_the_head_are_never_dropped(dialect: str, tmp_path: Path) -> None:
+    case = cases.case(FAMILY, "ahead")
+    copies = _copies(case.dialects[HF])
     held = {**case.dialects[HF], **copies}
     source = peers.store(tmp_path / "source", held, case.config)
     out, back = tmp_path / "out", tmp_path / "back"
@@ -44,6 +41,22 @@ def test_copies_of_the_embedding_and_the_head_are_never_dropped_nor_taken_for_ti
     assert peers.load(out) == peers.bits({**case.dialects[dialect], **copies})
     tx.convert(out, back, to="hf", sync=False)
     assert peers.load(back) == peers.bits(held)
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_copies_that_differ_from_the_models_own_go_only_where_they_have_a_name(name: str, tmp_path: Path) -> None:
+    """Elsewhere the model's own is in their place."""
+    case = cases.case(FAMILY, "ahead")
+    copies = _copies(case.dialects[HF])
+    copies[f"model.layers.4.{name}.weight"][45, 39] += 1
+    source = peers.store(tmp_path / "source", {**case.dialects[HF], **copies}, case.config)
+    for dialect in (TORCHTITAN, "torchtitan@0.2", MEGATRON, TE, "megatron_layers"):
+        with pytest.raises(tx.TransaxleError, match="UNEQUAL_COPIES") as caught:
+            tx.convert(source, tmp_path / "refused", to=dialect, sync=False)
+        assert [refusal.where.tensor for refusal in caught.value.refusals] == [f"model.layers.4.{name}.weight"]
+        assert not (tmp_path / "refused").exists()
+    tx.convert(source, tmp_path / "out", to=AUTOMODEL, sync=False)
+    assert peers.load(tmp_path / "out") == peers.bits({**case.dialects[AUTOMODEL], **copies})
 
 
 @pytest.mark.parametrize("dialect", [MEGATRON, TE])

@@ -174,6 +174,11 @@ class Family(msgspec.Struct, frozen=True, eq=False, dict=True):
         """The table as text, with all that it takes over; None for a family that was made in memory."""
         return None if self.text is None else self.text()
 
+    @cached_property
+    def copies(self) -> Mapping[str, str]:
+        """Logical tensor -> the one that dialects without a name for it have in its place: ties that never hold."""
+        return {tie.alias: tie.original for tie in self.ties if tie.when.text == "False"}
+
     def dialect(self, label: str) -> Dialect | None:
         """Return the dialect of that name (its newest version) or `name@version`; None where there is none."""
         named = [d for d in self.dialects if d.name == label]

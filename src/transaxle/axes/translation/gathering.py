@@ -13,7 +13,7 @@ from itertools import combinations, product
 
 from msgspec.structs import replace
 
-from transaxle.axes.layout.bind import Index
+from transaxle.axes.layout.bind import WEIGHT, Index
 from transaxle.axes.layout.relayout import Check, Origin, Target, TargetPart
 from transaxle.axes.layout.solve import unknown_axis
 from transaxle.axes.notation.family import Line
@@ -23,6 +23,11 @@ from transaxle.errors import Refusal, Where
 
 SourcesByComponent = Mapping[str, Sources]
 """Component -> its sources."""
+
+_SPARED = (
+    "Choose a dialect that has both; or leave the copies out, and the model with its own: --skip with their names "
+    '(skip=["…"]).'
+)
 
 
 class Gathering:
@@ -141,15 +146,51 @@ def agreements(holdings: Holdings, tied: Mapping[str, Sequence[str]]) -> tuple[l
     """
     outcomes: list[Check | Refusal] = []
     for (component, slot), lines in holdings.sources.items():
-        # The nearest that is stored: it is compared with the next one in its turn.
-        originals = (holdings.sources.get((name, slot), []) for name in tied.get(component, ()))
-        original = next(filter(None, originals), [])
-        for first, second in [*combinations(lines, 2), *((lines[0], original_line) for original_line in original[:1])]:
-            outcomes.extend(_twins(first, second))
+        for first, second in [*combinations(lines, 2), *_with_original(holdings, component, slot, tied)]:
+            outcomes.extend(_twins(first, second, f"{first.line.text} and {second.line.text} hold the same tensor"))
         for line in lines:
             outcomes.extend(_replicas(line))
-    checks = [item for item in outcomes if isinstance(item, Check)]
-    return checks, [item for item in outcomes if isinstance(item, Refusal)]
+    return _sorted(outcomes)
+
+
+def spared(holdings: Holdings, copies: Mapping[str, Sequence[str]], label: str) -> tuple[list[Check], list[Refusal]]:
+    """Return the checks that tensors for which a dialect has no name equal those that it uses in their place, and those
+    that cannot.
+
+    Args:
+        holdings: the checkpoint.
+        copies: these tensors -> those that stand for them, the nearest first.
+        label: the dialect.
+    """
+    outcomes: list[Check | Refusal] = []
+    for component in copies:
+        for first, second in _with_original(holdings, component, WEIGHT, copies):
+            why = f"{label} has no name for {first.line.text}\nand has {second.line.text} in its place"
+            outcomes.extend(_twins(first, second, why))
+    checks, refusals = _sorted(outcomes)
+    return [replace(check, hint=_SPARED) for check in checks], refusals
+
+
+def _sorted(outcomes: Iterable[Check | Refusal]) -> tuple[list[Check], list[Refusal]]:
+    checks, refusals = list[Check](), list[Refusal]()
+    for outcome in outcomes:
+        if isinstance(outcome, Check):
+            checks.append(outcome)
+        else:
+            refusals.append(outcome)
+    return checks, refusals
+
+
+def _with_original(
+    holdings: Holdings, component: str, slot: str, tied: Mapping[str, Sequence[str]]
+) -> Iterator[tuple[LineSources, LineSources]]:
+    """Yield the first line that holds a tensor with that of the nearest stored tensor that it is tied to, which is
+    compared with the next one in its turn.
+    """
+    originals = (holdings.sources.get((name, slot), []) for name in tied.get(component, ()))
+    original = next(filter(None, originals), [])
+    lines = holdings.sources.get((component, slot), [])
+    yield from zip(lines[:1], original[:1], strict=False)
 
 
 def _read(place: SourceTensor, sources: Sequence[SourceTensor], rule: str) -> Target:
@@ -164,13 +205,18 @@ def _read(place: SourceTensor, sources: Sequence[SourceTensor], rule: str) -> Ta
     return Target(origin.name, dtype, place.whole, origin.index, (part,), rule, origin.component, encoding)
 
 
-def _twins(first: LineSources, second: LineSources) -> Iterator[Check | Refusal]:
-    """Compare the tensors of one line with what another line holds of the same logical tensor."""
+def _twins(first: LineSources, second: LineSources, why: str) -> Iterator[Check | Refusal]:
+    """Compare the tensors of one line with what another line holds of the same logical tensor.
+
+    Args:
+        first: the line.
+        second: the other one.
+        why: why they must be equal.
+    """
     common = [axis for axis in first.axes if axis in second.axes]
     others: dict[Index, list[SourceTensor]] = defaultdict(list)
     for place in second.places.values():
         others[tuple(place.origin.index[axis] for axis in common)].append(place)
-    why = f"{first.line.text} and {second.line.text} hold the same tensor"
     for place in first.places.values():
         counterparts = others.get(tuple(place.origin.index[axis] for axis in common), [])
         differing = [other for other in counterparts if not _alike(place, other)]

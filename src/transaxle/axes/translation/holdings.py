@@ -6,7 +6,7 @@ Everything that needs the stored shapes happens here, once per stored tensor; la
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import islice
 from math import prod
@@ -40,6 +40,8 @@ _NAMED = 3
 Key = tuple[str, str]
 """(logical tensor, slot)."""
 _Filled = tuple[Layout, dict[str, int]]
+_Layer = tuple[tuple[str, int], ...]
+"""Name axes with their indices, along which a size may differ."""
 """A stored tensor's layout and axis sizes."""
 
 
@@ -284,7 +286,7 @@ class Holdings:
         self.broken: set[Key] = set()
         self.sources: dict[Key, list[LineSources]] = defaultdict(list)
         self._varying = tuple(sorted(sizes.varying))
-        self._shown: dict[tuple[str, Index], dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
+        self._shown: dict[tuple[str, _Layer], dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
         self._filled: dict[tuple[int, bool, Shape, tuple[int | None, ...]], _Filled] = {}
         self._originals: dict[tuple[int, str], Layout] = {}
         for (line, slot), names in bound.names.items():
@@ -379,17 +381,20 @@ class Holdings:
     def _note(
         self, line: Line, expression: Expression, name: str, index: Mapping[str, int], sizes: Mapping[str, int]
     ) -> None:
-        """Note the sizes that a tensor shows: an axis has one, or one in each layer where its formula asks for that, or
-        where it has none.
+        """Note the sizes that a tensor shows: an axis has one, or one in each layer where its formula asks for that.
+
+        An axis without a formula is none that a config speaks of: tables made by tracing call by one name whatever had
+        one size in the models that were traced.
         """
         parameter, slot = split_slot(name)
         if slot != WEIGHT and parameter in self.stored and _unpacks(self.stored[name], self.stored[parameter]):
             return  # the parameter is codes, which have other columns
         for axis in sorted(expression.axes - expression.padding - {NOTHING}):
             own = [axis for axis in factors(axis) if axis in self.sizes.family.axes]
-            along = frozenset(line.name.axes[:1] if self.sizes.unsized(own) else ())
-            along = along.union(*map(self.sizes.indices_of, own or line.expression.axes))
-            layer = tuple([index.get(name_axis, -1) for name_axis in sorted(along)])
+            if self.sizes.unsized(own):
+                continue
+            along = frozenset[str]().union(*map(self.sizes.indices_of, own or line.expression.axes))
+            layer = tuple([(name_axis, index.get(name_axis, -1)) for name_axis in sorted(along)])
             label = JOIN.join(map(self.sizes.first_alike, own)) or axis
             self._shown[label, layer][sizes[axis]].append(name)
 
@@ -443,7 +448,7 @@ class Holdings:
 
 
 def _contradictions(
-    shown: Mapping[tuple[str, Index], Mapping[int, Sequence[str]]], known: Mapping[str, int]
+    shown: Mapping[tuple[str, _Layer], Mapping[int, Sequence[str]]], known: Mapping[str, int]
 ) -> Iterator[Refusal]:
     """Yield a refusal for each axis of which tensors show several sizes, and for each product that is none.
 
@@ -451,7 +456,7 @@ def _contradictions(
         shown: axis, and the layer where it has a size in each -> size -> the tensors that show it.
         known: sizes that nothing needs to show.
     """
-    agreed: dict[str, tuple[int, str]] = {axis: (size, "") for axis, size in known.items()}
+    agreed: dict[_Layer, dict[str, tuple[int, str]]] = {(): {axis: (size, "") for axis, size in known.items()}}
     for (axis, layer), names in shown.items():
         if len(names) > 1:
             # Most tensors are right: the others are named first.
@@ -459,13 +464,26 @@ def _contradictions(
             few = "; ".join(f"{size} in {', '.join(names[size][:_NAMED])}" for size in others)
             message = f"axis {axis} has several sizes: {few}; but {usual} in {', '.join(names[usual][:_NAMED])}"
             yield Refusal("SHAPE_MISMATCH", message, Where(None, names[others[0]][0]), _ONE_SIZE)
-        elif not layer:
+        else:
             ((size, named),) = names.items()
-            agreed[axis] = size, named[0]
+            agreed.setdefault(layer, {})[axis] = size, named[0]
+    for layer, own in agreed.items():
+        joined = [axis for axis in own if JOIN in axis]
+        if joined:
+            yield from _no_products(joined, agreed[()] | own if layer else own)
+
+
+def _no_products(joined: Iterable[str], agreed: Mapping[str, tuple[int, str]]) -> Iterator[Refusal]:
+    """Yield a refusal for each product of axes that is none of the sizes of these.
+
+    Args:
+        joined: these products.
+        agreed: axis -> its size, and a tensor that shows it; none where nothing needs to.
+    """
     products = {axis: Counter(factors(axis)) for axis in agreed}
-    for axis, parts in products.items() if any(JOIN in axis for axis in agreed) else ():
-        size, name = agreed[axis]
-        smaller = [other for other, own in products.items() if own < parts]
+    for axis in joined:
+        parts, (size, name) = products[axis], agreed[axis]
+        smaller = [other for other, less in products.items() if less < parts]
         alone = [agreed[factor][0] for factor in parts.elements() if factor in agreed]
         wrong = next((other for other in smaller if size % (agreed[other][0] or 1)), None)
         if len(alone) == parts.total() > 1 and prod(alone) != size:

@@ -34,6 +34,7 @@ from transaxle.axes.translation.gathering import (
     all_joined,
     shared_by_all,
     sources_at,
+    spared,
 )
 from transaxle.axes.translation.holdings import Holdings, LineSources, solved
 from transaxle.axes.translation.undecided_lines import LineConditions
@@ -112,15 +113,22 @@ class _Translator:
             self.tied = {alias: chain for alias, chain in self.tied.items() if alias not in HEAD}
         # Only lines of tensors that the source has: a table may describe far more than one model uses.
         self.lines = self._target_lines()
+        written = {name for line in self.lines for name in line.expression.components}
+        self.spare = {
+            alias: (original, *self.tied.get(original, ()))
+            for alias, original in bound.family.copies.items()
+            if alias not in written
+        }
+        tied = {**self.tied, **self.spare}
         # Both dialects are rewritten over common axes (one may merge what the other splits), so that their pieces can
         # meet.
         used = dict.fromkeys(line.expression for line, _ in bound.names)
         self.basis = unify(
-            [*used, *(line.expression for line in self.lines)], {alias: chain[-1] for alias, chain in self.tied.items()}
+            [*used, *(line.expression for line in self.lines)], {alias: chain[-1] for alias, chain in tied.items()}
         )
         parties = [*(line for line, _ in bound.names), *self.lines]
-        tied = {name for alias, chain in self.tied.items() for name in (alias, *chain)}
-        self.whole = inseparable(parties, bound.family.tensors, tied, self.basis)
+        names = {name for alias, chain in tied.items() for name in (alias, *chain)}
+        self.whole = inseparable(parties, bound.family.tensors, names, self.basis)
         self.holdings = Holdings(bound, stored, self.sizes, self.basis, self.whole, alike)
         self.gathering = Gathering(self.holdings, self.tied, self.refuse)
         self.conditions = LineConditions(self.lines, self.holdings)
@@ -151,6 +159,9 @@ class _Translator:
         # What the target dialect has no line for is passed on unchanged, under its own name.
         kept_names = (*self.bound.unknown, *self.unplaced.names(self.checks, clean=not self.refusals))
         self.refuse(self.unplaced.refusals)
+        checks, unequal = spared(self.holdings, self.spare, self.target.label)
+        self.checks.extend(checks)
+        self.refuse(unequal)
         for stored_name in kept_names:
             name, tensor = self.bound.own.get(stored_name, stored_name), self.stored[stored_name]
             if name in built:

@@ -237,7 +237,7 @@ class Checkpoint(TensorSet):
         if dialect == IDENTITY or view is None:
             return []
         target = pick_dialect(self.recognised.family, dialect)
-        return half_converted(self.bound, target, view.kept, (*view.refusals, *self.catalog.refusals))
+        return half_converted(self.bound, target, self.sizes, view, self.catalog.refusals)
 
     def seen_as(self, dialect: str) -> Checkpoint:
         """Return a view as `as_dialect` does, but keep unknown names, for callers that compare all names."""

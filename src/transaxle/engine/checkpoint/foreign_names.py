@@ -9,13 +9,13 @@ moved.
 from __future__ import annotations
 
 import re
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from transaxle.axes.layout.bind import WEIGHT, Bound, split_slot
-from transaxle.axes.notation.family import Dialect
+from transaxle.axes.layout.bind import WEIGHT, Bound, Index, split_slot
+from transaxle.axes.notation.family import Dialect, Line, Sizes
 from transaxle.axes.notation.name import is_outer, natural
+from transaxle.axes.translation.translate import Translation
 from transaxle.engine.checkpoint.recognise import model_types
 from transaxle.errors import Code, Refusal, Where
 
@@ -98,38 +98,65 @@ def _whole(bound: Bound, config: Mapping[str, Any], target: str, *, nested: bool
     return f"{model}{statement}; the layout of the whole model in {target} is unknown"
 
 
-def half_converted(bound: Bound, target: Dialect, kept: Collection[str], refusals: Iterable[Refusal]) -> list[Refusal]:
-    """Refuse tensors that no line reads in layers whose other tensors are converted.
+def half_converted(
+    bound: Bound, target: Dialect, sizes: Sizes, view: Translation, others: Sequence[Refusal]
+) -> list[Refusal]:
+    """Refuse tensors that keep their names in layers whose other tensors are converted: no line reads them, or the
+    wanted dialect has none for them.
 
     Args:
         bound: the stored names, read through their own dialect.
         target: the wanted dialect; in the names' own dialect, they simply stay.
-        kept: the stored names that stay in it.
-        refusals: others; what follows from those is not said again.
+        sizes: sizes and the config; a tensor that the model is without, by its config, may stay.
+        view: the checkpoint in that dialect.
+        others: refusals of its files; what follows from those and the view's is not said again.
     """
-    refused = tuple(refusal.where.tensor for refusal in refusals if refusal.where.tensor)
-    unread: dict[str, list[str]] = defaultdict(list)
-    staying = frozenset(kept)
-    for name in staying.intersection(bound.unknown) if target is not bound.dialect else ():
-        layer = _LAYER.match(name)
-        if layer is not None and split_slot(name)[1] == WEIGHT and not name.startswith(refused):
-            unread[layer[0]].append(name)
-    if not unread:
-        return []
-    converted = {
-        layer[0]
-        for of_line in bound.names.values()
-        for name in of_line.values()
-        if name not in staying and (layer := _LAYER.match(name)) is not None
-    }
-    names = sorted((name for layer in unread.keys() & converted for name in unread[layer]), key=natural)
-    if not names:
-        return []
-    headline = (
-        f"no line of {bound.family.name}, dialect {bound.dialect.label}, reads {len(names):,} tensors of layers whose "
-        f"other tensors get their names in {target.label}"
-    )
-    more = [f"… and {len(names) - _LISTED:,} more"] if len(names) > _LISTED else []
-    hint = f"{_TABLE[0].upper()}{_TABLE[1:]}, or {_IDENTITY}."
-    where = Where(None, names[0] if len(names) == 1 else None)
-    return [Refusal("UNEXPECTED_TENSOR", "\n".join([headline, *names[:_LISTED], *more]), where, hint)]
+    kept = frozenset(view.kept if target is not bound.dialect else ())
+    refused = tuple(refusal.where.tensor for refusal in (*view.refusals, *others) if refusal.where.tensor)
+    unread = [
+        name
+        for name in bound.unknown
+        if bound.own.get(name, name) in kept and split_slot(name)[1] == WEIGHT and not name.startswith(refused)
+    ]
+    homeless, converted = list[tuple[str, str]](), set[str]()
+    for (line, slot), names in bound.names.items() if kept else ():
+        for position, name in names.items():
+            own = bound.own.get(name, name)
+            if own not in view.targets:
+                converted.update((_layer(bound, name, line), *line.name.axes[:1]))
+            elif own in kept and slot == WEIGHT and _exists(bound, sizes, line, position):
+                homeless.append((name, _layer(bound, name, line)))
+    into = f"tensors of layers whose other tensors get their names in {target.label}"
+    reads = f"no line of {bound.family.name}, dialect {bound.dialect.label}, reads"
+    writes = f"{bound.family.name} has no line in dialect {target.label} for"
+    table = f"{_TABLE[0].upper()}{_TABLE[1:]}, or {_IDENTITY}."
+    other = f"A model of {target.label} would be without them: choose another dialect, or {_IDENTITY}."
+    unread_layers = [(name, _layer(bound, name)) for name in unread]
+    halves = [(unread_layers, reads, table), (homeless, writes, other)]
+    refusals = []
+    for layers, what, hint in halves:
+        names = sorted((name for name, layer in layers if layer and layer in converted), key=natural)
+        if names:
+            more = [f"… and {len(names) - _LISTED:,} more"] if len(names) > _LISTED else []
+            where = Where(None, names[0] if len(names) == 1 else None)
+            message = "\n".join([f"{what} {len(names):,} {into}", *names[:_LISTED], *more])
+            refusals.append(Refusal("UNEXPECTED_TENSOR", message, where, hint))
+    return refusals
+
+
+def _layer(bound: Bound, name: str, line: Line | None = None) -> str:
+    """Return the beginning of a name up to the number of its layer, or the axis of layers where they are one tensor;
+    empty for what is in none.
+    """
+    match = _LAYER.match(bound.own.get(name, name))
+    if match is not None or line is None:
+        return "" if match is None else match[0]
+    axes = (axis for part in line.expression.components for axis in bound.family.tensors[part].axes[:1])
+    return next((axis for axis in axes if axis in bound.family.name_axes), "")
+
+
+def _exists(bound: Bound, sizes: Sizes, line: Line, position: Index) -> bool:
+    """Tell whether a model has what a line holds, and no other tensor in its place; so it is where no config tells."""
+    index = dict(zip(line.name.axes, position, strict=True))
+    tensors = (bound.family.tensors[part] for part in line.expression.components if part not in bound.family.copies)
+    return any(sizes.holds(tensor.when, index) is not False for tensor in tensors)

@@ -171,8 +171,10 @@ def in_common(first: Checkpoint, second: Checkpoint) -> tuple[Checkpoint, Checkp
         return first, second
     wrapped = bool(first.bound.own or second.bound.own)
     alike = first.dialect == second.dialect and first.recognised.prefix == second.recognised.prefix and not wrapped
+    # Names that a dialect reads and never writes are others of the same tensors.
+    alike = alike and _other_names(first) == _other_names(second)
     seen = first if alike and not first.decoded else first.seen_as(second.dialect)
-    if second.bound.own or (second.recognised.prefix and not alike):
+    if second.bound.own or (not alike and (second.recognised.prefix or _other_names(second))):
         second = second.seen_as(second.dialect)
     if not _are_padded_otherwise(seen, second):
         return seen, second
@@ -183,6 +185,10 @@ def in_common(first: Checkpoint, second: Checkpoint) -> tuple[Checkpoint, Checkp
         except TransaxleError:
             continue
     return seen, second  # then lengths that differ are told as they are
+
+
+def _other_names(checkpoint: Checkpoint) -> set[str]:
+    return {line.text for line, _ in checkpoint.bound.names if line.read_only}
 
 
 def _has_padding(dialect: Dialect) -> bool:
