@@ -148,9 +148,7 @@ def _half_converted(family: str, source: str, target: str, **changed: Any) -> tu
 
 
 @pytest.mark.parametrize(("family", "source", "target"), NAMELESS)
-def test_what_a_dialect_has_no_line_for_is_refused_in_layers_that_it_has(
-    family: str, source: str, target: str
-) -> None:
+def test_what_a_dialect_has_no_line_for_is_refused_in_layers_that_it_has(family: str, source: str, target: str) -> None:
     """As biases of attention in torchtitan's Llama: under the hub's names nobody would load them."""
     (refusal,), kept = _half_converted(family, source, target, **BIASED)
     assert (refusal.code, len(kept) > 1) == ("UNEXPECTED_TENSOR", True)

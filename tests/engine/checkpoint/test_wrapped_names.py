@@ -137,6 +137,16 @@ def test_what_no_line_reads_loses_its_wrappers_too(tmp_path: Path) -> None:
         assert np.array_equal(out["model.layers.0.extra.weight"].read(), np.arange(6))
 
 
+@pytest.mark.parametrize("name", ["extra.module.bias", "heads.module.0.weight", "vision.module.proj.weight"])
+def test_a_module_that_is_called_so_keeps_its_name_where_no_line_reads_it(name: str, tmp_path: Path) -> None:
+    held = {**checkpoints.tensors(), name: np.arange(6, dtype=np.float32)}
+    source = checkpoints.write(tmp_path / "source", held, config=checkpoints.CONFIG)
+    for to in ("hf", "megatron"):
+        assert tx.convert(source, tmp_path / to, to=to, sync=False).kept == (name,)
+        with tx.open(tmp_path / to) as out:
+            assert np.array_equal(out[name].read(), np.arange(6))
+
+
 _TORCHTUNE = {
     "model.embed_tokens": "tok_embeddings", "model.layers": "layers", "self_attn": "attn", "o_proj": "output_proj",
     "input_layernorm.weight": "sa_norm.scale", "post_attention_layernorm.weight": "mlp_norm.scale",

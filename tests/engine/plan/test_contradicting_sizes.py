@@ -116,13 +116,14 @@ def _unknown(refusals: tuple[Refusal, ...], family: Family) -> set[str]:
 def _shrunk(
     lines: Mapping[str, Line], shapes: Mapping[str, Shape], sizes: Sizes
 ) -> Iterator[tuple[str, dict[str, Shape]]]:
-    """The first tensor of each line, each of its dims shorter by one, if another tensor shows what is in that dim; of an
-    axis that may have a size in each layer, one of the same layer. Axes without a formula are not compared.
+    """The first tensor of each line, each of its dims shorter by one, if another tensor shows what is in that dim.
+
+    Of an axis that may have a size in each layer, that is one of the same layer. Axes without a formula are not compared.
     """
     firsts: dict[Line, str] = {}
     for name, line in lines.items():
         firsts.setdefault(line, name)
-    counted = {axis: sizes.given.get(axis, 0) for axis in sizes.family.name_axes}
+    counted = {**dict.fromkeys(sizes.family.name_axes, 0), **sizes.given}
     layers = {name: (line.name.numbering(counted).position(name) or ())[:1] for name, line in lines.items()}
     for line, name in firsts.items():
         shape, others = shapes[name], [other for other in lines if other != name]

@@ -24,7 +24,7 @@ from transaxle.axes.layout.solve import Shape, solve
 from transaxle.axes.notation.expression import Expression
 from transaxle.axes.notation.family import Dialect, Family, Line, Sizes
 from transaxle.axes.notation.formula import Formula
-from transaxle.axes.notation.name import Numbering, own_names, skeleton, skeletons
+from transaxle.axes.notation.name import Numbering, own_name, own_names, skeleton, skeletons
 from transaxle.axes.notation.number_format import PLAIN, WORDS, words
 from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
 
@@ -209,7 +209,13 @@ def _wrapped_alike(own: Mapping[str, str], stored_names: Mapping[str, str]) -> T
 
 
 def _as_stored(bound: Bound, stored_names: Mapping[str, str], encodings: Mapping[str, str]) -> Bound:
-    """Return names that were read without wrappers, as they are stored."""
+    """Return names that were read without wrappers, as they are stored.
+
+    What no line reads keeps a module that is called `module`: that it is a wrapper, only names that are read prove.
+    """
+    own = {name: inner for inner, name in stored_names.items()}
+    unread = (stored_names[inner] for inner in bound.unknown)
+    own |= {name: name for name in unread if own_name(name) == name}
     return structs.replace(
         bound,
         names={
@@ -218,7 +224,7 @@ def _as_stored(bound: Bound, stored_names: Mapping[str, str], encodings: Mapping
         ignored=tuple(stored_names[name] for name in bound.ignored),
         unknown=tuple(stored_names[name] for name in bound.unknown),
         encodings=encodings,
-        own={name: inner for inner, name in stored_names.items()},
+        own=own,
     )
 
 

@@ -130,7 +130,7 @@ def half_converted(
     reads = f"no line of {bound.family.name}, dialect {bound.dialect.label}, reads"
     writes = f"{bound.family.name} has no line in dialect {target.label} for"
     table = f"{_TABLE[0].upper()}{_TABLE[1:]}, or {_IDENTITY}."
-    other = f"A model of {target.label} would be without them: choose another dialect, or {_IDENTITY}."
+    other = f"Models of {target.label} are without them: choose another dialect, {_TABLE}, or {_IDENTITY}."
     unread_layers = [(name, _layer(bound, name)) for name in unread]
     halves = [(unread_layers, reads, table), (homeless, writes, other)]
     refusals = []
