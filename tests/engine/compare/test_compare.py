@@ -447,7 +447,7 @@ def test_older_names_of_a_dialect_are_the_same_tensors(older: tuple[str, ...], t
     """As transformers stores some models otherwise than their makers: what is written has the newer names."""
     rules = tmp_path / "grown.rules"
     rules.write_text(OLDER)
-    values = {name: np.arange(24, dtype=np.float32).reshape(2, *shape) * (i + 2)
+    values: dict[str, npt.NDArray[Any]] = {name: np.arange(24, dtype=np.float32).reshape(2, *shape) * (i + 2)
               for i, (name, shape) in enumerate({"up": (4, 3), "down": (3, 4)}.items())}  # fmt: skip
     values["norm"] = np.arange(6, dtype=np.float32).reshape(2, 3) + 7
     held: dict[str, npt.NDArray[Any]] = {}

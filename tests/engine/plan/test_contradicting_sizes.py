@@ -118,7 +118,7 @@ def _shrunk(
 ) -> Iterator[tuple[str, dict[str, Shape]]]:
     """The first tensor of each line, each of its dims shorter by one, if another tensor shows what is in that dim.
 
-    Of an axis that may have a size in each layer, that is one of the same layer. Axes without a formula are not compared.
+    Of an axis that may have a size in each layer, that is one of the same layer. Those without a formula do not count.
     """
     firsts: dict[Line, str] = {}
     for name, line in lines.items():

@@ -134,12 +134,12 @@ def half_converted(
     unread_layers = [(name, _layer(bound, name)) for name in unread]
     halves = [(unread_layers, reads, table), (homeless, writes, other)]
     refusals = []
-    for layers, what, hint in halves:
-        names = sorted((name for name, layer in layers if layer and layer in converted), key=natural)
-        if names:
-            more = [f"… and {len(names) - _LISTED:,} more"] if len(names) > _LISTED else []
-            where = Where(None, names[0] if len(names) == 1 else None)
-            message = "\n".join([f"{what} {len(names):,} {into}", *names[:_LISTED], *more])
+    for layers, headline, hint in halves:
+        left = sorted((name for name, layer in layers if layer and layer in converted), key=natural)
+        if left:
+            more = [f"… and {len(left) - _LISTED:,} more"] if len(left) > _LISTED else []
+            where = Where(None, left[0] if len(left) == 1 else None)
+            message = "\n".join([f"{headline} {len(left):,} {into}", *left[:_LISTED], *more])
             refusals.append(Refusal("UNEXPECTED_TENSOR", message, where, hint))
     return refusals
 
