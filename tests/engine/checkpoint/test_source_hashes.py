@@ -33,10 +33,10 @@ FORMS = (
 ADAPTER: dict[str, Any] = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"], "bias": "none"}
 
 
-def form(folder: Path, to: str) -> Path:
+def form(folder: Path, to: str, **options: Any) -> Path:
     """Write the tiny model in a format, with a manifest; several files where there can be several."""
     made = folder / to.replace(":", "-")
-    tx.convert(tiny(folder / "ck"), made, to=to, shard_size=9000, sync=False)
+    tx.convert(tiny(folder / "ck"), made, to=to, shard_size=9000, sync=False, **options)
     return made
 
 
@@ -120,6 +120,8 @@ def test_a_file_is_held_against_its_own_digests(tmp_path: Path) -> None:
     tx.convert(tmp_path / "ck", source, to="hf", sync=False)
     report = tx.convert(source, tmp_path / "first", to="torchtitan", config=config, sync=False)
     assert report.source_against == "digests"
+    cast = tx.convert(source, tmp_path / "cast", to="torchtitan", dtype="fp32", config=config, sync=False)
+    assert cast.source_against == "digests"
     for at, where in ((-1, "own.safetensors"), (-9000, "own.safetensors"), (70, "own.safetensors")):
         flip(source, at)
         error = refused(source, tmp_path / "out", to="torchtitan", config=config)
@@ -132,7 +134,7 @@ def test_neither_side_of_a_merge_may_be_damaged(which: str, tmp_path: Path) -> N
     base = form(tmp_path, "safetensors:hf")
     plain, adapter = tmp_path / "plain", tmp_path / "adapter"
     plain.mkdir()
-    (plain / "adapter_config.json").write_text(json.dumps(ADAPTER))
+    (plain / "adapter_config.json").write_text(json.dumps({**ADAPTER, "layers_to_transform": [0]}))
     with tx.open(base) as checkpoint:
         name = next(each for each in checkpoint if each.endswith("layers.0.self_attn.q_proj.weight"))
         rows, columns = checkpoint[name].shape
@@ -162,8 +164,11 @@ def _damage(source: Path) -> str:
 
 @pytest.mark.parametrize("to", ["automodel", "hf"])
 @pytest.mark.parametrize("pool", ["threads", "executor"])
-def test_workers_hold_what_they_read(pool: str, to: str, tmp_path: Path) -> None:
-    source = form(tmp_path, "safetensors:hf")
+@pytest.mark.parametrize("source_form", ["safetensors:hf", "megatron_torch"])
+def test_workers_hold_what_they_read(source_form: str, pool: str, to: str, tmp_path: Path) -> None:
+    """Also what several ranks hold, of which no tensor lies in one piece, and though one checkpoint serves them all."""
+    ranks = {"tp": 2} if source_form == "megatron_torch" else {}
+    source = form(tmp_path, source_form, **ranks)
     with ThreadPoolExecutor(2) as threads:
         on: Any = threads if pool == "threads" else Backwards()
         report = tx.convert(source, tmp_path / "intact", to=to, on=on, items=5)
@@ -220,6 +225,92 @@ def test_a_source_that_lost_or_changed_a_file_beside_its_tensors(tmp_path: Path)
         assert [each.code for each in error.refusals] == ["INCOMPLETE"]
         (source / name).write_bytes(text)
         assert MANIFEST in error.refusals[0].hint
+
+
+SETTINGS = '{"temperature": 0.6, "top_p": 0.9}'
+TEMPLATE = "{{ messages }}\n"
+
+
+@pytest.fixture
+def described(tmp_path: Path) -> Path:
+    """A checkpoint of ours with files that only say how to use it."""
+    folder = tiny(tmp_path / "ck")
+    (folder / "generation_config.json").write_text(SETTINGS)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    (folder / "README.md").write_text("# A model\n")
+    tx.convert(folder, tmp_path / "own", to="hf", sync=False)
+    return tmp_path / "own"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("generation_config.json", '{"temperature": 0.6, "top_p": 0.95}'),
+        ("generation_config.json", '{"temperature": 0.6}'),
+        ("chat_template.jinja", f"{{# new #}}{TEMPLATE}"),
+        ("README.md", "# A MODEL\n"),
+        ("README.md", ""),
+    ],
+)
+def test_what_was_edited_beside_the_tensors_goes_along_and_is_named(
+    name: str, text: str, described: Path, tmp_path: Path
+) -> None:
+    (described / name).write_text(text)
+    with ThreadPoolExecutor(2) as threads:
+        for number, how in enumerate(({"verify": True}, {"on": threads, "items": 2})):
+            target = tmp_path / f"out-{number}"
+            report = tx.convert(described, target, to="torchtitan", sync=False, **how)
+            assert [note for note in report.notes if note.startswith(f"{name} was edited")]
+            assert (target / name).read_text() == text
+    assert [problem.where.file for problem in tx.verify(described).problems] == [name]
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("generation_config.json", SETTINGS.replace("6", "7").encode()),
+        ("generation_config.json", SETTINGS[:-9].encode()),
+        ("generation_config.json", bytes(50)),
+        ("generation_config.json", None),
+        ("chat_template.jinja", TEMPLATE[:-5].encode()),
+        ("chat_template.jinja", TEMPLATE.encode() + bytes(4)),
+        ("chat_template.jinja", b"\xff" * 40),
+    ],
+)
+def test_what_damage_leaves_of_a_file_beside_the_tensors_is_refused(
+    name: str, data: bytes | None, described: Path, tmp_path: Path
+) -> None:
+    if data is None:
+        (described / name).unlink()
+    else:
+        (described / name).write_bytes(data)
+    (refusal,) = refused(described, tmp_path / "out", to="torchtitan").refusals
+    assert name in refusal.message
+    assert tx.convert(described, tmp_path / "one.safetensors", to="hf", sync=False).source_against == "manifest"
+    assert "`transaxle verify`" in refusal.hint
+    assert [problem.where.file for problem in tx.verify(described).problems] == [name]
+    assert f"delete {MANIFEST}" in refusal.hint
+    (described / MANIFEST).unlink()
+    assert tx.verify(tx.convert(described, tmp_path / "out", to="torchtitan", sync=False).path)
+
+
+@pytest.mark.parametrize("to", ["safetensors:hf", "safetensors:transformers", "torch:automodel"])
+def test_a_file_that_is_named_alone_is_held_against_the_manifest_beside_it(to: str, tmp_path: Path) -> None:
+    source = form(tmp_path, to)
+    files = sorted(file for file in source.iterdir() if file.suffix in (".safetensors", ".bin"))[:3]
+    assert len(files) > 2
+    for number, file in enumerate(files):
+        report = tx.convert(file, tmp_path / f"out-{number}", to="dcp:identity", sync=False)
+        assert report.source_against == tx.verify(file).against == "manifest"
+        for part in (2, 3):
+            at = file.stat().st_size // part
+            flip(file, at)
+            refused(file, tmp_path / "out", to="safetensors:identity")
+            assert not tx.verify(file)
+            flip(file, at)
+    stranger = files[0].with_name(f"other{files[0].suffix}")
+    stranger.write_bytes(files[0].read_bytes())
+    assert tx.convert(stranger, tmp_path / "out", to="dcp:identity", sync=False).source_against == "structure"
 
 
 def test_a_changed_config_is_used_where_it_is_named(tmp_path: Path) -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import transaxle as tx
+from tests.checkpoints import tiny
+from transaxle.axes.layout.divide import share_out
+from transaxle.engine.checkpoint.recognise import pick_dialect
 from transaxle.engine.plan.rank_parts import engine_parts, for_ranks
 from transaxle.errors import TransaxleError
 from transaxle.families import builtin
@@ -54,6 +59,29 @@ def test_all_that_does_not_divide_is_listed() -> None:
         parts(tp=3)
     assert {refusal.where.tensor for refusal in caught.value.refusals} == {QKV, HEAD}
     assert all("does not divide over 3 ranks" in refusal.message for refusal in caught.value.refusals)
+
+
+@pytest.mark.parametrize("dialect", ["hf", "transformers"])
+def test_ranks_share_out_what_shapes_tell_as_they_do_what_a_config_says(dialect: str, tmp_path: Path) -> None:
+    source = tiny(tmp_path / "ck")
+    if dialect != "hf":
+        source = Path(tx.convert(source, tmp_path / dialect, to=f"safetensors:{dialect}", sync=False).path)
+        (source / "transaxle.json").unlink()
+    how: dict[str, Any] = {"to": "megatron_torch", "tp": 2, "family": "qwen3_moe", "sync": False}
+    tx.convert(source, tmp_path / "configured", **how)
+    config = (source / "config.json").rename(tmp_path / "config.json")
+    tx.convert(source, tmp_path / "plain", **how)
+    with tx.open(tmp_path / "plain", config=config) as plain:
+        assert tx.verify(tmp_path / "configured", plain)
+
+
+def test_a_size_that_nothing_tells_is_asked_for() -> None:
+    family = builtin()["qwen3_moe"]
+    (line,) = (line for line in pick_dialect(family, "megatron").lines if "q" in line.expression.components)
+    with pytest.raises(TransaxleError, match="the size of axis g is needed") as caught:
+        share_out(line.expression, family.cuts, {"d": 16, "c": 8, "r": 2, "l": 1}, 2)
+    assert caught.value.code == "UNKNOWN_AXIS"
+    assert "--axis g=N" in caught.value.hint
 
 
 def test_the_text_of_a_model_with_pictures_has_the_ranks_too() -> None:

@@ -95,7 +95,7 @@ def share_out(expression: Expression, cuts: Sequence[Cuttable], sizes: Mapping[s
     """Cut a stored tensor evenly over ranks: along the axis of the first statement that applies to it.
 
     Args:
-        expression: what it holds; every size is known.
+        expression: what it holds.
         cuts: the axes that the ranks may share out.
         sizes: axis -> size in the whole model.
         ranks: their number.
@@ -105,6 +105,7 @@ def share_out(expression: Expression, cuts: Sequence[Cuttable], sizes: Mapping[s
 
     Raises:
         Refused: UNSUPPORTED where the axis does not divide, or padding would be cut.
+        UsageError: UNKNOWN_AXIS where a dim to cut has an axis without a size.
     """
     for cut in cuts:
         if cut.tensors is not None and cut.tensors.isdisjoint(expression.components):
@@ -112,6 +113,8 @@ def share_out(expression: Expression, cuts: Sequence[Cuttable], sizes: Mapping[s
         for dim, node in enumerate(expression.dims):
             if not all(axis in axes_in(node) for axis in cut.axes):
                 continue
+            if unsized := unknown(node, sizes):
+                raise unknown_axis(unsized[0], f"{expression.text}\n{cut.text}")
             _refuse_padding(expression, node)
             renamed = _apart(node, cut)
             known = {**sizes, **_marked(renamed, sizes)}

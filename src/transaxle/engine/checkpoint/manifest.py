@@ -104,25 +104,44 @@ def decode(text: bytes, file: str = MANIFEST) -> Manifest:
 
 
 def has_manifest(container: Container) -> bool:
-    """Tell whether a checkpoint's folder has a manifest, whatever it says."""
-    storage = container.storage
-    return not storage.single and MANIFEST in storage.names()
+    """Tell whether a checkpoint has a manifest, whatever it says.
+
+    A file that was named alone has its folder's, if that can be read and lists it.
+    """
+    if MANIFEST not in container.storage.names():
+        return False
+    if not container.storage.single:
+        return True
+    try:
+        return load(container) is not None
+    except TransaxleError:
+        return False
 
 
 def load(container: Container) -> Manifest | None:
-    """Return the manifest in a checkpoint's folder, whatever it says; None where there is none.
+    """Return a checkpoint's manifest, whatever it says; of a file that was named alone, what its folder's says of it.
+
+    None where there is none.
 
     Raises:
         Refused: CORRUPT.
         StorageError: IO.
     """
-    if not has_manifest(container):
-        return None
     storage = container.storage
+    if MANIFEST not in storage.names():
+        return None
     size = storage.size(MANIFEST)
     if size > _LARGEST:
         raise refuse("CORRUPT", f"a manifest of {size} bytes is too long to be real", file=MANIFEST)
-    return decode(storage.read(MANIFEST, 0, size))
+    manifest = decode(storage.read(MANIFEST, 0, size))
+    file = storage.single
+    if not file:
+        return manifest
+    if file not in manifest.files or manifest.format != container.format:
+        return None
+    names = {**container.entries, **container.left}
+    tensors = {name: record for name, record in manifest.tensors.items() if name in names}
+    return msgspec.structs.replace(manifest, files={file: manifest.files[file]}, tensors=tensors, aliases={})
 
 
 def stale(manifest: Manifest, container: Container, files: Collection[str] | None = None) -> list[Refusal]:
@@ -219,7 +238,7 @@ def read_manifest(container: Container) -> Manifest | None:
     Only files that hold or describe tensors, and config.json, are checked; `verify` checks the others.
     """
     try:
-        manifest = load(container)
+        manifest = None if container.storage.single else load(container)
         if manifest is None or not container.files.keys() <= manifest.files.keys():
             return None
         if stale(manifest, container, {*container.files, CONFIG}):

@@ -23,7 +23,8 @@ from transaxle.engine.copying.source import Source
 from transaxle.errors import Refusal, TransaxleError, Where, gathered
 from transaxle.formats.catalog.catalog import Container, Entry
 from transaxle.formats.catalog.seal import Seal, read_digest, rest_of
-from transaxle.formats.catalog.sidecar_files import MANIFEST
+from transaxle.formats.catalog.sidecar_files import MANIFEST, is_for_people, tells_of_use
+from transaxle.formats.catalog.strict_json import NotJsonError, parsed
 from transaxle.formats.newest_step import listed
 from transaxle.formats.storage.compiled import StepBatch
 from transaxle.formats.storage.storage import Overlay, Storage, layer
@@ -37,6 +38,10 @@ CHANGED = "the bytes were changed after they were written"
 _INTACT = "What would be written has the same bytes: convert an intact copy."
 _MEANT = f"{_INTACT} If they are meant, delete {MANIFEST}: nothing is held against it then."
 _MEANT_ALONE = f"{_INTACT} If they are meant, save the file anew, without the digests that it holds."
+_MEANT_BESIDE = (
+    f"Put the file back as it was. If the change is meant, let `transaxle verify` show that nothing else has changed, "
+    f"and delete {MANIFEST}: nothing is held against it then."
+)
 _MEANT_CONFIG = f"If the change is meant, name the file (--config FILE, config=), or delete {MANIFEST}."
 
 
@@ -88,6 +93,8 @@ class HashWitness(Overlay):
         self._read: dict[int, int] = {}
         """Tensors of which bytes were read and that are not settled -> how many bytes."""
         self._settled: dict[int, bool] = {}
+        self._scattered: set[int] = set()
+        """Tensors with runs, or with bytes that others have too: they never pass in order."""
         self._elsewhere: set[int] = set()
         """Tensors that somebody else hashes on their way."""
         self._handed: set[int] = set()
@@ -127,11 +134,12 @@ class HashWitness(Overlay):
                 self._pieces[file], self._ends[file] = [], []
                 for start, size, number, place in pieces:
                     if place < 0 or (self._ends[file] and start < self._ends[file][-1]):
-                        self._read.setdefault(number, 0)  # shares its place with others: it is read once more
+                        self._scattered.add(number)
                         continue
                     self._pieces[file].append((start, number, place))
                     self._ends[file].append(start + size)
                 self._starts[file] = [start for start, _, _ in self._pieces[file]]
+            self._read = dict.fromkeys(self._scattered, 0)
 
     def alike(self, parts: Sequence[Transfer], size: int) -> int | None:
         """Return the number of the tensor that lies whole in a place, of which somebody will tell the hash.
@@ -161,7 +169,7 @@ class HashWitness(Overlay):
 
     def expect(self, parts: Iterable[Transfer]) -> None:
         """Note what somebody else has read; a file that is made of others, which are not known here, is of all."""
-        numbers: set[int] = set()
+        numbers = self._scattered.copy()
         for part in parts:
             if part.file in self._pieces:
                 numbers.update(number for number, _, _, _ in self._touched(part.file, part.source, part.source_span))
@@ -345,24 +353,34 @@ def has_hashes(container: Container) -> bool:
 
 
 def against(container: Container) -> str:
-    """Return what says what all of the tensors' bytes were: `manifest`, `digests`, or nothing but the `structure`."""
-    if has_manifest(container):
+    """Return what says what all of the tensors' bytes were: `manifest`, `digests`, or nothing but the `structure`.
+
+    Raises:
+        Refused: as `HashWitness.manifest`.
+        StorageError: IO.
+    """
+    witness = layer(container.storage, HashWitness)
+    if witness is None or witness.container is None:
+        return "structure"
+    if witness.manifest is not None:
         return "manifest"
+    container = witness.container  # under views its tensors may lie in files that do not exist
     files = {extent.file for entry in container.entries.values() for extent in entry.extents}
     return "digests" if container.seals and files <= {seal.file for seal in container.seals} else "structure"
 
 
-def problems_of(storage: Storage, *, config_given: bool) -> Iterator[Refusal]:
+def problems_of(storage: Storage, *, carries: bool, config_given: bool) -> Iterator[Refusal]:
     """Yield what is wrong with the bytes of a source outside its tensors, and with its list of files.
 
     Args:
         storage: its files, under whatever views.
+        carries: files that only tell of the model's use are copied along; otherwise it does not matter what they say.
         config_given: the user gave a config, so that its own does not count.
     """
     witness = layer(storage, HashWitness)
     if witness is None or witness.container is None:
         return
-    container = witness.container
+    container, manifest = witness.container, None
     try:
         manifest = witness.manifest
         problems = [] if manifest is None else stale(manifest, container)
@@ -371,11 +389,50 @@ def problems_of(storage: Storage, *, config_given: bool) -> Iterator[Refusal]:
     except TransaxleError as error:
         problems = list(error.refusals)
     for problem in problems:
-        if config_given and problem.where.file == CONFIG:
-            continue
-        hint = _MEANT_CONFIG if problem.where.file == CONFIG else _MEANT_ALONE if container.seals else _MEANT
-        message = f"in the source, {problem.message} ({problem.where.file})"
+        name, hint = problem.where.file or "", _MEANT_ALONE if container.seals else _MEANT
+        if name == CONFIG:
+            if config_given:
+                continue
+            hint = _MEANT_CONFIG
+        elif manifest is not None and tells_of_use(name):
+            if not carries or _is_edited(container, name, manifest):
+                continue
+            hint = _MEANT_BESIDE
+        message = f"in the source, {problem.message} ({name})"
         yield Refusal(problem.code, message, Where(container.path), problem.hint or hint)
+
+
+def edited(storage: Storage, carried: Collection[str]) -> Iterator[str]:
+    """Yield a note on each file that is copied along though it was edited since the manifest was written."""
+    witness = layer(storage, HashWitness)
+    if witness is None or witness.container is None:
+        return
+    try:
+        manifest, container = witness.manifest, witness.container
+        beside = [name for name in carried if tells_of_use(name)]
+        changed = stale(manifest, container, beside) if manifest is not None and beside else []
+    except TransaxleError:  # refused before anything is written
+        return
+    for name in (problem.where.file or "" for problem in changed):
+        if manifest is not None and _is_edited(container, name, manifest):
+            yield f"{name} was edited after the source's {MANIFEST} was written; it is copied as it is now"
+
+
+def _is_edited(container: Container, name: str, manifest: Manifest) -> bool:
+    """Tell whether somebody has edited a changed file, and it is not what damage leaves of one.
+
+    That has the same length, is cut off, or no text. What only people read is anybody's to change.
+    """
+    if is_for_people(name):
+        return True
+    try:
+        data = container.storage.read(name, 0, container.storage.size(name))
+        text = data.decode()
+        if name.endswith(".json"):
+            return len(data) != manifest.files[name].size and bool(parsed(text))
+    except (TransaxleError, UnicodeDecodeError, NotJsonError):
+        return False
+    return len(data) > manifest.files[name].size and "\0" not in text
 
 
 def hold(storage: Storage) -> None:

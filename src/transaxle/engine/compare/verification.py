@@ -165,7 +165,8 @@ def verify(checkpoint: Checkpoint, limit: Limits | None = None, progress: Progre
         recorded = manifest.tensors
         problems.extend(stale(manifest, container))
         problems.extend(_listed(recorded, stored.keys()))
-        extra = tuple(name for name in files_in(container.storage) if name not in manifest.files and name != MANIFEST)
+        there = () if container.storage.single else files_in(container.storage)
+        extra = tuple(name for name in there if name not in manifest.files and name != MANIFEST)
     places: dict[str, tuple[Seal, int]] = {}
     for seal in container.seals:
         problems.extend(check_rest(seal, container))

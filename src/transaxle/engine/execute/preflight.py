@@ -29,6 +29,7 @@ from transaxle.errors import Refusal, TransaxleError, UsageError, Where, gathere
 from transaxle.formats.catalog.catalog import Container
 from transaxle.formats.detect import open_container
 from transaxle.formats.parts.shared_location import shared_staging_at
+from transaxle.formats.registry import is_one_file
 from transaxle.formats.remote.url import address, local_path
 from transaxle.formats.staging.location import shown, staging_at, takes_parts
 from transaxle.formats.staging.staging import Staging
@@ -147,7 +148,7 @@ def preflight(
         hint = f"Allow more than the {limit.memory:,} bytes of --memory (memory=), or omit that option."
         problems.append(Refusal("UNSUPPORTED", message, Where(), hint))
     task = task_of(prepared, problems)
-    problems += _damages(prepared.checkpoint)
+    problems += _damages(prepared, target)
     if running and not problems:
         hold_source(prepared)
     errors: dict[str, Error] = {}
@@ -209,13 +210,15 @@ def _looked(
     return False
 
 
-def _damages(checkpoint: Checkpoint) -> Iterator[Refusal]:
+def _damages(prepared: Prepared, target: str) -> Iterator[Refusal]:
     """Yield what is wrong, by their own hashes, with the files of a source and of an adapter that is merged into it."""
+    checkpoint = prepared.checkpoint
     storage = checkpoint.container.storage
-    yield from problems_of(storage, config_given=checkpoint.settings.config is not None)
+    carries = not (target and is_one_file(target))
+    yield from problems_of(storage, carries=carries, config_given=checkpoint.settings.config is not None)
     adapter = _adapter(storage)
     if adapter is not None:
-        yield from problems_of(adapter.storage, config_given=True)
+        yield from problems_of(adapter.storage, carries=False, config_given=True)
 
 
 def hold_source(prepared: Prepared) -> None:

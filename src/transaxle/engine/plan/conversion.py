@@ -18,6 +18,7 @@ from transaxle.engine.checkpoint.checkpoint import Checkpoint, StoredTensor
 from transaxle.engine.checkpoint.peft_adapter import ADAPTER_STEM
 from transaxle.engine.checkpoint.recognise import IDENTITY, check_dialect, pick_dialect
 from transaxle.engine.checkpoint.settings import CONFIG
+from transaxle.engine.checkpoint.source_hashes import edited
 from transaxle.engine.copying.arithmetic import steps
 from transaxle.engine.copying.duplicate_checks import plan_checks
 from transaxle.engine.copying.source import Source
@@ -116,7 +117,7 @@ def make_plan(
     single = is_one_file(target)
     source = checkpoint.source_of(wanted)
     outputs = _by_name(_outputs(view, names, encode.encoding if encode else ""), problems)
-    ranks = _ranks_options(checkpoint, get(form), wanted, outputs, degrees, problems)
+    ranks = _ranks_options(checkpoint, get(form), wanted, outputs, degrees, view.axes, problems)
     options = {**_draft_options(checkpoint, view, source, get(form), problems), **ranks, "sealed": single}
     notes = _notes(checkpoint, wanted)
     draft, lost = _drafted(checkpoint, form, outputs, notes, options, None if single else shard_size, problems)
@@ -151,7 +152,13 @@ def make_plan(
         allow_lossy=allow_lossy,
         stayed=casts_of(checkpoint.container.storage).stayed if recoding_any else (),
         counted=counted(checkpoint.bound, checkpoint.sizes, view.axes) if reading else {},
-        notes=(*draft.notes, *told, *_said(checkpoint, configs, to), *_unconfigured(checkpoint, to, single, draft)),
+        notes=(
+            *draft.notes,
+            *told,
+            *_said(checkpoint, configs, to),
+            *_unconfigured(checkpoint, to, single, draft),
+            *(() if single else edited(checkpoint.container.storage, carried)),
+        ),
     )
     return Prepared(plan, checkpoint, draft)
 
@@ -420,6 +427,7 @@ def _ranks_options(
     dialect: str,
     names: Collection[str],
     degrees: Degrees | None,
+    axes: Mapping[str, int],
     problems: list[Refusal],
 ) -> dict[str, Any]:
     """Return what drafts take that lay out files for each rank, or for so many of them."""
@@ -427,7 +435,7 @@ def _ranks_options(
         return {} if degrees is None else {"degrees": degrees}
     from transaxle.engine.plan.rank_parts import of_ranks
 
-    return of_ranks(checkpoint, dialect, names, degrees or Degrees(), problems)
+    return of_ranks(checkpoint, dialect, names, degrees or Degrees(), axes, problems)
 
 
 def _carried(checkpoint: Checkpoint, draft: Draft, problems: list[Refusal]) -> dict[str, int]:

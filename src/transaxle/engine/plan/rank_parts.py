@@ -39,7 +39,12 @@ _WIDEST = 16
 
 
 def of_ranks(
-    checkpoint: Checkpoint, dialect: str, names: Collection[str], degrees: Degrees, problems: list[Refusal]
+    checkpoint: Checkpoint,
+    dialect: str,
+    names: Collection[str],
+    degrees: Degrees,
+    axes: Mapping[str, int],
+    problems: list[Refusal],
 ) -> dict[str, Any]:
     """Return what a draft takes that lays out files for each rank.
 
@@ -48,10 +53,11 @@ def of_ranks(
         dialect: of the target; `identity` for the source's own names.
         names: of the tensors that are written.
         degrees: the ranks.
+        axes: sizes that the shapes tell, where no config does.
         problems: parameters that do not divide are added.
     """
     if degrees.tp > 1 and dialect != IDENTITY:
-        parts = rank_parts(checkpoint, dialect, names, degrees.tp, problems)
+        parts = rank_parts(checkpoint, dialect, names, degrees.tp, axes, problems)
     else:
         parts = dict.fromkeys(names)
     if degrees.tp > 1 and dialect == IDENTITY:
@@ -61,7 +67,12 @@ def of_ranks(
 
 
 def rank_parts(
-    checkpoint: Checkpoint, dialect: str, names: Collection[str], ranks: int, problems: list[Refusal]
+    checkpoint: Checkpoint,
+    dialect: str,
+    names: Collection[str],
+    ranks: int,
+    axes: Mapping[str, int],
+    problems: list[Refusal],
 ) -> Parts:
     """Return what each of several tensor-parallel ranks holds of the parameters of a dialect.
 
@@ -71,6 +82,7 @@ def rank_parts(
         names: of the tensors that are written; those that the dialect does not have are left out, and so are those
             with padding, which divide as they are.
         ranks: their number.
+        axes: sizes that the shapes tell, where no config does.
         problems: parameters that do not divide are added.
     """
     family, sizes = checkpoint.recognised.family, checkpoint.sizes
@@ -83,7 +95,7 @@ def rank_parts(
         if line.expression.padding:
             continue
         for position, name in names_of_line.items():
-            at = sizes.at(dict(zip(line.name.axes, position, strict=True)))
+            at = {**axes, **sizes.at(dict(zip(line.name.axes, position, strict=True)))}
             key = line, frozenset(at.items())
             try:
                 if key not in known:

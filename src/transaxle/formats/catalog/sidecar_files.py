@@ -31,6 +31,20 @@ _MODEL_FILES = (
 well, so only these count as their sidecars."""
 
 
+_DOCUMENTS = (".md", "license", "license.txt", "notice", "notice.txt")
+"""Ends of the names of files that only people read."""
+
+
+def is_for_people(name: str) -> bool:
+    """Tell whether no program reads a file."""
+    return name.lower().endswith(_DOCUMENTS)
+
+
+def tells_of_use(name: str) -> bool:
+    """Tell whether a file only says how to use a model: a tokenizer, a template, a text. No tensor depends on it."""
+    return name != _CONFIG and (is_for_people(name) or name.startswith(_MODEL_FILES))
+
+
 class SidecarFiles(msgspec.Struct, frozen=True):
     """The files of a folder that hold none of its checkpoint's tensors."""
 
