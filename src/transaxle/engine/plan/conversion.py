@@ -128,7 +128,8 @@ def make_plan(
     configs = rewritten(checkpoint, (form, wanted), view, outputs.values(), problems) if restated else {}
     lost.extend(name for name, text in configs.items() if text is None)
     carried = {name: size for name, size in _carried(checkpoint, draft, problems).items() if name not in configs}
-    problems.extend(clashing((*draft.files, *(() if single else carried))))
+    beside = () if single else tuple(carried)
+    problems.extend(clashing((*draft.files, *beside)))
     draft = draft.with_files({name: text for name, text in configs.items() if text is not None})
     reading = checkpoint.recognised if wanted != IDENTITY else None
     plan = Plan(
@@ -152,27 +153,24 @@ def make_plan(
         allow_lossy=allow_lossy,
         stayed=casts_of(checkpoint.container.storage).stayed if recoding_any else (),
         counted=counted(checkpoint.bound, checkpoint.sizes, view.axes) if reading else {},
-        notes=(
-            *draft.notes,
-            *told,
-            *_said(checkpoint, configs, to),
-            *_unconfigured(checkpoint, to, single, draft),
-            *(() if single else edited(checkpoint.container.storage, carried)),
-        ),
+        notes=(*draft.notes, *told, *_said(checkpoint, configs, to, beside), *_bare(checkpoint, to, single, draft)),
     )
     return Prepared(plan, checkpoint, draft)
 
 
-def _said(checkpoint: Checkpoint, configs: Mapping[str, bytes | None], to: str) -> Iterator[str]:
+def _said(
+    checkpoint: Checkpoint, configs: Mapping[str, bytes | None], to: str, beside: Collection[str]
+) -> Iterator[str]:
     """Yield what the target's config does not say, what is odd about an adapter, and formats beside safetensors."""
     yield from config_notes(checkpoint, configs) if checkpoint.settings.config else ()
+    yield from edited(checkpoint.container.storage, beside)
     yield from casts_of(checkpoint.container.storage).notes
     framework, ways = _loads(to)
     if ways:
         yield f"safetensors with the names of {to}; for what {framework} loads, write --to {' or --to '.join(ways)}"
 
 
-def _unconfigured(checkpoint: Checkpoint, to: str, single: bool, draft: Draft) -> Iterator[str]:
+def _bare(checkpoint: Checkpoint, to: str, single: bool, draft: Draft) -> Iterator[str]:
     """Yield what is to be said of a folder for a hub without a config."""
     has_config = CONFIG in (*checkpoint.container.carried, *draft.files)
     if for_hub(to) and not single and not has_config and not checkpoint.stored_names.is_adapter:
