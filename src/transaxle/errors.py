@@ -56,26 +56,44 @@ LONGEST_NAME = 4_096
 _LONGEST_TEXT = 10_000
 """Characters of a message that are shown: rules and lists of what is known fit, names by the megabyte do not."""
 
-_PASSWORD = re.compile(r"(:/{1,2}[^/@:\s]*):(?!\d{1,5}(?:[/?#\s'\",)]|$))\S*@")
+_RUN, _QUOTED = re.compile(r"\S+"), re.compile(r"[^\s'\"]+")
+_URL, _WEB = re.compile(r":\\?/"), re.compile(r"(?i)\bhttps?:\\?/")
+r"""Some write JSON with `\/`."""
+_PASSWORD = re.compile(r":\\?/[\\/]*[^/@:\s]*:(?!\d{1,5}(?:[/?#\s'\",)]|$))")
 """A password may have any letter, `/` and `@` too; digits before a `/` are a port."""
-_KEY = re.compile(r"(?i)(\bs3a?:/{1,2}[^/@:\s]*):\S*@")
+_KEY = re.compile(r"(?i)\bs3a?:\\?/[\\/]*[^/@:\s]*:")
 """Buckets have no port."""
-_TOKEN = re.compile(r"(?i)(\bhttps?:/{1,2})[^/@:\s]+@")
+_TOKEN = re.compile(r"(?i)(\bhttps?:\\?/[\\/]*)[^\\/@:\s]+@")
 """A user without a password: servers take tokens so."""
-_QUERY = re.compile(r"(:/{1,2}[^\s'\"?]*)\?[^\s'\"]*")
-_FRAGMENT = re.compile(r"(?i)(\bhttps?:/{1,2}[^\s'\"#]*)#[^\s'\"]*")
 HIDDEN = "…"
 """What stands for a secret."""
 
 
 def without_secrets(text: str) -> str:
     """Return a text whose URLs have no password, no token in the place of a user, and no query string."""
-    if ":/" not in text:
+    if _URL.search(text) is None:
         return text
+    text = _TOKEN.sub(rf"\1{HIDDEN}@", _RUN.sub(_without_password, text))
+    return _QUOTED.sub(_without_query, text)
+
+
+def _without_password(run: re.Match[str]) -> str:
+    text = run[0]
     for pattern in (_PASSWORD, _KEY):
-        text = pattern.sub(rf"\1:{HIDDEN}@", text)
-    text = _TOKEN.sub(rf"\1{HIDDEN}@", text)
-    return _FRAGMENT.sub(rf"\1#{HIDDEN}", _QUERY.sub(rf"\1?{HIDDEN}", text))
+        last = text.rfind("@")
+        begin = pattern.search(text) if last >= 0 else None
+        if begin is not None and begin.end() <= last:
+            text = f"{text[: begin.end()]}{HIDDEN}{text[last:]}"
+    return text
+
+
+def _without_query(run: re.Match[str]) -> str:
+    text = run[0]
+    for pattern, mark in ((_URL, "?"), (_WEB, "#")):
+        begin = pattern.search(text)
+        at = -1 if begin is None else text.find(mark, begin.end())
+        text = text if at < 0 else f"{text[: at + 1]}{HIDDEN}"
+    return text
 
 
 def shortened(text: str, most: int) -> str:
@@ -224,12 +242,13 @@ class ExistsError(UsageError, FileExistsError):
     """A `UsageError` of a target that exists."""
 
 
-_OF_SYSTEM: dict[type[OSError], type[StorageError]] = {
+OF_SYSTEM: dict[type[OSError], type[StorageError]] = {
     FileNotFoundError: MissingFileError,
     PermissionError: NoAccessError,
     IsADirectoryError: FolderError,
     NotADirectoryError: NoFolderError,
 }
+"""Errors of the system -> ours that are these too."""
 
 
 def refuse(
@@ -254,7 +273,7 @@ def gathered(refusals: Iterable[Refusal]) -> TransaxleError:
     items = sorted(refusals, key=lambda r: (r.code not in _STORAGE, r.code in _USAGE))
     first = items[0].code
     if first in _STORAGE:
-        return _OF_SYSTEM.get(items[0].system or OSError, StorageError)(items)
+        return OF_SYSTEM.get(items[0].system or OSError, StorageError)(items)
     if first == "EXISTS":
         return ExistsError(items)
     return (UsageError if first in _USAGE else Refused)(items)

@@ -9,13 +9,14 @@ from __future__ import annotations
 import os
 from contextlib import ExitStack
 from datetime import timedelta
-from typing import Any
+from operator import index
+from typing import Any, SupportsIndex
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from transaxle.arguments import read_count, read_text
+from transaxle.arguments import read_count, read_text, wrong_type
 from transaxle.errors import refuse
 from transaxle.live.transport.shared_store import SharedStore, StoreServer, check_connections
 
@@ -63,7 +64,10 @@ def meet(
         UsageError: AMBIGUOUS where they give another size or backend, or the number of another one.
     """
     host, port = _read_address(address)
-    if not 0 <= number < read_count("size", size):
+    size = read_count("size", size)
+    if isinstance(number, bool) or not isinstance(number, SupportsIndex):
+        raise wrong_type("number", "an int", number)
+    if not 0 <= (number := index(number)) < size:
         raise ValueError(f"number must be from 0 to {size - 1}; got {number!r}")
     if backend is None:
         backend = _NCCL if torch.cuda.is_available() and dist.is_nccl_available() else _GLOO

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import os
 import pickle
+import random
+import sys
+from collections.abc import Iterator
+from enum import Enum
+from importlib import import_module
+from inspect import isfunction
 from pathlib import Path
-from typing import Any
+from pkgutil import walk_packages
+from typing import Any, get_args, get_type_hints
 
 import msgspec
 import numpy as np
@@ -17,6 +24,7 @@ from hypothesis import strategies as st
 import transaxle as tx
 from transaxle.axes.geometry.chunk import Replicated, Shard, StridedShard
 from transaxle.encodings.encoding import FLOAT8, Encoded, Role
+from transaxle.engine.compare.verification import Verification
 from transaxle.errors import Refusal, Where, gathered, refuse
 from transaxle.formats.catalog.catalog import Checksum
 from transaxle.formats.catalog.checksums import Tally
@@ -26,7 +34,8 @@ from transaxle.live.transport import wire
 from transaxle.live.transport.shared_memory import Address
 from transaxle.torch_tensors.placement import Placement
 
-_KEYS = st.one_of(st.none(), st.booleans(), st.integers(), st.text(), st.binary())
+_TEXTS = st.text() | st.binary().map(os.fsdecode)
+_KEYS = st.one_of(st.none(), st.booleans(), st.integers(), _TEXTS, st.binary())
 _VALUES = st.recursive(
     _KEYS | st.floats(allow_nan=False),
     lambda inner: st.one_of(
@@ -73,6 +82,13 @@ def test_errors_arrive_with_all_that_they_say() -> None:
     assert str(heard) == str(error)
 
 
+@pytest.mark.parametrize("system", [FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError])
+def test_an_error_of_the_system_is_one_on_all_ranks(system: type[OSError]) -> None:
+    heard = wire.decode(wire.encode(refuse("IO", "no", file="x", system=system)))
+    assert isinstance(heard, system)
+    assert wire.decode(wire.encode(refuse("IO", "no", system=ConnectionError))).code == "IO"
+
+
 @pytest.mark.parametrize("array", [np.arange(6, dtype=np.float32).reshape(2, 3), np.zeros((0, 2), np.int64)])
 def test_arrays_arrive_as_they_were(array: np.ndarray) -> None:
     heard = wire.decode(wire.encode(array))
@@ -115,7 +131,16 @@ def _hostile(folder: Path) -> list[bytes]:
         pack([kind.RECORD, "os.mkdir", str(folder)]),
         pack([kind.RECORD, "transaxle.live.transport.shared_memory.Region", 5]),
         pack([kind.RECORD, "transaxle.live.transport.shared_memory.Address", 1]),
+        pack([kind.RECORD, "transaxle.errors.Refusal", "IO", "no", None, ""]),
+        pack([kind.REFUSAL, "NONE", "no", [kind.RECORD, "transaxle.errors.Where", None, None], "", None]),
+        pack([kind.REFUSAL, "IO", 1, [kind.RECORD, "transaxle.errors.Where", None, None], "", None]),
+        pack([kind.REFUSAL, "IO", "no", [kind.RECORD, "transaxle.errors.Where", 1, None], "", None]),
+        pack([kind.REFUSAL, "IO", "no", None, "", None]),
         pack([kind.DTYPE, "load"]),
+        pack([kind.DTYPE, "no_module"]),
+        pack([kind.ARRAY, "<04", b"1234"]),
+        pack([kind.ARRAY, "f4,f4", b"12345678"]),
+        pack([kind.TEXT, "x"]),
         pack([kind.ARRAY, "O", 1, bytes(8)]),
         pack([kind.ARRAY, "<f4", 1 << 40, bytes(4)]),
         pack([kind.ERROR, "no refusal"]),
@@ -131,9 +156,10 @@ def _hostile(folder: Path) -> list[bytes]:
     ]
 
 
-def test_bytes_of_a_stranger_run_nothing(tmp_path: Path) -> None:
+def test_bytes_of_a_stranger_run_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pickles of a canary, and everything else that `encode` does not write, are refused."""
-    canary = tmp_path / "canary"
+    canary, asked = tmp_path / "canary", list[str]()
+    monkeypatch.setattr(torch, "__getattr__", asked.append)  # it imports modules
     for octets in _hostile(canary):
         with pytest.raises(tx.TransaxleError) as found:
             wire.decode(octets)
@@ -142,3 +168,61 @@ def test_bytes_of_a_stranger_run_nothing(tmp_path: Path) -> None:
     pickle.loads(pickle.dumps(_Canary(canary)))  # noqa: S301 - the canary sings where it is unpickled
     assert canary.exists()
     assert wire.decode(wire.encode(refuse("IO", "x"))).code == "IO"
+    assert not asked
+
+
+def test_changed_bytes_are_refused_or_values(tmp_path: Path) -> None:
+    """Whatever comes, nothing but a refusal is raised, and what is read can be told again."""
+    chance = random.Random(7)
+    values: list[Any] = [
+        {"a": [1, (2.5, None), {3}, 1 << 200], (1, "\udce9"): torch.bfloat16},
+        np.arange(6, dtype=np.float32).reshape(2, 3),
+        gathered([Refusal("IO", "no", Where("f", "t"), "wait", system=FileNotFoundError), Refusal("CORRUPT", "bad")]),
+        {Checksum("a", 0, 9, 1 << 31, "a record"): Tally([(0, 9, 5)], read=9, share=1 << 200)},
+    ]
+    for number in range(8_000):
+        octets = bytearray(wire.encode(values[number % len(values)]))
+        for _ in range(chance.choice([1, 1, 2, 5])):
+            at = chance.randrange(len(octets))
+            octets[at : at + chance.choice([0, 1, 1, 1, 2])] = chance.randbytes(chance.choice([0, 1, 1, 2]))
+        try:
+            heard = wire.decode(bytes(octets))
+        except tx.TransaxleError as error:
+            assert error.code == "CORRUPT"  # noqa: PT017 - most of them
+        else:
+            wire.encode(heard)
+
+
+def _told_with(kind: type, name: str) -> Iterator[type]:
+    """Yield the classes of ours that a field of a record may have, those of a protocol too."""
+    hints: list[Any] = [
+        get_type_hints(kind, {**vars(sys.modules[kind.__module__]), "Verification": Verification})[name]
+    ]
+    while hints:
+        hint = hints.pop()
+        hints += get_args(hint)
+        if not isinstance(hint, type) or not hint.__module__.startswith("transaxle."):
+            continue
+        if not getattr(hint, "_is_protocol", False):
+            yield hint
+            continue
+        methods = {name for name, each in vars(hint).items() if isfunction(each)} - {"__init__", "__subclasshook__"}
+        others = (each for each in vars(sys.modules[hint.__module__]).values() if isinstance(each, type))
+        yield from (each for each in others if each is not hint and methods <= vars(each).keys())
+
+
+def test_whatever_a_record_may_hold_can_be_told() -> None:
+    """In all rooms that ranks run: a class that no list has would be refused where it is first told."""
+    for room in ("live", "refit", "parallel"):
+        package = import_module(f"transaxle.{room}")
+        for module in walk_packages(package.__path__, f"{package.__name__}."):
+            import_module(module.name)
+    tried = 0
+    for kind in wire.RECORDS.values():
+        for name in () if issubclass(kind, Enum) else wire._fields(kind):
+            if (kind, name) == (Verification, "comparison"):  # with another checkpoint; nobody tells of it
+                continue
+            lacking = {*_told_with(kind, name)} - {*wire.RECORDS.values(), Refusal}
+            assert not lacking, f"{kind.__qualname__}.{name}"
+            tried += 1
+    assert tried > 100

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -14,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import transaxle as tx
 from tests.live.ranks import run
-from transaxle.errors import TransaxleError
+from transaxle.errors import TransaxleError, refuse
 from transaxle.quant import MXFP8
 from transaxle.quant.modules.entries import entries
 
@@ -119,6 +120,19 @@ def _one_rank_refuses(rank: int, world: int) -> None:
     assert equal(values(made), before)
     tx.nn.load_state_dict(made, whole)
     assert equal(values(made), values(other))
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("all_gather_object", "broadcast_object_list"):  # these unpickle
+            patch.setattr(dist, name, None)
+        if rank == world - 1:
+
+            def refused(*_: object, **__: object) -> None:
+                raise refuse("IO", "no such disk", file="x", tensor="4.weight", hint="Wait.")
+
+            patch.setattr(made, "load_state_dict", refused)
+        with pytest.raises(tx.TransaxleError, match="no such disk") as other_found:
+            tx.nn.load_state_dict(made, whole)
+    said = other_found.value
+    assert (said.code, str(said.where), said.hint) == ("IO", "x · 4.weight", "Wait.")
 
 
 def test_what_one_rank_refuses_no_rank_loads() -> None:

@@ -12,6 +12,7 @@ from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
@@ -24,6 +25,8 @@ USER, PASSWORD = "trainer", "s3cr/et+pass"
 ENCODED = "s3cr%2Fet+pass"
 LOGIN = base64.b64encode(f"{USER}:{PASSWORD}".encode()).decode()
 SECRETS = (PASSWORD, ENCODED, LOGIN)
+FORMS = (PASSWORD, ENCODED, quote(PASSWORD, ""), quote(PASSWORD), LOGIN, f"http:\\/\\/{USER}:{ENCODED}@host")
+"""As a server may repeat them."""
 
 
 class _Vllm(BaseHTTPRequestHandler):
@@ -155,6 +158,30 @@ def test_a_wrong_answer_is_an_error_of_the_machine(name: str) -> None:
     assert not [each for each in SECRETS if each in str(found.value)]
     assert found.value.__cause__ is None  # whose text a traceback would show
     assert len(asked) == 1
+
+
+@pytest.mark.parametrize("before", [0, 1990, 1996])
+def test_a_password_is_shown_in_no_form(before: int) -> None:
+    """Also where what is shown of an answer ends in the middle of it."""
+    for form in FORMS:
+        body = f"{'x' * before} {form} ".encode()
+        for line in (b"HTTP/1.1 200 OK", b"HTTP/1.1 401 No"):
+            port, thread, _ = _raw(line + f"\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+            with pytest.raises(tx.TransaxleError) as found:
+                control(f"http://{USER}:{ENCODED}@127.0.0.1:{port}", None, 3).workers()
+            thread.join(20)
+            said = str(found.value)
+            assert not [each for each in (*FORMS, "s3c", LOGIN[:3]) if each in said], form
+
+
+def test_a_machine_without_an_address_says_what_to_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(name: str) -> str:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "gethostbyname", unknown)
+    with pytest.raises(tx.TransaxleError, match="has no address: Name or service not known") as found:
+        control(_Talkative(), 1, 1).local_host()
+    assert "Give address=" in found.value.hint
 
 
 def test_an_answer_that_does_not_end_is_given_up() -> None:

@@ -12,6 +12,7 @@ from typing import Self
 
 import numpy as np
 
+from transaxle.live.transport import wire
 from transaxle.torch_tensors.tensor_bytes import Bytes
 
 _POPULATE = getattr(mmap, "MAP_POPULATE", 0)
@@ -29,6 +30,9 @@ class Address:
     """Its descriptor there."""
     name: str
     """What the system calls it; nobody else's has this name, on this machine or another."""
+
+
+wire.tellable(Address)
 
 
 class Region:

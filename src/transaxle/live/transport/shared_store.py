@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, if not marked so
 
-from transaxle.errors import refuse
+from transaxle.errors import TransaxleError, refuse
 from transaxle.live.transport.world import collective, on_accelerator
 
 _HELLO = b"transaxle store 1\n"
@@ -51,7 +51,7 @@ _STRANGERS = 64
 _TURN = 1.0
 """Seconds after which a rank that waits for a key asks again: meanwhile another thread of it may ask."""
 _MOMENT = 0.01
-"""Seconds for what the end of the store leaves to do."""
+"""Seconds for what the end of the store leaves to do, and between turns of a rank that waits for a key."""
 _AGAIN = 0.1
 """Seconds between attempts to reach number 0."""
 _THERE = "Is number 0 there, and can this machine reach it?"
@@ -134,6 +134,14 @@ def _size(header: bytes) -> int:
     return size
 
 
+def _listener(host: str, port: int) -> socket.socket:
+    """Listen at an address of this machine; "": at all, of either kind."""
+    if not host and socket.has_dualstack_ipv6():
+        return socket.create_server((host, port), family=socket.AF_INET6, backlog=512, dualstack_ipv6=True)
+    family = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+    return socket.create_server((host, port), family=family, backlog=512)
+
+
 class StoreServer:
     """Keeps the store, in a thread of its own, until number 0 leaves, it is closed, or the process ends.
 
@@ -156,8 +164,7 @@ class StoreServer:
         self._first: asyncio.StreamWriter | None = None
         """The connection of number 0: the store ends with it."""
         try:
-            family = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
-            self._socket = socket.create_server((host, port), family=family, backlog=512)
+            self._socket = _listener(host, port)
         except OSError as error:
             message = f"cannot listen at {host or 'any address'}:{port}: {error.strerror or error}"
             hint = "Number 0 listens at the address that it is given: one of its own machine, at a free port."
@@ -307,12 +314,14 @@ class SharedStore(Store):
         self._patience = timeout
         self._lock = threading.Lock()
         self._where = f"{address[0]}:{address[1]}"
-        self._socket = self._reached(address, timeout.total_seconds())
+        end = time.monotonic() + timeout.total_seconds()
+        while not self._came(address, end, secret):  # it was closed before it was known: there were too many strangers
+            time.sleep(_AGAIN)
         try:
-            self._go, self._come = self._met(secret, msgspec.msgpack.encode(_Rank(number, said)))
+            self._introduce(msgspec.msgpack.encode(_Rank(number, said)))
         except OSError as error:
             self.close()
-            raise refuse("IO", f"cannot meet at {self._where}: {error}", hint=_THERE) from error
+            raise self._lost(error) from error
         except BaseException:
             self.close()
             raise
@@ -330,22 +339,32 @@ class SharedStore(Store):
         if hasattr(self, "_socket"):
             self.close()
 
-    def _reached(self, address: tuple[str, int], patience: float) -> socket.socket:
-        end = time.monotonic() + patience
-        while True:
-            try:
-                found = socket.create_connection(address, max(end - time.monotonic(), _AGAIN))
-            except OSError as error:
-                if time.monotonic() + _AGAIN > end:
-                    message = f"cannot meet at {self._where}: {error.strerror or error}"
-                    raise refuse("IO", message, hint=_THERE) from error
-                time.sleep(_AGAIN)
-            else:
-                found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                found.settimeout(max(patience, _HANDSHAKE))
-                return found
+    def _lost(self, error: OSError) -> TransaxleError:
+        return refuse("IO", f"cannot meet at {self._where}: {error.strerror or error}", hint=_THERE)
 
-    def _met(self, secret: bytes, rank: bytes) -> tuple[_Seal, _Seal]:
+    def _came(self, address: tuple[str, int], end: float, secret: bytes) -> bool:
+        """Reach number 0 and prove the secret; False where that is to be tried again."""
+        try:
+            self._socket = socket.create_connection(address, max(end - time.monotonic(), _AGAIN))
+        except OSError as error:
+            if time.monotonic() + _AGAIN > end:
+                raise self._lost(error) from error
+            return False
+        try:
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._socket.settimeout(max(self._patience.total_seconds(), _HANDSHAKE))
+            self._go, self._come = self._proved(secret)
+        except OSError as error:
+            self.close()
+            if time.monotonic() + _AGAIN > end:
+                raise self._lost(error) from error
+            return False
+        except BaseException:
+            self.close()
+            raise
+        return True
+
+    def _proved(self, secret: bytes) -> tuple[_Seal, _Seal]:
         """Prove the secret, and let number 0 prove it; return the codes of what goes to it, and comes from it."""
         if self._exactly(len(_HELLO)) != _HELLO:
             message = f"who listens at {self._where} is no meeting of this version of transaxle"
@@ -355,13 +374,15 @@ class SharedStore(Store):
         knows = self._exactly(1) == b"\1"
         if not knows or not hmac.compare_digest(_code(secret, _LISTENS, first, second), self._exactly(_CODE)):
             raise refuse("UNSUPPORTED", f"who listens at {self._where} has another secret", hint=_OTHER)
-        go, come = _seals(secret, first + second)
-        problem = self._exchanged(rank, go, come).decode()
+        return _seals(secret, first + second)
+
+    def _introduce(self, rank: bytes) -> None:
+        """Say which rank it is."""
+        problem = self._exchanged(rank).decode()
         if problem:
             raise refuse(
                 "AMBIGUOUS", problem, hint="Give the same size and backend everywhere, and each rank its number."
             )
-        return go, come
 
     def _exactly(self, size: int) -> bytes:
         found = bytearray()
@@ -372,10 +393,10 @@ class SharedStore(Store):
             found += part
         return bytes(found)
 
-    def _exchanged(self, message: bytes, go: _Seal, come: _Seal) -> bytes:
-        self._socket.sendall(go.framed(message))
+    def _exchanged(self, message: bytes) -> bytes:
+        self._socket.sendall(self._go.framed(message))
         answer = self._exactly(_size(self._exactly(_LENGTH.size)))
-        come.check(answer, self._exactly(_CODE))
+        self._come.check(answer, self._exactly(_CODE))
         return answer
 
     def _ask(self, request: _Request) -> _Answer:
@@ -386,7 +407,7 @@ class SharedStore(Store):
         """
         try:
             with self._lock:
-                answer = self._exchanged(msgspec.msgpack.encode(request), self._go, self._come)
+                answer = self._exchanged(msgspec.msgpack.encode(request))
         except OSError as error:
             self._socket.close()  # half a message cannot be taken up again
             raise dist.DistNetworkError(f"the store at {self._where} is lost: {error}") from error
@@ -407,6 +428,7 @@ class SharedStore(Store):
                 raise dist.DistStoreError(
                     f"after {timeout.total_seconds():g} s not all of this is there: {', '.join(keys)}"
                 )
+            time.sleep(_MOMENT)  # another thread may ask: who lets a lock go has it again before all who wait for it
 
     def get(self, key: str) -> bytes:
         """Return a key's value; waits for it."""

@@ -6,13 +6,11 @@ Ranks that do not see each other (on other machines, in other containers) are to
 
 from __future__ import annotations
 
-from transaxle.live.transport import wire
 from transaxle.live.transport.shared_memory import Address, Region, seen
 from transaxle.live.transport.world import World
 from transaxle.torch_tensors.tensor_bytes import Bytes
 
 _GRAIN = 1 << 20
-wire.tellable(Address)
 
 
 class ShmTransport:

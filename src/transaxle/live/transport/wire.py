@@ -7,6 +7,7 @@ their kind. Other bytes are refused; a class is looked up on the list, and never
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping
 from enum import Enum, IntEnum
 from itertools import chain
@@ -16,7 +17,7 @@ import msgspec
 import numpy as np
 import torch
 
-from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
+from transaxle.errors import CODES, OF_SYSTEM, Refusal, TransaxleError, Where, gathered, refuse
 
 
 class _Kind(IntEnum):
@@ -33,12 +34,22 @@ class _Kind(IntEnum):
     ARRAY = 7
     ERROR = 8
     RECORD = 9
+    REFUSAL = 10
+    TEXT = 11
+    """Of a path that is not UTF-8, as Python has it."""
 
 
 _PLAIN = frozenset({type(None), bool, float, str, bytes})
+_LOSSLESS = "surrogatepass"
 _SHORT = range(-(1 << 63), 1 << 64)
-_BUFFERS = "?biufc"
+_BUFFERS = "biufc"
 """Kinds of numpy's types whose values are nothing but numbers."""
+_BUFFER = re.compile(rf"[<>|][{_BUFFERS}][1-9]\d?")
+"""How numpy calls such a type: of other texts it makes types by rules of its own."""
+_DTYPES = {str(each).removeprefix("torch."): each for each in vars(torch).values() if type(each) is torch.dtype}
+"""torch's element types; asked for other names, torch imports modules."""
+_SYSTEM = {each.__name__: each for each in OF_SYSTEM}
+"""Errors of the system that a refusal may stand for."""
 _KINDS: Mapping[type, _Kind] = {list: _Kind.LIST, set: _Kind.SET, frozenset: _Kind.FROZENSET}
 RECORDS: dict[str, type] = {}
 """Classes whose objects may be told, by their names."""
@@ -56,7 +67,7 @@ def _name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-tellable(Where, Refusal)
+tellable(Where)
 
 
 def encode(value: object, otherwise: Callable[[object], object] | None = None) -> bytes:
@@ -75,6 +86,8 @@ def encode(value: object, otherwise: Callable[[object], object] | None = None) -
 def _told(value: Any, otherwise: Callable[[object], object] | None) -> Any:
     """Return a value as msgpack has it."""
     kind = type(value)
+    if kind is str and not value.isascii() and any("\ud800" <= each <= "\udfff" for each in value):
+        return [_Kind.TEXT, value.encode(errors=_LOSSLESS)]
     if kind in _PLAIN:
         return value
     if kind is int:
@@ -85,6 +98,10 @@ def _told(value: Any, otherwise: Callable[[object], object] | None) -> Any:
         return [_Kind.DTYPE, str(value).removeprefix("torch.")]
     if isinstance(value, np.generic | np.ndarray) and value.dtype.kind in _BUFFERS:
         return [_Kind.ARRAY, value.dtype.str, *value.shape, np.ascontiguousarray(value).tobytes()]
+    if kind is Refusal:  # how it is drawn is known to its own rank only
+        system = None if value.system is None else value.system.__name__
+        fields = (value.code, value.message, value.where, value.hint, system)
+        return [_Kind.REFUSAL, *(_told(each, None) for each in fields)]
     parts = _parts(value)
     if parts is not None:
         return [parts[0], *(_told(each, otherwise) for each in parts[1])]
@@ -109,9 +126,7 @@ def _parts(value: Any) -> tuple[_Kind, Any] | None:
 
 
 def _fields(kind: type) -> tuple[str, ...]:
-    """Return what is told of a record; how a refusal is drawn is known to its own rank only."""
-    if kind is Refusal:
-        return "code", "message", "where", "hint"
+    """Return the names of a record's fields."""
     if issubclass(kind, msgspec.Struct):
         return kind.__struct_fields__
     return tuple(each.name for each in dataclasses.fields(kind))  # type: ignore[arg-type]  # `tellable` has looked
@@ -150,6 +165,11 @@ def _dict(rest: list[Any]) -> dict[Any, Any]:
     return dict(zip(items[::2], items[1::2], strict=True))
 
 
+def _text(rest: list[Any]) -> str:
+    (octets,) = rest
+    return str(octets, errors=_LOSSLESS)
+
+
 def _long(rest: list[Any]) -> int:
     (octets,) = rest
     return int.from_bytes(octets, "little", signed=True)
@@ -157,18 +177,14 @@ def _long(rest: list[Any]) -> int:
 
 def _dtype(rest: list[Any]) -> torch.dtype:
     (name,) = rest
-    dtype = getattr(torch, name)
-    if type(dtype) is not torch.dtype:
-        raise ValueError(f"torch.{name} is no element type")
-    return dtype
+    return _DTYPES[name]
 
 
 def _array(rest: list[Any]) -> Any:
     name, *shape, octets = rest
-    dtype = np.dtype(name)
-    if dtype.kind not in _BUFFERS:
-        raise ValueError(f"an array of {dtype}")
-    array = np.frombuffer(octets, dtype).reshape(shape).copy()
+    if not _BUFFER.fullmatch(name):
+        raise ValueError(f"an array of {name}")
+    array = np.frombuffer(octets, np.dtype(name)).reshape(shape).copy()
     return array if shape else array[()]
 
 
@@ -179,13 +195,22 @@ def _error(rest: list[Any]) -> TransaxleError:
     return gathered(refusals)
 
 
+def _refusal(rest: list[Any]) -> Refusal:
+    code, message, where, hint, system = _all(rest)
+    if code not in CODES or type(where) is not Where or not (type(message) is type(hint) is str):
+        raise TypeError("a refusal of other fields")
+    if not all(type(each) in (str, type(None)) for each in (where.file, where.tensor)):
+        raise TypeError("a place that is no text")
+    return Refusal(code, message, where, hint, system=_SYSTEM.get(system))
+
+
 def _record(rest: list[Any]) -> Any:
     name, *told = rest
     kind, values = RECORDS[name], _all(told)
     if issubclass(kind, Enum):
         return kind(*values)
     fields = dict(zip(_fields(kind), values, strict=True))
-    if issubclass(kind, msgspec.Struct) or kind is Refusal:
+    if issubclass(kind, msgspec.Struct):
         return kind(**fields)
     record = object.__new__(kind)  # as it was there: what it checks when it is made was checked there
     for field, each in fields.items():
@@ -204,4 +229,6 @@ _READ: Mapping[_Kind, Callable[[list[Any]], Any]] = {
     _Kind.ARRAY: _array,
     _Kind.ERROR: _error,
     _Kind.RECORD: _record,
+    _Kind.REFUSAL: _refusal,
+    _Kind.TEXT: _text,
 }

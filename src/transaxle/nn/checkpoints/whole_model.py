@@ -6,6 +6,7 @@ values of before are kept until every module of every rank has taken its own.
 
 from __future__ import annotations
 
+import json
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from transaxle.errors import TransaxleError
+from transaxle.errors import Refusal, TransaxleError, Where, gathered
 from transaxle.quant.tensor.tensor import QuantizedTensor
 from transaxle.torch_tensors.local_tensor import placed_like, stored_local
 from transaxle.torch_tensors.placement import held_by, take
@@ -113,11 +114,35 @@ def _first_of(failure: Exception | None, group: dist.ProcessGroup | None) -> Exc
     """Return the failure of the first rank that failed; None where all have loaded."""
     if not dist.is_initialized():
         return failure
-    known = failure if isinstance(failure, TransaxleError | RuntimeError | None) else RuntimeError(repr(failure))
-    failures: list[Exception | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(failures, known, group)
-    for rank, each in enumerate(failures):
-        if each is not None:
-            each.add_note(f"This is rank {rank}; no rank has loaded anything.")
-            return each
-    return None
+    device = torch.device("cuda" if dist.get_backend(group) == dist.Backend.NCCL else "cpu")
+    octets = b"" if failure is None else _told(failure)
+    lengths = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=device)
+    lengths[dist.get_rank(group)] = len(octets)
+    dist.all_reduce(lengths, group=group)
+    failed = lengths.nonzero().flatten().tolist()
+    if not failed:
+        return None
+    rank = failed[0] if group is None else dist.get_global_rank(group, failed[0])
+    told = torch.zeros(int(lengths[failed[0]]), dtype=torch.uint8)
+    if failed[0] == dist.get_rank(group):
+        told[:] = torch.frombuffer(bytearray(octets), dtype=torch.uint8)
+    told = told.to(device)
+    dist.broadcast(told, rank, group=group)
+    found = _heard(told.cpu().numpy().tobytes())
+    found.add_note(f"This is rank {failed[0]}; no rank has loaded anything.")
+    return found
+
+
+def _told(failure: Exception) -> bytes:
+    """Return an error as bytes: plain data, which other ranks read without unpickling anything."""
+    said: object = str(failure) if isinstance(failure, RuntimeError) else repr(failure)
+    if isinstance(failure, TransaxleError):
+        said = [(r.code, r.message, r.where.file, r.where.tensor, r.hint) for r in failure.refusals]
+    return json.dumps(said).encode()
+
+
+def _heard(octets: bytes) -> Exception:
+    said = json.loads(octets)
+    if isinstance(said, str):
+        return RuntimeError(said)
+    return gathered([Refusal(code, message, Where(file, tensor), hint) for code, message, file, tensor, hint in said])

@@ -9,6 +9,7 @@ import ssl
 import time
 from collections.abc import Mapping
 from typing import Any, Protocol
+from urllib.parse import quote
 
 from transaxle.errors import refuse, without_secrets
 from transaxle.extras import install
@@ -85,8 +86,10 @@ class _Server:
         self._trusted = ssl.create_default_context() if parsed.scheme == "https" else False
         self._login = httpx.BasicAuth(parsed.username, parsed.password) if parsed.userinfo else None
         encoded = base64.b64encode(f"{parsed.username}:{parsed.password}".encode()).decode()
-        own = (parsed.password or parsed.username, parsed.userinfo.decode("ascii"), encoded)  # a user alone is a token
-        self._secrets = {each for each in own if each} if parsed.userinfo else set[str]()
+        own = parsed.password or parsed.username  # a user alone is a token
+        raw = parsed.userinfo.decode("ascii")
+        forms = (own, raw, raw.partition(":")[2], quote(own), quote(own, ""), json.dumps(own)[1:-1], encoded)
+        self._secrets = {each for each in forms if each} if parsed.userinfo else set[str]()
 
     def _ask(self, path: str, said: Said | None = None, *, post: bool = True) -> Mapping[str, Any]:
         """Return what the server answers; {} where that is no object, which nobody reads."""
@@ -134,7 +137,7 @@ class _Server:
         try:
             found = json.loads(body or b"null")
         except (ValueError, RecursionError):
-            message = f"{where} answered no JSON: {self._harmless(_text(body)[:_SHOWN])}"
+            message = f"{where} answered no JSON: {self._harmless(_text(body))}"
             raise refuse("IO", message, hint="Is it vLLM that listens there?") from None
         return found if isinstance(found, dict) else {}
 
@@ -235,7 +238,11 @@ class _Client:
         return self._workers
 
     def local_host(self) -> str:
-        return socket.gethostbyname(socket.gethostname())
+        try:
+            return socket.gethostbyname(socket.gethostname())
+        except OSError as error:
+            message = f"this machine's name {socket.gethostname()} has no address: {error.strerror or error}"
+            raise refuse("IO", message, hint="Give address=, HOST:PORT of this machine.") from error
 
     def init(self, info: Said) -> None:
         self._client.init_weight_transfer_engine(dict(info))
