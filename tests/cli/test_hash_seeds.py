@@ -106,6 +106,53 @@ def test_what_has_an_identity_is_the_same_under_every_seed(inputs: Path, tmp_pat
         assert not different, f"seed {seed}: {different}"
 
 
+LIVE = """
+import json
+from pathlib import Path
+import torch
+import transaxle as tx
+source = tx.open("source")
+state = {name: torch.from_numpy(tensor.read().astype("float32")) for name, tensor in source.items()}
+for to in ("hf", "dcp:transformers", "megatron_torch"):
+    tx.save(state, to.partition(":")[0], to=to, config=dict(source.config), sync=False)
+torch.manual_seed(1)
+layers = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2) for name in "abcdefgh"})
+optimizer = torch.optim.AdamW(layers.parameters())
+sum(each(torch.ones(2)).sum() for each in layers.values()).backward()
+optimizer.step()
+tx.save(layers, "trained", to="dcp:identity", optimizer=optimizer, extra={"run": {"a": 1, "b": 2}}, sync=False)
+refit = tx.Refit(state, {name: torch.zeros_like(tensor) for name, tensor in state.items()})
+print(refit.names, [(item.size, item.transfers) for item in refit._plan.items], refit._plan.parts)
+tx.convert("source", "ranks", to="megatron_torch", tp=2, sync=False)
+(drifted,) = Path("ranks").rglob("mp_rank_01*/*.pt")
+held = torch.load(drifted, weights_only=False)
+norms = [name for name in held["model"] if "norm" in name]
+for name in norms:
+    held["model"][name] += 1
+torch.save(held, drifted)
+Path("ranks/transaxle.json").unlink()
+report = tx.convert("ranks", "mean", to="hf", average=True, sync=False)
+assert len(report.recoded) > 3, (report, norms)
+print(json.dumps({**report.as_json(), "seconds": 0}))
+"""
+
+
+def test_what_is_saved_and_averaged_is_the_same_under_every_seed(inputs: Path, tmp_path: Path) -> None:
+    """Live saves, the plan of a refit, and the means of replicas."""
+    made: list[dict[str, bytes]] = []
+    for seed in range(2):  # each imports torch
+        folder = tmp_path / "here"
+        folder.mkdir()
+        (folder / "source").symlink_to(inputs / "source")
+        outcome = _under(seed, folder, "-c", LIVE)
+        assert outcome.returncode == 0, outcome.stderr.decode()[-2000:]
+        files = [path for path in folder.rglob("*") if path.is_file() and "ranks" not in path.parts]
+        made.append({str(path.relative_to(folder)): path.read_bytes() for path in files} | {"said": outcome.stdout})
+        shutil.rmtree(folder)
+    assert len(made[0]) > 15
+    assert [name for name, content in made[0].items() if made[1].get(name) != content] == []
+
+
 KILLED = """
 import os
 import transaxle as tx
