@@ -100,8 +100,8 @@ def _told(value: Any, otherwise: Callable[[object], object] | None) -> Any:
         return [_Kind.ARRAY, value.dtype.str, *value.shape, np.ascontiguousarray(value).tobytes()]
     if kind is Refusal:  # how it is drawn is known to its own rank only
         system = None if value.system is None else value.system.__name__
-        fields = (value.code, value.message, value.where, value.hint, system)
-        return [_Kind.REFUSAL, *(_told(each, None) for each in fields)]
+        texts = (value.code, value.message, value.where, value.hint, system)
+        return [_Kind.REFUSAL, *(_told(each, None) for each in texts)]
     parts = _parts(value)
     if parts is not None:
         return [parts[0], *(_told(each, otherwise) for each in parts[1])]
