@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, ForwardRef, cast
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -301,7 +302,7 @@ def test_a_value_without_its_keyword_is_told_it(tmp_path: Path) -> None:
         cast("Any", tx.convert)(tmp_path, tmp_path / "out")
 
 
-@pytest.mark.parametrize("size", ["0", "", "5 apples", "-1", "1e9", 0, -5])
+@pytest.mark.parametrize("size", ["0", "", "5 apples", "-1", "1e9", "9" * 400, 0, -5], ids=lambda size: repr(size)[:9])
 def test_a_size_that_is_none_gets_a_sentence(size: int | str, tmp_path: Path) -> None:
     save_file({"w": torch.ones(1)}, tmp_path / "model.safetensors")
     for call in (
@@ -372,6 +373,61 @@ def test_names_of_types_and_devices_that_torch_has_not() -> None:
 def test_a_dialect_of_a_wrong_type_gets_a_sentence(tmp_path: Path) -> None:
     with tx.open(tiny(tmp_path / "ck")) as ck, pytest.raises(TypeError, match='must be a str such as "hf"; got 3'):
         ck.as_dialect(3)  # type: ignore[arg-type]
+
+
+def test_a_flag_is_true_or_false(tmp_path: Path) -> None:
+    """The text "false" counts as True in Python: it would allow what is lossy, or remove files."""
+    ck = tiny(tmp_path / "ck")
+    calls: dict[str, Callable[[Any], object]] = {
+        "allow_lossy": lambda flag: tx.convert(ck, tmp_path / "out", to="hf", allow_lossy=flag),
+        "strict": lambda flag: tx.plan(ck, tmp_path / "out", to="hf", strict=flag),
+        "resume": lambda flag: tx.plan(ck, tmp_path / "out", to="hf", resume=flag),
+        "sync": lambda flag: tx.convert(ck, tmp_path / "out", to="hf", sync=flag),
+        "verify": lambda flag: tx.convert(ck, tmp_path / "out", to="hf", verify=flag),
+        "average": lambda flag: tx.open(ck, average=flag),
+        "optimizer": lambda flag: tx.open(ck, optimizer=flag),
+        "numeric": lambda flag: tx.diff(ck, ck, numeric=flag),
+        "remove": lambda flag: tx.clean(tmp_path, remove=flag),
+    }
+    for name, call in calls.items():
+        for flag in ("false", 0, [], np.zeros(2)):
+            with pytest.raises(TypeError, match=rf"^{name} must be a bool: True or False; got "):
+                call(flag)
+    assert [path.name for path in tmp_path.iterdir()] == ["ck"]
+
+
+@pytest.mark.parametrize("path", ["a\0b", "\0", "half of a pair: \ud800"])
+def test_a_path_that_no_system_takes_is_an_error_of_the_machine(path: str, tmp_path: Path) -> None:
+    ck = tiny(tmp_path / "ck")
+    calls: tuple[Callable[[], object], ...] = (
+        lambda: tx.open(path),
+        lambda: tx.plan(path, tmp_path / "out", to="hf"),
+        lambda: tx.convert(ck, tmp_path / path, to="hf"),
+        lambda: tx.verify(ck, path),
+        lambda: tx.open(ck, config=path),
+        lambda: tx.open(ck, rules=path),
+        lambda: tx.clean(path),
+    )
+    for call in calls:
+        with pytest.raises(tx.TransaxleError, match="has a character that no path can have") as caught:
+            call()
+        assert caught.value.code == "IO"
+
+
+@pytest.mark.parametrize(
+    ("said", "code"),
+    [({"family": "nope"}, "UNKNOWN_FAMILY"), ({"dialect": "nope"}, "AMBIGUOUS"), ({"axes": {"m": 3}}, "UNKNOWN_AXIS")],
+)
+def test_a_checkpoint_that_is_refused_on_use_can_be_looked_at(said: Any, code: str, tmp_path: Path) -> None:
+    with tx.open(tiny(tmp_path / "ck"), **said) as ck:
+        assert f"refused: {code}" in repr(ck)
+        assert code in ck._repr_html_()
+
+
+@pytest.mark.parametrize("box", [(range(3), slice(None)), (0, slice(None)), ("0:2", slice(None)), (None, None)])
+def test_a_box_of_anything_but_slices_is_refused(box: Any, tmp_path: Path) -> None:
+    with tx.open(tiny(tmp_path / "ck")) as ck, pytest.raises(tx.TransaxleError, match="a box is a tuple of slices"):
+        ck["lm_head.weight"].read(box)
 
 
 def test_what_has_no_names_is_like_no_table(tmp_path: Path) -> None:

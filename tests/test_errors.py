@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import pickle
 from pathlib import Path
 
@@ -45,13 +46,14 @@ def test_errors_of_files_are_also_those_of_the_system(tmp_path: Path) -> None:
         again = pickle.loads(pickle.dumps(missing.value))  # noqa: S301 - our own
         for error in (missing.value, again):
             assert (error.code, error.exit_code, isinstance(error, FileNotFoundError)) == ("IO", 4, True)
+            assert error.errno == errno.ENOENT
             assert str(error).startswith(f"IO  {path}\n    no such file or folder")
     with pytest.raises(FileNotFoundError, match="does not exist"):
         tx.convert(source, tmp_path / "no" / "parent", to="hf")
     with pytest.raises(FileExistsError) as there:
         tx.convert(source, source.parent / "source", to="megatron")
     assert isinstance(there.value, tx.TransaxleError)
-    assert (there.value.code, there.value.exit_code) == ("EXISTS", 2)
+    assert (there.value.code, there.value.exit_code, there.value.errno) == ("EXISTS", 2, errno.EEXIST)
     with pytest.raises(tx.TransaxleError) as other:
         tx.open(file)
     assert not isinstance(other.value, OSError)

@@ -13,8 +13,10 @@ from transaxle.arguments import (
     PathLike,
     Patterns,
     Size,
+    check_flags,
     check_keywords,
     read_degrees,
+    read_flag,
     read_optional_text,
     read_path,
     read_patterns,
@@ -174,14 +176,15 @@ def _planned(
     reading = {name: value for name, value in options.items() if name in Reading.__annotations__}
     target, limit = read_path("dst", dst), limits(options.get("jobs"), options.get("memory"))
     shard_size = read_size("shard_size", options.get("shard_size", SHARD_SIZE))
+    allow_lossy, strict = (read_flag(name, options.get(name, False)) for name in ("allow_lossy", "strict"))
     encode = _encode(options, reading)
     with in_order(src, target), opened("src", src, reading) as checkpoint:
         prepared = make_plan(
             checkpoint,
             read_text("to", to, "safetensors:hf"),
             shard_size=shard_size,
-            allow_lossy=options.get("allow_lossy", False),
-            strict=options.get("strict", False),
+            allow_lossy=allow_lossy,
+            strict=strict,
             target=target,
             encode=encode,
             degrees=read_degrees(options),
@@ -228,6 +231,7 @@ def plan(
         The plan; `.refusals` lists all that prevents it, in the tensors and files of `src` and at `dst`.
     """
     check_keywords("plan", options, Planning.__annotations__)
+    read_flag("resume", resume)
     with _planned(src, dst, to, options) as (prepared, target, limit):
         return preflight(prepared, target, overwrite=overwrite, resume=resume, limit=limit).plan
 
@@ -275,6 +279,7 @@ def convert(
         TransaxleError: all refusals at once, before anything is written; or what went wrong while writing.
     """
     check_keywords("convert", options, Converting.__annotations__)
+    check_flags(resume=resume, sync=sync, verify=verify)
     on, items = options.get("on"), options.get("items")
     if on is not None and verify:
         raise TypeError("verify is for a conversion in this process; after one with on, call tx.verify(src, dst)")
@@ -385,6 +390,7 @@ def diff(
         The comparison. It is true if nothing differs; `.equal` is the same verdict.
     """
     check_keywords("diff", reading, Opening.__annotations__)
+    read_flag("numeric", numeric)
     with opened_pair(a, b, reading) as (first, second):
         return _compare(first, second, numeric=numeric, limit=limits(jobs), progress=progress)
 
@@ -456,6 +462,7 @@ def clean(path: PathLike, *, remove: bool = True) -> tuple[Leftover, ...]:
         Refused: UNSUPPORTED for a URL of another service.
         StorageError: IO.
     """
+    read_flag("remove", remove)
     found = leftovers(read_path("path", path))
     return tuple(_clean(each) if each.outcome == "found" else each for each in found) if remove else found
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import operator
 import os
 import re
@@ -172,10 +173,17 @@ def read_path(argument: str, given: object) -> str:
 
     Raises:
         TypeError: it is neither a `str` nor an `os.PathLike` of one.
+        StorageError: IO where no system takes it as a path.
     """
     text = os.fspath(given) if isinstance(given, os.PathLike) else given
     if not isinstance(text, str):
         raise wrong_type(argument, "a path: a str or an os.PathLike", given)
+    try:
+        is_path = b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        is_path = False
+    if not is_path:
+        raise refuse("IO", f"{argument} has a character that no path can have", file=ascii(text))
     return text
 
 
@@ -226,12 +234,13 @@ def read_size(argument: str, given: object) -> int:
 
 
 def parse_size(text: str) -> int | None:
-    """Read a number of bytes such as `5GB`, `512MB`, `1.5 GiB` or `1000`; None where it is no such thing."""
+    """Read a number of bytes such as `5GB`, `512MB`, `1.5 GiB` or `1000`; None where it is none, or endless."""
     match = _SIZE.fullmatch(text.strip())
     if match is None or (match[3] and not match[2]):
         return None
     power = _POWERS.index(match[2].lower()) + 1 if match[2] else 0
-    return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
+    size = float(match[1]) * (1024 if match[3] else 1000) ** power
+    return int(size) if size < math.inf else None
 
 
 def read_config(given: object) -> str | Mapping[str, Any] | None:
@@ -293,6 +302,16 @@ def read_flag(argument: str, given: object) -> bool:
     if not isinstance(given, bool):
         raise wrong_type(argument, "a bool: True or False", given)
     return given
+
+
+def check_flags(**given: object) -> None:
+    """Refuse arguments that are neither True nor False: a text such as "false" would count as True.
+
+    Raises:
+        TypeError: names the first of them.
+    """
+    for argument, value in given.items():
+        read_flag(argument, value)
 
 
 def read_degrees(given: Mapping[str, Any]) -> Degrees | None:

@@ -15,6 +15,7 @@ raised together: `.refusals` holds all of them, most important first.
 
 from __future__ import annotations
 
+import errno as numbers
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -225,21 +226,31 @@ class StorageError(TransaxleError):
 class MissingFileError(StorageError, FileNotFoundError):
     """A `StorageError` of a file or folder that does not exist."""
 
+    errno = numbers.ENOENT
+
 
 class NoAccessError(StorageError, PermissionError):
     """A `StorageError` of a file or folder to which access is denied."""
+
+    errno = numbers.EACCES
 
 
 class FolderError(StorageError, IsADirectoryError):
     """A `StorageError` of a folder where a file is needed."""
 
+    errno = numbers.EISDIR
+
 
 class NoFolderError(StorageError, NotADirectoryError):
     """A `StorageError` of a path that leads through a file."""
 
+    errno = numbers.ENOTDIR
+
 
 class ExistsError(UsageError, FileExistsError):
     """A `UsageError` of a target that exists."""
+
+    errno = numbers.EEXIST
 
 
 OF_SYSTEM: dict[type[OSError], type[StorageError]] = {

@@ -117,6 +117,10 @@ def test_what_cannot_be_derived(
         (("empty",), "there is no config.json in it"),
         (("config.json",), "it has no model_type"),
         ((UNSHIPPED, "-o", "absent/its.rules"), "the folder absent does not exist"),
+        ((" ",), "no such file"),
+        (("",), "'' is not a path"),
+        (("my model",), "no such file"),
+        (("b" * 300,), "File name too long"),
     ],
 )
 def test_wrong_paths_are_named_before_the_peer_is_asked(

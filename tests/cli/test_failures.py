@@ -478,6 +478,17 @@ def test_paths_that_cannot_be_examined_are_errors_like_others(ck: Path, transaxl
         assert outcome.codes == ["IO"] if said[0] != "derive" else "IO  xxx" in outcome.err
 
 
+def test_a_link_to_itself_is_an_error_of_the_machine(here: Path, transaxle: Transaxle) -> None:
+    Path("loop").symlink_to("loop")
+    Path("around").mkdir()
+    Path("around/model.safetensors").symlink_to("model.safetensors")
+    for path in ("loop", "around", "loop/deeper"):
+        for verb in ("ls", "info", "verify", "report", "check-rules"):
+            outcome = transaxle(verb, path)
+            assert outcome.code in {MACHINE, REFUSED}, (verb, path, outcome.err)
+            assert outcome.err
+
+
 NOT_UTF8 = os.fsdecode(b"ck\xff\xfe")
 
 

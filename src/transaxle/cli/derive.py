@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,9 @@ from transaxle.derivation.writing.table import Labels
 from transaxle.engine.checkpoint.settings import CONFIG, model_config
 from transaxle.errors import TransaxleError, gathered, refuse
 from transaxle.families import builtin
+
+_MODEL_TYPE = r"[\w.-]{1,100}"
+"""A word that may be a model type: only for such, which is no path, torch and transformers are imported."""
 
 
 @click.command(
@@ -110,7 +114,7 @@ def model_of(source: str) -> tuple[str, dict[str, Any] | None]:
         StorageError: IO for a path that leads to no config.
     """
     path = Path(source)
-    if not os.path.lexists(path) and "/" not in source and os.sep not in source and path.suffix != ".json":
+    if re.fullmatch(_MODEL_TYPE, source) and not os.path.lexists(path) and path.suffix != ".json":
         return source, None
     if os.path.isdir(path) and not os.path.lexists(path / CONFIG):  # noqa: PTH112 - `Path.is_dir` may raise
         hint = "Name a folder that has one. If it is the model type that you mean, run this in another folder."

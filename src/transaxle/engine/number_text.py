@@ -33,6 +33,11 @@ def plural(count: int, noun: str, plural_noun: str = "") -> str:
     return f"{count:,} {noun if count == 1 else plural_noun or f'{noun}s'}"
 
 
+def tensors_in_words(count: int, optimizer: int) -> str:
+    """Write a number of tensors, and how many of them are the optimizer's state, if any are."""
+    return plural(count, "tensor") + (f", {optimizer:,} of them optimizer state" if optimizer else "")
+
+
 def duration(seconds: float) -> str:
     """Write a duration: `0.02 s`, `25.1 s`, `1:02:03`."""
     if seconds < 60:

@@ -53,6 +53,25 @@ def test_json_says_the_same(ck: Path, transaxle: Transaxle) -> None:
     assert {"name": "model.norm.weight", "count": 1, "dtype": "BF16", "shape": [16]} in found["rows"]
 
 
+def test_the_state_of_an_optimizer_is_no_parameter(here: Path, transaxle: Transaxle) -> None:
+    weights = {name: torch.from_numpy(array.astype(np.float32)) for name, array in tensors().items()}
+    state = {
+        number: {"step": torch.tensor(3.0), "exp_avg": weight + 1, "exp_avg_sq": weight * weight}
+        for number, weight in enumerate(weights.values())
+    }
+    groups = [{"lr": 0.1, "params": list(state)}]
+    torch.save({"model_state_dict": weights, "optimizer": {"state": state, "param_groups": groups}}, "run.pt")
+    elements = sum(array.size for array in tensors().values())
+    for command in ("ls", "info"):
+        amounts = transaxle(command, "run.pt", "--json").json
+        assert (amounts["tensors"], amounts["optimizer"], amounts["parameters"]) == (4 * TENSORS, 3 * TENSORS, elements)
+        shown = " ".join(transaxle(command, "run.pt").out.split())
+        assert f"{4 * TENSORS} tensors, {3 * TENSORS} of them optimizer state" in shown
+        assert f"{elements:,} parameters" in shown
+    verified = transaxle("verify", "run.pt", "--json").json
+    assert verified["parameters"] == elements
+
+
 def test_all_prints_every_name(ck: Path, transaxle: Transaxle) -> None:
     _, *rows = lines(transaxle("ls", ck, "--all").out)
     assert sorted(row[0] for row in rows) == sorted(tensors())

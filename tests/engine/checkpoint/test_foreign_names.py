@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import transaxle as tx
 from tests import checkpoints
@@ -73,6 +74,27 @@ def test_a_prefix_of_all_names_may_mean_a_larger_model(
     tx.convert(source, tmp_path / "out", to=to, family="qwen3_moe", config=CONFIG, sync=False)
     tx.convert(tmp_path / "out", tmp_path / "back", to="hf", sync=False)
     assert set(tx.open(tmp_path / "back")) == set(checkpoints.tensors())
+
+
+@pytest.mark.parametrize("container", ["model_state_dict", "state_dict", "model_state", "module"])
+@pytest.mark.parametrize("to", ["hf", "dcp:torchtitan"])
+def test_the_container_of_a_training_loop_is_no_larger_model(to: str, container: str, tmp_path: Path) -> None:
+    """PyTorch's tutorials save `{"model_state_dict": …}`: all names begin with the container, which is no module."""
+    held = {name: torch.from_numpy(array.astype(np.float32)) for name, array in checkpoints.tensors().items()}
+    beside, inside = ({name: torch.arange(3.0)} for name in ("router.bias", "model.layers.0.mlp.shift"))
+    for number, extra in enumerate(({}, beside, inside)):
+        torch.save({container: held | extra, "optimizer_state_dict": {}, "epoch": 3}, tmp_path / f"{number}.pt")
+    for number, extra in enumerate(({}, beside)):
+        report = tx.convert(tmp_path / f"{number}.pt", tmp_path / f"{number}", to=to, config=CONFIG, sync=False)
+        assert sum(name.endswith("router.bias") for name in report.kept) == len(extra)
+    with tx.open(tmp_path / "0") as converted:
+        values = {name: tensor.read() for name, tensor in converted.as_dialect("hf").items()}
+    assert values.keys() == held.keys()
+    assert all(np.array_equal(values[name], tensor.numpy()) for name, tensor in held.items())
+    (refusal,) = tx.plan(tmp_path / "2.pt", tmp_path / "2", to="dcp:torchtitan", config=CONFIG).refusals
+    assert refusal.code == "UNEXPECTED_TENSOR"
+    assert "reads 1 tensor of layers" in refusal.message
+    assert "model.layers.0.mlp.shift" in refusal.message
 
 
 @pytest.mark.parametrize("to", ["hf", "megatron"])

@@ -41,7 +41,7 @@ _WRAPPERS = frozenset({COMPILED, CHECKPOINTED, FSDP1})
 _PARALLEL = "module"
 """Segment of DDP and of training loops. Modules may be called so, too: it is a wrapper where nothing is beside it."""
 _AROUND = _WRAPPERS | {_PARALLEL, "_forward_module"}
-_OUTER = _AROUND | {"model"}
+_OUTER = _AROUND | {"model", "model_state_dict", "model_state", "state_dict"}
 """Segments that may precede every name of a model without making it part of a larger one."""
 _MARKED = tuple(f"{segment}{_SEPARATOR}" for segment in (*sorted(_WRAPPERS), _PARALLEL))
 

@@ -17,7 +17,7 @@ from transaxle.cli.command import Command
 from transaxle.cli.commands.plan import folded
 from transaxle.cli.program import COMMANDS
 from transaxle.cli.screen.name_tree import Branch, name_tree, print_tree
-from transaxle.cli.screen.quantities import parameters, percent, plural, size
+from transaxle.cli.screen.quantities import parameters, percent, plural, size, tensors_in_words
 from transaxle.cli.screen.screen import Screen
 from transaxle.encodings.arithmetic.codec import active
 from transaxle.engine.checkpoint.checkpoint import open_checkpoint
@@ -156,7 +156,16 @@ def _checkpoint_lines(screen: Screen, facts: JsonFacts) -> list[tuple[str, str]]
         ]
     lines += [
         ("unknown", _some(screen, list(folded(tuple(facts["unknown"]))))),
-        ("holds", f"{plural(facts['tensors'], 'tensor')}, {parameters(facts['parameters'])}, {size(facts['bytes'])}"),
+        (
+            "holds",
+            ", ".join(
+                (
+                    tensors_in_words(facts["tensors"], facts["optimizer"]),
+                    parameters(facts["parameters"]),
+                    size(facts["bytes"]),
+                )
+            ),
+        ),
         ("dtypes", _dtypes(facts)),
         ("encodings", _encoding_words(facts)),
         ("config", ", ".join(f"{key} {_value(value)}" for key, value in facts["config"].items())),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import webbrowser
 from pathlib import Path
 from typing import Any
@@ -73,5 +74,5 @@ def command(
 
 def _named_after(src: str) -> str:
     """Return the file for a report that the user did not name: in the current folder."""
-    name = src.rstrip("/").rpartition("/")[2] if "://" in src else Path(src).resolve().name
+    name = src.rstrip("/").rpartition("/")[2] if "://" in src else Path(os.path.realpath(src)).name  # of a loop too
     return f"{name or 'checkpoint'}.html"

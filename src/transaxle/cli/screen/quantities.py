@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from transaxle.engine.number_text import duration, parameters, plural, size
+from transaxle.engine.number_text import duration, parameters, plural, size, tensors_in_words
 
-__all__ = ["duration", "parameters", "percent", "plural", "size", "speed"]
+__all__ = ["duration", "parameters", "percent", "plural", "size", "speed", "tensors_in_words"]
 
 
 def speed(count: int, seconds: float) -> str:

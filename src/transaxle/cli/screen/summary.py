@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from transaxle.cli.screen.quantities import parameters, plural, size
+from transaxle.cli.screen.quantities import parameters, plural, size, tensors_in_words
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.facts.checkpoint_facts import totals
 from transaxle.engine.fold import FoldedRow
@@ -27,7 +27,7 @@ def headline(checkpoint: Checkpoint, view: Checkpoint) -> str:
     parts = [
         checkpoint.format,
         *descriptions,
-        plural(amounts.tensors, "tensor"),
+        tensors_in_words(amounts.tensors, amounts.optimizer),
         parameters(amounts.parameters),
         amount,
     ]

@@ -15,7 +15,16 @@ from typing import Any, TypeAlias
 
 from msgspec.structs import replace
 
-from transaxle.arguments import DType, PathLike, Patterns, read_float_type, read_path, read_patterns, read_source
+from transaxle.arguments import (
+    DType,
+    PathLike,
+    Patterns,
+    read_float_type,
+    read_path,
+    read_patterns,
+    read_source,
+    read_text,
+)
 from transaxle.axes.layout.bind import Bound, without_wrappers
 from transaxle.axes.layout.relayout import Check, Target, unchanged
 from transaxle.axes.notation.family import Sizes
@@ -198,7 +207,7 @@ class Checkpoint(TensorSet):
         Raises:
             TransaxleError: every refusal, at once.
         """
-        if dialect != IDENTITY and self.stored_names.is_adapter:
+        if read_text("dialect", dialect, "hf") != IDENTITY and self.stored_names.is_adapter:
             files = in_dialect(self.container, self.config, dialect, self._with_files)
             said = replace(self.settings, family=None, dialect=None)
             return self._kept(Checkpoint(files, said, None, None), "as_dialect", dialect)
@@ -384,10 +393,12 @@ class Checkpoint(TensorSet):
 
     @property
     def parameters(self) -> int:
-        """Number of elements of the model: encoded tensors count by their values, scales do not count."""
+        """Number of elements of the model: encoded tensors count by their values, scales and training state do not."""
         parts = {stored for tensor in self.encoded.values() for stored in tensor.parts.values()}
         parts |= self.container.beside
-        plain = sum(tensor.parameters for name, tensor in self.items() if name not in parts)
+        plain = sum(
+            tensor.parameters for name, tensor in self.items() if name not in parts and not name.startswith(OPTIMIZER)
+        )
         return plain + sum(prod(tensor.shape) for tensor in self.encoded.values())
 
     def __getitem__(self, name: str) -> StoredTensor:
@@ -436,7 +447,11 @@ class Checkpoint(TensorSet):
 
     def __repr__(self) -> str:
         closed = " · closed" if is_closed(self.container.storage) else ""
-        return f"<checkpoint {self.path} · {self.format} · {len(self)} tensors{closed}>"
+        try:
+            amount = f"{len(self)} tensors"
+        except TransaxleError as error:  # whoever looks at it learns why, and reads on
+            amount = f"refused: {error.code}"
+        return f"<checkpoint {self.path} · {self.format} · {amount}{closed}>"
 
 
 CheckpointLike: TypeAlias = PathLike | Checkpoint

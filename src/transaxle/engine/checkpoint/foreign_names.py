@@ -17,6 +17,7 @@ from transaxle.axes.notation.family import Dialect, Line, Sizes
 from transaxle.axes.notation.name import is_outer, natural
 from transaxle.axes.translation.translate import Translation
 from transaxle.engine.checkpoint.recognise import model_types
+from transaxle.engine.number_text import plural
 from transaxle.errors import Code, Refusal, Where
 
 _LISTED = 6
@@ -126,7 +127,7 @@ def half_converted(
                 converted.update((_layer(bound, name, line), *line.name.axes[:1]))
             elif own in kept and slot == WEIGHT and _exists(bound, sizes, line, position):
                 homeless.append((name, _layer(bound, name, line)))
-    into = f"tensors of layers whose other tensors get their names in {target.label}"
+    into = f"of layers whose other tensors get their names in {target.label}"
     reads = f"no line of {bound.family.name}, dialect {bound.dialect.label}, reads"
     writes = f"{bound.family.name} has no line in dialect {target.label} for"
     table = f"{_TABLE[0].upper()}{_TABLE[1:]}, or {_IDENTITY}."
@@ -139,7 +140,7 @@ def half_converted(
         if left:
             more = [f"… and {len(left) - _LISTED:,} more"] if len(left) > _LISTED else []
             where = Where(None, left[0] if len(left) == 1 else None)
-            message = "\n".join([f"{headline} {len(left):,} {into}", *left[:_LISTED], *more])
+            message = "\n".join([f"{headline} {plural(len(left), 'tensor')} {into}", *left[:_LISTED], *more])
             refusals.append(Refusal("UNEXPECTED_TENSOR", message, where, hint))
     return refusals
 

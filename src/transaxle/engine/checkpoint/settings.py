@@ -14,6 +14,7 @@ from transaxle.arguments import (
     DType,
     PathLike,
     Weights,
+    check_flags,
     read_axes,
     read_config,
     read_optional_text,
@@ -122,6 +123,7 @@ def settings(
         StorageError: IO where they cannot be read.
         UsageError: UNKNOWN_AXIS where no family has an axis of that name.
     """
+    check_flags(average=average, **({} if optimizer is None else {"optimizer": optimizer}))
     said_config = _file_of(read_config(config))
     table = None if rules is None else read_path("rules", rules)
     families = builtin() if table is None else with_rules(_text(table, LONGEST_TABLE), table)

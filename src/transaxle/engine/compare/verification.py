@@ -46,7 +46,7 @@ class Verification:
     tensors: int
     """Tensors read."""
     parameters: int
-    """Elements read."""
+    """Elements of the model; of two checkpoints, elements compared."""
     bytes_read: int
     """Bytes read."""
     against: str

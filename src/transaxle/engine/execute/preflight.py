@@ -72,7 +72,7 @@ def _is_empty(path: str) -> bool:
         return next(Path(path).iterdir(), None) is None
     except FileNotFoundError:
         return True
-    except OSError:
+    except (OSError, ValueError):  # ValueError: no system takes it as a path
         return False
 
 

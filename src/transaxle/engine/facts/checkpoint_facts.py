@@ -10,6 +10,7 @@ from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.checkpoint.manifest import load, stale
 from transaxle.errors import Refusal, TransaxleError
 from transaxle.formats.catalog.inline import NUMBERS
+from transaxle.formats.training_state.state import OPTIMIZER
 
 JsonFacts = dict[str, Any]
 _FACTS = (
@@ -27,8 +28,10 @@ class Totals:
 
     tensors: int
     """Stored tensors."""
+    optimizer: int
+    """Those of them that are the optimizer's state."""
     parameters: int
-    """Elements of all of them."""
+    """Elements of the model."""
     bytes: int
     """Bytes of all of them."""
     files: int
@@ -40,7 +43,8 @@ def totals(checkpoint: Checkpoint) -> Totals:
     tensors = list(checkpoint.values())
     tensor_files = {extent.file for entry in checkpoint.container.entries.values() for extent in entry.extents}
     tensor_files.discard(NUMBERS)  # they are in a pickle
-    return Totals(len(tensors), checkpoint.parameters, sum(t.nbytes for t in tensors), len(tensor_files))
+    state = sum(tensor.name.startswith(OPTIMIZER) for tensor in tensors)
+    return Totals(len(tensors), state, checkpoint.parameters, sum(t.nbytes for t in tensors), len(tensor_files))
 
 
 def checkpoint_facts(checkpoint: Checkpoint) -> JsonFacts:
@@ -96,6 +100,7 @@ def _contents(checkpoint: Checkpoint) -> JsonFacts:
     container = checkpoint.container
     return {
         "tensors": amount.tensors,
+        "optimizer": amount.optimizer,
         "parameters": amount.parameters,
         "bytes": amount.bytes,
         "config": {key: checkpoint.config[key] for key in _FACTS if key in checkpoint.config},

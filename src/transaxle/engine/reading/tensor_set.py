@@ -12,7 +12,7 @@ from transaxle.axes.notation.name import natural
 from transaxle.engine.fold import FoldedRow, fold
 from transaxle.engine.number_text import notebook, plural
 from transaxle.engine.views.name_filter import chosen
-from transaxle.errors import shortened
+from transaxle.errors import TransaxleError, shortened
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -46,7 +46,10 @@ class TensorSet(Mapping[str, "StoredTensor"]):
         return sorted(name for name in super().__dir__() if name not in _INTERNAL)
 
     def _repr_html_(self) -> str:
-        rows = self.folded()
+        try:
+            rows = self.folded()
+        except TransaxleError as error:
+            return notebook(f"{self!r}\n{error}")
         cells = [
             (shortened(row.name, _LONGEST), row.times, *(str(part) for part in self._kind(row.names[0])))
             for row in rows[:_SHOWN]

@@ -12,9 +12,9 @@ from transaxle.arguments import (
     Overwrite,
     PathLike,
     Size,
+    check_flags,
     check_keywords,
     read_axes,
-    read_flag,
     read_optional_text,
     read_path,
     read_size,
@@ -168,8 +168,7 @@ def check_options(function: str, to: str, options: Saving) -> None:
         TransaxleError: a format, family or dialect that there is not; a config that cannot be read.
     """
     check_keywords(function, options, Saving.__annotations__)
-    for name in ("sync", "check_copies", "verify"):
-        read_flag(name, options.get(name, True))
+    check_flags(**{name: options.get(name, True) for name in ("sync", "check_copies", "verify")})
     asked = SaveRequest({}, "", to, **options).settings(model_config(options.get("config")))
     families = settings(rules=asked.rules, axes=asked.axes).families
     labels = [each for each in (parse_to(asked.to)[1], asked.dialect) if each and each != IDENTITY]
