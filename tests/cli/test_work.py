@@ -53,6 +53,11 @@ def test_a_plan_alone_is_carried_out_here(ck: Path, here: Path, transaxle: Trans
     assert outcome.code == 0, outcome.err
     assert outcome.out.startswith(f"{here / 'out'} · safetensors · torchtitan")
     assert tree(here / "out") == tree(here / "wanted")
+    for step, code in (("", "EXISTS"), ("--begin", "EXISTS"), ("--commit", "INCOMPLETE"), ("--items=0", "INCOMPLETE")):
+        done = transaxle("work", "PLAN", *step.split(), "--json")
+        assert done.codes == [code]
+        assert "transaxle verify" in done.json["error"]["refusals"][0]["hint"], "no step of work has --overwrite"
+    assert transaxle("verify", "out").code == 0
 
 
 @pytest.mark.parametrize("typed", ["", "a", "1-", "-1", "3-1", "0,,1", "1..2", "9999999999"])

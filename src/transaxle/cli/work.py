@@ -12,6 +12,7 @@ from transaxle.cli.screen.screen import Screen
 from transaxle.engine.distribute.driver import begin_work, carry_out, commit_work, refuse_beyond
 from transaxle.engine.distribute.executors.executor import Here
 from transaxle.engine.distribute.item_work import Hand, OpenedPlan
+from transaxle.engine.distribute.work_place import refuse_there
 from transaxle.engine.distribute.work_plan import WorkPlan, read_plan
 from transaxle.move.journal import ItemResult
 
@@ -74,6 +75,7 @@ def command(screen: Screen, plan: str, begin: bool, items: tuple[int, ...] | Non
         with screen.working("committing"):
             report = commit_work(work)
     else:
+        refuse_there(work)
         with OpenedPlan(work) as opened:
             total = sum(tensor.nbytes for tensor in opened.prepared.plan.tensors)
             with screen.progress(total, stays=True) as progress:

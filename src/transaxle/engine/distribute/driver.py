@@ -28,7 +28,7 @@ from transaxle.engine.distribute.item_work import (
 )
 from transaxle.engine.distribute.watching import Watch, Watcher, unseen
 from transaxle.engine.distribute.work_items import WorkItem, in_order, moves_of, ranges_of
-from transaxle.engine.distribute.work_place import layout_of, results_on, task_text
+from transaxle.engine.distribute.work_place import layout_of, refuse_there, results_on, task_text
 from transaxle.engine.distribute.work_plan import WorkPlan
 from transaxle.engine.execute.commit import carry, write_known, write_rest
 from transaxle.engine.execute.execute import Report, reported, whole
@@ -359,8 +359,9 @@ def begin_work(plan: WorkPlan) -> int:
     """Begin the work on a plan, for workers that come later; return how many of its items are left to do.
 
     Raises:
-        TransaxleError: whatever prevents it; EXISTS where a worker is at work.
+        TransaxleError: whatever prevents it; EXISTS where the target is there, or a worker is at work.
     """
+    refuse_there(plan)
     with OpenedPlan(plan) as opened, staged(plan, resume=True) as stage:
         return len(left_to_do(plan, opened.prepared, begin(plan, opened.prepared, stage)))
 

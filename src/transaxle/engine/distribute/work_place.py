@@ -34,6 +34,10 @@ if TYPE_CHECKING:
     from transaxle.move.endpoint import Writable
 
 _BEGIN = "Begin it:  transaxle work PLAN --begin."
+_THERE = (
+    "If it is what this plan makes, nothing is left to do:  transaxle verify tells. Otherwise plan for another place, "
+    "or with --overwrite."
+)
 
 
 class WorkPlace(Protocol):
@@ -305,7 +309,24 @@ def task_from(text: str) -> Task:
     return msgspec.json.decode(text, type=Task)
 
 
+def refuse_there(plan: WorkPlan) -> None:
+    """Refuse to begin where the target is there, and the plan does not say that it is replaced.
+
+    Raises:
+        UsageError: EXISTS.
+    """
+    if _is_there(plan):
+        raise refuse("EXISTS", "the target already exists", file=plan.order.target, hint=_THERE)
+
+
+def _is_there(plan: WorkPlan) -> bool:
+    return not plan.overwrite and not is_url(plan.order.target) and os.path.lexists(plan.order.target)
+
+
 def _not_begun(plan: WorkPlan) -> TransaxleError:
+    if _is_there(plan):
+        message = "the target already exists, and no work on this plan has begun"
+        return refuse("INCOMPLETE", message, file=plan.order.target, hint=_THERE)
     return refuse("INCOMPLETE", "the work on this plan has not begun", file=plan.order.target, hint=_BEGIN)
 
 
