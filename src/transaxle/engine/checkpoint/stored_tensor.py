@@ -193,7 +193,8 @@ def _spans(name: str, shape: tuple[int, ...], box: SliceBox | slice | None) -> l
         return [(0, size) for size in shape]
     if isinstance(box, slice):
         box = (box, *(slice(None) for _ in shape[1:]))
-    if not isinstance(box, tuple | list) or not all(isinstance(bounds, slice) for bounds in box):
+    given: object = box
+    if not isinstance(given, tuple | list) or not all(isinstance(bounds, slice) for bounds in given):
         raise refuse("SHAPE_MISMATCH", f"a box is a tuple of slices, and this is {box!r}", tensor=name)
     if len(box) != len(shape) or any(getattr(bounds, "step", 0) not in (None, 1) for bounds in box):
         raise refuse("SHAPE_MISMATCH", f"a box needs one slice of step 1 for each dim of {list(shape)}", tensor=name)
