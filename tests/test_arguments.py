@@ -389,8 +389,9 @@ def test_a_flag_is_true_or_false(tmp_path: Path) -> None:
         "numeric": lambda flag: tx.diff(ck, ck, numeric=flag),
         "remove": lambda flag: tx.clean(tmp_path, remove=flag),
     }
+    flags: tuple[object, ...] = ("false", 0, [], np.zeros(2))
     for name, call in calls.items():
-        for flag in ("false", 0, [], np.zeros(2)):
+        for flag in flags:
             with pytest.raises(TypeError, match=rf"^{name} must be a bool: True or False; got "):
                 call(flag)
     assert [path.name for path in tmp_path.iterdir()] == ["ck"]
