@@ -161,8 +161,10 @@ def test_from_a_string(tmp_path: Path) -> None:
 
 def test_without_the_rules_it_is_a_stranger_that_still_moves(rules: Path, tmp_path: Path) -> None:
     source = checkpoints.write(tmp_path / "source", _source(), config=CONFIG)
-    with pytest.raises(tx.TransaxleError, match=r"(?s)UNKNOWN_FAMILY.*heron"):
+    with pytest.raises(tx.TransaxleError, match=r"(?s)no family has a dialect 'packed'.*need --rules"):
         tx.plan(source, tmp_path / "x", to="packed")
+    with pytest.raises(tx.TransaxleError, match=r"(?s)UNKNOWN_FAMILY.*heron"):
+        tx.plan(source, tmp_path / "x", to="megatron")
     tx.convert(source, tmp_path / "same", to="safetensors", shard_size=100)
     assert checkpoints.same(source, tmp_path / "same")
     tx.convert(source, tmp_path / "out", to="packed", rules=rules, axes={"p": PADDING})

@@ -257,7 +257,8 @@ def test_what_was_edited_beside_the_tensors_goes_along_and_is_named(
 ) -> None:
     (described / name).write_text(text)
     with ThreadPoolExecutor(2) as threads:
-        for number, how in enumerate(({"verify": True}, {"on": threads, "items": 2})):
+        ways: list[dict[str, Any]] = [{"verify": True}, {"on": threads, "items": 2}]
+        for number, how in enumerate(ways):
             target = tmp_path / f"out-{number}"
             report = tx.convert(described, target, to="torchtitan", sync=False, **how)
             assert [note for note in report.notes if note.startswith(f"{name} was edited")]

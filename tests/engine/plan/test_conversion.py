@@ -267,7 +267,7 @@ def test_what_travels_along_and_what_stays(tmp_path: Path) -> None:
     carried = {"tokenizer.json": b"{}", "chat template.jinja": b"x" * 3_000_000, "empty.txt": b""}
     for name, data in carried.items():
         (source / name).write_bytes(data)
-    left = {"optimizer.bin": b"1", ".hidden": b"2", "transaxle.json": b"not a manifest"}
+    left = {"optimizer.bin": b"1", ".hidden": b"2"}
     for name, data in left.items():
         (source / name).write_bytes(data)
     (source / "folder").mkdir()

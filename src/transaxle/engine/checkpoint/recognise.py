@@ -173,7 +173,8 @@ def check_dialect(label: str, families: Families, formats: Sequence[str] = ()) -
     close = usual or difflib.get_close_matches(label.lower(), names, 1)
     besides = f", and no format is called so (there are: {', '.join(formats)})" if formats else ""
     near = f"Did you mean {close[0]}?" if close else "`transaxle dialects FAMILY` lists those of a family."
-    raise refuse("AMBIGUOUS", f"no family has a dialect {label!r}{besides}", hint=other_meaning(label) or near)
+    hint = other_meaning(label) or f'{near} Those of a table of your own need --rules FILE (rules="FILE").'
+    raise refuse("AMBIGUOUS", f"no family has a dialect {label!r}{besides}", hint=hint)
 
 
 def model_types(config: Mapping[str, Any]) -> list[str]:

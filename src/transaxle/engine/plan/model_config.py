@@ -76,10 +76,8 @@ def rewritten(
     modelopt = {tensor.convention for tensor in encoded.values()} == {MODELOPT}
     there = {*checkpoint.container.carried, *([CONFIG] if given else ())}
     for file in sorted(there.intersection((CONFIG, MODELOPT_CONFIG))):
-        if (
-            file == MODELOPT_CONFIG != describing_file and encoded and not modelopt
-        ):  # it repeats config.json, and can say this no longer
-            new_texts[file] = None
+        if file == MODELOPT_CONFIG != describing_file and encoded and not modelopt:
+            new_texts[file] = None  # it repeats config.json, and can say this no longer
             continue
         try:
             before = given if given and file == CONFIG else stored_config(checkpoint.container.storage, file)
