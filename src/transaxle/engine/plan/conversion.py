@@ -119,8 +119,7 @@ def make_plan(
     outputs = _by_name(_outputs(view, names, encode.encoding if encode else ""), problems)
     ranks = _ranks_options(checkpoint, get(form), wanted, outputs, degrees, view.axes, problems)
     options = {**_draft_options(checkpoint, view, source, get(form), problems), **ranks, "sealed": single}
-    notes = _notes(checkpoint, wanted)
-    draft, lost = _drafted(checkpoint, form, outputs, notes, options, None if single else shard_size, problems)
+    draft, lost = _drafted(checkpoint, (form, wanted), outputs, options, None if single else shard_size, problems)
     tensors = _planned(source, outputs, draft, allow_lossy, problems)
     checks = plan_checks(source, view.checks, problems) if view.checks or checkpoint.container.twins else ()
     recoding_any = bool(names) or layer(checkpoint.container.storage, VirtualFiles) is not None
@@ -348,20 +347,20 @@ _name, _shape = map(attrgetter, ("name", "shape"))
 @stage("lay out files")
 def _drafted(
     checkpoint: Checkpoint,
-    form: str,
+    to: tuple[str, str],
     written: Mapping[str, OutputTensor],
-    notes: Mapping[str, Any],
     draft_options: Mapping[str, Any],
     shard_size: int | None,
     problems: list[Refusal],
 ) -> tuple[Draft, list[str]]:
-    """Lay out the target files; also return the source's notes that have no place in them."""
+    """Lay out the files of a format and dialect; also return the source's notes that have no place in them."""
+    form, wanted = to
     specs = [Spec(product.name, product.dtype, product.shape) for product in written.values()]
     keys = [natural(spec.name) for spec in specs]
     specs = [specs[at] for at in sorted(range(len(specs)), key=keys.__getitem__)]
     files = checkpoint.container.files
     metadata, left_out = dict(_FRAMEWORK), []
-    for key, value in notes.items():
+    for key, value in _notes(checkpoint, wanted).items():
         if key == LEFT_BEHIND:
             left_out.extend(value)
         elif not isinstance(value, str) or key == ROOT or _FRAMEWORK.get(key) == value:
