@@ -271,6 +271,10 @@ def test_what_travels_along_and_what_stays(tmp_path: Path) -> None:
     for name, data in left.items():
         (source / name).write_bytes(data)
     (source / "folder").mkdir()
+    (source / "transaxle.json").write_bytes(b"not a manifest")
+    with pytest.raises(tx.TransaxleError, match=r"(?s)CORRUPT.*transaxle.json.*delete"):
+        tx.convert(source, tmp_path / "out", to="te", sync=False)
+    (source / "transaxle.json").unlink()
     report = tx.convert(source, tmp_path / "out", to="te", sync=False)
     assert set(report.carried) == {*carried, "config.json"}
     assert set(report.ignored) >= {"optimizer.bin", ".hidden", "folder/"}
