@@ -78,6 +78,8 @@ def test_killed_and_continued_gives_the_same_bytes(ck: Path, transaxle: Transaxl
 def test_killed_and_begun_anew_gives_the_same_bytes(ck: Path, transaxle: Transaxle) -> None:
     with _running(*CONVERT) as running:
         running.send_signal(signal.SIGKILL)
+    assert transaxle(*CONVERT, "--json").codes == ["EXISTS"], "finished work is kept unless the user says otherwise"
+    assert transaxle("clean", "out", "--yes").code == 0
     assert transaxle(*CONVERT, "--json").json["resumed"] == 0
     assert transaxle("verify", ck, "out").code == 0
     assert _hidden(Path()) == []
@@ -204,7 +206,7 @@ def test_another_source_is_not_continued(ck: Path, transaxle: Transaxle) -> None
     tiny(Path("ck"), shards=2)
     assert transaxle(*CONVERT, "--resume", "--json").codes == ["EXISTS"]
     assert _hidden(Path()) == [".out.transaxle-partial"]
-    assert transaxle(*CONVERT, "--json").json["resumed"] == 0
+    assert transaxle(*CONVERT, "--overwrite", "--json").json["resumed"] == 0
     assert transaxle("verify", "ck", "out").code == 0
     assert _hidden(Path()) == []
 

@@ -266,6 +266,7 @@ def test_an_adapter_that_changed_is_not_mixed_into_what_is_resumed(tmp_path: Pat
     assert caught.value.code == "EXISTS"
     assert not (tmp_path / "out").exists()
     del how["resume"]
+    tx.clean(tmp_path / "out")
     wanted = tx.convert(tmp_path / "base", tmp_path / "out", **how)
     assert wanted.resumed == 0
 

@@ -377,7 +377,7 @@ NUMBERS: dict[str, tuple[Tensors, Tensors]] = {
 @pytest.mark.parametrize("kind", NUMBERS)
 def test_integers_that_number_things_have_no_scales(kind: str, tmp_path: Path) -> None:
     integers, reals = NUMBERS[kind]
-    save_file({**integers, **reals, "x.weight": real(torch.float32, 4, 4)}, tmp_path / "s.safetensors")
+    save_file({**integers, **reals, "x.weight": real(torch.float32, 4, 32)}, tmp_path / "s.safetensors")
     tx.convert(tmp_path / "s.safetensors", tmp_path / "o.safetensors", to="safetensors", dtype="bf16", sync=False)
     found = load_file(tmp_path / "o.safetensors")
     assert all(torch.equal(found[name], tensor) for name, tensor in integers.items())

@@ -182,7 +182,9 @@ def test_what_is_missing(store: Store, tmp_path: Path) -> None:
     url = upload(tiny(tmp_path / "local", shards=3), store, "tiny-model")
     for typed, hint in ((f"{store.url}/tiny-modle", f"{store.url}/tiny-model"), (f"{url}/config.jsn", "config.json")):
         error = refused(partial(tx.open, typed))
-        assert (type(error), error.code, error.exit_code, error.where.file) == (StorageError, "IO", 4, typed)
+        assert isinstance(error, StorageError)
+        assert isinstance(error, FileNotFoundError)
+        assert (error.code, error.exit_code, error.where.file) == ("IO", 4, typed)
         assert hint in error.hint
     store.delete("tiny-model/model-00002-of-00003.safetensors")
     error = refused(partial(tx.open, url))

@@ -19,6 +19,7 @@ from transaxle.axes.translation.translate import Translation
 from transaxle.engine.checkpoint.recognise import model_types
 from transaxle.engine.number_text import plural
 from transaxle.errors import Code, Refusal, Where
+from transaxle.formats.training_items import is_extra_state
 
 _LISTED = 6
 """Cap on the names that a refusal lists."""
@@ -117,15 +118,18 @@ def half_converted(
     unread = [
         name
         for name in bound.unknown
-        if bound.own.get(name, name) in kept and split_slot(name)[1] == WEIGHT and not name.startswith(refused)
+        if bound.own.get(name, name) in kept and split_slot(name)[1] == WEIGHT
+        if not (name.startswith(refused) or is_extra_state(name))
     ]
+    # Where something is refused, what the dialect has a line for may have kept its name for that reason.
+    awaited = {part for line in target.lines for part in line.expression.components} if view.refusals else set[str]()
     homeless, converted = list[tuple[str, str]](), set[str]()
     for (line, slot), names in bound.names.items() if kept else ():
         for position, name in names.items():
             own = bound.own.get(name, name)
             if own not in view.targets:
                 converted.update((_layer(bound, name, line), *line.name.axes[:1]))
-            elif own in kept and slot == WEIGHT and _exists(bound, sizes, line, position):
+            elif own in kept and slot == WEIGHT and _exists(bound, sizes, line, position, awaited):
                 homeless.append((name, _layer(bound, name, line)))
     into = f"of layers whose other tensors get their names in {target.label}"
     reads = f"no line of {bound.family.name}, dialect {bound.dialect.label}, reads"
@@ -156,8 +160,10 @@ def _layer(bound: Bound, name: str, line: Line | None = None) -> str:
     return next((axis for axis in axes if axis in bound.family.name_axes), "")
 
 
-def _exists(bound: Bound, sizes: Sizes, line: Line, position: Index) -> bool:
-    """Tell whether a model has what a line holds, and no other tensor in its place; so it is where no config tells."""
-    index = dict(zip(line.name.axes, position, strict=True))
-    tensors = (bound.family.tensors[part] for part in line.expression.components if part not in bound.family.copies)
+def _exists(bound: Bound, sizes: Sizes, line: Line, position: Index, without: Collection[str]) -> bool:
+    """Tell whether a model has what a line holds, without some parts, and no other tensor in its place; so it is where
+    no config tells.
+    """
+    index, other = dict(zip(line.name.axes, position, strict=True)), {*bound.family.copies, *without}
+    tensors = (bound.family.tensors[part] for part in line.expression.components if part not in other)
     return any(sizes.holds(tensor.when, index) is not False for tensor in tensors)

@@ -200,9 +200,10 @@ def _aimed(
     """
     form, label = parse_to(to)
     kind = get(form)
-    if label and checkpoint.family is None:  # the label is at fault rather than the names
+    is_adapter = checkpoint.stored_names.is_adapter
+    if label and not is_adapter and checkpoint.family is None:  # the label is at fault rather than the names
         check_dialect(label, checkpoint.settings.families, () if ":" in to else writable())
-    if label and label != IDENTITY and checkpoint.stored_names.is_adapter:
+    if label and label != IDENTITY and is_adapter:
         checkpoint, label = checkpoint.as_dialect(label), IDENTITY
     opened, fitting = checkpoint, None
     if label:
