@@ -82,7 +82,7 @@ def seen(checkpoint: Checkpoint, stems: Sequence[Stem]) -> Checkpoint:
     checks, problems = copy_checks(stems, container.entries)
     if problems:
         raise gathered(problems)
-    return restacked.as_dialect(WANTED).checking(checks)
+    return restacked.seen_as(WANTED).checking(checks)
 
 
 class _TableNames(StoredNames):
