@@ -153,6 +153,8 @@ def main(
                 _alone(target, f"point {at}, done")
             if found == wanted and not resume:
                 _remove(target)
+            if not (resume or replacing):  # finished work is kept until somebody says otherwise
+                tx.clean(target)
             convert(source, target, to, overwrite=replacing, resume=resume)
             assert contents(target) == wanted, f"point {at}: another result"
             _alone(target, f"point {at}")

@@ -303,7 +303,7 @@ def test_a_source_that_changed_before_the_resume_is_refused(source: Path, tmp_pa
     with pytest.raises(tx.TransaxleError, match="another source, or has changed since") as caught:
         tx.convert(source, tmp_path / "out", to=TO, shard_size=killed.SHARD_SIZE, resume=True)
     assert caught.value.code == "EXISTS"
-    assert tx.convert(source, tmp_path / "out", to=TO, shard_size=killed.SHARD_SIZE).resumed == 0
+    assert tx.convert(source, tmp_path / "out", to=TO, shard_size=killed.SHARD_SIZE, overwrite=True).resumed == 0
     tx.convert(source, tmp_path / "again", to=TO, shard_size=killed.SHARD_SIZE)
     assert contents(tmp_path / "out") == contents(tmp_path / "again")
 
@@ -312,6 +312,7 @@ def test_another_plan_is_not_continued(source: Path, tmp_path: Path) -> None:
     interrupted(source, tmp_path / "out", 12)
     with pytest.raises(tx.TransaxleError, match="this conversion writes"):
         tx.convert(source, tmp_path / "out", to="torchtitan", shard_size=killed.SHARD_SIZE, resume=True)
+    tx.clean(tmp_path / "out")
     assert tx.convert(source, tmp_path / "out", to="torchtitan", shard_size=killed.SHARD_SIZE).resumed == 0
     tx.convert(source, tmp_path / "again", to="torchtitan", shard_size=killed.SHARD_SIZE)
     assert contents(tmp_path / "out") == contents(tmp_path / "again")
@@ -319,7 +320,11 @@ def test_another_plan_is_not_continued(source: Path, tmp_path: Path) -> None:
 
 def test_without_resume_what_was_left_is_not_used(source: Path, wanted: Mapping[str, bytes], tmp_path: Path) -> None:
     interrupted(source, tmp_path / "out", 12)
-    killed.convert(source, tmp_path / "out")
+    left = contents(tmp_path / PARTIAL)
+    with refused("EXISTS"):
+        killed.convert(source, tmp_path / "out")
+    assert contents(tmp_path / PARTIAL) == left
+    killed.convert(source, tmp_path / "out", overwrite=True)
     assert contents(tmp_path / "out") == wanted
 
 
