@@ -117,6 +117,7 @@ _READ_ELSEWHERE = {
     "formats/safetensors/header.py": "counts keys",
     "formats/shards.py": "counts keys",
     "move/journal.py": "our own, with checksums",
+    "nn/checkpoints/whole_model.py": "what one rank tells the others",
     "parallel/plans/proven_types.py": "shipped",
     "refit/plugs/vllm_control.py": "answers of an engine, which name no tensors",
     "encodings/conventions/torchao_convention.py": "notes inside the text of a header; no key twice",

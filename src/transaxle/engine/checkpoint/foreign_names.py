@@ -113,7 +113,9 @@ def half_converted(
         view: the checkpoint in that dialect.
         others: refusals of its files; what follows from those and the view's is not said again.
     """
-    kept = frozenset(view.kept if target is not bound.dialect else ())
+    # Where codes and scales cannot be grouped, no line reads the scales.
+    is_grouped = all(refusal.where.tensor for refusal in others)
+    kept = frozenset(view.kept if is_grouped and target is not bound.dialect else ())
     refused = tuple(refusal.where.tensor for refusal in (*view.refusals, *others) if refusal.where.tensor)
     unread = [
         name
