@@ -39,6 +39,15 @@ def test_the_demo_keeps_its_files_if_told_so(here: Path) -> None:
     assert "EXISTS" in again.err
 
 
+def test_a_disk_without_room_for_the_model(here: Path) -> None:
+    """A limit on the size of files stands for it."""
+    limit = "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
+    limit += "resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))"
+    outcome = process("demo", before=limit)
+    assert (outcome.code, "the model cannot be saved" in outcome.err) == (4, True), outcome.err
+    assert list(here.iterdir()) == []
+
+
 @pytest.mark.parametrize("path", ["file/tour"])
 def test_a_folder_that_cannot_be_made(path: str, here: Path) -> None:
     Path("file").write_text("")

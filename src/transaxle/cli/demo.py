@@ -171,6 +171,7 @@ def _step(screen: Screen, title: str) -> None:
 def _make(folder: Path) -> tuple[Any, Any, Any]:
     """Make a model and save it; return it with some tokens and the logits it gives for them."""
     import torch
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, Qwen3MoeConfig
     from transformers.utils import logging as transformers_logging
 
@@ -184,7 +185,11 @@ def _make(folder: Path) -> tuple[Any, Any, Any]:
             weight.normal_(0, 0.5, generator=random)
         tokens = torch.randint(_SIZES["vocab_size"], (1, _TOKENS), generator=random)
         logits = model(tokens).logits
-    model.save_pretrained(folder)
+    try:
+        model.save_pretrained(folder)
+    except SafetensorError as error:  # it tells of a full disk so, too
+        hint = "Make room there, or choose a folder elsewhere with --keep."
+        raise refuse("IO", f"the model cannot be saved: {error}", file=str(folder), hint=hint) from None
     return model, tokens, logits
 
 
