@@ -57,10 +57,10 @@ RECORDS: dict[str, type] = {}
 
 def tellable(*classes: type) -> None:
     """Put classes on the list: dataclasses, msgspec's Structs, and Enums."""
-    for each in classes:
-        if not (dataclasses.is_dataclass(each) or issubclass(each, msgspec.Struct | Enum)):
-            raise TypeError(f"{each.__qualname__} is no record")
-        RECORDS[_name(each)] = each
+    for record in classes:
+        if not (dataclasses.is_dataclass(record) or issubclass(record, msgspec.Struct | Enum)):
+            raise TypeError(f"{record.__qualname__} is no record")
+        RECORDS[_name(record)] = record
 
 
 def _name(kind: type) -> str:
@@ -80,10 +80,10 @@ def encode(value: object, otherwise: Callable[[object], object] | None = None) -
     Raises:
         TypeError: there is something else in it.
     """
-    return msgspec.msgpack.encode(_told(value, otherwise))
+    return msgspec.msgpack.encode(_packed(value, otherwise))
 
 
-def _told(value: Any, otherwise: Callable[[object], object] | None) -> Any:
+def _packed(value: Any, otherwise: Callable[[object], object] | None) -> Any:
     """Return a value as msgpack has it."""
     kind = type(value)
     if kind is str and not value.isascii() and any("\ud800" <= each <= "\udfff" for each in value):
@@ -101,16 +101,16 @@ def _told(value: Any, otherwise: Callable[[object], object] | None) -> Any:
     if kind is Refusal:  # how it is drawn is known to its own rank only
         system = None if value.system is None else value.system.__name__
         texts = (value.code, value.message, value.where, value.hint, system)
-        return [_Kind.REFUSAL, *(_told(each, None) for each in texts)]
+        return [_Kind.REFUSAL, *(_packed(each, None) for each in texts)]
     parts = _parts(value)
     if parts is not None:
-        return [parts[0], *(_told(each, otherwise) for each in parts[1])]
+        return [parts[0], *(_packed(each, otherwise) for each in parts[1])]
     if RECORDS.get(_name(kind)) is kind:
         fields = (value.value,) if isinstance(value, Enum) else (getattr(value, name) for name in _fields(kind))
-        return [_Kind.RECORD, _name(kind), *(_told(each, otherwise) for each in fields)]
+        return [_Kind.RECORD, _name(kind), *(_packed(each, otherwise) for each in fields)]
     if otherwise is None:
         raise TypeError(f"ranks tell each other plain data, and no {_name(kind)}")
-    return _told(otherwise(value), None)
+    return _packed(otherwise(value), None)
 
 
 def _parts(value: Any) -> tuple[_Kind, Any] | None:
@@ -139,7 +139,7 @@ def decode(octets: bytes | memoryview) -> Any:
         Refused: CORRUPT for anything that `encode` does not write.
     """
     try:
-        return _heard(msgspec.msgpack.decode(octets))
+        return _unpacked(msgspec.msgpack.decode(octets))
     except TransaxleError:
         raise
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
@@ -147,56 +147,57 @@ def decode(octets: bytes | memoryview) -> Any:
         raise refuse("CORRUPT", message, hint="Run the same version of transaxle on all ranks.") from error
 
 
-def _heard(value: Any) -> Any:
+def _unpacked(value: Any) -> Any:
+    """Return the value that msgpack has in this form."""
     if type(value) is not list:
         if type(value) not in _PLAIN and type(value) is not int:
             raise TypeError(f"a bare {type(value).__name__}")
         return value
-    kind, *rest = value
-    return _READ[_Kind(kind)](rest)
+    kind, *items = value
+    return _READ[_Kind(kind)](items)
 
 
-def _all(rest: list[Any]) -> list[Any]:
-    return [_heard(each) for each in rest]
+def _all(items: list[Any]) -> list[Any]:
+    return [_unpacked(each) for each in items]
 
 
-def _dict(rest: list[Any]) -> dict[Any, Any]:
-    items = _all(rest)
-    return dict(zip(items[::2], items[1::2], strict=True))
+def _dict(items: list[Any]) -> dict[Any, Any]:
+    flat = _all(items)
+    return dict(zip(flat[::2], flat[1::2], strict=True))
 
 
-def _text(rest: list[Any]) -> str:
-    (octets,) = rest
+def _text(items: list[Any]) -> str:
+    (octets,) = items
     return str(octets, errors=_LOSSLESS)
 
 
-def _long(rest: list[Any]) -> int:
-    (octets,) = rest
+def _long(items: list[Any]) -> int:
+    (octets,) = items
     return int.from_bytes(octets, "little", signed=True)
 
 
-def _dtype(rest: list[Any]) -> torch.dtype:
-    (name,) = rest
+def _dtype(items: list[Any]) -> torch.dtype:
+    (name,) = items
     return _DTYPES[name]
 
 
-def _array(rest: list[Any]) -> Any:
-    name, *shape, octets = rest
+def _array(items: list[Any]) -> Any:
+    name, *shape, octets = items
     if not _BUFFER.fullmatch(name):
         raise ValueError(f"an array of {name}")
     array = np.frombuffer(octets, np.dtype(name)).reshape(shape).copy()
     return array if shape else array[()]
 
 
-def _error(rest: list[Any]) -> TransaxleError:
-    refusals = _all(rest)
+def _error(items: list[Any]) -> TransaxleError:
+    refusals = _all(items)
     if not all(type(each) is Refusal for each in refusals):
         raise TypeError("an error without refusals")
     return gathered(refusals)
 
 
-def _refusal(rest: list[Any]) -> Refusal:
-    code, message, where, hint, system = _all(rest)
+def _refusal(items: list[Any]) -> Refusal:
+    code, message, where, hint, system = _all(items)
     if code not in CODES or type(where) is not Where or not (type(message) is type(hint) is str):
         raise TypeError("a refusal of other fields")
     if not all(type(each) in (str, type(None)) for each in (where.file, where.tensor)):
@@ -204,26 +205,26 @@ def _refusal(rest: list[Any]) -> Refusal:
     return Refusal(code, message, where, hint, system=_SYSTEM.get(system))
 
 
-def _record(rest: list[Any]) -> Any:
-    name, *told = rest
-    kind, values = RECORDS[name], _all(told)
+def _record(items: list[Any]) -> Any:
+    name, *packed_fields = items
+    kind, values = RECORDS[name], _all(packed_fields)
     if issubclass(kind, Enum):
         return kind(*values)
     fields = dict(zip(_fields(kind), values, strict=True))
     if issubclass(kind, msgspec.Struct):
         return kind(**fields)
     record = object.__new__(kind)  # as it was there: what it checks when it is made was checked there
-    for field, each in fields.items():
-        object.__setattr__(record, field, each)
+    for field, value in fields.items():
+        object.__setattr__(record, field, value)
     return record
 
 
 _READ: Mapping[_Kind, Callable[[list[Any]], Any]] = {
     _Kind.LIST: _all,
-    _Kind.TUPLE: lambda rest: tuple(_all(rest)),
+    _Kind.TUPLE: lambda items: tuple(_all(items)),
     _Kind.DICT: _dict,
-    _Kind.SET: lambda rest: set(_all(rest)),
-    _Kind.FROZENSET: lambda rest: frozenset(_all(rest)),
+    _Kind.SET: lambda items: set(_all(items)),
+    _Kind.FROZENSET: lambda items: frozenset(_all(items)),
     _Kind.LONG: _long,
     _Kind.DTYPE: _dtype,
     _Kind.ARRAY: _array,

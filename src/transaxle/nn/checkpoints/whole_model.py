@@ -115,7 +115,7 @@ def _first_of(failure: Exception | None, group: dist.ProcessGroup | None) -> Exc
     if not dist.is_initialized():
         return failure
     device = torch.device("cuda" if dist.get_backend(group) == dist.Backend.NCCL else "cpu")
-    octets = b"" if failure is None else _told(failure)
+    octets = b"" if failure is None else _as_bytes(failure)
     lengths = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=device)
     lengths[dist.get_rank(group)] = len(octets)
     dist.all_reduce(lengths, group=group)
@@ -123,26 +123,28 @@ def _first_of(failure: Exception | None, group: dist.ProcessGroup | None) -> Exc
     if not failed:
         return None
     rank = failed[0] if group is None else dist.get_global_rank(group, failed[0])
-    told = torch.zeros(int(lengths[failed[0]]), dtype=torch.uint8)
+    message = torch.zeros(int(lengths[failed[0]]), dtype=torch.uint8)
     if failed[0] == dist.get_rank(group):
-        told[:] = torch.frombuffer(bytearray(octets), dtype=torch.uint8)
-    told = told.to(device)
-    dist.broadcast(told, rank, group=group)
-    found = _heard(told.cpu().numpy().tobytes())
-    found.add_note(f"This is rank {failed[0]}; no rank has loaded anything.")
-    return found
+        message[:] = torch.frombuffer(bytearray(octets), dtype=torch.uint8)
+    message = message.to(device)
+    dist.broadcast(message, rank, group=group)
+    error = _as_error(message.cpu().numpy().tobytes())
+    error.add_note(f"This is rank {failed[0]}; no rank has loaded anything.")
+    return error
 
 
-def _told(failure: Exception) -> bytes:
+def _as_bytes(failure: Exception) -> bytes:
     """Return an error as bytes: plain data, which other ranks read without unpickling anything."""
-    said: object = str(failure) if isinstance(failure, RuntimeError) else repr(failure)
+    text: object = str(failure) if isinstance(failure, RuntimeError) else repr(failure)
     if isinstance(failure, TransaxleError):
-        said = [(r.code, r.message, r.where.file, r.where.tensor, r.hint) for r in failure.refusals]
-    return json.dumps(said).encode()
+        text = [(r.code, r.message, r.where.file, r.where.tensor, r.hint) for r in failure.refusals]
+    return json.dumps(text).encode()
 
 
-def _heard(octets: bytes) -> Exception:
-    said = json.loads(octets)
-    if isinstance(said, str):
-        return RuntimeError(said)
-    return gathered([Refusal(code, message, Where(file, tensor), hint) for code, message, file, tensor, hint in said])
+def _as_error(octets: bytes) -> Exception:
+    content = json.loads(octets)
+    if isinstance(content, str):
+        return RuntimeError(content)
+    return gathered(
+        [Refusal(code, message, Where(file, tensor), hint) for code, message, file, tensor, hint in content]
+    )
