@@ -309,4 +309,4 @@ def test_files_with_an_optimizer_are_intact_without_it(tmp_path: Path) -> None:
     _convert(tmp_path / "run", tmp_path / "out", Run(tp=2, pp=2))
     found = tx.verify(tmp_path / "out", optimizer=False)
     assert found
-    assert found.tensors == 27
+    assert found.tensors == tx.verify(tmp_path / "out").tensors > 27, "a verdict is on all bytes"
