@@ -163,7 +163,8 @@ def _said(
     """Yield what the target's config does not say, what is odd about an adapter, and formats beside safetensors."""
     yield from config_notes(checkpoint, configs) if checkpoint.settings.config else ()
     yield from edited(checkpoint.container.storage, beside)
-    yield from casts_of(checkpoint.container.storage).notes
+    if layer(checkpoint.container.storage, VirtualFiles) is not None:
+        yield from casts_of(checkpoint.container.storage).notes
     framework, ways = _loads(to)
     if ways:
         yield f"safetensors with the names of {to}; for what {framework} loads, write --to {' or --to '.join(ways)}"
