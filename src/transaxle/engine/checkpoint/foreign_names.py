@@ -125,13 +125,14 @@ def half_converted(
     ]
     # Where something is refused, what the dialect has a line for may have kept its name for that reason.
     awaited = {part for line in target.lines for part in line.expression.components} if view.refusals else set[str]()
+    excepted = awaited.union(bound.family.copies)
     homeless, converted = list[tuple[str, str]](), set[str]()
     for (line, slot), names in bound.names.items() if kept else ():
         for position, name in names.items():
             own = bound.own.get(name, name)
             if own not in view.targets:
                 converted.update((_layer(bound, name, line), *line.name.axes[:1]))
-            elif own in kept and slot == WEIGHT and _exists(bound, sizes, line, position, awaited):
+            elif own in kept and slot == WEIGHT and _exists(bound, sizes, line, position, excepted):
                 homeless.append((name, _layer(bound, name, line)))
     into = f"of layers whose other tensors get their names in {target.label}"
     reads = f"no line of {bound.family.name}, dialect {bound.dialect.label}, reads"
@@ -166,6 +167,6 @@ def _exists(bound: Bound, sizes: Sizes, line: Line, position: Index, without: Co
     """Tell whether a model has what a line holds, without some parts, and no other tensor in its place; so it is where
     no config tells.
     """
-    index, other = dict(zip(line.name.axes, position, strict=True)), {*bound.family.copies, *without}
-    tensors = (bound.family.tensors[part] for part in line.expression.components if part not in other)
+    index = dict(zip(line.name.axes, position, strict=True))
+    tensors = (bound.family.tensors[part] for part in line.expression.components if part not in without)
     return any(sizes.holds(tensor.when, index) is not False for tensor in tensors)
