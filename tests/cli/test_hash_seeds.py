@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+import transaxle as tx
 from tests import checkpoints
 from tests.engine import quantized
 
@@ -27,6 +28,7 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "decode": ("fp8", "--to", "hf", "--decode", "bf16"),
     "encode": ("plain", "--to", "hf", "--encode", "mxfp8"),
     "ties": ("tied", "--to", "dcp:transformers"),
+    "zeros": ("titan", "--to", "hf"),
     "ranks": ("source", "--to", "megatron_torch", "--tp", "2"),
 }
 """Conversions, as the command line has them; each is planned, written to a file for workers, reported and done."""
@@ -77,6 +79,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tensors = checkpoints.tensors()
     del tensors["lm_head.weight"]
     checkpoints.write(folder / "tied", tensors, config={**checkpoints.CONFIG, "tie_word_embeddings": True})
+    tx.convert(folder / "source", folder / "titan", to="dcp:torchtitan", sync=False)
     return folder
 
 

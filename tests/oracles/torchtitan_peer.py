@@ -23,7 +23,8 @@ from tests.oracles.hub import Config, Tensors
 from tests.oracles.quiet import quiet
 
 BUFFER = ".moe.expert_bias_E"
-"""Load-balancing state, in torchtitan's own checkpoints and in no adapter."""
+"""Load-balancing state, which every model with experts has, and which most adapters do not know: it begins at zero."""
+_ROUTER = ".moe.router.gate.weight"
 
 _LLAMA, _QWEN, _DEEPSEEK, _OSS = "llama", "qwen3", "deepseek_v3", "gpt_oss"
 _BLOCKS = "_blocks"
@@ -42,12 +43,14 @@ _OLDER = {
 
 
 def from_hf(config: Config, stored: Tensors) -> Tensors:
-    """What the adapter makes of HF tensors."""
+    """What the adapter makes of HF tensors, with the load-balancing state that the model has besides."""
     if config["model_type"] == _OSS:
         stored = to_blocks(stored)
     with quiet():
         converted: Tensors = adapter(config).from_hf(dict(stored))
-    return {f"{name}{_SUFFIXES.get(name.rpartition('.')[2], '')}": value for name, value in converted.items()}
+    routers = {name: value for name, value in converted.items() if name.endswith(_ROUTER)}
+    begun = {name.replace(_ROUTER, BUFFER): torch.zeros(len(value)) for name, value in routers.items()}
+    return begun | {f"{name}{_SUFFIXES.get(name.rpartition('.')[2], '')}": value for name, value in converted.items()}
 
 
 def to_hf(config: Config, native: Tensors) -> Tensors:

@@ -217,11 +217,12 @@ EXPLANATIONS: Mapping[Code, Explanation] = {
     "UNEXPECTED_TENSOR": Explanation(
         "The checkpoint has a tensor that the table does not know.",
         "Tensors without a line in the target dialect normally keep their names and are listed in the report. "
-        "--strict refuses them. One in a layer of which others get new names is refused in any case: nobody would "
-        "look for it under its old name. So are layers or experts beyond the number that the config or --axis says: "
-        "the model would lack them. So is a model whose names begin as those of a model with a head, where no "
-        "line reads the head. In `verify`, the code means that a tensor was added after the checkpoint "
-        "was written.",
+        "--strict refuses them. One inside a layer or a module of which others get new names is refused in any case: "
+        "nobody would look for it under its old name. So is what the config says that the model has not, and a bias "
+        "of torchtitan's routers that is not zero where the target's model has none. So are layers or experts beyond "
+        "the number that the config or --axis says: the model would lack them. So is a model whose names begin as "
+        "those of a model with a head, where no line reads the head. In `verify`, the code means that a tensor was "
+        "added after the checkpoint was written.",
         "model.layers.0.self_attn.rotary_emb.inv_freq\n    dialect torchtitan has no line for this tensor",
         "Omit --strict to keep such tensors, or add lines for them to a table of your own (--rules).",
     ),

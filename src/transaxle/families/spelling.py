@@ -56,6 +56,9 @@ class _Spelled(msgspec.Struct, frozen=True, omit_defaults=True):
     precise: tuple[str, ...] = ()
     wrappers: tuple[str, ...] = ()
     alike: str = ""
+    added: dict[str, str] = {}
+    else_zeros: tuple[int, ...] = ()
+    """Positions of the lines that are zeros where the source has none."""
 
 
 def encode(family: Family) -> bytes:
@@ -80,6 +83,8 @@ def encode(family: Family) -> bytes:
         precise=tuple(sorted(family.precise)),
         wrappers=family.wrappers,
         alike=family.alike,
+        added={name: when.text for name, when in family.added.items()},
+        else_zeros=tuple(number for number, line in enumerate(lines) if line.else_zeros),
     )
     return msgspec.json.encode(spelled)
 
@@ -117,14 +122,16 @@ def decode(data: bytes) -> Family:
     def condition(text: str | None) -> Formula | None:
         return None if text is None else formula(text)
 
-    def line(each: _Line) -> Line:
+    def line(number: int, each: _Line) -> Line:
         expression = parse(each.expression, checked=True)
         steps = None if each.lossy is None else computed.parse(each.lossy)
         lossy = None if each.lossy is None or steps is None else Arithmetic(each.lossy, steps)
-        return Line(Name(each.name), expression, condition(each.when), lossy, each.read_only)
+        return Line(
+            Name(each.name), expression, condition(each.when), lossy, each.read_only, number in spelled.else_zeros
+        )
 
     named.update({name: formula(text) for name, text in spelled.named.items()})
-    lines = [line(each) for each in spelled.lines]
+    lines = [line(number, each) for number, each in enumerate(spelled.lines)]
     return Family(
         name=spelled.name,
         model_types=spelled.model_types,
@@ -142,4 +149,5 @@ def decode(data: bytes) -> Family:
         wrappers=spelled.wrappers,
         alike=spelled.alike,
         precise=frozenset(spelled.precise),
+        added={name: formula(text) for name, text in spelled.added.items()},
     )

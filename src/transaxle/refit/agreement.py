@@ -14,6 +14,7 @@ import msgspec
 import torch
 
 from transaxle.arguments import Config, PathLike
+from transaxle.axes.layout.relayout import Check
 from transaxle.encodings.plain_types import CASTS, PLAIN, WIDE
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, StoredTensor
 from transaxle.engine.checkpoint.settings import Settings, settings
@@ -67,6 +68,8 @@ class Agreement:
     """The target's parameters that quantize what comes."""
     codes: Mapping[str, EncodedTarget]
     """The target's tensors that are encoded, by table name."""
+    checks: tuple[Check, ...]
+    """What must be so in the source for the target to be the same model."""
     sent_as: Mapping[str, str]
     """Safetensors codes of the source's tensors that are cast on the way."""
     items: list[Item]
@@ -115,7 +118,7 @@ def agreed(source: tuple[State, Leaves], target: tuple[State, Leaves], world: Wo
     kept = {name: tensor for name, tensor in seen.stored.items() if name not in gone or name in made}
     match = matched(sides, own_target, lambda: kept, strict=asked.strict, others=lambda: others, hint=_CAST, once=False)
     return Agreement(
-        match, seen.quantized, seen.codes, seen.sent_as, *_items(targets, match, Replicas(seen.everything))
+        match, seen.quantized, seen.codes, seen.checks, seen.sent_as, *_items(targets, match, Replicas(seen.everything))
     )
 
 
@@ -133,6 +136,8 @@ class _Seen:
     """The target's parameters that quantize what comes."""
     codes: Mapping[str, EncodedTarget]
     """The target's tensors that are encoded, by table name."""
+    checks: tuple[Check, ...]
+    """What must be so for the target to be the same model."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +175,7 @@ class _Views:
             everything = {n: replace(t, dtype=sent_as.get(n, t.dtype)) for n, t in everything.items()}
             view = self._view(everything, _shown(wanted, codes))
         stored = view.tensors()
-        return _Seen(everything, sent_as, stored, self.weights.sorted(view, stored), codes)
+        return _Seen(everything, sent_as, stored, self.weights.sorted(view, stored), codes, view.checkpoint.checks)
 
     def _view(self, everything: Census, names: Census) -> View:
         parts = {part: tensor for _, part, tensor in local_parts(self.own.tensors)}

@@ -37,6 +37,7 @@ from transaxle.live.model.state_tensors import Leaves, State, leaves, unsavable
 from transaxle.live.sharding.global_tensors import census
 from transaxle.live.sharding.memory import container, rank_of
 from transaxle.live.sharding.replicas import Replicas
+from transaxle.live.sharding.zero_check import check_zero
 from transaxle.live.tensors.type_change import check_dtype
 from transaxle.live.transport.bucket_exchange import BucketExchange
 from transaxle.live.transport.world import World
@@ -187,8 +188,9 @@ def planned_stream(state: State, to: str, options: Streaming, world: World) -> S
             sent_as = {n: code for n, t in everything.items() if t.dtype in PLAIN and t.dtype != code and n not in keep}
             sent_as = {name: code for name in sent_as if name not in _scales(source)}
             everything = {n: replace(t, dtype=sent_as.get(n, t.dtype)) for n, t in everything.items()}
-        planned = ready(make_plan(seen(), _FORMAT + to, shard_size=_BUCKET, target=to)).tensors
-    return Stream(planned, replace(own, tensors=tensors), sent_as, Replicas(everything))
+        plan = ready(make_plan(seen(), _FORMAT + to, shard_size=_BUCKET, target=to))
+        check_zero(plan.checks, tensors)
+    return Stream(plan.tensors, replace(own, tensors=tensors), sent_as, Replicas(everything))
 
 
 def _scales(source: Checkpoint) -> set[str]:

@@ -30,6 +30,7 @@ from transaxle.live.derived.settle import settle
 from transaxle.live.model.quantized_model import stand_in
 from transaxle.live.model.state_tensors import Leaves, State
 from transaxle.live.sharding.memory import rank_of
+from transaxle.live.sharding.zero_check import check_zero
 from transaxle.live.tensors.type_change import check_dtype
 from transaxle.live.transport.bucket_exchange import BucketExchange
 from transaxle.live.transport.world import World, is_loss
@@ -274,6 +275,7 @@ class Refit:
             target = target_leaves(self._states[1], self._adapter)
             check_forms("source", source.tensors, self._forms[0])
             check_forms("target", target.tensors, self._forms[1])
+            check_zero(self._plan.checks, source.tensors)
             plan = self._plan
             values = {
                 name: stand_in(target.weights[name], code, meta=False)

@@ -26,7 +26,7 @@ def test_item_3_info_is_what_the_command_prints_of_a_checkpoint(tmp_path: Path) 
     documents.check("info", told | {"transaxle": "", "kernels": "", "python": ""})
     with tx.open(tmp_path / "model") as opened:
         assert tx.info(opened) == told
-        assert tx.info(opened.as_dialect("torchtitan"))["tensors"] == 27
+        assert tx.info(opened.as_dialect("torchtitan"))["tensors"] == 29
         with pytest.raises(TypeError, match="family: pass this to open"):
             tx.info(opened, family="llama")
 
@@ -55,9 +55,9 @@ def test_item_3_what_is_printed_of_results_is_short(tmp_path: Path) -> None:
     changed["model.norm.weight"][0] += 1
     write(tmp_path / "b", changed, config=CONFIG)
     report = tx.convert(tmp_path / "a", tmp_path / "c", to="dcp:torchtitan")
-    assert str(report).startswith(f"{tmp_path / 'c'} · dcp · torchtitan@0.3 · 27 tensors · ")
+    assert str(report).startswith(f"{tmp_path / 'c'} · dcp · torchtitan@0.3 · 29 tensors · ")
     assert repr(report) == f"<report {report}>"
-    assert repr(tx.verify(tmp_path / "c")) == "<verification against the manifest: intact, 27 tensors, 27.87 kB read>"
+    assert repr(tx.verify(tmp_path / "c")) == "<verification against the manifest: intact, 29 tensors, 27.94 kB read>"
     assert str(tx.verify(tmp_path / "a")).startswith("against the structure: sound, the data is unchecked, 69 tensors")
     found = tx.diff(tmp_path / "a", tmp_path / "b", numeric=True)
     assert repr(found).endswith("b: 1 difference, 69 tensors, 55.74 kB compared>")

@@ -49,6 +49,11 @@ def alone(held: dict[str, Array], state: str) -> dict[str, Array]:
     return {name.removeprefix("optim/").removesuffix(end): a for name, a in held.items() if name.endswith(end)}
 
 
+def _trained(held: dict[str, Array]) -> dict[str, Array]:
+    """All but the load-balancing state of torchtitan, which no optimizer trains."""
+    return {name: array for name, array in held.items() if "expert_bias" not in name}
+
+
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_moments_move_as_the_weight_moves(tmp_path: Path, dialect: str) -> None:
     """Each moment, taken alone and converted as if it were the weights, gives the same tensors."""
@@ -56,10 +61,10 @@ def test_moments_move_as_the_weight_moves(tmp_path: Path, dialect: str) -> None:
     source = store(tmp_path / "source", held)
     tx.convert(source, tmp_path / "out", to=dialect, sync=False)
     got = checkpoints.read(tmp_path / "out")
-    weights = {name for name in got if not name.startswith("optim/")}
+    weights = {name for name in _trained(got) if not name.startswith("optim/")}
     for moment in MOMENTS:
         tx.convert(store(tmp_path / moment, alone(held, moment)), tmp_path / f"{moment} out", to=dialect, sync=False)
-        wanted = checkpoints.read(tmp_path / f"{moment} out")
+        wanted = _trained(checkpoints.read(tmp_path / f"{moment} out"))
         found = alone(got, moment)
         assert found.keys() == wanted.keys() == weights
         assert {n: a.tobytes() for n, a in found.items()} == {n: a.tobytes() for n, a in wanted.items()}

@@ -87,7 +87,7 @@ def test_a_plan_is_frozen_json_data(tiny: Path, dialect: str) -> None:
     assert codes(plan) == []
     again = msgspec.json.decode(msgspec.json.encode(plan), type=Plan)
     assert again == plan
-    for value in (plan, plan.tensors[0], plan.tensors[0].transfers[0]):
+    for value in (plan, plan.tensors[0], plan.tensors[-1].transfers[0]):
         with pytest.raises(AttributeError):
             setattr(value, value.__struct_fields__[0], None)
     shown = json.loads(json.dumps(plan.as_json()))
@@ -118,11 +118,12 @@ def test_every_byte_of_every_file_has_one_origin(tiny: Path, dialect: str, shard
         times = np.zeros(tensor.nbytes, np.uint8)
         np.add.at(times, [target for transfer in tensor.transfers for _, target in positions(transfer)], 1)
         padded = 3 * checkpoints.SIZES["hidden_size"] * 2 if "| 0:p" in tensor.rule else 0
+        if "expert_bias" in tensor.name:
+            padded = tensor.nbytes
         assert (times[: tensor.nbytes - padded] == 1).all(), tensor.name
         assert not times[tensor.nbytes - padded :].any(), tensor.name
-    assert made.plan.bytes_read == sum(t.nbytes for t in made.plan.tensors) - 2 * 3 * 32 * (
-        dialect in {"megatron", "te"}
-    )
+    moved = sum(tensor.nbytes for tensor in made.plan.tensors if "expert_bias" not in tensor.name)
+    assert made.plan.bytes_read == moved - 2 * 3 * 32 * (dialect in {"megatron", "te"})
 
 
 @pytest.mark.parametrize("shard_size", [1, 2000, 8000, 10**9])
@@ -204,7 +205,7 @@ def test_one_problem_does_not_hide_another(tmp_path: Path) -> None:
 
 
 def test_unknown_tensors_keep_their_names(tmp_path: Path) -> None:
-    extra = {"model.strange": np.zeros(3, np.float32), "x/../y": np.ones(1, np.float32)}
+    extra = {"strange": np.zeros(3, np.float32), "x/../y": np.ones(1, np.float32)}
     held = {**checkpoints.tensors(), **extra}
     source = checkpoints.write(tmp_path / "source", held, config=checkpoints.CONFIG)
     report = tx.convert(source, tmp_path / "out", to="megatron", sync=False)

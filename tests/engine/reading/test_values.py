@@ -204,7 +204,7 @@ def test_item_4_a_stream_goes_through_the_files_in_order(source: Path, memory: i
         view = checkpoint.as_dialect("torchtitan")
         for each in (checkpoint, view):
             found = dict(each.stream(memory=memory))
-            places = [min((t.file, t.source) for t in each[name].transfers()) for name in found]
+            places = [min((t.file, t.source) for t in each[name].transfers()) for name in found if each[name].origins]
             assert places == sorted(places)
             assert found.keys() == set(each)
             assert all(torch.equal(found[name], each[name].torch()) for name in found)

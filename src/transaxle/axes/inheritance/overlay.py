@@ -12,6 +12,7 @@ import msgspec
 from transaxle.axes.inheritance.mount import Mounts
 from transaxle.axes.inheritance.section import Section, Sections, find, laid_over, merged
 from transaxle.axes.inheritance.statement import (
+    ADDED,
     ALIKE,
     AXIS,
     BLOCK,
@@ -41,7 +42,7 @@ from transaxle.errors import Refusal
 if TYPE_CHECKING:
     from transaxle.axes.inheritance.written import Written
 
-_ORDER = (MODEL_TYPE, WRAPPER, ALIKE, LET, AXIS, TENSOR, TIE, PRECISE, CUT, WITHIN)
+_ORDER = (MODEL_TYPE, WRAPPER, ALIKE, LET, AXIS, TENSOR, TIE, PRECISE, ADDED, CUT, WITHIN)
 """Order of a family's statements where it takes some over."""
 _ARTICLES = {AXIS: "an"}
 _HOLE = re.compile(r"\{[^{}]*\}")
@@ -274,7 +275,7 @@ def _replaced(
 def _without(key: Key, statement: Statement, gone: set[str]) -> tuple[Statement, ...]:
     """Return a statement without tensors that are gone; nothing where it speaks of these only."""
     kind, name = key
-    if kind == PRECISE and name in gone:
+    if kind in (PRECISE, ADDED) and name in gone:
         return ()
     if kind == TIE and gone & {name, split_when(statement.text)[0].partition("=")[2].strip()}:
         return ()

@@ -17,8 +17,8 @@ WORD = r"[A-Za-z_][A-Za-z0-9_]*"
 _TEXT = re.compile(r'"[^"]*"')
 FAMILY, BLOCK, DIALECT = "family", "block", "dialect"
 """Words that begin a family, a part that families take over, and a dialect."""
-MODEL_TYPE, WRAPPER, ALIKE, AXES, AXIS, LET, TIE, CUT, PRECISE = (
-    "model_type", "wrapper", "alike", "axes", "axis", "let", "tie", "cut", "precise",
+MODEL_TYPE, WRAPPER, ALIKE, AXES, AXIS, LET, TIE, CUT, PRECISE, ADDED = (
+    "model_type", "wrapper", "alike", "axes", "axis", "let", "tie", "cut", "precise", "added",
 )  # fmt: skip
 """Words that begin a family's statements; whatever begins with none of them declares a tensor."""
 IDENTIFYING = frozenset({MODEL_TYPE, WRAPPER, ALIKE})
@@ -37,6 +37,7 @@ _REMOVABLE = frozenset({AXIS, LET, TIE, CUT})
 """Words after `without` that say that no tensor is left out."""
 OPTIONAL = " optional"
 LOSSY = " lossy:"
+ELSE_ZEROS = " else zeros"
 _WHEN = re.compile(r"(?<!\s)\s+when\s+")
 _COMPONENT = re.compile(rf"^\s*({WORD})\s*\[|({WORD})\s*:")
 NONE = "none"
@@ -150,6 +151,8 @@ def keyed(statement: Statement) -> Iterator[Keyed]:
         yield from _keyed_cuts(statement)
     elif head in (AXIS, LET, TIE):
         yield (head, rest.partition("=")[0].strip()), statement
+    elif head == ADDED:
+        yield (head, split_when(rest)[0]), statement
     elif head in IDENTIFYING:
         yield (head, ""), statement
     else:

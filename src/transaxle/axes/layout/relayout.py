@@ -22,7 +22,7 @@ from transaxle.axes.layout.solve import Shape
 from transaxle.axes.notation.expression import Layout, Share
 from transaxle.axes.notation.family import Arithmetic
 from transaxle.axes.notation.number_format import PLAIN, NumberFormat
-from transaxle.errors import refuse
+from transaxle.errors import Refusal, Where, refuse
 
 EXACT = (None, None)
 """No arithmetic, of the source's line nor of the target's."""
@@ -154,16 +154,35 @@ class Target(msgspec.Struct, frozen=True, eq=False):
 
 
 class Check(msgspec.Struct, frozen=True, eq=False):
-    """Two stored copies of one logical tensor that must be equal, bit by bit, before anything is committed."""
+    """Two stored copies of one logical tensor that must be equal, bit by bit, before anything is committed; or one that
+    must be zero.
+    """
 
     first: Target
     """A stored tensor read in its own layout."""
     second: Target
-    """The other copy in the same layout."""
+    """The other copy in the same layout; without parts, zeros."""
     why: str
     """The rule that says they are copies."""
     hint: str = ""
     """What to do where they differ; empty for copies of a tensor."""
+
+    @property
+    def zero(self) -> bool:
+        """Whether the first must be zero."""
+        return not self.second.parts
+
+    @property
+    def refusal(self) -> Refusal:
+        """Why nothing may be committed, where they differ."""
+        return unlike(self.first.name, self.why, self.hint, zero=self.zero)
+
+
+def unlike(name: str, why: str, hint: str, *, zero: bool) -> Refusal:
+    """Return the refusal of a tensor that differs from its copy, or from zeros."""
+    if zero:
+        return Refusal("UNEXPECTED_TENSOR", f"{why}\nbut it is not all zero", Where(None, name), hint)
+    return Refusal("UNEQUAL_COPIES", f"{why}\nbut their bytes differ", Where(None, name), hint)
 
 
 def indices(axes: Sequence[str]) -> Callable[[Sequence[int]], dict[str, int]]:

@@ -84,6 +84,8 @@ class Line(msgspec.Struct, frozen=True, eq=False, dict=True):
     """Arithmetic between the logical and the stored values."""
     read_only: bool = False
     """It is a name of older checkpoints, which is never written."""
+    else_zeros: bool = False
+    """The dialect's program has this tensor whatever the config says: zeros where the source has none."""
 
     @property
     def text(self) -> str:
@@ -166,6 +168,8 @@ class Family(msgspec.Struct, frozen=True, eq=False, dict=True):
     """Another family with the same names, for which names of tensors alone never mean this one."""
     precise: frozenset[str] = frozenset()
     """Logical tensors that keep their dtype where all others are cast."""
+    added: Mapping[str, Formula] = msgspec.field(default_factory=dict)
+    """Logical tensors that a model adds, so that zeros are the same as none -> where a program may have them."""
     text: Callable[[], Written | None] | None = None
     """Finds the table as text; None for a family that was made in memory."""
 

@@ -12,6 +12,7 @@
       let sparse = (l + 1) % step == 0           # a formula with a name
       tie head = embed       when tie_word_embeddings
       precise extra                              # keeps its number type where all others are cast
+      added bias             when up             # zeros are the same as none
       cut tp = f                                 # what tensor-parallel ranks may share out
       cut tp = d of extra                        # this axis in one tensor only
       cut tp@fancy = none of extra               # in this dialect, every rank has all of it
@@ -44,6 +45,7 @@ from transaxle.axes.inheritance import written
 from transaxle.axes.inheritance.section import Section, Sections
 from transaxle.axes.inheritance.statement import (
     ALSO,
+    ELSE_ZEROS,
     HINT,
     IGNORE,
     LOSSY,
@@ -105,6 +107,7 @@ class _TableParser:
             "tie": self.tie,
             "cut": self.cut,
             "precise": self.precise,
+            "added": self.added,
         }
 
     def read(self, file: File) -> list[Family]:
@@ -308,6 +311,15 @@ class _TableParser:
                 raise self.expected(f"a tensor of the family, declared above; {name!r} is none", name)
         self.touch(structs.replace(self.family, precise=self.family.precise.union(names)))
 
+    def added(self, text: str) -> None:
+        assert self.family is not None
+        statement, when = self.split_when(text)
+        _, *names = statement.split()
+        if len(names) != 1 or names[0] not in self.family.tensors:
+            raise self.expected("'added TENSOR' or 'added TENSOR when CONDITION', with a tensor declared above")
+        added = {**self.family.added, names[0]: when or Formula("True")}
+        self.touch(structs.replace(self.family, added=added))
+
     def tensor(self, text: str) -> None:
         assert self.family is not None
         statement, when = self.split_when(text)
@@ -386,7 +398,8 @@ class _TableParser:
         """Parse a line of a dialect."""
         read_only = self.current.kind == ALSO
         statement, when = self.split_when(text.removeprefix(ALSO) if read_only else text)
-        statement, lossy, arithmetic = statement.partition(LOSSY)
+        else_zeros = statement.endswith(ELSE_ZEROS)
+        statement, lossy, arithmetic = statement.removesuffix(ELSE_ZEROS).partition(LOSSY)
         pattern, equals, expression = statement.partition("=")
         if not equals:
             raise self.expected("'stored.name = expression'", hint=self.like_hint(text))
@@ -395,7 +408,10 @@ class _TableParser:
         pattern = pattern.strip()
         name = Name(pattern, max(self.raw.find(pattern), len(self.raw) - len(self.raw.lstrip())))
         changed = self.arithmetic(arithmetic) if lossy else None
-        return Line(name, parse(expression.strip(), start, checked=self.checked), when, changed, read_only)
+        stored = parse(expression.strip(), start, checked=self.checked)
+        if else_zeros and not (self.family and set(stored.components) <= self.family.added.keys()):
+            raise self.expected(f"{ELSE_ZEROS.strip()!r} only of tensors that are 'added'", "zeros")
+        return Line(name, stored, when, changed, read_only, else_zeros)
 
     def like_hint(self, text: str) -> str:
         """Return where `like DIALECT` belongs, for a line that has it alone; otherwise, where the grammar is."""

@@ -263,9 +263,10 @@ def _missing_names(
 ) -> Iterator[str]:
     """Yield the names that should be there: every index for which the tensor must exist, in any of its lines.
 
-    Where the config does not tell whether it must, it must be whole: there at all indices or at none.
+    Where the config does not tell whether it must, it must be whole: there at all indices or at none. So must what a
+    program adds on its own account.
     """
-    known_sizes = holdings.sizes.at({})
+    known_sizes, added = holdings.sizes.at({}), holdings.bound.family.added
     axes = lines[0].axes
     for position in _absent([known_sizes[axis] for axis in axes], lines[0].present):
         if next(budget, None) is None:
@@ -277,6 +278,8 @@ def _missing_names(
         if must is None:
             names = tensor.when.names if tensor.when is not None else frozenset()
             must = any(line.at({axis: i for axis, i in index.items() if axis in names}) for line in lines)
+        if not must and tensor.name in added:
+            must = holdings.holds(added[tensor.name], index)
         if must:
             yield holdings.bound.prefix + _name(holdings, lines, index)
 

@@ -25,6 +25,7 @@ from transaxle.axes.notation.family import Arithmetic, Dialect, Line, Sizes
 from transaxle.axes.notation.formula import Formula
 from transaxle.axes.notation.name import Numbering
 from transaxle.axes.notation.number_format import PLAIN, NumberFormat, Recode, same
+from transaxle.axes.translation.added_tensors import AddedTensors, ruled_out
 from transaxle.axes.translation.alike_tensors import AlikePart, AlikeTensors, grids
 from transaxle.axes.translation.complete import HEAD, beyond, classifies, contradicted, incomplete, unfilled
 from transaxle.axes.translation.gathering import (
@@ -67,6 +68,8 @@ class Translation(msgspec.Struct, frozen=True):
     """Everything that makes the translation impossible."""
     axes: Mapping[str, int]
     """Axis sizes that are the same in every layer: given ones, and those that names and shapes imply."""
+    notes: tuple[str, ...] = ()
+    """What is written as zeros or left out, because zeros are the same as none."""
 
 
 class _Model(NamedTuple):
@@ -133,6 +136,7 @@ class _Translator:
         self.gathering = Gathering(self.holdings, self.tied, self.refuse)
         self.conditions = LineConditions(self.lines, self.holdings)
         self.unplaced = Unplaced(self.holdings, target, self.lines)
+        self.added = AddedTensors(self.holdings, target, self.conditions)
         self._layouts: dict[Hashable, Layout] = {}
         self._varying = frozenset(self.sizes.varying)
         self._single: dict[tuple[str, str, frozenset[tuple[str, int]]], str] = {}
@@ -151,6 +155,9 @@ class _Translator:
                 except TransaxleError as error:
                     self.refuse(error.refusals)
         self.refuse(unfilled(self.lacking))
+        notes = self._add_zeros(built)
+        if self.target is not self.bound.dialect:
+            self.refuse(ruled_out(self.holdings))
         if not partial:
             self.refuse(incomplete(self.holdings, self.tied))
         checks, unequal = agreements(self.holdings, self.tied)
@@ -162,18 +169,40 @@ class _Translator:
         checks, unequal = spared(self.holdings, self.spare, self.target.label)
         self.checks.extend(checks)
         self.refuse(unequal)
+        left_out = dict[str, None]()
+        for line, zero in self.added.left_out(frozenset(kept_names), self.stored):
+            self.checks.extend(zero)
+            left_out.update((check.first.name, None) for check in zero)
+            notes.append(
+                f"left out, as {self.target.label} has no such tensor and zeros are the same as none: {line.name.text}"
+            )
         for stored_name in kept_names:
+            if stored_name in left_out:
+                continue
             name, tensor = self.bound.own.get(stored_name, stored_name), self.stored[stored_name]
             if name in built:
                 message = f"a tensor without a line in {self.target.label} has a name that this dialect writes"
                 self.refuse([Refusal("NAME_COLLISION", message, Where(None, stored_name))])
             form = self.recode(name, NumberFormat(tensor.dtype, self.bound.encodings.get(stored_name, PLAIN)))
-            kept = unchanged(stored_name, tensor)
-            built[name] = replace(kept, name=name, dtype=form.dtype, encoding=form.encoding)
-        kept_names = tuple([self.bound.own.get(name, name) for name in kept_names])
+            own = unchanged(stored_name, tensor)
+            built[name] = replace(own, name=name, dtype=form.dtype, encoding=form.encoding)
+        kept = tuple([self.bound.own.get(name, name) for name in kept_names if name not in left_out])
         refusals = tuple(self.refusals.values())
-        ignored, sizes = (*self.bound.ignored, *self.unplaced.empty), self.sizes.at({})
-        return Translation(built, tuple(self.checks), kept_names, ignored, self._aliases(), refusals, sizes)
+        ignored, sizes = (*self.bound.ignored, *self.unplaced.empty, *left_out), self.sizes.at({})
+        return Translation(built, tuple(self.checks), kept, ignored, self._aliases(), refusals, sizes, tuple(notes))
+
+    def _add_zeros(self, built: dict[str, Target]) -> list[str]:
+        """Add the tensors that are written as zeros; return a note for each line of them."""
+        try:
+            zeros = list(self.added.zeros())
+        except TransaxleError as error:
+            self.refuse(error.refusals)
+            return []
+        built.update({target.name: target for target in zeros})
+        return [
+            f"written as zeros, which are the same as none: {rule}"
+            for rule in dict.fromkeys(target.rule for target in zeros)
+        ]
 
     def refuse(self, refusals: Iterable[Refusal], tensor: str | None = None) -> None:
         """Keep refusals, each once: an axis that is unknown is unknown in every layer."""
@@ -205,6 +234,8 @@ class _Translator:
         rewritten = self.basis.rewrite(line.expression)
         # None (not known yet) counts as possible: the encoding of the tensor, known below, decides then.
         possible_keys = keys if line.when is None else [key for key in keys if self._is_possible(line, key)]
+        if self.added.concern(line):
+            possible_keys = [key for key in possible_keys if self.added.have_place(line, self._index(line, key))]
         model: _Model | None = None
         alike = self._are_alike(line)
         shared, joined = shared_by_all(parts, keys), all_joined(parts, keys) if alike else {}

@@ -228,8 +228,8 @@ def _print(screen: Screen, plan: Plan, limit: Limits) -> None:
     print_recoded(screen, plan.recoded)
     if plan.aliases:
         screen.line(f"  tied: {', '.join(f'{name} = {of}' for name, of in plan.aliases.items())}")
-    if plan.checks:
-        screen.line(f"  {plural(len(plan.checks), 'copy', 'copies')} will be checked for equality first")
+    if plan.compared:
+        screen.line(f"  {plural(plan.compared, 'copy', 'copies')} will be checked for equality first")
     amount = [
         f"read {size(plan.bytes_read)}",
         f"write {size(plan.bytes_written)} in {plural(len(plan.files), 'file')}",

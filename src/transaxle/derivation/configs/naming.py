@@ -8,7 +8,21 @@ from collections.abc import Iterable, Sequence
 from transaxle.axes.notation.number_format import WORDS
 
 RESERVED = frozenset(
-    {*WORDS, "family", "dialect", "axes", "axis", "let", "tie", "cut", "precise", "wrapper", "model_type", "ignore"}
+    {
+        *WORDS,
+        "family",
+        "dialect",
+        "axes",
+        "axis",
+        "let",
+        "tie",
+        "cut",
+        "precise",
+        "added",
+        "wrapper",
+        "model_type",
+        "ignore",
+    }
     | {
         "alike",
         "when",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 from transaxle.axes.layout.bind import WEIGHT, Bound, Index, split_slot
@@ -40,7 +41,7 @@ def foreign(
     """Refuse a dialect in which the names of some tensors are not known.
 
     A few tensors beside a model that is known as a whole (extra heads, layers that other programs add) are no reason:
-    they keep their names, and the report lists them. Those in a layer that is converted are: see `half_converted`.
+    they keep their names, and the report lists them. Those inside what is converted are: see `half_converted`.
 
     Args:
         bound: the stored names, read through their own dialect.
@@ -103,8 +104,8 @@ def _whole(bound: Bound, config: Mapping[str, Any], target: str, *, nested: bool
 def half_converted(
     bound: Bound, target: Dialect, sizes: Sizes, view: Translation, others: Sequence[Refusal]
 ) -> list[Refusal]:
-    """Refuse tensors that keep their names in layers whose other tensors are converted: no line reads them, or the
-    wanted dialect has none for them.
+    """Refuse tensors that keep their names in layers and modules whose other tensors are converted: no line reads them,
+    or the wanted dialect has none for them.
 
     Args:
         bound: the stored names, read through their own dialect.
@@ -126,24 +127,23 @@ def half_converted(
     # Where something is refused, what the dialect has a line for may have kept its name for that reason.
     awaited = {part for line in target.lines for part in line.expression.components} if view.refusals else set[str]()
     excepted = awaited.union(bound.family.copies)
-    homeless, converted = list[tuple[str, str]](), set[str]()
+    homeless, converted = list[tuple[str, Sequence[str]]](), set[str]()
     for (line, slot), names in bound.names.items() if kept else ():
         for position, name in names.items():
             own = bound.own.get(name, name)
             if own not in view.targets:
-                converted.update((_layer(bound, name, line), *line.name.axes[:1]))
+                converted.update(_around(bound, name, line), line.name.axes[:1])
             elif own in kept and slot == WEIGHT and _exists(bound, sizes, line, position, excepted):
-                homeless.append((name, _layer(bound, name, line)))
-    into = f"of layers whose other tensors get their names in {target.label}"
+                homeless.append((name, _around(bound, name, line)[-1:]))
+    into = f"of layers and modules whose other tensors get their names in {target.label}"
     reads = f"no line of {bound.family.name}, dialect {bound.dialect.label}, reads"
     writes = f"{bound.family.name} has no line in dialect {target.label} for"
     table = f"{_TABLE[0].upper()}{_TABLE[1:]}, or {_IDENTITY}."
     other = f"Models of {target.label} are without them: choose another dialect, {_TABLE}, or {_IDENTITY}."
-    unread_layers = [(name, _layer(bound, name)) for name in unread]
-    halves = [(unread_layers, reads, table), (homeless, writes, other)]
+    halves = [([(name, _around(bound, name)) for name in unread], reads, table), (homeless, writes, other)]
     refusals = []
-    for layers, headline, hint in halves:
-        left = sorted((name for name, layer in layers if layer and layer in converted), key=natural)
+    for names_left, headline, hint in halves:
+        left = sorted((name for name, around in names_left if not converted.isdisjoint(around)), key=natural)
         if left:
             more = [f"… and {len(left) - _LISTED:,} more"] if len(left) > _LISTED else []
             where = Where(None, left[0] if len(left) == 1 else None)
@@ -152,15 +152,20 @@ def half_converted(
     return refusals
 
 
-def _layer(bound: Bound, name: str, line: Line | None = None) -> str:
-    """Return the beginning of a name up to the number of its layer, or the axis of layers where they are one tensor;
-    empty for what is in none.
+def _around(bound: Bound, name: str, line: Line | None = None) -> Sequence[str]:
+    """Return what a tensor is in: the beginning of its name up to the number of its layer, or the axis of layers where
+    they are one tensor; and of what is in no layer, the modules around it.
     """
-    match = _LAYER.match(bound.own.get(name, name))
-    if match is not None or line is None:
-        return "" if match is None else match[0]
-    axes = (axis for part in line.expression.components for axis in bound.family.tensors[part].axes[:1])
-    return next((axis for axis in axes if axis in bound.family.name_axes), "")
+    own = bound.own.get(name, name)
+    match = _LAYER.match(own)
+    if match is not None:
+        return (match[0],)
+    if line is not None:
+        axes = (axis for part in line.expression.components for axis in bound.family.tensors[part].axes[:1])
+        layers = tuple(axis for axis in axes if axis in bound.family.name_axes)
+        if layers:
+            return layers[:1]
+    return tuple(accumulate(own.removeprefix(bound.prefix).split(".")[:-1], "{}.{}".format))
 
 
 def _exists(bound: Bound, sizes: Sizes, line: Line, position: Index, without: Collection[str]) -> bool:

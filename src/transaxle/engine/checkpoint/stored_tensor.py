@@ -63,8 +63,8 @@ class StoredTensor(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def parameters(self) -> int:
-        """Number of elements; each of several packed into a byte counts."""
-        return prod(self._target.shape)
+        """Number of elements, several packed into a byte counted each; none where there are zeros for no tensor."""
+        return prod(self._target.shape) if self._target.parts else 0
 
     @property
     def component(self) -> str:

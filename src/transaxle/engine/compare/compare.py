@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
+from transaxle.axes.layout.relayout import Check
 from transaxle.axes.notation.family import Dialect
 from transaxle.encodings.encoding import Encoded
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, StoredTensor
@@ -240,6 +241,7 @@ def compare(
         *(ties for ties, _ in without_copies)
     )
     explained |= beside(view, second) | beside(second, view)
+    explained |= {name for name in view if name not in second and not view[name].origins}  # zeros, the same as none
     differences += _only_in_one(view, second, explained)
     common = [name for name in view if name in second and name not in explained]
     across: dict[str, int] = {}
@@ -250,6 +252,7 @@ def compare(
         differences += _differing_values(view, second, common, limit, progress, survey, across)
     for _, deduplicated in without_copies:
         differences += _differing_copies(deduplicated, limit)
+    differences += _nonzero(view, limit)
     return Comparison(
         first.path,
         second.path,
@@ -284,9 +287,16 @@ def _only_in_one(first: Checkpoint, second: Checkpoint, explained: Collection[st
 
 def _differing_copies(checkpoint: Checkpoint, limit: Limits) -> Iterator[Difference]:
     """Yield the tensors of which one side holds two copies that differ."""
-    for problem in _unequal_copies(checkpoint, limit):
+    for problem in _unequal(checkpoint, [check for check in checkpoint.checks if not check.zero], limit):
         what = f"{checkpoint.path} holds two copies of it that differ: {problem.message}"
         yield Difference(problem.where.tensor or "", "", "copies", what)
+
+
+def _nonzero(view: Checkpoint, limit: Limits) -> Iterator[Difference]:
+    """Yield the tensors that a dialect has no place for and that are not zero: what they say is on one side alone."""
+    checks = [check for check in view.checks if check.zero]
+    for problem in _unequal(view, checks, limit) if checks else ():
+        yield Difference(problem.where.tensor or "", "", "only_first", f"only in {view.path}: {problem.message}")
 
 
 def _without_ties(checkpoint: Checkpoint, counterpart: Checkpoint) -> tuple[Collection[str], Checkpoint]:
@@ -353,11 +363,11 @@ def _formats(checkpoint: Checkpoint, tensor: StoredTensor) -> str:
     return " and ".join(dict.fromkeys(decoded.values())) or tensor.dtype
 
 
-def _unequal_copies(view: Checkpoint, limit: Limits) -> list[Refusal]:
+def _unequal(view: Checkpoint, checks: Sequence[Check], limit: Limits) -> list[Refusal]:
     """Return the copies within one checkpoint that differ: only one of them was compared with the other side."""
     problems: list[Refusal] = []
-    checks = plan_checks(view.source, view.checks, problems)
-    return problems + unequal(checks, view.container.storage, limit)
+    planned = plan_checks(view.source, checks, problems)
+    return problems + unequal(planned, view.container.storage, limit)
 
 
 def _differing_bytes(

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from transaxle.axes.layout.relayout import Check, unchanged
+from transaxle.axes.layout.relayout import Check, unchanged, unlike
 from transaxle.engine.copying.side_by_side import Compared, Pair
 from transaxle.engine.copying.source import Source
 from transaxle.errors import Refusal, TransaxleError, Where
@@ -48,6 +48,13 @@ class PlannedCheck(msgspec.Struct, frozen=True, gc=False):
     """Dtypes of both, where the second is the first in lower precision."""
     hint: str = ""
     """What to do where they differ."""
+    zero: bool = False
+    """The second is zeros, as many as the first has elements."""
+
+    @property
+    def refusal(self) -> Refusal:
+        """Why nothing may be committed, where they differ."""
+        return unlike(self.name, self.why, self.hint, zero=self.zero)
 
     def as_json(self) -> dict[str, Any]:
         """Return it as plain JSON data, with a name for each number."""
@@ -70,7 +77,8 @@ def plan_checks(source: Source, checks: Sequence[Check], problems: list[Refusal]
         except TransaxleError as error:
             problems.extend(error.refusals)
             continue
-        planned.append(PlannedCheck(check.first.name, check.why, size, first, second, hint=check.hint or _APART))
+        hint = check.hint or _APART
+        planned.append(PlannedCheck(check.first.name, check.why, size, first, second, None, hint, check.zero))
     return planned + plan_twins(source.container, problems)
 
 
@@ -110,9 +118,7 @@ def unequal(checks: Sequence[PlannedCheck], reader: Readable, limit: Limits) -> 
             if checks[number].rounded is None
         )
         for number in pair.differing(tensors) | {each for each in some if _rounds_otherwise(pair, checks[each])}:
-            check = checks[number]
-            message = f"{check.why}\nbut their bytes differ"
-            found[number] = Refusal("UNEQUAL_COPIES", message, Where(None, check.name), check.hint)
+            found[number] = checks[number].refusal
 
     sizes = [(number, check.nbytes) for number, check in enumerate(checks)]
     fair = sum(size for _, size in sizes) // limit.jobs

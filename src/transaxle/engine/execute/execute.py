@@ -204,7 +204,7 @@ def reported(
         bytes_read=plan.bytes_read,
         bytes_written=sum((prepared.draft.files if single else plan.files).values()),
         seconds=0.0,
-        checks=len(plan.checks),
+        checks=plan.compared,
         resumed=resumed,
         synced=synced,
         kept=plan.kept,

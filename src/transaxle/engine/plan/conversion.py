@@ -308,7 +308,7 @@ def _viewed(
         misfits.extend(refusal for refusal in own.refusals if refusal.code == _MISSHAPEN)
     if wanted == IDENTITY and (names or checkpoint.decoded):
         misfits.extend(displaced(checkpoint, names))
-    return view, [name for name in names if name in view.targets], [*view.refusals, *misfits], notes
+    return view, [name for name in names if name in view.targets], [*view.refusals, *misfits], (*view.notes, *notes)
 
 
 def _outputs(view: View, names: Iterable[str], encoding: str) -> list[OutputTensor]:

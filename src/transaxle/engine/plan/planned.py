@@ -181,9 +181,9 @@ _way: Callable[[Target], tuple[str, str]] = attrgetter("component", "rule")
 
 
 def routes(bound: Bound, targets: Iterable[Target]) -> tuple[Route, ...]:
-    """Group target tensors by rule, beside the rules by which the source's names are read."""
+    """Group target tensors by rule, beside the rules by which the source's names are read; zeros come from nowhere."""
     rules = {component: line.text for line, _ in bound.names for component in line.expression.components}
-    counts = Counter(map(_way, targets))
+    counts = Counter(_way(target) for target in targets if target.parts)
     return tuple(
         Route(component, tuple(dict.fromkeys(rules.get(c, "") for c in component.split(", "))), rule, number)
         for (component, rule), number in counts.items()
@@ -256,6 +256,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def units(self) -> tuple[PlannedTensor, ...]:
         """What is divided no further among workers: tensors, and the spans of large ones."""
         return tuple(unit for tensor in self.tensors for unit in self.spans.get(tensor.name, (tensor,)))
+
+    @property
+    def compared(self) -> int:
+        """Number of pairs of copies that must prove equal."""
+        return sum(not check.zero for check in self.checks)
 
     @property
     def bytes_written(self) -> int:

@@ -102,11 +102,10 @@ def load(
         group: the ranks that load together, a process group or a mesh of one dim; None: all.
         **options: `family` (None: recognised), `dialect` (of the model's names; None: recognised), `config` (for a
             source without one: a path, a mapping or an object with `to_dict()`), `axes` (axis -> size) and `rules`
-            (path of a table of your own; of an opened source, these three are for `open`), `decode` (`bf16`, `fp16` or
-            `fp32`: parameters of this type accept encoded tensors, decoded; None: refuse them), `dtype` (the same
-            types: parameters of this type accept plain floating-point tensors of other types, cast as `.to` does; None:
-            refuse other types), `broadcast_replicated` (read a part that several ranks have once, and send it to the
-            others), `jobs` (reading threads per rank).
+            (path of a table of your own; of an opened source, these three are for `open`), `decode` and `dtype`
+            (`bf16`, `fp16`, `fp32`: parameters of this type take encoded tensors, decoded, or floating-point ones of
+            other types, cast; None: refuse them), `broadcast_replicated` (one rank reads what several have), `jobs`
+            (reading threads per rank).
 
     Raises:
         TypeError: an argument of a type that it cannot have.
@@ -126,8 +125,7 @@ def load(
             _check_copies(plan, world, options.get("jobs"))
         with world.together():
             filled = destinations(plan, state, checkpoint, meta_device)
-            storage = plan.view.checkpoint.container.storage
-            movement = _movement(read, storage, filled, options.get("jobs"), world)
+            movement = _movement(read, plan.storage, filled, options.get("jobs"), world)
         read_before = counter.count
         with clock.stage("read"), world.together():
             plan.beside.read()
@@ -135,7 +133,7 @@ def load(
         with clock.stage("exchange"), world.together():
             received = movement.move_others()
         with clock.stage("check"):
-            check_read(storage, world)
+            check_read(plan.storage, world)
     with world.together():
         check_filled(filled.landings)
     with world.together():
@@ -155,6 +153,7 @@ def load(
         unexpected=plan.unexpected,
         untouched=filled.own.untouched,
         padded=plan.padded,
+        zeros=tuple(name for name in plan.wanted if not plan.stored[name].origins),
         scalars=plan.beside.scalars,
         extra=plan.beside.extra,
         untrained=plan.untrained,

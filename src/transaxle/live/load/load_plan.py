@@ -19,6 +19,7 @@ from transaxle.engine.checkpoint.peft_adapter import adapter_config
 from transaxle.engine.views.cast import scales_alone
 from transaxle.engine.views.param_groups import regrouped
 from transaxle.errors import Refusal, gathered
+from transaxle.formats.storage.storage import Storage
 from transaxle.formats.training_state.state_groups import GROUPS, PARAMS, ParamGroup
 from transaxle.live.derived.settle import reached, untaken
 from transaxle.live.model.live_config import sizes_that_differ
@@ -107,6 +108,11 @@ class LoadPlan:
     """Names whose tensors are one on some rank, and that the source has both."""
     same_state: frozenset[NamePair]
     """Optimizer state that is loaded, and that the source has for another name of the same parameter, too."""
+
+    @property
+    def storage(self) -> Storage:
+        """The source's files."""
+        return self.view.checkpoint.container.storage
 
 
 def plan_load(request: LoadRequest, checkpoint: Checkpoint, world: World) -> LoadPlan:

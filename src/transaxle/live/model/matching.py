@@ -47,6 +47,7 @@ def compared(
     experts = arranged(groups({name: tensor.shape for name, tensor in everything.items()}, there), there)
     missing = tuple(name for name in everything if name not in stored and name not in experts.broken)
     others = (name for name in stored if name not in everything and name not in experts.broken)
+    others = (name for name in others if stored[name].origins)  # of what is zeros anyway, a model may have none
     unexpected = tuple(name for name in others if optimizer or split_slot(name)[1] == WEIGHT)
     problems = list(experts.problems)
     for name, tensor in everything.items():
@@ -59,7 +60,8 @@ def compared(
             problems.append(Refusal("SHAPE_MISMATCH", message, Where(None, name), hint or _OTHER_SIZES))
             continue
         codes = any(origin in encoded for origin in source.origins)
-        if source.dtype != tensor.dtype and not may_become(source.dtype, tensor.dtype, decode if codes else dtype):
+        to = decode if codes else dtype
+        if source.dtype != tensor.dtype and source.origins and not may_become(source.dtype, tensor.dtype, to):
             message = f"its dtype is {tensor.dtype} in the model, but {source.dtype} in the source"
             hint = decode_hint(source.dtype, tensor.dtype, decode)
             problems.append(Refusal("DTYPE_MISMATCH", message, Where(None, name), hint))

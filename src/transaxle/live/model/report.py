@@ -47,6 +47,8 @@ class LoadReport:
     padded: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """Tensors of Megatron that may have rows of padding: rows in the source and in the model, where these differ. Rows
     that the source lacks are zero now."""
+    zeros: tuple[str, ...] = ()
+    """Names of the model that the source has no tensor for, and that are zeros now, which are the same as none."""
     scalars: Mapping[str, Any] = field(default_factory=dict)
     """Entries of a state dict that are not tensors, with the source's values."""
     extra: Mapping[str, Any] = field(default_factory=dict)
@@ -69,6 +71,7 @@ class LoadReport:
             "unexpected": self.unexpected,
             "untouched": self.untouched,
             "padded": self.padded,
+            "zeros": self.zeros,
             "converted": self.converted,
         }
         rest = "".join(f", {len(names):,} {what}" for what, names in counts.items() if names)

@@ -23,6 +23,7 @@ from transaxle.live.reexpress.ties import Sides
 from transaxle.live.sharding.global_tensors import Census, census
 from transaxle.live.sharding.memory import container, memory_of
 from transaxle.live.sharding.replicas import Replicas
+from transaxle.live.sharding.zero_check import check_zero
 from transaxle.live.tensors.destination import Landing, Rooms, check_filled, overlapping
 from transaxle.live.transport.tensor_exchange import RankExchange
 from transaxle.live.transport.world import World
@@ -113,6 +114,7 @@ def reshard(
     with world.together():
         memory = container(source, own_source, world.rank, source_config)
         seen = _seen(memory, target, said, dialect)
+        check_zero(seen.checkpoint.checks, own_source)
     plan = matched(sides, own_target, seen.tensors, strict=strict)
     with world.together():
         taken = {name: tensor for name, tensor in own_target.tensors.items() if name in plan.stored}

@@ -30,6 +30,7 @@ from transaxle.live.model.state_tensors import Leaves, State, leaves
 from transaxle.live.reexpress.placement_search import ABSENT, Choice, PlacementSearch, is_present
 from transaxle.live.sharding.global_tensors import own_census
 from transaxle.live.sharding.memory import container, tensor_of
+from transaxle.live.sharding.zero_check import check_zero
 from transaxle.live.transport.world import World
 from transaxle.move.transfer import Transfer
 from transaxle.torch_tensors.local_tensor import as_dtensor, local_of
@@ -176,8 +177,9 @@ class _Adapter:
         """Return every tensor of which this rank has anything.
 
         Raises:
-            Refused: UNSUPPORTED, INCOMPLETE.
+            Refused: UNSUPPORTED, INCOMPLETE; UNEXPECTED_TENSOR for what has no place in the dialect and is not zero.
         """
+        check_zero(self._view.checks, self._own.tensors)
         made = {name: self._make(name) for name in self._view}
         return {name: tensor for name, tensor in made.items() if tensor is not None}
 
@@ -194,6 +196,7 @@ class _Adapter:
         problems = []
         self._followers = {name: first for name, first in self._numbers().items() if not used[name]}
         sizes = {name: local_of(tensor).nbytes for name, tensor in self._own.tensors.items()}
+        sizes |= {check.first.name: 0 for check in self._view.checks if check.zero}
         for name, size in used.items():
             if name not in self._followers and size < sizes[name]:
                 message = f"only {size} of this rank's {sizes[name]} bytes are in the other dialect"
@@ -221,9 +224,19 @@ class _Adapter:
         """Write the values of made tensors into those that they were made of.
 
         Raises:
-            Refused: UNEQUAL_COPIES where one value is to be made of several that differ.
+            Refused: UNEQUAL_COPIES where one value is to be made of several that differ; UNEXPECTED_TENSOR for values
+                of a tensor that the state has not.
         """
         own = self._own.tensors
+        message = "it is not all zero, and the state has no such tensor"
+        unplaced = (name for name in made if not self._transfers[name])
+        problems = [
+            Refusal("UNEXPECTED_TENSOR", message, Where(None, name))
+            for name in unplaced
+            if local_of(made[name]).count_nonzero()
+        ]
+        if problems:
+            raise gathered(problems)
         flat_own = {name: flat(tensor) for name, tensor in own.items()}
         with torch.no_grad():
             self._check_alike(made)
@@ -275,7 +288,8 @@ class _Adapter:
 
     def _numbers(self) -> dict[str, str]:
         """Return the numbers (a step) that are one in the other dialect, each with the one that is taken for all."""
-        pairs = [[side.parts[0].origins[0].name for side in (c.first, c.second)] for c in self._view.checks]
+        checks = [check for check in self._view.checks if not check.zero]
+        pairs = [[side.parts[0].origins[0].name for side in (c.first, c.second)] for c in checks]
         return {second: first for first, second in pairs if self._own.tensors[second].numel() == 1}
 
     def _make(self, name: str) -> torch.Tensor | None:
@@ -331,7 +345,8 @@ class _Adapter:
             return flat(own[tensor_of(transfers[0].file)])[start : start + prod(shape)].view(shape)
         sources = {file: flat(own[tensor_of(file)]) for file in {each.file for each in transfers}}
         boxes = [(_in_elements(each, dtype.itemsize), sources[each.file]) for each in transfers]
-        return filled(shape, dtype, local_of(own[min(stored.origins)]).device, boxes)
+        like = local_of(own[min(stored.origins or own)])
+        return filled(shape, dtype, like.device, boxes)
 
 
 def _in_elements(transfer: Transfer, itemsize: int) -> Move:

@@ -19,7 +19,7 @@ from transaxle.engine.copying.duplicate_checks import PlannedCheck
 from transaxle.engine.execute.commit import carry, write_known, write_rest
 from transaxle.engine.plan.conversion import Prepared
 from transaxle.engine.plan.planned import PlannedTensor
-from transaxle.errors import Refusal, Where, gathered
+from transaxle.errors import gathered
 from transaxle.formats.staging.location import staging_at
 from transaxle.formats.staging.upload import Upload
 from transaxle.formats.staging.writer import Writer
@@ -179,7 +179,7 @@ def _check_copies(checks: Sequence[PlannedCheck], memory: Memory, world: World) 
     """Prove tensors equal that are stored once for several names; each pair comes together at one rank.
 
     Raises:
-        Refused: UNEQUAL_COPIES, on the rank that compared.
+        Refused: UNEQUAL_COPIES, UNEXPECTED_TENSOR, on the rank that compared.
     """
     items = []
     for number, check in enumerate(checks):
@@ -189,7 +189,7 @@ def _check_copies(checks: Sequence[PlannedCheck], memory: Memory, world: World) 
     seen = HashingFiles(None, (), range(len(items)))
     Movement(items, memory, seen, limits(jobs=1), RankExchange(world)).run()
     problems = [
-        Refusal("UNEQUAL_COPIES", f"{check.why}\nbut their bytes differ", Where(None, check.name))
+        check.refusal
         for number, check in enumerate(checks)
         if 2 * number in seen.digests and seen.digests[2 * number] != seen.digests[2 * number + 1]
     ]
