@@ -38,9 +38,9 @@ export PYTHONUTF8 = 1
 # Without bytecode every worker rewrites the asserts of 400 files anew, and every program that a test starts compiles us.
 unexport PYTHONDONTWRITEBYTECODE
 
-QUICK := -m 'not oracle and not megatron and not vllm and not peers and not slow and not gpu' --quick --examples 10
+QUICK := -m 'not oracle and not journey and not megatron and not vllm and not peers and not slow and not gpu' --quick --examples 10
 
-.PHONY: help demo check test oracle megatron vllm gpu fuzz bench bench-compare docs charts wheel lint format clean
+.PHONY: help demo check test oracle journeys megatron vllm gpu fuzz bench bench-compare docs charts wheel lint format clean
 .DELETE_ON_ERROR:
 
 help:
@@ -48,6 +48,7 @@ help:
 	@echo 'make check   lint, types and the quick tests: a minute, for every change'
 	@echo 'make test    lint, types, tests and docs: what CI runs'
 	@echo 'make oracle  the whole sweeps over what the peers ship (make test runs a sample)'
+	@echo 'make journeys  whole ways through the peers'"'"' own programs and back (make test runs a sample)'
 	@echo 'make megatron  Megatron itself and Megatron-Bridge, in an environment of their own'
 	@echo 'make vllm    vLLM itself, in an environment of its own'
 	@echo 'make gpu     what needs a CUDA device, tests and benchmarks, with a Python that has one (GPU_PYTHON=python3)'
@@ -76,6 +77,13 @@ test: lint
 
 oracle: $(VENV)/.all
 	$(BIN)/python -m pytest -q -m 'oracle and not vllm' --numprocesses $(JOBS) --dist worksteal
+
+# What failed has a line of its own on the page, and so has what was refused.
+journeys: $(VENV)/.all $(MEGATRON_VENV)/.all
+	rm -rf build/journeys
+	@MEGATRON_PYTHON=$(MEGATRON_VENV)/bin/python $(BIN)/python -m pytest -q -m 'journey or sampled' --journeys build/journeys \
+		--numprocesses $(JOBS) --dist worksteal tests/journeys; tests=$$?; \
+	$(BIN)/python -m tests.journeys.matrix build/journeys && $(BIN)/python docs/generate.py && exit $$tests
 
 megatron: $(VENV)/.all $(MEGATRON_VENV)/.all $(MEGATRON_VENV)/.releases
 	MEGATRON_PYTHON=$(MEGATRON_VENV)/bin/python MEGATRON_RELEASES=$(MEGATRON_VENV)/releases \

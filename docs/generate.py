@@ -239,6 +239,29 @@ def cut_types() -> Iterator[str]:
     yield fill(f"With transformers {record['transformers']}, {len(record['types'])} types: {types}.", 120) + "\n"
 
 
+def journeys() -> Iterator[str]:
+    """Yield the steps of journeys, and a table for each peer: how each step of each journey ended."""
+    record = msgspec.json.decode((REFERENCE / "journeys.json").read_bytes())
+    steps: dict[str, str] = record["steps"]
+    yield "| step | what is done |\n|---|---|\n"
+    for step, what in steps.items():
+        yield f"| {step} | {what} |\n"
+    peers: dict[str, list[dict[str, Any]]] = {}
+    for row in record["journeys"]:
+        peers.setdefault(f"{row['peer']} {row['version']}", []).append(row)
+    for peer, rows in peers.items():
+        taken = {step for row in rows for step, _ in row["steps"]}
+        columns = [step for step in (*steps, "failed") if step in taken]
+        yield f"\n## {peer}\n\n| journey | {' | '.join(columns)} |\n|---|{'---|' * len(columns)}\n"
+        for row in rows:
+            yield f"| {row['journey']} | {' | '.join(_verdicts(row, step) for step in columns)} |\n"
+
+
+def _verdicts(row: dict[str, Any], step: str) -> str:
+    said = dict.fromkeys(verdict for taken, verdict in row["steps"] if taken == step)
+    return ", ".join(re.sub(r"[A-Z_]{2,}", r"`\g<0>`", verdict) for verdict in said)
+
+
 PARTS: dict[str, Callable[[], Iterator[str]]] = {
     "commands": commands,
     "codes": codes,
@@ -246,6 +269,7 @@ PARTS: dict[str, Callable[[], Iterator[str]]] = {
     "dialects": known_dialects,
     "model_types": model_types,
     "oracles": oracles,
+    "journeys": journeys,
     "besides": besides,
     "documents": documents,
     "promises": promises,

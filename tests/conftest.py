@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.journeys import OPTION as JOURNEYS
 from tests.memory_meter import OPTION as MEMORY
 from tests.memory_meter import MemoryMeter
 from tests.sampled import leave_to_oracle
@@ -74,9 +75,10 @@ _AFTER_MULTIPROCESSING = -200
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add what `make check` and `make test` ask for."""
+    """Add what `make check`, `make test` and `make journeys` ask for."""
     parser.addoption(EXAMPLES, type=int, metavar="N", help="try each property on at most N examples")
     parser.addoption(QUICK, action="store_true", help="only test files that start nothing and import no frameworks")
+    parser.addoption(JOURNEYS, metavar="DIR", help="write what journeys note into this folder")
     parser.addoption(MEMORY, type=float, metavar="GB", help="say what is used at most; fail above it")
 
 
