@@ -42,8 +42,8 @@ SAFETENSORS = Format(
 )
 
 _TORCH_FILES = (".bin", ".pt", ".pth")
-_NO_WEIGHTS = r"(training_args|optimizer|scheduler|scaler|rng_state(_\d+)?)\.(bin|pt|pth)"
-"""What a transformers Trainer keeps beside the weights."""
+_NO_WEIGHTS = r"(training_args|(optimizer|scheduler|scaler|sampler|dl_state_dict|rng_state)(_\d+)?)\.(bin|pt|pth)"
+"""What transformers' Trainer and accelerate keep beside the weights."""
 TORCH = Format(
     name="torch",
     title="a torch checkpoint",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transaxle.arguments import Weights
 from transaxle.errors import LONGEST_NAME, Refusal, TransaxleError, Where, gathered, refuse
-from transaxle.formats.builtin_formats import DCP, DCP_DATA, DCP_METADATA, SAFETENSORS
+from transaxle.formats.builtin_formats import DCP, DCP_DATA, DCP_METADATA, SAFETENSORS, TORCH
 from transaxle.formats.catalog.catalog import Container
 from transaxle.formats.catalog.checksums import witnessed
 from transaxle.formats.catalog.sidecar_files import MANIFEST, SCRATCH, STATE_FOLDER
@@ -26,9 +26,11 @@ from transaxle.formats.newest_step import check_newest, listed
 from transaxle.formats.registry import builtin, every_format, find, installed, one_file_ends, unknown, unread_end
 from transaxle.formats.staging.location import storage_at
 from transaxle.formats.storage.storage import Storage, is_url, too_long
+from transaxle.formats.storage.sub_folder import SubFolder
 
 if TYPE_CHECKING:
     from transaxle.formats.deepspeed.table_cuts import Cutter
+    from transaxle.formats.step_parts import Naming
 
 _SHARD = re.compile(r".*-(\d+)-of-(\d+)")
 _META = "consolidated"
@@ -45,6 +47,8 @@ _ORIGIN = "Give the checkpoint that it was made from, or save its tensors as saf
 _WRITTEN_AS = re.compile(rb'\{\s*"transaxle":\s*\d+,\s*"format":\s*"([A-Za-z0-9_.+-]{1,100})"')
 """How our manifests begin: the rest, which may be long, is not read."""
 _LONGEST_BEGINNING = 512
+_PART = re.compile(r"\.hf_metadata|model|optim|pytorch_model_fsdp_\d+|optimizer_\d+|optimizer(?:_\d+)?\.(?:pt|bin)")
+"""Files and folders of step folders of parts, see `step_parts`."""
 _WEIGHTS = "weights"
 """What readers take of formats that may hold weights twice."""
 
@@ -67,6 +71,7 @@ def open_container(
     *,
     average: bool = False,
     lenient: bool = False,
+    naming: Naming | None = None,
 ) -> Container:
     """Open the checkpoint that a path denotes: a folder, an index or a tensor file.
 
@@ -75,9 +80,10 @@ def open_container(
         format: consider this format only.
         weights: of a format that holds them twice, which weights; None: those that an optimizer keeps.
         cutter: says how ranks cut parameters where the checkpoint does not.
-        optimizer: whether its state is wanted, for formats that may not know it; None: if it is known.
+        optimizer: whether its state is wanted; None: if it is known.
         average: whether replicas that differ are to be averaged, which only formats of ranks have.
         lenient: open a format that has no choice of weights, and no replicas, all the same.
+        naming: names the parameters of an optimizer that numbers them, where its state is wanted.
 
     Raises:
         UsageError: AMBIGUOUS if there are two candidates at the step that decides, or no such format.
@@ -92,10 +98,12 @@ def open_container(
     asked = () if lenient else _asked(weights, average=average)
     storage = storage_at(path)
     try:
-        return _open(storage, wanted, {name: option for name, option in options.items() if option is not None}, asked)
+        given = {name: option for name, option in options.items() if option is not None}
+        container = _open(storage, path, _Wanted(wanted, given, asked, naming if optimizer else None))
     except BaseException:
         storage.close()
         raise
+    return witnessed(container) if container.checksums else container
 
 
 def has_choices(format: str) -> bool:  # noqa: A002 - as above
@@ -111,39 +119,82 @@ def _asked(weights: Weights | None, *, average: bool) -> tuple[tuple[str, str], 
     return (*([precision] if weights is not None else []), *([replicas] if average else []))
 
 
-def _open(
-    storage: Storage, wanted: Format | None, options: dict[str, Any], asked: Sequence[tuple[str, str]]
-) -> Container:
+class _Wanted(NamedTuple):
+    """What is asked of a place."""
+
+    kind: Format | None = None
+    """The only format that is considered; None: all."""
+    options: Mapping[str, Any] = {}
+    """Options of readers."""
+    asked: Sequence[tuple[str, str]] = ()
+    """Why what is asked for cannot be had of most formats, and what to do."""
+    naming: Naming | None = None
+    """Names numbered parameters."""
+
+
+def _open(storage: Storage, path: str, wanted: _Wanted) -> Container:
     folder = _folder(storage)
-    if SCRATCH in folder.folders or (storage.single and _unfinished_around(storage.path)):
+    if SCRATCH in folder.folders or (storage.single and _unfinished_around(path)):
         message = "a run that was killed, or is still at work, has not written all of this: the rest is zeros"
         hint = "Continue it with --resume and its other options, or remove it with transaxle clean."
-        raise refuse("INCOMPLETE", message, file=storage.path, hint=hint)
-    matches = _first_matches(folder, wanted)
-    if not matches and storage.single and wanted and wanted.one_file:
-        matches = [_Match(wanted, None, storage.single)]
+        raise refuse("INCOMPLETE", message, file=path, hint=hint)
+    matches = _first_matches(folder, wanted.kind)
+    if not matches and storage.single and wanted.kind and wanted.kind.one_file:
+        matches = [_Match(wanted.kind, None, storage.single)]
+    if not storage.single and _may_have_parts(folder):
+        return _open_parts(folder, path, matches, wanted)
     if not matches:
-        raise _nothing(folder, wanted)
+        raise _nothing(folder, wanted.kind)
+    return _of_match(storage, folder, path, matches, wanted)
+
+
+def _may_have_parts(folder: Folder) -> bool:
+    """Tell whether a folder may be a step folder of parts, see `step_parts`."""
+    return any(map(_PART.fullmatch, (*folder.names, *folder.folders)))
+
+
+def _open_parts(folder: Folder, path: str, matches: Sequence[_Match], wanted: _Wanted) -> Container:
+    """Open a step folder of parts, see `step_parts`; also a folder with names like those of parts, and without any."""
+    from transaxle.formats.step_parts import in_part, weights_folders, with_model_files, with_parts
+
+    parts = [] if matches else weights_folders(folder)
+    if len(parts) > 1:
+        raise _several(path, [_Match(DCP, None, part) for part in parts])
+    if not matches and not parts:
+        raise _nothing(folder, wanted.kind)
+
+    def open_part(member: str) -> Container:
+        if member in folder.names:
+            return TORCH.open(None, folder.storage, path, member)
+        asked = wanted if member in parts else _Wanted()
+        return in_part(member, path, lambda: _open(SubFolder(folder.storage, member), path, asked))
+
+    part = parts[0] if parts else None
+    weights = open_part(part) if part else _of_match(with_model_files(folder), folder, path, matches, wanted)
+    without_state = wanted.options.get("optimizer") is False
+    return with_parts(weights, folder, part, open_part, wanted.naming, without_state=without_state)
+
+
+def _of_match(storage: Storage, folder: Folder, path: str, matches: Sequence[_Match], wanted: _Wanted) -> Container:
+    """Open the checkpoint that clues have found in a place."""
     if len(matches) > 1:
-        raise _several(storage.path, matches)
+        raise _several(path, matches)
     kind, clue, member = matches[0]
     shard = None if clue is not None and clue.all_shards else _shard(member)
     if shard and int(shard[2]) > 1 and not storage.single:
         message = f"this is shard {int(shard[1])} of {int(shard[2])}; the other shards and their index are missing"
         raise refuse("INCOMPLETE", message, file=member, hint="To read this shard alone, give the file itself.")
-    if asked and _WEIGHTS not in kind.reader_takes:
-        where = Where(storage.path)
-        raise gathered(Refusal("UNSUPPORTED", message.format(kind.title), where, hint) for message, hint in asked)
+    if wanted.asked and _WEIGHTS not in kind.reader_takes:
+        where = Where(path)
+        raise gathered(Refusal("UNSUPPORTED", each.format(kind.title), where, hint) for each, hint in wanted.asked)
     if kind.newest in folder.names:
         check_newest(folder, kind.newest)
-    taken = {name: option for name, option in options.items() if name in kind.reader_takes}
-    container = kind.open(clue, storage, storage.path, member, **taken)
+    taken = {name: option for name, option in wanted.options.items() if name in kind.reader_takes}
+    container = kind.open(clue, storage, path, member, **taken)
     if kind.package:
         from transaxle.formats.package_checks import check_container
 
         check_container(kind, container, member)
-    if container.checksums:
-        container = witnessed(container)
     long = [name for name in container.entries if len(name) > LONGEST_NAME]
     if long:
         raise gathered(Refusal(*too_long(name), Where(member, name)) for name in long)
@@ -316,10 +367,18 @@ def _is_checkpoint(path: str) -> bool:
         storage.close()
 
 
+def _weights_folders(folder: Folder) -> list[str]:
+    if not _may_have_parts(folder):
+        return []
+    from transaxle.formats.step_parts import weights_folders
+
+    return weights_folders(folder)
+
+
 def _holds_one(storage: Storage, inside: str, wanted: Format | None) -> bool:
     """Tell whether a sub-folder looks like a checkpoint; one that cannot be looked at does not."""
     try:
         folder = _folder(storage, inside)
-        return SCRATCH not in folder.folders and bool(_first_matches(folder, wanted))
+        return SCRATCH not in folder.folders and bool(_first_matches(folder, wanted) or _weights_folders(folder))
     except TransaxleError:
         return False

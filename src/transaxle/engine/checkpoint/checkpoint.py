@@ -46,10 +46,11 @@ from transaxle.engine.views.encoded import Catalog, View, describes_tensors, not
 from transaxle.engine.views.name_filter import chosen
 from transaxle.engine.views.param_groups import regrouped
 from transaxle.engine.views.swizzled_scales import ordering
-from transaxle.errors import Refusal, TransaxleError, gathered, refuse
+from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
 from transaxle.formats.catalog.catalog import Container
 from transaxle.formats.detect import open_container, part_of_ranks
 from transaxle.formats.format import uncollected
+from transaxle.formats.shards import has_state
 from transaxle.formats.storage.storage import Storage, close, is_closed
 from transaxle.formats.training_state.state import LEFT_BEHIND, OPTIMIZER
 from transaxle.formats.training_state.state_groups import GROUPS
@@ -58,7 +59,7 @@ from transaxle.spans import stage
 LACKING = frozenset({"MISSING_TENSOR", "INCOMPLETE"})
 """Codes of the refusals that say only that tensors are missing."""
 _UNRECOGNISED = frozenset({"UNKNOWN_FAMILY", "AMBIGUOUS"})
-__all__ = ["LACKING", "Checkpoint", "CheckpointLike", "StoredTensor", "open_checkpoint", "opened"]
+__all__ = ["LACKING", "Checkpoint", "CheckpointLike", "StoredTensor", "open_checkpoint", "opened", "stateless"]
 
 
 class Checkpoint(TensorSet):
@@ -297,6 +298,11 @@ class Checkpoint(TensorSet):
         container = replace(self.container.without(state), metadata=metadata, unread=())
         return Checkpoint(container, self.settings, None, None, self.undecoded)
 
+    @property
+    def has_state(self) -> bool:
+        """Whether it holds anything of an optimizer: state, or only settings, as of one that has made no step."""
+        return has_state(self.container.entries) or GROUPS in self.container.metadata
+
     def decode(self, to: str, only: Sequence[str] = (), skip: Sequence[str] = ()) -> Checkpoint:
         """Return a view in which encoded tensors are plain; they are decoded when they are read.
 
@@ -465,6 +471,13 @@ def _cut(said: Settings, storage: Storage, names: Sequence[str], config: Mapping
     return cutter(said)(storage, names, config or {})
 
 
+def _named(said: Settings, weights: Container, state: Container) -> Mapping[str, str]:
+    """Name an optimizer's numbered parameters; what that takes is imported when a checkpoint asks."""
+    from transaxle.engine.checkpoint.numbered_parameters import names_by_number
+
+    return names_by_number(weights, state, said.config)
+
+
 @uncollected()
 @stage("open")
 def open_checkpoint(
@@ -486,14 +499,16 @@ def open_checkpoint(
         dtype: `bf16`, `fp16` or `fp32`: plain floating-point tensors are cast when they are read.
         only: patterns of the names to be decoded or cast.
         skip: patterns of names that stay as they are.
-        lenient: decode what is encoded, and choose weights, if anything is: one of two may have no choice.
+        lenient: decode what is encoded, choose weights and take an optimizer's state, if there are any: one of two
+            may have none.
         merge: path of a LoRA adapter that is merged into the weights when they are read.
         **options: those of `settings`.
 
     Raises:
         TypeError: an argument of a type that it cannot have.
         StorageError: IO where it is missing or unreadable.
-        Refused: CORRUPT, INCOMPLETE, UNSUPPORTED …: every problem of its files.
+        Refused: CORRUPT, INCOMPLETE, UNSUPPORTED …: every problem of its files; MISSING_TENSOR where the optimizer's
+            state is asked for, and there is none.
     """
     decode, dtype = read_float_type("decode", decode), read_float_type("dtype", dtype)
     only, skip = read_patterns("only", only), read_patterns("skip", skip)
@@ -504,7 +519,8 @@ def open_checkpoint(
     source = read_path("path", path)
     user_settings = settings(**options)
     wanted = user_settings.format, user_settings.weights, partial(_cut, user_settings), user_settings.optimizer
-    container = hashed(open_container(source, *wanted, average=user_settings.average, lenient=lenient))
+    naming = partial(_named, user_settings)
+    container = hashed(open_container(source, *wanted, average=user_settings.average, lenient=lenient, naming=naming))
     if describes_tensors(container.metadata):
         container = ordering(container)
     if user_settings.average:
@@ -518,6 +534,8 @@ def open_checkpoint(
     how = Reopening(place, {**said, "rules": rules, "lenient": lenient}, rules=table(rules) if rules else None)
     if user_settings.optimizer is False:
         checkpoint = checkpoint.without_optimizer()
+    elif user_settings.optimizer and not lenient and not checkpoint.has_state:
+        raise stateless(checkpoint)
     if merge is not None:
         return checkpoint.merge(merge)
     if dtype is not None:
@@ -526,6 +544,14 @@ def open_checkpoint(
         checkpoint = checkpoint.decode(decode, only, skip)
     checkpoint.reopening = how
     return checkpoint
+
+
+def stateless(checkpoint: Checkpoint) -> TransaxleError:
+    """Return the refusal of a checkpoint without an optimizer's state, where that is asked for."""
+    message = "there is no optimizer state to take, which --optimizer (optimizer=) asks for"
+    hint = "For the model alone, omit --optimizer (optimizer=)."
+    absent = Refusal("MISSING_TENSOR", message, Where(checkpoint.path), hint)
+    return gathered(checkpoint.container.unread or [absent])
 
 
 @contextmanager

@@ -9,12 +9,11 @@ from transaxle.encodings.conventions.scheme import SECTION
 from transaxle.engine.checkpoint.settings import stored_config
 from transaxle.errors import refuse
 from transaxle.formats.catalog.catalog import Container
+from transaxle.formats.catalog.sidecar_files import ADAPTER_CONFIG
 
 if TYPE_CHECKING:
     from transaxle.engine.adapters.converting import Express
 
-ADAPTER_CONFIG = "adapter_config.json"
-"""peft's description of an adapter."""
 ADAPTED = "base_model."
 """How the names of its tensors begin."""
 ADAPTER_STEM = "adapter_model"

@@ -18,13 +18,14 @@ from transaxle.axes.notation.name import skeleton
 from transaxle.encodings.conventions.quantization import MODELOPT_CONFIG
 from transaxle.encodings.encoding import Encoded
 from transaxle.engine.checkpoint.manifest import Manifest, read_manifest
-from transaxle.engine.checkpoint.peft_adapter import ADAPTED, ADAPTER_CONFIG, adapter_config, check_model
+from transaxle.engine.checkpoint.peft_adapter import ADAPTED, adapter_config, check_model
 from transaxle.engine.checkpoint.settings import CONFIG, Settings, stored_config
 from transaxle.engine.views.encoded import Catalog, catalog
 from transaxle.errors import TransaxleError, refuse
 from transaxle.families import Families, is_dialect
 from transaxle.formats.builtin_formats import CALLED
 from transaxle.formats.catalog.catalog import Container
+from transaxle.formats.catalog.sidecar_files import ADAPTER_CONFIG
 
 IDENTITY = "identity"
 """The dialect of every checkpoint: each tensor under its own name."""

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from transaxle.engine.checkpoint.checkpoint import Checkpoint, CheckpointLike, opened
+from transaxle.engine.checkpoint.checkpoint import Checkpoint, CheckpointLike, opened, stateless
 from transaxle.engine.views.encoded import nothing_encoded
 from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
 from transaxle.formats.detect import has_choices
@@ -58,7 +58,7 @@ def _placed(refusal: Refusal, path: Path) -> Refusal:
 def opened_pair(
     a: CheckpointLike, b: CheckpointLike, reading: Mapping[str, Any]
 ) -> Iterator[tuple[Checkpoint, Checkpoint]]:
-    """Give two checkpoints; one of them may have nothing to decode, nor weights to choose.
+    """Give two checkpoints; one of them may have nothing to decode, no weights to choose, and no optimizer state.
 
     Args:
         a: a path, or an opened checkpoint.
@@ -67,7 +67,8 @@ def opened_pair(
 
     Raises:
         TypeError: there are options, and `a` and `b` are both open already.
-        Refused: UNSUPPORTED where neither stores weights twice, and some are chosen.
+        Refused: UNSUPPORTED where neither stores weights twice, and some are chosen; MISSING_TENSOR where neither has
+            the optimizer's state that is asked for.
         UsageError: AMBIGUOUS where tensors are to be decoded, and neither has anything encoded.
         TransaxleError: what `open_checkpoint` raises.
     """
@@ -75,7 +76,8 @@ def opened_pair(
     first: Mapping[str, Any] = {} if isinstance(a, Checkpoint) and not isinstance(b, Checkpoint) else reading
     second: Mapping[str, Any] = {} if isinstance(b, Checkpoint) else of_second(reading)
     chosen = {name for name in _OF_ONE if reading.get(name)}
-    if chosen:
+    with_state = reading.get("optimizer") is True
+    if chosen or with_state:
         first, second = ({**options, "lenient": True} if options else options for options in (first, second))
     with ExitStack() as stack:
         one, two = (
@@ -87,6 +89,8 @@ def opened_pair(
         ):
             message = f"both store their weights once: {', '.join(sorted(chosen - {'decode'}))} has nothing to choose"
             raise refuse("UNSUPPORTED", message, hint="Omit --weights and --average-replicas (weights=, average=).")
+        if with_state and not (one.has_state or two.has_state):
+            raise stateless(one)
         if decode is not None and not (one.decoded or two.decoded):
             raise nothing_encoded(decode)
         yield one, two

@@ -35,6 +35,8 @@ from transaxle.spans import stage
 
 _SHOWN = 3
 """Problems that a printed verification shows."""
+_NO_DAMAGE = frozenset({"UNSUPPORTED", "UNSAFE_PICKLE"})
+"""Codes of optimizer state that is not read, whether or not it is intact."""
 _WELL = {"manifest": "intact", "digests": "intact"}
 _AGAIN = "Copy the file again from where it is intact, or write the checkpoint again."
 
@@ -159,7 +161,7 @@ def verify(checkpoint: Checkpoint, limit: Limits | None = None, progress: Progre
     container, limit = stored.container, limit or limits()
     manifest = load(container)
     recorded: Mapping[str, TensorRecord] = {}
-    problems: list[Refusal] = []
+    problems = [refusal for refusal in container.unread if refusal.code not in _NO_DAMAGE]
     extra: tuple[str, ...] = ()
     if manifest is not None:
         recorded = manifest.tensors

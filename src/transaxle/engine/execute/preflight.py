@@ -21,12 +21,12 @@ import msgspec
 from transaxle.arguments import Overwrite
 from transaxle.encodings.error import Error
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
-from transaxle.engine.checkpoint.peft_adapter import ADAPTER_CONFIG
 from transaxle.engine.checkpoint.source_hashes import hold, problems_of
 from transaxle.engine.plan.conversion import Prepared
 from transaxle.engine.views.cast import CastStorage
 from transaxle.errors import Refusal, TransaxleError, UsageError, Where, gathered
 from transaxle.formats.catalog.catalog import Container
+from transaxle.formats.catalog.sidecar_files import ADAPTER_CONFIG
 from transaxle.formats.detect import open_container
 from transaxle.formats.parts.shared_location import shared_staging_at
 from transaxle.formats.registry import is_one_file

@@ -59,6 +59,12 @@ class NumbersInMemory(Overlay):
         self._numbers += data
         return extent
 
+    def add_all(self, other: NumbersInMemory) -> int:
+        """Keep the numbers of another storage, too, and return where the first of them is."""
+        start = len(self._numbers)
+        self._numbers += other._numbers
+        return start
+
     def size(self, name: str) -> int:
         """See `Storage`."""
         return len(self._numbers) if name == NUMBERS else super().size(name)

@@ -23,6 +23,8 @@ SCRATCH = ".transaxle"
 STATE_FOLDER = "optimizer"
 """Folder for the optimizer's state: a framework that loads a model reads the files beside its config."""
 _CONFIG = "config.json"
+ADAPTER_CONFIG = "adapter_config.json"
+"""peft's description of an adapter."""
 _MODEL_FILES = (
     _CONFIG, "generation_config.json", "tokenizer", "special_tokens_map.json", "added_tokens.json", "vocab.",
     "merges.txt", "chat_template", "preprocessor_config.json", "processor_config.json",
@@ -40,9 +42,14 @@ def is_for_people(name: str) -> bool:
     return name.lower().endswith(_DOCUMENTS)
 
 
+def is_of_model(name: str) -> bool:
+    """Tell whether a small file is a model's own: its config, its tokenizer."""
+    return name.startswith(_MODEL_FILES)
+
+
 def tells_of_use(name: str) -> bool:
     """Tell whether a file only says how to use a model: a tokenizer, a template, a text. No tensor depends on it."""
-    return name != _CONFIG and (is_for_people(name) or name.startswith(_MODEL_FILES))
+    return name != _CONFIG and (is_for_people(name) or is_of_model(name))
 
 
 class SidecarFiles(msgspec.Struct, frozen=True):
@@ -71,9 +78,9 @@ def sort_sidecars(storage: Storage, files: Collection[str], *, of_run: bool = Fa
         raise gathered([listing.special[_CONFIG]])
     others = [name for name in listing.names if name not in files and name != MANIFEST]
     if storage.single:
-        return SidecarFiles(tuple(name for name in others if name.startswith(_MODEL_FILES)), ())
+        return SidecarFiles(tuple(filter(is_of_model, others)), ())
     own = tuple(name for name in others if not _left_alone(name))
-    carried = tuple(name for name in own if name.startswith(_MODEL_FILES)) if of_run else own
+    carried = tuple(filter(is_of_model, own)) if of_run else own
     used = {file.partition("/")[0] for file in files if "/" in file}
     folders = tuple(f"{name}/" for name in listing.folders if name not in used)
     ignored = [*(name for name in others if name not in carried), *listing.special, *folders]

@@ -97,7 +97,8 @@ def load(
         extra: other objects to restore, by name: objects with `load_state_dict` receive their states, and the report
             returns the states of the other names. A state that differs between ranks needs the same number of ranks as
             at the save.
-        strict: refuse names that only one side has; otherwise the report lists them.
+        strict: refuse names that only one side has, and a source without state for `optimizer`; otherwise the report
+            lists them.
         device: device for plain meta tensors; None: the current GPU, or the CPU if there is none.
         group: the ranks that load together, a process group or a mesh of one dim; None: all.
         **options: `family` (None: recognised), `dialect` (of the model's names; None: recognised), `config` (for a
@@ -116,7 +117,7 @@ def load(
         check_keywords("load", options, Loading.__annotations__)
         request, meta_device = _request(state, optimizer, extra, options, strict=strict), read_device("device", device)
     world.require_alike(_alike(request, options))
-    with opened(src, options, world) as source:
+    with opened(src, options, world, with_state=optimizer is not None) as source:
         checkpoint, counter = counted(source, request.decode)
         with clock.stage("plan"):
             plan = plan_load(request, checkpoint, world)

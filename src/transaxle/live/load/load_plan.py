@@ -36,16 +36,19 @@ from transaxle.live.training.group_options import misordered, settings_for, unli
 from transaxle.live.training.optimizer_state import (
     by_name,
     doubled,
+    lacking_state,
     of_another_kind,
     other_names,
     rooms_for,
-    taken_away,
     unrestored,
     untrained,
 )
 from transaxle.live.training.optimizers import AnyOptimizer, Optimizers
 from transaxle.live.training.state_beside import Beside
 from transaxle.live.transport.world import World
+
+_OPTIMIZER = "optimizer"
+"""What a report calls an optimizer of which the source has nothing."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +156,7 @@ def plan_load(request: LoadRequest, checkpoint: Checkpoint, world: World) -> Loa
         problems = [*match.problems, *beside.problems, *own.kept, *unloadable_modules]
         if request.strict:
             problems += [*_left_over(checkpoint, model, match, names), *left_out(names.omitted), *beside.lacking]
-            problems += [] if optimizer.optimizers is None else taken_away(checkpoint)
+            problems += [] if optimizer.optimizers is None else lacking_state(checkpoint)
         filled_by_modules = reached(own.islands, source.stored.keys() | names.tied) if own.islands else set[str]()
         if _is_on_meta(request.state, own):
             problems += unloadable(request.state, source.stored.keys() | names.tied | filled_by_modules)
@@ -334,11 +337,12 @@ def _matched(
         seen.config.get("vocab_size"),
     )
     problems += _scales_alone(seen, model.targets, source.stored) if request.dtype is not None else ()
+    nothing = (_OPTIMIZER,) if with_state and not checkpoint.has_state else ()
     copies = {second for _, second in names.same_state}
     expected = names.others | copies | source.quantized.gone | checkpoint.container.beside
     return _Match(
         [*problems, *source.quantized.problems],
-        (*missing, *model.optimizer.unrestored, *sorted(names.omitted)),
+        (*missing, *model.optimizer.unrestored, *sorted(names.omitted), *nothing),
         tuple(name for name in unexpected if name not in expected),
     )
 
@@ -357,7 +361,7 @@ def _scales_alone(seen: Checkpoint, wanted: Census, stored: Mapping[str, StoredT
 def _left_over(checkpoint: Checkpoint, model: _Model, match: _Match, names: _SharedNames) -> list[Refusal]:
     """Return a refusal for each name that only one side has."""
     unused = [name for name in checkpoint if name not in model.targets]
-    missing = [name for name in match.missing if name not in names.omitted]
+    missing = [name for name in match.missing if name not in {*names.omitted, _OPTIMIZER}]
     return unmatched(missing, match.unexpected, unused)
 
 

@@ -31,13 +31,14 @@ _OF_OPEN = ("axes", "config", "rules")
 
 
 @contextmanager
-def opened(src: CheckpointLike, options: Mapping[str, Any], world: World) -> Iterator[Checkpoint]:
+def opened(src: CheckpointLike, options: Mapping[str, Any], world: World, *, with_state: bool) -> Iterator[Checkpoint]:
     """Give the source; one that is opened here is closed again, the caller's own is not. Collective.
 
     Args:
         src: as `load` takes it.
         options: those of `load`, of which some are for opening it.
         world: the ranks.
+        with_state: whether the optimizer's state is wanted, if there is any.
 
     Raises:
         TypeError: there are options for a source that is open already.
@@ -55,7 +56,8 @@ def opened(src: CheckpointLike, options: Mapping[str, Any], world: World) -> Ite
         return
     reading: dict[str, Any] = {name: options.get(name) for name in _OF_OPEN}
     with world.together():
-        checkpoint = open_checkpoint(read_source("src", src), **reading)
+        state: dict[str, Any] = {"optimizer": True, "lenient": True} if with_state else {}
+        checkpoint = open_checkpoint(read_source("src", src), **reading, **state)
     with checkpoint:
         if world.size > 1:
             refuse_different(checkpoint, world)

@@ -38,7 +38,8 @@ class LoadReport:
     converted: tuple[Conversion, ...]
     """Tensors whose values were decoded or cast (`decode`, `dtype`), and whether any was rounded."""
     missing: tuple[str, ...]
-    """Names of the model that the source lacks (`strict=False`); their values are unchanged."""
+    """Names of the model that the source lacks (`strict=False`), and `optimizer` if it has nothing of one; their values
+    are unchanged."""
     unexpected: tuple[str, ...]
     """Names of the source that the model lacks (`strict=False`)."""
     untouched: tuple[str, ...] = ()

@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from transaxle.axes.layout.bind import join_slot, split_slot
-from transaxle.engine.checkpoint.checkpoint import Checkpoint, StoredTensor
+from transaxle.engine.checkpoint.checkpoint import Checkpoint, StoredTensor, stateless
 from transaxle.errors import Refusal, Where, gathered, refuse
 from transaxle.formats.catalog.sidecar_files import STATE_FOLDER
 from transaxle.live.derived.settle import unnamed
@@ -168,20 +168,16 @@ def of_another_kind(
     return problems
 
 
-def taken_away(checkpoint: Checkpoint) -> list[Refusal]:
-    """Refuse a source that was written with an optimizer's state that cannot be read, or whose files are missing now.
-
-    One that never had any is a model, from which a new optimizer starts.
-    """
-    container, manifest = checkpoint.container, checkpoint.manifest
-    if container.unread:
-        return list(container.unread)
-    if manifest is None or any(split_slot(name)[1] for name in (*container.entries, *container.left)):
-        return []
+def lacking_state(checkpoint: Checkpoint) -> list[Refusal]:
+    """Refuse a source that has nothing of an optimizer, or was written with its state in files that are missing now."""
+    if checkpoint.has_state:
+        return list(checkpoint.container.unread)
+    manifest = checkpoint.manifest
     message = "the checkpoint lists this file, but it is missing"
     hint = "Copy the file. To load only the model, use strict=False or omit optimizer=."
-    files = [file for file in manifest.files if file.startswith(f"{STATE_FOLDER}/")]
-    return [Refusal("INCOMPLETE", message, Where(file), hint) for file in files]
+    files = [file for file in (manifest.files if manifest else ()) if file.startswith(f"{STATE_FOLDER}/")]
+    missing = [Refusal("INCOMPLETE", message, Where(file), hint) for file in files]
+    return missing or list(stateless(checkpoint).refusals)
 
 
 def other_names(named: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> dict[str, str]:

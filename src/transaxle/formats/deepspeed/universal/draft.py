@@ -38,6 +38,11 @@ _LONGEST = 255
 _UNNAMED = "#"
 _RATE = "lr"
 _SIZE = Global("torch", "Size")
+_NEW_OPTIMIZER = (
+    "there is no optimizer state: DeepSpeed begins with a new optimizer at ZeRO-1 and 2, and fails at ZeRO-3, where "
+    "the weights are to be loaded before deepspeed.initialize (tx.load)"
+)
+"""What DeepSpeed 0.19.8 does with weights alone; it says nothing."""
 _WEIGHTS_ALONE = "Leave out the optimizer: --no-optimizer, or optimizer=False."
 
 
@@ -96,7 +101,8 @@ def draft(
         files[file] = sum(map(len, data))
         fragments.extend(_fragments_of(file, data))
     trained = any(parameter != spec.name for spec, parameter, _ in places.values())
-    return Draft(keys.UNIVERSAL, entries, files, tuple(fragments), notes=_notes(facts) if trained else ())
+    notes = _notes(facts) if trained else (_NEW_OPTIMIZER,)
+    return Draft(keys.UNIVERSAL, entries, files, tuple(fragments), notes=notes)
 
 
 def _notes(facts: Mapping[str, Any]) -> tuple[str, ...]:

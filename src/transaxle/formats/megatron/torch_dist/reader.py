@@ -20,7 +20,7 @@ from transaxle.axes.layout.bind import split_slot
 from transaxle.errors import Refusal, TransaxleError, Where, refuse
 from transaxle.formats.builtin_formats import MEGATRON_TRACKER, TORCH_DIST
 from transaxle.formats.catalog.catalog import Container, Entry, Extent
-from transaxle.formats.catalog.inline import NUMBERS, NumbersInMemory, number
+from transaxle.formats.catalog.inline import NumbersInMemory, number
 from transaxle.formats.catalog.sidecar_files import sort_sidecars
 from transaxle.formats.dcp.metadata import Payload, SavedChunk, SavedItem
 from transaxle.formats.dcp.reader import Conventions, metadata_files, read_folder
@@ -49,6 +49,7 @@ from transaxle.formats.megatron.torch_dist.fsdp_names import (
 from transaxle.formats.megatron.torch_dist.group_settings import with_groups, with_settings
 from transaxle.formats.megatron.torch_dist.numbered_layers import with_numbered_layers
 from transaxle.formats.pickled.descriptors import TensorRef
+from transaxle.formats.step_parts import moved_out
 from transaxle.formats.storage.storage import Storage, layer
 from transaxle.formats.storage.sub_folder import SubFolder
 from transaxle.formats.torch_file.saved import read_saved
@@ -108,7 +109,7 @@ def open_torch_dist(storage: Storage, path: str, member: str, weights: Weights |
         container = with_full_precision(container, strict=True)
     container = with_groups(_with_steps(container, state), state)
     if isinstance(files, SubFolder):
-        container = _outside(container, files)
+        container = moved_out(container, files.below, NumbersInMemory(files.below))
     return _with_sidecars(container)
 
 
@@ -261,28 +262,6 @@ def _without_unknown(container: Container) -> Container:
     refusal = Refusal("UNSUPPORTED", message, Where(container.path, unknown[0]), LEAVE_OUT)
     entries = {name: entry for name, entry in container.entries.items() if name not in set(unknown)}
     return replace(container, entries=entries, unread=(*container.unread, refusal))
-
-
-def _outside(container: Container, inside: SubFolder) -> Container:
-    """Return a container of a sub-folder as one of the folder around it: its files have their path there."""
-    named = {name: inside.named(name) for name in container.files} | {NUMBERS: NUMBERS}
-
-    def placed(entry: Entry) -> Entry:
-        extents = [
-            Extent(each.start, each.shape, named[each.file], each.offset, each.strides) for each in entry.extents
-        ]
-        return Entry(entry.name, entry.dtype, entry.shape, tuple(extents))
-
-    inline = layer(container.storage, NumbersInMemory)
-    assert inline is not None
-    return replace(
-        container,
-        storage=inline.over(inside.below),
-        entries={name: placed(entry) for name, entry in container.entries.items()},
-        files={inside.named(name): size for name, size in container.files.items()},
-        checksums=tuple(replace(each, file=inside.named(each.file)) for each in container.checksums),
-        twins=tuple(replace(twin, first=placed(twin.first), second=placed(twin.second)) for twin in container.twins),
-    )
 
 
 def _with_sidecars(container: Container) -> Container:

@@ -1,0 +1,202 @@
+"""Names of the parameters that torch's `optimizer.state_dict()` numbers, as far as they can be proved.
+
+    model.safetensors  optimizer.pt     transformers' Trainer in one process: weights with decay, then those without
+    model.safetensors  optimizer.bin    accelerate: the groups that the script makes
+
+Each group numbers its parameters in the order in which the model registers them, and whoever makes groups goes through
+`model.named_parameters()`. That order is in a torch file of the weights; otherwise it is that of transformers' model of
+the config, built without memory. The numbers have names where the parameters can be dealt to the groups in one way
+only, going by the sizes of the groups and by the shapes of all their state, or where Trainer's own rule deals them so.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from transaxle.axes.layout.bind import split_slot
+from transaxle.engine.checkpoint.settings import CONFIG, stored_config
+from transaxle.errors import Refusal, Where, gathered
+from transaxle.formats.builtin_formats import TORCH
+from transaxle.formats.catalog.catalog import Container
+from transaxle.formats.dtype import Shape
+from transaxle.formats.torch_file.reader import TIES
+from transaxle.formats.training_state.state_groups import GROUPS, PARAMS
+
+_TRAINER = "trainer_state.json"
+"""File beside the weights that Trainer writes."""
+_DECAY = "weight_decay"
+_STEP = "step"
+_MOST_STATES = 20_000
+"""Cap on the ways to deal a first part of the parameters that are followed at once."""
+_HINT = (
+    "Save the state by name from the program that trains: tx.save(model, FOLDER, to=…, optimizer=optimizer). "
+    "To do without it: --no-optimizer (optimizer=False)."
+)
+
+
+class _UnprovedError(Exception):
+    """Why it is not known which parameter has which number."""
+
+
+def names_by_number(weights: Container, state: Container, config: Mapping[str, Any] | None) -> dict[str, str]:
+    """Return the names of an optimizer's numbered parameters, `#0` -> name.
+
+    torch and transformers are imported if the order of the model's parameters is not in the weights' files.
+
+    Args:
+        weights: the model that the optimizer trains.
+        state: its state, and the settings of its groups.
+        config: of the model; None: that beside the weights.
+
+    Raises:
+        Refused: UNSUPPORTED where the names cannot be proved.
+    """
+    try:
+        return _proved(weights, state, config)
+    except _UnprovedError as error:
+        (file, *_) = state.files
+        message = f"the optimizer numbers its parameters, and it cannot be proved which is which: {error}"
+        raise gathered([Refusal("UNSUPPORTED", message, Where(file), _HINT)]) from None
+
+
+def _proved(weights: Container, state: Container, config: Mapping[str, Any] | None) -> dict[str, str]:
+    groups = [list(group[PARAMS]) for group in state.metadata.get(GROUPS, ())]
+    numbers = [number for group in groups for number in group]
+    shapes = _shapes(state)
+    if not shapes.keys() <= set(numbers) or len(set(numbers)) < len(numbers):
+        raise _UnprovedError("its groups do not list each parameter once")
+    if config is None:
+        config = stored_config(weights.storage) if CONFIG in weights.carried else {}
+    model, names = None, list[str]()
+    if weights.format == TORCH.name:
+        ties = weights.metadata.get(TIES, {})
+        names = [name for name in weights.entries if name not in ties and name not in weights.beside]
+    if len(names) != len(numbers):  # the file does not tell, or has buffers too
+        model = _model(config)
+        names = _registered(model, weights)
+    if len(names) != len(numbers):
+        raise _UnprovedError(
+            f"it has {len(numbers)} parameters, and the model {len(names)}; some are frozen, or are buffers"
+        )
+    order = [weights.entries[name].shape for name in names]
+    wanted = [[shapes.get(number) for number in group] for group in groups]
+    owners, ways = dealt(order, wanted)
+    if not ways:
+        raise _UnprovedError("the shapes of its state are not those of the model's parameters in the model's order")
+    if ways > 1:
+        if _TRAINER not in weights.carried or len(groups) != 2 or state.metadata[GROUPS][1].get(_DECAY) != 0:
+            raise _UnprovedError("they can be dealt to its groups in several ways")
+        owners = _by_trainer(model or _model(config), names)
+        if not _fits(order, owners, wanted):
+            raise _UnprovedError("they can be dealt to its groups in several ways, and Trainer's is none of them")
+    following = [iter(group) for group in groups]
+    return {next(following[group]): name for name, group in zip(names, owners, strict=True)}
+
+
+def _shapes(state: Container) -> dict[str, Shape]:
+    """Return the shape of each numbered parameter that has state of dims; all of it must have one shape."""
+    shapes: dict[str, Shape] = {}
+    for full, entry in state.entries.items():
+        number, key = split_slot(full)
+        if not key or key == _STEP or not entry.shape:
+            continue
+        if shapes.setdefault(number, entry.shape) != entry.shape:
+            other = list(shapes[number])
+            raise _UnprovedError(f"the state of parameter {number} has the shapes {other} and {list(entry.shape)}")
+    return shapes
+
+
+def dealt(order: Sequence[Shape], groups: Sequence[Sequence[Shape | None]]) -> tuple[list[int], int]:
+    """Deal parameters to groups, each of which takes its own in their order.
+
+    Args:
+        order: shapes of the parameters.
+        groups: shapes that each group expects; None: any.
+
+    Returns:
+        The group of each parameter, and in how many ways they can be dealt: 0, 1, or 2 for more.
+    """
+    ways = {(0,) * len(groups): 1}
+    origins: list[dict[tuple[int, ...], int]] = []
+    for shape in order:
+        following: dict[tuple[int, ...], int] = {}
+        origin: dict[tuple[int, ...], int] = {}
+        for taken, count in ways.items():
+            for number, group in enumerate(groups):
+                at = taken[number]
+                if at < len(group) and group[at] in (None, shape):
+                    reached = (*taken[:number], at + 1, *taken[number + 1 :])
+                    following[reached] = min(2, following.get(reached, 0) + count)
+                    origin[reached] = number
+        if len(following) > _MOST_STATES:
+            return [], 2
+        ways = following
+        origins.append(origin)
+    end = tuple(map(len, groups))
+    if end not in ways:
+        return [], 0
+    count = ways[end]
+    owners: list[int] = []
+    for origin in reversed(origins):
+        number = origin[end]
+        owners.append(number)
+        end = (*end[:number], end[number] - 1, *end[number + 1 :])
+    return owners[::-1], count
+
+
+def _by_trainer(model: Any, names: Sequence[str]) -> list[int]:
+    """Return the group of each parameter in an optimizer that Trainer makes: with weight decay, and without."""
+    from transformers import Trainer
+
+    trainer = Trainer.__new__(Trainer)  # the method asks nothing of it
+    decayed = frozenset(trainer.get_decay_parameter_names(model))
+    return [int(name not in decayed) for name in names]
+
+
+def _fits(order: Sequence[Shape], owners: Sequence[int], groups: Sequence[Sequence[Shape | None]]) -> bool:
+    """Tell whether each group gets what it expects, see `dealt`."""
+    given = [
+        [shape for shape, own in zip(order, owners, strict=True) if own == number] for number in range(len(groups))
+    ]
+    return all(
+        len(shapes) == len(group) and all(b in (None, a) for a, b in zip(shapes, group, strict=True))
+        for shapes, group in zip(given, groups, strict=True)
+    )
+
+
+def _model(config: Mapping[str, Any]) -> Any:
+    """Build transformers' model of a config on the meta device."""
+    if not config.get("model_type"):
+        raise _UnprovedError("there is no config.json of the model (--config FILE, config=)")
+    try:
+        import torch
+        import transformers
+    except ImportError as error:
+        raise _UnprovedError(f"the order of its parameters takes torch and transformers: {error}") from None
+    (name, *_) = config.get("architectures") or ("AutoModelForCausalLM",)
+    try:
+        with warnings.catch_warnings(), TemporaryDirectory() as folder, torch.device("meta"):
+            warnings.simplefilter("ignore")
+            Path(folder, CONFIG).write_text(json.dumps(config), "utf-8")
+            read = transformers.AutoConfig.from_pretrained(folder)  # only so it reads what it has written itself
+            model_class = getattr(transformers, name)
+            return model_class.from_config(read) if hasattr(model_class, "from_config") else model_class(read)
+    except Exception as error:  # noqa: BLE001 - whatever a model of somebody's config raises
+        raise _UnprovedError(f"transformers {transformers.__version__} cannot build {name}: {error!r}") from None
+
+
+def _registered(model: Any, weights: Container) -> list[str]:
+    """Return the names of a model's parameters in its order; all must be those of the weights, with their shapes."""
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    for name, shape in shapes.items():
+        if name not in weights.entries:
+            raise _UnprovedError(f"in memory, {type(model).__name__} has {name}, which the weights' files do not have")
+        if weights.entries[name].shape != shape:
+            stored = list(weights.entries[name].shape)
+            raise _UnprovedError(f"{name} is {list(shape)} in the config's model, and {stored} in its file")
+    return list(shapes)
