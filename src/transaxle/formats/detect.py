@@ -47,7 +47,9 @@ _ORIGIN = "Give the checkpoint that it was made from, or save its tensors as saf
 _WRITTEN_AS = re.compile(rb'\{\s*"transaxle":\s*\d+,\s*"format":\s*"([A-Za-z0-9_.+-]{1,100})"')
 """How our manifests begin: the rest, which may be long, is not read."""
 _LONGEST_BEGINNING = 512
-_PART = re.compile(r"\.hf_metadata|model|optim|pytorch_model_fsdp_\d+|optimizer_\d+|optimizer(?:_\d+)?\.(?:pt|bin)")
+_PART = re.compile(
+    r"\.hf_metadata|model|optim|pytorch_model_fsdp_\d+|optimizer_\d+|(?:optimizer(?:_\d+)?|scheduler)\.(?:pt|bin)"
+)
 """Files and folders of step folders of parts, see `step_parts`."""
 _WEIGHTS = "weights"
 """What readers take of formats that may hold weights twice."""

@@ -12,18 +12,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace as replaced
 from typing import Any
 
 from msgspec.structs import replace
 
-from transaxle.errors import Faults, Refusal, TransaxleError, Where, gathered
+from transaxle.errors import Faults, Refusal, Refused, TransaxleError, Where, gathered
+from transaxle.formats.builtin_formats import TORCH
 from transaxle.formats.catalog.catalog import Container, Entry, Extent, Twin
 from transaxle.formats.catalog.inline import NUMBERS, NumbersInMemory
 from transaxle.formats.catalog.sidecar_files import ADAPTER_CONFIG, is_of_model, sort_sidecars
 from transaxle.formats.format import Folder
 from transaxle.formats.storage.storage import Storage, layer
 from transaxle.formats.storage.sub_folder import LiftedFiles, Renaming
+from transaxle.formats.torch_file.saved import read_saved
+from transaxle.formats.training_items import TrainingItem
 from transaxle.formats.training_state.state import LEFT_BEHIND, OPTIMIZER, TRAINING
 from transaxle.formats.training_state.state_groups import GROUPS, renamed
 
@@ -32,6 +36,10 @@ _MODEL = "model"
 """A folder of this name is weights only beside a folder of optimizer state."""
 _STATES = re.compile(r"optim|optimizer_\d+")
 _STATE_FILES = re.compile(r"optimizer(?:_\d+)?\.(?:pt|bin)")
+_SCHEDULES = re.compile(r"scheduler\.(?:pt|bin)")
+_SCHEDULER = "scheduler"
+"""What the state of a schedule is called, see `formats.training_items`."""
+_SETTINGS = "settings"
 _MODEL_METADATA = ".hf_metadata"
 """Folder in which Automodel keeps the files that travel with the model."""
 NUMBERED = f"{OPTIMIZER}#"
@@ -90,7 +98,8 @@ def with_parts(
     """
     complete = without_state or any(name.startswith(OPTIMIZER) for name in weights.entries)
     members = [] if complete else _state_members(folder)
-    if not members and part is None:
+    schedules = [name for name in folder.names if _SCHEDULES.fullmatch(name)]
+    if not members and not schedules and part is None:
         return weights
     unread: list[Refusal] = []
     left: dict[str, str] = {}
@@ -111,6 +120,9 @@ def with_parts(
         elif all(name.startswith(OPTIMIZER) or name in state.beside for name in state.entries):
             states.append(state)
             inner += [state] if member in folder.folders else []
+    for file in schedules:
+        with suppress(Refused):  # it is ignored, and listed
+            states.append(_schedule(folder.storage, weights.path, file))
     joined = _joined(folder.storage, weights, states)
     metadata = {**joined.metadata, **({LEFT_BEHIND: {**joined.metadata.get(LEFT_BEHIND, {}), **left}} if left else {})}
     joined = replace(joined, metadata=metadata, unread=(*joined.unread, *unread))
@@ -123,6 +135,18 @@ def _state_members(folder: Folder) -> list[str]:
         *(name for name in folder.folders if _STATES.fullmatch(name)),
         *(name for name in folder.names if _STATE_FILES.fullmatch(name)),
     ]
+
+
+def _schedule(storage: Storage, path: str, file: str) -> Container:
+    """Open the state of a schedule, which is settings and counters: one item of the training state.
+
+    Raises:
+        Refused: UNSAFE_PICKLE, CORRUPT, UNSUPPORTED.
+        StorageError: IO.
+    """
+    item = TrainingItem((_SCHEDULER,), None, read_saved(storage, file).value, _SETTINGS)
+    metadata = {TRAINING: [_SCHEDULER], LEFT_BEHIND: {_SCHEDULER: _SETTINGS}}
+    return Container(TORCH.name, path, storage, {}, {file: storage.size(file)}, metadata, training=(item,))
 
 
 def _with_names(state: Container, names: Mapping[str, str]) -> Container:

@@ -238,8 +238,11 @@ def test_it_loads_into_a_model_and_its_optimizer(written: Callable[[str], tuple[
         vectors = [p for p in model.parameters() if p.dim() == 1]
         matrices = [p for p in model.parameters() if p.dim() == 2]
         optimizer = torch.optim.AdamW([{"params": matrices}, {"params": vectors}], lr=1.0)
-    report = tx.load(model, step, optimizer=optimizer)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, _rate)
+    extra = {"scheduler": schedule} if way.startswith("trainer") else {}
+    report = tx.load(model, step, optimizer=optimizer, extra=extra)
     assert report.missing == ()
+    assert schedule.last_epoch == (STEPS if extra else 0)
     found = held(model, optimizer)
     assert sorted(found) == sorted(truth)
     assert all(torch.equal(found[name], tensor) for name, tensor in truth.items())

@@ -53,7 +53,7 @@ from transaxle.formats.format import uncollected
 from transaxle.formats.shards import has_state
 from transaxle.formats.storage.storage import Storage, close, is_closed
 from transaxle.formats.training_state.state import LEFT_BEHIND, OPTIMIZER
-from transaxle.formats.training_state.state_groups import GROUPS
+from transaxle.formats.training_state.state_groups import GROUPS, PARAMS
 from transaxle.spans import stage
 
 LACKING = frozenset({"MISSING_TENSOR", "INCOMPLETE"})
@@ -166,11 +166,12 @@ class Checkpoint(TensorSet):
         return None if reading is None else reading.dialect.label
 
     def _recognised_or_none(self) -> Recognised | None:
-        """Return how the names are read; None if no table reads them, unless the user said which one should."""
+        """Return how the names are read; None if no table reads them, unless the user said which, or sizes of axes."""
         reading = self.stored_names.recognition
         if not isinstance(reading, TransaxleError):
             return reading
-        if self.settings.family or self.settings.dialect or reading.code not in _UNRECOGNISED:
+        said = self.settings.family or self.settings.dialect or self.settings.axes
+        if said or reading.code not in _UNRECOGNISED:
             raise reading
         return None
 
@@ -301,7 +302,8 @@ class Checkpoint(TensorSet):
     @property
     def has_state(self) -> bool:
         """Whether it holds anything of an optimizer: state, or only settings, as of one that has made no step."""
-        return has_state(self.container.entries) or GROUPS in self.container.metadata
+        groups = self.container.metadata.get(GROUPS, ())
+        return has_state(self.container.entries) or any(group[PARAMS] for group in groups)
 
     def decode(self, to: str, only: Sequence[str] = (), skip: Sequence[str] = ()) -> Checkpoint:
         """Return a view in which encoded tensors are plain; they are decoded when they are read.
