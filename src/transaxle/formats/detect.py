@@ -15,6 +15,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from msgspec.structs import replace
+
 from transaxle.arguments import Weights
 from transaxle.errors import LONGEST_NAME, Refusal, TransaxleError, Where, gathered, refuse
 from transaxle.formats.builtin_formats import DCP, DCP_DATA, DCP_METADATA, SAFETENSORS, TORCH
@@ -147,7 +149,7 @@ def _open(storage: Storage, path: str, wanted: _Wanted) -> Container:
         return _open_parts(folder, path, matches, wanted)
     if not matches:
         raise _nothing(folder, wanted.kind)
-    return _of_match(storage, folder, path, matches, wanted)
+    return _of_match(folder, path, matches, wanted)
 
 
 def _may_have_parts(folder: Folder) -> bool:
@@ -159,6 +161,7 @@ def _open_parts(folder: Folder, path: str, matches: Sequence[_Match], wanted: _W
     """Open a step folder of parts, see `step_parts`; also a folder with names like those of parts, and without any."""
     from transaxle.formats.step_parts import in_part, weights_folders, with_model_files, with_parts
 
+    folder = replace(folder, storage=with_model_files(folder))
     parts = [] if matches else weights_folders(folder)
     if len(parts) > 1:
         raise _several(path, [_Match(DCP, None, part) for part in parts])
@@ -172,13 +175,14 @@ def _open_parts(folder: Folder, path: str, matches: Sequence[_Match], wanted: _W
         return in_part(member, path, lambda: _open(SubFolder(folder.storage, member), path, asked))
 
     part = parts[0] if parts else None
-    weights = open_part(part) if part else _of_match(with_model_files(folder), folder, path, matches, wanted)
+    weights = open_part(part) if part else _of_match(folder, path, matches, wanted)
     without_state = wanted.options.get("optimizer") is False
     return with_parts(weights, folder, part, open_part, wanted.naming, without_state=without_state)
 
 
-def _of_match(storage: Storage, folder: Folder, path: str, matches: Sequence[_Match], wanted: _Wanted) -> Container:
+def _of_match(folder: Folder, path: str, matches: Sequence[_Match], wanted: _Wanted) -> Container:
     """Open the checkpoint that clues have found in a place."""
+    storage = folder.storage
     if len(matches) > 1:
         raise _several(path, matches)
     kind, clue, member = matches[0]

@@ -22,7 +22,7 @@ from transaxle.errors import Faults, Refusal, Refused, TransaxleError, Where, ga
 from transaxle.formats.builtin_formats import TORCH
 from transaxle.formats.catalog.catalog import Container, Entry, Extent, Twin
 from transaxle.formats.catalog.inline import NUMBERS, NumbersInMemory
-from transaxle.formats.catalog.sidecar_files import ADAPTER_CONFIG, is_of_model, sort_sidecars
+from transaxle.formats.catalog.sidecar_files import ADAPTER_CONFIG, SidecarFiles, is_of_model, sort_sidecars
 from transaxle.formats.format import Folder
 from transaxle.formats.storage.storage import Storage, layer
 from transaxle.formats.storage.sub_folder import LiftedFiles, Renaming
@@ -98,8 +98,9 @@ def with_parts(
     """
     complete = without_state or any(name.startswith(OPTIMIZER) for name in weights.entries)
     members = [] if complete else _state_members(folder)
-    schedules = [name for name in folder.names if _SCHEDULES.fullmatch(name)]
-    if not members and not schedules and part is None:
+    known = _SCHEDULER in weights.metadata.get(TRAINING, ())
+    schedules = [name for name in folder.names if _SCHEDULES.fullmatch(name) and not known]
+    if part is None and (not (members or schedules) or not _is_plain(weights.storage, folder.storage)):
         return weights
     unread: list[Refusal] = []
     left: dict[str, str] = {}
@@ -126,7 +127,7 @@ def with_parts(
     joined = _joined(folder.storage, weights, states)
     metadata = {**joined.metadata, **({LEFT_BEHIND: {**joined.metadata.get(LEFT_BEHIND, {}), **left}} if left else {})}
     joined = replace(joined, metadata=metadata, unread=(*joined.unread, *unread))
-    return _with_sidecars(joined, folder.storage, inner)
+    return _with_sidecars(joined, folder.storage, inner, apart=part is not None)
 
 
 def _state_members(folder: Folder) -> list[str]:
@@ -176,7 +177,7 @@ def _joined(storage: Storage, weights: Container, states: Sequence[Container]) -
             first, second = (
                 each.extents[0].file if each.extents else "" for each in (entries[name], part.entries[name])
             )
-            faults.add("NAME_COLLISION", f"the tensor is also in {first}", second, name)
+            faults.add("NAME_COLLISION", f"the tensor is also in {first}", second, name, _LEAVE_OUT)
         entries |= part.entries
     if faults:
         raise faults.error()
@@ -247,6 +248,15 @@ def moved_out(container: Container, storage: Storage, numbers: NumbersInMemory) 
     )
 
 
+def _is_plain(storage: Storage, below: Storage) -> bool:
+    """Tell whether a storage is that below with other names and numbers at most: then it can be put together anew."""
+    while storage is not below:
+        if not isinstance(storage, Renaming | NumbersInMemory):
+            return False
+        storage = storage.below
+    return True
+
+
 def _named_below(storage: Storage, below: Storage, name: str) -> str:
     """Return the name of a file in a storage below another one."""
     at: Any = storage
@@ -256,25 +266,28 @@ def _named_below(storage: Storage, below: Storage, name: str) -> str:
     return name
 
 
-def _with_sidecars(container: Container, storage: Storage, inner: Sequence[Container]) -> Container:
+def _with_sidecars(container: Container, storage: Storage, inner: Sequence[Container], *, apart: bool) -> Container:
     """Return a container with the files beside it: those of the step folder, and those that travel with the weights.
 
     Args:
-        container: the checkpoint of the step folder.
+        container: the checkpoint of the step folder, with the files beside its weights unless these are apart.
         storage: files of the step folder.
         inner: what was opened of sub-folders; of their other files, those of a model travel, and the rest is listed.
+        apart: whether the weights are in a sub-folder, too.
     """
     below = [_named_below(each.storage, storage, name) for each in inner for name in (*each.carried, *each.ignored)]
     top = storage.names()
-    lifted = {name: path for path in below if _travels(name := path.rpartition("/")[2]) and name not in top}
+    travelling = [path for path in below if apart and _travels(path.rpartition("/")[2])]
+    lifted = {name: path for path in travelling if (name := path.rpartition("/")[2]) not in top}
     inline = layer(container.storage, NumbersInMemory)
     assert inline is not None
     files = inline.over(LiftedFiles(storage, lifted)) if lifted else inline
-    sidecars = sort_sidecars(files, container.files)
-    rest = (path for path in below if path not in lifted.values() and not path.endswith(f"/{_MODEL_METADATA}/"))
-    return replace(
-        container, storage=files, carried=sidecars.carried, ignored=tuple(sorted({*sidecars.ignored, *rest}))
-    )
+    beside = sort_sidecars(files, container.files) if apart else SidecarFiles(container.carried, container.ignored)
+    used = {*container.files, *(f"{file.partition('/')[0]}/" for file in container.files), *lifted.values()}
+    rest = (path for path in below if not path.endswith(f"/{_MODEL_METADATA}/"))
+    ignored = sorted({*beside.ignored, *rest} - used)
+    carried = tuple(name for name in beside.carried if name not in used)
+    return replace(container, storage=files, carried=carried, ignored=tuple(ignored))
 
 
 def _travels(name: str) -> bool:
