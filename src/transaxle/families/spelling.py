@@ -7,6 +7,7 @@ the same family from names, formulas and expressions as they stand in it.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Literal
 
 import msgspec
 
@@ -18,13 +19,13 @@ from transaxle.axes.notation.name import Name
 
 
 class _Line(msgspec.Struct, array_like=True, frozen=True):
-    """A line: pattern of the names, expression, condition, arithmetic, whether it is only read."""
+    """A line: pattern of the names, expression, condition, arithmetic, whether it is only read, or of state."""
 
     name: str
     expression: str
     when: str | None
     lossy: str | None
-    read_only: bool
+    read_only: bool | Literal["state"]
 
 
 class _Dialect(msgspec.Struct, frozen=True):
@@ -91,7 +92,8 @@ def encode(family: Family) -> bytes:
 
 def _line(line: Line) -> _Line:
     lossy = None if line.lossy is None else line.lossy.text
-    return _Line(line.name.text, line.expression.text, _text(line.when), lossy, line.read_only)
+    read_only: bool | Literal["state"] = "state" if line.of_state else line.read_only
+    return _Line(line.name.text, line.expression.text, _text(line.when), lossy, read_only)
 
 
 def _cut(cut: Cuttable) -> _Cut:
@@ -126,9 +128,8 @@ def decode(data: bytes) -> Family:
         expression = parse(each.expression, checked=True)
         steps = None if each.lossy is None else computed.parse(each.lossy)
         lossy = None if each.lossy is None or steps is None else Arithmetic(each.lossy, steps)
-        return Line(
-            Name(each.name), expression, condition(each.when), lossy, each.read_only, number in spelled.else_zeros
-        )
+        of_state, zeros = each.read_only == "state", number in spelled.else_zeros
+        return Line(Name(each.name), expression, condition(each.when), lossy, bool(each.read_only), of_state, zeros)
 
     named.update({name: formula(text) for name, text in spelled.named.items()})
     lines = [line(number, each) for number, each in enumerate(spelled.lines)]

@@ -10,6 +10,7 @@ dialect stacked like hf, layers.{l}. = layers.   # an axis that the new prefix l
   {block}.norm.weight = ln1[d]                   # two lines, one for each place
   (model|backbone).embed = embed[n d]            # reads both names, writes the first
   also transformer.wte = embed[n d]              # is read, and never written
+  state {block}.wqkv = [[q:r | k:c] d]           # is read, and written for optimizer state alone
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from transaxle.axes.inheritance.statement import (
     IGNORE,
     LINE,
     PLACE,
+    STATE,
     WITHOUT,
     WORD,
     Statement,
@@ -165,7 +167,7 @@ class Sections:
                 self._keep_place(statement, places)
         spelled: list[Statement] = []
         for statement in statements:
-            if statement.kind in (LINE, ALSO, IGNORE):
+            if statement.kind in (LINE, ALSO, STATE, IGNORE):
                 spelled.extend(self._spelled(statement, places))
         return tuple(spelled)
 

@@ -27,9 +27,9 @@ WITHOUT, KEEP = "without", "dialects"
 """Words that begin what a family leaves out of what it takes over."""
 MOUNT = "mount"
 """The word before another family that is a part of this one."""
-IGNORE, ALSO, PLACE = "ignore", "also", "place"
+IGNORE, ALSO, PLACE, STATE = "ignore", "also", "place", "state"
 """Words that begin a dialect's statements; whatever begins with none of them is a line."""
-_KINDS = frozenset({IGNORE, ALSO, PLACE, WITHOUT})
+_KINDS = frozenset({IGNORE, ALSO, PLACE, STATE, WITHOUT})
 ENCODINGS = ("float8", "float8_block", "mxfp8", "mxfp4", "nvfp4")
 """Words that mean encodings in the conditions of a dialect's lines."""
 TENSOR, LINE, WITHIN = "tensor", "line", "within"
@@ -84,7 +84,7 @@ class Statement:
     def held(self) -> tuple[str, ...]:
         """The logical tensors in it; none where it is no line of a dialect."""
         if self._held is None:
-            is_line = self.head not in _KINDS or self.head == ALSO
+            is_line = self.head not in _KINDS or self.head in (ALSO, STATE)
             self._held = components(self.text) if is_line else ()
         return self._held
 

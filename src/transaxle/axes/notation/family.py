@@ -83,7 +83,9 @@ class Line(msgspec.Struct, frozen=True, eq=False, dict=True):
     lossy: Arithmetic | None = None
     """Arithmetic between the logical and the stored values."""
     read_only: bool = False
-    """It is a name of older checkpoints, which is never written."""
+    """It is no name of a parameter in files that are written now, but that of older ones, or `of_state`."""
+    of_state: bool = False
+    """Optimizer state is written under it: the name of a parameter of which files have parts, by other lines."""
     else_zeros: bool = False
     """The dialect's program has this tensor whatever the config says: zeros where the source has none."""
 

@@ -50,6 +50,7 @@ from transaxle.axes.inheritance.statement import (
     IGNORE,
     LOSSY,
     NONE,
+    STATE,
     WORD,
     Statement,
     split_when,
@@ -396,8 +397,8 @@ class _TableParser:
 
     def line(self, text: str) -> Line:
         """Parse a line of a dialect."""
-        read_only = self.current.kind == ALSO
-        statement, when = self.split_when(text.removeprefix(ALSO) if read_only else text)
+        kind = self.current.kind if self.current.kind in (ALSO, STATE) else ""
+        statement, when = self.split_when(text.removeprefix(kind))
         else_zeros = statement.endswith(ELSE_ZEROS)
         statement, lossy, arithmetic = statement.removesuffix(ELSE_ZEROS).partition(LOSSY)
         pattern, equals, expression = statement.partition("=")
@@ -411,7 +412,7 @@ class _TableParser:
         stored = parse(expression.strip(), start, checked=self.checked)
         if else_zeros and not (self.family and set(stored.components) <= self.family.added.keys()):
             raise self.expected(f"{ELSE_ZEROS.strip()!r} only of tensors that are 'added'", "zeros")
-        return Line(name, stored, when, changed, read_only, else_zeros)
+        return Line(name, stored, when, changed, kind != "", kind == STATE, else_zeros)
 
     def like_hint(self, text: str) -> str:
         """Return where `like DIALECT` belongs, for a line that has it alone; otherwise, where the grammar is."""

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from transaxle.axes.layout.bind import WEIGHT, Bound, Index, join_slot, with_kept
+from transaxle.axes.layout.bind import WEIGHT, Bound, Index, join_slot, split_slot, with_kept
 from transaxle.axes.layout.inseparable import NOTHING, inseparable
 from transaxle.axes.layout.relayout import EXACT, Check, Origin, Stored, Target, TargetPart, indices, unchanged
 from transaxle.axes.layout.solve import unknown_axis, with_products
@@ -98,9 +98,17 @@ class _Translator:
     """Builds the target's tensors line by line, and collects every refusal."""
 
     def __init__(
-        self, bound: Bound, stored: Mapping[str, Stored], target: Dialect, sizes: Sizes, recode: Recode
+        self,
+        bound: Bound,
+        stored: Mapping[str, Stored],
+        target: Dialect,
+        sizes: Sizes,
+        recode: Recode,
+        state_lines: Collection[Line],
     ) -> None:
-        self.bound = bound
+        # State that keeps its name takes no part: it would separate axes that nothing else does.
+        self.bound, self.state_as_stored = _without_state_of(bound, state_lines)
+        bound = self.bound
         self.stored = stored
         self.target = target
         self.recode = recode
@@ -115,7 +123,11 @@ class _Translator:
         if classifies(bound):
             self.tied = {alias: chain for alias, chain in self.tied.items() if alias not in HEAD}
         # Only lines of tensors that the source has: a table may describe far more than one model uses.
-        self.lines = self._target_lines()
+        lines = self._target_lines()
+        left = _with_state(bound)
+        self.state_lines = [line for line in state_lines if not left.isdisjoint(line.expression.components)]
+        self.fused = {component for line in self.state_lines for component in line.expression.components}
+        self.lines = (*lines, *self.state_lines)
         written = {name for line in self.lines for name in line.expression.components}
         self.spare = {
             alias: (original, *self.tied.get(original, ()))
@@ -134,7 +146,7 @@ class _Translator:
         self.whole = inseparable(parties, bound.family.tensors, names, self.basis)
         self.holdings = Holdings(bound, stored, self.sizes, self.basis, self.whole, alike)
         self.gathering = Gathering(self.holdings, self.tied, self.refuse)
-        self.conditions = LineConditions(self.lines, self.holdings)
+        self.conditions = LineConditions(lines, self.holdings)
         self.unplaced = Unplaced(self.holdings, target, self.lines)
         self.added = AddedTensors(self.holdings, target, self.conditions)
         self._layouts: dict[Hashable, Layout] = {}
@@ -150,6 +162,8 @@ class _Translator:
         built: dict[str, Target] = {}
         for line in self.lines:
             for slot in dict.fromkeys(slot for _, slot in self.holdings.sources):
+                if not self._is_written(line, slot):
+                    continue
                 try:
                     self._build(line, slot, built)
                 except TransaxleError as error:
@@ -176,10 +190,12 @@ class _Translator:
             notes.append(
                 f"left out, as {self.target.label} has no such tensor and zeros are the same as none: {line.name.text}"
             )
-        for stored_name in kept_names:
+        as_stored = {name: self._without_prefix(name) for name in self.state_as_stored}
+        for stored_name in (*kept_names, *as_stored):
             if stored_name in left_out:
                 continue
-            name, tensor = self.bound.own.get(stored_name, stored_name), self.stored[stored_name]
+            tensor = self.stored[stored_name]
+            name = as_stored.get(stored_name) or self.bound.own.get(stored_name, stored_name)
             if name in built:
                 message = f"a tensor without a line in {self.target.label} has a name that this dialect writes"
                 self.refuse([Refusal("NAME_COLLISION", message, Where(None, stored_name))])
@@ -221,6 +237,16 @@ class _Translator:
         lines = [line for line in written if present.intersection(line.expression.components)]
         return tuple(line for line in lines if line.name.axes or self.sizes.holds(line.when, {}) is not False)
 
+    def _is_written(self, line: Line, slot: str) -> bool:
+        """Tell whether a line is that of a slot: the state of a fused parameter is not written for its parts, too."""
+        if slot == WEIGHT:
+            return not line.of_state
+        return line.of_state or self.fused.isdisjoint(line.expression.components)
+
+    def _without_prefix(self, name: str) -> str:
+        parameter, slot = split_slot(self.bound.own.get(name, name))
+        return join_slot(parameter.removeprefix(self.bound.prefix), slot)
+
     def _build(self, line: Line, slot: str, built: dict[str, Target]) -> None:
         """Build the target tensors of one line and slot.
 
@@ -233,7 +259,8 @@ class _Translator:
             return
         rewritten = self.basis.rewrite(line.expression)
         # None (not known yet) counts as possible: the encoding of the tensor, known below, decides then.
-        possible_keys = keys if line.when is None else [key for key in keys if self._is_possible(line, key)]
+        is_certain = line.when is None or line.of_state
+        possible_keys = keys if is_certain else [key for key in keys if self._is_possible(line, key)]
         if self.added.concern(line):
             possible_keys = [key for key in possible_keys if self.added.have_place(line, self._index(line, key))]
         model: _Model | None = None
@@ -284,7 +311,8 @@ class _Translator:
         encoding = forms[0].encoding if len(forms) == 1 else None
         if line.by_form and self.conditions.holds(line, index, encoding) is False:
             return None
-        self.refuse(self.conditions.rivals(line, index, encoding))
+        if not line.of_state:
+            self.refuse(self.conditions.rivals(line, index, encoding))
         missing = [component for component in components if component not in by_component]
         if missing:
             # Where a source was refused already, its absence here is only a consequence.
@@ -481,6 +509,52 @@ class _Translator:
         return aliases
 
 
+def _with_state(bound: Bound) -> set[str]:
+    """Return the logical tensors that have optimizer state."""
+    return {name for line, slot in bound.names if slot != WEIGHT for name in line.expression.components}
+
+
+def _state_lines(
+    bound: Bound, target: Dialect, sizes: Sizes, trained: Collection[str] | None, *, split_by_format: bool
+) -> list[Line]:
+    """Return the lines of fused parameters under whose names state is written; see `translate`."""
+    found, stored = list[Line](), _with_state(bound)
+    for line in target.lines:
+        if not line.of_state or stored.isdisjoint(line.expression.components):
+            continue
+        if trained is not None:
+            is_fused = any(line.name.match(name) is not None for name in trained)
+        else:
+            said = sizes.holds(line.when, {})
+            undecided = target is not bound.dialect or split_by_format
+            is_fused = undecided or any(each is line and slot for each, slot in bound.names) if said is None else said
+        if is_fused:
+            found.append(line)
+    return found
+
+
+def _without_state_of(bound: Bound, lines: Collection[Line]) -> tuple[Bound, tuple[str, ...]]:
+    """Take out the state that is stored under the names of some lines, unless others have such state, too.
+
+    Returns:
+        the other names; and the names taken out.
+    """
+    of_others: defaultdict[str, set[str]] = defaultdict(set)
+    for line, slot in bound.names:
+        if line not in lines:
+            of_others[slot].update(line.expression.components)
+    keys = {
+        (line, slot)
+        for line, slot in bound.names
+        if line in lines and slot != WEIGHT and of_others[slot].isdisjoint(line.expression.components)
+    }
+    if not keys:
+        return bound, ()
+    names = {key: of_line for key, of_line in bound.names.items() if key not in keys}
+    taken = tuple(name for key, of_line in bound.names.items() if key in keys for name in of_line.values())
+    return msgspec.structs.replace(bound, names=names), taken
+
+
 def _parts(line: Line, by_component: SourcesByComponent) -> tuple[TargetPart, ...]:
     """Return the logical tensors of a line's target with their sources."""
     parts = [
@@ -509,6 +583,8 @@ def translate(
     recode: Recode = same,
     *,
     partial: bool = False,
+    trained: Collection[str] | None = None,
+    split_by_format: bool = False,
 ) -> Translation:
     """Express a bound checkpoint in another dialect.
 
@@ -519,8 +595,13 @@ def translate(
         sizes: what its config and the user say of axis sizes.
         recode: in which form each tensor is written; as it is stored unless numbers are to change.
         partial: tensors of the family may be absent: what is there is a part of a model on purpose.
+        trained: names of the parameters that have optimizer state in the target; None: as the config says whether they
+            are fused, else as in a source of the same dialect, else fused.
+        split_by_format: the source is of a format that cannot have state of fused parameters, whatever the model has.
 
     Returns:
         The target tensors with their origins. Where `refusals` is not empty nothing may be written.
     """
-    return _Translator(with_kept(bound, target, sizes, stored), stored, target, sizes, recode).run(partial=partial)
+    bound = with_kept(bound, target, sizes, stored)
+    state_lines = _state_lines(bound, target, sizes, trained, split_by_format=split_by_format)
+    return _Translator(bound, stored, target, sizes, recode, state_lines).run(partial=partial)

@@ -47,6 +47,7 @@ from transaxle.engine.views.name_filter import chosen
 from transaxle.engine.views.param_groups import regrouped
 from transaxle.engine.views.swizzled_scales import ordering
 from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
+from transaxle.formats.builtin_formats import UNIVERSAL
 from transaxle.formats.catalog.catalog import Container
 from transaxle.formats.detect import open_container, part_of_ranks
 from transaxle.formats.format import uncollected
@@ -190,13 +191,22 @@ class Checkpoint(TensorSet):
             targets = {name: unchanged(name, entry) for name, entry in self.container.entries.items()}
             return View(targets, (), (), (), {}, (), self.sizes.at({}) if self.family else {})
         target = pick_dialect(self.recognised.family, dialect)
-        entries, partial = self.catalog.entries, self.settings.partial
+        entries, said = self.catalog.entries, self.settings
         from transaxle.axes.translation.translate import translate
         from transaxle.engine.views.decoded import plainly
 
         if recode is not same or self.catalog.encoded or self.decoded:
             recode = plainly(recode)
-        translation = translate(self.bound, entries, target, self.sizes, recode, partial=partial)
+        translation = translate(
+            self.bound,
+            entries,
+            target,
+            self.sizes,
+            recode,
+            partial=said.partial,
+            trained=said.trained,
+            split_by_format=self.format == UNIVERSAL.name,
+        )
         view, part = viewed(translation, self.catalog), part_of_ranks(self.container.storage)
         return view if part is None else replace(view, refusals=(part, *view.refusals))
 
@@ -253,6 +263,11 @@ class Checkpoint(TensorSet):
     def seen_as(self, dialect: str) -> Checkpoint:
         """Return a view as `as_dialect` does, but keep unknown names, for callers that compare all names."""
         return self._expressed(self.translation(dialect), dialect)
+
+    def with_state_of(self, parameters: frozenset[str]) -> Checkpoint:
+        """Return the same view for a target in which these parameters have optimizer state, by their names there."""
+        said = replace(self.settings, trained=parameters)
+        return Checkpoint(self.container, said, self._view, self._label, self.undecoded, self.stored_names)
 
     def in_part(self, dialect: str) -> Checkpoint:
         """Return a view as `as_dialect` does, but leave out targets that the stored tensors do not fill completely.

@@ -87,6 +87,8 @@ class Settings(msgspec.Struct, frozen=True):
     """Whether replicas of a DeepSpeed checkpoint that differ between ranks are replaced by their mean."""
     partial: bool = False
     """Whether it is deliberately a part of a model (one rank's, one stage's): tensors may be absent."""
+    trained: frozenset[str] | None = None
+    """Names, in the dialect wanted, of the parameters that have optimizer state there; None: see `translate`."""
     files: tuple[str, ...] = ()
     """Paths of config and rules as typed, if they are files."""
 

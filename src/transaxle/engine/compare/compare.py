@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
+from transaxle.axes.layout.bind import WEIGHT, split_slot
 from transaxle.axes.layout.relayout import Check
 from transaxle.axes.notation.family import Dialect
 from transaxle.encodings.encoding import Encoded
@@ -174,7 +175,7 @@ def in_common(first: Checkpoint, second: Checkpoint) -> tuple[Checkpoint, Checkp
     alike = first.dialect == second.dialect and first.recognised.prefix == second.recognised.prefix and not wrapped
     # Names that a dialect reads and never writes are others of the same tensors.
     alike = alike and _other_names(first) == _other_names(second)
-    seen = first if alike and not first.decoded else first.seen_as(second.dialect)
+    seen = first if alike and not first.decoded else first.with_state_of(_trained(second)).seen_as(second.dialect)
     if second.bound.own or (not alike and (second.recognised.prefix or _other_names(second))):
         second = second.seen_as(second.dialect)
     if not _are_padded_otherwise(seen, second):
@@ -186,6 +187,12 @@ def in_common(first: Checkpoint, second: Checkpoint) -> tuple[Checkpoint, Checkp
         except TransaxleError:
             continue
     return seen, second  # then lengths that differ are told as they are
+
+
+def _trained(checkpoint: Checkpoint) -> frozenset[str]:
+    """Return the parameters that have optimizer state, by their names in the checkpoint's dialect."""
+    states = (parameter for parameter, slot in map(split_slot, checkpoint) if slot != WEIGHT)
+    return frozenset(name.removeprefix(checkpoint.recognised.prefix) for name in states)
 
 
 def _other_names(checkpoint: Checkpoint) -> set[str]:

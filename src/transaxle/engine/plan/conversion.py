@@ -28,7 +28,13 @@ from transaxle.engine.plan.model_config import config_notes, lacking_note, rewri
 from transaxle.engine.plan.planned import OutputTensor, Plan, PlannedTensor, Recoded, routes
 from transaxle.engine.plan.recoding import buffers_of, displaced, recoded, recoding, to_encode
 from transaxle.engine.plan.target_names import clashing, is_one_file, misnamed, parse_to, unholdable, without_line
-from transaxle.engine.plan.training_beside import nesting_of, without_training
+from transaxle.engine.plan.training_beside import (
+    fused_state,
+    misplaced_state,
+    nesting_of,
+    state_notes,
+    without_training,
+)
 from transaxle.engine.views.cast import casts_of
 from transaxle.engine.views.encode import Encode
 from transaxle.engine.views.encoded import View, describes_tensors
@@ -42,7 +48,7 @@ from transaxle.formats.format import Format, uncollected
 from transaxle.formats.registry import builtin, get, writable
 from transaxle.formats.storage.storage import VirtualFiles, as_text, layer
 from transaxle.formats.training_state.full_precision import with_full_precision
-from transaxle.formats.training_state.state import LEFT_BEHIND, MEGATRON, ROOT, RUN
+from transaxle.formats.training_state.state import LEFT_BEHIND, MEGATRON, OPTIMIZER, ROOT, RUN
 from transaxle.formats.training_state.state_groups import GROUPS
 from transaxle.move.transfer import Transfer, lower
 from transaxle.spans import stage
@@ -109,7 +115,7 @@ def make_plan(
     if shard_size < 1:
         raise ValueError(f"shard_size must be positive, not {shard_size}")
     checkpoint, form, wanted, hub_refusals, fitting = _aimed(checkpoint, to, degrees)
-    view, names, problems, told = _viewed(checkpoint, wanted, encode, fitting, bare=wanted == to)
+    view, names, problems, told = _viewed(checkpoint, (form, wanted), encode, fitting, bare=wanted == to)
     unknown = checkpoint.foreign(wanted) or checkpoint.half_converted(wanted, view)
     problems += [*hub_refusals, *checkpoint.container.unread, *unknown, *misnamed(target, form)]
     if strict and not unknown:
@@ -228,6 +234,10 @@ def _aimed(
         weights, refusals = _for_hub(checkpoint)
         return weights, form, wanted, refusals, fitting if weights is opened else None
     checkpoint = _for_format(checkpoint, kind)
+    if kind.full_precision:  # it has a parameter's values and its state in one place
+        checkpoint = checkpoint.with_state_of(frozenset())
+        if wanted == IDENTITY and fused_state(checkpoint):
+            wanted = checkpoint.recognised.dialect.label
     return checkpoint, form, wanted, [], fitting if checkpoint is opened else None
 
 
@@ -283,12 +293,14 @@ def _recoded(
 
 @stage("translate")
 def _viewed(
-    checkpoint: Checkpoint, wanted: str, encode: Encode | None, known: View | None = None, *, bare: bool
+    checkpoint: Checkpoint, to: tuple[str, str], encode: Encode | None, known: View | None = None, *, bare: bool
 ) -> tuple[View, Sequence[str], list[Refusal], Sequence[str]]:
-    """Return the target's tensors, the names of those that are encoded, all problems, and notes about the choice.
+    """Return the tensors of a format and dialect, the names of those that are encoded, all problems, and notes about
+    the choice and the optimizer's state.
 
     A dialect may have other lines for encoded tensors, so the choice of tensors decides their layout.
     """
+    form, wanted = to
     if bare and wanted != IDENTITY and checkpoint.recognised.family.dialect(wanted) is None:
         pick_dialect(checkpoint.recognised.family, wanted, writable())  # a bare name may be meant as a format's
     view = known or checkpoint.translation(wanted)
@@ -308,6 +320,9 @@ def _viewed(
         misfits.extend(refusal for refusal in own.refusals if refusal.code == _MISSHAPEN)
     if wanted == IDENTITY and (names or checkpoint.decoded):
         misfits.extend(displaced(checkpoint, names))
+    if any(name.startswith(OPTIMIZER) for name in view.targets):
+        misfits += misplaced_state(checkpoint, view, get(form), wanted)
+        notes = [*notes, *state_notes(checkpoint, view, wanted)]
     return view, [name for name in names if name in view.targets], [*view.refusals, *misfits], (*view.notes, *notes)
 
 

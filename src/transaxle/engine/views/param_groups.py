@@ -24,26 +24,39 @@ def regrouped(groups: Iterable[ParamGroup], targets: Mapping[str, Target], probl
         targets: the tensors of the target.
         problems: receives UNSUPPORTED for every target tensor whose parameters are in different groups.
 
+    A parameter comes from those that its state is read from, where these are not those of its values: files may have
+        the parts of a fused parameter, with the state and the group of the whole.
     A parameter with optimizer state but without a group takes the group of the parameters that it is fused with: where
         ranks share out experts, torch's own checkpoints keep the groups of one rank only.
     """
     groups = list(groups)
     group_of = group_numbers(groups)
     names: dict[str, list[str]] = {}
-    origins = (
-        origin.name for target in targets.values() for target_part in target.parts for origin in target_part.origins
-    )
-    trained = {parameter for parameter, slot in map(split_slot, origins) if slot != WEIGHT} if groups else set()
+    made_of: dict[str, tuple[Target, dict[str, None]]] = {}
+    by_state: dict[str, tuple[Target, dict[str, None]]] = {}
+    trained: set[str] = set()
     for target in targets.values() if groups else ():
-        if split_slot(target.name)[1] != WEIGHT:
+        parameter, slot = split_slot(target.name)
+        origins = (origin.name for target_part in target.parts for origin in target_part.origins)
+        sources = dict.fromkeys(split_slot(origin)[0] for origin in origins)
+        if slot == WEIGHT:
+            made_of[parameter] = target, sources
+        else:
+            trained.update(sources)
+            by_state.setdefault(parameter, (target, {}))[1].update(sources)
+    fused = {source for name, (_, sources) in by_state.items() if name not in made_of for source in sources}
+    for parameter, (target, sources) in by_state.items():
+        if parameter not in made_of or not sources.keys() <= made_of[parameter][1].keys():
+            made_of[parameter] = target, sources
+    for parameter, (target, sources) in made_of.items():
+        if parameter not in by_state and fused.issuperset(sources):
             continue
-        sources = dict.fromkeys(origin.name for target_part in target.parts for origin in target_part.origins)
         memberships = {group_of.get(source) for source in sources if source in group_of or source not in trained}
         if len(memberships) > 1:
-            problems.append(Refusal("UNSUPPORTED", _unlike(target, sources, group_of), Where(None, target.name), _HINT))
+            problems.append(Refusal("UNSUPPORTED", _unlike(target, sources, group_of), Where(None, parameter), _HINT))
             continue
         for source in sources:
-            names.setdefault(source, []).append(target.name)
+            names.setdefault(source, []).append(parameter)
     return renamed(groups, names)
 
 

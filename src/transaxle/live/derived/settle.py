@@ -15,7 +15,7 @@ from transaxle.live.derived.derived import Island
 from transaxle.live.derived.trial import same, tried
 
 _NO_STATE = "its optimizer state has no name that another layout could use"
-_UNFUSED = "Build the model without the fusion (torchtitan: fuse_qkv=False), or omit optimizer=."
+_OTHER_FORM = 'Leave optimizer= out, and keep the optimizer\'s state with extra={"optimizer": optimizer}.'
 _FLAT = "Shard the model with fully_shard (FSDP2), or omit optimizer= and use FSDP.optim_state_dict."
 
 
@@ -79,22 +79,24 @@ def settle(islands: Iterable[Island], tensors: Mapping[str, torch.Tensor]) -> No
         raise gathered(problems)
 
 
-def unnamed(parameters: Iterable[torch.Tensor], islands: Sequence[Island]) -> list[Refusal]:
-    """Return a refusal for each parameter of an optimizer that is no entry of the model's state dict.
+def unnamed(parameters: Iterable[torch.Tensor], islands: Sequence[Island], entries: Container[str]) -> list[Refusal]:
+    """Return a refusal for each parameter of an optimizer that has no name of its own: one that FSDP1 has in a flat
+    parameter, or whose name the state dict has for another form of it.
 
     Args:
         parameters: the optimizer's.
         islands: of the model.
+        entries: names of its state dict.
     """
     places = {id(tensor): (island, name) for island in islands for name, tensor in island.apart.items()}
     problems = []
     for parameter in parameters:
         island, name = places.get(id(parameter), (None, ""))
-        if island is not None:
+        if island is not None and (island.is_flat or own_name(island.full(name)) in entries):
             shown = ", ".join(island.derived[:3])
             message = (
                 f"the state dict of {type(island.module).__name__} shows others in its place ({shown}): {_NO_STATE}"
             )
-            hint = _FLAT if island.is_flat else _UNFUSED
+            hint = _FLAT if island.is_flat else _OTHER_FORM
             problems.append(Refusal("UNSUPPORTED", message, Where(None, own_name(island.full(name))), hint))
     return problems

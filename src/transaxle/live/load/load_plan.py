@@ -5,7 +5,7 @@ All ranks come to the same plan, or raise the same error; no tensor has been wri
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import chain
@@ -20,6 +20,7 @@ from transaxle.engine.views.cast import scales_alone
 from transaxle.engine.views.param_groups import regrouped
 from transaxle.errors import Refusal, gathered
 from transaxle.formats.storage.storage import Storage
+from transaxle.formats.training_state.state import OPTIMIZER
 from transaxle.formats.training_state.state_groups import GROUPS, PARAMS, ParamGroup
 from transaxle.live.derived.settle import reached, untaken
 from transaxle.live.model.live_config import sizes_that_differ
@@ -136,7 +137,7 @@ def plan_load(request: LoadRequest, checkpoint: Checkpoint, world: World) -> Loa
     global_tensors = census(own.tensors, world)
     weights = Weights(own.weights, world)
     with world.together():
-        source = _source(request, checkpoint, weights, global_tensors)
+        source = _source(request, checkpoint, weights, global_tensors, world.gather(tuple(own.unshown)))
         stand_ins = {
             name: stand_in(own.weights[name], code, meta=True)
             for name, code in source.quantized.anew.items()
@@ -285,10 +286,22 @@ class _Match:
     """Names that only the source has."""
 
 
-def _source(request: LoadRequest, checkpoint: Checkpoint, weights: Weights, global_tensors: Census) -> _Source:
-    """Return the source in the model's dialect."""
+def _source(
+    request: LoadRequest,
+    checkpoint: Checkpoint,
+    weights: Weights,
+    global_tensors: Census,
+    unshown: Iterable[Sequence[str]],
+) -> _Source:
+    """Return the source in the model's dialect, with state for the parameters that state dicts of the ranks do not show
+    rather than for their parts.
+    """
+    if request.optimizer is None and not any(name.startswith(OPTIMIZER) for name in global_tensors):
+        checkpoint = checkpoint.without_optimizer()  # its names may ask for sizes that the values do not need
     asked = request.family, request.dialect, request.decode
-    view = weights.seen(checkpoint, global_tensors, *asked, partial=not request.strict)
+    view = weights.seen(
+        checkpoint, global_tensors, *asked, partial=not request.strict, trained=frozenset(chain(*unshown))
+    )
     stored = view.tensors()
     return _Source(view, stored, weights.sorted(view, stored))
 

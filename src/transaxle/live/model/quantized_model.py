@@ -8,7 +8,7 @@ say `decode=`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -117,6 +117,7 @@ class Weights:
         decode: str | None,
         *,
         partial: bool,
+        trained: Collection[str] | None = None,
     ) -> View:
         """Return a source in the model's dialect, decoded but for what fills quantized parameters as it is.
 
@@ -127,6 +128,7 @@ class Weights:
             dialect: what the user says its names are.
             decode: what the user allows.
             partial: leave out what the source does not hold all of.
+            trained: see `view`.
 
         Raises:
             TransaxleError: see `view`.
@@ -136,7 +138,7 @@ class Weights:
         wanted, beside = {name: tensor.shape for name, tensor in names.items()}, self.beside
 
         def read(source: Checkpoint) -> View:
-            found = view(source, wanted, family, dialect, beside, partial=partial)
+            found = view(source, wanted, family, dialect, beside, partial=partial, trained=trained)
             return replace(found, numbers=self._numbers)
 
         keep: set[str] = set()

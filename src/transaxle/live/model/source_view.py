@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from math import prod
 
@@ -63,6 +64,7 @@ def view(
     beside: Iterable[str] = (),
     *,
     partial: bool = False,
+    trained: Collection[str] | None = None,
 ) -> View:
     """Re-express a checkpoint in the dialect of a model's names.
 
@@ -73,6 +75,8 @@ def view(
         dialect: what the user says its names are.
         beside: those of the names that say nothing of the dialect.
         partial: leave out what the source does not hold all of.
+        trained: those of the model's parameters that have optimizer state and are in none of `names`, as the state dict
+            shows parts of them; None: not known.
 
     Raises:
         UsageError: UNKNOWN_FAMILY, AMBIGUOUS where no table reads the names and the source has others; with the
@@ -86,7 +90,7 @@ def view(
     if dialect is None and family is None:
         found = grouped(checkpoint, shapes, beside)
         unsaid = View(found.checkpoint, FAMILY if found.changed else IDENTITY, "")
-        if found.complete:
+        if found.complete and _same_trained(found.checkpoint, shapes.keys(), trained):
             return unsaid
     aside = frozenset(beside)
     wanted = [name for name in shapes if name not in aside]
@@ -109,10 +113,19 @@ def view(
     label = read.dialect.label
     try:
         source = _of_family(checkpoint, read.family.name)
+        if trained is not None:
+            source = source.with_state_of(frozenset(name.removeprefix(read.prefix) for name in trained))
         seen = View(_expressed(source, label, partial=partial), label, read.prefix)
         return replace(seen, others=_other_names(seen, read.dialect, wanted) | _rewrapped(seen, wanted))
     except TransaxleError as error:
         raise _told(error, wanted, checkpoint, said) from None
+
+
+def _same_trained(seen: Checkpoint, names: AbstractSet[str], trained: Collection[str] | None) -> bool:
+    """Tell whether optimizer state needs no other names: it is of the model's own parameters, fused ones included."""
+    known = names | set(trained or ())
+    stated = {parameter for parameter, slot in map(split_slot, seen) if slot != WEIGHT}
+    return trained is None or not stated or (stated <= known and stated.issuperset(trained))
 
 
 def _rewrapped(seen: View, wanted: Sequence[str]) -> dict[str, str]:

@@ -70,7 +70,16 @@ class Leaves:
     @property
     def parameters(self) -> dict[str, torch.Tensor]:
         """What an optimizer may have been given, by name."""
-        return {**self.tensors, **self.weights}
+        return {**self.tensors, **self.weights, **self.unshown}
+
+    @property
+    def unshown(self) -> dict[str, torch.Tensor]:
+        """Parameters and buffers that the state dict shows in another form under other names, as a fused one in parts;
+        by their names in the model.
+        """
+        islands = [island for island in self.islands if not island.is_flat]
+        apart = {own_name(each.full(name)): tensor for each in islands for name, tensor in each.apart.items()}
+        return {name: tensor for name, tensor in apart.items() if name not in self.tensors}
 
 
 def leaves(state: State, *, sharded: bool = False, ranges: bool = False) -> Leaves:

@@ -52,7 +52,7 @@ def by_name(optimizer: AnyOptimizer, own: Leaves) -> tuple[Optimizers, dict[str,
         message = "the shards of a Megatron model are no parameters of an optimizer, so its state cannot be matched"
         raise refuse("UNSUPPORTED", message, hint="Leave optimizer= out, and let Megatron save and load its state.")
     optimizers = apart(optimizer)
-    if nameless := unnamed((parameter for _, _, parameter in optimizers.parameters()), own.islands):
+    if nameless := unnamed((parameter for _, _, parameter in optimizers.parameters()), own.islands, own.tensors):
         raise gathered(nameless)
     return optimizers, names_of(optimizers, own.parameters)
 

@@ -1,0 +1,103 @@
+"""Optimizer state without its parameter, or without a part that others have: refused, or told of, for every target."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import transaxle as tx
+from tests import checkpoints
+
+WEIGHTS = {name: torch.zeros(array.shape) for name, array in checkpoints.tensors().items()}
+FIRST, *_ = NAMES = sorted(WEIGHTS)
+NARROW = [name for name in NAMES if WEIGHTS[name].ndim == 1]
+TARGETS = ["dcp:torchtitan", "dcp:automodel", "torch:transformers", "hf", "deepspeed-universal", "torch_dist", "dcp:te"]
+SAME = ["dcp", "torch", "safetensors"]
+Change = Callable[[dict[str, Any], dict[str, Any]], None]
+
+
+def store(folder: Path, change: Change, trained: list[str] = NAMES) -> Path:
+    """The tiny model with AdamW's state of some parameters, after a change of both."""
+    state: dict[str, Any] = {
+        name: {
+            "step": torch.tensor(2.0),
+            **{kind: torch.ones_like(WEIGHTS[name]) for kind in ("exp_avg", "exp_avg_sq")},
+        }
+        for name in trained
+    }
+    model: dict[str, Any] = dict(WEIGHTS)
+    change(model, state)
+    group = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0, "params": trained}
+    checkpoints.write(folder, {}, config=checkpoints.CONFIG)
+    (folder / "model.safetensors").unlink(missing_ok=True)
+    torch.save({"model": model, "optimizer": {"state": state, "param_groups": [group]}}, folder / "pytorch_model.bin")
+    return folder
+
+
+def unchanged(model: dict[str, Any], state: dict[str, Any]) -> None:
+    """Leave everything as it is."""
+
+
+def stranger(model: dict[str, Any], state: dict[str, Any]) -> None:
+    state["model.layers.0.extra.weight"] = {"exp_avg": torch.ones(3)}
+
+
+def halved(model: dict[str, Any], state: dict[str, Any]) -> None:
+    del state[FIRST]["exp_avg_sq"]
+
+
+def fresh(model: dict[str, Any], state: dict[str, Any]) -> None:
+    del state[NARROW[0]]
+
+
+def refused(source: Path, out: Path, to: str) -> tx.TransaxleError:
+    with pytest.raises(tx.TransaxleError) as caught:
+        tx.convert(source, out, to=to, optimizer=True, sync=False)
+    assert not out.exists()
+    return caught.value
+
+
+@pytest.mark.parametrize("to", TARGETS)
+def test_state_without_values_is_refused(tmp_path: Path, to: str) -> None:
+    source = store(tmp_path / "source", stranger)
+    error = refused(source, tmp_path / "out", to)
+    assert error.code == "MISSING_TENSOR"
+    assert error.where.tensor == "model.layers.0.extra.weight"
+    assert "--no-optimizer (optimizer=False)" in (error.hint or "")
+    tx.convert(source, tmp_path / "out", to=to, optimizer=False, sync=False)
+
+
+@pytest.mark.parametrize("to", TARGETS)
+def test_a_part_that_others_have_is_missed(tmp_path: Path, to: str) -> None:
+    error = refused(store(tmp_path / "source", halved), tmp_path / "out", to)
+    assert {refusal.code for refusal in error.refusals} <= {"INCOMPLETE", "MISSING_TENSOR"}
+    assert "exp_avg_sq" in str(error) or "needs" in str(error)
+
+
+@pytest.mark.parametrize("to", SAME)
+def test_under_the_same_names_it_stays_and_is_told_of(tmp_path: Path, to: str) -> None:
+    report = tx.convert(store(tmp_path / "source", stranger), tmp_path / "out", to=to, sync=False)
+    assert any("model.layers.0.extra.weight" in note for note in report.notes)
+    with tx.open(tmp_path / "out") as out:
+        assert out["optim/model.layers.0.extra.weight/exp_avg"].read().tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("to", ["dcp:automodel", "hf", "dcp", "deepspeed-universal"])
+def test_parameters_without_any_state_are_told_of(tmp_path: Path, to: str) -> None:
+    """Torch makes state with the first gradient; who is in no group is not trained."""
+    report = tx.convert(store(tmp_path / "one", fresh), tmp_path / "out", to=to, optimizer=True, sync=False)
+    assert any("without a gradient so far" in note for note in report.notes)
+    frozen = store(tmp_path / "two", unchanged, [name for name in NAMES if name not in NARROW])
+    report = tx.convert(frozen, tmp_path / "other", to=to, optimizer=True, sync=False)
+    assert not any("without a gradient" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("to", TARGETS)
+def test_what_is_whole_is_carried(tmp_path: Path, to: str) -> None:
+    tx.convert(store(tmp_path / "source", unchanged), tmp_path / "out", to=to, optimizer=True, sync=False)
+    with tx.open(tmp_path / "out") as out:
+        assert sum(name.endswith("/exp_avg") for name in out) == sum(name.endswith("/exp_avg_sq") for name in out) > 0
