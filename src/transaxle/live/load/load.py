@@ -117,7 +117,7 @@ def load(
         check_keywords("load", options, Loading.__annotations__)
         request, meta_device = _request(state, optimizer, extra, options, strict=strict), read_device("device", device)
     world.require_alike(_alike(request, options))
-    with opened(src, options, world, with_state=optimizer is not None) as source:
+    with opened(src, options, world, with_state=optimizer is not None, strict=strict) as source:
         checkpoint, counter = counted(source, request.decode)
         with clock.stage("plan"):
             plan = plan_load(request, checkpoint, world)

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from transaxle.arguments import read_source
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, CheckpointLike, open_checkpoint
-from transaxle.errors import refuse
+from transaxle.errors import Refused, refuse
 from transaxle.formats.catalog.catalog import Checksum
 from transaxle.formats.catalog.checksums import Tally, Witness
 from transaxle.formats.catalog.sidecar_files import MANIFEST
@@ -31,7 +31,9 @@ _OF_OPEN = ("axes", "config", "rules")
 
 
 @contextmanager
-def opened(src: CheckpointLike, options: Mapping[str, Any], world: World, *, with_state: bool) -> Iterator[Checkpoint]:
+def opened(
+    src: CheckpointLike, options: Mapping[str, Any], world: World, *, with_state: bool, strict: bool
+) -> Iterator[Checkpoint]:
     """Give the source; one that is opened here is closed again, the caller's own is not. Collective.
 
     Args:
@@ -39,6 +41,7 @@ def opened(src: CheckpointLike, options: Mapping[str, Any], world: World, *, wit
         options: those of `load`, of which some are for opening it.
         world: the ranks.
         with_state: whether the optimizer's state is wanted, if there is any.
+        strict: whether state whose parameters are not known is refused, rather than left out.
 
     Raises:
         TypeError: there are options for a source that is open already.
@@ -57,7 +60,12 @@ def opened(src: CheckpointLike, options: Mapping[str, Any], world: World, *, wit
     reading: dict[str, Any] = {name: options.get(name) for name in _OF_OPEN}
     with world.together():
         state: dict[str, Any] = {"optimizer": True, "lenient": True} if with_state else {}
-        checkpoint = open_checkpoint(read_source("src", src), **reading, **state)
+        try:
+            checkpoint = open_checkpoint(read_source("src", src), **reading, **state)
+        except Refused:
+            if strict or not with_state:
+                raise
+            checkpoint = open_checkpoint(read_source("src", src), **reading)
     with checkpoint:
         if world.size > 1:
             refuse_different(checkpoint, world)

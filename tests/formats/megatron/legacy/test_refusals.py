@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -341,6 +342,21 @@ def test_an_unknown_order_of_flat_buffers(edit: Callable[[Any], None], words: st
     with tx.open(folder) as checkpoint:  # not asked for: left behind, and said so
         assert not any(name.startswith("optim/") for name in checkpoint)
         assert words in checkpoint.metadata["left_behind"]["optimizer"]
+
+
+def test_a_load_with_an_optimizer_does_without_only_where_it_is_told_so(folder: Path) -> None:
+    write(Run(optimizer="flat", biased=True), folder)
+    edit, words = FLAT_FAULTS[0]
+    _edited(folder / ITERATION / "mp_rank_00" / FLAT, edit)
+    with tx.open(folder) as checkpoint:
+        weights = {
+            name: torch.nn.Parameter(torch.zeros(t.shape, dtype=torch.bfloat16)) for name, t in checkpoint.items()
+        }
+    optimizer = torch.optim.AdamW(weights.values())
+    with pytest.raises(TransaxleError, match=re.escape(words)):
+        tx.load(weights, folder, optimizer=optimizer)
+    report = tx.load(weights, folder, optimizer=optimizer, strict=False)
+    assert (report.tensors, report.states, report.missing) == (len(weights), 0, ("optimizer",))
 
 
 def test_flat_buffers_of_an_older_form(folder: Path) -> None:
