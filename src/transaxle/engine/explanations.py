@@ -209,7 +209,8 @@ EXPLANATIONS: Mapping[Code, Explanation] = {
     "MISSING_TENSOR": Explanation(
         "A tensor that the model needs is not in the checkpoint.",
         "According to the table and the config the model has this weight, and no stored tensor holds it. Many programs "
-        "would load the result anyway, with random values for this weight.",
+        "would load the result anyway, with random values for this weight. Where you ask for an optimizer's state "
+        "(--optimizer), the code means that there is none.",
         "qwen3_moe in dialect hf lacks these tensors:\n    model.layers.47.mlp.experts.127.down_proj.weight",
         "Check whether a shard is missing, or whether the checkpoint is only a part of the model (an adapter, one "
         "pipeline stage). A part can still be converted under its own names: --to safetensors:identity.",
