@@ -261,11 +261,15 @@ def test_every_optimizer_goes_on_as_if_nothing_had_happened(tmp_path: Path, kind
 
 
 def test_state_that_would_be_stale_is_refused(tmp_path: Path) -> None:
-    """An optimizer that has made steps keeps no moments of another run; one that has made none needs none."""
+    """An optimizer that has made steps keeps no moments of another run; one that has made none is told of it."""
     save(Outer(1), tmp_path / "out", to=SAFETENSORS)
     model = Outer(2)
     optimizer = AdamW(model.parameters())
-    assert load(model, tmp_path / "out", optimizer=optimizer).states == 0
+    with pytest.raises(TransaxleError, match="there is no optimizer state to take") as absent:
+        load(model, tmp_path / "out", optimizer=optimizer)
+    assert absent.value.code == "MISSING_TENSOR"
+    report = load(model, tmp_path / "out", optimizer=optimizer, strict=False)
+    assert (report.states, report.missing) == (0, ("optimizer",))
     _step(model, optimizer)
     with pytest.raises(TransaxleError) as found:
         load(model, tmp_path / "out", optimizer=optimizer)
@@ -286,7 +290,7 @@ def test_state_that_was_taken_away_is_missed(tmp_path: Path) -> None:
         load(other, out, optimizer=AdamW(other.parameters()))
     assert (found.value.code, found.value.where.file) == ("INCOMPLETE", "optimizer/optimizer.safetensors")
     report = load(other, out, optimizer=AdamW(other.parameters()), strict=False)
-    assert str(report).startswith(f"{out} · identity · {report.tensors} tensors, 0 of the optimizer · ")
+    assert str(report).startswith(f"{out} · identity · {report.tensors} tensors, 0 of the optimizer, 1 missing · ")
     assert load(other, out).tensors == report.tensors
 
 
