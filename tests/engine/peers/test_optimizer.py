@@ -78,6 +78,25 @@ def test_moments_move_as_the_weight_moves(tmp_path: Path, dialect: str) -> None:
     assert tx.diff(source, tmp_path / "out").equal
 
 
+def test_moments_of_fused_attention_are_those_of_the_whole(tmp_path: Path) -> None:
+    """torchtitan's default: for each group of heads its queries, its key and its value, in one parameter."""
+    held = trained()
+    report = tx.convert(store(tmp_path / "source", held), tmp_path / "out", to="torchtitan", sync=False)
+    assert any('"fuse_qkv": false' in note for note in report.notes)
+    found = checkpoints.read(tmp_path / "out")
+    groups, head = (checkpoints.SIZES[key] for key in ("num_key_value_heads", "head_dim"))
+    for layer in range(checkpoints.SIZES["num_hidden_layers"]):
+        fused = f"layers.{layer}.attention.qkv_linear.wqkv.weight"
+        for moment in MOMENTS:
+            names = (state_of(f"model.layers.{layer}.self_attn.{part}_proj.weight", moment) for part in "qkv")
+            parts = [held[name].reshape(groups, -1, head, held[name].shape[1]) for name in names]
+            whole = np.concatenate(parts, axis=1).reshape(-1, parts[0].shape[-1])
+            assert found[state_of(fused, moment)].tobytes() == whole.tobytes()
+        assert float(found[state_of(fused, STEP)]) == 7
+        assert fused not in found
+    assert not any(f"{part}.weight/" in name for name in found for part in ("wq", "wk", "wv"))
+
+
 @pytest.mark.parametrize("step", [np.array([7], np.int64), np.array(7, np.int64), np.array([[7]], np.float32)])
 def test_steps_keep_their_type_and_shape(tmp_path: Path, step: Array) -> None:
     source = store(tmp_path / "source", trained(step=step))

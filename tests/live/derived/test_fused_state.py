@@ -27,10 +27,17 @@ from tests.live.ranks import run
 from tests.live.titan import titans
 from tests.live.universal_engine import MOMENTS, moments_resumed
 from tests.oracles.quiet import quiet
+from transaxle.families import builtin
+from transaxle.live.model.state_tensors import leaves
 
 LLAMA, QWEN, MOE, OSS = "llama3 debugmodel", "qwen3 debugmodel", "qwen3 debugmodel_moe", "gpt_oss debugmodel"
 AXES: dict[str, dict[str, int]] = {LLAMA: {"g": 16, "r": 1, "h": 1}, QWEN: {"g": 8}, MOE: {"g": 8}, OSS: {"g": 8}}
 """Sizes that the folders of torchtitan do not say."""
+FAMILIES = {
+    "llama3": "llama", "qwen3": "qwen3", MOE: "qwen3_moe", "gpt_oss": "gpt_oss", "deepseek_v3": "deepseek_v3",
+    "kimi_k2_7": "kimi_k25", "muse_glimmer": "muse_glimmer",
+}  # fmt: skip
+"""Beginnings of flavours, and the tables of their models; the last one counts."""
 FUSED, SEPARATE = "fused", "separate"
 OPTIMIZER, MEGATRON = "optimizer", "torch_dist"
 State = dict[str, torch.Tensor]
@@ -133,6 +140,22 @@ def cut_moments(model: Any, optimizer: Any) -> State:
             buffers = {name for name, _ in model.named_buffers()}
             found |= {f"optim/{name}/{moment}": entry for name, entry in shown.items() if name not in buffers}
     return found
+
+
+def test_tables_know_what_torchtitan_fuses() -> None:
+    """Of every flavour that torchtitan registers for debugging, however it is built."""
+    with quiet():
+        models = titans()
+    asked = {key: name for key in models for flavour, name in FAMILIES.items() if key.startswith(f"{flavour} ")}
+    assert models.keys() - asked.keys() == {"flux flux-debug"}
+    for key, family in asked.items():
+        model = models[key]()
+        dialect = builtin()[family].dialect("torchtitan")
+        assert dialect is not None
+        lines = [line for line in dialect.lines if line.of_state]
+        hidden = leaves(model).unshown
+        assert all(any(line.name.match(name) is not None for line in lines) for name in hidden)
+        assert bool(hidden) == bool(lines and not key.endswith(SEPARATE))
 
 
 @pytest.mark.parametrize("flavour", [LLAMA, QWEN, MOE, OSS])

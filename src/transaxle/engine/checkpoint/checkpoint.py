@@ -264,8 +264,10 @@ class Checkpoint(TensorSet):
         """Return a view as `as_dialect` does, but keep unknown names, for callers that compare all names."""
         return self._expressed(self.translation(dialect), dialect)
 
-    def with_state_of(self, parameters: frozenset[str]) -> Checkpoint:
-        """Return the same view for a target in which these parameters have optimizer state, by their names there."""
+    def with_state_of(self, parameters: frozenset[str] | None) -> Checkpoint:
+        """Return the same view for a target in which these parameters have optimizer state, by their names there; None:
+        that is not known.
+        """
         said = replace(self.settings, trained=parameters)
         return Checkpoint(self.container, said, self._view, self._label, self.undecoded, self.stored_names)
 

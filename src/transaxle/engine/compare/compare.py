@@ -189,10 +189,10 @@ def in_common(first: Checkpoint, second: Checkpoint) -> tuple[Checkpoint, Checkp
     return seen, second  # then lengths that differ are told as they are
 
 
-def _trained(checkpoint: Checkpoint) -> frozenset[str]:
-    """Return the parameters that have optimizer state, by their names in the checkpoint's dialect."""
+def _trained(checkpoint: Checkpoint) -> frozenset[str] | None:
+    """Return the parameters that have optimizer state, by their names in the checkpoint's dialect; None: none has."""
     states = (parameter for parameter, slot in map(split_slot, checkpoint) if slot != WEIGHT)
-    return frozenset(name.removeprefix(checkpoint.recognised.prefix) for name in states)
+    return frozenset(name.removeprefix(checkpoint.recognised.prefix) for name in states) or None
 
 
 def _other_names(checkpoint: Checkpoint) -> set[str]:
