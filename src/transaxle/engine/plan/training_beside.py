@@ -144,7 +144,7 @@ def _states(view: View) -> dict[str, set[str]]:
 
 def _orphans(checkpoint: Checkpoint, view: View, states: _States, wanted: str) -> list[str]:
     """Return the parameters that have state and no values, nor values of their parts."""
-    left = [name for name in states if name not in view.targets]
+    left = [name for name in states if name not in view.targets and name not in view.encoded]
     if not left:
         return []
     if wanted == IDENTITY:
