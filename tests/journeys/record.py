@@ -30,7 +30,7 @@ STEPS = {
 }
 """Steps of journeys in their order -> what is done."""
 EQUAL, PASSED, FAILED = "equal", "passed", "failed"
-_CLOSE = 2e-5
+_CLOSE = 1e-4
 """Largest difference of logits in single precision, relative to the largest of them."""
 _NODE = re.compile(r"::test_(\w+)(?:\[(.*)\])?$", re.DOTALL)
 

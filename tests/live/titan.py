@@ -24,6 +24,8 @@ _SIZES = frozenset({
     "qk_rope_head_dim", "text_hidden_size", "v_head_dim", "vec_in_dim", "vocab_size", "vt_hidden_size",
 })  # fmt: skip
 """Fields that are sizes, all of them linear in each other; numbers of heads stay."""
+_BLOCKS = ("layers", "double_blocks", "single_blocks")
+"""Fields that are lists of layers."""
 _WIDER = frozenset({"AutoEncoder.Config", "Shard"})
 """Classes whose fields of these names are no such sizes."""
 
@@ -60,7 +62,7 @@ def _built(family: Any, config: Callable[..., Any], choice: list[str], fused: bo
     builders = {name: _choosing(getattr(family, name), fused) for name in choice}
     with patch.dict(vars(family), builders):
         made = config(**{name: value for name, value in said.items() if name in known})
-    _shrink(made, set())
+    shrink(made, set())
     with torch.device("meta"):
         model: nn.Module = made.build()
     return model.to_empty(device="cpu")
@@ -70,24 +72,24 @@ def _choosing(builder: Callable[..., Any], fused: bool | None) -> Callable[..., 
     return lambda **options: builder(**{**options, "fuse_qkv": fused})
 
 
-def _shrink(config: Any, done: set[int]) -> None:
+def shrink(config: Any, done: set[int]) -> None:
     """Make every size of a config smaller, once each: parts are shared."""
     if id(config) in done:
         return
     done.add(id(config))
     if isinstance(config, list | tuple | dict):
         for each in config.values() if isinstance(config, dict) else config:
-            _shrink(each, done)
+            shrink(each, done)
     if not is_dataclass(config) or type(config).__qualname__ in _WIDER:
         return
     for field in fields(config):
         value = getattr(config, field.name)
-        if field.name == "layers" and isinstance(value, list):
+        if field.name in _BLOCKS and isinstance(value, list):
             value = value[:_LAYERS]
         if field.name in _SIZES:
             value = _smaller(value)
         object.__setattr__(config, field.name, value)
-        _shrink(value, done)
+        shrink(value, done)
 
 
 def _smaller(value: Any) -> Any:

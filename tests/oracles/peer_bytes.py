@@ -26,6 +26,7 @@ _PUBLISHED = {
         "language_model.model.blocks.": "language_model.model.layers.",
         "vision_tower.encoder.patch_embed.": "vision_tower.patch_embed.",
         "model.mm_projector.": "mm_projector.",
+        ".self_wqkv.": ".self_attn.q_proj.",
     },
     "cosmos3_edge": {
         f"model.visual.encoder.layers.{layer}.{old}.": f"model.visual.encoder.layers.{layer}.{new}."

@@ -1,0 +1,107 @@
+"""NeMo Automodel: every model of its registry that runs on a CPU, from the hub through training and back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import transaxle as tx
+from tests.journeys import automodel
+from tests.journeys.record import Journey, are_asked_for
+from tests.journeys.test_titan import open_hub
+from tests.oracles import automodel_peer
+from tests.oracles.peer_bytes import write
+from tests.oracles.test_more_dialects import CASES, FILES, Case
+from tests.oracles.tiny_models import made
+
+PEER = "nemo-automodel"
+_HEADS = {
+    "num_attention_heads": 4, "num_key_value_heads": 4, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8,
+    "head_dim": 4,
+}  # fmt: skip
+"""Of latent attention: sizes that transformers can compute with."""
+_MODELS = {
+    "DeepseekV3ForCausalLM": "deepseek_v3",
+    "Ernie4_5_MoeForCausalLM": "ernie4_5_moe",
+    "Glm4MoeForCausalLM": "glm4_moe",
+    "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
+    "GlmMoeDsaForCausalLM": "glm_moe_dsa",
+    "LlamaForCausalLM": "llama",
+    "MiniMaxM2ForCausalLM": "minimax_m2",
+    "Ministral3ForCausalLM": "ministral3",
+    "MuseGlimmerForConditionalGeneration": "muse_glimmer",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "Qwen3VLForConditionalGeneration": "qwen3_vl",
+    "Qwen3_5ForCausalLM": "qwen3_5_text",
+}
+"""Automodel's models -> their types."""
+_FREQUENCIES = {"MuseGlimmerForConditionalGeneration": ("model.rotary_emb.freqs",)}
+"""Models -> buffers that Automodel saves and the hub has not."""
+_SAMPLE = ("Qwen2ForCausalLM", "Qwen3MoeForCausalLM")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "name" in metafunc.fixturenames:
+        metafunc.parametrize("name", _MODELS if are_asked_for(metafunc.config) else _SAMPLE)
+
+
+def store(model_type: str, folder: Path) -> tuple[Any, dict[str, Any]]:
+    """Store a tiny model of transformers, and return it with its config."""
+    case = CASES.get(model_type, (Case(),))[0]
+    heads = _HEADS if "qk_head_dim" in case.changes else {}
+    model, stored, config = made(model_type, {**case.changes, **heads}, folder / "made", more=case.more)
+    files = FILES[model_type](model, stored) if model_type in FILES else stored
+    write(folder / "hub", files, json.dumps(config))
+    return model.eval(), config
+
+
+def test_from_the_hub_and_back(journey: Journey, name: str, tmp_path: Path) -> None:
+    assert name in automodel_peer.models()
+    trained, config = store(_MODELS[name], tmp_path)
+    hub, settings = tmp_path / "hub", tmp_path / "hub/config.json"
+    run = automodel.Run(config, hub, tmp_path / "run")
+    run.load()
+    state = {key: value.clone() for key, value in run.state().items()}
+    assert [key for key, value in state.items() if value.isnan().any()] == []
+    tokens = automodel.draw(run.model.config, torch.Generator().manual_seed(7))
+    journey.equal("load", trained(tokens).logits, run.logits(tokens))
+
+    live = automodel.Run(config, hub, tmp_path / "live")
+    if name in _FREQUENCIES:
+        with journey.refused("live load", "MISSING_TENSOR", *_FREQUENCIES[name]):
+            tx.load(live.model, hub)
+    else:
+        tx.load(live.model, hub)
+        assert [key for key, value in live.state().items() if not torch.equal(value, state[key])] == []
+        journey.passed("live load")
+
+    run.train()
+    fixed = (*automodel.FIXED, *(() if run.corrects else (automodel.CORRECTION,)))
+    moving = {key: value for key, value in run.state().items() if not any(part in key for part in fixed)}
+    assert [key for key, value in moving.items() if torch.equal(value, state[key])] == []
+    journey.passed("train")
+    saved, expected = run.save(), run.logits(tokens)
+    journey.passed("save")
+    tx.convert(saved / "model", tmp_path / "back", to="hf", config=settings, verify=True)
+    journey.passed("back")
+    journey.equal("logits", open_hub(tmp_path / "back")(tokens).logits, expected)
+    tx.save(run.model, tmp_path / "saved", config=settings)
+    journey.equal("live save", open_hub(tmp_path / "saved")(tokens).logits, expected)
+    _with_optimizer(journey, run, saved, tmp_path)
+
+
+def _with_optimizer(journey: Journey, run: automodel.Run, saved: Path, folder: Path) -> None:
+    """Convert a step's folder, weights and optimizer together."""
+    tx.convert(saved, folder / "with", to="dcp:hf", config=folder / "hub/config.json", optimizer=True)
+    names = set(tx.open(folder / "with", optimizer=True))
+    moments = {name.split("/")[1] for name in names if name.endswith("/exp_avg")}
+    weights = {name for name in names if "/" not in name}
+    buffers = {name for name in weights if name.endswith(automodel.CORRECTION)}
+    assert moments == weights - buffers
+    journey.passed("optimizer")
