@@ -11,7 +11,7 @@ A test of a journey takes the fixture `journey` (`record.Journey`), which notes 
 with `PEER`, the distribution whose version is noted. Its name is that of the test, after the id of its parameters. A
 test with the mark `sampled` runs in `make test` too; all others get the mark `journey`, for `make journeys`, which also
 writes `docs/reference/journeys.md`. Modules import no peer before a test runs; those whose parameters are read from a
-peer's registry ask `record.are_asked_for` first.
+peer's registry give them to `record.chosen` in `pytest_generate_tests`.
 """
 
 OPTION = "--journeys"

@@ -31,8 +31,8 @@ class Run:
     """A run of Automodel in one process: a model of its registry, its optimizer, and its checkpointer."""
 
     def __init__(self, config: Config, hub: Path, folder: Path) -> None:
-        self.model = automodel_peer.own(config)
-        assert self.model is not None
+        self.model: Any = automodel_peer.own(config)
+        assert self.model is not None, f"Automodel has no model of its own for {config['model_type']}"
         for module in self.model.modules():
             if isinstance(vars(module).get("device"), torch.device):
                 module.device = torch.device("cpu")  # the CUDA device that is current, otherwise

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -38,6 +39,15 @@ _NODE = re.compile(r"::test_(\w+)(?:\[(.*)\])?$", re.DOTALL)
 def are_asked_for(config: pytest.Config) -> bool:
     """Tell whether all journeys run, and not only the sample: whether to read registries, which takes seconds."""
     return f"not {MARK}" not in config.getoption("markexpr")
+
+
+def chosen(config: pytest.Config, names: Callable[[], Iterable[str]], sample: Collection[str]) -> list[Any]:
+    """Return the names of journeys to run, as parameters: all of them, or the sample alone, which is marked."""
+    mark = getattr(pytest.mark, SAMPLED)
+    return [
+        pytest.param(name, marks=[mark] if name in sample else [])
+        for name in (names() if are_asked_for(config) else sample)
+    ]
 
 
 def name_of(node: str) -> str:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import transaxle as tx
 from tests.journeys import titan, titan_hub
-from tests.journeys.record import Journey, are_asked_for
+from tests.journeys.record import Journey, chosen
 from tests.oracles import hub
 from tests.oracles.peer_bytes import published
 from tests.oracles.quiet import quiet
@@ -35,7 +35,7 @@ _SAMPLE = ("llama3 debugmodel", "qwen3 debugmodel_moe")
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "flavour" in metafunc.fixturenames:
-        metafunc.parametrize("flavour", titan.flavours() if are_asked_for(metafunc.config) else _SAMPLE)
+        metafunc.parametrize("flavour", chosen(metafunc.config, titan.flavours, _SAMPLE))
 
 
 def _factory(config: dict[str, Any]) -> Any:
