@@ -28,8 +28,8 @@ _FOREIGN = (
     ".ckpt", ".gguf", ".ggml", ".h5", ".keras", ".msgpack", ".npy", ".npz", ".onnx", ".onnx_data", ".ot", ".pkl",
     ".pickle", ".tflite",
 )  # fmt: skip
-"""Ends of the names of files with tensors that no format here reads: they do not travel with a
-model, and are not written."""
+"""Ends of the names of files with tensors that no format here writes, and none reads, but for `.ckpt`: they do not
+travel with a model."""
 
 
 @cache

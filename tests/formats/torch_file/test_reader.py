@@ -306,8 +306,18 @@ def test_a_script_is_refused(tmp_path: Path) -> None:
 
 
 def test_any_name_if_the_format_is_said(tmp_path: Path) -> None:
+    save({"a": torch.ones(1)}, tmp_path / "weights.saved")
+    assert list(tx.open(tmp_path / "weights.saved", format="torch")) == ["a"]
+
+
+def test_names_of_lightning_count_last(tmp_path: Path) -> None:
     save({"a": torch.ones(1)}, tmp_path / "weights.ckpt")
-    assert list(tx.open(tmp_path / "weights.ckpt", format="torch")) == ["a"]
+    assert list(tx.open(tmp_path / "weights.ckpt")) == list(tx.open(tmp_path)) == ["a"]
+    save({"b": torch.ones(1)}, tmp_path / "weights.pt")
+    assert list(tx.open(tmp_path)) == ["b"]
+    (tmp_path / "other.ckpt").write_bytes(b"no torch file")
+    with pytest.raises(TransaxleError, match="not a torch file"):
+        tx.open(tmp_path / "other.ckpt")
 
 
 def test_a_range_of_a_file(tmp_path: Path) -> None:

@@ -1,0 +1,135 @@
+"""PyTorch Lightning: its default checkpoints of one process, and those of ModelParallelStrategy with FSDP2."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+import transaxle as tx
+from tests.journeys import trained_models as models
+from tests.journeys.record import Journey
+from tests.live.ranks import run
+from tests.oracles.quiet import quiet
+
+PEER = "pytorch-lightning"
+pytestmark = pytest.mark.peers
+
+RUN = "run"
+
+
+def _module(hub: Path) -> Any:
+    """A module as users write it: a model of transformers in an attribute."""
+    from pytorch_lightning import LightningModule
+
+    class Module(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = models.loaded(hub)
+
+        def configure_model(self) -> None:
+            from torch.distributed.fsdp import fully_shard
+
+            if self.device_mesh is None or isinstance(next(self.model.parameters()), DTensor):
+                return
+            mesh = self.device_mesh["data_parallel"]
+            for layer in self.model.model.layers:
+                fully_shard(layer, mesh=mesh)
+            fully_shard(self.model, mesh=mesh)
+
+        def training_step(self, batch: models.Tensors) -> torch.Tensor:
+            loss: torch.Tensor = self.model(**batch).loss
+            return loss
+
+        def train_dataloader(self) -> Any:
+            rows: Any = [{key: torch.tensor(value) for key, value in row.items()} for row in models.rows()]
+            return torch.utils.data.DataLoader(rows, batch_size=4)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=models.LR)
+
+    return Module()
+
+
+def _fitted(world: int, out: Path, steps: int, module: Any, resume: str = "") -> Any:
+    """A Trainer with its defaults, after it has trained."""
+    from pytorch_lightning import Trainer
+    from pytorch_lightning.strategies import ModelParallelStrategy
+
+    trainer = Trainer(
+        accelerator="cpu", devices=world, max_steps=steps, default_root_dir=out, logger=False,
+        strategy=ModelParallelStrategy(world, 1) if world > 1 else "auto", enable_progress_bar=False,
+        enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(module, ckpt_path=resume or None)
+    return trainer
+
+
+def _join(rank: int, world: int) -> None:
+    """Let Lightning use the process group that is there; one process has none."""
+    if world > 1:
+        told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": 29500}
+        os.environ |= {name: str(value) for name, value in told.items()}
+        os.environ |= {"MASTER_ADDR": "localhost", "TORCHELASTIC_RUN_ID": "tests"}
+
+
+def _train(rank: int, world: int, folder: str) -> tuple[models.Tensors, torch.Tensor]:
+    """Train, and save in our way, too; return what the model has, and logits."""
+    out = Path(folder)
+    with quiet(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _join(rank, world)
+        module = _module(out / "hub")
+        trainer = _fitted(world, out / RUN, models.STEPS, module)
+        tx.save(module.model, out / "live", to="hf", optimizer=trainer.optimizers[0], sync=False)
+        return models.whole(module.model), models.logits(module.model)
+
+
+def _step(rank: int, world: int, folder: str, own: str, ours: str) -> models.Tensors:
+    """Make one more step, resumed from Lightning's own checkpoint or from ours."""
+    out = Path(folder)
+    with quiet(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _join(rank, world)
+        module = _module(out / "hub")
+        module.training_step = lambda _: module.model(**models.batch()).loss  # ranks deal out the data anew
+        if ours:
+            module.on_train_start = lambda: tx.load(module.model, ours, optimizer=module.trainer.optimizers[0])
+        trainer = _fitted(world, out / "again", models.STEPS + 1 if own else 1, module, own)
+        assert trainer.global_step == (models.STEPS + 1 if own else 1)
+        return models.whole(module.model)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "qwen3_moe"])
+def test_default_checkpoints(journey: Journey, model_type: str, world: int, tmp_path: Path) -> None:
+    hub = models.hub_folder(model_type, tmp_path / "hub")
+    values, wanted = run(world, _train, str(tmp_path))[0]
+    before = models.loaded(hub)
+    parameters = dict(before.named_parameters(remove_duplicate=False))
+    assert not set(models.unmoved(models.whole(before), values)) & parameters.keys()
+    (checkpoint,) = (tmp_path / RUN).rglob("*.ckpt")
+    assert checkpoint.is_dir() == (world > 1)
+    for step in ("load", "train", "save", "live save"):
+        journey.passed(step)
+    journey.equal("logits", models.logits(models.loaded(tmp_path / "live")), wanted)
+
+    config = hub / "config.json"
+    tx.convert(checkpoint, tmp_path / "back", to="hf", config=config, sync=False)
+    journey.passed("back")
+    journey.equal("logits", models.logits(models.loaded(tmp_path / "back")), wanted)
+
+    own = run(world, _step, str(tmp_path), str(checkpoint), "")[0]
+    for to in ("hf", "dcp", "deepspeed-universal"):
+        there = tmp_path / f"to-{to}"
+        tx.convert(tmp_path / "live", there, to=to, optimizer=True, sync=False)
+        journey.passed("optimizer")
+        found = run(world, _step, str(tmp_path), "", str(there))[0]
+        assert models.unmoved(own, found) == list(own)
+        journey.passed("resume")
+    models.carried(journey, checkpoint, tmp_path / "live", tmp_path / "with-optimizer", config=config)

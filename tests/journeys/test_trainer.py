@@ -1,0 +1,149 @@
+"""transformers' Trainer with its defaults: one process, and FSDP2 on two ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+import transaxle as tx
+from tests.journeys import trained_models as models
+from tests.journeys.fsdp_on_cpus import launched
+from tests.journeys.record import Journey
+from tests.live.ranks import run
+from tests.oracles.quiet import quiet
+
+PEER = "transformers"
+pytestmark = pytest.mark.peers
+
+FAMILIES = [
+    "llama", pytest.param("qwen3_moe", marks=pytest.mark.sampled), "qwen3", "qwen2", "gpt_oss", "deepseek_v3",
+    "gemma3_text", "mixtral",
+]  # fmt: skip
+CHECKPOINT = f"checkpoint-{models.STEPS}"
+
+
+def _trainer(model: Any, folder: Path, **said: Any) -> Any:
+    from transformers import Trainer, TrainingArguments
+
+    args = TrainingArguments(
+        output_dir=str(folder), max_steps=models.STEPS, learning_rate=models.LR, use_cpu=True, report_to=[],
+        disable_tqdm=True, **said,
+    )  # fmt: skip
+    return Trainer(model=model, args=args, train_dataset=models.rows())
+
+
+def _new_optimizer(model: Any) -> Any:
+    with quiet():
+        return _trainer(model, Path("unused")).create_optimizer()
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_one_process(journey: Journey, model_type: str, tmp_path: Path) -> None:
+    hub = models.hub_folder(model_type, tmp_path / "hub")
+    model = models.loaded(hub)
+    journey.passed("load")
+    before = models.whole(model)
+    with quiet():
+        trainer = _trainer(model, tmp_path / "run")
+        trainer.train()
+    buffers = [name for name in before if name not in dict(model.named_parameters(remove_duplicate=False))]
+    assert models.unmoved(before, models.whole(model)) == buffers  # it moves none
+    journey.passed("train")
+    checkpoint = tmp_path / "run" / CHECKPOINT
+    journey.passed("save")
+    wanted = models.logits(model)
+
+    tx.convert(checkpoint, tmp_path / "back", to="hf", sync=False)
+    journey.passed("back")
+    journey.equal("logits", models.logits(models.loaded(tmp_path / "back")), wanted)
+    other = models.loaded(hub)
+    tx.load(other, checkpoint)
+    journey.passed("live load")
+    journey.equal("logits", models.logits(other), wanted)
+
+    tx.save(model, tmp_path / "live", to="hf", optimizer=trainer.optimizer, sync=False)
+    journey.passed("live save")
+    journey.equal("logits", models.logits(models.loaded(tmp_path / "live")), wanted)
+    step = models.next_step(model, trainer.optimizer)
+    formats = models.targets(model_type)
+    models.goes_on(journey, tmp_path, tmp_path / "live", hub, step, _new_optimizer, formats)
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "qwen3_moe"])
+def test_its_optimizer_file(journey: Journey, model_type: str, tmp_path: Path) -> None:
+    """Moments by the order of groups: they go with their names, or are refused; never left behind."""
+    hub = models.hub_folder(model_type, tmp_path / "hub")
+    model = models.loaded(hub)
+    with quiet():
+        trainer = _trainer(model, tmp_path / "run")
+        trainer.train()
+    journey.passed("save")
+    tx.save(model, tmp_path / "live", to="hf", optimizer=trainer.optimizer, sync=False)
+    models.carried(journey, tmp_path / "run" / CHECKPOINT, tmp_path / "live", tmp_path / "there")
+
+
+def _sharded(rank: int, world: int, folder: str, saved: str) -> tuple[models.Tensors, torch.Tensor, models.Tensors]:
+    """Train and save; return what moved, logits, and what one more step makes of it."""
+    out = Path(folder)
+    with quiet(), launched(rank, world):
+        model = models.loaded(out / "hub")
+        more = {} if saved == FULL else {"fsdp_config": {"state_dict_type": saved}}
+        trainer = _trainer(model, out / "run", fsdp=True, **more)
+        trainer.train()
+        trained = trainer.model_wrapped
+        assert all(isinstance(each, DTensor) for each in trained.parameters())
+        values, said = models.whole(trained), models.logits(trained)
+        tx.save(trained, out / "live", to="hf", optimizer=trainer.optimizer, sync=False)
+        return values, said, models.next_step(trained, trainer.optimizer)
+
+
+def _resumed(rank: int, world: int, folder: str, source: str) -> tuple[torch.Tensor, models.Tensors]:
+    """Load into a new run under FSDP2, and make one step."""
+    out = Path(folder)
+    with quiet(), launched(rank, world):
+        trainer = _trainer(models.loaded(out / "hub"), out / "again", fsdp=True)
+        trainer.train()
+        trained = trainer.model_wrapped
+        tx.load(trained, source, optimizer=trainer.optimizer)
+        return models.logits(trained), models.next_step(trained, trainer.optimizer)
+
+
+FULL, SHARDED = "FULL_STATE_DICT", "SHARDED_STATE_DICT"
+OWN_FOLDERS = ("pytorch_model_fsdp_0", "optimizer_0")
+
+
+@pytest.mark.parametrize("saved", [FULL, SHARDED])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_fsdp2(journey: Journey, model_type: str, saved: str, tmp_path: Path) -> None:
+    hub = models.hub_folder(model_type, tmp_path / "hub")
+    journey.passed("load")
+    (values, wanted, step), _ = run(2, _sharded, str(tmp_path), saved)
+    before = models.loaded(hub)
+    parameters = dict(before.named_parameters(remove_duplicate=False))
+    assert not set(models.unmoved(models.whole(before), values)) & parameters.keys()
+    journey.passed("train")
+    checkpoint = tmp_path / "run" / CHECKPOINT
+    assert all((checkpoint / each).exists() == (saved == SHARDED) for each in OWN_FOLDERS)
+    journey.passed("save")
+    journey.passed("live save")
+    journey.equal("logits", models.logits(models.loaded(tmp_path / "live")), wanted)
+
+    config = hub / "config.json"
+    weights = [checkpoint] if saved == FULL else [checkpoint, checkpoint / OWN_FOLDERS[0]]
+    for number, source in enumerate(weights):
+        tx.convert(source, tmp_path / f"back-{number}", to="hf", config=config, sync=False)
+        journey.passed("back")
+        journey.equal("logits", models.logits(models.loaded(tmp_path / f"back-{number}")), wanted)
+    models.carried(journey, checkpoint, tmp_path / "live", tmp_path / "with-optimizer", config=config)
+
+    for to in ("dcp", "deepspeed-universal"):
+        tx.convert(tmp_path / "live", tmp_path / to, to=to, optimizer=True, sync=False)
+        journey.passed("optimizer")
+        found, after = run(2, _resumed, str(tmp_path), str(tmp_path / to))[0]
+        assert torch.equal(found, wanted)
+        assert models.unmoved(step, after) == list(step)
+        journey.passed("resume")

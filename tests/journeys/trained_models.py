@@ -1,0 +1,152 @@
+"""Tiny models of transformers with random weights: what journeys start with, and what they ask at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+import transaxle as tx
+from tests.journeys.record import Journey
+from tests.oracles import wrappers
+from tests.oracles.quiet import quiet
+
+Tensors = dict[str, torch.Tensor]
+
+LR = 1e-2
+"""Of all that train: by the peers' own defaults, tiny weights would hardly move in three steps."""
+STEPS = 3
+LENGTH = 12
+"""Tokens of a text."""
+_TOKENS = 90
+_CHANGES: Mapping[str, dict[str, Any]] = MappingProxyType(
+    {
+        "qwen3": {"tie_word_embeddings": True},
+        "deepseek_v3": {"head_dim": 4, "num_key_value_heads": 4, "n_shared_experts": 1, "first_k_dense_replace": 1},
+    }
+)
+"""What a tiny config has beside the sizes of all."""
+_TITAN = ("llama", "qwen3", "qwen3_moe", "gpt_oss", "deepseek_v3")
+_ALL = ("hf", "dcp", "torch", "deepspeed-universal", "safetensors:transformers", "safetensors:automodel", "torch_dist")
+
+
+def rows(count: int = 64) -> list[dict[str, list[int]]]:
+    """Texts to train on, of tokens that every vocabulary has; the first few, which may be special, are left out."""
+    texts = [[4 + (7 * row + 3 * place * place) % (_TOKENS - 4) for place in range(LENGTH)] for row in range(count)]
+    return [{"input_ids": text, "labels": text} for text in texts]
+
+
+def batch(count: int = 4) -> Tensors:
+    """A few texts as a model takes them."""
+    return {key: torch.tensor([row[key] for row in rows(count)]) for key in ("input_ids", "labels")}
+
+
+def hub_folder(model_type: str, folder: Path, **changes: Any) -> Path:
+    """Store a model whose parameters and buffers are all random."""
+    model = wrappers.build(model_type, **{**_CHANGES.get(model_type, {}), **changes})
+    assert model is not None
+    generator = torch.Generator().manual_seed(3)
+    model.tie_weights()
+    with torch.no_grad():
+        for value in model.state_dict().values():
+            if value.is_floating_point():
+                value.copy_(torch.randn(value.shape, generator=generator) * 0.1)
+    with quiet():
+        model.save_pretrained(folder)
+    return folder
+
+
+def loaded(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """A model as transformers loads it; no name is missing or unexpected."""
+    import transformers
+
+    with quiet():
+        config = transformers.AutoConfig.from_pretrained(folder)
+        kind = getattr(transformers, config.architectures[0])
+        model, about = kind.from_pretrained(folder, output_loading_info=True, dtype=dtype)
+    assert {key: names for key, names in about.items() if names} == {}
+    return model.train()
+
+
+@torch.no_grad()
+def logits(model: Any) -> torch.Tensor:
+    """What a model says of a few texts."""
+    training = model.training
+    model.eval()
+    said: torch.Tensor = model(input_ids=batch()["input_ids"]).logits.float().clone()
+    model.train(training)
+    return said
+
+
+def whole(model: Any) -> Tensors:
+    """Copies of all that a model stores."""
+    found = model.state_dict().items()
+    return {name: (each.full_tensor() if isinstance(each, DTensor) else each).detach().clone() for name, each in found}
+
+
+def unmoved(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> list[str]:
+    """Names of what training has left as it was."""
+    assert before.keys() == after.keys()
+    return [name for name, value in after.items() if torch.equal(value, before[name])]
+
+
+def next_step(model: Any, optimizer: Any) -> Tensors:
+    """What a model stores after one more step, at a rate that schedules have not lowered."""
+    for group in optimizer.param_groups:
+        group["lr"] = LR
+    optimizer.zero_grad()
+    model(**batch()).loss.backward()
+    optimizer.step()
+    return whole(model)
+
+
+def targets(model_type: str) -> tuple[str, ...]:
+    """What has a place for a family's optimizer state."""
+    return (*_ALL, *(["dcp:torchtitan"] if model_type in _TITAN else []))
+
+
+def goes_on(
+    journey: Journey, folder: Path, saved: Path, hub: Path, wanted: Tensors, optimizer_of: Any, formats: Iterable[str]
+) -> None:
+    """Convert a checkpoint with its optimizer, load each result into a new model, and make the next step.
+
+    Args:
+        journey: notes the steps.
+        folder: where files go.
+        saved: the checkpoint, with the state of its optimizer.
+        hub: the checkpoint that the run began with: all of its values are replaced.
+        wanted: what the run that never stopped has after that step.
+        optimizer_of: makes a new optimizer of a model.
+        formats: to convert it to.
+    """
+    for to in formats:
+        there = folder / to.replace(":", "-")
+        config = None if (saved / "config.json").exists() else hub / "config.json"
+        tx.convert(saved, there, to=to, optimizer=True, config=config, sync=False)
+        journey.passed("optimizer")
+        model = loaded(hub)
+        optimizer = optimizer_of(model)
+        tx.load(model, there, optimizer=optimizer)
+        assert unmoved(wanted, next_step(model, optimizer)) == list(wanted), to
+        journey.passed("resume")
+
+
+def carried(journey: Journey, source: Path, wanted: Path, there: Path, **said: Any) -> None:
+    """Convert with the optimizer: the result equals a checkpoint that has all of it, or it is refused."""
+    try:
+        tx.convert(source, there, to="hf", optimizer=True, sync=False, **said)
+    except tx.TransaxleError as error:
+        with journey.refused("optimizer", error.code):
+            again(error)
+        return
+    assert tx.verify(wanted, there).ok
+    journey.passed("optimizer")
+
+
+def again(error: tx.TransaxleError) -> None:
+    """Raise what another process, or another place, has raised."""
+    raise error
