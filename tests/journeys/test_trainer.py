@@ -26,14 +26,14 @@ FAMILIES = [
 CHECKPOINT = f"checkpoint-{models.STEPS}"
 
 
-def _trainer(model: Any, folder: Path, **said: Any) -> Any:
+def _trainer(model: Any, folder: Path, rows: Any = None, **said: Any) -> Any:
     from transformers import Trainer, TrainingArguments
 
     args = TrainingArguments(
         output_dir=str(folder), max_steps=models.STEPS, learning_rate=models.LR, use_cpu=True, report_to=[],
         disable_tqdm=True, **said,
     )  # fmt: skip
-    return Trainer(model=model, args=args, train_dataset=models.rows())
+    return Trainer(model=model, args=args, train_dataset=rows or models.rows())
 
 
 def _new_optimizer(model: Any) -> Any:
@@ -71,6 +71,75 @@ def test_one_process(journey: Journey, model_type: str, tmp_path: Path) -> None:
     step = models.next_step(model, trainer.optimizer)
     formats = models.targets(model_type)
     models.goes_on(journey, tmp_path, tmp_path / "live", hub, step, _new_optimizer, formats)
+
+
+_IMAGE, _PARTS = 3, 4
+"""The token that stands for a part of an image, and how many parts an image has."""
+
+
+def _pictures(model_type: str) -> list[dict[str, torch.Tensor]]:
+    """Texts that begin with an image."""
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for row in models.rows(24):
+        ids = torch.tensor([_IMAGE] * _PARTS + row["input_ids"][_PARTS:])
+        one = {"input_ids": ids, "labels": ids, "pixel_values": torch.randn(3, 28, 28, generator=generator)}
+        if model_type == "gemma3":
+            one["token_type_ids"] = (ids == _IMAGE).long()
+        found.append(one)
+    return found
+
+
+@torch.no_grad()
+def _seen(model: Any, rows: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+    """Logits of images and texts."""
+    given = {key: torch.stack([row[key] for row in rows[:4]]) for key in rows[0] if key != "labels"}
+    said: torch.Tensor = model.eval()(**given).logits
+    return said
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        ("gemma3", {"mm_tokens_per_image": _PARTS, "image_token_index": _IMAGE}),
+        ("llava", {"image_token_index": _IMAGE}),
+    ],
+)
+def test_images_and_texts(journey: Journey, model_type: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    """Parts of the vision tower get no gradient, so the optimizer has no state of them."""
+    hub = models.hub_folder(model_type, tmp_path / "hub", **changes)
+    model = models.loaded(hub)
+    journey.passed("load")
+    before, rows = models.whole(model), _pictures(model_type)
+    with quiet():
+        trainer = _trainer(model, tmp_path / "run", rows, remove_unused_columns=False)
+        trainer.train()
+    still = models.unmoved(before, models.whole(model))
+    assert still
+    assert all("vision" in name for name in still)
+    journey.passed("train")
+    journey.passed("save")
+    wanted = _seen(model, rows)
+    tx.convert(tmp_path / "run" / CHECKPOINT, tmp_path / "back", to="hf", sync=False)
+    journey.passed("back")
+    journey.equal("logits", _seen(models.loaded(tmp_path / "back"), rows), wanted)
+    tx.save(model, tmp_path / "live", to="hf", optimizer=trainer.optimizer, sync=False)
+    journey.passed("live save")
+    trained = {name: trainer.optimizer.state[value] for name, value in model.named_parameters()}
+    for to in ("dcp", "deepspeed-universal", "safetensors:transformers"):
+        there = tmp_path / to.replace(":", "-")
+        tx.convert(tmp_path / "live", there, to=to, optimizer=True, sync=False)
+        other = models.loaded(hub)
+        optimizer = _new_optimizer(other)
+        tx.load(other, there, optimizer=optimizer)
+        journey.passed("optimizer")
+        journey.equal("logits", _seen(other, rows), wanted)
+        for name, value in other.named_parameters():
+            state = optimizer.state[value]
+            assert state.keys() == trained[name].keys(), name
+            assert all(
+                torch.equal(torch.as_tensor(each), torch.as_tensor(trained[name][key])) for key, each in state.items()
+            )
 
 
 @pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "qwen3_moe"])

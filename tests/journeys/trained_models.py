@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
 import transaxle as tx
@@ -45,8 +47,18 @@ def batch(count: int = 4) -> Tensors:
     return {key: torch.tensor([row[key] for row in rows(count)]) for key in ("input_ids", "labels")}
 
 
-def hub_folder(model_type: str, folder: Path, **changes: Any) -> Path:
-    """Store a model whose parameters and buffers are all random."""
+def hub_folder(model_type: str, folder: Path, *, ahead: int = 0, **changes: Any) -> Path:
+    """Store a model whose parameters and buffers are all random.
+
+    Args:
+        model_type: of the model.
+        folder: where to.
+        ahead: number of layers that predict tokens further ahead, which transformers stores as ordinary ones, and here
+            get what stands in front of and behind them.
+        changes: values of its config.
+    """
+    if ahead:
+        return _with_layers_ahead(model_type, folder, ahead)
     model = wrappers.build(model_type, **{**_CHANGES.get(model_type, {}), **changes})
     assert model is not None
     generator = torch.Generator().manual_seed(3)
@@ -60,14 +72,32 @@ def hub_folder(model_type: str, folder: Path, **changes: Any) -> Path:
     return folder
 
 
+def _with_layers_ahead(model_type: str, folder: Path, ahead: int) -> Path:
+    depth = 2
+    hub_folder(model_type, folder, num_hidden_layers=depth + ahead)
+    tensors, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text("utf-8"))
+    width = config["hidden_size"]
+    generator = torch.Generator().manual_seed(4)
+    for layer in range(depth, depth + ahead):
+        for name in ("enorm", "hnorm", "shared_head.norm"):
+            tensors[f"model.layers.{layer}.{name}.weight"] = torch.randn(width, generator=generator)
+        tensors[f"model.layers.{layer}.eh_proj.weight"] = torch.randn(width, 2 * width, generator=generator) * 0.1
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    changed = {**config, "num_hidden_layers": depth, "num_nextn_predict_layers": ahead}
+    (folder / "config.json").write_text(json.dumps(changed), "utf-8")
+    return folder
+
+
 def loaded(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
-    """A model as transformers loads it; no name is missing or unexpected."""
+    """A model as transformers loads it; no name is missing or unexpected, but for those of layers ahead."""
     import transformers
 
     with quiet():
         config = transformers.AutoConfig.from_pretrained(folder)
         kind = getattr(transformers, config.architectures[0])
         model, about = kind.from_pretrained(folder, output_loading_info=True, dtype=dtype)
+    ahead = f"model.layers.{getattr(config, 'num_hidden_layers', None)}."
+    about = {key: [name for name in names if not str(name).startswith(ahead)] for key, names in about.items()}
     assert {key: names for key, names in about.items() if names} == {}
     return model.train()
 

@@ -35,6 +35,7 @@ from unittest.mock import patch
 import torch
 from torch import distributed as dist
 
+from tests.formats.megatron.plain_attention import PlainAttention
 from tests.oracles import hub
 from tests.oracles.hub import Config, Tensors
 from tests.oracles.quiet import quiet
@@ -282,7 +283,7 @@ def local_model(config: Config) -> Iterator[Any]:
             layers = get_gpt_decoder_block_spec(settings, use_transformer_engine=False)
             if settings.multi_latent_attention:
                 for layer in layers.layer_specs:
-                    layer.submodules.self_attention.submodules.core_attention = _Attention
+                    layer.submodules.self_attention.submodules.core_attention = PlainAttention
             with patch.object(multi_latent_attention, "HAVE_TE", new=False):
                 built = GPTModel(
                     settings,
@@ -299,20 +300,6 @@ def local_model(config: Config) -> Iterator[Any]:
         finally:
             parallel_state.destroy_model_parallel()
             dist.destroy_process_group()
-
-
-class _Attention(torch.nn.Module):
-    """Softmax attention, which holds no weights: megatron-core's own cannot take keys wider than values on the CPU."""
-
-    def __init__(self, softmax_scale: float, **_: Any) -> None:
-        super().__init__()
-        self.scale = softmax_scale
-
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        """Causal attention over [tokens, batch, heads, width]."""
-        q, k, v = (part.permute(1, 2, 0, 3) for part in (q, k, v))
-        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
-        return out.permute(2, 0, 1, 3).flatten(2)
 
 
 def logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:

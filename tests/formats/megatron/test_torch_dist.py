@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 import transaxle as tx
 from tests.formats.megatron import gpt_job
+from tests.journeys.trained_models import hub_folder
 from tests.live.ranks import run, stop_all
 from tests.oracles import hub
 from transaxle.errors import Refused
@@ -245,6 +246,19 @@ def test_what_the_shares_of_experts_add_up_to_is_told(hubs: dict[str, Path], tmp
         state = torch.load(tmp_path / str(number) / "release/common.pt", weights_only=False)
         told[normed, scores] = vars(state["args"]).get("moe_router_pre_softmax")
     assert list(told.values()) == [False, True, None, None]
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_arguments_are_those_of_the_tensors_that_are_there(ahead: int, tmp_path: Path) -> None:
+    """Megatron takes them with `--use-checkpoint-args`; configs name layers ahead that transformers does not store."""
+    hub_folder("deepseek_v3", tmp_path / "hub", ahead=ahead)
+    tx.convert(tmp_path / "hub", tmp_path / "out", to="torch_dist")
+    found = vars(torch.load(tmp_path / "out/release/common.pt", weights_only=False)["args"])
+    assert json.loads((tmp_path / "hub/config.json").read_text())["num_nextn_predict_layers"] == 1
+    assert found.get("mtp_num_layers") == (ahead or None)
+    assert found["moe_router_enable_expert_bias"] is True
+    assert found["moe_router_topk_scaling_factor"] == 2.5
+    assert found["moe_shared_expert_intermediate_size"] == 16
 
 
 def test_layers_that_differ_do_not_fit_into_one_tensor(hubs: dict[str, Path], tmp_path: Path) -> None:

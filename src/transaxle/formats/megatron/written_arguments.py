@@ -42,6 +42,8 @@ def arguments(config: Mapping[str, Any], names: Collection[str], padded_vocabula
     found["group_query_attention"] = found["num_query_groups"] != heads
     found.setdefault("kv_channels", found["hidden_size"] // heads)
     found |= _DEGREES | _from_names(names, found) | _from_config(known)
+    if not any(name.startswith("mtp.") for name in names):
+        found.pop("mtp_num_layers", None)  # configs of models that are stored without these layers have it, too
     found["multi_latent_attention"] = "kv_lora_rank" in found
     if padded_vocabulary is not None:
         found["padded_vocab_size"] = padded_vocabulary
@@ -52,6 +54,13 @@ def _before_choice(known: Mapping[str, Any]) -> bool | None:
     """Tell whether experts are chosen after the softmax, so that their shares do not add up to one; None: not known."""
     normed = known.get("norm_topk_prob")
     return not normed if isinstance(normed, bool) and known.get("scoring_func", "softmax") == "softmax" else None
+
+
+def _shared_width(known: Mapping[str, Any]) -> int | None:
+    """Return the width of all shared experts together; None: there are none, or it is not known."""
+    width, count = known.get("moe_intermediate_size"), known.get("n_shared_experts")
+    together = width * count if isinstance(width, int) and isinstance(count, int) else None
+    return known.get("shared_expert_intermediate_size", together) or None
 
 
 def is_padded(config: Mapping[str, Any], rows: int | None) -> bool:
@@ -87,6 +96,8 @@ def _from_names(names: Collection[str], found: Mapping[str, Any]) -> dict[str, A
         told["moe_layer_freq"] = 1
     if routers:
         told["moe_grouped_gemm"] = True
+    if "mlp.router.expert_bias" in ends:
+        told["moe_router_enable_expert_bias"] = True
     return told
 
 
@@ -107,6 +118,9 @@ def _from_config(known: Mapping[str, Any]) -> dict[str, Any]:
         "rotary_percent": None if base is None else share or 1.0,
         "moe_router_topk": known.get("num_experts_per_tok"),
         "moe_router_pre_softmax": _before_choice(known),
+        "moe_router_score_function": known.get("scoring_func"),
+        "moe_router_topk_scaling_factor": known.get("routed_scaling_factor"),
+        "moe_shared_expert_intermediate_size": _shared_width(known),
         "attention_dropout": known.get("attention_dropout"),
     }
     return {name: value for name, value in told.items() if value is not None}

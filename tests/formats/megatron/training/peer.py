@@ -5,7 +5,8 @@
 Megatron is imported once, and the ranks of each case are forked from there. A case loads with `--load` through
 `setup_model_and_optimizer`, as `pretrain_gpt.py` does, and each rank leaves what it then has in `OUT/rank_N.pt`:
 parameters, full-precision copies and moments, logits, and how many steps and samples Megatron counts.
-Gradients are a hundredth of the weights, so that steps have the same bits at any degrees.
+Gradients are a hundredth of the weights, so that steps have the same bits at any degrees; or those of Megatron's own
+`train_step`, where a case asks for it.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import torch
 import typing_extensions
 from torch import distributed as dist
 
+from tests.formats.megatron.plain_attention import PlainAttention
 from tests.formats.megatron.training import fused_adam
 from tests.oracles.bridge_peer import devices, stand_ins
 
@@ -41,6 +43,13 @@ _ALWAYS = """
     --moe-router-load-balancing-type none --moe-token-dispatcher-type allgather --moe-router-dtype fp32 --no-load-rng
 """
 """What has nothing to do with the model: its sizes come from the folder, with `--use-checkpoint-args`."""
+
+_LATENT_KEYS = {
+    "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
+    "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
+}
+_DENSE_KEYS = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+"""Names of norms in local layers -> in those of Transformer Engine, with which alone Megatron has latent attention."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +69,8 @@ class Case:
     """Optimizer steps after it has loaded."""
     more: int = 0
     """Steps after it has saved; then it saves again."""
+    trains: bool = False
+    """Whether steps are Megatron's own: a loss, its gradients, and what moves with them, such as routers' biases."""
 
 
 def launch(python: Path, root: Path, cases: list[Case]) -> tuple[int, str]:
@@ -95,7 +106,7 @@ def _prepare(te: bool) -> None:
     filesystem_async._results_queue = queue.Queue()  # saves are not asynchronous here
 
 
-def _model(args: Any, **stage: Any) -> Any:
+def _model(args: Any, *, trains: bool, **stage: Any) -> Any:
     """A GPTModel, as Megatron's arguments say."""
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs
     from megatron.training.arguments import core_transformer_config_from_args
@@ -103,13 +114,23 @@ def _model(args: Any, **stage: Any) -> Any:
     config = core_transformer_config_from_args(args)
     te = args.transformer_impl == "transformer_engine"
     spec = gpt_layer_specs.get_gpt_decoder_block_spec(config, use_transformer_engine=te, vp_stage=stage["vp_stage"])
+    if args.multi_latent_attention and not te:
+        for layer, sparse in zip(spec.layer_specs, args.moe_layer_freq, strict=True):
+            layer.submodules.self_attention.submodules.core_attention = PlainAttention
+            layer.submodules.sharded_state_dict_keys_map = _LATENT_KEYS if sparse else {**_LATENT_KEYS, **_DENSE_KEYS}
+    ahead = None
+    if args.mtp_num_layers:
+        ahead = gpt_layer_specs.get_gpt_mtp_block_spec(
+            config, spec, use_transformer_engine=te, vp_stage=stage["vp_stage"]
+        )
     return GPTModel(
         config=config,
         transformer_layer_spec=spec,
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         fp16_lm_cross_entropy=False,
-        parallel_output=False,
+        parallel_output=trains,
+        mtp_block_spec=ahead,
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
         position_embedding_type=args.position_embedding_type,
         rotary_percent=args.rotary_percent,
@@ -136,7 +157,8 @@ def _train(words: list[str], case: Case) -> dict[str, Any]:
     initialize_megatron(allow_no_cuda=True)
 
     def provider(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None, **_: Any) -> Any:
-        return _model(args, pre_process=pre_process, post_process=post_process, vp_stage=vp_stage)
+        stage = {"pre_process": pre_process, "post_process": post_process, "vp_stage": vp_stage}
+        return _model(args, trains=case.trains, **stage)
 
     kind = ModelType.encoder_or_decoder
     chunks, optimizer, schedule = training.setup_model_and_optimizer(kind, provider, checkpointing_context={})
@@ -150,14 +172,57 @@ def _train(words: list[str], case: Case) -> dict[str, Any]:
     found = {"place": place, "iteration": args.iteration, "padded": args.padded_vocab_size, "first": first}
     if case.ids:
         found["logits"] = _logits(models[0], case.ids)
-    _step(chunks, optimizer, schedule, args, case.steps)
+    step = _trained if case.trains else _step
+    step(chunks, optimizer, schedule, args, case.steps)
     found["held"] = _held(models, optimizer)
     if args.save:
         told = {"checkpointing_context": {}, "preprocess_common_state_dict_fn": training.preprocess_common_state_dict}
         for steps in dict.fromkeys((case.steps, case.steps + case.more)):
-            _step(chunks, optimizer, schedule, args, steps - case.steps)
+            step(chunks, optimizer, schedule, args, steps - case.steps)
             checkpointing.save_checkpoint(args.iteration + steps, chunks, optimizer, schedule, 0, **told)
+    if case.trains:
+        found["buffers"] = {name: value.clone() for model in models for name, value in model.named_buffers()}
+        if case.ids:  # in single precision, of whatever type the weights are
+            found["trained"] = _logits(models[0].float(), case.ids)
     return found
+
+
+def _trained(chunks: list[Any], optimizer: Any, schedule: Any, args: Any, steps: int) -> None:
+    """Make steps as Megatron's `train` does."""
+    from megatron.core.distributed import finalize_model_grads
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.rerun_state_machine import RerunDataIterator
+    from megatron.core.utils import get_model_config
+    from megatron.training import training
+
+    config = get_model_config(chunks[0])
+    config.grad_scale_func = optimizer.scale_loss
+    config.finalize_model_grads_func = finalize_model_grads
+    for _ in range(steps):
+        rows = RerunDataIterator(iter(range(args.global_batch_size)))
+        told = training.train_step(
+            _forward, rows, chunks, optimizer, schedule, config, get_forward_backward_func(), args.iteration
+        )
+        assert told[1] == 0, "a step was skipped"
+        args.consumed_train_samples += args.global_batch_size
+
+
+def _forward(rows: Any, model: Any) -> tuple[Any, Any]:
+    """What `pretrain_gpt.py` does with the next text."""
+    from megatron.core import parallel_state
+    from megatron.training import get_args
+
+    row, length = next(rows), get_args().seq_length
+    row += get_args().global_batch_size * parallel_state.get_data_parallel_rank()
+    text = (torch.arange(length + 1) ** 2 * 3 + 7 * row) % get_args().vocab_size
+    mask = torch.ones(1, 1, length, length).triu(1).bool()
+    losses = model(text[None, :-1], torch.arange(length)[None], mask, labels=text[None, 1:])
+
+    def total(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        loss, count = output.float().sum(), torch.tensor(length, dtype=torch.int)
+        return loss, count, {"lm loss": torch.stack([loss.detach(), count.float()])}
+
+    return losses, total
 
 
 def _step(chunks: list[Any], optimizer: Any, schedule: Any, args: Any, steps: int) -> None:
@@ -188,13 +253,15 @@ def _logits(model: Any, ids: list[int]) -> torch.Tensor | None:
     tokens = torch.tensor([ids])
     mask = torch.ones(1, 1, len(ids), len(ids)).triu(1).bool()
     if not parallel_state.is_pipeline_first_stage():
-        hidden = torch.empty(len(ids), 1, model.config.hidden_size)
+        hidden = torch.empty(len(ids), 1, model.config.hidden_size, dtype=next(model.parameters()).dtype)
         dist.recv(hidden, parallel_state.get_pipeline_model_parallel_prev_rank())
         model.set_input_tensor(hidden)
     out = model(tokens, torch.arange(len(ids))[None], mask)
     model.train()
     if parallel_state.is_pipeline_last_stage():
-        return torch.Tensor(out[0])
+        from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+
+        return torch.Tensor((gather_from_tensor_model_parallel_region(out) if model.parallel_output else out)[0])
     dist.send(out, parallel_state.get_pipeline_model_parallel_next_rank())
     return None
 
