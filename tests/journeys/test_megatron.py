@@ -39,6 +39,12 @@ class Case(NamedTuple):
     refused: str = ""
     """The tensor for which there is no place on the hub."""
 
+    @property
+    def resumes(self) -> bool:
+        """Whether it takes an optimizer of ours: one with experts is for runs with expert parallelism."""
+        experts = self.model_type in ("qwen3_moe", "mixtral", "deepseek_v3")
+        return not experts or "--expert-model-parallel-size 2" in self.words
+
 
 CASES = {
     "llama": Case("llama"),
@@ -94,7 +100,7 @@ def resumed(runs: Runs) -> Runs:
     """The folder of what each run saves that goes on from the hub's format, one step after it."""
     found, cases = {}, []
     for name, folder in runs.items():
-        if not CASES[name].refused:
+        if CASES[name].resumes:
             _to_hub(folder, RUN, models.STEPS, folder / "there")
             tx.convert(folder / "there", folder / "from-hub", to="torch_dist", sync=False)
             cases.append(_run(CASES[name], folder, folder / "from-hub", AGAIN, 1))
@@ -117,7 +123,9 @@ def test_training_code(journey: Journey, name: str, runs: Runs, tmp_path: Path) 
         journey.passed(step)
     for found in ranks:
         first, held = found["first"]["parameters"], found["held"]["parameters"]
-        assert models.unmoved(first, held) == []
+        still = models.unmoved(first, held)
+        assert all(".local_experts." in each for each in still), still  # those without tokens
+        assert len(still) < len(held) / 2
         biases = [value for buffer, value in found["buffers"].items() if buffer.endswith("expert_bias")]
         assert all(value.abs().max() > 0 for value in biases)
         assert bool(biases) == (case.model_type == "deepseek_v3" or bool(case.refused))
@@ -141,7 +149,7 @@ def test_training_code(journey: Journey, name: str, runs: Runs, tmp_path: Path) 
         assert all(not torch.equal(after[name].float(), value.bfloat16().float()) for name, value in before.items())
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.refused])
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.resumes])
 def test_resumed_by_way_of_the_hub(journey: Journey, name: str, resumed: Runs, tmp_path: Path) -> None:
     """The next step is that of the run that never stopped, weights and moments."""
     journey.version = VERSION
