@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,7 +67,8 @@ Runs = dict[str, Path]
 
 def _run(case: Case, folder: Path, load: Path, save: str, steps: int, more: int = 0) -> peer.Case:
     distributed = _DISTRIBUTED if save == AGAIN and _DISTRIBUTED not in case.words else ""
-    words = f"""--load {load} --save {folder / save} --use-checkpoint-args --vocab-size 97 --norm-epsilon 1e-6
+    epsilon = json.loads((folder / "hub/config.json").read_text("utf-8"))["rms_norm_eps"]
+    words = f"""--load {load} --save {folder / save} --use-checkpoint-args --vocab-size 96 --norm-epsilon {epsilon}
         --make-vocab-size-divisible-by 1 --transformer-impl local {case.words} {distributed}"""
     return peer.Case(str(folder / f"out-{save}"), words, case.ranks, ids=TEXT, steps=steps, more=more, trains=True)
 
@@ -87,7 +89,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     found, cases = {}, []
     for name, case in CASES.items():
         folder = found[name] = tmp_path_factory.mktemp("megatron")
-        hub = models.hub_folder(case.model_type, folder / "hub", ahead=case.ahead)
+        hub = models.hub_folder(case.model_type, folder / "hub", ahead=case.ahead, vocab_size=96)
         kept: dict[str, Any] = {"dtype": "bf16"} if "--bf16" in case.words else {}
         tx.convert(hub, folder / "weights", to="torch_dist", sync=False, **kept)
         cases.append(_run(case, folder, folder / "weights", RUN, models.STEPS, 1))
@@ -146,7 +148,8 @@ def test_training_code(journey: Journey, name: str, runs: Runs, tmp_path: Path) 
     if case.ahead:
         before, after = (load_file(each / "model.safetensors") for each in (folder / "hub", tmp_path / "back"))
         assert before.keys() == after.keys()
-        assert all(not torch.equal(after[name].float(), value.bfloat16().float()) for name, value in before.items())
+        still = [each for each, value in before.items() if torch.equal(after[each].float(), value.bfloat16().float())]
+        assert all(".experts." in each for each in still), still
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.resumes])
@@ -159,6 +162,7 @@ def test_resumed_by_way_of_the_hub(journey: Journey, name: str, resumed: Runs, t
     journey.passed("optimizer")
     for file in ("model.safetensors", "optimizer/optimizer.safetensors"):
         wanted, found = (load_file(tmp_path / side / file) for side in ("wanted", "found"))
-        assert found.keys() == wanted.keys()
+        extra = {each for each in found.keys() - wanted.keys() if each.endswith("/fp32")}  # copies of fp32 weights
+        assert found.keys() - extra == wanted.keys()
         assert [name for name, value in wanted.items() if not torch.equal(found[name], value)] == []
     journey.passed("resume")

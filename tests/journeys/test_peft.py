@@ -60,7 +60,16 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+_SAMPLE = "head and embedding of llama"
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=name, marks=[pytest.mark.sampled] if name == _SAMPLE else [])
+        for name, case in CASES.items()
+    ],
+)
 def test_adapter(journey: Journey, case: Case, tmp_path: Path) -> None:
     import peft
     from transformers import Trainer, TrainingArguments

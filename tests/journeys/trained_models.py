@@ -58,7 +58,7 @@ def hub_folder(model_type: str, folder: Path, *, ahead: int = 0, **changes: Any)
         changes: values of its config.
     """
     if ahead:
-        return _with_layers_ahead(model_type, folder, ahead)
+        return _with_layers_ahead(model_type, folder, ahead, changes)
     model = wrappers.build(model_type, **{**_CHANGES.get(model_type, {}), **changes})
     assert model is not None
     generator = torch.Generator().manual_seed(3)
@@ -72,9 +72,9 @@ def hub_folder(model_type: str, folder: Path, *, ahead: int = 0, **changes: Any)
     return folder
 
 
-def _with_layers_ahead(model_type: str, folder: Path, ahead: int) -> Path:
+def _with_layers_ahead(model_type: str, folder: Path, ahead: int, changes: Mapping[str, Any]) -> Path:
     depth = 2
-    hub_folder(model_type, folder, num_hidden_layers=depth + ahead)
+    hub_folder(model_type, folder, **changes, num_hidden_layers=depth + ahead)
     tensors, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text("utf-8"))
     width = config["hidden_size"]
     generator = torch.Generator().manual_seed(4)
