@@ -79,7 +79,7 @@ def test_all_prints_every_name(ck: Path, transaxle: Transaxle) -> None:
 
 def test_another_dialect_is_a_view(ck: Path, transaxle: Transaxle) -> None:
     head, *rows = lines(transaxle("ls", ck, "--as", "torchtitan").out)
-    assert " ".join(head).startswith("safetensors · qwen3_moe · torchtitan@0.3 · stored as hf · 27 tensors")
+    assert " ".join(head).startswith("safetensors · qwen3_moe · torchtitan@0.3 · stored as hf · 29 tensors")
     assert ["layers.[0-1].moe.routed_experts.inner_experts.w1_EFD", "x2", "BF16", "[8,", "12,", "16]"] in rows
     assert not list(Path().glob("*torchtitan*"))
 
