@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
+from inspect import unwrap
 from itertools import pairwise
 from types import ModuleType
 from typing import Any
@@ -23,9 +24,10 @@ def _gated_delta_rule(q: Any, k: Any, v: Any, g: Any, beta: Any, *, cu_seqlens: 
     """transformers' own form of it, of each sequence by itself."""
     from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
 
+    rule = unwrap(torch_chunk_gated_delta_rule)  # it would take this one for the kernel of a GPU
     bounds = [0, q.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
     done = [
-        torch_chunk_gated_delta_rule(
+        rule(
             *(each[:, start:end] for each in (q, k, v)), g=g[:, start:end], beta=beta[:, start:end],
             use_qk_l2norm_in_kernel=True,
         )[0]

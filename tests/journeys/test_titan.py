@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,12 @@ _OTHER_ROUTERS = ("deepseek_v3 236B", "kimi_k2_7 debugmodel")
 """Registered with routers that no model of transformers has: groups by their two best experts where DeepSeek-V2 takes
 the best one, and softmax where Kimi has sigmoid. torchtitan itself says what the hub's files are worth.
 """
+_STACKED = ("gpt_oss", "qwen3_5 debugmodel_moe", "qwen3_5 35B", "qwen3_5 122B", "qwen3_5 397B")
+"""Whose experts torchtitan's own adapter does not find in the hub's files: of gpt-oss it still has the names of 0.2, of
+Qwen3.5 it wants the stacks that transformers has in memory. transformers alone says what these are worth.
+"""
+_V2 = "deepseek_v2"
+"""Without its config, a model is V3, which has a bias in its routers."""
 _FIXED = ("rope.cache", "inv_freq")
 """Buffers that follow from the configuration."""
 _SAMPLE = ("llama3 debugmodel", "qwen3 debugmodel_moe")
@@ -85,7 +92,16 @@ def _same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> boo
 
 
 def _from_hub(specification: Any, folder: Path, base: Path) -> titan.Run:
-    """A run that torchtitan itself loads from the hub's files; what they have not is as it began, at zero."""
+    """A run that torchtitan itself loads from the hub's files; what they have not is as it began, at zero.
+
+    Of DeepSeek-V2 it does not load them as they are: it asks for a bias of the routers that only V3 has.
+    """
+    if json.loads((folder / "config.json").read_text("utf-8"))["model_type"] == _V2:
+        stored = load_file(folder / hub.WEIGHTS)
+        routers = {name: len(value) for name, value in stored.items() if name.endswith(".mlp.gate.weight")}
+        zeros = {name.replace("weight", CORRECTION): torch.zeros(count) for name, count in routers.items()}
+        folder = Path(shutil.copytree(folder, base.with_name(f"{base.name}-hub")))
+        save_file({**stored, **zeros}, folder / hub.WEIGHTS, metadata={"format": "pt"})
     run = titan.Run(specification, base, initial_load_path=str(folder), initial_load_in_hf=True)
     assert run.checkpoints.load()
     for name, value in run.buffers():
@@ -128,6 +144,7 @@ def test_from_the_hub_and_back(journey: Journey, flavour: str, tmp_path: Path) -
         _own_names(journey, specification, tmp_path)
         return
     config = titan_hub.config(flavour.split(maxsplit=1)[0], specification.model)
+    config |= {"fuse_qkv": False} if "non_fused" in flavour else {}  # which nothing in the files says
     hub_folder, converted = tmp_path / "hub", tmp_path / "titan"
     trained = store(config, hub_folder)
     tx.convert(hub_folder, converted, to="dcp:torchtitan", strict=True, verify=True)
@@ -137,12 +154,16 @@ def test_from_the_hub_and_back(journey: Journey, flavour: str, tmp_path: Path) -
         run = titan.Run(specification, tmp_path / "run", initial_load_path=str(converted))
         assert run.checkpoints.load()
         state = _filled(run)
-        own = _from_hub(specification, hub_folder, tmp_path / "own")
-        others = {name: value for name, value in own.state().items() if not torch.equal(value, state[name])}
-        assert others == {}
+        own = None
+        if not flavour.startswith(_STACKED):
+            own = _from_hub(specification, hub_folder, tmp_path / "own")
+            others = {name: value for name, value in own.state().items() if not torch.equal(value, state[name])}
+            assert others == {}
         live = titan.Run(specification, tmp_path / "live")
         journey.equal(
-            "load", own.logits(tokens) if flavour in _OTHER_ROUTERS else trained(tokens).logits, run.logits(tokens)
+            "load",
+            own.logits(tokens) if own and flavour in _OTHER_ROUTERS else trained(tokens).logits,
+            run.logits(tokens),
         )
         if not _is_whole(config, run):
             with journey.refused("live load", "UNEXPECTED_TENSOR", "vision_encoder"):
@@ -193,7 +214,8 @@ def _back(journey: Journey, run: titan.Run, config: Path, folder: Path, tokens: 
     moved = {name for name, value in run.buffers() if titan.BIAS in name and value.any()}
     if moved and CORRECTION not in _names(config.parent):
         saved, text = run.save(), min(moved)
-        for given in (config, None):
+        model_type = json.loads(config.read_text("utf-8"))["model_type"]
+        for given in (config,) if model_type == _V2 else (config, None):
             with journey.refused("back", "UNEXPECTED_TENSOR", text):
                 tx.convert(saved, folder / "refused", to="hf", config=given)
         with journey.refused("live save", "UNEXPECTED_TENSOR", text):
@@ -229,7 +251,8 @@ def _with_optimizer(journey: Journey, run: titan.Run, config: Path, folder: Path
         between = folder / f"with-{to.replace(':', '-')}"
         report = tx.convert(saved, between, to=to, config=config, optimizer=True)
         assert _orphans(between) == []
-        assert {name.partition(".")[0] for name in report.ignored} <= run.remembered().keys()
+        left = {name.partition(".")[0] for name in report.ignored if titan.BIAS not in name}
+        assert left <= run.remembered().keys()
         resumed = titan.Run(run.specification, folder / f"on-{to}", exclude_from_loading=[*run.remembered()])
         resumed.folder.mkdir(parents=True)
         target = resumed.folder / f"step-{titan.STEPS}"

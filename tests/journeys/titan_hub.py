@@ -139,6 +139,7 @@ def _deepseek(model: Any) -> dict[str, Any]:
 
 
 def _kimi(_: Any, tower: Any, text: dict[str, Any]) -> dict[str, Any]:
+    text.pop("topk_method", None)  # its text is always a DeepSeek-V3
     return {
         "model_type": "kimi_k25",
         "text_config": text | {"model_type": "deepseek_v3", "num_nextn_predict_layers": 0},

@@ -141,9 +141,10 @@ def _ruled_out(holdings: Holdings, sources: LineSources, when: Formula, denied: 
     name = next(
         name for position, name in names.items() if first.items() <= dict(zip(axes, position, strict=True)).items()
     )
-    said = [f"{key}: {json.dumps(settings[key])}" for key in sorted(when.names) if key in settings]
-    why = f"its config says so: {', '.join(said)}" if said else f"there are some only when {when.text}"
-    message = f"{sources.line.text}\nis there, but a {holdings.bound.family.name} of this config has none; {why}"
+    values = [(key, settings.get(key)) for key in sorted(when.names)]
+    said = [f"{key}: {json.dumps(value)}" for key, value in values if isinstance(value, bool | int | str)]
+    why = f" ({', '.join(said)})" if said else ""
+    message = f"{sources.line.text}\nis there, but a {holdings.bound.family.name} of this config{why} has none"
     if len(denied) > 1:
         message += f"\nso are those of {len(denied) - 1:,} more layers"
     return Refusal("UNEXPECTED_TENSOR", message, Where(None, name), _CORRECT)

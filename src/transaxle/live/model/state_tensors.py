@@ -66,20 +66,15 @@ class Leaves:
     """Whether some of `tensors` are grids of a sharded state dict."""
     factories: tuple[Factory, ...] = ()
     """Parameters of which `tensors` has copies, of a sharded state dict."""
+    unshown: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Parameters that the state dict of a model shows in another form under other names, as a fused one in parts; by
+    their names in the model.
+    """
 
     @property
     def parameters(self) -> dict[str, torch.Tensor]:
         """What an optimizer may have been given, by name."""
         return {**self.tensors, **self.weights, **self.unshown}
-
-    @property
-    def unshown(self) -> dict[str, torch.Tensor]:
-        """Parameters and buffers that the state dict shows in another form under other names, as a fused one in parts;
-        by their names in the model.
-        """
-        islands = [island for island in self.islands if not island.is_flat]
-        apart = {own_name(each.full(name)): tensor for each in islands for name, tensor in each.apart.items()}
-        return {name: tensor for name, tensor in apart.items() if name not in self.tensors}
 
 
 def leaves(state: State, *, sharded: bool = False, ranges: bool = False) -> Leaves:
@@ -133,7 +128,16 @@ def leaves(state: State, *, sharded: bool = False, ranges: bool = False) -> Leav
     apart = tuple(islands(state, entries))
     for path in (island.full(name) for island in apart for name in island.derived):
         tensors[own_name(path)] = _copy(tensors[own_name(path)])
-    return Leaves(tensors, others, _quantized(state), apart, tuple(kept_elsewhere(state)))
+    weights = _quantized(state)
+    unshown = {} if any(island.is_flat for island in apart) else _unshown(state, entries, {*tensors, *weights})
+    return Leaves(tensors, others, weights, apart, tuple(kept_elsewhere(state)), unshown=unshown)
+
+
+def _unshown(model: nn.Module, entries: Mapping[str, Any], names: Container[str]) -> dict[str, torch.Tensor]:
+    """Return the parameters that no entry of a model's state dict is, but for those that have one of their name."""
+    shown = set(map(id, entries.values()))
+    apart = {own_name(name): each for name, each in model.named_parameters() if id(each) not in shown}
+    return {name: parameter for name, parameter in apart.items() if name not in names}
 
 
 def _of_mapping(
