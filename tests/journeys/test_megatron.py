@@ -134,7 +134,7 @@ def test_training_code(journey: Journey, name: str, runs: Runs, tmp_path: Path) 
     journey.passed("train")
     journey.passed("save")
     if case.refused:
-        with journey.refused("back", "UNSUPPORTED", case.refused):
+        with journey.refused("back", "UNEXPECTED_TENSOR", case.refused):
             _to_hub(folder, RUN, models.STEPS + 1, tmp_path / "back")
         return
     _to_hub(folder, RUN, models.STEPS + 1, tmp_path / "back")

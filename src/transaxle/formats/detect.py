@@ -103,7 +103,7 @@ def open_container(
     storage = storage_at(path)
     try:
         given = {name: option for name, option in options.items() if option is not None}
-        container = _open(storage, path, _Wanted(wanted, given, asked, naming if optimizer else None))
+        container = _open(storage, storage.path, _Wanted(wanted, given, asked, naming if optimizer else None))
     except BaseException:
         storage.close()
         raise
