@@ -268,7 +268,7 @@ def test_what_travels_along_and_what_stays(tmp_path: Path) -> None:
     carried = {"tokenizer.json": b"{}", "chat template.jinja": b"x" * 3_000_000, "empty.txt": b""}
     for name, data in carried.items():
         (source / name).write_bytes(data)
-    left = {"optimizer.bin": b"1", ".hidden": b"2"}
+    left = {"training_args.bin": b"1", ".hidden": b"2"}
     for name, data in left.items():
         (source / name).write_bytes(data)
     (source / "folder").mkdir()
@@ -278,7 +278,7 @@ def test_what_travels_along_and_what_stays(tmp_path: Path) -> None:
     (source / "transaxle.json").unlink()
     report = tx.convert(source, tmp_path / "out", to="te", sync=False)
     assert set(report.carried) == {*carried, "config.json"}
-    assert set(report.ignored) >= {"optimizer.bin", ".hidden", "folder/"}
+    assert set(report.ignored) >= {"training_args.bin", ".hidden", "folder/"}
     assert set(names_in(tmp_path / "out")) == {*report.carried, checkpoints.WHOLE, "transaxle.json"}
     for name, data in carried.items():
         assert (tmp_path / "out" / name).read_bytes() == data
