@@ -50,10 +50,12 @@ def _extra(
         when = family.tensors[component].when
         if others or line.read_only or when is None or component in {*family.copies, *family.added}:
             continue
+        if not any(isinstance(sizes.settings.get(key), bool | int | str) for key in when.names - family.tensors.keys()):
+            continue
         for position in product(*(range(known.get(axis, 0)) for axis in line.name.axes)):
             index = dict(zip(line.name.axes, position, strict=True))
             there = dict.fromkeys(when.names & family.tensors.keys(), False)
-            if sizes.holds(when, index, there) is not False or sizes.holds(line.when, index, there) is False:
+            if sizes.holds(when, {}) is not False or sizes.holds(line.when, index, there) is False:
                 continue
             numbers = line.name.numbering(known).numbers(position)
             if any(number is None or number < 0 for number in numbers):

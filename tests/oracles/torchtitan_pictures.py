@@ -50,7 +50,7 @@ def from_hf(config: Config, files: Tensors) -> Tensors:
     biases = {name for name in own if name.endswith(torchtitan_peer.BUFFER)} - held.keys()
     shapes = {name: tuple(value.shape) for name, value in own.items() if name not in biases}
     assert {name: tuple(value.shape) for name, value in held.items()} == shapes
-    return held
+    return held | {name: torch.zeros(own[name].shape) for name in biases}
 
 
 def to_hf(config: Config, held: Tensors) -> Tensors:

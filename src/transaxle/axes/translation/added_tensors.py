@@ -7,18 +7,16 @@ where a target has no place for it, zeros are left out; what is not zero would c
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from itertools import product
 
 from msgspec.structs import replace
 
-from transaxle.axes.layout.bind import WEIGHT, Index
+from transaxle.axes.layout.bind import WEIGHT
 from transaxle.axes.layout.relayout import Check, Stored, Target, unchanged
 from transaxle.axes.layout.solve import unknown_axis
 from transaxle.axes.notation.family import Dialect, Line
-from transaxle.axes.notation.formula import Formula
-from transaxle.axes.translation.alike_tensors import Grid
-from transaxle.axes.translation.holdings import Holdings, LineSources
+from transaxle.axes.translation.holdings import Holdings
 from transaxle.axes.translation.undecided_lines import LineConditions
 from transaxle.errors import Refusal, Where
 
@@ -104,47 +102,23 @@ class AddedTensors:
 def ruled_out(holdings: Holdings) -> Iterator[Refusal]:
     """Yield a refusal for each line of the source whose tensors exist although the config says that the model has none.
 
-    Programs leave them out, and what they build computes something else than what was trained.
+    Programs leave them out, and what they build computes something else than what was trained. What depends on the
+    layer, or on other tensors, is passed over: names say more of it than a table knows.
 
     Args:
         holdings: the checkpoint.
     """
-    family = holdings.bound.family
+    family, settings = holdings.bound.family, holdings.sizes.settings
     for (component, slot), lines in holdings.sources.items():
         when = family.tensors[component].when
         if slot != WEIGHT or when is None or component in family.copies:
             continue
-        asked = when.names.union(*(family.tensors[name].axes for name in when.names & family.tensors.keys()))
-        for sources in lines:
-            if sources.line.else_zeros or (sources.line.read_only and component in family.added):
+        for line in (sources.line for sources in lines):
+            if line.else_zeros or (line.read_only and component in family.added):
                 continue  # programs have it on their own account
-            denied = [index for index in _indices(sources, asked) if holdings.holds(when, index) is False]
-            if denied:
-                yield _ruled_out(holdings, sources, when, denied)
-
-
-def _indices(sources: LineSources, axes: Container[str]) -> Iterator[Mapping[str, int]]:
-    """Yield the indices of a line's tensors along some axes, each once."""
-    places = [place for place, axis in enumerate(sources.axes) if axis in axes]
-    along = [sources.axes[place] for place in places]
-    if isinstance(sources.present, Grid):
-        keys: Iterable[Index] = product(*(sources.present.numbers[place] for place in places))
-    else:
-        keys = sorted({tuple([position[place] for place in places]) for position in sources.present})
-    return (dict(zip(along, key, strict=True)) for key in keys)
-
-
-def _ruled_out(holdings: Holdings, sources: LineSources, when: Formula, denied: Sequence[Mapping[str, int]]) -> Refusal:
-    """Build the refusal of the tensors of a line at some indices."""
-    axes, names = sources.line.name.axes, holdings.bound.names[sources.line, WEIGHT]
-    first, settings = denied[0], holdings.sizes.settings
-    name = next(
-        name for position, name in names.items() if first.items() <= dict(zip(axes, position, strict=True)).items()
-    )
-    values = [(key, settings.get(key)) for key in sorted(when.names)]
-    said = [f"{key}: {json.dumps(value)}" for key, value in values if isinstance(value, bool | int | str)]
-    why = f" ({', '.join(said)})" if said else ""
-    message = f"{sources.line.text}\nis there, but a {holdings.bound.family.name} of this config{why} has none"
-    if len(denied) > 1:
-        message += f"\nso are those of {len(denied) - 1:,} more layers"
-    return Refusal("UNEXPECTED_TENSOR", message, Where(None, name), _CORRECT)
+            keys = [(key, settings.get(key)) for key in sorted(when.names - family.tensors.keys())]
+            said = [f"{key}: {json.dumps(value)}" for key, value in keys if isinstance(value, bool | int | str)]
+            if said and holdings.sizes.holds(when, {}) is False:
+                name = next(iter(holdings.bound.names[line, WEIGHT].values()))
+                message = f"{line.text}\nis there, but a {family.name} of this config has none ({', '.join(said)})"
+                yield Refusal("UNEXPECTED_TENSOR", message, Where(None, name), _CORRECT)

@@ -104,8 +104,8 @@ def _whole(bound: Bound, config: Mapping[str, Any], target: str, *, nested: bool
 def half_converted(
     bound: Bound, target: Dialect, sizes: Sizes, view: Translation, others: Sequence[Refusal]
 ) -> list[Refusal]:
-    """Refuse tensors that keep their names in layers and modules whose other tensors are converted: no line reads them,
-    or the wanted dialect has none for them.
+    """Refuse tensors that keep their names inside what is converted: no line reads them, or they are in a layer and the
+    wanted dialect has none for them. What a dialect leaves out beside the layers are heads and the like.
 
     Args:
         bound: the stored names, read through their own dialect.
@@ -132,15 +132,17 @@ def half_converted(
         for position, name in names.items():
             own = bound.own.get(name, name)
             if own not in view.targets:
-                converted.update(_around(bound, name, line), line.name.axes[:1])
+                layer = _layer(bound, name, line)
+                converted.update([layer] if layer else _modules(bound, name), line.name.axes[:1])
             elif own in kept and slot == WEIGHT and _exists(bound, sizes, line, position, excepted):
-                homeless.append((name, _around(bound, name, line)[-1:]))
+                homeless.append((name, [_layer(bound, name, line)]))
     into = f"of layers and modules whose other tensors get their names in {target.label}"
     reads = f"no line of {bound.family.name}, dialect {bound.dialect.label}, reads"
     writes = f"{bound.family.name} has no line in dialect {target.label} for"
     table = f"{_TABLE[0].upper()}{_TABLE[1:]}, or {_IDENTITY}."
     other = f"Models of {target.label} are without them: choose another dialect, {_TABLE}, or {_IDENTITY}."
-    halves = [([(name, _around(bound, name)) for name in unread], reads, table), (homeless, writes, other)]
+    inside = [(name, [layer] if (layer := _layer(bound, name)) else _modules(bound, name)) for name in unread]
+    halves = [(inside, reads, table), (homeless, writes, other)]
     refusals = []
     for names_left, headline, hint in halves:
         left = sorted((name for name, around in names_left if not converted.isdisjoint(around)), key=natural)
@@ -152,20 +154,21 @@ def half_converted(
     return refusals
 
 
-def _around(bound: Bound, name: str, line: Line | None = None) -> Sequence[str]:
-    """Return what a tensor is in: the beginning of its name up to the number of its layer, or the axis of layers where
-    they are one tensor; and of what is in no layer, the modules around it.
+def _layer(bound: Bound, name: str, line: Line | None = None) -> str:
+    """Return the beginning of a name up to the number of its layer, or the axis of layers where they are one tensor;
+    empty for what is in none.
     """
-    own = bound.own.get(name, name)
-    match = _LAYER.match(own)
-    if match is not None:
-        return (match[0],)
-    if line is not None:
-        axes = (axis for part in line.expression.components for axis in bound.family.tensors[part].axes[:1])
-        layers = tuple(axis for axis in axes if axis in bound.family.name_axes)
-        if layers:
-            return layers[:1]
-    return tuple(accumulate(own.removeprefix(bound.prefix).split(".")[:-1], "{}.{}".format))
+    match = _LAYER.match(bound.own.get(name, name))
+    if match is not None or line is None:
+        return "" if match is None else match[0]
+    axes = (axis for part in line.expression.components for axis in bound.family.tensors[part].axes[:1])
+    return next((axis for axis in axes if axis in bound.family.name_axes), "")
+
+
+def _modules(bound: Bound, name: str) -> Sequence[str]:
+    """Return the modules around a tensor, the outermost first."""
+    own = bound.own.get(name, name).removeprefix(bound.prefix)
+    return tuple(accumulate(own.split(".")[:-1], "{}.{}".format))
 
 
 def _exists(bound: Bound, sizes: Sizes, line: Line, position: Index, without: Collection[str]) -> bool:
