@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from importlib.machinery import ModuleSpec
 from inspect import unwrap
 from itertools import pairwise
@@ -14,6 +15,8 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
+
+from tests.oracles.quiet import quiet
 
 
 class _Function(torch.autograd.Function):
@@ -65,7 +68,9 @@ _MODULES: dict[str, dict[str, Any]] = {
 
 @contextmanager
 def plain_fla() -> Iterator[None]:
-    """Let fla be imported."""
+    """Let fla be imported, except by transformers, whose own form is taken."""
+    with quiet():
+        import_module("transformers.models.qwen3_5.modeling_qwen3_5")
     modules = {}
     for name, content in _MODULES.items():
         modules[name] = ModuleType(name)

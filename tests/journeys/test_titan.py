@@ -15,6 +15,8 @@ from safetensors.torch import load_file, save_file
 import transaxle as tx
 from tests.journeys import titan, titan_hub
 from tests.journeys.record import Journey, chosen
+from tests.live import ranks
+from tests.live.topologies import full
 from tests.oracles import hub
 from tests.oracles.peer_bytes import published
 from tests.oracles.quiet import quiet
@@ -41,7 +43,7 @@ _SAMPLE = ("llama3 debugmodel", "qwen3 debugmodel_moe")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "flavour" in metafunc.fixturenames:
+    if metafunc.function is test_from_the_hub_and_back:
         metafunc.parametrize("flavour", chosen(metafunc.config, titan.flavours, _SAMPLE))
 
 
@@ -267,4 +269,109 @@ def _with_optimizer(journey: Journey, run: titan.Run, config: Path, folder: Path
     for each in (run, resumed):
         each.train(1, seed=9)
     _goes_on(resumed, run)
+    journey.passed("resume")
+
+
+def _ahead(folder: Path) -> tuple[Any, Path]:
+    """torchtitan's DeepSeek-V3 with a layer ahead, and the config.json of the hub's model."""
+    specification = titan.specification("deepseek_v3 671B", num_mtp_layers=1)
+    config = folder / "config.json"
+    ahead = {"num_nextn_predict_layers": 1}
+    config.write_text(json.dumps(titan_hub.config("deepseek_v3", specification.model) | ahead), "utf-8")
+    return specification, config
+
+
+@pytest.mark.parametrize("flavour", ["deepseek_v3 with layers ahead", "qwen3_5 debugmodel", "qwen3_5 debugmodel_moe"])
+def test_to_torchtitan_again_without_a_config(journey: Journey, flavour: str, tmp_path: Path) -> None:
+    ahead = "layers ahead" in flavour
+    specification, config = _ahead(tmp_path) if ahead else (titan.specification(flavour), None)
+    with titan.plain():
+        run = titan.Run(specification, tmp_path / "run")
+        run.draw(3)
+        run.train()
+        journey.passed("train")
+        saved = run.save()
+        journey.passed("save")
+        again = titan.Run(specification, tmp_path / "again", exclude_from_loading=[*run.remembered()])
+        again.folder.mkdir(parents=True)
+        tx.convert(saved, again.folder / saved.name, to="dcp:torchtitan", optimizer=True, verify=True)
+        journey.passed("convert")
+        assert again.checkpoints.load()
+        _goes_on(again, run, run.remembered())
+        tokens = titan.tokens(specification.model.vocab_size)
+        journey.equal("load", again.logits(tokens), run.logits(tokens))
+        tx.save(run.model, tmp_path / "live", to="dcp:torchtitan", optimizer=run.optimizers)
+        journey.passed("live save")
+        live = titan.Run(specification, tmp_path / "into")
+        tx.load(live.model, tmp_path / "live", optimizer=live.optimizers)
+        _goes_on(live, run, run.remembered())
+        journey.passed("live load")
+        if config is None:
+            with journey.refused("back", "AMBIGUOUS", "config="):
+                tx.convert(saved, tmp_path / "hub", to="hf")
+            return
+        tx.convert(saved, tmp_path / "hub", to="hf", config=config, verify=True)
+        journey.passed("back")
+        # From here on, the folders' own config.json says all there is to say.
+        tx.convert(tmp_path / "hub", tmp_path / "titan", to="dcp:torchtitan", strict=True)
+        started = titan.Run(specification, tmp_path / "started", initial_load_path=str(tmp_path / "titan"))
+        assert started.checkpoints.load()
+        assert _same(_uncounted(started), _uncounted(run))
+        journey.equal("logits", started.logits(tokens), run.logits(tokens))
+
+
+def _uncounted(run: titan.Run) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in run.state().items() if titan.COUNTS not in name}
+
+
+def _state(run: titan.Run) -> dict[str, torch.Tensor]:
+    """Weights, buffers and the optimizer's state, whole."""
+    state = {**_uncounted(run), **run.optimizers.state_dict()}
+    return {name: full(value) for name, value in state.items() if isinstance(value, torch.Tensor)}
+
+
+def _differing(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> list[str]:
+    names = ours.keys() | theirs.keys()
+    return sorted(n for n in names if n not in ours or n not in theirs or not torch.equal(ours[n], theirs[n]))
+
+
+def _on_ranks(rank: int, world: int, folder: Path, saved: Path | None) -> tuple[Path, dict[str, torch.Tensor]]:
+    """Train on these ranks, or load there what was saved elsewhere; save, and return the state."""
+    with titan.plain():
+        specification, _ = _ahead(folder / f"{world} {rank}")
+        run = titan.Run(specification, folder / str(world))
+        if saved is None:
+            tx.load(run.model, folder / "start")
+            run.train()
+            run.save()
+        else:
+            tx.load(run.model, saved, optimizer=run.optimizers)
+        return run.folder / f"step-{titan.STEPS}", _state(run)
+
+
+def test_resumed_on_other_ranks(journey: Journey, tmp_path: Path) -> None:
+    """Saved by torchtitan on two ranks of FSDP2, taken up by one; saved from one, taken up by two."""
+    for name in ("2 0", "2 1"):
+        (tmp_path / name).mkdir()
+    specification, _ = _ahead(tmp_path)
+    with titan.plain():
+        first = titan.Run(specification, tmp_path / "first")
+        first.draw(3)
+        tx.save(first.model, tmp_path / "start", to="dcp:torchtitan")
+    (saved, state), *_ = ranks.run(2, _on_ranks, tmp_path, None)
+    journey.passed("train")
+    journey.passed("save")
+    with titan.plain():
+        run = titan.Run(specification, tmp_path / "one", exclude_from_loading=[*first.remembered()])
+        run.folder.mkdir(parents=True)
+        tx.convert(saved, run.folder / saved.name, to="dcp:torchtitan", optimizer=True)
+        journey.passed("convert")
+        assert run.checkpoints.load()
+        assert _differing(_state(run), state) == []
+        journey.passed("load")
+        run.train(1, seed=9)
+        tx.save(run.model, tmp_path / "live", to="dcp:torchtitan", optimizer=run.optimizers)
+        journey.passed("live save")
+    for _, resumed in ranks.run(2, _on_ranks, tmp_path, tmp_path / "live"):
+        assert _differing(resumed, _state(run)) == []
     journey.passed("resume")

@@ -23,6 +23,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, if not marked so
+from torch.distributed.fsdp import fully_shard
 
 from tests.journeys.plain_fla import plain_fla
 from tests.live.titan import shrink
@@ -268,6 +269,8 @@ class Run:
         with torch.no_grad():
             for value in (*self.model.parameters(), *(held for name, held in self.buffers() if BIAS in name)):
                 value.fill_(torch.nan)  # whatever is not loaded shows
+        if dist.get_world_size() > 1:
+            fully_shard(self.model)
         settings = default_adamw(lr=1e-2)
         settings.implementation = "for-loop"  # the default is for GPUs
         self.optimizers = settings.build(model_parts=[self.model])
@@ -294,19 +297,31 @@ class Run:
         """The complete state: what is saved, and what is not, by the names that live and those that are saved."""
         return {**dict(self.model.named_parameters()), **dict(self.buffers()), **self.model.state_dict()}
 
-    def _said(self, tokens: torch.Tensor) -> torch.Tensor:
+    def _said(self, tokens: torch.Tensor) -> torch.Tensor | list[torch.Tensor]:
         positions = torch.arange(tokens.shape[1]).expand(*tokens.shape)
         masks = self.model.get_attention_masks(positions)
         pictures = {"special_tokens": {"image_id": 2, "video_id": 3}} if self.specification.name == "qwen3_5" else {}
         said: Any = self.model(tokens, positions=positions, attention_masks=masks, **pictures)
-        logits: torch.Tensor = said[0] if isinstance(said, tuple | list) else said
-        return logits
+        predictions: torch.Tensor | list[torch.Tensor] = said[0] if isinstance(said, tuple) else said
+        return predictions
+
+    def _loss(self, tokens: torch.Tensor) -> torch.Tensor:
+        """What is learned: the next token, and those that layers ahead say."""
+        said, labels = self._said(tokens[:, :-1]), tokens[:, 1:]
+        if isinstance(said, torch.Tensor):
+            return torch.nn.functional.cross_entropy(said.flatten(0, 1), labels.flatten())
+        from torchtitan.models.deepseek_v3.mtp import MTPLoss
+
+        loss: torch.Tensor
+        loss, _ = MTPLoss.Config().build()(said, labels, positions=torch.arange(labels.shape[1]).expand(*labels.shape))
+        return loss / labels.numel()
 
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
         """What the model says to these tokens, which it counts no experts for."""
         before = {name: value.clone() for name, value in self.buffers() if COUNTS in name}
         with torch.no_grad():
             said = self._said(tokens)
+            said = said[0] if isinstance(said, list) else said
             for name, value in self.buffers():
                 if name in before:
                     value.copy_(before[name])
@@ -318,9 +333,8 @@ class Run:
         generator = torch.Generator().manual_seed(seed)
         for _ in range(steps):
             tokens = torch.randint(_WORDS, vocabulary, (2, _LENGTH + 1), generator=generator)
-            loss = torch.nn.functional.cross_entropy(self._said(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
             self.optimizers.zero_grad()
-            loss.backward()
+            self._loss(tokens).backward()
             for value in self.model.parameters():
                 if value.grad is None:  # there are no pictures here, whose parts would have gradients
                     value.grad = 1e-3 * torch.randn(value.shape, generator=generator)
@@ -344,6 +358,10 @@ class Run:
                 value.grad = torch.randn(value.shape, generator=generator)
             self.optimizers.step()
             self.schedule.step()
+        with torch.no_grad():
+            for name, value in self.buffers():
+                if BIAS in name:
+                    value.copy_(torch.randn(value.shape, generator=generator))
 
     def save(self, *, last: bool = False) -> Path:
         """Save by torchtitan's own manager; the last checkpoint of a run holds the model alone."""

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.axes.apply import law, only
 from tests.work import assert_linear, calls
-from transaxle.axes.layout.bind import WEIGHT, Bound, bind, group, join_slot, score, split_slot
+from transaxle.axes.layout.bind import WEIGHT, Bound, bind, group, join_slot, score, split_slot, with_counts
 from transaxle.axes.notation.family import Dialect, Family, Sizes
 from transaxle.errors import UsageError
 from transaxle.families import builtin
@@ -30,6 +30,9 @@ dialect hf
   layers.{l}.w2 = w2[d]
   norm = end[d]
   ignore layers.{l}.inv_freq
+dialect apart
+  layers.{l}.norm = norm[d]
+  ahead.{l-L}.norm = norm[d]
 dialect greek
   слой.{l}.норма = norm[d]
 """)
@@ -112,6 +115,26 @@ def test_numbers_that_cannot_be_told_apart_are_refused() -> None:
         bound(["layers.0.norm"])
     assert caught.value.code == "UNKNOWN_AXIS"
     assert read(["layers.7.w1", "norm"]) == {"layers.7.w1": "w1[7]", "norm": "end[]"}
+
+
+@pytest.mark.parametrize("config", [{}, {"layers": 7}])
+def test_layers_are_counted_where_others_are_numbered_after_them(config: dict[str, int]) -> None:
+    dialect = TOY.dialect("apart")
+    assert dialect is not None
+    names = [f"optim/mod.layers.{number}.norm/step" for number in (0, 3, 2)]
+    known = Sizes(TOY, config)
+    assert with_counts(known, dialect, "mod.", names) is known
+    sizes = with_counts(known, dialect, "mod.", [*names, "mod.ahead.1.norm"])
+    assert sizes.at({})["L"] == config.get("layers", 4)
+    found = bind(["mod.ahead.1.norm"], TOY, dialect, sizes, "mod.")
+    indices = [list(of_line) for of_line in found.names.values()]
+    assert indices == ([] if config else [[(5,)]]), "there are no more layers than the config says"
+
+
+def test_layers_that_share_their_numbers_with_others_are_not_counted() -> None:
+    dialect, known = TOY.dialect("hf"), Sizes(TOY, {})
+    assert dialect is not None
+    assert with_counts(known, dialect, "", ["layers.0.norm", "layers.4.norm"]) is known
 
 
 def test_ignored_names_hold_nothing() -> None:

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 import transaxle as tx
 from tests import checkpoints
-from transaxle.engine.checkpoint.recognise import pick_family, recognise
+from transaxle.engine.checkpoint.recognise import keep_names, pick_family, recognise
 from transaxle.errors import Code
 from transaxle.families import builtin, with_rules
 
@@ -316,3 +317,41 @@ def test_names_of_a_model_without_its_head_are_told_what_they_lack(said: dict[st
     with refused("UNKNOWN_FAMILY", "llama:hf without 'model.' in front", "Save the whole model", "identity"):
         found(bare, {"model_type": "llama"}, **said)
     assert found(PLAIN, {"model_type": "llama"}) == ("llama", "hf", "")
+
+
+def titan_names(family: str, layers: int = 2) -> list[str]:
+    """All that torchtitan's dialect of a family has for some layers, and what a run remembers."""
+    dialect = builtin()[family].dialect("torchtitan")
+    assert dialect is not None
+    names = {line.name.format((layer,) * len(line.name.holes)) for line in dialect.lines for layer in range(layers)}
+    return sorted(names)
+
+
+def stored(folder: Path, names: list[str]) -> Path:
+    np_file = {name: np.full((2, 2), number, "float32") for number, name in enumerate(names)}
+    folder.mkdir()
+    save_file(np_file, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_text", "qwen3_5_moe"])
+def test_names_of_a_dialect_stay_in_it_whichever_model_has_them(family: str, tmp_path: Path) -> None:
+    names = titan_names(family)
+    source = stored(tmp_path / "source", [*names, "train_state.step"])
+    tx.convert(source, tmp_path / "titan", to="safetensors:torchtitan", verify=True)
+    assert set(tx.open(tmp_path / "titan")) == {*names, "train_state.step"}
+    assert tx.verify(source, tmp_path / "titan")
+    for to in ("hf", "safetensors:torchtitan@0.2", "dcp:megatron"):
+        with refused("AMBIGUOUS", f"{family}:torchtitan@0.3", "config="):
+            tx.plan(source, tmp_path / "out", to=to)
+
+
+def test_names_that_only_begin_like_those_of_a_dialect_do_not_stay(tmp_path: Path) -> None:
+    source = stored(tmp_path / "source", [*titan_names("qwen3_5"), "layers.0.attn.unheard_of.weight"])
+    with refused("AMBIGUOUS"):
+        tx.plan(source, tmp_path / "titan", to="dcp:torchtitan")
+
+
+def test_names_of_the_hub_say_nothing_of_the_layout(tmp_path: Path) -> None:
+    source = stored(tmp_path / "source", [*NAMES[:4], "model.layers.0.unheard_of.weight"])
+    assert not keep_names(tx.open(source), "transformers", builtin())

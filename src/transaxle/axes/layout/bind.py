@@ -24,7 +24,7 @@ from transaxle.axes.layout.solve import Shape, solve
 from transaxle.axes.notation.expression import Expression
 from transaxle.axes.notation.family import Dialect, Family, Line, Sizes
 from transaxle.axes.notation.formula import Formula
-from transaxle.axes.notation.name import Numbering, own_name, own_names, skeleton, skeletons
+from transaxle.axes.notation.name import Hole, Numbering, own_name, own_names, skeleton, skeletons
 from transaxle.axes.notation.number_format import PLAIN, WORDS, words
 from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
 
@@ -144,6 +144,38 @@ def refuse_headless(families: Iterable[Family], grouped: Mapping[str, list[str]]
                 "of a model without its head, for which the table has none"
             )
             raise refuse("UNKNOWN_FAMILY", message, hint=f"Save the whole model, with '{front}.' in front.\n{ways}")
+
+
+def with_counts(sizes: Sizes, dialect: Dialect, prefix: str, names: Iterable[str]) -> Sizes:
+    """Return sizes with those that a dialect's names are numbered from (`mtp_layers.{l-L}`), as the names show them.
+
+    The dialect numbers what comes first by itself (`layers.{l}`): there are as many as these names have numbers.
+
+    Args:
+        sizes: what the config and the user say, which wins.
+        dialect: the dialect of the names.
+        prefix: text before every name.
+        names: stored names.
+    """
+    holes = [(line.name.skeleton, hole) for line in dialect.lines for hole in line.name.holes]
+    shifted = {key: hole for key, hole in holes if hole.shift_axis and hole.shift == f"-{hole.shift_axis}"}
+    if {hole.shift_axis for hole in shifted.values()} <= sizes.at({}).keys():
+        return sizes
+    grouped = group(split_slot(name)[0].removeprefix(prefix) for name in names)
+    given: dict[str, int] = {}
+    for axis, base in {(hole.axis, hole.shift_axis) for key, hole in shifted.items() if key in grouped}:
+        firsts = [
+            numbers[at] + 1
+            for key, alike in grouped.items()
+            for line in dialect.by_skeleton.get(key, ())
+            for at, hole in enumerate(line.name.holes)
+            if hole == Hole(axis, None, None)
+            for name in alike
+            if (numbers := line.name.match(name)) is not None
+        ]
+        if firsts and base is not None:
+            given[base] = max(firsts)
+    return structs.replace(sizes, given={**given, **sizes.given}) if given else sizes
 
 
 def bind(

@@ -5,14 +5,23 @@ from __future__ import annotations
 import difflib
 import itertools
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import msgspec
 
 from transaxle.arguments import read_text
-from transaxle.axes.layout.bind import Bound, bind, group, refuse_headless, score, split_slot, without_wrappers
+from transaxle.axes.layout.bind import (
+    Bound,
+    bind,
+    group,
+    refuse_headless,
+    score,
+    split_slot,
+    with_counts,
+    without_wrappers,
+)
 from transaxle.axes.notation.family import Dialect, Family, Sizes
 from transaxle.axes.notation.name import skeleton
 from transaxle.encodings.conventions.quantization import MODELOPT_CONFIG
@@ -33,8 +42,12 @@ _CLOSE = 3
 """Names of families that a refusal lists."""
 _LISTED = 12
 """Readings of the same names that a refusal lists."""
+_SHARED = frozenset({"hf", "transformers"})
+"""Dialects whose names many models have in common, with other layouts."""
 _ANY_SIZES = (1, 10**6)
 """Sizes of all axes: a condition that both fulfil does not depend on sizes."""
+_CHOOSE = "Choose with --config FILE, or with --family NAME and --from DIALECT (config=, family=, dialect=)."
+_KEEP = "Names stay as they are with --to safetensors:identity."
 _KNOWN_TO_RUN = (
     "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "num_experts",
     "num_local_experts", "n_routed_experts", "moe_intermediate_size", "q_lora_rank", "kv_lora_rank", "v_head_dim",
@@ -263,8 +276,7 @@ def recognise(
     Raises:
         UsageError: UNKNOWN_FAMILY or AMBIGUOUS, listing the candidates.
     """
-    own = without_wrappers(names)
-    grouped = group(split_slot(own.get(name, name))[0] for name in names)
+    grouped = _grouped(names)
     types = model_types(config)
     candidates = [pick_family(family, families)] if family is not None else families.of_types(types)
     if candidates:
@@ -281,6 +293,8 @@ def recognise(
     besides = {r.family.name for r in best if r.dialect.name not in ENGINES}
     best = [r for r in best if r.dialect.name not in ENGINES or r.family.name not in besides]
     distinct = {(r.family.name, _reading(r, grouped)): r for r in reversed(best)}
+    if not types and family is None and (len(distinct) > 1 or _lacks(best[0], grouped)[0]):
+        _refuse_silent({r.dialect.label for r in best}, grouped, families, most)
     if len(distinct) > 1 and types and family is None and not candidates:
         raise _unknown_type(types, _ways(types))
     if len(distinct) > 1:
@@ -290,6 +304,81 @@ def recognise(
         look = f"Its names look like {chosen.family.name}; if that is right:  --family {chosen.family.name}"
         raise _unknown_type(types, f"{look}\n{_ways(types)}")
     return chosen
+
+
+def _refuse_silent(labels: Collection[str], grouped: Mapping[str, list[str]], families: Families, most: int) -> None:
+    """Refuse names of which tables that answer to a config alone read more than those that answer to names.
+
+    Args:
+        labels: the dialects in which these read the most.
+        grouped: the names.
+        families: all known families.
+        most: how many these read.
+
+    Raises:
+        UsageError: AMBIGUOUS.
+    """
+    readings = [
+        reading
+        for name, entry in families.entries.items()
+        if not entry.traced and not any(entry.dialects.values())
+        for label in labels & entry.dialects.keys()
+        for reading in _readings(families[name], grouped, label)
+    ]
+    more = max((reading.matched for reading in readings), default=0)
+    if more > most:
+        found = ", ".join(f"{r.family.name}:{r.dialect.label}" for r in readings if r.matched == more)
+        names = sum(map(len, grouped.values()))
+        raise refuse(
+            "AMBIGUOUS",
+            f"{found} reads {more} of {names} names, and other models may have these names: only config.json, which is "
+            "not there, tells which model it is",
+            hint=f"{_CHOOSE} {_KEEP}",
+        )
+
+
+def keep_names(names: Iterable[str], label: str, families: Families) -> bool:
+    """Tell whether names are those of a dialect already, whichever of its families the model is of.
+
+    What a run remembers besides its model and optimizer does not count: it is in no module of the model.
+
+    Args:
+        names: stored names.
+        label: the dialect; one whose names many models have in common tells nothing.
+        families: all known families.
+    """
+    if _bare(label) in _SHARED:
+        return False
+    grouped = _grouped(names)
+    having = (n for n, entry in families.entries.items() if {label} & {*entry.dialects, *map(_bare, entry.dialects)})
+    readings = [reading for name in having for reading in _readings(families[name], grouped, None)]
+    most = max((reading.matched for reading in readings), default=0)
+    best = [reading for reading in readings if reading.matched == most]
+    theirs = {_reading(r, grouped) for r in best if r.dialect is r.family.dialect(label)}
+    return bool(theirs) and all(_reading(r, grouped) in theirs and _is_whole(r, grouped) for r in best)
+
+
+def _bare(label: str) -> str:
+    """Return a dialect's name without its version."""
+    return label.partition("@")[0]
+
+
+def _grouped(names: Iterable[str]) -> dict[str, list[str]]:
+    """Group the parameters of stored names, which wrappers have no part in."""
+    listed = tuple(names)
+    own = without_wrappers(listed)
+    return group(split_slot(own.get(name, name))[0] for name in listed)
+
+
+def _is_whole(reading: Recognised, grouped: Mapping[str, list[str]]) -> bool:
+    """Tell whether a dialect reads all names that are in modules of which it reads any."""
+    modules: dict[bool, set[str]] = {True: set(), False: set()}
+    for alike in grouped.values():
+        name = alike[0].removeprefix(reading.prefix)
+        lines = reading.dialect.by_skeleton.get(skeleton(name), ())
+        read = any(each.match(name) is not None for each in (*(line.name for line in lines), *reading.dialect.ignored))
+        modules[read].add(name.partition(".")[0])
+    return modules[True].isdisjoint(modules[False])
 
 
 def _refuse_torchtune(grouped: Mapping[str, list[str]]) -> None:
@@ -331,10 +420,7 @@ def _several(readings: Sequence[Recognised], matched: int, names: int, types: Se
         "AMBIGUOUS",
         f"several tables fit equally well: {listed}{more} each read {matched} of {names} names in different "
         f"ways{names_only}",
-        hint=(
-            "Choose with --config FILE, or with --family NAME and --from DIALECT (config=, family=, dialect=). Names "
-            "stay as they are with --to safetensors:identity."
-        ),
+        hint=f"{_CHOOSE} {_KEEP}",
     )
 
 
@@ -536,6 +622,11 @@ class StoredNames:
             return error
         return found
 
+    def keep(self, label: str) -> bool:
+        """Tell whether the names are those of a dialect already, and the user says nothing else of them."""
+        said = self._settings.family or self._settings.dialect or self._settings.axes
+        return not said and keep_names(self.catalog.entries, label, self._settings.families)
+
     @cached_property
     def sizes(self) -> Sizes:
         """Axis sizes: the user's, the manifest's (unless the user gave a config), the config's.
@@ -546,7 +637,9 @@ class StoredNames:
         check_same(self.config, self._container.config, self._settings.axes)
         trusted = self.manifest if self._settings.config is None else None
         axes = {} if trusted is None else trusted.axes
-        return Sizes(self.recognised.family, self.config, {**axes, **self._settings.axes})
+        reading, names = self.recognised, self.catalog.entries
+        sizes = Sizes(reading.family, self.config, {**axes, **self._settings.axes})
+        return with_counts(sizes, reading.dialect, reading.prefix, names)
 
     @cached_property
     def bound(self) -> Bound:

@@ -212,6 +212,8 @@ def _aimed(
         check_dialect(label, checkpoint.settings.families, () if ":" in to else writable())
     if label and label != IDENTITY and is_adapter:
         checkpoint, label = checkpoint.as_dialect(label), IDENTITY
+    elif label and checkpoint.family is None and checkpoint.stored_names.keep(label):
+        label = IDENTITY
     opened, fitting = checkpoint, None
     if label:
         wanted = label
