@@ -69,6 +69,64 @@ _TOKEN = re.compile(r"(?i)(\bhttps?:\\?/[\\/]*)[^\\/@:\s]+@")
 HIDDEN = "…"
 """What stands for a secret."""
 
+KEYWORDS = {
+    "--allow-lossy": "allow_lossy=True", "--average-replicas": "average=True", "--axis": "axes", "--config": "config",
+    "--decode": "decode", "--dtype": "dtype", "--encode": "encode", "--ep": "ep", "--family": "family",
+    "--format": "format", "--from": "dialect", "--items": "items", "--jobs": "jobs",
+    "--make-vocab-size-divisible-by": "make_vocab_size_divisible_by", "--memory": "memory", "--merge": "merge",
+    "--no-optimizer": "optimizer=False", "--no-sync": "sync=False", "--numeric": "numeric=True", "--on": "on",
+    "--only": "only", "--optimizer": "optimizer=True", "--overwrite": "overwrite=True", "--pp": "pp",
+    "--resume": "resume=True", "--rules": "rules", "--shard-size": "shard_size", "--skip": "skip",
+    "--strict": "strict=True", "--to": "to", "--tp": "tp", "--values": "values=True", "--verify": "verify=True",
+    "--weights": "weights",
+}  # fmt: skip
+"""Options of the command line -> the same in Python: a keyword, with its value where the option has none."""
+_COMMAND = re.compile(r"(?:torchrun|transaxle)(?: [^\s,;)`]+)+")
+_OPTION = re.compile(r"(--[a-z][a-z0-9-]*[a-z])(=\w+)?")
+_VALUE = re.compile(r" ('[^']*'|[^\s,;()]*[^\s,;().:])")
+_PROSE = frozenset({
+    "adds", "and", "as", "asks", "casts", "chooses", "compares", "continues", "does", "excludes", "for", "gives", "has",
+    "if", "instead", "is", "leaves", "looks", "lists", "makes", "of", "on", "or", "reads", "says", "takes", "that",
+    "the", "there", "what", "where", "which", "with", "writes",
+})  # fmt: skip
+"""Words that follow an option in a sentence, and are no value of it."""
+
+
+def in_both_languages(text: str) -> str:
+    """Return what to do with each option of the command line followed by the same in Python, in parentheses.
+
+    A whole command stays as it is, and so does an option whose keyword the text names already.
+    """
+    if "--" not in text:
+        return text
+    made: list[str] = []
+    done = 0
+    commands = [match.span() for match in _COMMAND.finditer(text)]
+    for option in _OPTION.finditer(text):
+        keyword, _, value = KEYWORDS.get(option[1], "").partition("=")
+        named = any(re.search(rf"(?<![\w-]){keyword}=", part) for part in (text, *made))
+        if not keyword or named or any(start <= option.start() < end for start, end in commands):
+            continue
+        end, given = option.end(), (option[2] or "")[1:]
+        match = None if value or given else _VALUE.match(text, end)
+        if match is not None and match[1] not in _PROSE:
+            end, given = match.end(), match[1]
+        same = f"{keyword}={_in_python(keyword, given) or value}"
+        made += [text[done:end], f", {same}" if text[option.start() - 1 : option.start()] == "(" else f" ({same})"]
+        done = end
+    return "".join((*made, text[done:]))
+
+
+def _in_python(keyword: str, given: str) -> str:
+    """Return a value of the command line as Python writes it."""
+    if keyword == "axes" and given:
+        axis, _, size = given.partition("=")
+        return f'{{"{axis}": {size}}}'
+    if not given or given.isdecimal() or given == "N":
+        return given
+    text = given.strip("'")
+    return f'"{text}"'
+
 
 def without_secrets(text: str) -> str:
     """Return a text whose URLs have no password, no token in the place of a user, and no query string."""
@@ -129,11 +187,14 @@ class Refusal:
     where: Where = field(default_factory=Where)
     """File and tensor."""
     hint: str = ""
-    """What the user can do."""
+    """What the user can do, for those who call from Python as well as for those at the command line."""
     detail: Callable[[], object] | None = field(default=None, compare=False, repr=False)
     """Works out what a figure of it shows; None where there is nothing to draw."""
     system: type[OSError] | None = field(default=None, compare=False, repr=False)
     """Error of the system that it stands for, whose handlers catch it too; None: of none in particular."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "hint", in_both_languages(self.hint))
 
     def shown(self) -> Refusal:
         """Return the refusal with texts that anybody can read.

@@ -246,7 +246,10 @@ def test_files_that_are_no_checkpoint_say_what_to_give(ck: Path, transaxle: Tran
 
 def test_sizes_that_are_given_wrongly_are_blamed_first(ck: Path, transaxle: Transaxle) -> None:
     outcome = transaxle("plan", ck, "out", "--to", "torchtitan", "--axis", "g=3")
-    assert (outcome.code, "Correct --axis and --config, if you gave them." in outcome.out) == (REFUSED, True)
+    assert (outcome.code, "Correct --axis (axes=) and --config (config=), if you gave them." in outcome.out) == (
+        REFUSED,
+        True,
+    )
     Path("empty").mkdir()
     outcome = transaxle("plan", ck, "out", "--to", "torchtitan", "--config", "empty")
     assert (outcome.code, "empty/config.json\n      no such file" in outcome.err) == (MACHINE, True)
@@ -295,7 +298,7 @@ def _partly(folder: Path) -> tuple[str, list[str]]:
 
 def _strict(folder: Path) -> tuple[str, list[str]]:
     write(folder, {**tensors(), "foo.bar": np.zeros(3, np.float32)}, config=CONFIG)
-    return "Omit --strict.", []
+    return "Omit --strict (strict=True).", []
 
 
 @pytest.mark.parametrize(
@@ -321,9 +324,9 @@ def test_what_a_refusal_tells_to_do_works(
 @pytest.mark.parametrize(
     ("target", "to", "way"),
     [
-        ("x.pt", "hf", "End it in .safetensors, or write another format: --to torch."),
-        ("x.safetensors", "torch", "or write another format: --to safetensors."),
-        ("x.bin", "dcp", "Name a folder, or write another format: --to torch."),
+        ("x.pt", "hf", 'End it in .safetensors, or write another format: --to torch (to="torch").'),
+        ("x.safetensors", "torch", 'or write another format: --to safetensors (to="safetensors").'),
+        ("x.bin", "dcp", 'Name a folder, or write another format: --to torch (to="torch").'),
     ],
 )
 def test_a_file_for_another_format(target: str, to: str, way: str, ck: Path, transaxle: Transaxle) -> None:

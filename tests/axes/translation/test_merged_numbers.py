@@ -120,7 +120,7 @@ def test_numbers_alone_tell_nothing(config: dict[str, int], hint: str) -> None:
         "the size of axis e is needed to tell what the 12 numbers of {(l e)} mean, and no shape shows it",
     ]
     assert "--axis e=N" in refusal.hint
-    assert refusal.hint.endswith(hint or "--config FILE.")
+    assert refusal.hint.endswith(hint or '--config FILE (config="FILE").')
     same(
         carried(FAMILY, "counted", "apart", Store(found), config if config.get("layers") == 3 else {}, {"e": 4}),
         model(3, 4, norm=False),

@@ -55,6 +55,9 @@ def test_copies_that_differ_from_the_models_own_go_only_where_they_have_a_name(n
             tx.convert(source, tmp_path / "refused", to=dialect, sync=False)
         assert [refusal.where.tensor for refusal in caught.value.refusals] == [f"model.layers.4.{name}.weight"]
         assert not (tmp_path / "refused").exists()
+        assert 'to="safetensors:identity"' in caught.value.hint
+    tx.convert(source, tmp_path / "same", to="safetensors:identity", sync=False)
+    assert peers.load(tmp_path / "same") == peers.bits({**case.dialects[HF], **copies})
     tx.convert(source, tmp_path / "out", to=AUTOMODEL, sync=False)
     assert peers.load(tmp_path / "out") == peers.bits({**case.dialects[AUTOMODEL], **copies})
 

@@ -29,6 +29,10 @@ _UNREAD = (
     'Add lines for them to a table of your own (--rules FILE, rules="FILE"), or keep all names with --to '
     'safetensors:identity (to="safetensors:identity").'
 )
+_TIED = (
+    'If the model has its embedding as its head, its config.json says so ("tie_word_embeddings": true): give that with '
+    "--config FILE."
+)
 _ASKED = 300_000
 """Cap on the absent tensors for which the conditions are evaluated; no model has as many."""
 HEAD = frozenset({"head", "head_bias", "lm_head"})
@@ -69,7 +73,18 @@ def incomplete(holdings: Holdings, tied: Container[str]) -> list[Refusal]:
     )
     if any(_BELOW_ADAPTERS in name for name in bound.unknown):
         hint = _ADAPTED
+    elif len(missing) == 1 and _may_be_tied(holdings):
+        hint = f"{_TIED} Else check whether a shard is missing{table}."
     return [Refusal("MISSING_TENSOR", "\n".join([head, *missing[:_LISTED], *tail]), Where(), hint)]
+
+
+def _may_be_tied(holdings: Holdings) -> bool:
+    """Tell whether a config could say that the head is another tensor: there is none that says anything of it."""
+    stored = {component for component, _ in holdings.sources}
+    return any(
+        tie.alias in HEAD and tie.alias not in stored and holdings.holds(tie.when, {}) is None
+        for tie in holdings.bound.family.ties
+    )
 
 
 def classifies(bound: Bound) -> bool:

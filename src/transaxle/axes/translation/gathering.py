@@ -25,8 +25,8 @@ SourcesByComponent = Mapping[str, Sources]
 """Component -> its sources."""
 
 _SPARED = (
-    "Choose a dialect that has both; or leave the copies out, and the model with its own: --skip with their names "
-    '(skip=["…"]).'
+    "Choose a dialect that has both, or keep all names with --to safetensors:identity; if one is out of date, "
+    "remove it."
 )
 
 

@@ -40,7 +40,7 @@ from transaxle.engine.views.encode import Encode
 from transaxle.engine.views.encoded import View, describes_tensors
 from transaxle.engine.views.header_metadata import joined, without_notes
 from transaxle.engine.views.param_groups import regrouped
-from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
+from transaxle.errors import Refusal, TransaxleError, Where, gathered, in_both_languages, refuse
 from transaxle.formats.builtin_formats import SAFETENSORS
 from transaxle.formats.catalog.catalog import Draft, Entry, Extent, Spec
 from transaxle.formats.dtype import ITEM_BITS, nbytes
@@ -58,6 +58,12 @@ _LARGEST = 1 << 44
 _MISSHAPEN = "SHAPE_MISMATCH"
 SHARD_SIZE = 5_000_000_000
 """Default bytes of tensors per file."""
+_READ_NO_CODES = frozenset({"automodel", "megatron", "megatron_dist", "megatron_layers", "torchtitan"})
+"""Dialects of trainers that load their own checkpoints by DCP, or by name into parameters: both cast, and look for no
+scales. torchtitan and Automodel read codes from the hub's files only.
+"""
+_FOR_ANY = frozenset({SAFETENSORS.name, "torch"})
+"""Formats that no trainer of these dialects loads, other than the hub's files."""
 _FRAMEWORK = {"format": "pt"}
 """Header metadata that readers expect in every file."""
 
@@ -158,7 +164,16 @@ def make_plan(
         allow_lossy=allow_lossy,
         stayed=casts_of(checkpoint.container.storage).stayed if recoding_any else (),
         counted=counted(checkpoint.bound, checkpoint.sizes, view.axes) if reading else {},
-        notes=(*draft.notes, *told, *_said(checkpoint, configs, to, beside), *_bare(checkpoint, to, single, draft)),
+        notes=tuple(
+            in_both_languages(note)
+            for note in (
+                *draft.notes,
+                *told,
+                *_said(checkpoint, configs, to, beside),
+                *_without_reader(view, names, form, wanted),
+                *_bare(checkpoint, to, single, draft),
+            )
+        ),
     )
     return Prepared(plan, checkpoint, draft)
 
@@ -174,6 +189,16 @@ def _said(
     framework, ways = _loads(to)
     if ways:
         yield f"safetensors with the names of {to}; for what {framework} loads, write --to {' or --to '.join(ways)}"
+
+
+def _without_reader(view: View, encoded: Collection[str], form: str, wanted: str) -> Iterator[str]:
+    """Yield what is to be said of codes in a format of a program that takes them for the values themselves."""
+    names = sorted({*encoded, *view.encoded} & view.targets.keys())
+    if names and form not in _FOR_ANY and wanted.partition("@")[0] in _READ_NO_CODES:
+        yield (
+            f"{len(names):,} tensors are codes with scales, such as {names[0]}; programs that load {wanted} from "
+            f"{form} read no scales: write values, with --decode bf16"
+        )
 
 
 def _bare(checkpoint: Checkpoint, to: str, single: bool, draft: Draft) -> Iterator[str]:

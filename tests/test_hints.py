@@ -1,0 +1,104 @@
+"""What messages say to do: every option that they name exists, on the command line and in Python."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+
+import transaxle as tx
+from transaxle.cli.program import program
+from transaxle.errors import KEYWORDS, Refusal, in_both_languages
+
+SOURCE = Path(tx.__file__).parent
+OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z]")
+COMMANDS = re.compile(r"(?:torchrun|transaxle)(?: [^\s,;)`]+)+")
+OF_COMMANDS = {
+    "--begin": "work", "--commit": "work", "--derive": "convert", "--json": "ls", "--number": "derive",
+    "--write": "plan",
+}  # fmt: skip
+"""Options without a keyword -> a command that has them: Python does these by functions of their own."""
+OF_OTHERS = {
+    "--ckpt-convert-update-legacy-dist-opt-format", "--ckpt-format", "--dist-ckpt-optim-fully-reshardable",
+    "--fp8-param-gather", "--lr", "--min-lr", "--nproc-per-node", "--override-opt", "--use-mcore-models",
+    "--weight-decay", "--weight-transfer-config",
+}  # fmt: skip
+"""Options of Megatron, torchrun and vLLM."""
+PAGES = ("cli", "engine/explanations.py", "errors.py")
+"""What speaks to the command line alone, and the mechanism itself."""
+
+
+def texts() -> Iterator[str]:
+    """All texts of the package that are shown, with a mark for each value that is put into one."""
+    for file in sorted(SOURCE.rglob("*.py")):
+        if str(file.relative_to(SOURCE)).startswith(PAGES):
+            continue
+        tree = ast.parse(file.read_text("utf-8"))
+        nodes = list(ast.walk(tree))
+        inner = {id(n.value) for n in nodes if isinstance(n, ast.Expr)}
+        inner |= {id(value) for n in nodes if isinstance(n, ast.JoinedStr) for value in n.values}
+        for node in nodes:
+            if isinstance(node, ast.JoinedStr):
+                parts = (str(v.value) if isinstance(v, ast.Constant) else "VALUE" for v in node.values)
+                yield "".join(parts)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inner:
+                yield node.value
+
+
+def options_of(command: str) -> set[str]:
+    found = program.get_command(click.Context(program), command)
+    assert found is not None
+    return {option for each in found.params for option in (*each.opts, *each.secondary_opts)}
+
+
+def test_options_that_texts_name_are_there_in_both_languages() -> None:
+    named: set[str] = set()
+    for text in texts():
+        both = in_both_languages(text)
+        assert in_both_languages(both) == both
+        left = COMMANDS.sub("", both)
+        for option in OPTION.findall(text):
+            named.add(option)
+            keyword = KEYWORDS.get(option, "").partition("=")[0]
+            assert not keyword or option not in left or f"{keyword}=" in both, text
+    assert {"--axis", "--config", "--to", "--decode"} < named
+    assert named - KEYWORDS.keys() - OF_OTHERS - OF_COMMANDS.keys() == set()
+
+
+def test_keywords_are_those_of_functions_and_options_those_of_commands() -> None:
+    convert, report, diff = (inspect.signature(each).parameters for each in (tx.convert, tx.report, tx.diff))
+    known = {**report, **diff, **convert}
+    assert [each for each in KEYWORDS.values() if each.partition("=")[0] not in known] == []
+    commands = options_of("convert") | options_of("report") | options_of("diff")
+    assert KEYWORDS.keys() <= commands
+    for option, command in OF_COMMANDS.items():
+        assert option in options_of(command), option
+
+
+@pytest.mark.parametrize(
+    ("text", "both"),
+    [
+        ("Give it with --axis g=N.", 'Give it with --axis g=N (axes={"g": N}).'),
+        ("Pad it: --axis p=12, or not.", 'Pad it: --axis p=12 (axes={"p": 12}), or not.'),
+        ("Omit --pp and --ep.", "Omit --pp (pp=) and --ep (ep=)."),
+        ("Write --to hf or --to dcp:hf.", 'Write --to hf (to="hf") or --to dcp:hf.'),
+        ("Leave it out (--no-optimizer).", "Leave it out (--no-optimizer, optimizer=False)."),
+        ("Do it with --overwrite=everything.", 'Do it with --overwrite=everything (overwrite="everything").'),
+        ("Write less: --shard-size 5GB (shard_size=).", "Write less: --shard-size 5GB (shard_size=)."),
+        ("Leave them plain:  --skip '*.a b'", "Leave them plain:  --skip '*.a b' (skip=\"*.a b\")"),
+        ("Use  transaxle convert A B --to hf --merge C, or --merge C.",
+         'Use  transaxle convert A B --to hf --merge C, or --merge C (merge="C").'),
+        ("Save it with --ckpt-format torch.", "Save it with --ckpt-format torch."),
+    ],
+)  # fmt: skip
+def test_what_to_do_is_said_in_both_languages(text: str, both: str) -> None:
+    assert in_both_languages(text) == both
+    assert in_both_languages(both) == both
+    refusal = Refusal("UNKNOWN_AXIS", "--axis is of the command line", hint=text)
+    assert refusal.hint == refusal.shown().hint == both
+    assert refusal.message == "--axis is of the command line"
