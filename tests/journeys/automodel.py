@@ -44,7 +44,7 @@ class Run:
                     value.fill_(torch.nan)  # whatever is not loaded shows
             settings = CheckpointingConfig(checkpoint_dir=str(folder), model_repo_id=str(hub))
             self.checkpoints = settings.build(dp_rank=0, tp_rank=0, pp_rank=0)
-        self.hub, self.folder = hub, folder
+        self.config, self.hub, self.folder = config, hub, folder
         correcting = [module for module in self.model.modules() if getattr(module, "bias_update_factor", 0)]
         self.corrects = bool(correcting) and hasattr(self.model, "update_moe_gate_bias")
         """Whether Automodel's recipes correct its routers after each step."""
@@ -59,6 +59,10 @@ class Run:
         """The complete state: parameters and buffers by the names that live, and by those that are saved."""
         named = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
         return {name: value.detach() for name, value in {**named, **self.model.state_dict()}.items()}
+
+    def moments(self) -> dict[str, Tensors]:
+        """What the optimizer holds of each parameter, by its name."""
+        return {name: dict(self.optimizer.state[parameter]) for name, parameter in self.model.named_parameters()}
 
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
         """What the model says to these tokens."""

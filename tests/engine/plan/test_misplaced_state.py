@@ -28,6 +28,7 @@ def store(folder: Path, change: Change, trained: list[str] = NAMES) -> Path:
             **{kind: torch.ones_like(WEIGHTS[name]) for kind in ("exp_avg", "exp_avg_sq")},
         }
         for name in trained
+        if name in WEIGHTS
     }
     model: dict[str, Any] = dict(WEIGHTS)
     change(model, state)
@@ -101,3 +102,48 @@ def test_what_is_whole_is_carried(tmp_path: Path, to: str) -> None:
     tx.convert(store(tmp_path / "source", unchanged), tmp_path / "out", to=to, optimizer=True, sync=False)
     with tx.open(tmp_path / "out") as out:
         assert sum(name.endswith("/exp_avg") for name in out) == sum(name.endswith("/exp_avg_sq") for name in out) > 0
+
+
+def in_memory(model: dict[str, Any], state: dict[str, Any]) -> None:
+    """Give experts the state of transformers' stacks, whose elements are all different."""
+    for name in [name for name in state if ".experts." in name]:
+        del state[name]
+    count, wide, narrow = (checkpoints.SIZES[k] for k in ("num_experts", "hidden_size", "moe_intermediate_size"))
+    for layer in range(checkpoints.SIZES["num_hidden_layers"]):
+        for stack, shape in (("gate_up_proj", (count, 2 * narrow, wide)), ("down_proj", (count, wide, narrow))):
+            values = torch.arange(float(count * shape[1] * shape[2])).reshape(shape) + 1e5 * layer
+            of_stack = {"step": torch.tensor(2.0), "exp_avg": values, "exp_avg_sq": -values}
+            state[f"model.layers.{layer}.mlp.experts.{stack}"] = of_stack
+
+
+@pytest.mark.parametrize("to", [*TARGETS, "dcp:hf"])
+def test_state_may_have_names_of_another_dialect_than_the_weights(tmp_path: Path, to: str) -> None:
+    trained = [name for name in NAMES if ".experts." not in name]
+    stacks: dict[str, Any] = {}
+    in_memory({}, stacks)
+    source = store(tmp_path / "source", in_memory, [*trained, *stacks])
+    report = tx.convert(source, tmp_path / "out", to=to, optimizer=True, verify=True, sync=False)
+    assert "the optimizer's state has the names of transformers, the weights those of hf" in report.notes
+    tx.convert(tmp_path / "out", tmp_path / "back", to="dcp:hf", optimizer=True, sync=False)
+    with tx.open(tmp_path / "back") as back:
+        assert {name.split("/")[1] for name in back if name.endswith("/exp_avg")} == set(NAMES)
+        for stack, of_stack in stacks.items():
+            stem, _, kind = stack.rpartition(".")
+            parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
+            for key in ("exp_avg", "exp_avg_sq"):
+                for expert, values in enumerate(of_stack[key]):
+                    for part, expected in zip(parts, values.chunk(len(parts)), strict=True):
+                        found = back[f"optim/{stem}.{expert}.{part}.weight/{key}"].read()
+                        assert torch.equal(torch.from_numpy(found.copy()), expected)
+
+
+def test_state_that_no_single_dialect_reads_is_refused(tmp_path: Path) -> None:
+    """Some experts have it under the hub's names, others in stacks, and one has it twice."""
+
+    def both(model: dict[str, Any], state: dict[str, Any]) -> None:
+        kept = {name: of for name, of in state.items() if ".experts.3." in name}
+        in_memory(model, state)
+        state |= kept
+
+    source = store(tmp_path / "source", both)
+    assert refused(source, tmp_path / "out", "dcp:torchtitan").code == "INCOMPLETE"

@@ -4,7 +4,7 @@ Each stored name is one line of the dialect at certain indices, or is listed as 
 whole. One prefix (`module.`, `_orig_mod.`, `language_model.`) is bound once for the checkpoint. Where two lines share a
 name, the encoding in which the tensor is stored decides (`number_format`), the config, or which other tensors there
 are; a name that two lines may still have is refused. A parameter's optimizer state `optim/<parameter>/<state>` follows
-the line of its parameter: states are *slots*.
+the line of its parameter: states are *slots*. It may be read through another dialect than the weights are.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WEIGHT = ""
 """The slot of the parameter itself."""
 OPTIM = "optim/"
 """Prefix of optimizer state: `optim/<parameter>/<state>`."""
-_IN_MEMORY = "transformers"
+IN_MEMORY = "transformers"
 """Dialect of what models of the hub have in memory: experts in stacks, which some files have beside the hub's names."""
 _MANY = 16
 """Names that are read together."""
@@ -73,6 +73,8 @@ class Bound(msgspec.Struct, frozen=True):
     """Stored name -> its encoding, one of `number_format.WORDS`; names that are not in it are plain."""
     own: Mapping[str, str] = msgspec.field(default_factory=dict)
     """Stored name -> the name that is read, without wrappers inside it; empty where no name has any."""
+    state_dialect: Dialect | None = None
+    """Dialect through which the optimizer's state is read; None: that of the weights."""
 
 
 def _prefixes(names: Mapping[str, list[str]], dialect: Dialect) -> dict[str, int]:
@@ -186,6 +188,7 @@ def bind(
     prefix: str = "",
     encodings: Mapping[str, str] | None = None,
     stored: Mapping[str, Stored] | None = None,
+    weights: Bound | None = None,
 ) -> Bound:
     """Read names through a dialect.
 
@@ -197,6 +200,7 @@ def bind(
         prefix: text before every name of the dialect.
         encodings: stored name -> its encoding, one of `number_format.WORDS`; None: all are plain.
         stored: the tensors by name; their shapes may show a size without which merged numbers cannot be told apart.
+        weights: those that the names are the optimizer's state of, if they are read already; None: they are not.
 
     Raises:
         UsageError: UNKNOWN_AXIS where an index cannot be told apart without the size of an axis; AMBIGUOUS where the
@@ -210,17 +214,17 @@ def bind(
             raise _wrapped_alike(own, stored_names)
         inner_stored = {own[name]: tensor for name, tensor in (stored or {}).items() if name in own}
         inner_encodings = {own[name]: encoding for name, encoding in encodings.items() if name in own}
-        inner_bound = bind(tuple(stored_names), family, dialect, sizes, prefix, inner_encodings, inner_stored)
+        inner_bound = bind(tuple(stored_names), family, dialect, sizes, prefix, inner_encodings, inner_stored, weights)
         return _as_stored(inner_bound, stored_names, encodings)
     merged = _Merged(dialect, sizes, prefix)
     if not merged.lines:
-        return _bound(names, family, dialect, sizes, prefix, encodings)
+        return _bound(names, family, dialect, sizes, prefix, encodings, weights)
     told = structs.replace(dialect, lines=tuple(line for line in dialect.lines if line not in merged.lines))
     postponed = {name for name in names if merged.matches(name)}
-    bound = _bound([name for name in names if name not in postponed], family, told, sizes, prefix, encodings)
+    bound = _bound([name for name in names if name not in postponed], family, told, sizes, prefix, encodings, weights)
     if postponed:
-        sizes = merged.sized(bound, stored or {}, postponed)
-        return _bound(names, family, dialect, sizes, prefix, encodings)
+        sizes = merged.sized(weights or bound, stored or {}, postponed)
+        return _bound(names, family, dialect, sizes, prefix, encodings, weights)
     return structs.replace(bound, dialect=dialect)
 
 
@@ -277,9 +281,40 @@ def with_kept(bound: Bound, target: Dialect, sizes: Sizes, stored: Mapping[str, 
         UsageError: as `bind` does.
     """
     family = bound.family
-    for dialect in (target, family.dialects[0], family.dialect(_IN_MEMORY)):
+    for dialect in (target, family.dialects[0], family.dialect(IN_MEMORY)):
         bound = bound if dialect is None else _with_names_of(dialect, bound, sizes, stored)
     return bound
+
+
+def with_state_of(bound: Bound, dialect: Dialect, prefix: str, sizes: Sizes, stored: Mapping[str, Stored]) -> Bound:
+    """Read the optimizer's state through another dialect than the weights, as far as that reads it.
+
+    Args:
+        bound: all names, read through the dialect of the weights.
+        dialect: that of the parameters' names in the state.
+        prefix: text before every one of these.
+        sizes: axis sizes from the config and the user.
+        stored: the tensors by name.
+
+    Raises:
+        UsageError: as `bind` does.
+    """
+    state = tuple(name for name in stored if split_slot(name)[1] != WEIGHT)
+    state_bound = bind(state, bound.family, dialect, sizes, prefix, bound.encodings, stored, bound)
+    left = frozenset(state_bound.unknown)
+    names = {
+        key: {index: name for index, name in of_line.items() if key[1] == WEIGHT or name in left}
+        for key, of_line in bound.names.items()
+    }
+    for key, of_line in state_bound.names.items():
+        names[key] = {**names.get(key, {}), **of_line}
+    return structs.replace(
+        bound,
+        names={key: of_line for key, of_line in names.items() if of_line},
+        ignored=tuple(dict.fromkeys((*bound.ignored, *state_bound.ignored))),
+        unknown=tuple(name for name in bound.unknown if split_slot(name)[1] == WEIGHT or name in left),
+        state_dialect=dialect,
+    )
 
 
 def _with_names_of(dialect: Dialect, bound: Bound, sizes: Sizes, stored: Mapping[str, Stored]) -> Bound:
@@ -306,6 +341,7 @@ def _bound(
     sizes: Sizes,
     prefix: str,
     encodings: Mapping[str, str],
+    weights: Bound | None = None,
 ) -> Bound:
     """Read names through a dialect, all sizes that their numbers need being known."""
     bound_names: _BoundNames = defaultdict(dict)
@@ -330,7 +366,7 @@ def _bound(
         else:
             unknown.append(name)
     if doubtful:
-        _settle(doubtful, bound_names, family, sizes, encodings)
+        _settle(doubtful, bound_names, family, sizes, encodings, weights)
     firsts = {next(iter(of_line.values())): key for key, of_line in bound_names.items()}
     in_order = {firsts[name]: bound_names[firsts[name]] for name in names if name in firsts}
     return Bound(family, dialect, prefix, in_order, tuple(ignored), tuple(unknown), encodings)
@@ -427,6 +463,7 @@ def _settle(
     family: Family,
     sizes: Sizes,
     encodings: Mapping[str, str],
+    weights: Bound | None,
 ) -> None:
     """Bind the names that several lines may have: by the conditions that name other tensors, which are bound by now.
 
@@ -435,7 +472,7 @@ def _settle(
     """
     settled: list[tuple[Line, Index, str]] = []
     problems: dict[tuple[Line, ...], Refusal] = {}
-    present = _Presence(bound_names)
+    present = _Presence(bound_names if weights is None else weights.names)
     for name, fits in doubtful:
         encoding = words(encodings.get(name, PLAIN))
 

@@ -25,7 +25,7 @@ from transaxle.arguments import (
     read_source,
     read_text,
 )
-from transaxle.axes.layout.bind import Bound, without_wrappers
+from transaxle.axes.layout.bind import IN_MEMORY, Bound, without_wrappers
 from transaxle.axes.layout.relayout import Check, Target, unchanged
 from transaxle.axes.notation.family import Sizes
 from transaxle.axes.notation.name import natural, skeleton
@@ -494,7 +494,11 @@ def _named(said: Settings, weights: Container, state: Container) -> Mapping[str,
     """Name an optimizer's numbered parameters; what that takes is imported when a checkpoint asks."""
     from transaxle.engine.checkpoint.numbered_parameters import names_by_number
 
-    return names_by_number(weights, state, said.config)
+    def in_memory(weights: Container) -> Mapping[str, tuple[int, ...]]:
+        seen = Checkpoint(weights, said, None, None).as_dialect(IN_MEMORY)
+        return {name: tensor.shape for name, tensor in seen.items()}
+
+    return names_by_number(weights, state, said.config, in_memory)
 
 
 @uncollected()

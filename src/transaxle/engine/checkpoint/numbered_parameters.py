@@ -5,22 +5,23 @@
 
 Each group numbers its parameters in the order in which the model registers them, and whoever makes groups goes through
 `model.named_parameters()`. That order is in a torch file of the weights; otherwise it is that of transformers' model of
-the config, built without memory. The numbers have names where the parameters can be dealt to the groups in one way
-only, going by the sizes of the groups and by the shapes of all their state, or where Trainer's own rule deals them so.
+the config, built without memory; where files have other names than it has, as of experts, tables say which these are.
+The numbers have names where the parameters can be dealt to the groups in one way only, going by the sizes of the groups
+and by the shapes of all their state, or where Trainer's own rule deals them so.
 """
 
 from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from transaxle.axes.layout.bind import split_slot
 from transaxle.engine.checkpoint.settings import CONFIG, stored_config
-from transaxle.errors import Refusal, Where, gathered
+from transaxle.errors import Refusal, TransaxleError, Where, gathered
 from transaxle.formats.builtin_formats import TORCH
 from transaxle.formats.catalog.catalog import Container
 from transaxle.formats.dtype import Shape
@@ -39,11 +40,17 @@ _HINT = (
 )
 
 
+InMemory = Callable[[Container], Mapping[str, Shape]]
+"""Returns the shapes of weights under the names that transformers' model has in memory."""
+
+
 class _UnprovedError(Exception):
     """Why it is not known which parameter has which number."""
 
 
-def names_by_number(weights: Container, state: Container, config: Mapping[str, Any] | None) -> dict[str, str]:
+def names_by_number(
+    weights: Container, state: Container, config: Mapping[str, Any] | None, in_memory: InMemory
+) -> dict[str, str]:
     """Return the names of an optimizer's numbered parameters, `#0` -> name.
 
     torch and transformers are imported if the order of the model's parameters is not in the weights' files.
@@ -52,19 +59,22 @@ def names_by_number(weights: Container, state: Container, config: Mapping[str, A
         weights: the model that the optimizer trains.
         state: its state, and the settings of its groups.
         config: of the model; None: that beside the weights.
+        in_memory: says what the weights are in memory, where their files have other names.
 
     Raises:
         Refused: UNSUPPORTED where the names cannot be proved.
     """
     try:
-        return _proved(weights, state, config)
+        return _proved(weights, state, config, in_memory)
     except _UnprovedError as error:
         (file, *_) = state.files
         message = f"the optimizer numbers its parameters, and it cannot be proved which is which: {error}"
         raise gathered([Refusal("UNSUPPORTED", message, Where(file), _HINT)]) from None
 
 
-def _proved(weights: Container, state: Container, config: Mapping[str, Any] | None) -> dict[str, str]:
+def _proved(
+    weights: Container, state: Container, config: Mapping[str, Any] | None, in_memory: InMemory
+) -> dict[str, str]:
     groups = [list(group[PARAMS]) for group in state.metadata.get(GROUPS, ())]
     numbers = [number for group in groups for number in group]
     shapes = _shapes(state)
@@ -72,18 +82,18 @@ def _proved(weights: Container, state: Container, config: Mapping[str, Any] | No
         raise _UnprovedError("its groups do not list each parameter once")
     if config is None:
         config = stored_config(weights.storage) if CONFIG in weights.carried else {}
-    model, names = None, list[str]()
+    model, registered = None, dict[str, Shape]()
     if weights.format == TORCH.name:
-        ties = weights.metadata.get(TIES, {})
-        names = [name for name in weights.entries if name not in ties and name not in weights.beside]
-    if len(names) != len(numbers):  # the file does not tell, or has buffers too
+        omitted = weights.beside.union(weights.metadata.get(TIES, {}))
+        registered = {name: entry.shape for name, entry in weights.entries.items() if name not in omitted}
+    if len(registered) != len(numbers):  # the file does not tell, or has buffers too
         model = _model(config)
-        names = _registered(model, weights)
-    if len(names) != len(numbers):
+        registered = _registered(model, weights, in_memory)
+    if len(registered) != len(numbers):
         raise _UnprovedError(
-            f"it has {len(numbers)} parameters, and the model {len(names)}; some are frozen, or are buffers"
+            f"it has {len(numbers)} parameters, and the model {len(registered)}; some are frozen, or are buffers"
         )
-    order = [weights.entries[name].shape for name in names]
+    names, order = list(registered), list(registered.values())
     wanted = [[shapes.get(number) for number in group] for group in groups]
     owners, ways = dealt(order, wanted)
     if not ways:
@@ -190,13 +200,20 @@ def _model(config: Mapping[str, Any]) -> Any:
         raise _UnprovedError(f"transformers {transformers.__version__} cannot build {name}: {error!r}") from None
 
 
-def _registered(model: Any, weights: Container) -> list[str]:
-    """Return the names of a model's parameters in its order; all must be those of the weights, with their shapes."""
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    for name, shape in shapes.items():
-        if name not in weights.entries:
-            raise _UnprovedError(f"in memory, {type(model).__name__} has {name}, which the weights' files do not have")
-        if weights.entries[name].shape != shape:
-            stored = list(weights.entries[name].shape)
-            raise _UnprovedError(f"{name} is {list(shape)} in the config's model, and {stored} in its file")
-    return list(shapes)
+def _registered(model: Any, weights: Container, in_memory: InMemory) -> dict[str, Shape]:
+    """Return a model's parameters in its order, with their shapes; all must be those of the weights."""
+    registered = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    stored: Mapping[str, Shape] = {name: entry.shape for name, entry in weights.entries.items()}
+    why = ""
+    if not registered.keys() <= stored.keys():  # transformers splits and renames parameters when it saves them
+        try:
+            stored = in_memory(weights)
+        except TransaxleError as error:
+            why = f": {error.refusals[0].message}"
+    for name, shape in registered.items():
+        if name not in stored:
+            message = f"in memory, {type(model).__name__} has {name}, which the weights' files do not have{why}"
+            raise _UnprovedError(message)
+        if stored[name] != shape:
+            raise _UnprovedError(f"{name} is {list(shape)} in the config's model, and {list(stored[name])} in its file")
+    return registered

@@ -20,6 +20,7 @@ from transaxle.axes.layout.bind import (
     score,
     split_slot,
     with_counts,
+    with_state_of,
     without_wrappers,
 )
 from transaxle.axes.notation.family import Dialect, Family, Sizes
@@ -643,9 +644,26 @@ class StoredNames:
 
     @cached_property
     def bound(self) -> Bound:
-        """The stored names read through the dialect."""
+        """The stored names read through the dialect; the optimizer's state through one of its own, where another of the
+        family's reads more of it: a program may save weights under the hub's names, and state under those in memory.
+        """
         reading = self.recognised
         catalog = self.catalog
         stored_as = {name: tensor.encoding.name for name, tensor in (*catalog.encoded.items(), *self.decoded.items())}
         names = tuple(catalog.entries)
-        return bind(names, reading.family, reading.dialect, self.sizes, reading.prefix, stored_as, catalog.entries)
+        bound = bind(names, reading.family, reading.dialect, self.sizes, reading.prefix, stored_as, catalog.entries)
+        if not any(split_slot(name)[1] for name in bound.unknown):
+            return bound
+        state = tuple(name for name in names if split_slot(name)[1])
+        families, family = self._settings.families, reading.family.name
+        try:
+            of_weights, of_state = (
+                recognise(state, self.config, families, family, dialect) for dialect in (reading.dialect.label, None)
+            )
+        except (
+            TransaxleError
+        ):  # no dialect reads its names, or two do; then it has none, and is refused where it has to
+            return bound
+        if of_state.matched == of_weights.matched:
+            return bound
+        return with_state_of(bound, of_state.dialect, of_state.prefix, self.sizes, catalog.entries)

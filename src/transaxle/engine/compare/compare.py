@@ -173,7 +173,7 @@ def in_common(first: Checkpoint, second: Checkpoint) -> tuple[Checkpoint, Checkp
         return first, second
     wrapped = bool(first.bound.own or second.bound.own)
     alike = first.dialect == second.dialect and first.recognised.prefix == second.recognised.prefix and not wrapped
-    # Names that a dialect reads and never writes are others of the same tensors.
+    # Names that a dialect reads and never writes are others of the same tensors, as are those of state in another one.
     alike = alike and _other_names(first) == _other_names(second)
     seen = first if alike and not first.decoded else first.with_state_of(_trained(second)).seen_as(second.dialect)
     if second.bound.own or (not alike and (second.recognised.prefix or _other_names(second))):
@@ -196,7 +196,9 @@ def _trained(checkpoint: Checkpoint) -> frozenset[str] | None:
 
 
 def _other_names(checkpoint: Checkpoint) -> set[str]:
-    return {line.text for line, _ in checkpoint.bound.names if line.read_only}
+    bound = checkpoint.bound
+    of_state = set() if bound.state_dialect is None else {bound.state_dialect.label}
+    return of_state | {line.text for line, _ in bound.names if line.read_only}
 
 
 def _has_padding(dialect: Dialect) -> bool:

@@ -29,10 +29,10 @@ from transaxle.engine.plan.planned import OutputTensor, Plan, PlannedTensor, Rec
 from transaxle.engine.plan.recoding import buffers_of, displaced, recoded, recoding, to_encode
 from transaxle.engine.plan.target_names import clashing, is_one_file, misnamed, parse_to, unholdable, without_line
 from transaxle.engine.plan.training_beside import (
-    fused_state,
     misplaced_state,
     nesting_of,
     state_notes,
+    state_of_other_names,
     without_training,
 )
 from transaxle.engine.views.cast import casts_of
@@ -263,7 +263,7 @@ def _aimed(
     checkpoint = _for_format(checkpoint, kind)
     if kind.full_precision:  # it has a parameter's values and its state in one place
         checkpoint = checkpoint.with_state_of(frozenset())
-        if wanted == IDENTITY and fused_state(checkpoint):
+        if wanted == IDENTITY and state_of_other_names(checkpoint):
             wanted = checkpoint.recognised.dialect.label
     return checkpoint, form, wanted, [], fitting if checkpoint is opened else None
 

@@ -76,12 +76,15 @@ def nesting_of(checkpoint: Checkpoint, names: Collection[str]) -> Nesting | None
     return Nesting(root and root.rpartition(".")[2], container.paths)
 
 
-def fused_state(checkpoint: Checkpoint) -> bool:
-    """Tell whether a checkpoint has state of fused parameters of which it stores the parts."""
+def state_of_other_names(checkpoint: Checkpoint) -> bool:
+    """Tell whether a checkpoint has state of parameters that it stores under other names: in parts, or those of another
+    dialect.
+    """
     names = checkpoint.container.entries
     if all(split_slot(name)[0] in names for name in names) or checkpoint.family is None:
         return False
-    return any(line.of_state and slot for line, slot in checkpoint.bound.names)
+    bound = checkpoint.bound
+    return bound.state_dialect is not None or any(line.of_state and slot for line, slot in bound.names)
 
 
 def misplaced_state(checkpoint: Checkpoint, view: View, kind: Format, wanted: str) -> list[Refusal]:
@@ -123,6 +126,9 @@ def state_notes(checkpoint: Checkpoint, view: View, wanted: str) -> Iterator[str
         if orphans := _orphans(checkpoint, view, states, wanted):
             yield f"optimizer state without values: {_named(orphans)}"
     else:
+        if checkpoint.bound.state_dialect is not None:
+            labels = checkpoint.bound.state_dialect.label, checkpoint.bound.dialect.label
+            yield "the optimizer's state has the names of {}, the weights those of {}".format(*labels)
         for name, condition in _fused(checkpoint, states, wanted):
             yield (
                 f"the optimizer's state is written for {name}: fused, unless the config (--config, config=) "
@@ -150,7 +156,9 @@ def _orphans(checkpoint: Checkpoint, view: View, states: _States, wanted: str) -
     if wanted == IDENTITY:
         known = set(checkpoint.catalog.entries)
         if checkpoint.family is not None:
-            read = (of_line.values() for (line, _), of_line in checkpoint.bound.names.items() if line.of_state)
+            bound = checkpoint.bound
+            others = bound.state_dialect is not None
+            read = (of_line.values() for (line, _), of_line in bound.names.items() if line.of_state or others)
             known.update(split_slot(name)[0] for names in read for name in names)
         return [name for name in left if name not in known]
     lines = [line for line in pick_dialect(checkpoint.recognised.family, wanted).lines if line.of_state]
