@@ -82,7 +82,7 @@ DCP = Format(
     ),
     reader="transaxle.formats.dcp.reader:open_dcp",
     draft="transaxle.formats.dcp.draft:draft",
-    draft_takes=frozenset({"groups"}),
+    draft_takes=frozenset({"groups", "training"}),
     parts=(DCP_DATA, DCP_METADATA),
     openers=(DCP_METADATA,),
     files=rf"\.metadata|__\d+_\d+{re.escape(DCP_DATA)}",

@@ -89,11 +89,11 @@ class Format:
     """Keywords that the reader takes besides: `weights` (which precision), `cutter` (how ranks cut parameters),
     `optimizer` (whether its state is wanted)."""
     draft_takes: frozenset[str] = frozenset()
-    """Keywords that the draft takes besides: `groups` (an optimizer's settings), `run` and `read` (what a training run
-    says of itself, and a reader of small tensors), `sealed` (leave room for digests in the one file), `nesting` (how
-    the state dict in the one file is nested), `config` (the model's), `cuts` (where tensors of several layers or
-    experts are cut into chunks), `degrees` and `parts` (the ranks that have files, and what each tensor-parallel one
-    holds of a tensor)."""
+    """Keywords that the draft takes besides: `groups` (an optimizer's settings), `training` (other plain data by its
+    paths), `run` and `read` (what a training run says of itself, and a reader of small tensors), `sealed` (leave room
+    for digests in the one file), `nesting` (how the state dict in the one file is nested), `config` (the model's),
+    `cuts` (where tensors of several layers or experts are cut into chunks), `degrees` and `parts` (the ranks that have
+    files, and what each tensor-parallel one holds of a tensor)."""
     dialects: tuple[str, ...] = ()
     """Dialects in which it is written unless the user names one: the first that fits. Empty: the source's own names."""
     full_precision: bool = False

@@ -54,6 +54,15 @@ class TrainingItem(msgspec.Struct, frozen=True):
     what: str = ""
     """A description of the value."""
 
+    @property
+    def is_tensor(self) -> bool:
+        """Whether it was saved as a tensor."""
+        return self.name is not None and self.value is None
+
+    def plain(self) -> object:
+        """Return the value as plain data; `NOTHING` where some of it is not, or it was saved as a tensor."""
+        return NOTHING if self.is_tensor else _plain(self.value, _DEEPEST)
+
 
 def is_training(path: tuple[str | int, ...], kind: str, root: str | None, holding: Container[str | int]) -> bool:
     """Tell whether a leaf outside of model and optimizer is training state.
@@ -96,8 +105,7 @@ def nested(items: Sequence[TrainingItem], top: str, read: Callable[[str], object
     for item in items:
         if str(item.path[0]) != top:
             continue
-        is_tensor = item.name is not None and item.value is None
-        value = read(str(item.name)) if is_tensor else _plain(item.value, _DEEPEST)
+        value = read(str(item.name)) if item.is_tensor else item.plain()
         if value is NOTHING:
             odd.append(f"{'.'.join(map(str, item.path))} is {item.what}")
         at = tree

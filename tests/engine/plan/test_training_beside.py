@@ -10,6 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import transaxle as tx
@@ -133,3 +136,47 @@ def test_what_may_be_the_model_is_no_training_state(state: Mapping[str, Any], tm
     torch.save(state, tmp_path / "model.pt")
     with tx.open(tmp_path / "model.pt") as checkpoint:
         assert not [name for name in checkpoint.container.beside if name != "step"]
+
+
+PLAIN: Mapping[str, Any] = {
+    "lr_scheduler": {"last_epoch": 3, "rates": [0.5, 0.25], "lambdas": [None], "is_initial": False, "factor": 0.5},
+    "dataloader": {"dp_rank_0": b"\x80\x04K\x01.", "world_size": 1, "name": "c4", "at": (1, "b")},
+    "train_state": {
+        "step": torch.tensor(3, dtype=torch.int32),
+        "ntokens_seen": torch.tensor(7),
+        "epoch": 2,
+        "best": 0.5,
+    },
+}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("source", ["dcp", "torch"])
+def test_plain_data_stays_plain_data_in_a_folder_of_torch(tmp_path: Path, source: str) -> None:
+    """torch's own load takes the target's items for what they were: there is no tensor in place of a number."""
+    checkpoints.write(tmp_path / "source", {}, config=checkpoints.CONFIG)
+    (tmp_path / "source/model.safetensors").unlink(missing_ok=True)
+    if source == "dcp":
+        save({**MODEL, **PLAIN}, checkpoint_id=tmp_path / "source")
+    else:
+        torch.save({**MODEL, **PLAIN}, tmp_path / "source/pytorch_model.bin")
+    report = tx.convert(tmp_path / "source", tmp_path / "between", to="dcp:torchtitan", verify=True, sync=False)
+    tx.convert(tmp_path / "between", tmp_path / "out", to="dcp:hf", verify=True, sync=False)
+    assert not any(name.startswith(tuple(PLAIN)) for name in report.ignored)
+    items = FileSystemReader(tmp_path / "out").read_metadata().state_dict_metadata
+    wanted: dict[str, dict[str, Any]] = {
+        "lr_scheduler": dict.fromkeys(PLAIN["lr_scheduler"]),
+        "dataloader": dict.fromkeys(PLAIN["dataloader"]),
+        "train_state": {key: torch.zeros_like(torch.as_tensor(value)) for key, value in PLAIN["train_state"].items()},
+    }
+    wanted["train_state"] |= {"epoch": 0, "best": 0.0}
+    named = [f"{top}.{key}" for top, of in PLAIN.items() for key in of if not isinstance(of[key], torch.Tensor)]
+    assert [name for name in named if not isinstance(items[name], BytesStorageMetadata)] == []
+    state: dict[str, Any] = {name: torch.zeros_like(value) for name, value in MODEL.items()} | wanted
+    load(state, checkpoint_id=tmp_path / "out")
+    assert all(torch.equal(state[name], value) for name, value in MODEL.items())
+    assert {key: state[key] for key in PLAIN} == PLAIN
+    with tx.open(tmp_path / "out") as out:
+        assert (out["train_state.epoch"].dtype, out["train_state.best"].dtype) == ("I64", "F64")
+    assert tx.verify(tmp_path / "out").ok
+    assert tx.diff(tmp_path / "source", tmp_path / "out").equal

@@ -151,3 +151,40 @@ def test_a_parameter_with_the_name_of_a_container_is_a_parameter(tmp_path: Path)
     with pytest.raises(TransaxleError) as error:
         tx.load(model, tmp_path / "saved.pt")
     assert [(one.code, one.where.tensor) for one in error.value.refusals] == [("UNEXPECTED_TENSOR", "scheduler.weight")]
+
+
+class Rate:
+    """A schedule of a class: LambdaLR keeps its attributes."""
+
+    def __init__(self, **held: Any) -> None:
+        vars(self).update(held)
+
+    def __call__(self, step: int) -> float:
+        return 0.5**step
+
+
+@pytest.mark.parametrize("held", [{}, {"warm": 3}, {"deep": {"er": {}}, "list": [], "of": [{}, {"a": 1}]}])
+@pytest.mark.parametrize("layout", ["dcp", "torch"])
+def test_empty_dicts_inside_a_state_come_back(tmp_path: Path, layout: str, held: dict[str, Any]) -> None:
+    """torch leaves them out of DCP folders, and loads into what is there."""
+    model = LlamaForCausalLM(CONFIG)
+
+    def schedule(*rates: Rate) -> LambdaLR:
+        vectors = [value for value in model.parameters() if value.dim() == 1]
+        groups = [{"params": vectors}, {"params": [value for value in model.parameters() if value.dim() > 1]}]
+        return LambdaLR(torch.optim.AdamW(groups), list(rates))
+
+    saved = schedule(Rate(**held), Rate())
+    for _ in range(2):
+        saved.optimizer.step()
+        saved.step()
+    state = {"model": model.state_dict(), "lr_scheduler": saved.state_dict()}
+    source = tmp_path / ("saved" if layout == "dcp" else "saved.pt")
+    if layout == "dcp":
+        save(state, checkpoint_id=source)
+    else:
+        torch.save(state, source)
+    emptied = {"deep": {"er": {}}, "list": [1], "of": [{}, {"a": 2}]} if "deep" in held else dict.fromkeys(held, 0)
+    loaded = schedule(Rate(**emptied), Rate())
+    tx.load(model, source, extra={"lr_scheduler": loaded})
+    assert loaded.state_dict() == saved.state_dict()

@@ -22,6 +22,7 @@ from transaxle.engine.number_text import notebook, plural, size
 from transaxle.errors import Code, Refusal, Where
 from transaxle.formats.catalog.catalog import Checksum, Container, Entry
 from transaxle.formats.catalog.checksums import Witness
+from transaxle.formats.catalog.inline import NUMBERS
 from transaxle.formats.catalog.seal import Seal, read_digest
 from transaxle.formats.catalog.sidecar_files import MANIFEST
 from transaxle.formats.dtype import nbytes
@@ -166,7 +167,8 @@ def verify(checkpoint: Checkpoint, limit: Limits | None = None, progress: Progre
     if manifest is not None:
         recorded = manifest.tensors
         problems.extend(stale(manifest, container))
-        problems.extend(_listed(recorded, stored.keys()))
+        plain = _plain_items(container) - recorded.keys()
+        problems.extend(_listed(recorded, dict.fromkeys(name for name in stored if name not in plain)))
         there = () if container.storage.single else files_in(container.storage)
         extra = tuple(name for name in there if name not in manifest.files and name != MANIFEST)
     places: dict[str, tuple[Seal, int]] = {}
@@ -299,6 +301,12 @@ def _listed(recorded: Collection[str], present: Collection[str]) -> Iterator[Ref
     for name in present:
         if name not in recorded:
             yield Refusal("UNEXPECTED_TENSOR", "the manifest does not list this tensor", Where(None, name))
+
+
+def _plain_items(container: Container) -> set[str]:
+    """Return the numbers of training state that are items of their own: a manifest lists tensors alone."""
+    entries = ((name, container.entries.get(name)) for name in container.beside)
+    return {name for name, entry in entries if entry is not None and _file_of(entry) == NUMBERS}
 
 
 def _file_of(entry: Entry | None) -> str | None:

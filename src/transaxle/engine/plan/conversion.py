@@ -29,8 +29,10 @@ from transaxle.engine.plan.planned import OutputTensor, Plan, PlannedTensor, Rec
 from transaxle.engine.plan.recoding import buffers_of, displaced, recoded, recoding, to_encode
 from transaxle.engine.plan.target_names import clashing, is_one_file, misnamed, parse_to, unholdable, without_line
 from transaxle.engine.plan.training_beside import (
+    left_behind,
     misplaced_state,
     nesting_of,
+    plain_items,
     state_notes,
     state_of_other_names,
     without_training,
@@ -128,9 +130,17 @@ def make_plan(
         problems.extend(without_line(name, wanted) for name in view.kept)
     single = is_one_file(target)
     source = checkpoint.source_of(wanted)
-    outputs = _by_name(_outputs(view, names, encode.encoding if encode else ""), problems)
+    training = plain_items(checkpoint, get(form))
+    plain_names = {item.name for item in checkpoint.container.training if item.path in training}
+    produced = _outputs(view, names, encode.encoding if encode else "")
+    outputs = _by_name([product for product in produced if product.name not in plain_names], problems)
     ranks = _ranks_options(checkpoint, get(form), wanted, outputs, degrees, view.axes, problems)
-    options = {**_draft_options(checkpoint, view, source, get(form), problems), **ranks, "sealed": single}
+    options = {
+        **_draft_options(checkpoint, view, source, get(form), problems),
+        **ranks,
+        "sealed": single,
+        "training": training,
+    }
     draft, lost = _drafted(checkpoint, (form, wanted), outputs, options, None if single else shard_size, problems)
     tensors = _planned(source, outputs, draft, allow_lossy, problems)
     checks = plan_checks(source, view.checks, problems) if view.checks or checkpoint.container.twins else ()
@@ -403,10 +413,10 @@ def _drafted(
     keys = [natural(spec.name) for spec in specs]
     specs = [specs[at] for at in sorted(range(len(specs)), key=keys.__getitem__)]
     files = checkpoint.container.files
-    metadata, left_out = dict(_FRAMEWORK), []
+    metadata, left_out = dict(_FRAMEWORK), list[str]()
     for key, value in _notes(checkpoint, wanted).items():
         if key == LEFT_BEHIND:
-            left_out.extend(value)
+            left_out.extend(left_behind(checkpoint, draft_options["training"]))
         elif not isinstance(value, str) or key == ROOT or _FRAMEWORK.get(key) == value:
             continue
         elif checkpoint.format != form or key.partition(":")[0] in files:

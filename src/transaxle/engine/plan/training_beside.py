@@ -22,10 +22,12 @@ from transaxle.engine.views.param_groups import regrouped
 from transaxle.errors import Refusal, Where
 from transaxle.formats.builtin_formats import DCP, TORCH, UNIVERSAL
 from transaxle.formats.format import Format
+from transaxle.formats.pickled.descriptors import NOTHING
+from transaxle.formats.pickled.writer import is_writable
 from transaxle.formats.training_items import EXTRA_STATE, is_extra_state
 from transaxle.formats.training_state.full_precision import MASTER
 from transaxle.formats.training_state.nesting import Nesting
-from transaxle.formats.training_state.state import LEFT_BEHIND, OPTIMIZER, ROOT, TRAINING
+from transaxle.formats.training_state.state import LEFT_BEHIND, OPTIMIZER, ROOT, TRAINING, KeyPath, joined
 from transaxle.formats.training_state.state_groups import GROUPS, group_numbers
 
 _MODEL = "model"
@@ -59,6 +61,23 @@ def without_training(checkpoint: Checkpoint) -> Checkpoint:
 def beside(first: Checkpoint, second: Checkpoint) -> set[str]:
     """Return the tensors of training state that only the first checkpoint holds."""
     return {name for name in first.container.beside if name not in second}
+
+
+def plain_items(checkpoint: Checkpoint, kind: Format) -> dict[KeyPath, object]:
+    """Return the training state that a format keeps as it is, by its paths: what is plain data, and was no tensor."""
+    if "training" not in kind.draft_takes:
+        return {}
+    items = ((item.path, item.plain()) for item in checkpoint.container.training)
+    return {path: value for path, value in items if value is not NOTHING and is_writable(value)}
+
+
+def left_behind(checkpoint: Checkpoint, written: Collection[KeyPath]) -> Iterator[str]:
+    """Yield what the source's reader leaves behind, without containers of which all is written."""
+    paths = [item.path for item in checkpoint.container.training if not item.is_tensor]
+    for name in checkpoint.container.metadata.get(LEFT_BEHIND, ()):
+        inside = [path for path in paths if f"{joined(path)}.".startswith(f"{name}.")]
+        if not inside or not all(path in written for path in inside):
+            yield name
 
 
 def nesting_of(checkpoint: Checkpoint, names: Collection[str]) -> Nesting | None:

@@ -7,7 +7,9 @@ into runs of whole rows, so that its bytes still follow one another.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from types import MappingProxyType
 from typing import Any
 
 from transaxle.errors import Faults
@@ -43,6 +45,7 @@ def draft(
     metadata: Mapping[str, str] | None = None,
     shard_size: int | None = None,
     groups: Sequence[ParamGroup] = (),
+    training: Mapping[KeyPath, object] = MappingProxyType({}),
 ) -> Draft:
     """Lay out a DCP folder.
 
@@ -51,6 +54,7 @@ def draft(
         metadata: not written: the format has no place for free text.
         shard_size: bytes of tensors in one file; larger ones are cut into chunks. Without it there is one file.
         groups: settings of the optimizer; written both nested and flattened, so that torch finds what it asks for.
+        training: state of the trainer that is no tensor, by its paths.
 
     Raises:
         Refused: for every tensor that has no place: UNSUPPORTED (dtype, a name that is no Unicode), NAME_COLLISION,
@@ -60,6 +64,10 @@ def draft(
     faults = Faults()
     names_by_key: dict[str, str] = {}
     torch_tensors = [as_torch_tensor(spec, path_of(spec.name), names_by_key, faults) for spec in tensors]
+    for path in training:
+        if joined(path) in names_by_key:
+            complaint = f"{names_by_key[joined(path)]!r} has the key of an item that is no tensor, {joined(path)!r}"
+            faults.add("NAME_COLLISION", complaint, None, joined(path))
     if faults:
         raise faults.error()
     files = DataFiles(shard_size, sum(nbytes(spec.dtype, spec.shape) for spec in tensors))
@@ -75,20 +83,21 @@ def draft(
             extents.append(Extent(logical(start, code), logical(shape, code), payload.file, offset))
         chunks.append((tensor, placed))
         entries[tensor.spec.name] = Entry(tensor.spec.name, tensor.spec.dtype, tensor.spec.shape, tuple(extents))
-    objects = _settings(groups, files, names_by_key, chunks)
+    settings = chain(training.items(), _by_path(groups))
+    objects = _objects(settings, files, names_by_key, chunks)
     fragments, sizes = files.finished()
     described_by = write_pickle(metadata_of(chunks, objects))
     fragments.append(Fragment(METADATA, 0, described_by))
     return Draft(DCP.name, entries, {**sizes, METADATA: len(described_by)}, tuple(fragments))
 
 
-def _settings(
-    groups: Sequence[ParamGroup], files: DataFiles, tensor_keys: Collection[str], chunks: ChunksByTensor
+def _objects(
+    values: Iterable[tuple[KeyPath, object]], files: DataFiles, tensor_keys: Collection[str], chunks: ChunksByTensor
 ) -> PlacedObjects:
-    """Place the settings of an optimizer; those that are equal share one archive.
+    """Place plain data; items that are equal share one archive.
 
     Args:
-        groups: the settings.
+        values: by their paths.
         files: where they go.
         tensor_keys: keys of tensors.
         chunks: receives those that are tensors.
@@ -101,7 +110,7 @@ def _settings(
     shared_archives: dict[str, Payload] = {}
     objects: PlacedObjects = []
     keys_so_far = set(tensor_keys)
-    for path, value in _by_path(groups):
+    for path, value in values:
         if joined(path) in keys_so_far:
             continue  # a parameter whose name is a number: what is nested counts
         keys_so_far.add(joined(path))

@@ -245,7 +245,7 @@ def _leaf(item_of_ranks: _ItemOfRanks, payloads: Payloads, faults: Faults) -> Le
         return Leaf(item_of_ranks.item.path, "tensor", tensor) if tensor else None
     first, *other_leaves = (payloads.leaf(item) for item in (item_of_ranks.item, *item_of_ranks.others))
     if first and any(other_leaf is None or _differ(first, other_leaf) for other_leaf in other_leaves):
-        return Leaf(first.path, "other", None, _DIFFERS)
+        return Leaf(first.path, "other", NOTHING, _DIFFERS)
     if first and isinstance(first.value, QuantizedChunk):
         first_chunk = first.value
         twins = (

@@ -59,6 +59,15 @@ def write_pickle(value: object) -> bytes:
     return bytes(assembler.out + b".")
 
 
+def is_writable(value: object) -> bool:
+    """Tell whether `write_pickle` has a place for a value."""
+    try:
+        write_pickle(value)
+    except ValueError:
+        return False
+    return True
+
+
 class _Assembler:
     """Opcodes so far, and the texts and globals among them that can be referred to."""
 

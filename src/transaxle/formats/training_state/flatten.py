@@ -44,7 +44,8 @@ def is_tensor(value: object) -> bool:
 def flatten(value: object, file: str) -> list[Leaf]:
     """Return the leaves of what a pickle holds, in order.
 
-    Dicts, lists and tuples are walked; a list or tuple that holds neither tensors nor containers is one leaf.
+    Dicts, lists and tuples are walked; an empty dict is one leaf, and so is a list or tuple that holds neither tensors
+    nor containers.
 
     Args:
         value: plain values and descriptors.
@@ -90,6 +91,9 @@ class _Walk:
                 raise refuse("CORRUPT", f"{_shown(item_path)} contains itself", file=self._file)
             if len(item_path) > _DEEPEST:
                 raise refuse("CORRUPT", f"it is nested more than {_DEEPEST} levels deep", file=self._file)
+            if not value and isinstance(value, dict):
+                yield Leaf(item_path, "empty", {}, "an empty dict")
+                continue
             inside.add(id(value))
             walks.append((item_path, value, self._items(value)))
 

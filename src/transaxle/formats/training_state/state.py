@@ -29,7 +29,7 @@ from transaxle.formats.training_state.state_groups import (
 
 KeyPath = tuple[str | int, ...]
 """Keys and list indices from the top of a state to a leaf."""
-LeafKind = Literal["tensor", "number", "other"]
+LeafKind = Literal["tensor", "number", "other", "empty"]
 
 ROOT = "root"
 """Metadata key: the top-level container whose name was removed from all names."""
@@ -57,7 +57,7 @@ class Leaf(msgspec.Struct, frozen=True, eq=False):
     path: KeyPath
     """Its path."""
     kind: LeafKind
-    """Whether it is a tensor, a number, or neither."""
+    """Whether it is a tensor, a number, a dict or list of nothing, or something else."""
     value: Any = None
     """Its value, as the format describes it; for an optimizer's lists `params` and `param_names`, their items."""
     what: str = ""
@@ -100,6 +100,7 @@ def arrange(leaves: Sequence[Leaf], *, file: str, read: Callable[[Any], object] 
     Raises:
         Refused: NAME_COLLISION for two leaves of one name; CORRUPT if the names exceed the cap.
     """
+    leaves, empty = _without_empty(leaves)
     optimizers = _OptimizerNames(leaves)
     model = [leaf for leaf in leaves if optimizers.root_of(leaf.path) is None]
     root = _root(model)
@@ -141,9 +142,18 @@ def arrange(leaves: Sequence[Leaf], *, file: str, read: Callable[[Any], object] 
         named[name] = leaf
         if is_beside:
             training.append(TrainingItem(leaf.path, name, leaf.value if leaf.kind == "number" else None))
+    beside = [leaf for leaf in empty if optimizers.root_of(leaf.path) is None and leaf.path[0] != root]
+    beside = [leaf for leaf in beside if is_training(leaf.path, leaf.kind, root, holding)]
+    training += (TrainingItem(leaf.path, None, leaf.value, leaf.what) for leaf in beside)
     if faults:
         raise faults.error()
     return State(named, root, left_behind, groups.groups(optimizers.parameter_name), training, _outside(named, root))
+
+
+def _without_empty(leaves: Sequence[Leaf]) -> tuple[Sequence[Leaf], Sequence[Leaf]]:
+    """Return the leaves that hold something, and the others, which only training state keeps."""
+    empty = [leaf for leaf in leaves if leaf.kind == "empty"]
+    return ([leaf for leaf in leaves if leaf.kind != "empty"] if empty else leaves), empty
 
 
 def _outside(named: Mapping[str, Leaf], root: str | None) -> dict[str, KeyPath]:

@@ -126,6 +126,28 @@ class Beside:
             if key not in self._extras.states:
                 continue
             if isinstance(held, Stateful):
-                held.load_state_dict(self._extras.states[key])
+                state = self._extras.states[key]
+                held.load_state_dict(_with_empty(state, held.state_dict()) if name in self._trained else state)
             else:
                 self.extra[name] = self._extras.states[key]
+
+
+def _with_empty(state: Any, own: Any) -> Any:
+    """Return a state with the empty dicts that an object has itself: torch leaves them out of DCP folders, and its own
+    load keeps the object's.
+    """
+    if isinstance(own, list) and isinstance(state, list | dict):
+        items = dict(enumerate(state)) if isinstance(state, list) else state
+        filled = _with_empty(items, dict(enumerate(own)))
+        return [filled[key] for key in range(len(filled))] if filled.keys() == set(range(len(filled))) else state
+    if not isinstance(own, Mapping) or not isinstance(state, dict):
+        return state
+    lacking = {key: value for key, value in own.items() if key not in state and _is_empty(value)}
+    return {key: _with_empty(value, own.get(key)) for key, value in state.items()} | lacking
+
+
+def _is_empty(value: Any) -> bool:
+    """Tell whether a value is a dict, or a list of dicts, in which nothing is, however deep."""
+    if isinstance(value, Mapping):
+        return all(map(_is_empty, value.values()))
+    return isinstance(value, list) and bool(value) and all(map(_is_empty, value))

@@ -22,7 +22,7 @@ from transaxle.formats.catalog.inline import number
 from transaxle.formats.dcp.chunks.stencil import Stencils
 from transaxle.formats.dcp.metadata import Payload, SavedChunk, SavedItem
 from transaxle.formats.dtype import PACKED, Shape, logical, nbytes
-from transaxle.formats.pickled.descriptors import Quantized, Scalar, TensorRef
+from transaxle.formats.pickled.descriptors import NOTHING, Quantized, Scalar, TensorRef
 from transaxle.formats.safetensors.header import read_header
 from transaxle.formats.safetensors.torch_parts import starts
 from transaxle.formats.storage.storage import Storage
@@ -214,7 +214,7 @@ class Payloads:
         if isinstance(archive, QuantizedChunk):
             return Leaf(item.path, "tensor", archive)
         if isinstance(archive, _TensorArchive):
-            return Leaf(item.path, "other", None, "a tensor that was saved as an object")
+            return Leaf(item.path, "other", NOTHING, "a tensor that was saved as an object")
         value = archive.value
         if type(value) is Scalar or (type(value) in (int, float, bool) and number(value) is not None):
             leaf = Leaf(item.path, "number", value)
