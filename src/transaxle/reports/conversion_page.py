@@ -197,10 +197,10 @@ def _split_tiles(refusals: Sequence[Refusal]) -> Iterator[Section]:
 
 
 def _amounts(plan: Plan) -> dict[str, tuple[int, int]]:
-    """Return rule of the target -> how many tensors follow it, and their bytes."""
+    """Return rule of the target -> how many tensors follow it, and their bytes; zeros for no tensor count nowhere."""
     count: Counter[str] = Counter()
     amount: Counter[str] = Counter()
-    for tensor in plan.tensors:
+    for tensor in (each for each in plan.tensors if each.transfers or not each.nbytes):
         count[tensor.rule] += 1
         amount[tensor.rule] += tensor.nbytes
     return {rule: (count[rule], amount[rule]) for rule in count}

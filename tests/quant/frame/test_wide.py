@@ -128,7 +128,7 @@ def _masters_of_plain(rank: int, world: int, folder: Path) -> None:
     values = {name: tensor.float() for name, tensor in tx_values(folder).items()}
     model = built("float8_block", mesh_of(world), meta=True)
     optimizer = trainer(model)
-    tx.load(model, folder, optimizer=optimizer)
+    tx.load(model, folder, optimizer=optimizer, strict=False)
     names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     for parameter, state in optimizer.states.items():
         assert torch.equal(state["master"].full_tensor(), values[names[parameter]])
@@ -149,7 +149,7 @@ def test_masters_start_from_the_values_that_were_loaded(tmp_path: Path) -> None:
     model, codes = built("mxfp8", None), built("mxfp8", None, seed=9)
     tx.save(codes, tmp_path / "codes", to="identity")
     optimizer = MasterWeights(model.parameters(), partial(torch.optim.SGD, lr=0.0))
-    tx.load(model, tmp_path / "codes", dialect="identity", optimizer=optimizer)
+    tx.load(model, tmp_path / "codes", dialect="identity", optimizer=optimizer, strict=False)
     for master, weight in zip(optimizer.masters, quantized_of(codes).values(), strict=True):
         assert torch.equal(master, weight.dequantize(torch.float32))
 
