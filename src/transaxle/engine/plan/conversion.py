@@ -130,17 +130,10 @@ def make_plan(
         problems.extend(without_line(name, wanted) for name in view.kept)
     single = is_one_file(target)
     source = checkpoint.source_of(wanted)
-    training = plain_items(checkpoint, get(form))
-    plain_names = {item.name for item in checkpoint.container.training if item.path in training}
-    produced = _outputs(view, names, encode.encoding if encode else "")
-    outputs = _by_name([product for product in produced if product.name not in plain_names], problems)
-    ranks = _ranks_options(checkpoint, get(form), wanted, outputs, degrees, view.axes, problems)
-    options = {
-        **_draft_options(checkpoint, view, source, get(form), problems),
-        **ranks,
-        "sealed": single,
-        "training": training,
-    }
+    options = {**_draft_options(checkpoint, view, source, get(form), problems), "sealed": single}
+    plain = (item.name for item in checkpoint.container.training if item.path in options["training"])
+    outputs = _by_name(_outputs(view, names, encode.encoding if encode else "", plain), problems)
+    options |= _ranks_options(checkpoint, get(form), wanted, outputs, degrees, view.axes, problems)
     draft, lost = _drafted(checkpoint, (form, wanted), outputs, options, None if single else shard_size, problems)
     tensors = _planned(source, outputs, draft, allow_lossy, problems)
     checks = plan_checks(source, view.checks, problems) if view.checks or checkpoint.container.twins else ()
@@ -149,8 +142,7 @@ def make_plan(
     configs = rewritten(checkpoint, (form, wanted), view, outputs.values(), problems) if restated else {}
     lost.extend(name for name, text in configs.items() if text is None)
     carried = {name: size for name, size in _carried(checkpoint, draft, problems).items() if name not in configs}
-    beside = () if single else tuple(carried)
-    problems.extend(clashing((*draft.files, *beside)))
+    problems.extend(clashing((*draft.files, *(beside := () if single else tuple(carried)))))
     draft = draft.with_files({name: text for name, text in configs.items() if text is not None})
     reading = checkpoint.recognised if wanted != IDENTITY else None
     plan = Plan(
@@ -363,10 +355,12 @@ def _viewed(
     return view, [name for name in names if name in view.targets], [*view.refusals, *misfits], (*view.notes, *notes)
 
 
-def _outputs(view: View, names: Iterable[str], encoding: str) -> list[OutputTensor]:
-    """Return the tensors that are written for a view, some of them as the buffers of an encoding."""
-    encoded, stored, outputs = frozenset(names), view.stored, list[OutputTensor]()
+def _outputs(view: View, names: Iterable[str], encoding: str, plain: Iterable[str | None]) -> list[OutputTensor]:
+    """Return the tensors that are written for a view, some as the buffers of an encoding, and none as plain data."""
+    encoded, stored, outputs, omitted = frozenset(names), view.stored, list[OutputTensor](), frozenset(plain)
     for name, target in view.targets.items():
+        if name in omitted:
+            continue
         if name in encoded:
             outputs.extend(buffers_of(view, name, encoding))
         elif name in stored:
@@ -469,7 +463,9 @@ def _draft_options(
     else:
         cuts = chunk_cuts(view.targets, reading.family.numbered_axes)
     stem = {"stem": ADAPTER_STEM} if checkpoint.stored_names.is_adapter else {}
-    return {"groups": groups, "run": run, "read": read, "config": checkpoint.config, "cuts": cuts, **stem}
+    training = plain_items(checkpoint, kind) if checkpoint.container.training else {}
+    given = {"groups": groups, "run": run, "read": read, "config": checkpoint.config, "cuts": cuts, **stem}
+    return {**given, "training": training}
 
 
 def _ranks_options(
