@@ -15,17 +15,20 @@ family toy
   shift  : l e           when balanced and router
   own    : l e           when False
   bias   : l d           when biased
+  seldom : l d           when False
   added shift when router
   added own when router
 dialect hub
   layers.{l}.router = router[e d]
   layers.{l}.shift  = shift[e]
   layers.{l}.bias   = bias[d]
+  layers.{l}.seldom = seldom[d]
 dialect always
   blocks.{l}.gate  = router[e d]
   blocks.{l}.shift = shift[e] else zeros
   blocks.{l}.own   = own[e] else zeros
   blocks.{l}.bias  = bias[d]
+  blocks.{l}.rare  = seldom[d]
 dialect sometimes
   stages.{l}.gate  = router[e d]
   stages.{l}.shift = shift[e]
@@ -108,6 +111,14 @@ def test_what_the_config_rules_out_is_refused(name: str) -> None:
     there = {**CONFIG, "balanced": name == "shift", "biased": name == "bias"}
     assert translated(TOY, "hub", "always", Store(ROUTERS | values[name]), there).refusals == ()
     assert translated(TOY, "hub", "hub", Store(ROUTERS | values[name]), CONFIG).refusals == ()
+
+
+def test_what_no_key_of_the_config_decides_is_not_ruled_out() -> None:
+    """`when False` means that only the names tell which models have a tensor."""
+    store = Store(ROUTERS | {"layers.1.seldom": arange(4)})
+    view = translated(TOY, "hub", "always", store, CONFIG)
+    assert view.refusals == ()
+    assert fill(store, view.targets["blocks.1.rare"]).tolist() == [0, 1, 2, 3]
 
 
 def test_else_zeros_is_only_for_what_is_added() -> None:

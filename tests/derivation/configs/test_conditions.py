@@ -19,6 +19,14 @@ CASES: tuple[tuple[str, list[tuple[dict[str, Any], int, set[int]]]], ...] = (
         [({"attn_period": 3, "attn_offset": 1}, 6, {1, 4}), ({"attn_period": 2, "attn_offset": 0}, 4, {0, 2})],
     ),
     ("(tied|True)", [({}, 0, {0}), ({"tied": False}, 0, set())]),
+    (
+        "not use_gate",  # what is tied says nothing of a layer
+        [
+            ({"tie_word_embeddings": False, "use_gate": False}, 0, {0}),
+            ({"tie_word_embeddings": True, "use_gate": True}, 0, set()),
+        ],
+    ),
+    (f"{INDEX} == 0", [({"start_token": 0, "proj_layers": 0}, count, {0}) for count in (3, 4)]),
 )
 
 
@@ -30,6 +38,9 @@ def test_a_condition_is_found(expected: str, traces: list[tuple[dict[str, Any], 
 def test_sizes_are_no_conditions() -> None:
     """That a tensor is there where some size is 3 is an accident."""
     assert condition([Seen({"heads": 3}, 0, frozenset({0})), Seen({"heads": 4}, 0, frozenset())]) is None
+    depths = ([2, 2, 6], [2, 6, 2])
+    assert condition([Seen({"depths": each}, 3, frozenset({each.index(6)})) for each in depths]) is None
+    assert condition([Seen({"depths": [1, 2, 2]}, count, frozenset({1, 2})) for count in (4, 5)]) is None
 
 
 def test_careful_takes_no_one_of_two() -> None:

@@ -50,8 +50,13 @@ def condition(seen: Sequence[Seen], hints: Sequence[str] = (), *, careful: bool 
         The formula, the index written as `INDEX`; None if no statement fits.
     """
     fitting = [text for text in dict.fromkeys(_candidates(seen)) if all(_holds(text, each) for each in seen)]
-    fitting.sort(key=lambda text: (-sum(hint in text for hint in hints), text.startswith("not "), text.count(".")))
+    fitting.sort(key=lambda text: (-sum(hint in text for hint in hints), *_unlikely(text)))
     return fitting[0] if fitting and not (careful and len(fitting) > 1) else None
+
+
+def _unlikely(text: str) -> tuple[bool, bool, int]:
+    """Return what makes a statement less likely than another one: a flag of ties is about tied tensors."""
+    return "tie_word_embeddings" in text, text.startswith("not "), text.count(".")
 
 
 def negated(text: str) -> str:
@@ -94,7 +99,7 @@ def _candidates(seen: Sequence[Seen]) -> Iterator[str]:
         if all(isinstance(value, list) for value in values):
             yield from _of_lists(key, seen, values)
         elif _OF_LAYERS.search(key) and all(isinstance(v, int) and not isinstance(v, bool) for v in values):
-            yield from (f"{INDEX} >= {key}", f"{INDEX} < {key}", f"{INDEX} == {key}")
+            yield from (f"{INDEX} >= {key}", f"{INDEX} < {key}")
             if all(value > 0 for value in values) and any(v != s.count for v, s in zip(values, seen, strict=True)):
                 yield from (f"({INDEX} + 1) % {key} == 0", f"{INDEX} % {key} == 0")
                 yield from (f"({INDEX} + 1) % {key} != 0", f"{INDEX} % {key} != 0")
@@ -115,13 +120,13 @@ def _of_flags(configs: Sequence[Mapping[str, Any]], common: Sequence[str]) -> It
 
 def _of_lists(key: str, seen: Sequence[Seen], values: Sequence[list[Any]]) -> Iterator[str]:
     if all(len(value) == each.count for value, each in zip(values, seen, strict=True) if each.count):
-        kinds = {repr(item): item for value in values for item in value if isinstance(item, str | int | bool)}
+        kinds = {repr(item): item for value in values for item in value if isinstance(item, str) or item in (0, 1)}
         if all(isinstance(item, bool) for item in kinds.values()):
             yield from (f"{key}[{INDEX}]", f"not {key}[{INDEX}]")
-        elif len(kinds) <= 8:
+        elif len(kinds) <= 8:  # other numbers are sizes
             yield from (f"{key}[{INDEX}] == {_quoted(item)}" for item in kinds.values())
             yield from (f"{key}[{INDEX}] != {_quoted(item)}" for item in kinds.values())
-    if all(isinstance(item, int) for value in values for item in value):
+    if all(isinstance(item, int) for value in values for item in value) and all(len({*v}) == len(v) for v in values):
         yield from (f"{INDEX} in {key}", f"{INDEX} not in {key}")
 
 
