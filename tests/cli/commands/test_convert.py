@@ -127,7 +127,7 @@ def test_unknown_tensors_are_kept_and_listed(here: Path, transaxle: Transaxle) -
         "refused, nothing was written (3 reasons)\n"
         "  UNEXPECTED_TENSOR  extra.[0-1,4].scale x3\n"
         "      dialect torchtitan has no line for this tensor\n"
-        "      Omit --strict.\n"
+        "      Omit --strict (strict=True).\n"
         "  for details: transaxle explain UNEXPECTED_TENSOR\n"
     )
     assert not Path("strict").exists()
@@ -284,7 +284,7 @@ def test_what_megatrons_modules_save_beside_tensors_is_one_line(ck: Path, transa
 def test_a_model_of_a_hub_without_a_config_says_what_is_missing(ck: Path, transaxle: Transaxle) -> None:
     said = (
         "warning: no config.json goes along, since the source has none: transformers cannot load the target without "
-        "it; give --config FILE"
+        'it; give --config FILE (config="FILE")'
     )
     assert said not in transaxle("convert", ck, "with", "--to", "hf").err
     assert transaxle("convert", ck, "run", "--to", "dcp:torchtitan").code == 0

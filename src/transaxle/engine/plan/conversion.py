@@ -166,16 +166,7 @@ def make_plan(
         allow_lossy=allow_lossy,
         stayed=casts_of(checkpoint.container.storage).stayed if recoding_any else (),
         counted=counted(checkpoint.bound, checkpoint.sizes, view.axes) if reading else {},
-        notes=tuple(
-            in_both_languages(note)
-            for note in (
-                *draft.notes,
-                *told,
-                *_said(checkpoint, configs, to, beside),
-                *_without_reader(view, names, form, wanted),
-                *_bare(checkpoint, to, single, draft),
-            )
-        ),
+        notes=(*draft.notes, *told, *_said(checkpoint, configs, to, beside), *_bare(checkpoint, to, single, draft)),
     )
     return Prepared(plan, checkpoint, draft)
 
@@ -190,14 +181,15 @@ def _said(
         yield from casts_of(checkpoint.container.storage).notes
     framework, ways = _loads(to)
     if ways:
-        yield f"safetensors with the names of {to}; for what {framework} loads, write --to {' or --to '.join(ways)}"
+        ways_out = f"write --to {' or --to '.join(ways)}"
+        yield in_both_languages(f"safetensors with the names of {to}; for what {framework} loads, {ways_out}")
 
 
 def _without_reader(view: View, encoded: Collection[str], form: str, wanted: str) -> Iterator[str]:
     """Yield what is to be said of codes in a format of a program that takes them for the values themselves."""
     names = sorted({*encoded, *view.encoded} & view.targets.keys())
     if names and form not in _FOR_ANY and wanted.partition("@")[0] in _READ_NO_CODES:
-        yield (
+        yield in_both_languages(
             f"{len(names):,} tensors are codes with scales, such as {names[0]}; programs that load {wanted} from "
             f"{form} read no scales: write values, with --decode bf16"
         )
@@ -207,7 +199,7 @@ def _bare(checkpoint: Checkpoint, to: str, single: bool, draft: Draft) -> Iterat
     """Yield what is to be said of a folder for a hub without a config."""
     has_config = CONFIG in (*checkpoint.container.carried, *draft.files)
     if for_hub(to) and not single and not has_config and not checkpoint.stored_names.is_adapter:
-        yield lacking_note(checkpoint)
+        yield in_both_languages(lacking_note(checkpoint))
 
 
 def _loads(to: str) -> tuple[str, Sequence[str]]:
@@ -352,7 +344,8 @@ def _viewed(
     if any(name.startswith(OPTIMIZER) for name in view.targets):
         misfits += misplaced_state(checkpoint, view, get(form), wanted)
         notes = [*notes, *state_notes(checkpoint, view, wanted)]
-    return view, [name for name in names if name in view.targets], [*view.refusals, *misfits], (*view.notes, *notes)
+    notes = (*view.notes, *notes, *_without_reader(view, names, form, wanted))
+    return view, [name for name in names if name in view.targets], [*view.refusals, *misfits], notes
 
 
 def _outputs(view: View, names: Iterable[str], encoding: str, plain: Iterable[str | None]) -> list[OutputTensor]:
