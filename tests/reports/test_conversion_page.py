@@ -78,7 +78,7 @@ def test_what_stands_against_it_and_what_is_kept(tmp_path: Path) -> None:
     assert "<li><strong>EXISTS.</strong>" in page.read_text("utf-8")
     kept = [row for row in table(data(page), "others") if "kept" in row["what becomes of it"]]
     assert [(row["name"], row["names"]) for row in kept] == [("extra.[0-1].weight", 2)]
-    assert data(page)["figures"]["flow"]["data"]["others"] == [["as named", 48]]
+    assert data(page)["figures"]["flow"]["data"]["others"] == [["as named", 48], ["zeros", 64]]
     assert page.read_text("utf-8").count("reason against it</dt>") == 1
     noted = tx.report(tx.plan(source, tmp_path / "other", to="torchtitan"), tmp_path / "noted.html").read_text("utf-8")
     assert noted.index("<strong>Refused.</strong> <bdi>Nothing.") < noted.index("<strong>Note.</strong>")

@@ -200,7 +200,7 @@ def _amounts(plan: Plan) -> dict[str, tuple[int, int]]:
     """Return rule of the target -> how many tensors follow it, and their bytes; zeros for no tensor count nowhere."""
     count: Counter[str] = Counter()
     amount: Counter[str] = Counter()
-    for tensor in (each for each in plan.tensors if each.transfers or not each.nbytes):
+    for tensor in plan.tensors:
         count[tensor.rule] += 1
         amount[tensor.rule] += tensor.nbytes
     return {rule: (count[rule], amount[rule]) for rule in count}
@@ -231,9 +231,11 @@ def _flow(plan: Plan, amounts: dict[str, tuple[int, int]]) -> Section:
     links.sort(key=lambda link: -amounts_in[link[1]])
     smaller = sum(link[3] for link in links[_MOST_LINKS:])
     everything = sum(nbytes for _, nbytes in amounts.values())
+    zeros = sum(tensor.nbytes for tensor in plan.tensors if not tensor.transfers)
+    others = ("smaller rules", smaller), ("as named", unchanged - zeros), ("zeros", zeros)
     data = {
         "links": links[:_MOST_LINKS],
-        "others": [(text, nbytes) for text, nbytes in (("smaller rules", smaller), ("as named", unchanged)) if nbytes],
+        "others": [(text, nbytes) for text, nbytes in others if nbytes],
         "bytes": everything,
     }
     label = f"Flow of {size(everything)} from the rules of the source to those of the target; a table has its numbers."

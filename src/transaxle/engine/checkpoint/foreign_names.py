@@ -27,6 +27,8 @@ _LISTED = 6
 _IDENTITY = 'keep all names with --to safetensors:identity (to="safetensors:identity")'
 _LAYER = re.compile(r"(?:[^.]*\.)*?\d+(?=\.)")
 """Beginning of a name, up to the number of its layer."""
+_COMPUTED = (".inv_freq", ".position_ids")
+"""Ends of the names of buffers that follow from the config, which older programs stored."""
 _TABLE = 'add lines for them to a table of your own (--rules FILE, rules="FILE")'
 
 
@@ -166,8 +168,10 @@ def _layer(bound: Bound, name: str, line: Line | None = None) -> str:
 
 
 def _modules(bound: Bound, name: str) -> Sequence[str]:
-    """Return the modules around a tensor, the outermost first."""
+    """Return the modules around a tensor, the outermost first; none of a buffer that follows from the config."""
     own = bound.own.get(name, name).removeprefix(bound.prefix)
+    if own.endswith(_COMPUTED):
+        return ()
     return tuple(accumulate(own.split(".")[:-1], "{}.{}".format))
 
 

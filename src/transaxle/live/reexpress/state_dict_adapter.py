@@ -58,7 +58,8 @@ def state_dict_as(
         config: the model's config, a path, a mapping or an object with `to_dict()`; None: that of the
             model, where it has one.
 
-    This function cannot notice that another rank of a tensor's mesh omits the tensor, because it sends no messages.
+    This function cannot notice that another rank of a tensor's mesh omits the tensor, because it sends no messages. Nor
+    that another rank alone refuses its values, as those of a bias that the dialect has no place for.
     `save`, `load` and `reshard` check that, and refuse such a tensor.
 
     Ranks may get different names: if a cut goes through a tensor with gate and up, one half of the mesh gets gate and
@@ -75,6 +76,7 @@ def state_dict_as(
         UsageError: UNKNOWN_FAMILY, AMBIGUOUS, UNKNOWN_AXIS.
     """
     adapter = _adapter(state, dialect, family, source, config)
+    adapter.check_zero()
     return adapter.tensors()
 
 
@@ -177,11 +179,18 @@ class _Adapter:
         """Return every tensor of which this rank has anything.
 
         Raises:
-            Refused: UNSUPPORTED, INCOMPLETE; UNEXPECTED_TENSOR for what has no place in the dialect and is not zero.
+            Refused: UNSUPPORTED, INCOMPLETE.
         """
-        check_zero(self._view.checks, self._own.tensors)
         made = {name: self._make(name) for name in self._view}
         return {name: tensor for name, tensor in made.items() if tensor is not None}
+
+    def check_zero(self) -> None:
+        """Refuse values of this rank that have no place in the dialect and are not zero.
+
+        Raises:
+            Refused: UNEXPECTED_TENSOR.
+        """
+        check_zero(self._view.checks, self._own.tensors)
 
     def check_complete(self, made: Mapping[str, torch.Tensor]) -> None:
         """Refuse tensors of the state of which some bytes went nowhere.
@@ -248,6 +257,8 @@ class _Adapter:
                     local.copy_(flat_own[name].view(local.shape))
             for name, first in self._followers.items():
                 own[name].copy_(own[first])
+            for name in (check.first.name for check in self._view.checks if check.zero):
+                own[name].zero_()
         settle(self._own.islands, own)
 
     def _is_shared(self, name: str) -> bool:
