@@ -153,6 +153,10 @@ def _with_optimizer(journey: Journey, model: str, run: automodel.Run, saved: Pat
     assert names == {name for name in weights if not name.endswith(automodel.CORRECTION)}
     assert [name for name in names if hub[f"{OPTIM}{name}/{MOMENT}"].tobytes() != moments[name].tobytes()] == []
     resumed = automodel.Run(run.config, run.hub, folder / "resumed")
+    if model in _FREQUENCIES:
+        with journey.refused("resume", "MISSING_TENSOR", *_FREQUENCIES[model]):
+            tx.load(resumed.model, saved, optimizer=resumed.optimizer, config=settings)
+        return
     tx.load(resumed.model, saved, optimizer=resumed.optimizer, config=settings)
     for each in (run, resumed):
         each.train()

@@ -36,7 +36,8 @@ _STACKED = ("gpt_oss", "qwen3_5 debugmodel_moe", "qwen3_5 35B", "qwen3_5 122B", 
 Qwen3.5 it wants the stacks that transformers has in memory. transformers alone says what these are worth.
 """
 _V2 = "deepseek_v2"
-"""Without its config, a model is V3, which has a bias in its routers."""
+_UNNAMED = (_V2, "qwen3_5_moe")
+"""Which models these are, only their config says: without it the first is a V3, which has a bias in its routers."""
 _FIXED = ("rope.cache", "inv_freq")
 """Buffers that follow from the configuration."""
 _SAMPLE = ("llama3 debugmodel", "qwen3 debugmodel_moe")
@@ -217,7 +218,7 @@ def _back(journey: Journey, run: titan.Run, config: Path, folder: Path, tokens: 
     if moved and CORRECTION not in _names(config.parent):
         saved, text = run.save(), min(moved)
         model_type = json.loads(config.read_text("utf-8"))["model_type"]
-        for given in (config,) if model_type == _V2 else (config, None):
+        for given in (config,) if model_type in _UNNAMED else (config, None):
             with journey.refused("back", "UNEXPECTED_TENSOR", text):
                 tx.convert(saved, folder / "refused", to="hf", config=given)
         with journey.refused("live save", "UNEXPECTED_TENSOR", text):

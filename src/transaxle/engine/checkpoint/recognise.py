@@ -13,6 +13,7 @@ import msgspec
 
 from transaxle.arguments import read_text
 from transaxle.axes.layout.bind import (
+    OPTIM,
     Bound,
     bind,
     group,
@@ -617,7 +618,9 @@ class StoredNames:
                     dialect = self.manifest.dialect
             if ADAPTER_CONFIG in self._container.carried:
                 check_model(self._container)
-            found = recognise(tuple(self.catalog.entries), self.config, settings.families, family, dialect)
+            names = tuple(self.catalog.entries)  # state may have names of another dialect
+            weights = tuple(name for name in names if not name.startswith(OPTIM)) or names
+            found = recognise(weights, self.config, settings.families, family, dialect)
             _check_axes(found.family, settings.axes)
         except TransaxleError as error:
             return error
