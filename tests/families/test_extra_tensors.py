@@ -1,23 +1,27 @@
 """A model with one tensor more than its config has: refused, or carried where the target's program has it too.
 
-Every family in every dialect, into every other: a tensor that the config rules out; and a bias that a program adds on
-its own account.
+Every family in every dialect, into every other: a tensor that the config rules out; a bias that a program adds on its
+own account; and the state of an optimizer that trained something else.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from itertools import product
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+import transaxle as tx
+from tests import checkpoints
 from tests.families.test_layers_ahead import EVERY_SIZE
 from transaxle.axes.layout.bind import bind
 from transaxle.axes.layout.model_tensors import Model
 from transaxle.axes.notation.family import Dialect, Family, Line, Sizes
 from transaxle.axes.translation.translate import Translation, translate
-from transaxle.errors import TransaxleError
+from transaxle.errors import Code, TransaxleError
 from transaxle.families import builtin
 from transaxle.formats.catalog.catalog import Entry, Extent
 
@@ -136,3 +140,29 @@ def test_a_bias_of_torchtitans_routers_goes_where_there_is_one(name: str, config
         if target is not titan and not _translated(family, titan, target, without, sizes).refusals:
             fates = {_fate(family, titan, target, whole, sizes, name) for name in zeros}
             assert fates == {"carried" if target.name == "torchtitan" else "left out if zero"}, target.label
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe", pytest.param("", marks=pytest.mark.oracle)])
+def test_state_without_its_parameter_is_refused_in_every_dialect(name: str, tmp_path: Path) -> None:
+    fates: dict[tuple[str, str], list[Code]] = {}
+    for number, each in enumerate([name] if name else builtin().entries):
+        family = builtin()[each]
+        config = {**EVERY_SIZE, "model_type": family.model_types[0]}
+        hub = family.dialects[0]
+        shapes = _stored(family, hub, Sizes(family, config))
+        if shapes is None:
+            continue
+        tensors = {key: np.ones(shape, np.float32) for key, shape in shapes.items()}
+        last = next(reversed(tensors))
+        held = tensors | {f"optim/{key}/exp_avg": value for key, value in tensors.items()}
+        source = checkpoints.write(
+            tmp_path / str(number), held | {"optim/ghost.weight/exp_avg": tensors[last]}, config=config
+        )
+        for target in family.dialects:
+            plan = tx.plan(source, tmp_path / "out", to=f"dcp:{target.label}", optimizer=True, family=each)
+            named = [refusal.code for refusal in plan.refusals if "ghost.weight" in str(refusal)]
+            fates[each, target.label] = named or [refusal.code for refusal in plan.refusals]
+    assert fates
+    assert {key: codes for key, codes in fates.items() if not codes} == {}
+    by_name = [key for key, codes in fates.items() if "MISSING_TENSOR" in codes]
+    assert len(by_name) > 0.7 * len(fates)  # where the model itself can be had in the dialect
