@@ -67,13 +67,22 @@ def test_item_7_a_format_that_is_only_read_is_no_slip(ck: Path, transaxle: Trans
         (("out", "--to", "dcp/torchtitan"), "Did you mean dcp:torchtitan?"),
         (("out", "--to", "torchtitan, dcp"), "Did you mean dcp:torchtitan?"),
         (("out", "--to", "sglang"), "Did you mean hf?"),
-        (("out", "--to", "fp8"), "That is a format of numbers: --to hf --encode float8_block."),
-        (("out", "--to", "safetensors:BF16"), "--to hf --dtype bf16 (or --decode bf16, of quantized tensors)"),
+        (
+            ("out", "--to", "fp8"),
+            'That is a format of numbers: --to hf (to="hf") --encode float8_block (encode="float8_block").',
+        ),
+        (
+            ("out", "--to", "safetensors:BF16"),
+            '--to hf (to="hf") --dtype bf16 (dtype="bf16") (or --decode bf16 (decode="bf16"), of quantized tensors)',
+        ),
         (("out", "--to", "hf:torchtitan"), "a format stands before the colon: safetensors:torchtitan"),
         (("out", "--to", "hf:"), "a format stands before the colon: safetensors:hf"),
-        (("out", "--to", "out.bin"), "the target is the second argument, and --to says what is written there"),
-        (("out", "--to", "./out/"), "the target is the second argument, and --to says what is written there"),
-        (("out", "--to", "hf://me/mine"), "the target is the second argument, and --to says what is written there"),
+        (("out", "--to", "out.bin"), "the target is the second argument, and --to (to=) says what is written there"),
+        (("out", "--to", "./out/"), "the target is the second argument, and --to (to=) says what is written there"),
+        (
+            ("out", "--to", "hf://me/mine"),
+            "the target is the second argument, and --to (to=) says what is written there",
+        ),
         (("out", "--to", ":hf"), "Did you mean hf?"),
         (("out", "--to", "hf", "--dialect", "hf"), "Did you mean '--from'?"),
         (("out", "--to", "hf", "--axes", "g=2"), "Did you mean '--axis'?"),
@@ -95,7 +104,7 @@ def test_a_name_that_is_nearest_to_a_format_is_called_a_format(ck: Path, transax
 
 
 def test_megatrons_names_in_safetensors_come_with_what_megatron_loads(ck: Path, transaxle: Transaxle) -> None:
-    loads = "--to torch_dist or --to megatron_torch"
+    loads = '--to torch_dist (to="torch_dist") or --to megatron_torch'
     assert loads in transaxle("convert", ck, "out", "--to", "megatron").out
     assert "note:" not in transaxle("convert", ck, "out2", "--to", "safetensors:megatron").out
     assert "what torchtitan loads, write --to dcp:torchtitan" in transaxle("plan", ck, "out3", "--to", "torchtitan").out

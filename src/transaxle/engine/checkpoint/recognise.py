@@ -357,7 +357,8 @@ def keep_names(names: Iterable[str], label: str, families: Families) -> bool:
     most = max((reading.matched for reading in readings), default=0)
     best = [reading for reading in readings if reading.matched == most]
     theirs = {_reading(r, grouped) for r in best if r.dialect is r.family.dialect(label)}
-    return bool(theirs) and all(_reading(r, grouped) in theirs and _is_whole(r, grouped) for r in best)
+    is_most = 2 * most >= sum(map(len, grouped.values()))
+    return is_most and bool(theirs) and all(_reading(r, grouped) in theirs and _is_whole(r, grouped) for r in best)
 
 
 def _bare(label: str) -> str:
@@ -627,8 +628,8 @@ class StoredNames:
         return found
 
     def keep(self, label: str) -> bool:
-        """Tell whether the names are those of a dialect already, and the user says nothing else of them."""
-        said = self._settings.family or self._settings.dialect or self._settings.axes
+        """Tell whether names are those of a dialect already, and neither a config nor the user says more of them."""
+        said = self._settings.family or self._settings.dialect or self._settings.axes or model_types(self.config)
         return not said and keep_names(self.catalog.entries, label, self._settings.families)
 
     @cached_property
