@@ -230,7 +230,7 @@ def test_the_state_of_a_run_is_an_item_from_0_19_on(
 def test_a_folder_for_any_ranks_is_not_for_some(hubs: dict[str, Path], tmp_path: Path) -> None:
     cases: list[dict[str, Any]] = [{"pp": 2}, {"tp": 2, "ep": 2}]
     for given in cases:
-        with pytest.raises(Refused, match="Omit --pp and --ep") as caught:
+        with pytest.raises(Refused, match=r"Omit --pp \(pp=\) and --ep \(ep=\)") as caught:
             tx.convert(hubs["llama"], tmp_path / "out", to="torch_dist", **given)
         assert caught.value.code == "UNSUPPORTED"
 
