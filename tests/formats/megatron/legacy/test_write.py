@@ -269,7 +269,8 @@ def test_formats_without_ranks(tmp_path: Path) -> None:
     for to, dialect in (("hf", ""), ("safetensors:hf", ":hf"), ("dcp", "")):
         with pytest.raises(TransaxleError, match=r"has no files for each rank") as caught:
             tx.convert(tmp_path / "hub", tmp_path / "out", to=to, tp=2)
-        assert f"or write --to torch_dist{dialect} or --to megatron_torch{dialect}." in str(caught.value)
+        first, second = f"torch_dist{dialect}", f"megatron_torch{dialect}"
+        assert f'or write --to {first} (to="{first}") or --to {second}.' in str(caught.value)
     with pytest.raises(ValueError, match="tp must be"):
         tx.convert(tmp_path / "hub", tmp_path / "out", to="megatron_torch", tp=0)
 
