@@ -26,8 +26,6 @@ _CORRECT = (
     "If the model has them, correct its config (--config FILE, config=); else remove them, or keep all names with "
     '--to safetensors:identity (to="safetensors:identity").'
 )
-
-
 _NONZERO = (
     "The model computes with these values: choose a dialect that has the tensor, or keep all names with --to "
     'safetensors:identity (to="safetensors:identity").'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 
 from msgspec.structs import replace
@@ -15,9 +16,9 @@ from transaxle.formats.storage.strided_reads import FileRange, read_ranges, read
 class Renaming(Overlay):
     """Files that have other names in the storage below."""
 
+    @abstractmethod
     def named(self, name: str) -> str:
         """Return a file's name in the storage below."""
-        raise NotImplementedError
 
     def size(self, name: str) -> int:
         """See `Storage`."""
