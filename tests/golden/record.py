@@ -98,11 +98,13 @@ def tensors(held: Mapping[str, torch.Tensor]) -> Digests:
 
 
 def files(folder: Path, left_out: Iterable[str]) -> Digests:
-    """Every file below a folder, hidden ones too, but for what a case began with."""
+    """Every file below a folder, hidden ones too, but for what a case began with, and plans for workers, which have
+    whole paths.
+    """
     found = {
         path.relative_to(folder).as_posix(): digest(path.read_bytes())
         for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.relative_to(folder).parts[0] not in left_out
+        if path.is_file() and path.suffix != ".work" and path.relative_to(folder).parts[0] not in left_out
     }
     if len(found) <= MOST_FILES:
         return found
