@@ -55,9 +55,9 @@ class Rewriting:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Take those of one case."""
-        properties = dict(report.user_properties)
+        properties: dict[str, Any] = dict(report.user_properties)
         if report.when == "call" and report.passed and PROPERTY in properties:
-            self._found |= properties[PROPERTY]  # type: ignore[operator]  # which only golden cases record
+            self._found |= properties[PROPERTY]
 
     def pytest_sessionfinish(self) -> None:
         """Write them with those of cases that did not run, if there still are such cases."""
