@@ -17,8 +17,8 @@ from transaxle.formats.registry import is_one_file
 from transaxle.live.model.report import SaveReport
 from transaxle.live.model.state_tensors import State
 from transaxle.live.save.collected_state import CollectedState, collect
+from transaxle.live.save.rank_shares import write
 from transaxle.live.save.save_request import UNSAID, SaveRequest, SaveSettings, Saving
-from transaxle.live.save.writing import write
 from transaxle.live.sharding.memory import container
 from transaxle.live.sharding.replica_check import compare_copies
 from transaxle.live.training.optimizers import AnyOptimizer
