@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import msgspec
 
 from transaxle.arguments import Overwrite, read_number_of_job, read_overwrite, wrong_type
+from transaxle.encodings.value_steps import MEASURED_BY_READING
 from transaxle.engine.checkpoint.source_hashes import HashWitness
 from transaxle.engine.distribute.executors import Executor, Here, Pool, RayCluster, Submitting
 from transaxle.engine.distribute.item_work import Known, OpenedPlan, do_item, lent, write_shares
@@ -336,7 +337,8 @@ def commit(
     _check_sums(prepared, results.values())
     _check_hashes(prepared, results.values())
     tensors = united(prepared.plan, finished_of(results.values()))
-    measured = {name: error for result in results.values() for name, error in result.errors.items()}
+    errors = {name: error for result in results.values() for name, error in result.errors.items()}
+    measured = {step: errors[step.name] for step in prepared.plan.recoded if step.action in MEASURED_BY_READING}
     changed = seal(prepared, stage, limits(plan.jobs, plan.memory), tensors, measured)
     stage.commit()
     report = reported(

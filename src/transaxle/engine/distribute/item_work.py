@@ -25,6 +25,7 @@ from transaxle.engine.execute.carry import Share, carry, prove
 from transaxle.engine.execute.preflight import hold_source, state_of, task_of
 from transaxle.engine.plan.conversion import Prepared, ready
 from transaxle.errors import Refusal, gathered, refuse
+from transaxle.formats.catalog.catalog import Recoding
 from transaxle.formats.catalog.checksums import Witness
 from transaxle.formats.staging.location import storage_at
 from transaxle.formats.staging.place import MOVES
@@ -129,22 +130,25 @@ class OpenedPlan:
         """
         item, place = self.plan.items[number], self.place
         with place.writing(item) as writer:
-            part, storage = self._share(item)
+            part, storage, recoding = self._share(item)
             place.refuse_not_begun()
             earlier = place.results([number]).get(number)
             if earlier is not None and Known([earlier], self.plan.task).has(item, part):
                 return earlier
             limit = limits(self.plan.jobs, self.plan.memory).holding(part.band)
-            return writer.keep(_carried_out(self.plan, item, part, storage, limit, writer.files, self._progress))
+            return writer.keep(
+                _carried_out(self.plan, item, part, storage, recoding, limit, writer.files, self._progress)
+            )
 
-    def _share(self, item: WorkItem) -> tuple[Share, Storage]:
+    def _share(self, item: WorkItem) -> tuple[Share, Storage, Recoding]:
         """Return what an item does, as it is stored, or by planning where it is not; and the source."""
         part = None if self._storage is None else self.place.stored_share(item)
         if part is None or self._storage is None:
-            return share_of(self.prepared.plan, item), self.prepared.checkpoint.container.storage
+            container = self.prepared.checkpoint.container
+            return share_of(self.prepared.plan, item), container.storage, container.recoding
         if any(self._storage.version(file) != version for file, version in part.versions):
             refuse_changed(self.plan.task, msgspec.structs.replace(self.plan.task, state=""))
-        return part, self._storage
+        return part, self._storage, Recoding()
 
 
 def write_shares(plan: WorkPlan, prepared: Prepared, scratch: Path) -> None:
@@ -171,12 +175,13 @@ def _carried_out(
     item: WorkItem,
     part: Share,
     storage: Storage,
+    recoding: Recoding,
     limit: Limits,
     files: Writable,
     progress: Progress,
 ) -> ItemResult:
     begin = time.monotonic()
-    measured = prove(part, storage, limit, allow_lossy=True)
+    measured = prove(part, storage, recoding, limit, allow_lossy=True)
     done = carry(part.tensors, storage, files, limit, progress=progress)
     witness = layer(storage, Witness)
     tallies = {} if witness is None else witness.hand_over()
@@ -188,7 +193,7 @@ def _carried_out(
         number=item.number,
         tensors={name: (each.hash, written_error(each.error)) for name, each in done.items()},
         checks=tuple(numbers(item.checks)),
-        measured={name: (written_error(error), infinite) for name, (error, infinite) in measured.items()},
+        measured={step.name: (written_error(error), infinite) for step, (error, infinite) in measured.items()},
         summed=tuple((each.file, each.offset, tuple(tally.parts)) for each, tally in tallies.items()),
         proved=proved,
         worker=f"{socket.gethostname()}:{os.getpid()}",

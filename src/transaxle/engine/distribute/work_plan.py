@@ -34,9 +34,10 @@ from transaxle.arguments import (
     read_patterns,
     read_size,
 )
+from transaxle.encodings.value_steps import MEASURED_BY_READING
 from transaxle.engine.checkpoint.checkpoint import open_checkpoint
 from transaxle.engine.checkpoint.settings import LONGEST_TABLE, model_config
-from transaxle.engine.execute.carry import Share, is_measured
+from transaxle.engine.execute.carry import Share
 from transaxle.engine.execute.preflight import Cleared, source_files
 from transaxle.engine.plan.conversion import SHARD_SIZE, Prepared, make_plan
 from transaxle.engine.plan.planned import Plan
@@ -474,7 +475,7 @@ def _pieces(plan: Plan) -> Iterator[_Piece]:
     for number, check in enumerate(plan.checks):
         yield 2 * check.nbytes, "checks", [number]
     for number, each in enumerate(plan.recoded):
-        if is_measured(each):
+        if each.action in MEASURED_BY_READING:
             yield nbytes(each.dtype, each.shape), "measures", [number]
     together: dict[str, list[int]] = {}
     for number, tensor in enumerate(plan.units):

@@ -19,18 +19,17 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from transaxle.encodings.error import Error
+from transaxle.encodings.value_steps import MEASURED_BY_READING, Measured, Recoded
 from transaxle.engine.checkpoint.manifest import IN_SPANS, FileRecord, Manifest, TensorRecord, encode
 from transaxle.engine.checkpoint.source_hashes import HashWitness, against
 from transaxle.engine.copying.duplicate_checks import PlannedCheck, unequal
-from transaxle.engine.copying.replica_mean import averages_of
 from transaxle.engine.number_text import duration, plural, size
 from transaxle.engine.plan.conversion import Prepared
-from transaxle.engine.plan.planned import Measured, Plan, PlannedTensor, Recoded
-from transaxle.engine.views.cast import CASTING, casting_errors, casts_of, refuse_infinite, refuse_overflow
-from transaxle.engine.views.decoded import decoders_of
+from transaxle.engine.plan.planned import Plan, PlannedTensor
 from transaxle.engine.views.encode import Step, buffer_blocks, largest
+from transaxle.engine.views.measuring import measure, refuse_infinite
 from transaxle.errors import Refusal, Refused, Where, gathered, refuse
-from transaxle.formats.catalog.catalog import Fragment
+from transaxle.formats.catalog.catalog import Fragment, Recoding
 from transaxle.formats.catalog.sidecar_files import MANIFEST
 from transaxle.formats.staging.location import shown
 from transaxle.formats.storage.storage import Storage, layer, unpinned
@@ -40,7 +39,7 @@ from transaxle.move.journal import Done
 from transaxle.move.mover import Movement
 from transaxle.move.runs import Item
 from transaxle.move.transport import Alone, Exchange
-from transaxle.move.workers import Limits, Progress, Worker, share, unwatched
+from transaxle.move.workers import Limits, Progress, Worker, limits, share, unwatched
 from transaxle.spans import stage
 
 if TYPE_CHECKING:
@@ -50,8 +49,8 @@ if TYPE_CHECKING:
 
 Sizes = Mapping[str, tuple[float, ...]]
 """Table name -> amax of each matrix, of tensors that are encoded with a scale for the whole of it."""
-Errors = Mapping[str, tuple[Error, int]]
-"""Decoded, cast or merged tensor -> the error of its values, and how many became infinite."""
+Errors = Mapping[Recoded, tuple[Error, int]]
+"""What is done to a stored tensor -> the error of its values, and how many became infinite."""
 _BETWEEN = "it changed between two reads: its digest precedes it in the file, and both are read"
 _AGAIN = "Write it again while nothing changes it, or write a folder, whose digests come last."
 
@@ -79,22 +78,19 @@ class Share(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.msgpack.encode(self)
 
 
-def is_measured(recoded: Recoded) -> bool:
-    """Tell whether the error of a tensor is measured by reading the source; others' are known when it is written."""
-    return recoded.action == "decoded" or recoded.action in CASTING
-
-
 def whole(plan: Plan) -> Share:
     """Return all of a plan as one share."""
-    return Share(tensors=plan.tensors, checks=plan.checks, measures=tuple(filter(is_measured, plan.recoded)))
+    measures = tuple(step for step in plan.recoded if step.action in MEASURED_BY_READING)
+    return Share(tensors=plan.tensors, checks=plan.checks, measures=measures)
 
 
-def prove(part: Share, storage: Storage, limit: Limits, *, allow_lossy: bool) -> Errors:
+def prove(part: Share, storage: Storage, recoding: Recoding, limit: Limits, *, allow_lossy: bool) -> Errors:
     """Measure the errors of a share, and prove its copies equal; what is decoded or cast is read once more for it.
 
     Args:
         part: the share.
         storage: the source.
+        recoding: what is computed of it.
         limit: workers and memory.
         allow_lossy: values may become infinite, or `seal` refuses those of all shares together.
 
@@ -104,35 +100,12 @@ def prove(part: Share, storage: Storage, limit: Limits, *, allow_lossy: bool) ->
     Raises:
         Refused: LOSSY where values become infinite; UNEQUAL_COPIES.
     """
-    names = {each.name for each in part.measures if each.action in CASTING}
-    measured = casting_errors(storage, names, limit)
-    decoded = {each.name for each in part.measures} - names
-    measured |= {name: (error, 0) for name, error in _decoding_errors(storage, decoded, limit).items()}
+    errors = measure(recoding, part.measures, limit)
     if not allow_lossy:
-        _refuse_infinite(part.measures, measured, storage)
+        refuse_infinite(errors, recoding.dtype)
     if differing := unequal(part.checks, storage, limit):
         raise gathered(differing)
-    return measured
-
-
-def _decoding_errors(storage: Storage, names: set[str], limit: Limits) -> dict[str, Error]:
-    """Read the codes and scales of decoded tensors once, and return how far their values are from the products."""
-    decoders = [each for each in decoders_of(storage).values() if each.tensor.name in names] if names else []
-    errors: dict[str, Error] = {}
-
-    def measure(_: object, number: int) -> None:
-        errors[decoders[number].tensor.name] = decoders[number].error()
-
-    share(range(len(decoders)), limit.jobs, lambda _: None, measure)
     return errors
-
-
-def _refuse_infinite(recoded: Iterable[Recoded], measured: Errors, storage: Storage) -> None:
-    actions = {each.name: each.action for each in recoded if is_measured(each)}
-    refuse_infinite(
-        {name: error for name, error in measured.items() if actions[name] in CASTING}, casts_of(storage).dtype
-    )
-    refuse_overflow({name: error for name, (error, _) in measured.items() if actions[name] == "decoded"})
 
 
 def carry(
@@ -339,7 +312,7 @@ def seal(
     """
     plan, storage = prepared.plan, prepared.checkpoint.container.storage
     if measured and not plan.allow_lossy:
-        _refuse_infinite(plan.recoded, measured, storage)
+        refuse_infinite(measured, prepared.checkpoint.container.recoding.dtype)
     beside = carry(plan.carried_files, storage, files, limit, span_size=WHOLE) if files.single is None else {}
     storage.recheck()
     hashes = {name: done.hash for name, done in tensors.items()}
@@ -376,15 +349,15 @@ def recoded(prepared: Prepared, encoded: Mapping[str, Error], measured: Errors) 
     Args:
         prepared: the plan.
         encoded: the errors of encoded tensors, by table name.
-        measured: those of decoded, cast and merged ones.
+        measured: those of decoded, cast and merged ones; what means differ from is known.
     """
-    changed = []
-    averaged = averages_of(prepared.checkpoint.container.storage)
-    for each in prepared.plan.recoded:
-        known = averaged if each.action == "averaged" else encoded
-        error, infinite = measured[each.name] if is_measured(each) else (known[each.name], 0)
-        changed.append(Measured(each, error, infinite))
-    return tuple(changed)
+    steps = prepared.plan.recoded
+    means = [step for step in steps if step.action == "averaged"]
+    known = {**measured, **measure(prepared.checkpoint.container.recoding, means, limits(1))}
+    return tuple(
+        Measured(step, encoded[step.name]) if step.action == "encoded" else Measured(step, *known[step])
+        for step in steps
+    )
 
 
 def manifest_of(prepared: Prepared, tensors: Mapping[str, str], carried: Mapping[str, str]) -> Manifest:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, cast
 import msgspec
 
 from transaxle.arguments import Overwrite
+from transaxle.encodings.value_steps import Measured
 from transaxle.engine.execute.carry import (
     Errors,
     Report,
@@ -27,7 +28,7 @@ from transaxle.engine.execute.carry import (
 )
 from transaxle.engine.execute.preflight import Cleared, preflight
 from transaxle.engine.plan.conversion import Prepared, ready
-from transaxle.engine.plan.planned import Measured, Plan, PlannedTensor
+from transaxle.engine.plan.planned import Plan, PlannedTensor
 from transaxle.formats.catalog.checksums import Witness
 from transaxle.formats.registry import is_one_file
 from transaxle.formats.staging.leftovers import sweep_beside
@@ -78,16 +79,17 @@ def execute(
     cleared = preflight(
         prepared, target, overwrite=overwrite, resume=resume, running=True, limit=limit, progress=progress
     )
-    plan, storage = ready(cleared), prepared.checkpoint.container.storage
+    plan, container = ready(cleared), prepared.checkpoint.container
+    storage, recoding = container.storage, container.recoding
     limit, part = (limit or limits()).holding(plan.band), whole(plan)
     if cleared.finished:
-        measured = prove(Share(measures=part.measures), storage, limit, allow_lossy=plan.allow_lossy)
+        measured = prove(Share(measures=part.measures), storage, recoding, limit, allow_lossy=plan.allow_lossy)
         storage.recheck()
         resumed, changed = len(plan.tensors), recoded(prepared, cleared.errors, measured)
         single = is_one_file(target) if takes_parts(target) else not Path(target).is_dir()
         left = sweep_beside(target)
     else:
-        measured = prove(part, storage, limit, allow_lossy=plan.allow_lossy)
+        measured = prove(part, storage, recoding, limit, allow_lossy=plan.allow_lossy)
         with staging_at(target, overwrite=overwrite, resume=resume, sync=sync) as staging:
             single = staging.single is not None
             resumed, changed = _write(cleared, staging, limit, progress, measured, times)

@@ -20,13 +20,13 @@ import torch.distributed as dist
 
 from transaxle.arguments import read_number_of_job
 from transaxle.encodings.error import Error
+from transaxle.encodings.value_steps import Measured, Recoded
 from transaxle.engine.compare.verification import Verification
 from transaxle.engine.distribute.driver import Launch, Watcher, begin, commit, finished_of, left_to_do, sizes_of, staged
 from transaxle.engine.distribute.item_work import do_item, lent, let_go
 from transaxle.engine.distribute.work_plan import ConversionOrder, WorkPlan
 from transaxle.engine.execute.carry import Report
 from transaxle.engine.plan.conversion import Prepared
-from transaxle.engine.plan.planned import Measured, Recoded
 from transaxle.errors import refuse
 from transaxle.live.transport import wire
 from transaxle.live.transport.world import World
