@@ -20,7 +20,7 @@ _LAZY = "transaxle._api"
 """Where everything below lives that is not imported above: it is loaded when it is first used."""
 _ELSEWHERE = {
     "AccelerateHooks": "live.integrations.accelerate_hooks",
-    "Executor": "engine.distribute.executors.executor",
+    "Executor": "engine.distribute.executors",
     "Explanation": "engine.explanations",
     "LightningCheckpoints": "live.integrations.lightning_io",
     "LoadPlanner": "live.integrations.dcp_planners",
@@ -73,7 +73,7 @@ if TYPE_CHECKING:
         verify,
     )
     from transaxle.derivation.sources import Table
-    from transaxle.engine.distribute.executors.executor import Executor
+    from transaxle.engine.distribute.executors import Executor
     from transaxle.engine.explanations import Explanation, explain
     from transaxle.engine.facts.sharding_facts import Sharding
     from transaxle.live.background.asynchronous import SaveJob, async_save, prepare_async

@@ -39,7 +39,8 @@ from transaxle.engine.compare.compare import compare as _compare
 from transaxle.engine.compare.pair import opened_pair
 from transaxle.engine.compare.verification import Verification, verify_against
 from transaxle.engine.compare.verification import verify as _verify
-from transaxle.engine.execute.execute import Report, execute
+from transaxle.engine.execute.carry import Report
+from transaxle.engine.execute.execute import execute
 from transaxle.engine.execute.preflight import in_order, preflight
 from transaxle.engine.plan.conversion import SHARD_SIZE, Prepared, make_plan
 from transaxle.engine.plan.planned import Plan
@@ -51,7 +52,7 @@ from transaxle.move.workers import Limits, Progress, limits, unwatched
 
 if TYPE_CHECKING:
     from transaxle.derivation.sources import Table
-    from transaxle.engine.distribute.launch import On
+    from transaxle.engine.distribute.driver import On
 
 
 _OPENED: dict[str, Any] = {"average": False, "only": (), "skip": ()}
@@ -291,7 +292,7 @@ def convert(
     with _planned(src, dst, to, options) as (prepared, target, limit):
         carry_out: Callable[..., Report] = execute
         if takes_parts(target):
-            from transaxle.engine.distribute.one_process import convert_in_parts as carry_out
+            from transaxle.engine.distribute.driver import convert_in_parts as carry_out
         report = carry_out(
             prepared, target, overwrite=overwrite, resume=resume, sync=sync, limit=limit, progress=progress
         )
@@ -317,8 +318,8 @@ def _converted_on(
     on: On, how: Mapping[str, Any], src: CheckpointLike, dst: PathLike, to: str, options: Mapping[str, Any]
 ) -> Report:
     """Convert by several workers, which open the source themselves."""
-    from transaxle.engine.distribute.conversion_order import order
-    from transaxle.engine.distribute.launch import Launch
+    from transaxle.engine.distribute.driver import Launch
+    from transaxle.engine.distribute.work_plan import order
     from transaxle.live.conversion.chosen_workers import convert_by
 
     jobs = options.get("jobs")

@@ -15,6 +15,7 @@ from tests.checkpoints import CONFIG, GATE, TENSORS, read, same, tensors, tiny, 
 from tests.cli.running import DIFFERENT, REFUSED, USAGE, Transaxle, flip, only, tree
 from transaxle.cli.commands import convert as convert_module
 from transaxle.engine.execute import execute as execute_module
+from transaxle.engine.execute.carry import Report
 
 LIMITS = ("--jobs", "1", "--memory", "9MiB")
 
@@ -208,7 +209,7 @@ def test_one_file_is_a_target_too(ck: Path, transaxle: Transaxle) -> None:
 def test_verify_after_writing_can_fail(ck: Path, transaxle: Transaxle, monkeypatch: pytest.MonkeyPatch) -> None:
     """Damage the result between the commit and its verification, as a bad disk would."""
 
-    def damaged(*args: object, **kwargs: object) -> execute_module.Report:
+    def damaged(*args: object, **kwargs: object) -> Report:
         report = execute_module.execute(*args, **kwargs)  # type: ignore[arg-type]
         flip(only(list(Path("out").glob("*.safetensors"))), -1)
         return report

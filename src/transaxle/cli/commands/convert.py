@@ -16,7 +16,8 @@ from transaxle.cli.screen.quantities import duration, plural, size, speed
 from transaxle.cli.screen.recoded import print_measured, print_stayed
 from transaxle.cli.screen.screen import Screen
 from transaxle.engine.checkpoint.checkpoint import open_checkpoint
-from transaxle.engine.execute.execute import Report, execute
+from transaxle.engine.execute.carry import Report
+from transaxle.engine.execute.execute import execute
 from transaxle.engine.execute.preflight import in_order, preflight
 from transaxle.engine.plan.conversion import Prepared, make_plan, ready
 from transaxle.engine.plan.planned import Plan
@@ -26,8 +27,8 @@ from transaxle.formats.storage.storage import unpinned
 from transaxle.move.workers import Limits
 
 if TYPE_CHECKING:
-    from transaxle.engine.distribute.conversion_order import ConversionOrder
-    from transaxle.engine.distribute.launch import Launch
+    from transaxle.engine.distribute.driver import Launch
+    from transaxle.engine.distribute.work_plan import ConversionOrder
 
 
 @click.command(
@@ -91,8 +92,8 @@ def command(
     shown = _shown(page, on)
     work = None
     if on is not None:
-        from transaxle.engine.distribute.conversion_order import order
-        from transaxle.engine.distribute.launch import Launch, is_lead, is_torchrun
+        from transaxle.engine.distribute.driver import Launch, is_lead, is_torchrun
+        from transaxle.engine.distribute.work_plan import order
 
         how = Launch(on=on, items=items, overwrite=overwrite, resume=resume, sync=not no_sync)
         how = replace(how, jobs=options.said("jobs"), memory=options.said("memory"))
@@ -115,7 +116,7 @@ def command(
         if resume:
             screen.way_on = "run the same command again to continue"
         if work is not None:
-            from transaxle.engine.distribute.launch import convert_on
+            from transaxle.engine.distribute.driver import convert_on
 
             with screen.workers() as watch:
                 report = convert_on(work[0], prepared, replace(work[1], watch=watch))
@@ -134,7 +135,7 @@ def command(
 def _carried_out(prepared: Prepared, dst: str, how: Mapping[str, Any], shown: _Shown | None) -> Report:
     """Carry a plan out in this process; only whole files have times."""
     if takes_parts(dst):
-        from transaxle.engine.distribute.one_process import convert_in_parts
+        from transaxle.engine.distribute.driver import convert_in_parts
 
         return convert_in_parts(prepared, dst, **how)
     return execute(prepared, dst, **how, times=None if shown is None else shown.times)
@@ -164,7 +165,7 @@ class _Shown:
     """
 
     def __init__(self, path: str) -> None:
-        from transaxle.engine.execute.file_times import FileTimes
+        from transaxle.engine.execute.execute import FileTimes
         from transaxle.reports.html_page import check_destination, check_jinja
 
         check_jinja()
@@ -184,7 +185,7 @@ class _Shown:
 
 def _together(screen: Screen, asked: ConversionOrder, how: Launch) -> Report:
     """Convert by the ranks of a job; those that are not the first leave it to that one to say what they all raise."""
-    from transaxle.engine.distribute.launch import is_lead
+    from transaxle.engine.distribute.driver import is_lead
     from transaxle.live.conversion.torchrun import convert_together
     from transaxle.live.transport.world import is_loss
 
@@ -267,7 +268,7 @@ def print_report(screen: Screen, report: Report) -> None:
 
 def print_workers(screen: Screen, workers: Mapping[str, int]) -> None:
     """Print who wrote how much: by machine where there are several, and otherwise, or where all is asked for, each."""
-    from transaxle.engine.distribute.watching import node_of
+    from transaxle.engine.distribute.driver import node_of
 
     nodes: dict[str, list[int]] = {}
     for worker, written in workers.items():

@@ -123,7 +123,7 @@ def command(
         check_destination(report, overwrite=None)
     stored = None
     if path is not None or on is not None:
-        from transaxle.engine.distribute.conversion_order import order
+        from transaxle.engine.distribute.work_plan import order
 
         stored = order(src, dst, to, source_options, shaping)
     with in_order(src, dst), open_checkpoint(src, **source_options) as checkpoint, screen.working("planning"):

@@ -38,7 +38,7 @@ from transaxle.formats.training_state.state_groups import ParamGroup
 from transaxle.live.model.published_codes import published
 from transaxle.live.model.report import SaveReport
 from transaxle.live.model.state_tensors import State, leaves, shared_config, unsavable
-from transaxle.live.save.writing import write
+from transaxle.live.save.rank_shares import write
 from transaxle.live.sharding.global_tensors import Census, census
 from transaxle.live.sharding.memory import container
 from transaxle.live.sharding.replica_check import compare_copies
