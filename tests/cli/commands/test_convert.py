@@ -207,8 +207,10 @@ def test_one_file_is_a_target_too(ck: Path, transaxle: Transaxle) -> None:
 def test_verify_after_writing_can_fail(ck: Path, transaxle: Transaxle, monkeypatch: pytest.MonkeyPatch) -> None:
     """Damage the result between the commit and its verification, as a bad disk would."""
 
+    execute = execute_module.execute
+
     def damaged(*args: object, **kwargs: object) -> execute_module.Report:
-        report = execute_module.execute(*args, **kwargs)  # type: ignore[arg-type]
+        report = execute(*args, **kwargs)  # type: ignore[arg-type]
         flip(only(list(Path("out").glob("*.safetensors"))), -1)
         return report
 
