@@ -62,7 +62,7 @@ HOUSE = {
     # The core.
     "engine": _room("move", "formats", "encodings", "families", "axes"),
     "move": _room("formats", "encodings", "axes"),
-    "formats": _room("axes", "plugins", "extras"),
+    "formats": _room("encodings", "axes", "plugins", "extras"),
     "encodings": _room("axes"),
     "families": _room("axes", "plugins"),
     "plugins": _room("errors", needs=frozenset()),

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from transaxle.arguments import read_overwrite
 from transaxle.encodings.error import Error
+from transaxle.encodings.value_steps import MEASURED_BY_READING, Recoded
 from transaxle.engine.checkpoint.source_hashes import HashWitness
-from transaxle.engine.copying.replica_mean import averages_of
 from transaxle.engine.distribute.executors.executor import Executor
 from transaxle.engine.distribute.item_work import (
     Known,
@@ -31,11 +31,10 @@ from transaxle.engine.distribute.work_items import WorkItem, in_order, moves_of,
 from transaxle.engine.distribute.work_place import layout_of, refuse_there, results_on, task_text
 from transaxle.engine.distribute.work_plan import WorkPlan
 from transaxle.engine.execute.commit import carry, write_known, write_rest
-from transaxle.engine.execute.execute import Report, reported, whole
+from transaxle.engine.execute.execute import Report, recoded_as, reported, whole
 from transaxle.engine.execute.preflight import hold_source
 from transaxle.engine.plan.conversion import Prepared
-from transaxle.engine.plan.planned import Measured
-from transaxle.engine.views.cast import CASTING, casts_of, refuse_infinite, refuse_overflow
+from transaxle.engine.views.measuring import measure, refuse_infinite
 from transaxle.errors import Refusal, Where, gathered, refuse
 from transaxle.formats.catalog.checksums import Witness
 from transaxle.formats.parts.shared_location import shared_staging_at
@@ -45,7 +44,7 @@ from transaxle.formats.staging.staging import Staging
 from transaxle.formats.storage.os_errors import failed
 from transaxle.formats.storage.storage import layer
 from transaxle.move.journal import ItemResult, Journal, item_file, refuse_other, result_of, results_in
-from transaxle.move.workers import Progress, unwatched
+from transaxle.move.workers import Progress, limits, unwatched
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -224,13 +223,10 @@ def commit(
     if missing := left_to_do(plan, prepared, results):
         raise _missing(plan, missing)
     storage, found = prepared.checkpoint.container.storage, list(results.values())
-    tensors, measured = whole(prepared.plan, finished_of(found)), measured_of(found)
+    tensors, recoding = whole(prepared.plan, finished_of(found)), prepared.checkpoint.container.recoding
+    measured = _measured(prepared, found)
     if not prepared.plan.allow_lossy:
-        cast = {each.name for each in prepared.plan.recoded if each.action in CASTING}
-        infinite = {name: error for name, error in measured.items() if name in cast}
-        refuse_infinite(infinite, casts_of(storage).dtype)
-        decoded = {each.name for each in prepared.plan.recoded if each.action == "decoded"}
-        refuse_overflow({name: error for name, (error, _) in measured.items() if name in decoded})
+        refuse_infinite(measured, recoding.dtype)
     if not isinstance(stage, Staging):
         _take_parts(plan, stage, results)
     write_known(stage, prepared.draft.early())
@@ -239,7 +235,7 @@ def commit(
     _check_hashes(prepared, found)
     storage.recheck()
     write_rest(stage, prepared, {name: done.hash for name, done in tensors.items()}, carried)
-    recoded = _recoded(prepared, results)
+    recoded = recoded_as(prepared.plan, measured, _encoded(prepared, found))
     stage.commit()
     report = reported(
         prepared,
@@ -299,24 +295,17 @@ def _check_hashes(prepared: Prepared, results: Sequence[ItemResult]) -> None:
             witness.expect(unit.transfers)
 
 
-def _recoded(prepared: Prepared, results: dict[int, ItemResult]) -> tuple[Measured, ...]:
-    """Return how far each tensor is from what it was."""
-    found = list(results.values())
-    tensors, measured = finished_of(found), measured_of(found)
-    averaged = averages_of(prepared.checkpoint.container.storage)
-    encoded = {
-        tensor.codes_of: tensors[tensor.name].error or Error()
-        for tensor in prepared.plan.tensors
-        if tensor.codes_of is not None
-    }
-    recoded = []
-    for each in prepared.plan.recoded:
-        if each.action == "decoded" or each.action in CASTING:
-            error, infinite = measured[each.name]
-        else:
-            error, infinite = (averaged if each.action == "averaged" else encoded)[each.name], 0
-        recoded.append(Measured(each, error, infinite))
-    return tuple(recoded)
+def _measured(prepared: Prepared, results: Sequence[ItemResult]) -> dict[Recoded, tuple[Error, int]]:
+    """Return how far each computed tensor is from what it was."""
+    steps, by_name = prepared.plan.recoded, measured_of(results)
+    known = measure(prepared.checkpoint.container.recoding, [s for s in steps if s.action == "averaged"], limits(1))
+    return known | {step: by_name[step.name] for step in steps if step.action in MEASURED_BY_READING}
+
+
+def _encoded(prepared: Prepared, results: Sequence[ItemResult]) -> dict[str, Error]:
+    """Return how far each encoded tensor is from what it was, by table name."""
+    tensors, planned = finished_of(results), prepared.plan.tensors
+    return {each.codes_of: tensors[each.name].error or Error() for each in planned if each.codes_of is not None}
 
 
 def _shares(results: Sequence[ItemResult]) -> dict[str, int]:

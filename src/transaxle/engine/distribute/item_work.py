@@ -27,10 +27,10 @@ from transaxle.engine.distribute.work_place import WorkPlace, work_place
 from transaxle.engine.distribute.work_plan import WorkPlan, parse_plan
 from transaxle.engine.execute.execute import Copying
 from transaxle.engine.execute.preflight import hold_source, state_of, task_of
-from transaxle.engine.execute.tensor_stream import decoding_errors
 from transaxle.engine.plan.conversion import Prepared, ready
-from transaxle.engine.views.cast import CASTING, casting_errors
+from transaxle.engine.views.measuring import measure
 from transaxle.errors import Refusal, gathered, refuse
+from transaxle.formats.catalog.catalog import Recoding
 from transaxle.formats.catalog.checksums import Witness
 from transaxle.formats.staging.location import storage_at
 from transaxle.formats.staging.place import MOVES
@@ -139,24 +139,24 @@ class Hand:
         item = self.plan.items[number]
         place = self._place or self._planned().place
         with place.writing(item) as writer:
-            moves, storage, limit = self._ready(item, place)
+            moves, source, limit = self._ready(item, place)
             place.refuse_not_begun()
             earlier = place.results([number]).get(number)
             if earlier is not None and Known.of([earlier], self.plan.task).has(item, moves):
                 return earlier
             writing = writer.files, self._progress
-            return writer.keep(_carried_out(self.plan, item, moves, storage, limit, *writing))
+            return writer.keep(_carried_out(self.plan, item, moves, source, limit, *writing))
 
-    def _ready(self, item: WorkItem, place: WorkPlace) -> tuple[Moves, Storage, Limits]:
+    def _ready(self, item: WorkItem, place: WorkPlace) -> tuple[Moves, tuple[Storage, Recoding], Limits]:
         """Return what an item does, of which source, and with how much memory."""
         moves = None if self._storage is None else place.moves(item)
         if moves is not None and self._storage is not None:
             if any(self._storage.version(file) != version for file, version in moves.versions):
                 refuse_changed(self.plan.task, msgspec.structs.replace(self.plan.task, state=""))
-            return moves, self._storage, limits(self.plan.jobs, self.plan.memory).holding(moves.band)
+            return moves, (self._storage, Recoding()), limits(self.plan.jobs, self.plan.memory).holding(moves.band)
         opened = self._planned()
-        prepared = opened.prepared
-        return moves_of(prepared.plan, item), prepared.checkpoint.container.storage, opened.limit
+        plan, container = opened.prepared.plan, opened.prepared.checkpoint.container
+        return moves_of(plan, item), (container.storage, container.recoding), opened.limit
 
     def _planned(self) -> OpenedPlan:
         """Open the source, and plan: what needs no more than the moves of an item does without."""
@@ -189,15 +189,16 @@ def _carried_out(
     plan: WorkPlan,
     item: WorkItem,
     moves: Moves,
-    storage: Storage,
+    source: tuple[Storage, Recoding],
     limit: Limits,
     writer: Writable,
     progress: Progress,
 ) -> ItemResult:
     begin = time.monotonic()
+    storage, recoding = source
     if differing := unequal(moves.checks, storage, limit):
         raise gathered(differing)
-    measured = _measured(moves, storage, limit)
+    measured = measure(recoding, moves.measures, limit)
     done = Copying.of(moves.tensors, storage, limit).copy(moves.tensors, writer, progress=progress)
     witness = layer(storage, Witness)
     tallies = {} if witness is None else witness.hand_over()
@@ -209,21 +210,13 @@ def _carried_out(
         number=item.number,
         tensors={name: (each.hash, written_error(each.error)) for name, each in done.items()},
         checks=tuple(numbers(item.checks)),
-        measured={name: (written_error(error), infinite) for name, (error, infinite) in measured.items()},
+        measured={step.name: (written_error(error), infinite) for step, (error, infinite) in measured.items()},
         summed=tuple((each.file, each.offset, tuple(tally.parts)) for each, tally in tallies.items()),
         proved=proved,
         worker=f"{socket.gethostname()}:{os.getpid()}",
         nbytes=sum(tensor.nbytes for tensor in moves.tensors),
         seconds=time.monotonic() - begin,
     )
-
-
-def _measured(moves: Moves, storage: Storage, limit: Limits) -> dict[str, tuple[Error, int]]:
-    """Return how far the decoded, cast and merged tensors of an item are from what they were."""
-    cast = casting_errors(storage, [each.name for each in moves.measures if each.action in CASTING], limit)
-    names = [each.name for each in moves.measures if each.action == "decoded"]
-    decoded = decoding_errors(storage, names, limit)
-    return cast | {name: (error, 0) for name, error in decoded.items()}
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from collections.abc import Iterable, Iterator, Sequence
 import msgspec
 
 from transaxle.arguments import read_count
+from transaxle.encodings.value_steps import MEASURED_BY_READING, Recoded
 from transaxle.engine.copying.duplicate_checks import PlannedCheck
-from transaxle.engine.plan.planned import Plan, PlannedTensor, Recoded
-from transaxle.engine.views.cast import CASTING
+from transaxle.engine.plan.planned import Plan, PlannedTensor
 from transaxle.formats.dtype import nbytes
 from transaxle.formats.parts.part_layout import LEAST
 from transaxle.formats.storage.storage import Storage
@@ -240,7 +240,7 @@ def _pieces(plan: Plan) -> Iterator[_Piece]:
     for number, check in enumerate(plan.checks):
         yield 2 * check.nbytes, "checks", [number]
     for number, each in enumerate(plan.recoded):
-        if each.action == "decoded" or each.action in CASTING:
+        if each.action in MEASURED_BY_READING:
             yield nbytes(each.dtype, each.shape), "measures", [number]
     together: dict[str, list[int]] = {}
     for number, tensor in enumerate(plan.units):

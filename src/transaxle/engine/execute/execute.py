@@ -13,17 +13,17 @@ import msgspec
 
 from transaxle.arguments import Overwrite
 from transaxle.encodings.error import Error
+from transaxle.encodings.value_steps import Measured, Recoded
 from transaxle.engine.checkpoint.source_hashes import HashWitness, against
 from transaxle.engine.copying.duplicate_checks import unequal
-from transaxle.engine.copying.replica_mean import averages_of
 from transaxle.engine.execute.commit import write_known, write_rest
 from transaxle.engine.execute.file_times import FileTimes
 from transaxle.engine.execute.preflight import Cleared, preflight
-from transaxle.engine.execute.tensor_stream import Sizes, decoding_errors, items_of, measured_sizes
+from transaxle.engine.execute.tensor_stream import Sizes, items_of, measured_sizes
 from transaxle.engine.number_text import duration, plural, size
 from transaxle.engine.plan.conversion import Prepared, ready
-from transaxle.engine.plan.planned import Measured, Plan, PlannedTensor
-from transaxle.engine.views.cast import CASTING, casting_errors, casts_of, refuse_infinite, refuse_overflow
+from transaxle.engine.plan.planned import Plan, PlannedTensor
+from transaxle.engine.views.measuring import measure, refuse_infinite
 from transaxle.errors import gathered
 from transaxle.formats.catalog.checksums import Witness
 from transaxle.formats.registry import is_one_file
@@ -153,20 +153,19 @@ def execute(
     )
     plan = ready(cleared)
     limit = (limit or limits()).holding(plan.band)
-    casts = _casts(prepared, limit)
-    decoded = _decoded(prepared, limit)
+    measured = _measured(prepared, limit)
     errors = dict(cleared.errors)
     if cleared.finished:
         prepared.checkpoint.container.storage.recheck()
         resumed = len(plan.tensors)
         single = is_one_file(target) if takes_parts(target) else not Path(target).is_dir()
         found = sweep_beside(target)
-        recoded = _measured(prepared, errors, decoded, casts)
+        recoded = recoded_as(plan, measured, errors)
     else:
         with staging_at(target, overwrite=overwrite, resume=resume, sync=sync) as staging:
             single = staging.single is not None
             resumed = _write(cleared, staging, limit, progress, errors, times)
-            recoded = _measured(prepared, errors, decoded, casts)
+            recoded = recoded_as(plan, measured, errors)
             with span("commit"):
                 staging.commit()
             found = staging.found
@@ -220,53 +219,32 @@ def reported(
     )
 
 
-def _casts(prepared: Prepared, limit: Limits) -> dict[str, tuple[Error, int]]:
-    """Return how far cast tensors are from what they were.
+def _measured(prepared: Prepared, limit: Limits) -> dict[Recoded, tuple[Error, int]]:
+    """Return how far each computed tensor is from what it was.
 
     Raises:
         Refused: LOSSY where values become infinite, unless that is allowed.
     """
-    plan, storage = prepared.plan, prepared.checkpoint.container.storage
-    names = [each.name for each in plan.recoded if each.action in CASTING]
-    if not names:
-        return {}
-    found = casting_errors(storage, names, limit)
+    plan, recoding = prepared.plan, prepared.checkpoint.container.recoding
+    errors = measure(recoding, plan.recoded, limit)
     if not plan.allow_lossy:
-        refuse_infinite(found, casts_of(storage).dtype)
-    return found
+        refuse_infinite(errors, recoding.dtype)
+    return errors
 
 
-def _decoded(prepared: Prepared, limit: Limits) -> dict[str, Error]:
-    """Return how far decoded tensors are from the exact products of codes and scales; they are read once for it.
-
-    Raises:
-        Refused: LOSSY where values become infinite, unless that is allowed.
-    """
-    plan = prepared.plan
-    names = [each.name for each in plan.recoded if each.action == "decoded"]
-    found = decoding_errors(prepared.checkpoint.container.storage, names, limit) if names else {}
-    if found and not plan.allow_lossy:
-        refuse_overflow(found)
-    return found
-
-
-def _measured(
-    prepared: Prepared,
-    encoded: Mapping[str, Error],
-    decoded: Mapping[str, Error],
-    casts: Mapping[str, tuple[Error, int]],
+def recoded_as(
+    plan: Plan, measured: Mapping[Recoded, tuple[Error, int]], encoded: Mapping[str, Error]
 ) -> tuple[Measured, ...]:
-    """Return how far each tensor is from what it was."""
-    recoded = prepared.plan.recoded
-    if not recoded:
-        return ()
-    averaged = averages_of(prepared.checkpoint.container.storage)
-    cast = {name: error for name, (error, _) in casts.items()}
-    found = {"decoded": decoded, "encoded": encoded, "averaged": averaged, "cast": cast, "merged": cast}
-    infinite = {name: many for name, (_, many) in casts.items()}
+    """Return how far each tensor of a plan is from what it was.
+
+    Args:
+        plan: the plan.
+        measured: from `measure`.
+        encoded: by table name, of tensors that are encoded.
+    """
     return tuple(
-        Measured(each, found[each.action][each.name], infinite.get(each.name, 0) if each.action in CASTING else 0)
-        for each in recoded
+        Measured(each, encoded[each.name]) if each.action == "encoded" else Measured(each, *measured[each])
+        for each in plan.recoded
     )
 
 

@@ -12,10 +12,8 @@ from functools import partial
 
 from transaxle.encodings.error import Error
 from transaxle.engine.plan.planned import PlannedTensor
-from transaxle.engine.views.decoded import decoders_of
 from transaxle.engine.views.encode import Step, buffer_blocks, largest
 from transaxle.errors import Refused, refuse
-from transaxle.formats.storage.storage import Storage
 from transaxle.move.runs import Item
 from transaxle.move.transport import Alone
 from transaxle.move.workers import Limits, Worker, share
@@ -105,17 +103,4 @@ def measured_sizes(
 
     if wanted:
         share(wanted.values(), limit.jobs, workers, measure)
-    return found
-
-
-def decoding_errors(storage: Storage, names: Iterable[str], limit: Limits) -> dict[str, Error]:
-    """Read the codes and scales of decoded tensors once, and return how far their values are from the products."""
-    wanted = set(names)
-    decoders = [each for each in decoders_of(storage).values() if each.tensor.name in wanted]
-    found: dict[str, Error] = {}
-
-    def measure(_: object, number: int) -> None:
-        found[decoders[number].tensor.name] = decoders[number].error()
-
-    share(range(len(decoders)), limit.jobs, lambda _: None, measure)
     return found

@@ -221,11 +221,25 @@ class VirtualFiles(Overlay):
     Args:
         below: the real files.
         files: the virtual ones, by names that no real file has.
+        others: further storages that virtual files read from; they are checked and closed with the real files.
     """
 
-    def __init__(self, below: Storage, files: Mapping[str, VirtualFile]) -> None:
+    def __init__(self, below: Storage, files: Mapping[str, VirtualFile], others: Sequence[Storage] = ()) -> None:
         super().__init__(below)
         self._files = files
+        self._others = others
+
+    def recheck(self) -> None:
+        """See `Storage`."""
+        for storage in self._others:
+            storage.recheck()
+        super().recheck()
+
+    def close(self) -> None:
+        """See `Storage`."""
+        for storage in self._others:
+            storage.close()
+        super().close()
 
     def size(self, name: str) -> int:
         """See `Storage`."""

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from transaxle.arguments import read_number_of_job
 from transaxle.encodings.error import Error
+from transaxle.encodings.value_steps import Measured, Recoded
 from transaxle.engine.compare.verification import Verification
 from transaxle.engine.distribute.conversion_order import ConversionOrder
 from transaxle.engine.distribute.driver import begin, commit, left_to_do, sizes_of, staged
@@ -29,7 +30,6 @@ from transaxle.engine.distribute.watching import Watcher
 from transaxle.engine.distribute.work_plan import WorkPlan
 from transaxle.engine.execute.execute import Report
 from transaxle.engine.plan.conversion import Prepared
-from transaxle.engine.plan.planned import Measured, Recoded
 from transaxle.errors import refuse
 from transaxle.live.transport import wire
 from transaxle.live.transport.world import World
