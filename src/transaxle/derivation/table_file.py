@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from transaxle.arguments import EVERYTHING, Overwrite, PathLike, read_overwrite, read_path
-from transaxle.axes.inheritance.statement import BLOCK, DIALECT, FAMILY
+from transaxle.axes.notation.statement import BLOCK, DIALECT, FAMILY
 from transaxle.errors import refuse
 from transaxle.formats.staging.access import opened_draft
 from transaxle.formats.staging.syscalls import rename_new

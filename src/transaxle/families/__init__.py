@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec.structs import replace
 
-from transaxle.axes.inheritance.statement import BLOCK, FAMILY, WORD
 from transaxle.axes.notation.family import Family
+from transaxle.axes.notation.statement import BLOCK, FAMILY, WORD
 from transaxle.families import spelling
 from transaxle.plugins import plugins
 
 if TYPE_CHECKING:
-    from transaxle.axes.inheritance.written import Written
+    from transaxle.axes.notation.written import Written
     from transaxle.families.written_tables import WrittenTables
 
 GROUP = "transaxle.families"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from threading import RLock
 
-from transaxle.axes.inheritance import written
-from transaxle.axes.inheritance.written import File, Written
+from transaxle.axes.notation import written
+from transaxle.axes.notation.written import File, Written
 
 
 class WrittenTables:

@@ -27,9 +27,8 @@ from transaxle.arguments import (
 )
 from transaxle.axes.layout.bind import IN_MEMORY, Bound, without_wrappers
 from transaxle.axes.layout.relayout import Check, Target, unchanged
-from transaxle.axes.notation.family import Sizes
+from transaxle.axes.notation.family import Recode, Sizes, same
 from transaxle.axes.notation.name import natural, skeleton
-from transaxle.axes.notation.number_format import Recode, same
 from transaxle.encodings.encoding import Encoded
 from transaxle.engine.checkpoint.foreign_names import foreign, half_converted
 from transaxle.engine.checkpoint.manifest import Manifest

@@ -14,8 +14,18 @@ import msgspec
 
 from transaxle.axes.layout.bind import Bound, bind
 from transaxle.axes.layout.solve import Shape
-from transaxle.axes.translation.expert_sets import arranged, groups
-from transaxle.axes.translation.grouped import FAMILY, STORED, WANTED, Stem, copy_checks, sizes, table, without_copies
+from transaxle.axes.translation.grouped import (
+    FAMILY,
+    STORED,
+    WANTED,
+    Stem,
+    arranged,
+    copy_checks,
+    groups,
+    sizes,
+    table,
+    without_copies,
+)
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.checkpoint.recognise import StoredNames
 from transaxle.engine.checkpoint.settings import Settings

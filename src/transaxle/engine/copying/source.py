@@ -8,7 +8,7 @@ from typing import NamedTuple
 from transaxle.axes.geometry.piece import Move
 from transaxle.axes.geometry.strided import Loop
 from transaxle.axes.layout.relayout import Copier, Target, is_one_run, unchanged
-from transaxle.axes.translation.alike_tensors import AlikePart
+from transaxle.axes.translation.holdings import AlikePart
 from transaxle.engine.copying.bitcast import Intervals
 from transaxle.engine.copying.stamps import Found, Stamps
 from transaxle.errors import Code, TransaxleError, refuse

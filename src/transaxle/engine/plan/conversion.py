@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from transaxle.arguments import Degrees
 from transaxle.axes.geometry.strided import coalesce, row_major
-from transaxle.axes.layout.chunk_cuts import chunk_cuts
+from transaxle.axes.layout.relayout import chunk_cuts
 from transaxle.axes.notation.name import natural
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, StoredTensor
 from transaxle.engine.checkpoint.peft_adapter import ADAPTER_STEM

@@ -6,9 +6,8 @@ from collections.abc import Collection, Container, Iterable, Iterator, Mapping, 
 from functools import cache
 
 from transaxle.axes.layout.bind import WEIGHT
-from transaxle.axes.layout.unify import factors
-from transaxle.axes.notation.family import Family, Line
-from transaxle.axes.notation.number_format import NumberFormat, Recode
+from transaxle.axes.layout.solve import factors
+from transaxle.axes.notation.family import Family, Line, NumberFormat, Recode
 from transaxle.encodings.conventions.convention import COMPRESSED_TENSORS, CONVENTIONS, PREFERRED
 from transaxle.encodings.encoding import ENCODINGS, FLOAT8_BLOCK, Encoded, Role
 from transaxle.engine.checkpoint.checkpoint import Checkpoint

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import msgspec
 
 from transaxle.axes.layout.relayout import unchanged
-from transaxle.axes.notation.number_format import PLAIN, NumberFormat, Recode
+from transaxle.axes.notation.family import PLAIN, NumberFormat, Recode
 from transaxle.encodings.conventions.convention import CONVENTIONS, training_only
 from transaxle.encodings.encoding import Encoded, Role
 from transaxle.encodings.error import Error
