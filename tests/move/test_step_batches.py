@@ -20,9 +20,8 @@ from tests.checkpoints import write
 from tests.engine.killed import one_by_one
 from transaxle.engine.copying.side_by_side import Compared, Pair
 from transaxle.errors import Refused
-from transaxle.formats.catalog.catalog import Checksum
-from transaxle.formats.catalog.checksums import Witness
-from transaxle.formats.catalog.inline import NUMBERS, NumbersInMemory
+from transaxle.formats.catalog import NUMBERS, Checksum, NumbersInMemory
+from transaxle.formats.checksums import Witness
 from transaxle.formats.staging.writer import Writer
 from transaxle.formats.storage import compiled
 from transaxle.formats.storage.local import LocalStorage

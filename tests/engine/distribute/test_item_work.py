@@ -32,7 +32,7 @@ from transaxle.engine.distribute.work_items import moves_of
 from transaxle.engine.distribute.work_plan import WorkPlan, parse_plan, read_plan, write_plan
 from transaxle.engine.views.encode import Encode
 from transaxle.errors import Code
-from transaxle.formats.catalog.sidecar_files import SCRATCH
+from transaxle.formats.registry import SCRATCH
 from transaxle.formats.staging.place import ITEMS, MOVES, PARTIAL, neighbour
 from transaxle.formats.staging.writer import Writer
 from transaxle.move import hashing

@@ -13,9 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from transaxle.errors import Refused
-from transaxle.formats.catalog.catalog import Checksum
-from transaxle.formats.catalog.checksums import Witness
-from transaxle.formats.catalog.inline import NUMBERS, NumbersInMemory
+from transaxle.formats.catalog import NUMBERS, Checksum, NumbersInMemory
+from transaxle.formats.checksums import Witness
 from transaxle.formats.storage import strided_reads
 from transaxle.formats.storage.local import LocalStorage
 from transaxle.formats.storage.storage import InMemoryFile, Storage, VirtualFiles

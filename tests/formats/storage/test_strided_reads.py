@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from transaxle.axes.geometry.strided import Loop
 from transaxle.errors import Refused, StorageError
-from transaxle.formats.catalog.inline import NUMBERS, NumbersInMemory
+from transaxle.formats.catalog import NUMBERS, NumbersInMemory
 from transaxle.formats.storage import compiled
 from transaxle.formats.storage import strided_reads as strided
 from transaxle.formats.storage.local import LocalStorage

@@ -47,7 +47,7 @@ from transaxle.engine.views.param_groups import regrouped
 from transaxle.engine.views.swizzled_scales import ordering
 from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
 from transaxle.formats.builtin_formats import UNIVERSAL
-from transaxle.formats.catalog.catalog import Container
+from transaxle.formats.catalog import Container
 from transaxle.formats.detect import open_container, part_of_ranks
 from transaxle.formats.format import uncollected
 from transaxle.formats.shards import has_state

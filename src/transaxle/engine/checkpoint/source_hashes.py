@@ -21,14 +21,13 @@ from transaxle.engine.checkpoint.manifest import IN_SPANS, Manifest, has_manifes
 from transaxle.engine.checkpoint.settings import CONFIG
 from transaxle.engine.copying.source import Source
 from transaxle.errors import Refusal, TransaxleError, Where, gathered
-from transaxle.formats.catalog.catalog import Container, Entry
-from transaxle.formats.catalog.seal import Seal, read_digest, rest_of
-from transaxle.formats.catalog.sidecar_files import MANIFEST, is_for_people, tells_of_use
-from transaxle.formats.catalog.strict_json import NotJsonError, parsed
+from transaxle.formats.catalog import Container, Entry, Seal, read_digest, rest_of
 from transaxle.formats.newest_step import listed
+from transaxle.formats.registry import MANIFEST, is_for_people, tells_of_use
 from transaxle.formats.storage.compiled import StepBatch
 from transaxle.formats.storage.storage import Overlay, Storage, layer
 from transaxle.formats.storage.strided_reads import FileRange, read_ranges, read_strided
+from transaxle.formats.strict_json import NotJsonError, parsed
 from transaxle.move.transfer import Transfer
 
 if TYPE_CHECKING:

@@ -32,7 +32,7 @@ from transaxle.engine.checkpoint.settings import Settings
 from transaxle.engine.views.encoded import Catalog
 from transaxle.errors import gathered
 from transaxle.families import Families
-from transaxle.formats.catalog.catalog import Container
+from transaxle.formats.catalog import Container
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from transaxle.encodings.error import Error
 from transaxle.engine.copying.source import Source
 from transaxle.errors import refuse
-from transaxle.formats.catalog.catalog import Container, Entry, Extent, Twin
+from transaxle.formats.catalog import Container, Entry, Extent, Twin
 from transaxle.formats.dtype import numpy_dtype
 from transaxle.formats.storage.storage import InMemoryFile, Storage, VirtualFiles, layer
 

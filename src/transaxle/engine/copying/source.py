@@ -12,7 +12,7 @@ from transaxle.axes.translation.holdings import AlikePart
 from transaxle.engine.copying.bitcast import Intervals
 from transaxle.engine.copying.stamps import Found, Stamps
 from transaxle.errors import Code, TransaxleError, refuse
-from transaxle.formats.catalog.catalog import Container, Entry, Extent
+from transaxle.formats.catalog import Container, Entry, Extent
 from transaxle.formats.dtype import ITEM_BITS, Shape, nbytes
 from transaxle.move.endpoint import Bytes
 from transaxle.move.strided_fill import Scratch, produce

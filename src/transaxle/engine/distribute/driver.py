@@ -37,7 +37,7 @@ from transaxle.engine.plan.conversion import Prepared
 from transaxle.engine.plan.planned import Measured
 from transaxle.engine.views.cast import CASTING, casts_of, refuse_infinite, refuse_overflow
 from transaxle.errors import Refusal, Where, gathered, refuse
-from transaxle.formats.catalog.checksums import Witness
+from transaxle.formats.checksums import Witness
 from transaxle.formats.parts.shared_location import shared_staging_at
 from transaxle.formats.staging.location import shown
 from transaxle.formats.staging.place import ITEMS

@@ -31,7 +31,7 @@ from transaxle.engine.execute.tensor_stream import decoding_errors
 from transaxle.engine.plan.conversion import Prepared, ready
 from transaxle.engine.views.cast import CASTING, casting_errors
 from transaxle.errors import Refusal, gathered, refuse
-from transaxle.formats.catalog.checksums import Witness
+from transaxle.formats.checksums import Witness
 from transaxle.formats.staging.location import storage_at
 from transaxle.formats.staging.place import MOVES
 from transaxle.formats.storage.os_errors import failed

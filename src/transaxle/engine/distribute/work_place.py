@@ -18,8 +18,8 @@ from transaxle.engine.distribute.work_items import Moves, WorkItem, numbers, par
 from transaxle.engine.distribute.work_plan import WorkPlan
 from transaxle.engine.plan.conversion import Prepared
 from transaxle.errors import TransaxleError, refuse
-from transaxle.formats.catalog.sidecar_files import SCRATCH
 from transaxle.formats.parts.part_layout import FileParts, Fitting, laid_out, layout_digest
+from transaxle.formats.registry import SCRATCH
 from transaxle.formats.staging.place import MOVES, TargetPlace
 from transaxle.formats.staging.writer import Writer
 from transaxle.formats.storage.os_errors import failed

@@ -13,8 +13,8 @@ from msgspec import UNSET
 from transaxle.engine.checkpoint.manifest import IN_SPANS, FileRecord, Manifest, TensorRecord, encode
 from transaxle.engine.plan.conversion import Prepared
 from transaxle.errors import Refusal, Where, gathered
-from transaxle.formats.catalog.catalog import Fragment
-from transaxle.formats.catalog.sidecar_files import MANIFEST
+from transaxle.formats.catalog import Fragment
+from transaxle.formats.registry import MANIFEST
 from transaxle.formats.storage.storage import unpinned
 from transaxle.move.hashing import digest, span_ends
 from transaxle.spans import stage

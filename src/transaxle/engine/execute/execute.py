@@ -25,7 +25,7 @@ from transaxle.engine.plan.conversion import Prepared, ready
 from transaxle.engine.plan.planned import Measured, Plan, PlannedTensor
 from transaxle.engine.views.cast import CASTING, casting_errors, casts_of, refuse_infinite, refuse_overflow
 from transaxle.errors import gathered
-from transaxle.formats.catalog.checksums import Witness
+from transaxle.formats.checksums import Witness
 from transaxle.formats.registry import is_one_file
 from transaxle.formats.staging.leftovers import sweep_beside
 from transaxle.formats.staging.location import shown, staging_at, takes_parts

@@ -44,7 +44,7 @@ from transaxle.engine.views.header_metadata import joined, without_notes
 from transaxle.engine.views.param_groups import regrouped
 from transaxle.errors import Refusal, TransaxleError, Where, gathered, in_both_languages, refuse
 from transaxle.formats.builtin_formats import SAFETENSORS
-from transaxle.formats.catalog.catalog import Draft, Entry, Extent, Spec
+from transaxle.formats.catalog import Draft, Entry, Extent, Spec
 from transaxle.formats.dtype import ITEM_BITS, nbytes
 from transaxle.formats.format import Format, uncollected
 from transaxle.formats.registry import builtin, get, writable

@@ -26,7 +26,7 @@ from transaxle.engine.copying.source import Source
 from transaxle.engine.views.encoded import Catalog, buffer_name
 from transaxle.engine.views.header_metadata import without_notes
 from transaxle.errors import refuse
-from transaxle.formats.catalog.catalog import Container, Entry, Extent
+from transaxle.formats.catalog import Container, Entry, Extent
 from transaxle.formats.dtype import nbytes, numpy_dtype
 from transaxle.formats.storage.storage import Storage, VirtualFiles, layer
 from transaxle.move.endpoint import Bytes, Readable

@@ -19,7 +19,7 @@ from transaxle.encodings.arithmetic.wide import widened
 from transaxle.engine.copying.source import Source
 from transaxle.engine.views.cast import BAND, Caster, CastStorage
 from transaxle.engine.views.decoded import RowMajorBytes
-from transaxle.formats.catalog.catalog import Container, Entry
+from transaxle.formats.catalog import Container, Entry
 from transaxle.formats.dtype import numpy_dtype
 from transaxle.formats.storage.storage import Storage
 from transaxle.move.endpoint import Readable

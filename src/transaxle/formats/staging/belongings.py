@@ -18,12 +18,20 @@ import xxhash
 
 from transaxle.arguments import EVERYTHING, Overwrite
 from transaxle.errors import TransaxleError, refuse
-from transaxle.formats.catalog.sidecar_files import MANIFEST, STATE_FOLDER
-from transaxle.formats.catalog.strict_json import NotJsonError, parsed_as
 from transaxle.formats.format import Format
-from transaxle.formats.registry import begins_right, builtin, every_format, installed, is_of_checkpoint, is_step
+from transaxle.formats.registry import (
+    MANIFEST,
+    STATE_FOLDER,
+    begins_right,
+    builtin,
+    every_format,
+    installed,
+    is_of_checkpoint,
+    is_step,
+)
 from transaxle.formats.remote.service import FILE, Service
 from transaxle.formats.storage.storage import is_plain
+from transaxle.formats.strict_json import NotJsonError, parsed_as
 
 EntryKind = Literal["file", "folder", "special"]
 

@@ -20,8 +20,7 @@ import msgspec
 from msgspec.structs import asdict, replace
 
 from transaxle.errors import TransaxleError, refuse, without_secrets
-from transaxle.formats.catalog.sidecar_files import SCRATCH
-from transaxle.formats.registry import is_one_file
+from transaxle.formats.registry import SCRATCH, is_one_file
 from transaxle.formats.remote.service import S3
 from transaxle.formats.remote.url import local_path, scheme
 from transaxle.formats.staging.belongings import LocalFolder, strangers

@@ -19,8 +19,7 @@ from pathlib import Path
 
 from transaxle.arguments import Overwrite, read_overwrite
 from transaxle.errors import TransaxleError, refuse
-from transaxle.formats.catalog.sidecar_files import SCRATCH
-from transaxle.formats.registry import is_one_file
+from transaxle.formats.registry import SCRATCH, is_one_file
 from transaxle.formats.staging.belongings import (
     ELSEWHERE,
     LocalFolder,

@@ -22,7 +22,7 @@ from typing import Literal, Self
 
 from transaxle.arguments import Overwrite
 from transaxle.errors import refuse
-from transaxle.formats.catalog.sidecar_files import SCRATCH
+from transaxle.formats.registry import SCRATCH
 from transaxle.formats.staging.access import PRIVATE_FILE, PRIVATE_FOLDER, give_alike, is_empty
 from transaxle.formats.staging.belongings import several_files
 from transaxle.formats.staging.claim import Claim, lock, opened

@@ -8,7 +8,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from transaxle.formats.catalog.sidecar_files import SCRATCH
+from transaxle.formats.registry import SCRATCH
 from transaxle.formats.staging.claim import FOLDER, busy, joined
 from transaxle.formats.staging.staging import write_at
 from transaxle.formats.storage.compiled import StepBatch

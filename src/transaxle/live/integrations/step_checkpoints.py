@@ -16,7 +16,7 @@ from torch import nn
 
 from transaxle.arguments import PathLike, read_count, read_path
 from transaxle.errors import TransaxleError, gathered, refuse
-from transaxle.formats.catalog.sidecar_files import MANIFEST
+from transaxle.formats.registry import MANIFEST
 from transaxle.formats.remote.service import Service
 from transaxle.formats.staging.belongings import LocalFolder, RemoteFolder, strangers
 from transaxle.formats.staging.leftovers import clean, discard, leftovers

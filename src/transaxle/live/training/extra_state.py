@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from transaxle.errors import Refusal, Where, gathered, refuse
-from transaxle.formats.catalog.strict_json import parsed
+from transaxle.formats.strict_json import parsed
 from transaxle.live.transport.world import World
 from transaxle.torch_tensors.tensor_bytes import as_bytes, copied_to_cpu
 from transaxle.torch_tensors.torch_dtype import code_of, torch_dtype

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transaxle.axes.layout.bind import join_slot, split_slot
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, StoredTensor, stateless
 from transaxle.errors import Refusal, Where, gathered, refuse
-from transaxle.formats.catalog.sidecar_files import STATE_FOLDER
+from transaxle.formats.registry import STATE_FOLDER
 from transaxle.live.derived.settle import unnamed
 from transaxle.live.model.state_tensors import Leaves
 from transaxle.live.tensors.destination import NamePair
