@@ -25,9 +25,15 @@ from msgspec.structs import replace
 
 from transaxle.axes.geometry.strided import Loop
 from transaxle.formats.dtype import nbytes
-from transaxle.formats.storage.compiled import StepBatch
+from transaxle.formats.storage.compiled import (
+    FileRange,
+    StepBatch,
+    read_each,
+    read_one_by_one,
+    read_ranges,
+    read_strided,
+)
 from transaxle.formats.storage.storage import Overlay, Storage
-from transaxle.formats.storage.strided_reads import FileRange, read_each, read_one_by_one, read_ranges, read_strided
 
 if TYPE_CHECKING:
     from transaxle.errors import Refusal
@@ -414,14 +420,14 @@ class NumbersInMemory(Overlay):
             self.below.note_strided(batch, name, offset, view, width, loops)
 
     def read_strided(self, name: str, offset: int, view: memoryview, width: int, loops: Sequence[Loop]) -> None:
-        """See `formats.storage.strided_reads.read_strided`."""
+        """See `formats.storage.compiled.read_strided`."""
         if name == NUMBERS:
             read_each(self, name, offset, view, width, loops)
         else:
             read_strided(self.below, name, offset, view, width, loops)
 
     def read_ranges(self, ranges: Sequence[FileRange]) -> None:
-        """See `formats.storage.strided_reads.read_ranges`."""
+        """See `formats.storage.compiled.read_ranges`."""
         if any(name == NUMBERS for name, _, _ in ranges):
             read_one_by_one(self, ranges)
         else:

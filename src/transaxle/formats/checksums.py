@@ -27,9 +27,17 @@ from msgspec.structs import replace
 from transaxle.axes.geometry.strided import Loop
 from transaxle.errors import Refusal, Where, gathered
 from transaxle.formats.catalog import Checksum, Container, Entry
-from transaxle.formats.storage.compiled import StepBatch, address, address_to_read, compiled_function, new_batch
+from transaxle.formats.storage.compiled import (
+    FileRange,
+    StepBatch,
+    address,
+    address_to_read,
+    compiled_function,
+    new_batch,
+    read_ranges,
+    read_strided,
+)
 from transaxle.formats.storage.storage import Overlay, Storage
-from transaxle.formats.storage.strided_reads import FileRange, read_ranges, read_strided
 
 _BLOCK = 1 << 20
 _MOST_PARTS = 4096
@@ -130,12 +138,12 @@ class Witness(Overlay):
             self.below.note_read(batch, name, at, view[at - offset :])
 
     def read_ranges(self, ranges: Sequence[FileRange]) -> None:
-        """See `formats.storage.strided_reads.read_ranges`."""
+        """See `formats.storage.compiled.read_ranges`."""
         read_ranges(self.below, ranges)
         self._sum(ranges)
 
     def read_strided(self, name: str, offset: int, view: memoryview, width: int, loops: Sequence[Loop]) -> None:
-        """See `formats.storage.strided_reads.read_strided`; such runs are too short to be summed up one by one."""
+        """See `formats.storage.compiled.read_strided`; such runs are too short to be summed up one by one."""
         read_strided(self.below, name, offset, view, width, loops)
         total, end = _extent(offset, width, loops)
         for checksum in self._touched(name, offset, end):

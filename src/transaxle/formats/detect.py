@@ -37,8 +37,7 @@ from transaxle.formats.registry import (
     unread_end,
 )
 from transaxle.formats.staging.location import storage_at
-from transaxle.formats.storage.storage import Storage, is_url, too_long
-from transaxle.formats.storage.sub_folder import SubFolder
+from transaxle.formats.storage.storage import Storage, SubFolder, is_url, too_long
 
 if TYPE_CHECKING:
     from transaxle.formats.deepspeed.table_cuts import Cutter

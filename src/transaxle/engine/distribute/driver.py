@@ -42,7 +42,7 @@ from transaxle.formats.parts.shared_location import shared_staging_at
 from transaxle.formats.staging.location import shown
 from transaxle.formats.staging.place import ITEMS
 from transaxle.formats.staging.staging import Staging
-from transaxle.formats.storage.os_errors import failed
+from transaxle.formats.storage.local import failed
 from transaxle.formats.storage.storage import layer
 from transaxle.move.journal import ItemResult, Journal, item_file, refuse_other, result_of, results_in
 from transaxle.move.workers import Progress, unwatched

@@ -34,7 +34,7 @@ from transaxle.errors import Refusal, gathered, refuse
 from transaxle.formats.checksums import Witness
 from transaxle.formats.staging.location import storage_at
 from transaxle.formats.staging.place import MOVES
-from transaxle.formats.storage.os_errors import failed
+from transaxle.formats.storage.local import failed
 from transaxle.formats.storage.storage import Storage, is_url, layer
 from transaxle.move.endpoint import Writable
 from transaxle.move.hashing import digest

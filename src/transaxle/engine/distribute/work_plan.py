@@ -16,8 +16,7 @@ from transaxle.engine.distribute.conversion_order import ConversionOrder
 from transaxle.engine.distribute.work_items import WorkItem, divide, keyed
 from transaxle.engine.execute.preflight import Cleared, source_files
 from transaxle.errors import refuse, without_secrets
-from transaxle.formats.storage.local import read_file
-from transaxle.formats.storage.os_errors import failed
+from transaxle.formats.storage.local import failed, read_file
 from transaxle.formats.storage.storage import Overlay, unpinned
 from transaxle.move.hashing import digest
 from transaxle.move.journal import Task

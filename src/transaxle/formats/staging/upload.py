@@ -28,7 +28,7 @@ from transaxle.formats.registry import MANIFEST, STATE_FOLDER, holds_tensors, is
 from transaxle.formats.remote.orphans import remove_unanswered
 from transaxle.formats.remote.sent_file import SentFile, StreamedFile
 from transaxle.formats.remote.service import FILE, Info, Service
-from transaxle.formats.staging.belongings import (
+from transaxle.formats.staging.place import (
     ELSEWHERE,
     RemoteFolder,
     irreplaceable,

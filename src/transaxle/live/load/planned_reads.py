@@ -12,9 +12,8 @@ from math import prod
 from transaxle.axes.geometry.strided import Loop
 from transaxle.engine.checkpoint.checkpoint import StoredTensor
 from transaxle.formats.dtype import nbytes
-from transaxle.formats.storage.compiled import StepBatch
+from transaxle.formats.storage.compiled import FileRange, StepBatch, read_ranges, read_strided
 from transaxle.formats.storage.storage import Overlay, Storage
-from transaxle.formats.storage.strided_reads import FileRange, read_ranges, read_strided
 from transaxle.live.sharding.global_tensors import Census, Global
 from transaxle.move.runs import Item
 from transaxle.torch_tensors.placement import Held, local_shape
@@ -46,12 +45,12 @@ class Counting(Overlay):
         batch.then(partial(self._add, width * prod(count for count, _, _ in loops)))
 
     def read_strided(self, name: str, offset: int, view: memoryview, width: int, loops: Sequence[Loop]) -> None:
-        """See `formats.storage.strided_reads.read_strided`."""
+        """See `formats.storage.compiled.read_strided`."""
         read_strided(self.below, name, offset, view, width, loops)
         self._add(width * prod(count for count, _, _ in loops))
 
     def read_ranges(self, ranges: Sequence[FileRange]) -> None:
-        """See `formats.storage.strided_reads.read_ranges`."""
+        """See `formats.storage.compiled.read_ranges`."""
         read_ranges(self.below, ranges)
         self._add(sum(view.nbytes for _, _, view in ranges))
 

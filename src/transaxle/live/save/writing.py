@@ -21,8 +21,8 @@ from transaxle.engine.plan.conversion import Prepared
 from transaxle.engine.plan.planned import PlannedTensor
 from transaxle.errors import gathered
 from transaxle.formats.staging.location import staging_at
+from transaxle.formats.staging.staging import Writer
 from transaxle.formats.staging.upload import Upload
-from transaxle.formats.staging.writer import Writer
 from transaxle.formats.storage.local import LocalStorage
 from transaxle.live.save.memory_to_files import Moved, move
 from transaxle.live.save.uploading import upload

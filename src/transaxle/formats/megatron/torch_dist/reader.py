@@ -49,8 +49,7 @@ from transaxle.formats.megatron.torch_dist.numbered_layers import with_numbered_
 from transaxle.formats.pickled.descriptors import TensorRef
 from transaxle.formats.registry import sort_sidecars
 from transaxle.formats.step_parts import moved_out
-from transaxle.formats.storage.storage import Storage, layer
-from transaxle.formats.storage.sub_folder import SubFolder
+from transaxle.formats.storage.storage import Storage, SubFolder, layer
 from transaxle.formats.torch_file.saved import read_saved
 from transaxle.formats.torch_file.stored_storage import StoredStorage
 from transaxle.formats.training_state.full_precision import MASTER, with_full_precision
