@@ -17,7 +17,7 @@ from transaxle.axes.layout.relayout import Check, unchanged, unlike
 from transaxle.engine.copying.side_by_side import Compared, Pair
 from transaxle.engine.copying.source import Source
 from transaxle.errors import Refusal, TransaxleError, Where
-from transaxle.formats.catalog.catalog import Container
+from transaxle.formats.catalog import Container
 from transaxle.formats.dtype import BITS, nbytes, numpy_dtype
 from transaxle.move.endpoint import Readable
 from transaxle.move.transfer import Transfer
