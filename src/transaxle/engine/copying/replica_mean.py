@@ -53,15 +53,20 @@ def averages_of(storage: Storage) -> Mapping[str, Error]:
 def averaged(container: Container) -> Container:
     """Return a container in which replicas that differ are one tensor, their mean; those that are equal stay checked.
 
+    Replicas of what is not read (the module's weights beside the optimizer's, or the other way round) drift apart with
+    those that are, and are compared no more.
+
     Raises:
         Refused: UNSUPPORTED for replicas of more than 256 MiB, or of numbers that have no mean.
     """
     import numpy as np
 
-    entries, twins = dict(container.entries), list(container.twins)
+    replicas = _replicas(container)
+    read = [pair for pairs in replicas.values() for pair in pairs]
+    entries, twins = dict(container.entries), [twin for twin in container.twins if not twin.replica or twin in read]
     means: dict[str, InMemoryFile] = {}
     errors: dict[str, Error] = {}
-    for name, pairs in _replicas(container).items():
+    for name, pairs in replicas.items():
         copies = {copy.extents: copy for pair in pairs for copy in (pair.first, pair.second)}
         held = [_read(container, copy) for copy in copies.values()]
         if all(one.tobytes() == held[0].tobytes() for one in held):
@@ -78,7 +83,7 @@ def averaged(container: Container) -> Container:
         entries[name] = Entry(name, entry.dtype, entry.shape, (extent,))
         twins = [twin for twin in twins if twin not in pairs]
     if not means:
-        return container
+        return replace(container, twins=tuple(twins))
     storage = AveragedStorage(container.storage, means, errors)
     return replace(container, storage=storage, entries=entries, twins=tuple(twins))
 
