@@ -98,16 +98,16 @@ def places(family: str, dialect: str, wide: bool = False) -> Places:
         count += value.numel()
     if dialect == HF:
         return numbers
-    found: dict[str, torch.Tensor] = {}
+    collected: dict[str, torch.Tensor] = {}
     for digit in range(3):  # 256 is the last integer that a number of eight bits of precision holds with all before it
         drawn = {
             name: (number + 1 >> 8 * digit & 255).to(model.tensors[name].dtype) for name, number in numbers.items()
         }
         for name, value in _converted(dialect, model, drawn).items():
             assert bool((value == value.round()).all()), name
-            found[name] = found.get(name, 0) + (value.long() << 8 * digit)
-    assert all(bool((number <= count).all()) for number in found.values())
-    return {name: number - 1 for name, number in found.items()}
+            collected[name] = collected.get(name, 0) + (value.long() << 8 * digit)
+    assert all(bool((number <= count).all()) for number in collected.values())
+    return {name: number - 1 for name, number in collected.items()}
 
 
 def _converted(dialect: str, model: Truth, tensors: Tensors) -> Tensors:
@@ -184,15 +184,15 @@ def relaid(values: Tensors, where: Places, shapes: Mapping[str, torch.Size]) -> 
             for name, shape in shapes.items()
         ]
         pools[kind] = torch.cat([*pool, torch.zeros(1, dtype=dtype)])
-    found: Tensors = {}
+    collected: Tensors = {}
     for name, number in where.items():
         present = {code for code in kind_of[number].unique().tolist() if code != -2}
         if -1 in present:
             continue
         if len(present) > 1:
             raise MixedTypesError(name)
-        found[name] = pools[kinds[present.pop()]][number] if present else torch.zeros(number.shape)
-    return found
+        collected[name] = pools[kinds[present.pop()]][number] if present else torch.zeros(number.shape)
+    return collected
 
 
 class MixedTypesError(Exception):

@@ -89,10 +89,12 @@ def others(factor: str, *values: str) -> tuple[str, ...]:
 
 def clashing(clashes: Sequence[Clash], factors: Mapping[str, Sequence[str]] = FACTORS) -> frozenset[Pair]:
     """The pairs that have no place in a covering array: these, and those that leave no value to another factor."""
-    found = {pair for clash in clashes for pair in clash.pairs()}
-    while implied := {pair for pair in allowed(factors, frozenset(found)) if _leaves_none(pair, factors, found)}:
-        found |= implied
-    return frozenset(found)
+    collected = {pair for clash in clashes for pair in clash.pairs()}
+    while implied := {
+        pair for pair in allowed(factors, frozenset(collected)) if _leaves_none(pair, factors, collected)
+    }:
+        collected |= implied
+    return frozenset(collected)
 
 
 def _leaves_none(pair: Pair, factors: Mapping[str, Sequence[str]], excluded: set[Pair]) -> bool:
@@ -213,7 +215,7 @@ CLASHES: tuple[Clash, ...] = (
 def clashing_rows(clashes: Sequence[Clash]) -> list[dict[str, str]]:
     """A row for each pair that can be asked for and is left out, with the first value that goes with both elsewhere."""
     excluded = clashing(clashes)
-    found = []
+    collected = []
     for clash in clashes:
         if not clash.expressible:
             continue
@@ -223,5 +225,5 @@ def clashing_rows(clashes: Sequence[Clash]) -> list[dict[str, str]]:
                 if factor not in row:
                     fits = (v for v in values if excluded.isdisjoint(frozenset({(factor, v), o}) for o in row.items()))
                     row[factor] = next(fits, values[0])
-            found.append({factor: row[factor] for factor in FACTORS})
-    return found
+            collected.append({factor: row[factor] for factor in FACTORS})
+    return collected

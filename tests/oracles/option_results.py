@@ -78,11 +78,11 @@ def _state_name(name: str, container: str) -> str:
     return f"{STATE}{parameter}/{state}"
 
 
-def _flat(held: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+def _flat(contents: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
     """A torch file of one of our targets: flat, or nested with the model and the optimizer."""
-    model = held.get("model", held)
+    model = contents.get("model", contents)
     yield from ((name, value) for name, value in model.items() if isinstance(value, torch.Tensor))
-    for parameter, states in held.get("optimizer", {}).get("state", {}).items():
+    for parameter, states in contents.get("optimizer", {}).get("state", {}).items():
         yield from ((f"{STATE}{parameter}/{state}", value) for state, value in states.items())
 
 
@@ -97,8 +97,8 @@ def _universal(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _ranks(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     for file in sorted(_newest(path).glob("mp_rank_*/model_optim_rng.pt")):
-        held = torch.load(file, weights_only=False)
-        for name, value in held["model"].items():
+        contents = torch.load(file, weights_only=False)
+        for name, value in contents["model"].items():
             if isinstance(value, torch.Tensor) and not name.endswith("_extra_state"):
                 yield f"{file.parent.name}/{name}", value
 

@@ -6,7 +6,7 @@ import hashlib
 import io
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -34,7 +34,7 @@ from tests.oracles.option_models import (
     relaid,
 )
 from tests.oracles.option_pairs import NONE, Row
-from tests.oracles.option_sources import FORMATS, MEGATRON_DIST, Source, dialect, padded, rank_parts
+from tests.oracles.option_sources import FORMATS, MEGATRON_DIST, TILE, Source, dialect, padded, rank_parts
 from transaxle.cli import main
 
 ST = "safetensors"
@@ -72,7 +72,7 @@ RANK = 2
 
 
 class Outcome(NamedTuple):
-    """What a conversion said."""
+    """How a conversion ended."""
 
     report: Mapping[str, Any] | None
     """Of one that was done, as the command line prints it."""
@@ -89,7 +89,7 @@ class Wanted(NamedTuple):
     encoded: frozenset[str]
     """Names of what is encoded on the way."""
     changed: frozenset[str]
-    """Source names of what is decoded, cast or merged."""
+    """Names of what is decoded, cast or merged: those of the hub."""
     total: int
     """Tensors of the target, of all ranks together."""
 
@@ -107,14 +107,18 @@ def target_places(row: Row, source: Source) -> Places:
 def patterns(row: Row, source: Source) -> tuple[str | None, str | None]:
     """What `only` and `skip` say: names of linear layers, of the target for `encode` and else of the source."""
     where = target_places(row, source) if row[names.CHANGE] in names.ENCODINGS else source.where
-    first = next(  # of a layer that no dialect joins with others
-        name
-        for name, number in where.items()
-        if all(origin.endswith("o_proj.weight") for origin in origins(number, source.model.shapes))
-    )
+    codes_only = source.codes and row[names.CHANGE] in names.PLAIN_CHANGES
+    end = "input_layernorm.weight" if codes_only else "o_proj.weight"  # of a layer that no dialect joins with others
+    first = next(name for name, number in where.items() if _is_of(number, source, lambda origin: origin.endswith(end)))
     only = first.replace(".0.", ".*.") if "only" in row["chosen"] else None
     skip = first if "skip" in row["chosen"] else None
     return only, skip
+
+
+def _is_of(number: torch.Tensor, source: Source, is_one: Callable[[str], bool]) -> bool:
+    """Whether a stored tensor is made of certain tensors of the hub's; constants are made of none."""
+    made_of = origins(number, source.model.shapes)
+    return bool(made_of) and all(map(is_one, made_of))
 
 
 def adapter(model: Truth, folder: Path) -> Tensors:
@@ -208,19 +212,30 @@ def _encode(row: Row, source: Source, tensors: Tensors, where: Places) -> set[st
     if method != "encode":
         return set()
     only, skip = patterns(row, source)
-    # transformers would read codes of its stacks wrongly: they are encoded only where they are named.
-    stacks_stay = only is None and (TARGETS[row[names.TO]][1] or dialect(row[names.SOURCE])) == TRANSFORMERS
     linear = {
         name
         for name in tensors.keys() & where.keys()
-        if not (stacks_stay and tensors[name].ndim > 2)
-        and all(map(is_linear, origins(where[name], source.model.shapes)))
+        if _is_of(where[name], source, is_linear)
+        and not (
+            only is None and _is_misread(TARGETS[row[names.TO]][1] or dialect(row[names.SOURCE]), kind, tensors[name])
+        )
         and results.chosen(name, only, skip)
         and tensors[name].dtype != torch.float8_e4m3fn
     }
     for name in linear:
         tensors |= results.encoded(kind, name, tensors.pop(name))
     return linear
+
+
+def _is_misread(key: str, encoding: str, value: torch.Tensor) -> bool:
+    """Whether transformers 5.23 would take codes for something else, so that they are written only where asked for.
+
+    It knows no stacks, and takes the size of a block for the size of the matrix divided by the number of blocks.
+    """
+    if key not in (HF, TRANSFORMERS):
+        return False
+    uneven = encoding == "float8_block" and any(size > TILE and size % TILE for size in value.shape)
+    return value.ndim > 2 or uneven
 
 
 def _float(kind: str) -> torch.dtype:
@@ -232,7 +247,7 @@ def _states(row: Row, source: Source, where: Places, shapes: Mapping[str, torch.
     default = "no" if row[names.TO] in ("hf", "one file") else "yes"
     if (default if row["optimizer"] == NONE else row["optimizer"]) == "no":
         return {}
-    found: Tensors = {}
+    collected: Tensors = {}
     values_of = dict(source.states)
     if values_of and row[names.TO] == "torch_dist":  # Megatron keeps the weights in full precision there, too
         weights = source.weights["fp32"] if "fp32" in source.weights else source.weights[NONE]
@@ -242,20 +257,20 @@ def _states(row: Row, source: Source, where: Places, shapes: Mapping[str, torch.
     )
     for state, values in values_of.items():
         moved = relaid(values, where, shapes)
-        found |= {f"{results.STATE}{name}/{state}": value for name, value in moved.items()}
-        found |= {f"{results.STATE}{name}/step": torch.tensor(float(built.STEP)) for name in moved}
-    return found
+        collected |= {f"{results.STATE}{name}/{state}": value for name, value in moved.items()}
+        collected |= {f"{results.STATE}{name}/step": torch.tensor(float(built.STEP)) for name in moved}
+    return collected
 
 
 def _joined(where: Places, model: Truth) -> Places:
     """torchtitan trains q, k and v as one parameter, group by group: its optimizer has state of that one."""
     groups = model.config["num_key_value_heads"]
-    found = dict(where)
+    collected = dict(where)
     for first in [name for name in where if ".qkv_linear.wq." in name]:
-        parts = [found.pop(first.replace(".wq.", f".{part}.")) for part in ("wq", "wk", "wv")]
+        parts = [collected.pop(first.replace(".wq.", f".{part}.")) for part in ("wq", "wk", "wv")]
         by_group = [part.reshape(groups, -1, part.shape[-1]) for part in parts]
-        found[first.replace(".wq.", ".wqkv.")] = torch.cat(by_group, 1).flatten(0, 1)
-    return found
+        collected[first.replace(".wq.", ".wqkv.")] = torch.cat(by_group, 1).flatten(0, 1)
+    return collected
 
 
 def _by_rank(row: Row, source: Source, tensors: Tensors, where: Places) -> Tensors:
@@ -265,68 +280,68 @@ def _by_rank(row: Row, source: Source, tensors: Tensors, where: Places) -> Tenso
     tied = bool(source.model.config["tie_word_embeddings"])
     whole = {name: tensors[name] for name in where if name in tensors}
     numbers = {name: torch.arange(value.numel()).reshape(value.shape) for name, value in whole.items()}
-    found: Tensors = {}
+    collected: Tensors = {}
     for place, mine in rank_parts(numbers, tp=tp, pp=pp, ep=ep, tied=tied, multiple=multiple).items():
         for name, (origin, number) in mine.items():
-            found[f"{place}/{name}"] = torch.cat([whole[origin].flatten(), whole[origin].new_zeros(1)])[number]
+            collected[f"{place}/{name}"] = torch.cat([whole[origin].flatten(), whole[origin].new_zeros(1)])[number]
             for end, tile in SCALES.items():
                 if f"{origin}{end}" in tensors:
                     scales = results.spread(tensors[f"{origin}{end}"], whole[origin], *tile).flatten()[number]
                     grid = results.tiles(scales, *tile)
                     if grid is None:
                         raise MustRefuseError(f"{place}/{name} has tiles under two scales")
-                    found[f"{place}/{name}{end}"] = grid
-    return found
+                    collected[f"{place}/{name}{end}"] = grid
+    return collected
 
 
 def options(row: Row, source: Source, work: Path) -> dict[str, Any]:
     """The keywords of `convert` that a row asks for, but for `on`."""
-    found: dict[str, Any] = {}
+    collected: dict[str, Any] = {}
     method, _, kind = row[names.CHANGE].partition("=")
     if method == "merge":
-        found["merge"] = work / "adapter"
+        collected["merge"] = work / "adapter"
     elif method != NONE:
-        found[method] = kind
+        collected[method] = kind
     only, skip = patterns(row, source)
-    found |= {key: [value] for key, value in (("only", only), ("skip", skip)) if value is not None}
+    collected |= {key: [value] for key, value in (("only", only), ("skip", skip)) if value is not None}
     for key in ("shard_size", "memory", "weights"):
         if row[key] != NONE:
-            found[key] = row[key]
+            collected[key] = row[key]
     for key in ("jobs", "tp", "pp", "ep", VOCABULARY):
         if row[key] != NONE:
-            found[key] = int(row[key])
-    found |= {key: True for key in ("strict", "allow_lossy", "average", "verify") if row[key] != NONE}
-    said = {
+            collected[key] = int(row[key])
+    collected |= {key: True for key in ("strict", "allow_lossy", "average", "verify") if row[key] != NONE}
+    given = {
         "optimizer": row["optimizer"] == "yes",
         "resume": True,
         "overwrite": row["overwrite"] if row["overwrite"] == "everything" else True,
         "sync": False,
     }
-    found |= {key: value for key, value in said.items() if row[key] != NONE}
-    return found | _reading(row, source, work)
+    collected |= {key: value for key, value in given.items() if row[key] != NONE}
+    return collected | _reading(row, source, work)
 
 
 def _reading(row: Row, source: Source, work: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    collected: dict[str, Any] = {}
     if row["config"] == "path":
         (work / "config.json").write_text(json.dumps(source.model.config))
-        found["config"] = work / "config.json"
+        collected["config"] = work / "config.json"
     elif row["config"] == "mapping":
-        found["config"] = source.model.config
+        collected["config"] = source.model.config
     if row["axes"] != NONE:
-        found["axes"] = {"n": source.model.config["vocab_size"]}
+        collected["axes"] = {"n": source.model.config["vocab_size"]}
     if row["named family"] != NONE:
-        found["family"] = row[names.FAMILY]
+        collected["family"] = row[names.FAMILY]
     if row["named dialect"] != NONE:
         key = dialect(row[names.SOURCE])
         layered = "megatron_layers" if row[names.FAMILY] == "deepseek_v3" else MEGATRON_DIST
-        found["dialect"] = layered if key == TORCH_DIST else key
+        collected["dialect"] = layered if key == TORCH_DIST else key
     if row["named format"] != NONE:
-        found["format"] = FORMATS[row[names.SOURCE]]
+        collected["format"] = FORMATS[row[names.SOURCE]]
     if row["rules"] != NONE:
         (work / "other.rules").write_text(RULES)
-        found["rules"] = work / "other.rules"
-    return found
+        collected["rules"] = work / "other.rules"
+    return collected
 
 
 def convert(row: Row, source: Source, target: Path, asked: Mapping[str, Any]) -> Outcome:
@@ -365,25 +380,25 @@ def _faults(refusals: list[Mapping[str, Any]]) -> str:
 def _flags(asked: Mapping[str, Any]) -> list[str]:
     """The options of the command line that say the same."""
     other = {"average": "--average-replicas", "dialect": "--from"}
-    found: list[str] = []
+    collected: list[str] = []
     for key, value in asked.items():
         flag = other.get(key, f"--{key.replace('_', '-')}")
         if key in ("optimizer", "sync"):
-            found.append(flag if value else f"--no-{key}")
+            collected.append(flag if value else f"--no-{key}")
         elif key == "overwrite":
-            found.append("--overwrite" if value is True else "--overwrite=everything")
+            collected.append("--overwrite" if value is True else "--overwrite=everything")
         elif key == "axes":
-            found += [part for axis, size in value.items() for part in ("--axis", f"{axis}={size}")]
+            collected += [part for axis, size in value.items() for part in ("--axis", f"{axis}={size}")]
         elif key in ("only", "skip"):
-            found += [part for pattern in value for part in (flag, pattern)]
+            collected += [part for pattern in value for part in (flag, pattern)]
         else:
-            found += [flag] if value is True else [flag, str(value)]
-    return found
+            collected += [flag] if value is True else [flag, str(value)]
+    return collected
 
 
 def _typed(arguments: list[str]) -> Outcome:
-    printed, said = io.StringIO(), io.StringIO()
-    with redirect_stdout(printed), redirect_stderr(said):
+    printed, errors = io.StringIO(), io.StringIO()
+    with redirect_stdout(printed), redirect_stderr(errors):
         code = main(arguments)
     document = json.loads(printed.getvalue())
     if "error" not in document:
@@ -450,13 +465,20 @@ def differences(row: Row, target: Path, expected: Wanted, report: Mapping[str, A
         one, two = tensors[name], expected.tensors[name]
         if not results.agree(name, one, two):
             wrong.append(f"{name}: {one.dtype} {tuple(one.shape)} is not {two.dtype} {tuple(two.shape)}")
+    if report["tensors"] != expected.total:
+        wrong.append(f"the report has {report['tensors']} tensors, and there are {expected.total}")
+    recoded = {one["name"] for one in report["recoded"] if one["action"] != "averaged"}
+    if row[names.CHANGE] in names.ENCODINGS and recoded != expected.encoded:
+        wrong.append(f"the report has as encoded {sorted(recoded ^ expected.encoded)}, or not")
+    if bool(recoded) != bool(expected.encoded or expected.changed):
+        wrong.append(f"the report has as changed {sorted(recoded)}")
     if row["verify"] != NONE and not (report["verification"] or {}).get("ok"):
         wrong.append(f"verification: {report['verification']}")
     return wrong
 
 
 def _older(target: Path, notes: bool) -> None:
-    """Put another checkpoint where the result is to be, with a file of the user's beside it in its folder."""
+    """Put another checkpoint where the result is to be, perhaps with a file of the user's in its folder."""
     if target.suffix == ".safetensors":
         save_file({"old": torch.zeros(3)}, target)
     elif target.suffix:

@@ -56,7 +56,7 @@ class Source:
     where: Places
     """Of the names in its files."""
     weights: Mapping[str, Tensors]
-    """By the value of `weights`: none, fp32 or lp. Of a coded weight, what its codes and scales stand for."""
+    """By the value of `weights`: none, fp32 or lp. Of a coded weight, the values of its codes and scales."""
     states: Mapping[str, Tensors] = field(default_factory=dict)
     codes: Tensors = field(default_factory=dict)
     scales: Tensors = field(default_factory=dict)
@@ -155,15 +155,15 @@ def _replicas(masters: Tensors, folder: Path) -> tuple[dict[str, Tensors], dict[
         dim = None
         if "_proj" in name:
             dim = 1 if "o_proj" in name or "down_proj" in name else 0
-        for rank, held in enumerate(ranks):
+        for rank, contents in enumerate(ranks):
             if dim is None:
-                held[name] = value + rank / 64 if "norm" in name else value
+                contents[name] = value + rank / 64 if "norm" in name else value
             else:
-                held[name] = value.chunk(2, dim)[rank].contiguous()
-    built.write_old(folder, [{name: value.numpy() for name, value in held.items()} for held in ranks])
+                contents[name] = value.chunk(2, dim)[rank].contiguous()
+    built.write_old(folder, [{name: value.numpy() for name, value in contents.items()} for contents in ranks])
 
     def joined(name: str, *, dtype: torch.dtype = torch.float32, times: int = 1) -> torch.Tensor:
-        one, two = ((held[name] * times).to(dtype) for held in ranks)
+        one, two = ((contents[name] * times).to(dtype) for contents in ranks)
         if "norm" in name:
             return ((one.double() + two.double()) / 2).to(dtype)
         return (masters[name] * times).to(dtype)
@@ -249,11 +249,11 @@ def _ranks(model: Truth, where: Places, folder: Path) -> None:
     for number, (place, parts) in enumerate(rank_parts(where, tp=2, pp=2, ep=1, tied=tied).items()):
         step = folder / STEP / place
         step.mkdir(parents=True)
-        held = {"args": _arguments(model, 2, 2, number), "checkpoint_version": 3.0, "iteration": 7}
+        contents = {"args": _arguments(model, 2, 2, number), "checkpoint_version": 3.0, "iteration": 7}
         # Copies: a cut shares the storage of the whole, which torch would save with each part.
         mine = relaid(model.tensors, {name: part for name, (_, part) in parts.items()}, model.shapes)
         torch.save(
-            {**held, "model": {name: value.clone() for name, value in mine.items()}}, step / "model_optim_rng.pt"
+            {**contents, "model": {name: value.clone() for name, value in mine.items()}}, step / "model_optim_rng.pt"
         )
     (folder / "latest_checkpointed_iteration.txt").write_text("7")
 
@@ -279,12 +279,12 @@ class Rank(NamedTuple):
 
 def ranks(*, tp: int, pp: int, ep: int, experts: bool) -> dict[str, Rank]:
     """The folder of each rank -> its place; stage by stage."""
-    found = {}
+    collected = {}
     several = ep > 1 and experts
     for rank in (Rank(t, p, e) for p in range(pp) for e in range(ep if several else 1) for t in range(tp)):
         end = f"_{rank.ep:03d}" if several else ""
-        found[f"mp_rank_{rank.tp:02d}" + (f"_{rank.pp:03d}" if pp > 1 else "") + end] = rank
-    return found
+        collected[f"mp_rank_{rank.tp:02d}" + (f"_{rank.pp:03d}" if pp > 1 else "") + end] = rank
+    return collected
 
 
 def rank_parts(where: Places, *, tp: int, pp: int, ep: int, tied: bool, multiple: int = 1) -> dict[str, Parts]:
@@ -301,17 +301,17 @@ def rank_parts(where: Places, *, tp: int, pp: int, ep: int, tied: bool, multiple
     Returns:
         the folder of each rank -> its name for each tensor -> the name in the whole model, and its part.
     """
-    found: dict[str, Parts] = {}
+    collected: dict[str, Parts] = {}
     whole = padded(where, multiple * tp)
     for place, rank in ranks(tp=tp, pp=pp, ep=ep, experts=any(".experts." in name for name in where)).items():
-        mine = found[place] = {}
+        mine = collected[place] = {}
         for name, number in whole.items():
             own = _own_name(name, rank, pp, ep)
             if own is not None:
                 mine[own] = name, _cut(name, number, tp, rank.tp)
         if tied and rank.pp == pp - 1 > 0:
             mine[_HEAD] = _EMBEDDING, _cut(_HEAD, whole[_EMBEDDING], tp, rank.tp)
-    return found
+    return collected
 
 
 def padded(where: Places, multiple: int) -> Places:

@@ -12,6 +12,7 @@ import pytest
 
 from tests.oracles import cases, option_runs, option_sources
 from tests.oracles import option_pairs as names
+from tests.oracles.cases import AUTOMODEL, TORCHTITAN
 from tests.oracles.option_models import FAMILIES, WIDE
 from tests.oracles.option_pairs import CLASHES, FACTORS, NONE, Row, allowed, clashing, covering, pairs_of
 from tests.oracles.option_sources import Source
@@ -25,7 +26,7 @@ ARRAYS = 3
 """Covering arrays, each of which has every pair."""
 SHARES = 8
 """Tests that share the rows out, so that several processes have some."""
-SAMPLE = 10
+SAMPLE = 8
 SUCCEED = 0.55
 """At least so many of the rows must end with a checkpoint: a sweep of refusals compares nothing."""
 
@@ -98,15 +99,22 @@ def _run(share: list[Row], sources: dict[tuple[str, str], Source], folder: Path)
         option_runs.clear(work)
         ends["refused" if refusal else "done"] += 1
         if problems:
-            said = {factor: value for factor, value in row.items() if value != NONE}
-            wrong.append(f"{said}\n    " + "\n    ".join(problems[:5]))
+            given = {factor: value for factor, value in row.items() if value != NONE}
+            wrong.append(f"{given}\n    " + "\n    ".join(problems[:5]))
     assert not wrong, "\n".join(wrong)
     return ends
 
 
 def test_a_sample_is_exact_or_refused(sources: dict[tuple[str, str], Source], tmp_path: Path) -> None:
     order = random.Random(0)
-    fewer = [row for row in rows() if row[names.FAMILY] in ("llama", "qwen3_moe") and row["on"] == NONE]
+    few = {names.FAMILY: ("llama", "qwen3_moe"), names.SOURCE: (*names.TRAINED, "hf", "pt", names.FP8), "on": (NONE,)}
+    apart = {TORCHTITAN, AUTOMODEL}  # these peers take long to import
+    fewer = [
+        row
+        for row in rows()
+        if all(row[factor] in values for factor, values in few.items())
+        and option_runs.TARGETS[row[names.TO]][1] not in apart
+    ]
     ends = _run(order.sample(fewer, SAMPLE), sources, tmp_path)
     assert ends["done"] >= SUCCEED * SAMPLE
 
