@@ -44,8 +44,8 @@ HOUSE = {
     # The doors: what a user meets.
     "__main__": _room("cli", needs=frozenset()),
     "cli": _room(DOORWAY, "reports", "derivation", "live", "engine", needs=CORE | TERMINAL),
-    DOORWAY: _room("_api", "reports", "refit", "parallel", "nn", "live", "quant", needs=frozenset()),
-    "_api": _room("derivation", "live", "engine"),
+    DOORWAY: _room("verbs", "reports", "refit", "parallel", "nn", "live", "quant", needs=frozenset()),
+    "verbs": _room("reports", "derivation", "live", "engine"),
     # The training side: only these six may import torch.
     "refit": _room("live", needs=CORE | TRAINING),
     "parallel": _room("live", "nn", needs=CORE | TRAINING),
@@ -69,7 +69,8 @@ HOUSE = {
     "extras": _room(needs=frozenset()),
     "axes": _room("arguments", "errors", "spans", needs=frozenset({"numpy", "msgspec"})),
     "arguments": _room("errors", needs=frozenset()),
-    "errors": _room(needs=frozenset()),
+    "errors": _room("options", needs=frozenset()),
+    "options": _room(needs=frozenset()),
     "spans": _room(needs=frozenset()),
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from transaxle.cli import options
+from transaxle.cli.click_options import printing
 from transaxle.cli.command import Command
 from transaxle.cli.commands.convert import print_report
 from transaxle.cli.screen.quantities import duration, plural, size, speed
@@ -60,7 +60,7 @@ def _numbers(_ctx: click.Context, _param: click.Parameter, typed: str | None) ->
     "--items", metavar="NUMBERS", callback=_numbers, help="Do these items, such as 7, 0-99 or 3,7-9; counted from 0."
 )
 @click.option("--commit", is_flag=True, help="Let the target appear, when all items are done.")
-@options.printing
+@printing
 def command(screen: Screen, plan: str, begin: bool, items: tuple[int, ...] | None, commit: bool) -> int:
     """Do a part of a plan, or all of it."""
     if begin + commit + (items is not None) > 1:
