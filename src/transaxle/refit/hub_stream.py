@@ -35,9 +35,8 @@ from transaxle.live.model.destination import check_dtype
 from transaxle.live.model.published_codes import published
 from transaxle.live.model.state_tensors import Leaves, State, leaves, shared_config, unsavable
 from transaxle.live.sharding.global_tensors import census
-from transaxle.live.sharding.memory import container, rank_of
-from transaxle.live.sharding.replicas import Replicas
-from transaxle.live.sharding.zero_check import check_zero
+from transaxle.live.sharding.memory import Replicas, container, rank_of
+from transaxle.live.sharding.value_checks import check_zero
 from transaxle.live.transport.bucket_exchange import BucketExchange
 from transaxle.live.transport.world import World
 from transaxle.move.runs import Item

@@ -27,9 +27,9 @@ from transaxle.live.derived.settle import settle, untaken
 from transaxle.live.load.load_plan import LoadPlan, leaves_for
 from transaxle.live.load.shared_source import check_read, opened
 from transaxle.live.model.destination import Conversion, Landing, Rooms, check_filled, overlapping
-from transaxle.live.model.matching import left_out
 from transaxle.live.model.meta import materialise
 from transaxle.live.model.report import LoadReport
+from transaxle.live.model.source_view import left_out
 from transaxle.live.model.state_tensors import State
 from transaxle.live.sharding.global_tensors import Census, Global
 from transaxle.live.training.optimizers import AnyOptimizer
