@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from transaxle.arguments import read_overwrite
 from transaxle.encodings.error import Error
-from transaxle.engine.checkpoint.source_hashes import HashWitness
+from transaxle.engine.checkpoint.manifest import HashWitness
 from transaxle.engine.copying.replica_mean import averages_of
 from transaxle.engine.distribute.executors.executor import Executor
 from transaxle.engine.distribute.item_work import (

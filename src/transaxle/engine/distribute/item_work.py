@@ -20,7 +20,7 @@ from typing import Self
 import msgspec
 
 from transaxle.encodings.error import Error
-from transaxle.engine.checkpoint.source_hashes import HashWitness
+from transaxle.engine.checkpoint.manifest import HashWitness
 from transaxle.engine.copying.duplicate_checks import unequal
 from transaxle.engine.distribute.work_items import Moves, WorkItem, moves_of, numbers
 from transaxle.engine.distribute.work_place import WorkPlace, work_place

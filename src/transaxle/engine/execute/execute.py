@@ -13,7 +13,7 @@ import msgspec
 
 from transaxle.arguments import Overwrite
 from transaxle.encodings.error import Error
-from transaxle.engine.checkpoint.source_hashes import HashWitness, against
+from transaxle.engine.checkpoint.manifest import HashWitness, against
 from transaxle.engine.copying.duplicate_checks import unequal
 from transaxle.engine.copying.replica_mean import averages_of
 from transaxle.engine.execute.commit import write_known, write_rest

@@ -25,7 +25,7 @@ from transaxle.encodings.conventions.scheme import UNKNOWN_KEY
 from transaxle.encodings.conventions.te_convention import NOTE as TE_NOTE
 from transaxle.encodings.conventions.torchao_convention import NAMES as TORCHAO_NAMES
 from transaxle.encodings.encoding import WHOLE, Encoded, Encoding, Role
-from transaxle.engine.copying.bitcast import redescribed
+from transaxle.engine.copying.source import redescribed
 from transaxle.engine.views.swizzled_scales import compacted
 from transaxle.errors import Refusal, TransaxleError, Where, refuse
 from transaxle.formats.catalog import Container, Entry
