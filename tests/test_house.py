@@ -389,7 +389,7 @@ def test_functions_are_short() -> None:
 
 PRIMITIVES = {
     "as_strided": {
-        "torch_tensors/strided_copy.py",  # copies and views of any tensor
+        "torch_tensors/local_tensor.py",  # copies and views of any tensor
         "quant/tensor/dispatch.py",  # the operation itself, of a tensor class
     },
     "from_local": {"torch_tensors/local_tensor.py"},

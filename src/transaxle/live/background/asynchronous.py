@@ -37,8 +37,7 @@ from transaxle.live.training.optimizers import AnyOptimizer
 from transaxle.live.transport.rendezvous import Rendezvous
 from transaxle.live.transport.shared_memory import Region
 from transaxle.live.transport.world import World, is_loss
-from transaxle.torch_tensors.local_tensor import local_of
-from transaxle.torch_tensors.tensor_bytes import copy_into
+from transaxle.torch_tensors.local_tensor import copy_into, local_of
 from transaxle.torch_tensors.torch_arguments import Ranks
 
 _TIMEOUT = timedelta(minutes=30)

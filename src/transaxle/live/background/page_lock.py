@@ -6,7 +6,7 @@ from contextlib import suppress
 
 import torch
 
-from transaxle.torch_tensors.tensor_bytes import Bytes
+from transaxle.torch_tensors.local_tensor import Bytes
 
 
 class PageLock:

@@ -15,7 +15,7 @@ import torch
 from transaxle.errors import Refusal, Where
 from transaxle.live.derived.derived import Island, persistent
 from transaxle.live.derived.extent import pieces
-from transaxle.torch_tensors.tensor_bytes import byte_view, same_bytes
+from transaxle.torch_tensors.local_tensor import byte_view, same_bytes
 
 _SEED = 20_260
 _LOWEST, _COUNT = 1, 62

@@ -13,7 +13,7 @@ from torch import nn
 
 from transaxle.axes.notation.name import own_name
 from transaxle.errors import Refusal, Where
-from transaxle.torch_tensors.tp_shard import Part, mark
+from transaxle.torch_tensors.placement import Part, mark
 
 PARTITION = "ds_id"
 """What DeepSpeed calls a parameter that it has taken apart."""

@@ -37,7 +37,7 @@ from transaxle.live.sharding.param_group_names import ParamGroupNames
 from transaxle.live.tensors.type_change import decode_hint
 from transaxle.quant.modules.entries import code_name
 from transaxle.torch_tensors.local_tensor import local_of
-from transaxle.torch_tensors.torch_dtype import code_of
+from transaxle.torch_tensors.torch_arguments import code_of
 
 _STATE = re.compile(r"((?:.*?\.)?optim(?:izer)?\.state\.).+\.[^.]+")
 """Flat name of an optimizer's state, `app.optim.state.<parameter>.<state>`; the group is the prefix."""

@@ -26,8 +26,7 @@ from transaxle.live.training.optimizer_state import follow, install, rooms_for
 from transaxle.quant.modules.entries import begin_anew, put_values
 from transaxle.quant.modules.masters import MASTER, MasterWeights
 from transaxle.torch_tensors.local_tensor import local_of
-from transaxle.torch_tensors.placement import local_parts
-from transaxle.torch_tensors.shard_grid import ShardGrid
+from transaxle.torch_tensors.placement import ShardGrid, local_parts
 
 
 @dataclass(frozen=True)

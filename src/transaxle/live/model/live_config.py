@@ -10,7 +10,7 @@ from torch import nn
 from transaxle.arguments import Configuration
 from transaxle.live.model.state_tensors import State
 from transaxle.live.transport.world import World
-from transaxle.torch_tensors.module_wrappers import innermost
+from transaxle.torch_tensors.torch_arguments import innermost
 
 _LISTED = 4
 """Keys that are named where two configs differ."""

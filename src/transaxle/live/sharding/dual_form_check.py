@@ -17,10 +17,8 @@ from transaxle.axes.layout.bind import split_slot
 from transaxle.axes.translation.grouped import MemberCopy, Stem, member_copies, members_by_stack
 from transaxle.errors import Refusal, Where, gathered
 from transaxle.live.transport.world import World
-from transaxle.torch_tensors.local_tensor import local_of
-from transaxle.torch_tensors.placement import placement_of, take
-from transaxle.torch_tensors.tensor_bytes import same_bytes
-from transaxle.torch_tensors.tp_shard import mark, part_of, whole_shape
+from transaxle.torch_tensors.local_tensor import local_of, same_bytes
+from transaxle.torch_tensors.placement import mark, part_of, placement_of, take, whole_shape
 
 
 class DualFormCheck:

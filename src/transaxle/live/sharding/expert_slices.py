@@ -13,8 +13,7 @@ from transaxle.axes.translation.grouped import members_by_stack, parameter_shape
 from transaxle.live.sharding.dcp_chunks import Runs
 from transaxle.live.transport.world import World
 from transaxle.torch_tensors.local_tensor import local_of
-from transaxle.torch_tensors.placement import placement_of
-from transaxle.torch_tensors.tp_shard import whole_shape
+from transaxle.torch_tensors.placement import placement_of, whole_shape
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,10 +17,9 @@ import torch
 from transaxle.errors import Refusal, Where, gathered
 from transaxle.live.tensors.type_change import cast
 from transaxle.move.endpoint import Sink
-from transaxle.torch_tensors.local_tensor import local_of, stored_local
-from transaxle.torch_tensors.shard_grid import ShardGrid
-from transaxle.torch_tensors.tensor_bytes import Bytes, as_bytes, same_bytes
-from transaxle.torch_tensors.torch_dtype import torch_dtype
+from transaxle.torch_tensors.local_tensor import Bytes, as_bytes, local_of, same_bytes, stored_local
+from transaxle.torch_tensors.placement import ShardGrid
+from transaxle.torch_tensors.torch_arguments import torch_dtype
 
 NamePair = tuple[str, str]
 """Names of two tensors of a model."""

@@ -15,7 +15,7 @@ from transaxle.formats.training_items import nested, tops
 from transaxle.live.model.state_tensors import State, set_extra_state
 from transaxle.live.training.extra_state import EXTRA, FILE, MODEL, STATE, Extras, Random, Stateful
 from transaxle.live.transport.world import World
-from transaxle.torch_tensors.torch_dtype import torch_dtype
+from transaxle.torch_tensors.torch_arguments import torch_dtype
 
 
 class Beside:
