@@ -38,15 +38,16 @@ export PYTHONUTF8 = 1
 # Without bytecode every worker rewrites the asserts of 400 files anew, and every program that a test starts compiles us.
 unexport PYTHONDONTWRITEBYTECODE
 
-QUICK := -m 'not oracle and not journey and not megatron and not vllm and not peers and not slow and not gpu' --quick --examples 10
+QUICK := -m 'not oracle and not journey and not megatron and not vllm and not golden and not peers and not slow and not gpu' --quick --examples 10
 
-.PHONY: help demo check test oracle journeys megatron vllm gpu fuzz bench bench-compare docs charts wheel lint format clean
+.PHONY: help demo check test golden oracle journeys megatron vllm gpu fuzz bench bench-compare docs charts wheel lint format clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo 'make demo    make, convert, verify and run a tiny mixture-of-experts checkpoint'
 	@echo 'make check   lint, types and the quick tests: a minute, for every change'
 	@echo 'make test    lint, types, tests and docs: what CI runs'
+	@echo 'make golden  whether conversions, loads, saves and refusals are what they were, byte by byte: a minute'
 	@echo 'make oracle  the whole sweeps over what the peers ship (make test runs a sample)'
 	@echo 'make journeys  whole ways through the peers'"'"' own programs and back (make test runs a sample)'
 	@echo 'make megatron  Megatron itself and Megatron-Bridge, in an environment of their own'
@@ -74,6 +75,10 @@ check: $(VENV)/.all
 
 test: lint
 	$(BIN)/python -m pytest -q --memory $(MEMORY) --numprocesses $(JOBS) --dist worksteal
+
+# Before and after a change that must not change results. REWRITE=--rewrite-golden keeps what they are now.
+golden: $(VENV)/.all
+	$(BIN)/python -m pytest -q -m golden --numprocesses $(JOBS) --dist worksteal $(REWRITE) tests/golden
 
 oracle: $(VENV)/.all
 	$(BIN)/python -m pytest -q -m 'oracle and not vllm' --numprocesses $(JOBS) --dist worksteal

@@ -22,7 +22,7 @@ import figures
 import msgspec
 
 from transaxle import cli, families
-from transaxle.cli.command import NAME
+from transaxle.cli.command import NAME, with_all_options
 from transaxle.cli.program import COMMANDS, program
 from transaxle.engine.explanations import EXPLANATIONS
 from transaxle.engine.facts.legend import dialect_rows
@@ -62,7 +62,7 @@ def commands() -> Iterator[str]:
 
 def _help(name: str, command: click.Command, parent: click.Context | None = None) -> Iterator[str]:
     context = click.Context(command, info_name=name, parent=parent, terminal_width=WIDTH, **program.context_settings)
-    yield f"```text\n{context.get_help().strip()}\n```\n"
+    yield f"```text\n{with_all_options(context).get_help().strip()}\n```\n"
 
 
 def codes() -> Iterator[str]:

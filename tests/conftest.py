@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.golden.digests import REWRITE, Rewriting
 from tests.journeys import OPTION as JOURNEYS
 from tests.memory_meter import OPTION as MEMORY
 from tests.memory_meter import MemoryMeter
@@ -75,10 +76,11 @@ _AFTER_MULTIPROCESSING = -200
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add what `make check`, `make test` and `make journeys` ask for."""
+    """Add what `make check`, `make test`, `make journeys` and `make golden` ask for."""
     parser.addoption(EXAMPLES, type=int, metavar="N", help="try each property on at most N examples")
     parser.addoption(QUICK, action="store_true", help="only test files that start nothing and import no frameworks")
     parser.addoption(JOURNEYS, metavar="DIR", help="write what journeys note into this folder")
+    parser.addoption(REWRITE, action="store_true", help="keep what golden cases give now, and write it down")
     parser.addoption(MEMORY, type=float, metavar="GB", help="say what is used at most; fail above it")
 
 
@@ -164,6 +166,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Give everything temporary one folder, of whatever processes the tests start; workers get it with the rest."""
     if hasattr(config, "workerinput"):
         return
+    if config.getoption(REWRITE):
+        config.pluginmanager.register(Rewriting())
     folder = config.stash[_TEMPORARY] = os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="tx-")
     if (cap := config.getoption(MEMORY)) is not None:
         config.pluginmanager.register(MemoryMeter("TMPDIR", folder, cap))

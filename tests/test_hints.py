@@ -13,14 +13,14 @@ import pytest
 
 import transaxle as tx
 from transaxle.cli.program import program
-from transaxle.errors import KEYWORDS, Refusal, in_both_languages
+from transaxle.errors import Refusal, in_both_languages
+from transaxle.options import KEYWORDS
 
 SOURCE = Path(tx.__file__).parent
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z]")
 COMMANDS = re.compile(r"(?:torchrun|transaxle)(?: [^\s,;)`]+)+")
 OF_COMMANDS = {
     "--begin": "work", "--commit": "work", "--derive": "convert", "--json": "ls", "--number": "derive",
-    "--write": "plan",
 }  # fmt: skip
 """Options without a keyword -> a command that has them: Python does these by functions of their own."""
 OF_OTHERS = {
@@ -29,7 +29,7 @@ OF_OTHERS = {
     "--weight-decay", "--weight-transfer-config",
 }  # fmt: skip
 """Options of Megatron, torchrun and vLLM."""
-PAGES = ("cli", "engine/explanations.py", "errors.py")
+PAGES = ("cli", "options.py", "engine/explanations.py", "errors.py")
 """What speaks to the command line alone, and the mechanism itself."""
 
 
@@ -71,10 +71,9 @@ def test_options_that_texts_name_are_there_in_both_languages() -> None:
 
 
 def test_keywords_are_those_of_functions_and_options_those_of_commands() -> None:
-    convert, report, diff = (inspect.signature(each).parameters for each in (tx.convert, tx.report, tx.diff))
-    known = {**report, **diff, **convert}
+    known = {name for each in (tx.plan, tx.convert, tx.report, tx.diff) for name in inspect.signature(each).parameters}
     assert [each for each in KEYWORDS.values() if each.partition("=")[0] not in known] == []
-    commands = options_of("convert") | options_of("report") | options_of("diff")
+    commands = {option for each in ("plan", "convert", "report", "diff") for option in options_of(each)}
     assert KEYWORDS.keys() <= commands
     for option, command in OF_COMMANDS.items():
         assert option in options_of(command), option

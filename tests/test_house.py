@@ -44,8 +44,8 @@ HOUSE = {
     # The doors: what a user meets.
     "__main__": _room("cli", needs=frozenset()),
     "cli": _room(DOORWAY, "reports", "derivation", "live", "engine", needs=CORE | TERMINAL),
-    DOORWAY: _room("_api", "reports", "refit", "parallel", "nn", "live", "quant", needs=frozenset()),
-    "_api": _room("derivation", "live", "engine"),
+    DOORWAY: _room("verbs", "reports", "refit", "parallel", "nn", "live", "quant", needs=frozenset()),
+    "verbs": _room("reports", "derivation", "live", "engine"),
     # The training side: only these six may import torch.
     "refit": _room("live", needs=CORE | TRAINING),
     "parallel": _room("live", "nn", needs=CORE | TRAINING),
@@ -62,14 +62,15 @@ HOUSE = {
     # The core.
     "engine": _room("move", "formats", "encodings", "families", "axes"),
     "move": _room("formats", "encodings", "axes"),
-    "formats": _room("axes", "plugins", "extras"),
+    "formats": _room("encodings", "axes", "plugins", "extras"),
     "encodings": _room("axes"),
     "families": _room("axes", "plugins"),
     "plugins": _room("errors", needs=frozenset()),
     "extras": _room(needs=frozenset()),
     "axes": _room("arguments", "errors", "spans", needs=frozenset({"numpy", "msgspec"})),
     "arguments": _room("errors", needs=frozenset()),
-    "errors": _room(needs=frozenset()),
+    "errors": _room("options", needs=frozenset()),
+    "options": _room(needs=frozenset()),
     "spans": _room(needs=frozenset()),
 }
 
@@ -77,7 +78,7 @@ LAZY_EXTRAS = {
     "cli/demo.py": frozenset({"torch", "transformers"}),
     "derivation/tracing/transformers_models.py": frozenset({"torch", "transformers"}),
     "engine/checkpoint/numbered_parameters.py": frozenset({"torch", "transformers"}),
-    "engine/distribute/executors/ray_cluster.py": frozenset({"ray"}),
+    "engine/distribute/executors.py": frozenset({"ray"}),
     "engine/checkpoint/stored_tensor.py": frozenset({"torch"}),
     "formats/hub/hub_requests.py": frozenset({"httpx", "huggingface_hub"}),
     "refit/plugs/vllm_control.py": frozenset({"httpx"}),

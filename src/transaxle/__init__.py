@@ -16,25 +16,32 @@ from transaxle.errors import CODES, Refusal, TransaxleError
 
 __version__ = "0.1.0"
 
-_LAZY = "transaxle._api"
+_LAZY = "transaxle.verbs"
 """Where everything below lives that is not imported above: it is loaded when it is first used."""
 _ELSEWHERE = {
     "AccelerateHooks": "live.integrations.accelerate_hooks",
-    "Executor": "engine.distribute.executors.executor",
+    "Checkpoint": "engine.checkpoint.checkpoint",
+    "Comparison": "engine.compare.compare",
+    "Executor": "engine.distribute.executors",
     "Explanation": "engine.explanations",
+    "Leftover": "formats.staging.leftovers",
     "LightningCheckpoints": "live.integrations.lightning_io",
     "LoadPlanner": "live.integrations.dcp_planners",
     "LoadReport": "live.model.report",
+    "Plan": "engine.plan.planned",
     "Random": "live.training.extra_state",
     "Refit": "refit.refitting",
     "RefitReport": "refit.refitting",
+    "Report": "engine.execute.execute",
     "ReshardReport": "live.reexpress.reshard",
     "SaveJob": "live.background.asynchronous",
     "SavePlanner": "live.integrations.dcp_planners",
     "SaveReport": "live.model.report",
     "Sharding": "engine.facts.sharding_facts",
+    "StoredTensor": "engine.checkpoint.stored_tensor",
     "Table": "derivation.sources",
     "TrainerCheckpoints": "live.integrations.trainer_callback",
+    "Verification": "engine.compare.verification",
     "as_runs": "live.sharding.dcp_chunks",
     "async_save": "live.background.asynchronous",
     "explain": "engine.explanations",
@@ -47,35 +54,24 @@ _ELSEWHERE = {
     "sharding": "live.reexpress.model_sharding",
     "state_dict_as": "live.reexpress.state_dict_adapter",
 }
-"""What few programs use -> its module: what works on live models, which imports torch, derived tables, executors."""
+"""What is no verb of files -> its module: results, and what works on live models, which imports torch."""
 
 _ROOMS = frozenset({"nn", "parallel", "quant", "refit"})
 """Rooms with public names of their own, `tx.quant.MXFP8`; they import torch."""
 
 if TYPE_CHECKING:
     from transaxle import nn, parallel, quant, refit
-    from transaxle._api import (
-        Checkpoint,
-        Comparison,
-        Leftover,
-        Plan,
-        Report,
-        StoredTensor,
-        Verification,
-        check_rules,
-        clean,
-        convert,
-        derive,
-        diff,
-        info,
-        open,  # noqa: A004
-        plan,
-        verify,
-    )
     from transaxle.derivation.sources import Table
-    from transaxle.engine.distribute.executors.executor import Executor
+    from transaxle.engine.checkpoint.checkpoint import Checkpoint
+    from transaxle.engine.checkpoint.stored_tensor import StoredTensor
+    from transaxle.engine.compare.compare import Comparison
+    from transaxle.engine.compare.verification import Verification
+    from transaxle.engine.distribute.executors import Executor
+    from transaxle.engine.execute.carry import Report
     from transaxle.engine.explanations import Explanation, explain
     from transaxle.engine.facts.sharding_facts import Sharding
+    from transaxle.engine.plan.planned import Plan
+    from transaxle.formats.staging.leftovers import Leftover
     from transaxle.live.background.asynchronous import SaveJob, async_save, prepare_async
     from transaxle.live.integrations.accelerate_hooks import AccelerateHooks
     from transaxle.live.integrations.dcp_planners import LoadPlanner, SavePlanner
@@ -91,6 +87,7 @@ if TYPE_CHECKING:
     from transaxle.live.training.extra_state import Random
     from transaxle.refit.refitting import Refit, RefitReport
     from transaxle.reports.reporting import report
+    from transaxle.verbs import check_rules, clean, convert, derive, diff, info, open, plan, verify  # noqa: A004
 
 
 def __getattr__(name: str) -> Any:

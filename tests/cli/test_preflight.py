@@ -204,8 +204,8 @@ def test_a_plan_from_python_says_the_same(ck: Path) -> None:
 
 
 def test_they_take_the_same_options() -> None:
-    # of refits, where a plan is stored, and the page of either
-    taken, alone = [], {"meshes", "together", "ranks_per_node", "path", "report", "page"}
+    # of refits, and where a plan is stored
+    taken, alone = [], {"meshes", "together", "ranks_per_node", "write"}
     for name in ("plan", "convert"):
         command = program.commands.get(name) or program.get_command(None, name)  # type: ignore[arg-type]
         assert command is not None

@@ -16,7 +16,6 @@ from tests.checkpoints import TENSORS
 from tests.cli.running import BUG, USAGE, Transaxle, command, on_terminal, process
 from transaxle import __version__
 from transaxle.cli.command import NAME, Command
-from transaxle.cli.commands import ls as ls_module
 from transaxle.cli.program import COMMANDS, program
 
 BLOCKED = """
@@ -208,7 +207,7 @@ def test_a_bug_is_one_message(
     def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError("division by zero")
 
-    monkeypatch.setattr(ls_module, "open_checkpoint", broken)
+    monkeypatch.setattr("transaxle.verbs.open_checkpoint", broken)
     monkeypatch.setattr("tempfile.tempdir", str(ck.parent.absolute()))
     outcome = transaxle("ls", ck)
     assert outcome.code == BUG
@@ -226,7 +225,7 @@ def test_little_memory_is_said(ck: Path, transaxle: Transaxle, monkeypatch: pyte
     def greedy(*_: object, **__: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(ls_module, "open_checkpoint", greedy)
+    monkeypatch.setattr("transaxle.verbs.open_checkpoint", greedy)
     outcome = transaxle("ls", ck)
     assert outcome.code == 4
     assert "--memory" in outcome.err

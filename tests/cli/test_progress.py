@@ -11,7 +11,6 @@ import pytest
 
 from tests.cli.running import BUG, DIFFERENT, MACHINE, USAGE, Transaxle, flip, on_terminal, only
 from transaxle import __version__
-from transaxle.cli.commands import ls as ls_module
 from transaxle.cli.screen import screen as screen_module
 from transaxle.cli.screen.screen import Screen
 
@@ -94,7 +93,7 @@ def test_item_6_a_bug_leaves_its_traceback(
             assert name == "Project-URL"
             return urls
 
-    monkeypatch.setattr(ls_module, "open_checkpoint", broken)
+    monkeypatch.setattr("transaxle.verbs.open_checkpoint", broken)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr("importlib.metadata.metadata", lambda _: Described())
     outcome = transaxle("ls", ck)
@@ -116,7 +115,7 @@ def test_item_6_a_bug_where_nothing_can_be_kept(
     def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError("division by zero")
 
-    monkeypatch.setattr(ls_module, "open_checkpoint", broken)
+    monkeypatch.setattr("transaxle.verbs.open_checkpoint", broken)
     monkeypatch.setattr("tempfile.tempdir", "/nonexistent/folder")
     outcome = transaxle("ls", ck)
     assert (outcome.code, "TRANSAXLE_DEBUG=1" in outcome.err) == (BUG, True)

@@ -7,21 +7,21 @@ from typing import Any
 
 import click
 
+from transaxle.options import SECTIONS
+
 NAME = "transaxle"
-_SECTIONS = {
-    "Choosing the target": ("to", "shard_size", "allow_lossy", "strict"),
-    "Reading the source": (
-        "family", "config", "axes", "rules", "dialect", "format", "weights", "optimizer", "average", "derive",
-    ),
-    "Ranks of the target": ("tp", "pp", "ep", "make_vocab_size_divisible_by"),
-    "Changing numbers": ("decode", "encode", "dtype", "merge", "only", "skip"),
-    "Writing": ("overwrite", "resume", "check", "no_sync"),
-    "Working": ("jobs", "memory", "on", "items", "write", "report", "page", "profile"),
+_ALONE = {
+    "Reading the source": ("derive",),
+    "Working": ("profile",),
     "Refits, live into an engine": ("meshes", "together", "ranks_per_node"),
-}  # fmt: skip
-"""Title of a section in the help of a command with many options -> the options in it; the others come last."""
+}
+"""Title of a section in the help of a command with many options -> options that only the command line has."""
 _MANY = 16
 """Options that make sections worth their titles."""
+_TOO_MANY = 32
+"""Options of which the help shows only those that many people need."""
+_EVERYTHING = "transaxle.help_all"
+"""Key in a context's `meta`: the help shows all options."""
 
 
 _PLACES = frozenset(
@@ -43,10 +43,9 @@ _ELSEWHERE = {
     f"--{name}": ours
     for ours, names in {
         "--to": ("target", "to-format", "target-format", "target-dialect", "output-format"),
-        "--from": ("dialect", "from-dialect", "source-dialect"),
+        "--from": ("from-dialect", "source-dialect"),
         "--as": ("to",),
         "--format": ("source-format", "from-format", "input-format"),
-        "--axis": ("axes",),
         "--overwrite": ("force",),
         "--shard-size": ("max-shard-size",),
         "--dtype": ("torch-dtype", "precision"),
@@ -70,6 +69,10 @@ class Bare(click.Option):
         self.bare = bare
 
 
+class Seldom(click.Option):
+    """An option that few people need: the short help of a command with many options leaves it out."""
+
+
 class Command(click.Command):
     """A command whose help begins with examples.
 
@@ -80,6 +83,13 @@ class Command(click.Command):
     def __init__(self, *args: Any, examples: Sequence[tuple[str, str]] = (), **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.examples = tuple(examples)
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        """Return the parameters, with `--help-all` where there are too many options for `--help`."""
+        params = super().get_params(ctx)
+        if len(self.params) < _TOO_MANY:
+            return params
+        return [*params[:-1], _HELP_ALL, params[-1]]
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the arguments; options without a value get their bare one."""
@@ -136,19 +146,46 @@ class Command(click.Command):
         self.format_options(ctx, formatter)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options, in sections where there are many."""
-        records = {
-            param.name: record
-            for param in self.get_params(ctx)
-            if isinstance(param, click.Option) and (record := param.get_help_record(ctx)) is not None
-        }
-        for title, names in _SECTIONS.items() if len(records) >= _MANY else ():
-            found = [records.pop(name) for name in names if name in records]
-            if found:
+        """Write the options, in sections where there are many; where there are too many, those of most use."""
+        params = [param for param in self.get_params(ctx) if isinstance(param, click.Option)]
+        shown = params
+        if _HELP_ALL in params and not ctx.meta.get(_EVERYTHING):
+            shown = [param for param in params if not isinstance(param, Seldom)]
+        records = {param.name: record for param in shown if (record := param.get_help_record(ctx)) is not None}
+        for title, names in _sections().items() if len(records) >= _MANY else ():
+            rows = [records.pop(name) for name in names if name in records]
+            if rows:
                 with formatter.section(title):
-                    formatter.write_dl(found)
+                    formatter.write_dl(rows)
         with formatter.section("Options"):
             formatter.write_dl(list(records.values()))
+        if len(shown) < len(params):
+            formatter.write_paragraph()
+            formatter.write_text(f"{ctx.command_path} --help-all shows {len(params) - len(shown)} more options.")
+
+
+def _sections() -> dict[str, tuple[str, ...]]:
+    """Return the sections of the help, each with the options in it."""
+    sections = {title: tuple(option.name for option in options) for title, options in SECTIONS.items()}
+    return sections | {title: (*sections.get(title, ()), *names) for title, names in _ALONE.items()}
+
+
+def with_all_options(context: click.Context) -> click.Context:
+    """Let the help of a command show all options."""
+    context.meta[_EVERYTHING] = True
+    return context
+
+
+def _print_everything(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
+    if value and not ctx.resilient_parsing:
+        click.echo(with_all_options(ctx).get_help(), color=ctx.color)
+        ctx.exit()
+
+
+_HELP_ALL = click.Option(
+    ["--help-all"], is_flag=True, is_eager=True, expose_value=False, callback=_print_everything,
+    help="Show this message with all options and exit.",
+)  # fmt: skip
 
 
 def write_examples(formatter: click.HelpFormatter, examples: Sequence[tuple[str, str]]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 import transaxle as tx
-from transaxle.cli import options
+from transaxle.cli.click_options import printing
 from transaxle.cli.command import Command
 from transaxle.cli.screen.quantities import parameters, plural
 from transaxle.cli.screen.screen import Screen
@@ -72,7 +72,7 @@ JsonFacts = dict[str, Any]
     give --keep.""",
 )
 @click.option("--keep", metavar="DIR", type=click.Path(readable=False), help="Keep the checkpoints in this new folder.")
-@options.printing
+@printing
 def command(screen: Screen, keep: str | None) -> int:
     """Run the demo."""
     with _quiet():

@@ -13,7 +13,7 @@ import click
 
 from transaxle.arguments import Overwrite
 from transaxle.axes.notation import tables
-from transaxle.cli import options
+from transaxle.cli.click_options import overwriting, printing
 from transaxle.cli.command import Command
 from transaxle.cli.screen.quantities import plural
 from transaxle.cli.screen.screen import Screen
@@ -60,9 +60,9 @@ _MODEL_TYPE = r"[\w.-]{1,100}"
 @click.option("--family", metavar="NAME", help="Name of the family.  [default: the model type; of folders, `derived`]")
 @click.option("--dialects", metavar="FIRST:SECOND", default="hf:converted", show_default=True,
               help="Of pairs of folders: names of the two dialects.")  # fmt: skip
-@options.overwriting("table", "Replace the table in FILE; `=everything` replaces any file.")
+@overwriting("table", "Replace the table in FILE; `=everything` replaces any file.")
 @click.option("--number", is_flag=True, help="Write a copy of the first folder, with numbered elements, to the second.")
-@options.printing
+@printing
 def command(
     screen: Screen,
     source: Sequence[str],

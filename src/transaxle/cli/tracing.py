@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -31,26 +31,26 @@ def silence() -> Iterator[None]:
         yield
 
 
-def with_table(screen: Screen, src: str, source_options: dict[str, Any], check: Callable[[], None]) -> dict[str, Any]:
-    """Return the options for `open_checkpoint` with a derived table in them, where no other table knows the model.
+def derived_rules(screen: Screen, src: str, opening: Mapping[str, Any], check: Callable[[], None]) -> str | None:
+    """Return the path of a derived table where no other table knows the model; the user's own where one does.
 
     Args:
         screen: where it is said.
         src: the checkpoint.
-        source_options: the options so far.
+        opening: options of `open_checkpoint`.
         check: refuses what would be in vain, before a table is derived.
 
     Raises:
         UsageError: UNKNOWN_FAMILY where nothing says which model type to ask transformers for.
         TransaxleError: what `open_checkpoint`, `check` and `from_transformers` raise.
     """
-    with open_checkpoint(src, **source_options) as source:
+    with open_checkpoint(src, **opening) as source:
         try:
             _ = source.recognised
         except TransaxleError as error:
             if error.code != _UNKNOWN or ADAPTER_CONFIG in source.container.carried:
                 raise
-            if source_options.get("family") is not None:
+            if opening.get("family") is not None:
                 hint = "Leave --family out: --derive asks transformers for the model_type of config.json."
                 raise refuse(_UNKNOWN, error.refusals[0].message, hint=hint) from None
             model_type = source.config.get("model_type")
@@ -58,7 +58,7 @@ def with_table(screen: Screen, src: str, source_options: dict[str, Any], check: 
                 raise _no_type(error, has_config=bool(source.config) or CONFIG in source.container.carried) from None
             config = dict(source.config)
         else:
-            return source_options
+            return opening.get("rules")
     check()
     from transaxle.derivation.sources import from_transformers
 
@@ -68,18 +68,18 @@ def with_table(screen: Screen, src: str, source_options: dict[str, Any], check: 
     click.get_current_context().call_on_close(folder.cleanup)
     rules = Path(folder.name, f"{table.family}.rules")
     table.save(rules)
-    own_rules = source_options.get("rules")
+    own_rules = opening.get("rules")
     instead = f"; it takes the place of {own_rules}, which does not know the model" if own_rules else ""
-    derivable = source_options.get("config") or (src if Path(src, CONFIG).is_file() else model_type)
+    derivable = opening.get("config") or (src if Path(src, CONFIG).is_file() else model_type)
     screen.note(
         f"derived a table for {model_type} from {table.traces} traces of the installed transformers, for this command "
         f"only{instead}; info and diff need it as a file:  transaxle derive {shlex.quote(derivable)} -o {rules.name},  "
         f"and then --rules {rules.name}"
     )
-    return {**source_options, "rules": str(rules)}
+    return str(rules)
 
 
-def check_dialect(to: str, **_: object) -> None:
+def check_dialect(to: str) -> None:
     """Refuse a target dialect that no derived table has.
 
     Raises:
@@ -99,7 +99,7 @@ def check_dialect(to: str, **_: object) -> None:
         )
 
 
-def check_target(dst: str, *, overwrite: Overwrite, resume: bool, **_: object) -> None:
+def check_target(dst: str, *, overwrite: Overwrite, resume: bool) -> None:
     """Refuse a target that no conversion may be put at; one that is resumed may be finished."""
     if not resume:
         staging_at(dst, overwrite=overwrite).look({}, {})

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import click
 
-from transaxle.cli import options
+from transaxle.cli.click_options import printing
 from transaxle.cli.command import Command
 from transaxle.cli.commands.convert import print_report
 from transaxle.cli.screen.quantities import duration, plural, size, speed
 from transaxle.cli.screen.screen import Screen
 from transaxle.engine.distribute.driver import begin_work, carry_out, commit_work, refuse_beyond
-from transaxle.engine.distribute.executors.executor import Here
-from transaxle.engine.distribute.item_work import Hand, OpenedPlan
+from transaxle.engine.distribute.executors import Here
+from transaxle.engine.distribute.item_work import OpenedPlan
 from transaxle.engine.distribute.work_place import refuse_there
 from transaxle.engine.distribute.work_plan import WorkPlan, read_plan
 from transaxle.move.journal import ItemResult
@@ -60,7 +60,7 @@ def _numbers(_ctx: click.Context, _param: click.Parameter, typed: str | None) ->
     "--items", metavar="NUMBERS", callback=_numbers, help="Do these items, such as 7, 0-99 or 3,7-9; counted from 0."
 )
 @click.option("--commit", is_flag=True, help="Let the target appear, when all items are done.")
-@options.printing
+@printing
 def command(screen: Screen, plan: str, begin: bool, items: tuple[int, ...] | None, commit: bool) -> int:
     """Do a part of a plan, or all of it."""
     if begin + commit + (items is not None) > 1:
@@ -100,10 +100,10 @@ def _begun(screen: Screen, path: str, work: WorkPlan) -> int:
 def _done(screen: Screen, work: WorkPlan, numbers: tuple[int, ...]) -> int:
     refuse_beyond(work, numbers)
     results: list[ItemResult] = []
-    with Hand(work) as hand, screen.progress(sum(work.items[each].nbytes for each in numbers)) as progress:
+    with OpenedPlan(work) as opened, screen.progress(sum(work.items[each].nbytes for each in numbers)) as progress:
         for number in numbers:
             screen.consequence = f"item {number} is not done"
-            results.append(hand.do(number))
+            results.append(opened.do(number))
             progress(work.items[number].nbytes)
     if screen.as_json:
         shown = ("number", "worker", "nbytes", "seconds")

@@ -24,6 +24,7 @@ import xxhash
 from msgspec.structs import replace
 
 from transaxle.axes.geometry.strided import Loop
+from transaxle.encodings.value_steps import Computed
 from transaxle.formats.dtype import nbytes
 from transaxle.formats.storage.compiled import (
     FileRange,
@@ -33,7 +34,7 @@ from transaxle.formats.storage.compiled import (
     read_ranges,
     read_strided,
 )
-from transaxle.formats.storage.storage import Overlay, Storage
+from transaxle.formats.storage.storage import Overlay, Storage, VirtualFiles
 
 if TYPE_CHECKING:
     from transaxle.errors import Refusal
@@ -109,6 +110,21 @@ class Twin(msgspec.Struct, frozen=True):
     """Whether it tells that files are of one save: it is compared also where its tensor is not wanted."""
 
 
+class Recoding(msgspec.Struct, frozen=True):
+    """What is done to the values of a container's tensors when they are read."""
+
+    computed: Mapping[str, Computed] = msgspec.field(default_factory=dict)
+    """File that does not exist on disk -> the tensor whose values are computed for it."""
+    dtype: str | None = None
+    """Safetensors code of the type that plain tensors are cast to; None: they are not cast."""
+    stayed: tuple[str, ...] = ()
+    """Plain tensors of other types that keep them where others are cast."""
+    adapter: Container | None = None
+    """The adapter that is merged into the weights."""
+    notes: tuple[str, ...] = ()
+    """What plans say of it."""
+
+
 class Container(msgspec.Struct, frozen=True):
     """An opened checkpoint: its catalog, and the storage its bytes are read from."""
 
@@ -148,6 +164,22 @@ class Container(msgspec.Struct, frozen=True):
     """Tensors that are not wanted, with their copies; only `verify` compares them."""
     paths: Mapping[str, tuple[str | int, ...]] = msgspec.field(default_factory=dict)
     """Tensor -> path in the state dict, of those nested in neither the model nor the optimizer; see `State`."""
+    recoding: Recoding = Recoding()
+    """Which tensors are computed from stored ones, and how."""
+
+    def recoded(self, computed: Mapping[str, Computed], entries: Mapping[str, Entry], **changes: Any) -> Container:
+        """Return the container with further computed tensors.
+
+        Args:
+            computed: file, of a name that no other has -> the tensor whose values are computed for it.
+            entries: all tensors, those among them.
+            **changes: of the recoding, and of the container.
+        """
+        recoding = {name: changes.pop(name) for name in Recoding.__struct_fields__ if name in changes}
+        adapter: Container | None = recoding.get("adapter")
+        storage = VirtualFiles(self.storage, computed, () if adapter is None else (adapter.storage,))
+        recoding["computed"] = {**self.recoding.computed, **computed}
+        return replace(self, storage=storage, entries=entries, recoding=replace(self.recoding, **recoding), **changes)
 
     @property
     def beside(self) -> frozenset[str]:

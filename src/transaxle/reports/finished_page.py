@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from transaxle.axes.notation.name import natural
-from transaxle.engine.execute.execute import Report
-from transaxle.engine.execute.file_times import FileTime
+from transaxle.encodings.value_steps import Measured
+from transaxle.engine.execute.carry import Report
+from transaxle.engine.execute.execute import FileTime
 from transaxle.engine.fold import fold
 from transaxle.engine.number_text import duration, plural, size
-from transaxle.engine.plan.planned import Measured
 from transaxle.reports.html_page import Column, Figure, Page, Section, capped
 
 _MOST_BARS = 200

@@ -5,19 +5,30 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard, Unpack, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard, cast
 
-from transaxle.arguments import Overwrite, PathLike, check_keywords, read_path, shows
+from transaxle.arguments import (
+    Axes,
+    Config,
+    DType,
+    Overwrite,
+    PathLike,
+    Patterns,
+    Weights,
+    read_options,
+    read_path,
+    suggests,
+)
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, CheckpointLike, opened
-from transaxle.engine.checkpoint.settings import Reading
 from transaxle.engine.facts.value_facts import measure_values
 from transaxle.errors import Refused, TransaxleError
 from transaxle.move.workers import Progress, limits, unwatched
+from transaxle.options import OPENING, select
 from transaxle.reports.html_page import Page, as_html, check_destination, check_jinja, write_page
 
 if TYPE_CHECKING:
     from transaxle.engine.compare.compare import Comparison
-    from transaxle.engine.execute.execute import Report
+    from transaxle.engine.execute.carry import Report
     from transaxle.engine.facts.sharding_facts import Sharding
     from transaxle.engine.plan.planned import Plan
 
@@ -25,7 +36,7 @@ Made: TypeAlias = "Plan | Report | Comparison | Sharding"
 """What other functions return, and a report shows."""
 
 
-@shows(Reading, average=False)
+@suggests
 def report(
     src: CheckpointLike | Made,
     dst: PathLike,
@@ -33,7 +44,20 @@ def report(
     overwrite: Overwrite = False,
     values: bool = False,
     progress: Progress = unwatched,
-    **reading: Unpack[Reading],
+    format: str | None = None,  # noqa: A002 - the contract's name
+    family: str | None = None,
+    dialect: str | None = None,
+    config: Config | None = None,
+    axes: Axes | None = None,
+    rules: PathLike | None = None,
+    weights: Weights | None = None,
+    optimizer: bool | None = None,
+    average: bool = False,
+    decode: DType | None = None,
+    dtype: DType | None = None,
+    merge: PathLike | None = None,
+    only: Patterns = (),
+    skip: Patterns = (),
 ) -> Path:
     """Write a report: one HTML file that opens in a browser and needs nothing else.
 
@@ -51,8 +75,8 @@ def report(
         overwrite: replace a report; another file is never replaced.
         values: of a checkpoint: read all of it, and show what values each tensor has.
         progress: called with the bytes of each block read for that, from several threads.
-        **reading: as for `open`: `format`, `family`, `dialect`, `config`, `axes`, `rules`, `weights`, `optimizer` and
-            `average`.
+
+    The other arguments are those of `open`.
 
     Returns:
         The path of the file.
@@ -64,11 +88,47 @@ def report(
             too, and shows every reason.
         StorageError: IO, NO_SPACE.
     """
-    check_keywords("report", reading, Reading.__annotations__)
+    options = read_options("report", locals())
+    reading = select(options, OPENING)
     path, refused = reported(src, dst, reading, overwrite=bool(overwrite), values=values, progress=progress)
     if refused is not None:
         raise refused
     return path
+
+
+class ConversionPage:
+    """The page of a conversion, of what is planned, refused or done.
+
+    Args:
+        path: the file to write.
+
+    Attributes:
+        times: takes note of when each file was written.
+
+    Raises:
+        TransaxleError: EXISTS for a file that is there; UNSUPPORTED for a URL, and without Jinja2; IO.
+    """
+
+    def __init__(self, path: str) -> None:
+        from transaxle.engine.execute.execute import FileTimes
+
+        check_jinja()
+        check_destination(path, overwrite=None)
+        self.times = FileTimes()
+        self._path = path
+
+    def write_refused(self, plan: Plan) -> None:
+        """Write the page of a plan, if something stands against it."""
+        if plan.refusals:
+            self.write(plan)
+
+    def write(self, plan: Plan, report: Report | None = None) -> None:
+        """Write the page of a plan, or of what was done."""
+        from transaxle.reports.conversion_page import conversion_page
+        from transaxle.reports.finished_page import Finished
+
+        done = None if report is None else Finished(report, self.times.files)
+        write_page(as_html(conversion_page(plan, done)), self._path, overwrite=False)
 
 
 def reported(
@@ -120,7 +180,7 @@ def _is_made(src: CheckpointLike | Made) -> TypeGuard[Made]:
     if isinstance(src, str | os.PathLike | Checkpoint):
         return False
     from transaxle.engine.compare.compare import Comparison
-    from transaxle.engine.execute.execute import Report
+    from transaxle.engine.execute.carry import Report
     from transaxle.engine.facts.sharding_facts import Sharding
     from transaxle.engine.plan.planned import Plan
 
@@ -129,7 +189,7 @@ def _is_made(src: CheckpointLike | Made) -> TypeGuard[Made]:
 
 def _made(src: Made, reading: Mapping[str, Any]) -> Page:
     """Return the page of what another function has made."""
-    from transaxle.engine.execute.execute import Report
+    from transaxle.engine.execute.carry import Report
     from transaxle.engine.facts.sharding_facts import Sharding
     from transaxle.engine.plan.planned import Plan
     from transaxle.reports.conversion_page import conversion_page

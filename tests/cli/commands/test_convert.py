@@ -13,8 +13,8 @@ import pytest
 
 from tests.checkpoints import CONFIG, GATE, TENSORS, read, same, tensors, tiny, write
 from tests.cli.running import DIFFERENT, REFUSED, USAGE, Transaxle, flip, only, tree
-from transaxle.cli.commands import convert as convert_module
 from transaxle.engine.execute import execute as execute_module
+from transaxle.engine.execute.carry import Report
 
 LIMITS = ("--jobs", "1", "--memory", "9MiB")
 
@@ -208,12 +208,14 @@ def test_one_file_is_a_target_too(ck: Path, transaxle: Transaxle) -> None:
 def test_verify_after_writing_can_fail(ck: Path, transaxle: Transaxle, monkeypatch: pytest.MonkeyPatch) -> None:
     """Damage the result between the commit and its verification, as a bad disk would."""
 
-    def damaged(*args: object, **kwargs: object) -> execute_module.Report:
-        report = execute_module.execute(*args, **kwargs)  # type: ignore[arg-type]
+    execute = execute_module.execute
+
+    def damaged(*args: object, **kwargs: object) -> Report:
+        report = execute(*args, **kwargs)  # type: ignore[arg-type]
         flip(only(list(Path("out").glob("*.safetensors"))), -1)
         return report
 
-    monkeypatch.setattr(convert_module, "execute", damaged)
+    monkeypatch.setattr("transaxle.engine.execute.execute.execute", damaged)
     outcome = transaxle("convert", ck, "out", "--to", "torchtitan", "--verify", "--json")
     assert outcome.code == DIFFERENT
     assert (outcome.json["verification"]["ok"], outcome.json["comparison"]["equal"]) == (False, False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,9 @@ from tests.checkpoints import tensors, tiny, write
 from tests.cli import documents
 from tests.cli.running import flip
 from tests.engine import quantized
+from transaxle.engine.distribute.driver import convert_on
 from transaxle.engine.execute.execute import execute
+from transaxle.verbs import Unverified
 
 RULES = """family own
   axes l n d=width
@@ -71,7 +75,7 @@ def test_item_3_a_result_that_is_wrong_is_an_error(tmp_path: Path, monkeypatch: 
         flip(Path(report.path) / "model.safetensors", -1)
         return report
 
-    monkeypatch.setattr("transaxle._api.execute", damaging)
+    monkeypatch.setattr("transaxle.engine.execute.execute.execute", damaging)
     with pytest.raises(tx.TransaxleError) as found:
         tx.convert(tmp_path / "ck", tmp_path / "out", to="torchtitan", verify=True)
     assert {refusal.code for refusal in found.value.refusals} == {"CORRUPT"}
@@ -80,9 +84,24 @@ def test_item_3_a_result_that_is_wrong_is_an_error(tmp_path: Path, monkeypatch: 
     assert tx.convert(tmp_path / "ck", tmp_path / "silent", to="torchtitan").verification is None
 
 
-def test_item_3_workers_are_verified_afterwards(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match=r"call tx\.verify\(src, dst\)"):
-        tx.convert(tmp_path / "ck", tmp_path / "out", to="torchtitan", on="torchrun", verify=True)
+def test_item_3_a_result_of_workers_is_read_back_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny(tmp_path / "ck")
+    with ThreadPoolExecutor(1) as pool:
+        assert tx.convert(tmp_path / "ck", tmp_path / "out", to="torchtitan", on=pool, verify=True).verification
+
+        def damaging(*given: Any) -> tx.Report:
+            report = convert_on(*given)
+            flip(Path(report.path) / "model.safetensors", -1)
+            return report
+
+        monkeypatch.setattr("transaxle.engine.distribute.driver.convert_on", damaging)
+        with pytest.raises(Unverified, match="it is not what the source has") as caught:
+            tx.convert(tmp_path / "ck", tmp_path / "wrong", to="torchtitan", on=pool, verify=True)
+    found = caught.value.report.verification
+    assert found is not None
+    assert not found.ok
+    again = pickle.loads(pickle.dumps(caught.value))  # noqa: S301 - just written
+    assert (again.refusals, again.report.path) == (caught.value.refusals, str(tmp_path / "wrong"))
 
 
 @pytest.mark.parametrize(

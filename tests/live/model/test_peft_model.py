@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from tests.oracles.quiet import quiet
-from transaxle._api import open as opened
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.errors import TransaxleError
 from transaxle.live.load.load import load
 from transaxle.live.save.save import save
+from transaxle.verbs import open as opened
 
 with quiet():
     import peft

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from transaxle.cli import options
+from transaxle.cli.click_options import printing
 from transaxle.cli.command import Command
 from transaxle.cli.commands.plan import folded
 from transaxle.cli.screen.quantities import plural
@@ -32,7 +32,7 @@ _SHOWN = 6
 )
 @click.argument("file", type=click.Path(readable=False))
 @click.argument("ckpt", type=click.Path(readable=False), required=False)
-@options.printing
+@printing
 def command(screen: Screen, file: str, ckpt: str | None) -> int:
     """Check a table."""
     report = rules_facts(file, ckpt)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import click
 
-from transaxle.cli import options
+from transaxle.cli.click_options import printing
 from transaxle.cli.command import Command
 from transaxle.cli.screen.quantities import plural, size
 from transaxle.cli.screen.screen import Screen
@@ -41,7 +41,7 @@ from transaxle.formats.staging.leftovers import Leftover, clean, leftovers
 )
 @click.argument("path", type=click.Path(readable=False))
 @click.option("--yes", is_flag=True, help="Remove without asking.")
-@options.printing
+@printing
 def command(screen: Screen, path: str, yes: bool) -> int:
     """Remove what killed runs have left."""
     screen.consequence = "nothing was removed"

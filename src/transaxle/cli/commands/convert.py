@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 import click
 
-from transaxle.arguments import Overwrite
-from transaxle.cli import options
+from transaxle import verbs
+from transaxle.cli.click_options import deriving, options_of, printing, profiling
 from transaxle.cli.command import Command
 from transaxle.cli.commands.plan import print_counted, print_notes, print_others
 from transaxle.cli.screen.quantities import duration, plural, size, speed
 from transaxle.cli.screen.recoded import print_measured, print_stayed
 from transaxle.cli.screen.screen import Screen
-from transaxle.engine.checkpoint.checkpoint import open_checkpoint
-from transaxle.engine.execute.execute import Report, execute
-from transaxle.engine.execute.preflight import in_order, preflight
-from transaxle.engine.plan.conversion import Prepared, make_plan, ready
-from transaxle.engine.plan.planned import Plan
+from transaxle.engine.execute.carry import Report
 from transaxle.errors import TransaxleError
-from transaxle.formats.staging.location import takes_parts
 from transaxle.formats.storage.storage import unpinned
-from transaxle.move.workers import Limits
-
-if TYPE_CHECKING:
-    from transaxle.engine.distribute.conversion_order import ConversionOrder
-    from transaxle.engine.distribute.launch import Launch
 
 
 @click.command(
@@ -64,175 +54,63 @@ if TYPE_CHECKING:
 
     --report FILE writes an HTML page of what was done, or, if it is refused, of every reason against it.""",
 )
-@click.option(
-    "--report", "page", metavar="FILE", type=click.Path(readable=False), help="Write an HTML page; FILE must not exist."
-)
-@options.converting
-def command(
-    screen: Screen,
-    src: str,
-    dst: str,
-    to: str,
-    page: str | None,
-    on: str | None,
-    items: int | None,
-    overwrite: Overwrite,
-    resume: bool,
-    check: bool,
-    no_sync: bool,
-    source_options: dict[str, Any],
-    limit: Limits,
-    **shaping: Any,
-) -> int:
+@click.argument("src", type=click.Path(readable=False))
+@click.argument("dst", type=click.Path(readable=False))
+@options_of("convert")
+@profiling
+@printing
+@deriving
+def command(screen: Screen, src: str, dst: str, options: dict[str, Any]) -> int:
     """Convert a checkpoint."""
-    if items is not None and on is None:
-        raise click.UsageError("--items needs --on: nothing else is divided")
-    screen.consequence = "nothing was written"
-    shown = _shown(page, on)
-    work = None
-    if on is not None:
-        from transaxle.engine.distribute.conversion_order import order
-        from transaxle.engine.distribute.launch import Launch, is_lead, is_torchrun
-
-        how = Launch(on=on, items=items, overwrite=overwrite, resume=resume, sync=not no_sync)
-        how = replace(how, jobs=options.said("jobs"), memory=options.said("memory"))
-        work = order(src, dst, to, source_options, shaping), how
-        if is_torchrun(on):
-            report = _together(screen, *work)
-            if not is_lead():
-                return 0  # the first rank speaks for all
-            if check:
-                with work[0].planned() as prepared:
-                    report = _verified(screen, prepared, report, dst, source_options, limit)
-            return _told(screen, report)
-    with in_order(src, dst), open_checkpoint(src, **source_options) as source:
-        with screen.working("planning"):
-            prepared = make_plan(source, to, target=dst, **shaping)
-            if work is None:
-                prepared = preflight(prepared, dst, overwrite=overwrite, resume=resume, running=True, limit=limit)
-                _refused(prepared, shown)
-                ready(prepared)
-        if resume:
-            screen.way_on = "run the same command again to continue"
-        if work is not None:
-            from transaxle.engine.distribute.launch import convert_on
-
-            with screen.workers() as watch:
-                report = convert_on(work[0], prepared, replace(work[1], watch=watch))
-        else:
-            with screen.progress(sum(tensor.nbytes for tensor in prepared.plan.tensors), stays=True) as progress:
-                written: dict[str, Any] = {"overwrite": overwrite, "resume": resume, "sync": not no_sync}
-                report = _carried_out(prepared, dst, {**written, "limit": limit, "progress": progress}, shown)
-        if check:
-            report = _verified(screen, prepared, report, dst, source_options, limit)
-        if shown is not None:
-            screen.consequence, screen.way_on = f"{dst} is written, but not its report", ""
-            shown.write(prepared.plan, report)
-        return _told(screen, report, page)
+    with _one_voice(together := options["on"] == "torchrun"):
+        try:
+            report = verbs.convert(src, dst, watch=screen, **options)
+        except verbs.Unverified as error:
+            report = error.report
+    if together and not _is_lead():
+        return 0
+    return _print(screen, report, options["report"])
 
 
-def _carried_out(prepared: Prepared, dst: str, how: Mapping[str, Any], shown: _Shown | None) -> Report:
-    """Carry a plan out in this process; only whole files have times."""
-    if takes_parts(dst):
-        from transaxle.engine.distribute.one_process import convert_in_parts
-
-        return convert_in_parts(prepared, dst, **how)
-    return execute(prepared, dst, **how, times=None if shown is None else shown.times)
-
-
-def _shown(page: str | None, on: str | None) -> _Shown | None:
-    """Return the page that the user asked for, if there is one."""
-    if page is not None and on is not None:
-        raise click.UsageError("--report is for a conversion in this process: not with --on")
-    return None if page is None else _Shown(page)
-
-
-def _refused(prepared: Prepared, shown: _Shown | None) -> None:
-    """Write the page of a plan that is refused."""
-    if shown is not None and prepared.plan.refusals:
-        shown.write(prepared.plan)
-
-
-class _Shown:
-    """The page that the user asked for.
-
-    Args:
-        path: the file to write.
-
-    Raises:
-        TransaxleError: EXISTS for a file that is there; UNSUPPORTED for a URL, and without Jinja2.
-    """
-
-    def __init__(self, path: str) -> None:
-        from transaxle.engine.execute.file_times import FileTimes
-        from transaxle.reports.html_page import check_destination, check_jinja
-
-        check_jinja()
-        check_destination(path, overwrite=None)
-        self.times = FileTimes()
-        self._path = path
-
-    def write(self, plan: Plan, report: Report | None = None) -> None:
-        """Write the page of a plan, or of what was done."""
-        from transaxle.reports.conversion_page import conversion_page
-        from transaxle.reports.finished_page import Finished
-        from transaxle.reports.html_page import as_html, write_page
-
-        done = None if report is None else Finished(report, self.times.files)
-        write_page(as_html(conversion_page(plan, done)), self._path, overwrite=False)
-
-
-def _together(screen: Screen, asked: ConversionOrder, how: Launch) -> Report:
-    """Convert by the ranks of a job; those that are not the first leave it to that one to say what they all raise."""
-    from transaxle.engine.distribute.launch import is_lead
-    from transaxle.live.conversion.torchrun import convert_together
-    from transaxle.live.transport.world import is_loss
-
+@contextmanager
+def _one_voice(together: bool) -> Iterator[None]:
+    """Let the first rank of a job say what all of them raise."""
     try:
-        if how.resume:
-            screen.way_on = "run the same command again to continue"
-        with screen.workers() as watch:
-            return convert_together(asked, replace(how, watch=watch) if is_lead() else how)
+        yield
     except TransaxleError as error:
-        if is_lead() or is_loss(error):
-            raise
-        raise click.exceptions.Exit(error.exit_code) from None
+        if together and not _is_lead():
+            from transaxle.live.transport.world import is_loss
+
+            if not is_loss(error):
+                raise click.exceptions.Exit(error.exit_code) from None
+        raise
 
 
-def _told(screen: Screen, report: Report, page: str | None = None) -> int:
+def _is_lead() -> bool:
+    from transaxle.engine.distribute.driver import is_lead
+
+    return is_lead()
+
+
+def _print(screen: Screen, report: Report, page: str | None) -> int:
     """Print what was done, and the file that shows it; return the exit code."""
-    found = report.verification
-    code = 0 if found is None or found.ok else 1
+    verification = report.verification
+    code = 0 if verification is None or verification.ok else 1
     if screen.as_json:
         screen.document(report.as_json())
         return code
     for note in report.leftovers:
         screen.note(note)
     print_report(screen, report)
-    if found is not None:
+    if verification is not None:
         from transaxle.cli.commands.verify import print_comparison, print_verification
 
-        print_verification(screen, found)
-        if found.comparison is not None:
-            print_comparison(screen, found.comparison)
+        print_verification(screen, verification)
+        if verification.comparison is not None:
+            print_comparison(screen, verification.comparison)
     if page is not None:
         screen.line(f"  shown in {page}")
     return code
-
-
-def _verified(
-    screen: Screen,
-    prepared: Prepared,
-    report: Report,
-    dst: str,
-    reading: Mapping[str, Any],
-    limit: Limits,
-) -> Report:
-    """Read the result back; return the report with what came out."""
-    from transaxle.engine.execute.read_back import read_back
-
-    screen.consequence, screen.way_on = f"{dst} is written, but not verified", ""
-    return replace(report, verification=read_back(prepared, dst, reading, limit, screen.progress))
 
 
 def print_report(screen: Screen, report: Report) -> None:
@@ -267,7 +145,7 @@ def print_report(screen: Screen, report: Report) -> None:
 
 def print_workers(screen: Screen, workers: Mapping[str, int]) -> None:
     """Print who wrote how much: by machine where there are several, and otherwise, or where all is asked for, each."""
-    from transaxle.engine.distribute.watching import node_of
+    from transaxle.engine.distribute.driver import node_of
 
     nodes: dict[str, list[int]] = {}
     for worker, written in workers.items():

@@ -8,16 +8,15 @@ from typing import Any
 
 import click
 
+from transaxle import verbs
 from transaxle.axes.notation.name import natural
-from transaxle.cli import options
+from transaxle.cli.click_options import options_of, printing, profiling
 from transaxle.cli.command import Command
 from transaxle.cli.commands.verify import print_across, print_comparison
 from transaxle.cli.screen.quantities import plural
 from transaxle.cli.screen.screen import Screen
-from transaxle.engine.compare.compare import Comparison, Difference, compare, components
-from transaxle.engine.compare.pair import opened_pair
+from transaxle.engine.compare.compare import Comparison, Difference, components
 from transaxle.engine.fold import fold
-from transaxle.move.workers import Limits
 
 _ROWS = 20
 _NO_TABLE = "(in no table)"
@@ -50,41 +49,17 @@ _UNCOMPARED = _ALONE | {"encoding"}
 @click.argument("a", type=click.Path(readable=False))
 @click.argument("b", type=click.Path(readable=False))
 @click.option("--stat", is_flag=True, help="Print counts per logical tensor instead of names.")
-@click.option(
-    "--numeric", is_flag=True, help="Compare decoded values, also across number formats, and measure the differences."
-)
-@click.option(
-    "--report", metavar="FILE", type=click.Path(readable=False), help="Write an HTML page; FILE must not exist."
-)
-@options.reading
-@options.decoding
-@options.working
-@options.printing
-def command(
-    screen: Screen,
-    a: str,
-    b: str,
-    stat: bool,
-    numeric: bool,
-    report: str | None,
-    source_options: dict[str, Any],
-    limit: Limits,
-) -> int:
+@options_of("diff")
+@profiling
+@printing
+def command(screen: Screen, a: str, b: str, stat: bool, options: dict[str, Any]) -> int:
     """Compare two checkpoints."""
-    if report is not None:
-        from transaxle.reports.html_page import check_destination, check_jinja
-
-        check_jinja()
-        check_destination(report, overwrite=None)
-    with opened_pair(a, b, source_options) as (first, second):
-        with screen.progress(first.container.nbytes, "comparing") as progress:
-            measured = numeric or stat or report is not None
-            comparison = compare(first, second, numeric=measured, limit=limit, progress=progress)
-        named = components(second) if stat else {}
-    if report is not None:
-        from transaxle.reports.reporting import report as write_report
-
-        write_report(comparison, report)
+    named: dict[str, str] = {}
+    if stat:
+        options = {**options, "numeric": True}
+        screen.on_opened = lambda pair: named.update(components(pair[1]))
+    comparison = verbs.diff(a, b, watch=screen, **options)
+    report = options["report"]
     if screen.as_json:
         screen.document(comparison.as_json())
     elif comparison.equal:

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from transaxle.cli import options
+from transaxle.cli.click_options import completing, printing
 from transaxle.cli.command import Command
 from transaxle.cli.screen.screen import Screen
 from transaxle.engine.explanations import EXPLANATIONS, Explanation
@@ -39,10 +39,8 @@ def _known(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ...]
 
     Without CODE: lists all codes. No error has a code outside this list.""",
 )
-@click.argument(
-    "codes", metavar="[CODE]...", nargs=-1, callback=_known, shell_complete=options.completing(lambda: CODES)
-)
-@options.printing
+@click.argument("codes", metavar="[CODE]...", nargs=-1, callback=_known, shell_complete=completing(lambda: CODES))
+@printing
 def command(screen: Screen, codes: tuple[Code, ...]) -> int:
     """Explain codes, or list them."""
     if screen.as_json:

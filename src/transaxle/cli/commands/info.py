@@ -11,8 +11,8 @@ from typing import Any
 
 import click
 
-from transaxle import __version__
-from transaxle.cli import options
+from transaxle import __version__, verbs
+from transaxle.cli.click_options import options_of, printing
 from transaxle.cli.command import Command
 from transaxle.cli.commands.plan import folded
 from transaxle.cli.program import COMMANDS
@@ -20,10 +20,9 @@ from transaxle.cli.screen.name_tree import Branch, name_tree, print_tree
 from transaxle.cli.screen.quantities import parameters, percent, plural, size, tensors_in_words
 from transaxle.cli.screen.screen import Screen
 from transaxle.encodings.arithmetic.codec import active
-from transaxle.engine.checkpoint.checkpoint import open_checkpoint
 from transaxle.engine.checkpoint.recognise import pick_family
 from transaxle.engine.checkpoint.settings import settings
-from transaxle.engine.facts.checkpoint_facts import JsonFacts, checkpoint_facts
+from transaxle.engine.facts.checkpoint_facts import JsonFacts
 from transaxle.engine.facts.legend import axis_facts, axis_rows, dialect_facts, dialect_rows
 from transaxle.families import builtin
 from transaxle.formats.registry import every_format, writable
@@ -59,19 +58,19 @@ _LABELS = 24
 )
 @click.argument("path", type=click.Path(readable=False), required=False)
 @click.option("--tree", is_flag=True, help="Also print the names as a tree, with the bytes of each branch.")
-@options.reading
-@options.printing
-def command(screen: Screen, path: str | None, tree: bool, source_options: dict[str, Any]) -> int:
+@options_of("info")
+@printing
+def command(screen: Screen, path: str | None, tree: bool, options: dict[str, Any]) -> int:
     """Describe a checkpoint, or the installation."""
     facts: JsonFacts = {}
     if tree and (path is None or screen.as_json):
         raise click.UsageError("--tree is for PATH, and not with --json (ls --json lists all tensors)")
     names: Branch | None = None
-    if path is None and source_options.get("family"):
-        return _print_table(screen, source_options["family"], source_options.get("rules"))
+    if path is None and options["family"]:
+        return _print_table(screen, options["family"], options["rules"])
     if path is not None:
-        with open_checkpoint(path, **source_options) as checkpoint:
-            facts = checkpoint_facts(checkpoint)
+        with verbs.open(path, **options) as checkpoint:
+            facts = verbs.info(checkpoint)
             names = name_tree(checkpoint, facts["path"]) if tree else None
     facts |= _installation(complete=path is None)
     if screen.as_json:

@@ -7,11 +7,11 @@ from typing import Any
 
 import click
 
-from transaxle.cli import options
+from transaxle import verbs
+from transaxle.cli.click_options import completing, dialects, options_of, printing
 from transaxle.cli.command import Command
 from transaxle.cli.screen import summary
 from transaxle.cli.screen.screen import Screen
-from transaxle.engine.checkpoint.checkpoint import open_checkpoint
 from transaxle.engine.facts.checkpoint_facts import totals
 from transaxle.formats.registry import is_one_file
 
@@ -34,15 +34,14 @@ from transaxle.formats.registry import is_one_file
     "--as",
     "seen_as",
     metavar="DIALECT",
-    shell_complete=options.completing(options.dialects),
+    shell_complete=completing(dialects),
     help="List the tensors as they would be in another dialect.",
 )
-@options.reading
-@options.decoding
-@options.printing
-def command(screen: Screen, path: str, seen_as: str | None, source_options: dict[str, Any]) -> int:
+@options_of("open")
+@printing
+def command(screen: Screen, path: str, seen_as: str | None, options: dict[str, Any]) -> int:
     """List a checkpoint."""
-    with open_checkpoint(path, **source_options) as checkpoint:
+    with verbs.open(path, **options) as checkpoint:
         view = checkpoint if seen_as is None else checkpoint.as_dialect(seen_as)
         rows = summary.rows(view, everything=screen.everything)
         if screen.as_json:

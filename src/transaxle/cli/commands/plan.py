@@ -8,25 +8,24 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from transaxle.arguments import Overwrite
+from transaxle import verbs
 from transaxle.axes.notation.name import natural
-from transaxle.cli import options
-from transaxle.cli.command import Command
+from transaxle.cli.click_options import deriving, options_of, printing, profiling
+from transaxle.cli.command import Command, Seldom
 from transaxle.cli.screen.quantities import percent, plural, size
 from transaxle.cli.screen.recoded import print_recoded, print_stayed
 from transaxle.cli.screen.refusals import error_document, print_refusals
 from transaxle.cli.screen.screen import Screen
-from transaxle.engine.checkpoint.checkpoint import open_checkpoint
 from transaxle.engine.checkpoint.settings import settings
-from transaxle.engine.execute.preflight import Cleared, in_order, preflight
+from transaxle.engine.execute.preflight import Cleared
 from transaxle.engine.facts.moves import UNCHANGED, rules, words
 from transaxle.engine.fold import fold
-from transaxle.engine.plan.conversion import make_plan
 from transaxle.engine.plan.model_config import NO_CONFIG
 from transaxle.engine.plan.planned import Plan
 from transaxle.errors import gathered
 from transaxle.formats.training_state.state import OPTIMIZER
-from transaxle.move.workers import Limits
+from transaxle.move.workers import Limits, limits
+from transaxle.options import select
 
 _GAP = "  "
 _EXTRA = "._extra_state"
@@ -72,88 +71,53 @@ _OF_REFIT = frozenset({
     multiple=True,
     help="Plan a refit: the trainer's mesh, then, given again, the engine's.",
 )
-@click.option("--same-ranks", "together", is_flag=True, help="With --mesh: both are on the same ranks.")
+@click.option("--same-ranks", "together", cls=Seldom, is_flag=True, help="With --mesh: both are on the same ranks.")
 @click.option(
     "--ranks-per-node",
+    cls=Seldom,
     metavar="N",
     type=click.IntRange(1, 1 << 20),
     help="With --mesh: tell what is sent inside machines of so many ranks, and between them.",
 )
-@click.option(
-    "--write", "path", metavar="PLAN", type=click.Path(readable=False), help="Write the plan into a file, for `work`."
-)
-@click.option(
-    "--report",
-    metavar="FILE",
-    type=click.Path(readable=False),
-    help="Write the plan as an HTML page; FILE must not exist.",
-)
-@options.converting
+@click.argument("src", type=click.Path(readable=False))
+@click.argument("dst", type=click.Path(readable=False))
+@options_of("plan")
+@profiling
+@printing
+@deriving
 def command(
     screen: Screen,
     src: str,
     dst: str,
-    to: str,
-    path: str | None,
-    report: str | None,
-    on: str | None,
-    items: int | None,
-    overwrite: Overwrite,
-    resume: bool,
-    check: bool,  # noqa: ARG001 - changes nothing of the plan
-    no_sync: bool,
-    source_options: dict[str, Any],
-    limit: Limits,
-    **shaping: Any,
+    options: dict[str, Any],
+    meshes: tuple[str, ...],
+    together: bool,
+    ranks_per_node: int | None,
 ) -> int:
     """Plan a conversion, or a refit."""
     context = click.get_current_context()
-    refit = {name: shaping.pop(name) for name in ("meshes", "together", "ranks_per_node")}
-    if any(refit.values()):
-        return _plan_refit(screen, context, (src, dst), source_options, refit)
-    if to is None:
+    if meshes or together or ranks_per_node:
+        return _plan_refit(screen, context, (src, dst), options, (meshes, together, ranks_per_node))
+    if options["to"] is None:
         raise click.MissingParameter(
             ctx=context, param=next(each for each in context.command.params if each.name == "to")
         )
-    if items is not None and path is None and on is None:
-        raise click.UsageError("--items needs --write or --on: nothing else is divided")
-    if report is not None:
-        from transaxle.reports.html_page import check_destination
-
-        check_destination(report, overwrite=None)
-    stored = None
-    if path is not None or on is not None:
-        from transaxle.engine.distribute.conversion_order import order
-
-        stored = order(src, dst, to, source_options, shaping)
-    with in_order(src, dst), open_checkpoint(src, **source_options) as checkpoint, screen.working("planning"):
-        planned = make_plan(checkpoint, to, target=dst, **shaping)
-        several = stored is not None
-        prepared = preflight(planned, dst, overwrite=overwrite, resume=resume, several=several, limit=limit)
-        plan = prepared.plan
-        if path is not None and stored is not None and not plan.refusals:
-            from transaxle.engine.distribute.work_plan import work_plan, write_plan
-
-            how: dict[str, Any] = {"overwrite": overwrite, "sync": not no_sync, "jobs": options.said("jobs")}
-            write_plan(work_plan(stored, prepared, items, memory=options.said("memory"), **how), path)
-        if report is not None:
-            from transaxle.reports.reporting import report as write_report
-
-            write_report(plan, report)
-    return _show(screen, prepared, dst, limit, {"work": path, "report": report})
+    plans: list[Cleared] = []
+    screen.on_planned = plans.append
+    verbs.plan(src, dst, watch=screen, **options)
+    return _show(screen, plans[0], dst, options)
 
 
-def _show(screen: Screen, prepared: Cleared, dst: str, limit: Limits, files: Mapping[str, str | None]) -> int:
+def _show(screen: Screen, prepared: Cleared, dst: str, options: Mapping[str, Any]) -> int:
     """Print a plan.
 
     Args:
         screen: where it is printed.
         prepared: what is planned.
         dst: the target, as typed.
-        limit: workers and memory.
-        files: what was written of the plan: `work` for workers, `report` for people.
+        options: those of the verb.
     """
-    plan = prepared.plan
+    plan, limit = prepared.plan, limits(options["jobs"], options["memory"])
     error = gathered(plan.refusals) if plan.refusals else None
     if screen.as_json:
         shown = {
@@ -165,10 +129,10 @@ def _show(screen: Screen, prepared: Cleared, dst: str, limit: Limits, files: Map
         screen.document(shown if error is None else {**error_document(error), **shown})
     else:
         _print(screen, plan, limit)
-        if files["work"] is not None and error is None:
-            screen.line(f"  written into {files['work']}: next  transaxle work {files['work']} --begin")
-        if files["report"] is not None:
-            screen.line(f"  shown in {files['report']}")
+        if (path := options["write"]) is not None and error is None:
+            screen.line(f"  written into {path}: next  transaxle work {path} --begin")
+        if options["report"] is not None:
+            screen.line(f"  shown in {options['report']}")
         if prepared.finished:
             screen.line(f"  {dst} already holds exactly this: nothing is left to do")
         if error is not None:
@@ -181,7 +145,11 @@ next(each for each in command.params if each.name == "to").required = False
 
 
 def _plan_refit(
-    screen: Screen, context: click.Context, dialects: tuple[str, str], said: dict[str, Any], refit: dict[str, Any]
+    screen: Screen,
+    context: click.Context,
+    dialects: tuple[str, str],
+    options: Mapping[str, Any],
+    refit: tuple[tuple[str, ...], bool, int | None],
 ) -> int:
     """Tell what a refit would send.
 
@@ -189,8 +157,8 @@ def _plan_refit(
         screen: where it is told.
         context: of the command.
         dialects: of both sides.
-        said: how a checkpoint would be read.
-        refit: the options of a refit.
+        options: those of the verb.
+        refit: meshes, whether they are of the same ranks, and the ranks of a machine.
     """
     # No other command waits for these, of which some import this module.
     from transaxle.cli.screen.traffic_table import print_traffic
@@ -201,18 +169,19 @@ def _plan_refit(
     others = [option.opts[0] for option in context.command.params if option.name in typed - _OF_REFIT]
     if others:
         raise click.UsageError(f"{', '.join(others)}: not with --mesh, which plans a refit")
-    if len(refit["meshes"]) != 2:
+    meshes, together, ranks_per_node = refit
+    if len(meshes) != 2:
         raise click.UsageError("a refit has two meshes: --mesh of the trainer, and --mesh of the engine")
-    if said.get("config") is None:
+    if options["config"] is None:
         raise click.UsageError("a refit is planned from a config.json: --config FILE")
-    given = settings(**{name: said[name] for name in ("family", "config", "axes", "rules") if name in said})
+    model = settings(**select(options, ("family", "config", "axes", "rules")))
     with screen.working("planning"):
-        meshes = read_mesh(dialects[0], refit["meshes"][0]), read_mesh(dialects[1], refit["meshes"][1])
-        found = planned_traffic(given, meshes, dtype=said.get("dtype"), together=refit["together"])
+        sides = read_mesh(dialects[0], meshes[0]), read_mesh(dialects[1], meshes[1])
+        traffic = planned_traffic(model, sides, dtype=options["dtype"], together=together)
     if screen.as_json:
-        screen.document(found.as_json(refit["ranks_per_node"]))
+        screen.document(traffic.as_json(ranks_per_node))
     else:
-        print_traffic(screen, found, refit["ranks_per_node"])
+        print_traffic(screen, traffic, ranks_per_node)
     return 0
 
 

@@ -6,17 +6,15 @@ from typing import Any
 
 import click
 
-from transaxle.cli import options
+from transaxle import verbs
+from transaxle.cli.click_options import options_of, printing, profiling
 from transaxle.cli.command import Command
 from transaxle.cli.screen.quantities import parameters, plural, size
 from transaxle.cli.screen.refusals import print_refusals
 from transaxle.cli.screen.screen import Screen
-from transaxle.engine.checkpoint.checkpoint import open_checkpoint
 from transaxle.engine.compare.compare import Comparison
-from transaxle.engine.compare.pair import opened_pair
-from transaxle.engine.compare.verification import Verification, verify, verify_against
+from transaxle.engine.compare.verification import Verification
 from transaxle.formats.newest_step import listed
-from transaxle.move.workers import Limits
 
 
 @click.command(
@@ -35,24 +33,12 @@ from transaxle.move.workers import Limits
 )
 @click.argument("a", type=click.Path(readable=False))
 @click.argument("b", type=click.Path(readable=False), required=False)
-@options.reading
-@options.decoding
-@options.working
-@options.printing
-def command(screen: Screen, a: str, b: str | None, source_options: dict[str, Any], limit: Limits) -> int:
+@options_of("verify")
+@profiling
+@printing
+def command(screen: Screen, a: str, b: str | None, options: dict[str, Any]) -> int:
     """Verify a checkpoint, or compare two."""
-    if b is None:
-        with (
-            open_checkpoint(a, **source_options) as alone,
-            screen.progress(alone.container.nbytes, "verifying") as progress,
-        ):
-            result = verify(alone, limit, progress)
-    else:
-        with (
-            opened_pair(a, b, source_options) as (first, second),
-            screen.progress(first.container.nbytes, "comparing") as progress,
-        ):
-            result = verify_against(first, second, limit, progress)
+    result = verbs.verify(a, b, watch=screen, **options)
     if screen.as_json:
         screen.document(result.as_json())
     elif result.comparison is None:

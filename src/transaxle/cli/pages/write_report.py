@@ -9,11 +9,12 @@ from typing import Any
 
 import click
 
-from transaxle.cli import options
+from transaxle.cli.click_options import given, options_of, printing
 from transaxle.cli.command import Command
 from transaxle.cli.screen.quantities import size
 from transaxle.cli.screen.screen import Screen
 from transaxle.move.workers import unwatched
+from transaxle.options import OPENING
 from transaxle.reports.reporting import reported
 
 
@@ -43,23 +44,15 @@ from transaxle.reports.reporting import reported
     help="File to write.  [default: the name of SRC, with .html]",
 )
 @click.option("--overwrite", is_flag=True, help="Replace the report that is there; other files are never replaced.")
-@click.option("--values", is_flag=True, help="Read all tensors, and show what values each has.")
 @click.option("--open", "shows", is_flag=True, help="Show it in the browser.")
-@options.reading
-@options.printing
-def command(
-    screen: Screen,
-    src: str,
-    output: str | None,
-    overwrite: bool,
-    values: bool,
-    shows: bool,
-    source_options: dict[str, Any],
-) -> int:
+@options_of("report", but=("overwrite",))
+@printing
+def command(screen: Screen, src: str, output: str | None, overwrite: bool, shows: bool, options: dict[str, Any]) -> int:
     """Report on a checkpoint."""
     with screen.working("writing the report"):
-        how: dict[str, bool] = {"overwrite": overwrite, "values": values}
-        path, refused = reported(src, output or _named_after(src), source_options, **how, progress=unwatched)
+        how: dict[str, bool] = {"overwrite": overwrite, "values": options["values"]}
+        reading = given(options, OPENING)
+        path, refused = reported(src, output or _named_after(src), reading, **how, progress=unwatched)
     amount = path.stat().st_size
     if not screen.as_json:
         screen.line(f"{path} · {size(amount)}")

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from transaxle.axes.notation.name import natural
 from transaxle.cli.screen.quantities import plural
 from transaxle.cli.screen.screen import Screen
+from transaxle.encodings.value_steps import Measured, Recoded
 from transaxle.engine.fold import fold
-from transaxle.engine.plan.planned import Measured, Recoded
 
 
 def _how(recoded: Recoded) -> str:

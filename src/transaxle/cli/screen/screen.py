@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from rich.progress import Progress as Bars
     from rich.progress import TaskID
 
-    from transaxle.engine.distribute.watching import Event, Watch
+    from transaxle.engine.checkpoint.checkpoint import Checkpoint
+    from transaxle.engine.distribute.driver import Event, Watch
+    from transaxle.engine.execute.preflight import Cleared
 
 _STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
 _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
@@ -70,6 +72,24 @@ class Screen:
         """What it means if the command fails now, such as `nothing was written`."""
         self.way_on = ""
         """What to do if the user stops it now; empty where the consequence says enough."""
+        self.on_opened: Callable[[Sequence[Checkpoint]], None] | None = None
+        """Called with the checkpoints that a verb has opened."""
+        self.on_planned: Callable[[Cleared], None] | None = None
+        """Called with the plan of a conversion."""
+
+    def state(self, consequence: str, way_on: str = "") -> None:
+        """Take note of what it means if the command fails now, and of what to do if the user stops it."""
+        self.consequence, self.way_on = consequence, way_on
+
+    def opened(self, *checkpoints: Checkpoint) -> None:
+        """Hand on the checkpoints that a verb has opened."""
+        if self.on_opened is not None:
+            self.on_opened(checkpoints)
+
+    def planned(self, cleared: Cleared) -> None:
+        """Hand on the plan of a conversion."""
+        if self.on_planned is not None:
+            self.on_planned(cleared)
 
     @property
     def width(self) -> int | None:

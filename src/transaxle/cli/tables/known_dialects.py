@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from transaxle.cli import options
+from transaxle.cli.click_options import completing, families, printing
 from transaxle.cli.command import Command
 from transaxle.cli.screen.quantities import plural
 from transaxle.cli.screen.screen import Screen
@@ -28,8 +28,8 @@ from transaxle.families import builtin
     Of each: the framework and its version that the tables were compared with. Every family has dialects of its own
     under these names; with FAMILY they are listed, with a legend of the axes of its table.""",
 )
-@click.argument("family", required=False, shell_complete=options.completing(options.families))
-@options.printing
+@click.argument("family", required=False, shell_complete=completing(families))
+@printing
 def command(screen: Screen, family: str | None) -> int:
     """List dialects."""
     known = builtin()

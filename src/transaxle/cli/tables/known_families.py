@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from transaxle.cli import options
+from transaxle.cli.click_options import printing
 from transaxle.cli.command import Command
 from transaxle.cli.screen.quantities import plural
 from transaxle.cli.screen.screen import Screen
@@ -26,7 +26,7 @@ _TRACED, _WRITTEN = "tracing", "hand"
     derived from transformers; the others are by hand.""",
 )
 @click.argument("word", required=False)
-@options.printing
+@printing
 def command(screen: Screen, word: str | None) -> int:
     """List families."""
     entries = builtin().everything.entries

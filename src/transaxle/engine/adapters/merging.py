@@ -24,7 +24,7 @@ from transaxle.engine.copying.source import Source
 from transaxle.engine.views.cast import BAND
 from transaxle.engine.views.decoded import RowMajorBytes
 from transaxle.engine.views.encoded import Catalog, View
-from transaxle.engine.views.merged import Change, Factors, MergedStorage, Merger, Rebased, Replacement, Zeros, wide
+from transaxle.engine.views.merged import Change, Factors, Merger, Rebased, Replacement, Zeros, wide
 from transaxle.errors import Refusal, TransaxleError, Where, gathered
 from transaxle.formats.catalog import Container, Entry, Extent
 from transaxle.formats.dtype import nbytes
@@ -136,8 +136,7 @@ def _merged(model: Model, adapter: Container, config: Mapping[str, Any], express
         mergers[_MERGED + name] = Merger(entry, stored, model.container.storage, (target, source), replaced=replaced)
         extent = Extent((0,) * len(entry.shape), entry.shape, _MERGED + name, 0)
         entries[name] = replace(entry, extents=(extent,))
-    storage = MergedStorage(model.container.storage, mergers, adapter, tuple(_notes(changes)))
-    return replace(model.container, storage=storage, entries=entries)
+    return model.container.recoded(mergers, entries, adapter=adapter, notes=tuple(_notes(changes)))
 
 
 def _trained_in(model: Model, wanted: set[str]) -> tuple[str | None, Mapping[str, tuple[int, ...]]]:

@@ -133,7 +133,7 @@ class Survey:
 def _rounding(side: Checkpoint, name: str) -> Rounding | None:
     """Return what compares differences with the codes of a tensor, if that is decoded and not otherwise changed."""
     from transaxle.engine.compare.distance import Rounding
-    from transaxle.engine.views.decoded import decoders_of
+    from transaxle.engine.views.decoded import Decoder
 
     tensor = side[name]
     origins = tensor.origins or {name}
@@ -144,9 +144,8 @@ def _rounding(side: Checkpoint, name: str) -> Rounding | None:
         return None
     if side.family is not None and side.dialect != side.recognised.dialect.label:
         return None  # its elements may come in another order
-    decoders = decoders_of(side.container.storage)
-    decoder = decoders.get(side.container.entries[origin].extents[0].file)
-    return None if decoder is None else Rounding(decoder)
+    decoder = side.container.recoding.computed.get(side.container.entries[origin].extents[0].file)
+    return Rounding(decoder) if isinstance(decoder, Decoder) else None
 
 
 def places(checkpoint: Checkpoint) -> dict[str, Place]:

@@ -6,17 +6,17 @@ refuses them; on request they are one tensor, the mean of all copies: summed in 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+import msgspec
 from msgspec.structs import replace
 
 from transaxle.encodings.error import Error
+from transaxle.encodings.value_steps import Recoded
 from transaxle.engine.copying.source import Source
 from transaxle.errors import refuse
 from transaxle.formats.catalog import Container, Entry, Extent, Twin
 from transaxle.formats.dtype import numpy_dtype
-from transaxle.formats.storage.storage import InMemoryFile, Storage, VirtualFiles, layer
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,39 +29,51 @@ _FILE = "\0mean of "
 """What the name of a file that does not exist begins with."""
 
 
-class AveragedStorage(VirtualFiles):
-    """The files of a checkpoint, and beside them one for each tensor that is a mean.
+class Mean(msgspec.Struct, frozen=True):
+    """The mean of the replicas of one tensor; see `Computed`."""
 
-    Args:
-        below: the files.
-        means: by the file that they are.
-        errors: by tensor: how far the copies are from the mean, all of them together.
-    """
+    entry: Entry
+    """The tensor."""
+    data: bytes
+    """Its values."""
+    error: Error
+    """How far the replicas are from it, all of them together."""
 
-    def __init__(self, below: Storage, means: Mapping[str, InMemoryFile], errors: Mapping[str, Error]) -> None:
-        super().__init__(below, means)
-        self.errors = errors
-        """By tensor."""
+    @property
+    def step(self) -> Recoded:
+        """See `Computed`."""
+        return Recoded(self.entry.name, "averaged", "", "", self.entry.dtype, self.entry.shape)
 
+    @property
+    def nbytes(self) -> int:
+        """See `Computed`."""
+        return len(self.data)
 
-def averages_of(storage: Storage) -> Mapping[str, Error]:
-    """Return the tensors of a storage that are means, and how far their copies are from them."""
-    found = layer(storage, AveragedStorage)
-    return {} if found is None else found.errors
+    def read_into(self, offset: int, view: memoryview) -> None:
+        """See `Computed`."""
+        view.cast("B")[:] = self.data[offset : offset + view.nbytes]
+
+    def measure(self) -> tuple[Error, int]:
+        """See `Computed`; nothing is read for it."""
+        return self.error, 0
 
 
 def averaged(container: Container) -> Container:
     """Return a container in which replicas that differ are one tensor, their mean; those that are equal stay checked.
+
+    Replicas of what is not read (the module's weights beside the optimizer's, or the other way round) drift apart with
+    those that are, and are compared no more.
 
     Raises:
         Refused: UNSUPPORTED for replicas of more than 256 MiB, or of numbers that have no mean.
     """
     import numpy as np
 
-    entries, twins = dict(container.entries), list(container.twins)
-    means: dict[str, InMemoryFile] = {}
-    errors: dict[str, Error] = {}
-    for name, pairs in _replicas(container).items():
+    replicas = _replicas(container)
+    read = [pair for pairs in replicas.values() for pair in pairs]
+    entries, twins = dict(container.entries), [twin for twin in container.twins if not twin.replica or twin in read]
+    means: dict[str, Mean] = {}
+    for name, pairs in replicas.items():
         copies = {copy.extents: copy for pair in pairs for copy in (pair.first, pair.second)}
         held = [_read(container, copy) for copy in copies.values()]
         if all(one.tobytes() == held[0].tobytes() for one in held):
@@ -72,15 +84,13 @@ def averaged(container: Container) -> Container:
             raise refuse("UNSUPPORTED", message, tensor=name)
         mean = np.mean([one.astype(np.float64) for one in held], axis=0).astype(held[0].dtype)
         file = _FILE + name
-        means[file] = InMemoryFile(mean.tobytes())
-        errors[name] = sum((_error(one, mean) for one in held), Error())
+        means[file] = Mean(entry, mean.tobytes(), sum((_error(one, mean) for one in held), Error()))
         extent = Extent((0,) * len(entry.shape), entry.shape, file, 0)
         entries[name] = Entry(name, entry.dtype, entry.shape, (extent,))
         twins = [twin for twin in twins if twin not in pairs]
     if not means:
-        return container
-    storage = AveragedStorage(container.storage, means, errors)
-    return replace(container, storage=storage, entries=entries, twins=tuple(twins))
+        return replace(container, twins=tuple(twins))
+    return container.recoded(means, entries, twins=tuple(twins))
 
 
 def _replicas(container: Container) -> dict[str, list[Twin]]:

@@ -23,7 +23,6 @@ from transaxle.encodings.error import Error
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.checkpoint.manifest import hold, problems_of
 from transaxle.engine.plan.conversion import Prepared
-from transaxle.engine.views.cast import CastStorage
 from transaxle.errors import Refusal, TransaxleError, UsageError, Where, gathered
 from transaxle.formats.catalog import Container
 from transaxle.formats.detect import open_container
@@ -32,7 +31,7 @@ from transaxle.formats.registry import ADAPTER_CONFIG, is_one_file
 from transaxle.formats.remote.url import address, local_path
 from transaxle.formats.staging.location import shown, staging_at, takes_parts
 from transaxle.formats.staging.staging import Staging
-from transaxle.formats.storage.storage import Storage, close, is_url, layer
+from transaxle.formats.storage.storage import Storage, close, is_url
 from transaxle.move.hashing import digest
 from transaxle.move.journal import Task, refuse_other
 from transaxle.move.workers import Limits, Progress, limits, unwatched
@@ -156,7 +155,7 @@ def preflight(
     def is_done() -> bool:
         if not resume or overwrite or problems:
             return False
-        from transaxle.engine.execute.resume_check import is_finished
+        from transaxle.engine.execute.read_back import is_finished
 
         return is_finished(prepared, target, limit, progress, errors)
 
@@ -215,7 +214,7 @@ def _damages(prepared: Prepared, target: str) -> Iterator[Refusal]:
     storage = checkpoint.container.storage
     carries = not (target and is_one_file(target))
     yield from problems_of(storage, carries=carries, config_given=checkpoint.settings.config is not None)
-    adapter = _adapter(storage)
+    adapter = checkpoint.container.recoding.adapter
     if adapter is not None:
         yield from problems_of(adapter.storage, carries=False, config_given=True)
 
@@ -228,7 +227,7 @@ def hold_source(prepared: Prepared) -> None:
     """
     storage = prepared.checkpoint.container.storage
     hold(storage)
-    adapter = _adapter(storage)
+    adapter = prepared.checkpoint.container.recoding.adapter
     if adapter is not None:
         hold(adapter.storage)
 
@@ -237,7 +236,7 @@ def task_of(prepared: Prepared, problems: list[Refusal]) -> Task:
     """Return what a journal would belong to; files of the source that cannot be opened are added to the problems."""
     plan, storage = prepared.plan, prepared.checkpoint.container.storage
     state = state_of(storage, source_files(prepared), problems)
-    adapter = _adapter(storage)
+    adapter = prepared.checkpoint.container.recoding.adapter
     if adapter is not None:
         state = digest((state + state_of(adapter.storage, (*adapter.files, ADAPTER_CONFIG), problems)).encode())
     what = msgspec.json.encode(msgspec.structs.replace(plan, refusals=(), source=""))
@@ -260,12 +259,6 @@ def state_of(storage: Storage, files: Iterable[str], problems: list[Refusal]) ->
     return digest("".join(lines).encode())
 
 
-def _adapter(storage: Storage) -> Container | None:
-    """Return the adapter that is merged into a checkpoint when it is read; None where there is none."""
-    changing = layer(storage, CastStorage)
-    return None if changing is None else changing.adapter
-
-
 def refuse_together(checkpoint: Checkpoint, target: str) -> None:
     """Refuse a target that is the source, or an adapter that is merged into it, lies in one of them or around it, or
     holds a file that was named beside them.
@@ -285,7 +278,7 @@ def refuse_together(checkpoint: Checkpoint, target: str) -> None:
 def _reasons(checkpoint: Checkpoint, target: str) -> Iterator[tuple[str, str]]:
     container = checkpoint.container
     yield from _meeting("source", checkpoint.path, container, target)
-    adapter = _adapter(container.storage)
+    adapter = container.recoding.adapter
     if adapter is not None:
         yield from _meeting("adapter", adapter.path, adapter, target)
     there = _here(target)

@@ -25,8 +25,8 @@ from transaxle.engine.copying.source import Source
 from transaxle.engine.plan.axis_sizes import counted, recorded
 from transaxle.engine.plan.hub_weights import published
 from transaxle.engine.plan.model_config import config_notes, lacking_note, rewritten
-from transaxle.engine.plan.planned import OutputTensor, Plan, PlannedTensor, Recoded, routes
-from transaxle.engine.plan.recoding import buffers_of, displaced, recoded, recoding, to_encode
+from transaxle.engine.plan.planned import OutputTensor, Plan, PlannedTensor, routes
+from transaxle.engine.plan.recoding import buffers_of, computed, displaced, recoded, recoding, to_encode
 from transaxle.engine.plan.target_names import clashing, is_one_file, misnamed, parse_to, unholdable, without_line
 from transaxle.engine.plan.training_beside import (
     left_behind,
@@ -37,7 +37,6 @@ from transaxle.engine.plan.training_beside import (
     state_of_other_names,
     without_training,
 )
-from transaxle.engine.views.cast import casts_of
 from transaxle.engine.views.encode import Encode
 from transaxle.engine.views.encoded import View, describes_tensors
 from transaxle.engine.views.header_metadata import joined, without_notes
@@ -48,7 +47,7 @@ from transaxle.formats.catalog import Draft, Entry, Extent, Spec
 from transaxle.formats.dtype import ITEM_BITS, nbytes
 from transaxle.formats.format import Format, uncollected
 from transaxle.formats.registry import builtin, get, writable
-from transaxle.formats.storage.storage import VirtualFiles, as_text, layer
+from transaxle.formats.storage.storage import as_text
 from transaxle.formats.training_state.full_precision import with_full_precision
 from transaxle.formats.training_state.state import LEFT_BEHIND, MEGATRON, OPTIMIZER, ROOT, RUN
 from transaxle.formats.training_state.state_groups import GROUPS
@@ -137,7 +136,8 @@ def make_plan(
     draft, lost = _drafted(checkpoint, (form, wanted), outputs, options, None if single else shard_size, problems)
     tensors = _planned(source, outputs, draft, allow_lossy, problems)
     checks = plan_checks(source, view.checks, problems) if view.checks or checkpoint.container.twins else ()
-    recoding_any = bool(names) or layer(checkpoint.container.storage, VirtualFiles) is not None
+    recoding = checkpoint.container.recoding
+    recoding_any = bool(names or recoding.computed)
     restated = not single and (recoding_any or wanted != IDENTITY or checkpoint.settings.config is not None)
     configs = rewritten(checkpoint, (form, wanted), view, outputs.values(), problems) if restated else {}
     lost.extend(name for name, text in configs.items() if text is None)
@@ -162,9 +162,10 @@ def make_plan(
         aliases=dict(view.aliases),
         axes=recorded(view.axes, reading.family, wanted) if reading else dict(view.axes),
         refusals=tuple(problems),
-        recoded=_recoded(checkpoint, outputs, tensors) if recoding_any else (),
+        recoded=recoded(checkpoint, outputs, tensors) if recoding_any else (),
+        computed=computed(checkpoint.container),
         allow_lossy=allow_lossy,
-        stayed=casts_of(checkpoint.container.storage).stayed if recoding_any else (),
+        stayed=recoding.stayed,
         counted=counted(checkpoint.bound, checkpoint.sizes, view.axes) if reading else {},
         notes=(*draft.notes, *told, *_said(checkpoint, configs, to, beside), *_bare(checkpoint, to, single, draft)),
     )
@@ -177,8 +178,7 @@ def _said(
     """Yield what the target's config does not say, what is odd about an adapter, and formats beside safetensors."""
     yield from config_notes(checkpoint, configs) if checkpoint.settings.config else ()
     yield from edited(checkpoint.container.storage, beside)
-    if layer(checkpoint.container.storage, VirtualFiles) is not None:
-        yield from casts_of(checkpoint.container.storage).notes
+    yield from checkpoint.container.recoding.notes
     framework, ways = _loads(to)
     if ways:
         ways_out = f"write --to {' or --to '.join(ways)}"
@@ -304,12 +304,6 @@ def _for_format(checkpoint: Checkpoint, kind: Format) -> Checkpoint:
     if container.entries.keys() == checkpoint.container.entries.keys():
         return checkpoint
     return Checkpoint(container, checkpoint.settings, None, None, checkpoint.undecoded)
-
-
-def _recoded(
-    checkpoint: Checkpoint, outputs: Mapping[str, OutputTensor], planned: Sequence[PlannedTensor]
-) -> tuple[Recoded, ...]:
-    return tuple(recoded(checkpoint, [(outputs[tensor.name], tensor.transfers) for tensor in planned]))
 
 
 @stage("translate")

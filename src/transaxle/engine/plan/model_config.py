@@ -21,8 +21,6 @@ from transaxle.engine.checkpoint.recognise import IDENTITY
 from transaxle.engine.checkpoint.settings import CONFIG, stored_config
 from transaxle.engine.plan.planned import OutputTensor
 from transaxle.engine.plan.recoding import HUB, MEMORY, encoded_tensors
-from transaxle.engine.views.cast import casts_of
-from transaxle.engine.views.decoded import decoders_of
 from transaxle.engine.views.encoded import View
 from transaxle.errors import Refusal, TransaxleError
 from transaxle.formats.builtin_formats import SAFETENSORS
@@ -46,10 +44,9 @@ def rewritten(
     """
     form, dialect = to
     given = _given(checkpoint) if form == SAFETENSORS.name else None
-    listed = list(products)
-    catalog = checkpoint.catalog
-    casts = casts_of(checkpoint.container.storage)
-    changing = bool(checkpoint.decoded or casts.by_file) or any(product.step is not None for product in listed)
+    listed, catalog, recoding = list(products), checkpoint.catalog, checkpoint.container.recoding
+    actions = {tensor.step.action for tensor in recoding.computed.values()} - {"averaged"}
+    changing = bool(checkpoint.decoded or actions) or any(product.step is not None for product in listed)
     if not changing and (dialect == IDENTITY or (catalog.quantization is None and not catalog.encoded)):
         return {} if given is None else {CONFIG: _text(given)}
     if catalog.refusals:  # the plan has them
@@ -59,7 +56,7 @@ def rewritten(
     plain = {p.name: p.target for p in listed if p.name not in buffers and split_slot(p.name)[1] == WEIGHT}
     decoded = [name for name, target in plain.items() if _origins(target) & checkpoint.decoded.keys()]
     renamed = {origin for target in plain.values() for origin in _origins(target)} - plain.keys()
-    dtypes = {decoder.dtype for decoder in decoders_of(checkpoint.container.storage).values()}
+    dtypes = {tensor.step.dtype for tensor in recoding.computed.values() if tensor.step.action == "decoded"}
     in_memory, encoded_in_memory = (
         _in_memory(checkpoint, dialect, _codes(view, encoded, dialect)) if changing or renamed else ({}, ())
     )
@@ -67,8 +64,8 @@ def rewritten(
     plain = in_memory | plain
     shapes = {name: target.shape for name, target in plain.items()}
     dtype = dtypes.pop() if len(dtypes) == 1 else None
-    if casts.dtype is not None:
-        dtype = casts.dtype if casts.dtype == _usual(plain.values()) else None
+    if recoding.dtype is not None:
+        dtype = recoding.dtype if recoding.dtype == _usual(plain.values()) else None
     describing_file = (
         MODELOPT_CONFIG if catalog.quantization is not None and catalog.quantization.file == MODELOPT_CONFIG else CONFIG
     )

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -14,7 +14,7 @@ from transaxle.axes.layout.bind import Bound
 from transaxle.axes.layout.relayout import Target
 from transaxle.axes.notation.computed import Steps
 from transaxle.encodings.encoding import Role
-from transaxle.encodings.error import Error
+from transaxle.encodings.value_steps import STEPS, Recoded
 from transaxle.engine.checkpoint.settings import CONFIG
 from transaxle.engine.copying.duplicate_checks import PlannedCheck
 from transaxle.engine.number_text import notebook, plural, size
@@ -25,45 +25,6 @@ from transaxle.move.transfer import Transfer, active
 
 _SHOWN, _SHOWN_REFUSALS = 12, 3
 """Rules and refusals that a printed plan shows."""
-Action = Literal["decoded", "encoded", "averaged", "cast", "merged"]
-
-
-class Recoded(msgspec.Struct, frozen=True):
-    """A tensor whose values are decoded, encoded, averaged, cast or merged with an adapter's."""
-
-    name: str
-    """Table name: the target's if it is encoded, the source's otherwise."""
-    action: Action
-    """What is done."""
-    encoding: str
-    """The encoding it is decoded from or encoded to; empty for averages; if cast or merged, the dtype it had."""
-    convention: str
-    """The convention of that encoding."""
-    dtype: str
-    """Safetensors code of the plain values."""
-    shape: tuple[int, ...]
-    """Elements along each dim."""
-
-
-class Measured(msgspec.Struct, frozen=True):
-    """A recoded tensor and how far its values are from the source's."""
-
-    what: Recoded
-    """The tensor."""
-    error: Error
-    """Difference of decoded values from the products of code and scale; of encoded values, read back, from those
-    given; of replicas from their mean; of cast values from the originals; of merged values from the exact sums.
-    """
-    infinite: int = 0
-    """Number of finite values that became infinite."""
-
-    def as_json(self) -> dict[str, Any]:
-        """Return it as plain JSON data."""
-        error_data: dict[str, Any] = {"max_abs": self.error.max, "rms": self.error.rms, "exact": self.error.exact}
-        if self.infinite:
-            error_data["infinite"] = self.infinite
-        data: dict[str, Any] = msgspec.to_builtins(self.what)
-        return {**data, "shape": list(self.what.shape), **error_data}
 
 
 class OutputTensor(msgspec.Struct, frozen=True, gc=False):
@@ -114,6 +75,27 @@ class PlannedTensor(msgspec.Struct, frozen=True, gc=False):
     def codes_of(self) -> str | None:
         """Table name of the tensor whose codes these are, if it is encoded here."""
         return self.step.tensor if self.step is not None and self.step.role == Role.CODES else None
+
+    def steps(self, computed: Mapping[str, Sequence[Recoded]]) -> list[dict[str, Any]]:
+        """Return what makes it, in order, as plain JSON data.
+
+        Args:
+            computed: see `Plan.computed`.
+        """
+        if not self.transfers:
+            return [{"step": "zeros"}]
+        steps: list[dict[str, Any]] = [{"step": "read"}]
+        files = dict.fromkeys(transfer.file for transfer in self.transfers)
+        before = dict.fromkeys(step for file in files for step in computed.get(file, ()))
+        for action, word in STEPS.items():
+            for encoding, dtype in dict.fromkeys((s.encoding, s.dtype) for s in before if s.action == action):
+                steps.append({"step": word, "dtype": dtype, **({"from": encoding} if encoding else {})})
+        steps.append({"step": "copy", "copies": len(self.transfers)})
+        if self.arithmetic is not None:
+            steps.append({"step": "arithmetic"})
+        if self.step is not None:
+            steps.append({"step": STEPS["encoded"], "encoding": self.step.encoding, "part": self.step.role})
+        return steps
 
     def as_json(self, *, copies: bool = True) -> dict[str, Any]:
         """Return it as plain JSON data; without `copies` the reads that fill it are left out."""
@@ -231,6 +213,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Reasons why the conversion cannot run; empty if it can."""
     recoded: tuple[Recoded, ...] = ()
     """Tensors that are decoded or encoded."""
+    computed: dict[str, tuple[Recoded, ...]] = {}
+    """File that does not exist on disk -> the steps that compute its tensor from stored ones, in order."""
     allow_lossy: bool = False
     """Whether a cast may turn finite values into infinities."""
     stayed: tuple[str, ...] = ()
@@ -332,10 +316,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     def as_json(self, *, copies: bool = True) -> dict[str, Any]:
         """Return the plan as plain JSON data; without `copies` the single byte ranges are left out."""
-        bare = msgspec.structs.replace(self, tensors=(), checks=(), refusals=())
+        bare = msgspec.structs.replace(self, tensors=(), checks=(), refusals=(), computed={})
         data: dict[str, Any] = msgspec.to_builtins(bare)
+        del data["computed"]
         data |= {
-            "tensors": [tensor.as_json(copies=copies) for tensor in self.tensors],
+            "tensors": [
+                tensor.as_json(copies=copies) | {"steps": tensor.steps(self.computed)} for tensor in self.tensors
+            ],
             "checks": [check.as_json() for check in self.checks],
             "refusals": [refusal.as_json() for refusal in self.refusals],
             "bytes_read": self.bytes_read,

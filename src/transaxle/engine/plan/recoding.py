@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container as Holding
 from functools import cache
 
 from transaxle.axes.layout.bind import WEIGHT
@@ -10,16 +11,14 @@ from transaxle.axes.layout.solve import factors
 from transaxle.axes.notation.family import Family, Line, NumberFormat, Recode
 from transaxle.encodings.conventions.convention import COMPRESSED_TENSORS, CONVENTIONS, PREFERRED
 from transaxle.encodings.encoding import ENCODINGS, FLOAT8_BLOCK, Encoded, Role
+from transaxle.encodings.value_steps import Recoded
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.checkpoint.recognise import IDENTITY
-from transaxle.engine.copying.replica_mean import averages_of
-from transaxle.engine.plan.planned import OutputTensor, Recoded
-from transaxle.engine.views.cast import casts_of
-from transaxle.engine.views.decoded import decoders_of
+from transaxle.engine.plan.planned import OutputTensor, PlannedTensor
 from transaxle.engine.views.encode import Encode, Step, choose
 from transaxle.engine.views.encoded import View
 from transaxle.errors import Refusal, Where
-from transaxle.move.transfer import Transfer
+from transaxle.formats.catalog import Container
 
 HUB, MEMORY = "hf", "transformers"
 """Dialects of a hub's files, and of the models that transformers makes of them."""
@@ -119,7 +118,7 @@ def to_encode(
 
 
 def _unread(
-    family: Family, view: View, encoding: str, targets: Mapping[str, Sequence[str]], turned: Container[str]
+    family: Family, view: View, encoding: str, targets: Mapping[str, Sequence[str]], turned: Holding[str]
 ) -> dict[str, str]:
     """Return the targets whose codes transformers 5.23 would read wrongly, and why.
 
@@ -180,6 +179,17 @@ def _memory(family: Family) -> Sequence[Line]:
     return () if dialect is None else dialect.lines
 
 
+def computed(container: Container) -> dict[str, tuple[Recoded, ...]]:
+    """Return the steps that compute tensors from stored ones, by the file that each is read from, in order.
+
+    A tensor has one file, that of its last step; what is decoded or cast of a mean reads the mean.
+    """
+    by_name: dict[str, list[Recoded]] = {}
+    for tensor in container.recoding.computed.values():
+        by_name.setdefault(tensor.step.name, []).append(tensor.step)
+    return {file: tuple(by_name[tensor.step.name]) for file, tensor in container.recoding.computed.items()}
+
+
 def displaced(checkpoint: Checkpoint, names: Collection[str]) -> Iterator[Refusal]:
     """Yield why tensors cannot be recoded under their own names: the dialect orders the dims of codes and of values
     differently.
@@ -199,35 +209,29 @@ def displaced(checkpoint: Checkpoint, names: Collection[str]) -> Iterator[Refusa
                 yield Refusal("UNSUPPORTED", message, Where(None, name), hint)
 
 
-def recoded(checkpoint: Checkpoint, written: Sequence[tuple[OutputTensor, Sequence[Transfer]]]) -> list[Recoded]:
+def recoded(
+    checkpoint: Checkpoint, outputs: Mapping[str, OutputTensor], planned: Sequence[PlannedTensor]
+) -> tuple[Recoded, ...]:
     """Return the tensors whose values change.
 
     Args:
         checkpoint: the source.
-        written: each tensor written, with the transfers that fill it.
+        outputs: all tensors that are written, by name.
+        planned: those of which it is known where their bytes come from.
     """
-    read = {transfer.file for _, transfers in written for transfer in transfers}
-    changed = []
-    for file, decoder in decoders_of(checkpoint.container.storage).items():
-        if file in read:
-            tensor = decoder.tensor
-            changed.append(
-                Recoded(tensor.name, "decoded", tensor.encoding.name, tensor.convention, decoder.dtype, tensor.shape)
-            )
-    for file, caster in casts_of(checkpoint.container.storage).by_file.items():
-        if file in read:
-            cast_entry = caster.entry
-            changed.append(
-                Recoded(cast_entry.name, caster.action, cast_entry.dtype, "", caster.dtype, cast_entry.shape)
-            )
-    for name in averages_of(checkpoint.container.storage):
-        entry = checkpoint.container.entries.get(name)
-        if entry is not None and read.intersection(extent.file for extent in entry.extents):
-            changed.append(Recoded(name, "averaged", "", "", entry.dtype, entry.shape))
-    steps = {product.step.tensor: product.step for product, _ in written if product.step is not None}
+    container = checkpoint.container
+    read = {transfer.file for tensor in planned for transfer in tensor.transfers}
+    averaged, changed = list[Recoded](), list[Recoded]()
+    for file, tensor in container.recoding.computed.items():
+        entry = container.entries.get(tensor.step.name)  # what is computed of it, if anything, is read in its place
+        if file in read or (entry is not None and read.intersection(extent.file for extent in entry.extents)):
+            (averaged if tensor.step.action == "averaged" else changed).append(tensor.step)
+    changed.extend(averaged)
+    written = (outputs[tensor.name] for tensor in planned)
+    steps = {product.step.tensor: product.step for product in written if product.step is not None}
     for name, step in steps.items():
         changed.append(Recoded(name, "encoded", step.encoding, step.convention, step.dtype, step.shape))
-    return changed
+    return tuple(changed)
 
 
 def buffers_of(view: View, name: str, encoding: str) -> list[OutputTensor]:

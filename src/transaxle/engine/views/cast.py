@@ -10,11 +10,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from math import isinf, prod
-from typing import TYPE_CHECKING, ClassVar, Literal
-
-import msgspec
-from msgspec.structs import replace
+from math import prod
+from typing import TYPE_CHECKING, ClassVar
 
 from transaxle.axes.layout.bind import WEIGHT, Bound, split_slot
 from transaxle.axes.layout.relayout import unchanged
@@ -22,26 +19,22 @@ from transaxle.encodings.conventions.buffer_group import is_of_cache, may_be_cod
 from transaxle.encodings.conventions.convention import training_only
 from transaxle.encodings.error import Error
 from transaxle.encodings.plain_types import CASTS, PLAIN, Wide
+from transaxle.encodings.value_steps import Action, Recoded
 from transaxle.engine.copying.source import Source
-from transaxle.engine.number_text import plural
 from transaxle.engine.views.decoded import RowMajorBytes
 from transaxle.engine.views.encoded import Catalog
 from transaxle.engine.views.name_filter import chosen
 from transaxle.errors import Refusal, Where, gathered, refuse
 from transaxle.formats.catalog import Container, Entry, Extent
 from transaxle.formats.dtype import nbytes, numpy_dtype
-from transaxle.formats.storage.storage import Storage, VirtualFiles, layer
 from transaxle.formats.training_state.state import OPTIMIZER
 from transaxle.move.endpoint import Readable
-from transaxle.move.workers import Limits, share
 
 if TYPE_CHECKING:
     import numpy as np
 
 _FILE = "\0cast "
 """Prefix of the names of virtual files."""
-CASTING = frozenset({"cast", "merged"})
-"""What casters do."""
 BAND = 1 << 18
 """Elements that are cast at a time."""
 
@@ -56,7 +49,7 @@ class Caster:
         dtype: safetensors code of the wanted dtype.
     """
 
-    action: ClassVar[Literal["cast", "merged"]] = "cast"
+    action: ClassVar[Action] = "cast"
     """What it does to the values, as reports call it."""
 
     def __init__(self, entry: Entry, source: Source, reader: Readable, dtype: Wide) -> None:
@@ -89,7 +82,12 @@ class Caster:
             low, high = max(offset, start * item), min(offset + len(out), stop * item)
             out[low - offset : high - offset] = cast_bytes[low - start * item : high - start * item]
 
-    def error(self) -> tuple[Error, int]:
+    @property
+    def step(self) -> Recoded:
+        """See `Computed`."""
+        return Recoded(self.entry.name, self.action, self.entry.dtype, "", self.dtype, self.entry.shape)
+
+    def measure(self) -> tuple[Error, int]:
         """Return how far the cast values are from the originals, and how many finite ones became infinite."""
         from transaxle.encodings.arithmetic.casting import cast, cast_error
 
@@ -107,53 +105,6 @@ class Caster:
     @cached_property
     def _rows(self) -> RowMajorBytes:
         return RowMajorBytes(self._reader, self._source.transfers(unchanged(self.entry.name, self.entry)))
-
-
-class CastStorage(VirtualFiles):
-    """The files of a checkpoint, and a virtual file for each tensor that is cast when it is read.
-
-    Args:
-        below: the files.
-        casters: virtual file -> its caster.
-        stayed: plain tensors of other dtypes that keep them.
-        dtype: safetensors code of the wanted dtype; None: each keeps its own.
-    """
-
-    adapter: Container | None = None
-    """The adapter that is merged into the tensors, where they are cast for that; see `MergedStorage`."""
-    notes: tuple[str, ...] = ()
-    """What plans say of it."""
-
-    def __init__(
-        self, below: Storage, casters: Mapping[str, Caster], stayed: Sequence[str], dtype: Wide | None
-    ) -> None:
-        super().__init__(below, casters)
-        self.casters = casters
-        self.stayed = tuple(stayed)
-        self.dtype = dtype
-
-
-class Casts(msgspec.Struct, frozen=True):
-    """The casts of a storage."""
-
-    by_file: Mapping[str, Caster]
-    """Virtual file -> its caster."""
-    stayed: tuple[str, ...]
-    """Plain tensors of other dtypes that keep them."""
-    dtype: Wide | None
-    """Safetensors code of the wanted dtype; None: nothing is cast to another."""
-    notes: tuple[str, ...] = ()
-    """What plans say of it."""
-
-
-def casts_of(storage: Storage) -> Casts:
-    """Return what of a storage is cast."""
-    cast_storage = layer(storage, CastStorage)
-    return (
-        Casts({}, (), None)
-        if cast_storage is None
-        else Casts(cast_storage.casters, cast_storage.stayed, cast_storage.dtype, cast_storage.notes)
-    )
 
 
 def precise(bound: Bound | None) -> frozenset[str]:
@@ -220,8 +171,7 @@ def cast_to(catalog: Catalog, to: str, only: Sequence[str], skip: Sequence[str],
             extent = Extent((0,) * len(entry.shape), entry.shape, _FILE + name, 0)
             entries[name] = Entry(name, dtype, entry.shape, (extent,))
     stayed = [name for name in plain if name not in wanted and container.entries[name].dtype != dtype]
-    storage = CastStorage(container.storage, casters, stayed, dtype)
-    return replace(container, storage=storage, entries=entries)
+    return container.recoded(casters, entries, dtype=dtype, stayed=tuple(stayed))
 
 
 def scales_alone(names: Iterable[str], catalog: Catalog) -> Iterator[Refusal]:
@@ -261,53 +211,3 @@ def _may_scale(entry: Entry, codes: Entry) -> bool:
 def _holder(name: str) -> str:
     """Return the module of a tensor, or the parameter whose optimizer state it is."""
     return name.rpartition("/" if name.startswith(OPTIMIZER) else ".")[0]
-
-
-def casting_errors(storage: Storage, names: Iterable[str], limit: Limits) -> dict[str, tuple[Error, int]]:
-    """Read every named cast tensor once; return its error and its count of values that become infinite."""
-    wanted = set(names)
-    casters = [caster for caster in casts_of(storage).by_file.values() if caster.entry.name in wanted]
-    errors: dict[str, tuple[Error, int]] = {}
-
-    def measure(_: object, number: int) -> None:
-        errors[casters[number].entry.name] = casters[number].error()
-
-    share(range(len(casters)), limit.jobs, lambda _: None, measure)
-    return errors
-
-
-def refuse_infinite(errors: Mapping[str, tuple[Error, int]], dtype: str | None) -> None:
-    """Refuse finite values that would become infinite.
-
-    Args:
-        errors: by tensor, see `casting_errors`.
-        dtype: of the values; None: the tensors' own.
-
-    Raises:
-        Refused: LOSSY, with every tensor that has such values.
-    """
-    hint = "Leave them out with --skip NAME, allow it with --allow-lossy, or use bf16, which has the range of fp32."
-    if dtype is None:
-        hint = "Cast the model first (convert with --dtype bf16), or allow it with --allow-lossy."
-    what = dtype or "the type of the weight"
-    counts = {name: plural(count, "finite value") for name, (_, count) in errors.items() if count}
-    _refuse_each({name: f"{count} would become infinite in {what}" for name, count in counts.items()}, hint)
-
-
-def refuse_overflow(errors: Mapping[str, Error]) -> None:
-    """Refuse decoded tensors with finite values that the type they are decoded to would make infinite.
-
-    Args:
-        errors: by tensor, see `decoding_errors`: how far the decoded values are from the exact products.
-
-    Raises:
-        Refused: LOSSY, with every tensor that has such values.
-    """
-    message = "finite values (code times scale) would become infinite when decoded"
-    hint = "Leave them encoded with --skip NAME, or allow it with --allow-lossy."
-    _refuse_each({name: message for name, error in errors.items() if isinf(error.max)}, hint)
-
-
-def _refuse_each(messages: Mapping[str, str], hint: str) -> None:
-    if messages:
-        raise gathered([Refusal("LOSSY", message, Where(None, name), hint) for name, message in messages.items()])

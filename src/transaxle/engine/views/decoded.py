@@ -14,21 +14,19 @@ from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import msgspec
-
 from transaxle.axes.layout.relayout import unchanged
 from transaxle.axes.notation.family import PLAIN, NumberFormat, Recode
 from transaxle.encodings.conventions.convention import CONVENTIONS, training_only
 from transaxle.encodings.encoding import Encoded, Role
 from transaxle.encodings.error import Error
 from transaxle.encodings.plain_types import Wide
+from transaxle.encodings.value_steps import Recoded
 from transaxle.engine.copying.source import Source
 from transaxle.engine.views.encoded import Catalog, buffer_name
 from transaxle.engine.views.header_metadata import without_notes
 from transaxle.errors import refuse
 from transaxle.formats.catalog import Container, Entry, Extent
 from transaxle.formats.dtype import nbytes, numpy_dtype
-from transaxle.formats.storage.storage import Storage, VirtualFiles, layer
 from transaxle.move.endpoint import Bytes, Readable
 from transaxle.move.strided_fill import Scratch, produce
 from transaxle.move.transfer import Transfer, clip
@@ -179,8 +177,16 @@ class Decoder:
             at += rows * columns
         return out
 
-    def error(self) -> Error:
-        """Return how far the decoded values are from the exact products, over the whole tensor."""
+    @property
+    def step(self) -> Recoded:
+        """See `Computed`."""
+        tensor = self.tensor
+        return Recoded(tensor.name, "decoded", tensor.encoding.name, tensor.convention, self.dtype, tensor.shape)
+
+    def measure(self) -> tuple[Error, int]:
+        """Return how far the decoded values are from the exact products, over the whole tensor; an overflow is an
+        infinite error.
+        """
         from transaxle.encodings.arithmetic.codec import decode_error
 
         total = Error()
@@ -188,7 +194,7 @@ class Decoder:
             codes, scale, phase = self._read_box(row, rows, column, columns)
             factor = self._factors[row // self._rows]
             total += decode_error(self._encoding, codes, scale, phase=phase, factor=factor, dtype=self.dtype)
-        return total
+        return total, 0
 
     def _decode(self, first: int, last: int, out: npt.NDArray[Any]) -> None:
         from transaxle.encodings.arithmetic.codec import decode_box
@@ -300,21 +306,6 @@ class Decoder:
         return factors * (count // len(factors))
 
 
-class DecodedStorage(VirtualFiles):
-    """The files of a checkpoint, and a virtual file for each tensor that is decoded when it is read."""
-
-    def __init__(self, below: Storage, decoders: Mapping[str, Decoder]) -> None:
-        self.decoders: Mapping[str, Decoder] = {**decoders_of(below), **decoders}
-        """By the file that they are."""
-        super().__init__(below, self.decoders)
-
-
-def decoders_of(storage: Storage) -> Mapping[str, Decoder]:
-    """Return the decoder of each virtual file of a storage."""
-    decoded_storage = layer(storage, DecodedStorage)
-    return {} if decoded_storage is None else decoded_storage.decoders
-
-
 def plainly(recode: Recode) -> Recode:
     """Adapt `recode`: a tensor decoded here is offered as a plain one."""
 
@@ -364,7 +355,6 @@ def decoded(catalog: Catalog, chosen: Collection[str], dtype: Wide) -> Container
             )
         elif stored not in parts and stored not in aside:
             entries[stored] = entry
-    storage = DecodedStorage(container.storage, decoders)
     metadata = without_notes(container.metadata, tensors)
     left = {**container.left, **input_scales, **aside}
-    return msgspec.structs.replace(container, storage=storage, entries=entries, metadata=metadata, left=left)
+    return container.recoded(decoders, entries, metadata=metadata, left=left)

@@ -6,7 +6,7 @@ are added in the order of the ranks, so a value has the same bits in whatever pi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -17,11 +17,10 @@ from numpy.typing import NDArray
 from transaxle.axes.layout.relayout import Target
 from transaxle.encodings.arithmetic.wide import widened
 from transaxle.engine.copying.source import Source
-from transaxle.engine.views.cast import BAND, Caster, CastStorage
+from transaxle.engine.views.cast import BAND, Caster
 from transaxle.engine.views.decoded import RowMajorBytes
-from transaxle.formats.catalog import Container, Entry
+from transaxle.formats.catalog import Entry
 from transaxle.formats.dtype import numpy_dtype
-from transaxle.formats.storage.storage import Storage
 from transaxle.move.endpoint import Readable
 
 Wide = NDArray[np.float64]
@@ -195,32 +194,3 @@ class Merger(Caster):
         if self._replaced:
             return change
         return added(wide(self.entry, super()._values(start, stop)), change)
-
-
-class MergedStorage(CastStorage):
-    """The files of a checkpoint, and a virtual file for each weight into which an adapter is merged.
-
-    Args:
-        below: the files.
-        mergers: virtual file -> its merger.
-        adapter: the adapter, whose files are closed with the others.
-        notes: what plans say of it.
-    """
-
-    adapter: Container
-
-    def __init__(
-        self, below: Storage, mergers: Mapping[str, Merger], adapter: Container, notes: tuple[str, ...]
-    ) -> None:
-        super().__init__(below, mergers, (), None)
-        self.adapter, self.notes = adapter, notes
-
-    def recheck(self) -> None:
-        """See `Storage`."""
-        self.adapter.storage.recheck()
-        super().recheck()
-
-    def close(self) -> None:
-        """See `Storage`."""
-        self.adapter.storage.close()
-        super().close()

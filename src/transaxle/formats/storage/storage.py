@@ -68,6 +68,11 @@ class Storage(Protocol):
         return False
 
     @property
+    def bytes_read(self) -> int:
+        """Bytes that were read from the files so far, by all threads; numbers in descriptions do not count."""
+        return 0
+
+    @property
     def path(self) -> str:
         """The path as the user typed it."""
 
@@ -165,6 +170,11 @@ class Overlay(Storage):
         return self.below.takes_notes
 
     @property
+    def bytes_read(self) -> int:
+        """See `Storage`."""
+        return self.below.bytes_read
+
+    @property
     def path(self) -> str:
         """See `Storage`."""
         return self.below.path
@@ -231,11 +241,25 @@ class VirtualFiles(Overlay):
     Args:
         below: the real files.
         files: the virtual ones, by names that no real file has.
+        others: further storages that virtual files read from; they are checked and closed with the real files.
     """
 
-    def __init__(self, below: Storage, files: Mapping[str, VirtualFile]) -> None:
+    def __init__(self, below: Storage, files: Mapping[str, VirtualFile], others: Sequence[Storage] = ()) -> None:
         super().__init__(below)
         self._files = files
+        self._others = others
+
+    def recheck(self) -> None:
+        """See `Storage`."""
+        for storage in self._others:
+            storage.recheck()
+        super().recheck()
+
+    def close(self) -> None:
+        """See `Storage`."""
+        for storage in self._others:
+            storage.close()
+        super().close()
 
     def size(self, name: str) -> int:
         """See `Storage`."""
@@ -356,6 +380,22 @@ def as_text(path: str) -> str:
 def is_url(path: str) -> bool:
     """Tell whether a path is a URL, `scheme://…`."""
     return _URL.match(path) is not None
+
+
+class ByteCount:
+    """A number of bytes to which several threads add."""
+
+    __slots__ = ("_lock", "total")
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self.total = 0
+        """Bytes so far."""
+
+    def add(self, size: int) -> None:
+        """Add bytes."""
+        with self._lock:
+            self.total += size
 
 
 class _Handle(msgspec.Struct):

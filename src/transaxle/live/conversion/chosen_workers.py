@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from transaxle.engine.distribute.conversion_order import ConversionOrder
-from transaxle.engine.distribute.launch import Launch, convert_on, is_torchrun
-from transaxle.engine.execute.execute import Report
+from transaxle.engine.distribute.driver import Launch, convert_on, is_torchrun
+from transaxle.engine.distribute.work_plan import ConversionOrder
+from transaxle.engine.execute.carry import Report
 from transaxle.engine.plan.conversion import Prepared
 
 

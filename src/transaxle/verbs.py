@@ -1,0 +1,766 @@
+"""The verbs: what one can do with checkpoints of any format and dialect. The command line calls these too, and prints.
+
+Every option is documented in `options`, where tests hold these signatures against it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+from transaxle.arguments import (
+    Axes,
+    Config,
+    DType,
+    Overwrite,
+    PathLike,
+    Patterns,
+    Size,
+    Weights,
+    read_degrees,
+    read_flag,
+    read_optional_text,
+    read_options,
+    read_path,
+    read_source,
+    suggests,
+    wrong_type,
+)
+from transaxle.engine.checkpoint.checkpoint import (
+    Checkpoint,
+    CheckpointLike,
+    open_checkpoint,
+    opened,
+)
+from transaxle.engine.checkpoint.settings import model_config
+from transaxle.errors import Refusal, Refused
+from transaxle.options import OPENING, READING, SHARD_SIZE, select
+
+if TYPE_CHECKING:
+    from transaxle.derivation.sources import Table
+    from transaxle.engine.compare.compare import Comparison
+    from transaxle.engine.compare.verification import Verification
+    from transaxle.engine.distribute.driver import Event, Launch, On
+    from transaxle.engine.distribute.work_plan import ConversionOrder
+    from transaxle.engine.execute.carry import Report
+    from transaxle.engine.execute.preflight import Cleared
+    from transaxle.engine.plan.conversion import Prepared
+    from transaxle.engine.plan.planned import Plan
+    from transaxle.formats.staging.leftovers import Leftover
+    from transaxle.reports.reporting import ConversionPage
+
+Progress: TypeAlias = Callable[[int], None]
+"""Called with the bytes just done, from several threads."""
+_CONVERTED = ("hf", "converted")
+"""Dialects of a function's table: what it takes and what it gives."""
+
+
+def unwatched(_: int) -> None:
+    """Progress that nobody watches."""
+
+
+class Watch(Protocol):
+    """Sees what a verb does while it does it; the screen of the command line is one."""
+
+    def state(self, consequence: str, way_on: str = "") -> None:
+        """Take note of what it means if the verb fails now, and of what to do if the user stops it."""
+
+    def working(self, activity: str) -> AbstractContextManager[None]:
+        """Show an activity until it ends."""
+
+    def opened(self, *checkpoints: Checkpoint) -> None:
+        """See the checkpoints, which are open until the verb ends."""
+
+    def planned(self, cleared: Cleared) -> None:
+        """See the plan, with all refusals."""
+
+    def progress(self, total: int, label: str = "copying", *, stays: bool = False) -> AbstractContextManager[Progress]:
+        """Give what is called with the bytes of each block, of so many in all."""
+
+    def workers(self) -> AbstractContextManager[Callable[[Event], None]]:
+        """Give what is called with each event of work that other processes do."""
+
+
+class _Unwatched:
+    """Watches nothing but the bytes.
+
+    Args:
+        progress: called with the bytes of each block.
+    """
+
+    def __init__(self, progress: Progress = unwatched) -> None:
+        self._progress = progress
+
+    def state(self, consequence: str, way_on: str = "") -> None:
+        """See `Watch`."""
+
+    def working(self, activity: str) -> AbstractContextManager[None]:  # noqa: ARG002
+        """See `Watch`."""
+        return nullcontext()
+
+    def opened(self, *checkpoints: Checkpoint) -> None:
+        """See `Watch`."""
+
+    def planned(self, cleared: Cleared) -> None:
+        """See `Watch`."""
+
+    def progress(self, total: int, label: str = "", *, stays: bool = False) -> AbstractContextManager[Progress]:  # noqa: ARG002
+        """See `Watch`."""
+        return nullcontext(self._progress)
+
+    def workers(self) -> AbstractContextManager[Callable[[Event], None]]:
+        """See `Watch`."""
+        return nullcontext(lambda _: None)
+
+
+class Unverified(Refused):
+    """A conversion is done, and its result, read back, is not what the source has.
+
+    Attributes:
+        report: what was written, and what reading it back has shown.
+    """
+
+    def __init__(self, refusals: Sequence[Refusal], report: Report) -> None:
+        super().__init__(refusals)
+        self.report = report
+
+    def __reduce__(self) -> tuple[type[Unverified], tuple[tuple[Refusal, ...], Report]]:  # type: ignore[override]
+        return type(self), (self.refusals, self.report)
+
+
+@suggests
+def open(  # noqa: A001 - the contract's name
+    path: PathLike,
+    *,
+    format: str | None = None,  # noqa: A002 - the contract's name
+    family: str | None = None,
+    dialect: str | None = None,
+    config: Config | None = None,
+    axes: Axes | None = None,
+    rules: PathLike | None = None,
+    weights: Weights | None = None,
+    optimizer: bool | None = None,
+    average: bool = False,
+    decode: DType | None = None,
+    dtype: DType | None = None,
+    merge: PathLike | None = None,
+    only: Patterns = (),
+    skip: Patterns = (),
+) -> Checkpoint:
+    """Open a checkpoint; nothing is loaded and torch is not imported.
+
+    Args:
+        path: a folder or a file.
+        format: container format, such as `dcp`; None: detected.
+        family: model family, such as `qwen3_moe`; None: recognised.
+        dialect: dialect of the checkpoint's names, such as `hf`; None: recognised.
+        config: the model's config: a path, a mapping, or an object with `to_dict()`; None: the checkpoint's own.
+        axes: sizes of axes that override everything: `{"g": 8}`, "g=8" or ["g=8"].
+        rules: path of a table of your own.
+        weights: of DeepSpeed and Megatron, `fp32` (those that the optimizer keeps) or `lp` (the model's own).
+        optimizer: include the optimizer's state, or leave it out; None: include it, except in `safetensors:hf`.
+        average: where replicas of DeepSpeed or Megatron differ between ranks, use their mean.
+        decode: `bf16` or `fp32`: encoded tensors are plain ones, decoded when they are read.
+        dtype: `bf16`, `fp16` or `fp32`: plain floating-point tensors are cast when they are read.
+        merge: path of a LoRA adapter of peft, merged into the weights when they are read.
+        only: patterns of the names that `decode` or `dtype` changes; none: all.
+        skip: patterns of the names that stay as they are.
+
+    Raises:
+        TypeError: an argument of a type that it cannot have, or options that exclude each other.
+        StorageError: IO if the path is missing or unreadable.
+        Refused: CORRUPT, INCOMPLETE, UNSUPPORTED …: every problem in the files.
+        UsageError: UNKNOWN_AXIS for an axis that no family has.
+    """
+    return open_checkpoint(path, **read_options("open", locals()))
+
+
+@suggests
+def info(
+    src: CheckpointLike,
+    *,
+    format: str | None = None,  # noqa: A002 - the contract's name
+    family: str | None = None,
+    dialect: str | None = None,
+    config: Config | None = None,
+    axes: Axes | None = None,
+    rules: PathLike | None = None,
+    weights: Weights | None = None,
+    optimizer: bool | None = None,
+    average: bool = False,
+    decode: DType | None = None,
+    dtype: DType | None = None,
+    merge: PathLike | None = None,
+    only: Patterns = (),
+    skip: Patterns = (),
+) -> dict[str, Any]:
+    """Describe a checkpoint by its headers: how it is recognised, and what it holds.
+
+    Args:
+        src: path, or an opened checkpoint.
+
+    The other arguments are those of `open`.
+
+    Returns:
+        Plain data, which `transaxle info PATH --json` prints beside what it says of the installation: `format`,
+        `family`, `dialect`, `reason` (of a family that is not recognised), `axes`, `unknown` (names that no line
+        reads), `tensors`, `bytes`, `dtypes`, `encodings`, `files`, `manifest` and others.
+    """
+    from transaxle.engine.facts.checkpoint_facts import checkpoint_facts
+
+    with opened("src", src, read_options("info", locals())) as checkpoint:
+        return checkpoint_facts(checkpoint)
+
+
+def check_rules(rules: PathLike, path: PathLike | None = None) -> dict[str, Any]:
+    """Check a table of families and dialects, and tell what it reads of a checkpoint.
+
+    Args:
+        rules: path of the table.
+        path: a checkpoint that the table is for.
+
+    Returns:
+        Plain data, as `transaxle check-rules --json` prints it: `families` that the table declares; with a checkpoint
+        also `reads`, and `fits`, which is False where a tensor does not have the shape that its line says.
+
+    Raises:
+        Refused: CORRUPT with every mistake in the table.
+        UsageError: UNKNOWN_FAMILY where the table reads no name of the checkpoint.
+    """
+    from transaxle.engine.facts.rules_facts import rules_facts
+
+    return rules_facts(read_path("rules", rules), None if path is None else read_path("path", path))
+
+
+def _is_lead() -> bool:
+    from transaxle.engine.distribute.driver import is_lead
+
+    return is_lead()
+
+
+class _Conversion:
+    """A conversion as it is asked for.
+
+    Args:
+        src: path, or an opened checkpoint.
+        dst: where it is to be written.
+        options: those that are given.
+        watch: sees what is done.
+
+    Attributes:
+        target: the path or URL that it is to be written to.
+        opening: how the source is opened.
+        limit: workers and memory.
+        page: the page of it, where one is asked for; of the ranks of a job the first one writes it.
+        order: the conversion as data, where other processes carry it out.
+
+    Raises:
+        TypeError: the source is an opened checkpoint, and other processes are to open it.
+        TransaxleError: what `order` raises, or refuses to write the page.
+    """
+
+    def __init__(self, src: CheckpointLike, dst: PathLike, options: Mapping[str, Any], watch: Watch) -> None:
+        from transaxle.engine.views.encode import Encode
+        from transaxle.move.workers import limits
+
+        self._src, self._options, self._watch = src, options, watch
+        self.target = read_path("dst", dst)
+        encode = options.get("encode")
+        self._encode = None if encode is None else Encode(encode, options.get("only", ()), options.get("skip", ()))
+        self.opening = select(options, OPENING)
+        if encode is not None:
+            self.opening = select(options, READING)
+        self.limit = limits(options.get("jobs"), options.get("memory"))
+        self._together = options.get("on") == "torchrun"
+        self._leads = not self._together or _is_lead()
+        self.page: ConversionPage | None = None
+        if "report" in options and self._leads:
+            from transaxle.reports.reporting import ConversionPage
+
+            self.page = ConversionPage(options["report"])
+        self.order: ConversionOrder | None = None
+        if "on" in options or "write" in options:
+            from transaxle.engine.distribute.work_plan import order
+
+            if isinstance(src, Checkpoint):
+                raise TypeError("on needs the path of src: other processes open it themselves")
+            shaping = {**options, "encode": self._encode}
+            self.order = order(read_source("src", src), self.target, options["to"], self.opening, shaping)
+
+    @contextmanager
+    def cleared(self, *, running: bool) -> Iterator[Cleared]:
+        """Open the source, plan, and look at the target; the files are open until the block ends.
+
+        Args:
+            running: it is about to be carried out; see `preflight`.
+        """
+        from transaxle.engine.execute.preflight import in_order, preflight
+        from transaxle.engine.plan.conversion import make_plan
+
+        with in_order(self._src, self.target), opened("src", self._src, self.opening) as checkpoint:
+            with self._watch.working("planning"):
+                prepared = make_plan(
+                    checkpoint,
+                    self._options["to"],
+                    target=self.target,
+                    encode=self._encode,
+                    degrees=read_degrees(self._options),
+                    **select(self._options, ("shard_size", "allow_lossy", "strict")),
+                )
+                how: dict[str, Any] = {"running": running, "several": self.order is not None, "limit": self.limit}
+                cleared = preflight(prepared, self.target, **how, **select(self._options, ("overwrite", "resume")))
+            self._watch.planned(cleared)
+            yield cleared
+
+    def carry_out(self, progress: Progress, reading_back: Watch) -> Report:
+        """Convert, read the result back and write the page, as far as they are asked for.
+
+        Args:
+            progress: called with the bytes that other processes have written.
+            reading_back: sees the bytes that are read back.
+        """
+        from transaxle.engine.plan.conversion import ready
+
+        page, resume = self.page, self._options.get("resume", False)
+        way_on = "run the same command again to continue" if resume else ""
+        with ExitStack() as stack:
+            prepared: Prepared | None = None
+            if self._together:
+                self._watch.state("nothing was written", way_on)
+                done = self._by_ranks(progress)
+                if self._leads and self.order is not None:
+                    prepared = stack.enter_context(self.order.planned())
+            else:
+                prepared = cleared = stack.enter_context(self.cleared(running=True))
+                if page is not None:
+                    page.write_refused(cleared.plan)
+                ready(cleared)
+                self._watch.state("nothing was written", way_on)
+                done = self._written(cleared, progress)
+            if prepared is not None and self._options.get("verify", False):
+                self._watch.state(f"{self.target} is written, but not verified")
+                done = replace(done, verification=self._read_back(prepared, reading_back))
+            if prepared is not None and page is not None:
+                self._watch.state(f"{self.target} is written, but not its report")
+                page.write(prepared.plan, done)
+        return done
+
+    def _written(self, cleared: Cleared, progress: Progress) -> Report:
+        """Carry a plan out, in this process or by workers that get the items of it."""
+        if self.order is not None:
+            from transaxle.engine.distribute.driver import convert_on
+
+            with self._watch.workers() as events:
+                return convert_on(self.order, cleared, self._launch(progress, events))
+        from transaxle.engine.execute.execute import execute
+        from transaxle.formats.staging.location import takes_parts
+
+        how = select(self._options, ("overwrite", "resume", "sync"))
+        with self._watch.progress(sum(tensor.nbytes for tensor in cleared.plan.tensors), stays=True) as counted:
+            if takes_parts(self.target):
+                from transaxle.engine.distribute.driver import convert_in_parts
+
+                return convert_in_parts(cleared, self.target, limit=self.limit, progress=counted, **how)
+            times = None if self.page is None else self.page.times
+            return execute(cleared, self.target, limit=self.limit, progress=counted, times=times, **how)
+
+    def _by_ranks(self, progress: Progress) -> Report:
+        """Convert together with the other ranks of a job; collective."""
+        from transaxle.live.conversion.torchrun import convert_together
+
+        assert self.order is not None
+        if self.page is not None:
+            with self.cleared(running=False) as cleared:
+                self.page.write_refused(cleared.plan)
+        if not self._leads:
+            return convert_together(self.order, self._launch(unwatched, lambda _: None))
+        with self._watch.workers() as events:
+            return convert_together(self.order, self._launch(progress, events))
+
+    def _launch(self, progress: Progress, events: Callable[[Event], None]) -> Launch:
+        from transaxle.engine.distribute.driver import Launch
+
+        names = ("on", "items", "overwrite", "resume", "sync", "jobs", "memory")
+        return Launch(**select(self._options, names), progress=progress, watch=events)
+
+    def _read_back(self, prepared: Prepared, watch: Watch) -> Verification:
+        """Read the result back, with what was said when the source was opened."""
+        from transaxle.engine.execute.read_back import read_back
+
+        known: Mapping[str, Any] = self.opening
+        if isinstance(self._src, Checkpoint):
+            known = self._src.reopening.options if self._src.reopening else {}
+        return read_back(prepared, self.target, known, self.limit, watch.progress)
+
+
+@suggests
+def plan(
+    src: CheckpointLike,
+    dst: PathLike,
+    *,
+    to: str,
+    overwrite: Overwrite = False,
+    resume: bool = False,
+    sync: bool = True,
+    verify: bool = False,
+    report: PathLike | None = None,
+    write: PathLike | None = None,
+    watch: Watch | None = None,
+    format: str | None = None,  # noqa: A002 - the contract's name
+    family: str | None = None,
+    dialect: str | None = None,
+    config: Config | None = None,
+    axes: Axes | None = None,
+    rules: PathLike | None = None,
+    weights: Weights | None = None,
+    optimizer: bool | None = None,
+    average: bool = False,
+    decode: DType | None = None,
+    dtype: DType | None = None,
+    merge: PathLike | None = None,
+    only: Patterns = (),
+    skip: Patterns = (),
+    shard_size: Size = SHARD_SIZE,
+    allow_lossy: bool = False,
+    strict: bool = False,
+    encode: str | None = None,
+    tp: int | None = None,
+    pp: int | None = None,
+    ep: int | None = None,
+    make_vocab_size_divisible_by: int | None = None,
+    jobs: int | None = None,
+    memory: Size | None = None,
+    on: On | None = None,
+    items: int | None = None,
+) -> Plan:
+    """Plan a conversion without writing anything; with the arguments of `convert`, it finds every refusal in advance.
+
+    Args:
+        src: path, or an opened checkpoint.
+        dst: where it would be written.
+        report: path of an HTML page of the plan, which must not exist.
+        write: path of a file for the plan, divided into `items`, which `transaxle work` carries out.
+        watch: sees what is done.
+
+    The other arguments are those of `convert`.
+
+    Returns:
+        The plan; `.refusals` lists all that prevents it, in the tensors and files of `src` and at `dst`.
+    """
+    options = read_options("plan", locals())
+    asked = _Conversion(src, dst, options, watch or _Unwatched())
+    with asked.cleared(running=False) as cleared:
+        if write is not None and asked.order is not None and not cleared.plan.refusals:
+            from transaxle.engine.distribute.work_plan import work_plan, write_plan
+
+            how = select(options, ("overwrite", "sync", "jobs", "memory"))
+            write_plan(work_plan(asked.order, cleared, items, **how), options["write"])
+        if asked.page is not None:
+            asked.page.write(cleared.plan)
+        return cleared.plan
+
+
+@suggests
+def convert(
+    src: CheckpointLike,
+    dst: PathLike,
+    *,
+    to: str,
+    overwrite: Overwrite = False,
+    resume: bool = False,
+    sync: bool = True,
+    verify: bool = False,
+    report: PathLike | None = None,
+    progress: Progress = unwatched,
+    watch: Watch | None = None,
+    format: str | None = None,  # noqa: A002 - the contract's name
+    family: str | None = None,
+    dialect: str | None = None,
+    config: Config | None = None,
+    axes: Axes | None = None,
+    rules: PathLike | None = None,
+    weights: Weights | None = None,
+    optimizer: bool | None = None,
+    average: bool = False,
+    decode: DType | None = None,
+    dtype: DType | None = None,
+    merge: PathLike | None = None,
+    only: Patterns = (),
+    skip: Patterns = (),
+    shard_size: Size = SHARD_SIZE,
+    allow_lossy: bool = False,
+    strict: bool = False,
+    encode: str | None = None,
+    tp: int | None = None,
+    pp: int | None = None,
+    ep: int | None = None,
+    make_vocab_size_divisible_by: int | None = None,
+    jobs: int | None = None,
+    memory: Size | None = None,
+    on: On | None = None,
+    items: int | None = None,
+) -> Report:
+    """Convert a checkpoint; the target appears complete or not at all.
+
+    Args:
+        src: path, or an opened checkpoint.
+        dst: folder, or one file (`.safetensors`, `.bin`, `.pt`, `.pth`); it must not exist unless `overwrite`.
+        to: `FORMAT[:DIALECT]`; `hf` is short for `safetensors:hf`.
+        overwrite: replace the checkpoint at `dst`; it stays readable until the new one is complete. If its folder
+            contains anything else, True refuses, and `"everything"` removes that too.
+        resume: keep finished work if interrupted, and continue it; a `dst` that is already the expected result stays as
+            it is. Without it, unfinished work beside `dst` is refused, and with `overwrite` deleted.
+        sync: sync everything to disk before `dst` appears.
+        verify: read the result back, check it against its manifest and compare it with `src`; the report has the
+            verification. What is read of `src` is always held against its own hashes, if it has any.
+        report: path of an HTML page of what was done, or of every reason against it; it must not exist.
+        progress: called with the bytes of each block written, from several threads.
+        watch: sees what is done, `progress` included.
+        shard_size: bytes of tensors per file, 5_000_000_000 or "5GB"; ignored if `dst` is one file.
+        allow_lossy: allow a dialect's arithmetic.
+        strict: refuse tensors without a line in the target dialect instead of keeping them under their names.
+        encode: `float8_block`, `mxfp8` or `nvfp4`: write the weights of linear layers in this encoding.
+        only: patterns of the table names to encode instead; with `decode` or `dtype`, to decode or cast.
+        skip: patterns of the names that stay as they are.
+        tp: tensor-parallel ranks of `megatron_torch`, which has a folder for each; of `torch_dist`, which pads.
+        pp: pipeline stages of `megatron_torch`.
+        ep: expert-parallel ranks of `megatron_torch`.
+        make_vocab_size_divisible_by: the vocabulary is padded to a multiple of this, times `tp`; 128 for
+            `megatron_torch`, as in Megatron.
+        jobs: worker threads.
+        memory: bytes of all buffers together.
+        on: by whom: "ray", "ray://HOST:PORT", "torchrun", an object with the method of `Executor`, or a pool with
+            `submit`. `jobs` and `memory` are then those of each worker. Of the ranks of torchrun the first one reads
+            the result back and writes the page.
+        items: into how many items of work; one for each GiB.
+
+    The other arguments are those of `open`.
+
+    Raises:
+        TypeError: an argument of a type that it cannot have, or options that exclude each other.
+        TransaxleError: all refusals at once, before anything is written; or what went wrong while writing; or, with
+            `verify`, `Unverified`, which has the report of what was written.
+    """
+    options = read_options("convert", locals())
+    seen = watch or _Unwatched(progress)
+    seen.state("nothing was written")
+    done = _Conversion(src, dst, options, seen).carry_out(progress, watch or _Unwatched())
+    if done.verification is not None:
+        _refuse_unverified(done, done.verification)
+    return done
+
+
+def _refuse_unverified(report: Report, verification: Verification) -> None:
+    """Raise what reading a result back has shown.
+
+    Raises:
+        Unverified: it is not what the source has.
+    """
+    from transaxle.engine.execute.read_back import refuse_unequal
+
+    try:
+        refuse_unequal(verification, report.path)
+    except Refused as error:
+        raise Unverified(error.refusals, report) from None
+
+
+@suggests
+def verify(
+    a: CheckpointLike,
+    b: CheckpointLike | None = None,
+    *,
+    jobs: int | None = None,
+    memory: Size | None = None,
+    progress: Progress = unwatched,
+    watch: Watch | None = None,
+    format: str | None = None,  # noqa: A002 - the contract's name
+    family: str | None = None,
+    dialect: str | None = None,
+    config: Config | None = None,
+    axes: Axes | None = None,
+    rules: PathLike | None = None,
+    weights: Weights | None = None,
+    optimizer: bool | None = None,
+    average: bool = False,
+    decode: DType | None = None,
+    dtype: DType | None = None,
+    merge: PathLike | None = None,
+    only: Patterns = (),
+    skip: Patterns = (),
+) -> Verification:
+    """Verify one checkpoint against its own manifest, or two against each other across formats and dialects.
+
+    Args:
+        a: path or opened checkpoint.
+        b: the other one; None: `a`'s manifest.
+        jobs: worker threads.
+        memory: bytes of all buffers together.
+        progress: called with the bytes of each block read.
+        watch: sees what is done, `progress` included.
+
+    The other arguments are those of `open`; `dialect` and `format` apply to the first checkpoint only.
+
+    Returns:
+        The verification. It is true if all is well, so `assert tx.verify(a, b)` fails if they differ; `.ok` is the same
+        verdict, and `.problems` and `.differences` list what is wrong.
+    """
+    options = read_options("verify", locals())
+    from transaxle.engine.compare.pair import opened_pair
+    from transaxle.engine.compare.verification import verify as verify_alone
+    from transaxle.engine.compare.verification import verify_against
+    from transaxle.move.workers import limits
+
+    seen, limit, opening = watch or _Unwatched(progress), limits(jobs, memory), select(options, OPENING)
+    if b is None:
+        with opened("a", a, opening) as alone, seen.progress(alone.container.nbytes, "verifying") as counted:
+            return verify_alone(alone, limit, counted)
+    with (
+        opened_pair(a, b, opening) as (first, second),
+        seen.progress(first.container.nbytes, "comparing") as counted,
+    ):
+        return verify_against(first, second, limit, counted)
+
+
+@suggests
+def diff(
+    a: CheckpointLike,
+    b: CheckpointLike,
+    *,
+    numeric: bool = False,
+    report: PathLike | None = None,
+    jobs: int | None = None,
+    memory: Size | None = None,
+    progress: Progress = unwatched,
+    watch: Watch | None = None,
+    format: str | None = None,  # noqa: A002 - the contract's name
+    family: str | None = None,
+    dialect: str | None = None,
+    config: Config | None = None,
+    axes: Axes | None = None,
+    rules: PathLike | None = None,
+    weights: Weights | None = None,
+    optimizer: bool | None = None,
+    average: bool = False,
+    decode: DType | None = None,
+    dtype: DType | None = None,
+    merge: PathLike | None = None,
+    only: Patterns = (),
+    skip: Patterns = (),
+) -> Comparison:
+    """Compare two checkpoints across formats and dialects.
+
+    Args:
+        a: path or opened checkpoint.
+        b: the other one.
+        numeric: compare values, also across number formats, and measure their differences.
+        report: path of an HTML page of where they differ, which must not exist; values are then measured too.
+        jobs: worker threads.
+        memory: bytes of all buffers together.
+        progress: called with the bytes of each block read.
+        watch: sees what is done, `progress` included.
+
+    The other arguments are those of `open`; `dialect` and `format` apply to the first checkpoint only.
+
+    Returns:
+        The comparison. It is true if nothing differs; `.equal` is the same verdict.
+    """
+    options = read_options("diff", locals())
+    from transaxle.engine.compare.compare import compare
+    from transaxle.engine.compare.pair import opened_pair
+    from transaxle.move.workers import limits
+
+    seen = watch or _Unwatched(progress)
+    measured = numeric or report is not None
+    if report is not None:
+        from transaxle.reports.html_page import check_destination, check_jinja
+
+        check_jinja()
+        check_destination(options["report"], overwrite=None)
+    with opened_pair(a, b, select(options, OPENING)) as (first, second):
+        seen.opened(first, second)
+        with seen.progress(first.container.nbytes, "comparing") as counted:
+            found = compare(first, second, numeric=measured, limit=limits(jobs, memory), progress=counted)
+    if report is not None:
+        from transaxle.reports.reporting import report as write_report
+
+        write_report(found, options["report"])
+    return found
+
+
+def derive(
+    converter: str | Callable[[dict[str, Any]], Mapping[str, Any]],
+    *,
+    config: Config | None = None,
+    samples: Sequence[Mapping[str, Any]] = (),
+    configs: Sequence[Mapping[str, Any]] = (),
+    family: str | None = None,
+    dialects: tuple[str, str] = _CONVERTED,
+) -> Table:
+    """Derive a table from what a converter does with numbered elements.
+
+    Args:
+        converter: a model type of the installed transformers, or a function from a state dict to a state dict.
+        config: of a model type: a config whose flags and kinds of layers count.
+        samples: for a function: state dicts of numpy arrays or torch tensors whose values do not matter. Several, of
+            models of different sizes, show which sizes hang together; the last one proves the table.
+        configs: for a function: the config of each sample.
+        family: name of the family; None: the model type's or the function's, of a lambda `derived`.
+        dialects: for a function: names of what it takes and what it gives.
+
+    Returns:
+        The table; `.text` is what `--rules` reads, `.left_out` lists what no table can say.
+
+    Raises:
+        TypeError: the samples are no mappings of names to arrays or tensors, or the function returns none; an argument
+            that is not for such a converter.
+        ValueError: `configs` is not one for each sample, or `dialects` not two different names.
+        Refused: UNSUPPORTED where no table says what the converter does.
+        UsageError: UNKNOWN_FAMILY for a model type that transformers does not know.
+    """
+    from transaxle.derivation.sources import UNNAMED, are_dialects, family_name, from_function, from_transformers
+    from transaxle.derivation.writing.table import Labels
+
+    family = read_optional_text("family", family, "glm4_moe")
+    if isinstance(converter, str):
+        if samples or configs or dialects != _CONVERTED:
+            raise TypeError("samples, configs and dialects are for a function, not for a model type")
+        return from_transformers(converter, model_config(config), family)
+    if not callable(converter):
+        raise wrong_type("converter", "a model type or a function", converter)
+    if config is not None:
+        raise TypeError("config is for a model type; for a function, give configs, one for each sample")
+    if not are_dialects(dialects):
+        raise ValueError(f"dialects must be two different names, such as ('hf', 'mine'); got {dialects!r}")
+    own_name = str(getattr(converter, "__name__", UNNAMED))
+    name = family_name(family or (UNNAMED if own_name == "<lambda>" else own_name))
+    return from_function(converter, samples, configs, Labels(name, dialects=dialects))
+
+
+def clean(path: PathLike, *, remove: bool = True) -> tuple[Leftover, ...]:
+    """Remove what killed runs have left beside a target, or directly inside a folder of targets.
+
+    If a run died while it replaced a checkpoint, the old checkpoint is put back. On S3 these are uploads that were not
+    completed, and unfinished work of several workers; a run that is still at work on them fails.
+
+    Args:
+        path: a target, which need not exist, a folder of targets, or a leftover itself; on S3 a URL, also of a bucket.
+        remove: False only lists the leftovers.
+
+    Returns:
+        Each leftover with its `outcome`: `removed`, `put back`, `found` if `remove` is False, or `kept` with the reason
+        in `why`: a process is using it, or it contains files that belong to no checkpoint.
+
+    Raises:
+        Refused: UNSUPPORTED for a URL of another service.
+        StorageError: IO.
+    """
+    from transaxle.formats.staging import leftovers
+
+    read_flag("remove", remove)
+    found = leftovers.leftovers(read_path("path", path))
+    return tuple(leftovers.clean(each) if each.outcome == "found" else each for each in found) if remove else found
+
+
+__all__ = ["Unverified", "Watch", "check_rules", "clean", "convert", "derive", "diff", "info", "open", "plan", "verify"]
