@@ -45,8 +45,7 @@ from transaxle.refit.endpoints import SourceValues, TargetRoom
 from transaxle.refit.hops import program, schedule
 from transaxle.torch_tensors.local_tensor import local_of
 from transaxle.torch_tensors.placement import local_parts
-from transaxle.torch_tensors.torch_arguments import Device, Ranks, read_device
-from transaxle.torch_tensors.torch_dtype import torch_dtype
+from transaxle.torch_tensors.torch_arguments import Device, Ranks, read_device, torch_dtype
 
 _BUCKET = 64_000_000
 """Bytes of the buckets in which parts travel."""

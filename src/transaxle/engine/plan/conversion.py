@@ -15,10 +15,10 @@ from transaxle.axes.geometry.strided import coalesce, row_major
 from transaxle.axes.layout.relayout import chunk_cuts
 from transaxle.axes.notation.name import natural
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, StoredTensor
+from transaxle.engine.checkpoint.manifest import edited
 from transaxle.engine.checkpoint.peft_adapter import ADAPTER_STEM
 from transaxle.engine.checkpoint.recognise import IDENTITY, check_dialect, pick_dialect
 from transaxle.engine.checkpoint.settings import CONFIG
-from transaxle.engine.checkpoint.source_hashes import edited
 from transaxle.engine.copying.arithmetic import steps
 from transaxle.engine.copying.duplicate_checks import plan_checks
 from transaxle.engine.copying.source import Source

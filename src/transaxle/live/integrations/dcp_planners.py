@@ -35,7 +35,7 @@ from transaxle.live.sharding.dcp_chunks import as_runs
 from transaxle.live.sharding.dcp_experts import DualFormCheck, ExpertSlices, ParamGroupNames, without_other_forms
 from transaxle.quant.modules.entries import code_name
 from transaxle.torch_tensors.local_tensor import local_of
-from transaxle.torch_tensors.torch_dtype import code_of
+from transaxle.torch_tensors.torch_arguments import code_of
 
 _STATE = re.compile(r"((?:.*?\.)?optim(?:izer)?\.state\.).+\.[^.]+")
 """Flat name of an optimizer's state, `app.optim.state.<parameter>.<state>`; the group is the prefix."""

@@ -40,8 +40,7 @@ from transaxle.move.runs import Item
 from transaxle.move.workers import limits
 from transaxle.quant.modules.entries import begin_anew, put_values
 from transaxle.torch_tensors.local_tensor import local_of
-from transaxle.torch_tensors.placement import Held, local_parts, local_shape
-from transaxle.torch_tensors.shard_grid import ShardGrid
+from transaxle.torch_tensors.placement import Held, ShardGrid, local_parts, local_shape
 from transaxle.torch_tensors.torch_arguments import Device, Ranks, read_device
 
 _WASTE, _GAP, _FEW = 1.4, 64, 256
