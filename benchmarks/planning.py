@@ -27,7 +27,7 @@ from transaxle.axes.geometry.chunk import Shard, whole
 from transaxle.axes.layout.relayout import Target
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.copying.source import Source
-from transaxle.engine.distribute.work_items import Moves, divide, keyed, moves_of, parse_moves
+from transaxle.engine.distribute.work_plan import Share, divide, keyed, parse_share, share_of
 from transaxle.engine.plan.conversion import make_plan
 from transaxle.engine.plan.planned import Plan
 
@@ -105,15 +105,15 @@ def work(source: Checkpoint, dialect: str, rounds: int) -> tuple[float, float, i
     item = max(items, key=lambda item: item.size)
     with TemporaryDirectory() as folder:
         file = Path(folder, "moves")
-        file.write_bytes(b"".join(moves_of(prepared.plan, each, storage).text for each in items))
+        file.write_bytes(b"".join(share_of(prepared.plan, each, storage).text for each in items))
 
-        def read() -> Moves | None:
+        def read() -> Share | None:
             with file.open("rb") as opened:
                 opened.seek(item.begin)
-                return parse_moves(opened.read(item.size), item)
+                return parse_share(opened.read(item.size), item)
 
         worker, moves = timed(rounds, read)
-    assert moves == moves_of(prepared.plan, item, storage)
+    assert moves == share_of(prepared.plan, item, storage)
     return driver, worker, item.size
 
 

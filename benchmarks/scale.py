@@ -1,7 +1,7 @@
 """Promise: 1, 2, 4 … 128 workers convert a checkpoint of 2 TB at 0.9 of linear or better, whatever fails on the way.
 
 A simulation. Real are the plan (61 layers x 384 experts in bf16, from hf to hf in other files, and to torchtitan with
-stacked experts), its division into items, and the rules by which items are begun, tried again and begun twice. Modelled
+stacked experts), its division into items, the order in which they begin, and how often Ray tries one again. Modelled
 are machines with 64 workers of one thread and a network card, an object store with a latency and a bandwidth for
 each connection and one for all, and what fails, drawn at random: one item in a thousand meets an error, one in 200 is
 ten times slower than the others, and every machine is lost for good after 48 hours, on average.
@@ -21,8 +21,8 @@ from pathlib import Path
 
 import numpy as np
 
-from transaxle.engine.distribute.executors.executor import RETRIES, TICK, Stragglers
-from transaxle.engine.distribute.work_items import WorkItem, divide, in_order, keyed
+from transaxle.engine.distribute.executors import RETRIES
+from transaxle.engine.distribute.work_plan import WorkItem, divide, in_order, keyed
 from transaxle.engine.plan.conversion import make_plan
 
 WORKERS = tuple(1 << power for power in range(11))
@@ -50,8 +50,6 @@ class Outcome:
     """From the first item to the last."""
     twice: float
     """Bytes moved in vain."""
-    again: float
-    """Items begun once more as stragglers."""
     retries: float
     """Items tried again."""
     lost: float
@@ -87,40 +85,28 @@ class Simulation:
         self.factor = np.ones(workers)
         self.queue = deque(item.number for item in self.items)
         self.tries = dict.fromkeys(self.sizes, 0)
-        self.rules = Stragglers(self.items)
+        self.done: set[int] = set()
         self.now = 0.0
-        self.outcome = Outcome(0.0, 0.0, 0, 0, 0)
+        self.outcome = Outcome(0.0, 0.0, 0, 0)
         nodes = int(self.node[-1]) + 1
         self.loss = sorted((float(self.random.exponential(LOST)), node) for node in range(nodes))
 
     def run(self) -> Outcome:
         """Let all items be done."""
-        for item in self.items:
-            self.rules.begun(item.number, self.now)
-        tick = TICK
-        while self.rules.done < len(self.items):
+        while len(self.done) < len(self.items):
             self.hand_out()
             rates = self.rates()
             busy = self.item >= 0
             if not busy.any():
                 raise RuntimeError("all machines are lost")
             due = np.where(busy, (self.left - self.until) / rates, np.inf)
-            step = min(float(due.min()), tick - self.now, self.loss[0][0] - self.now if self.loss else np.inf)
+            step = min(float(due.min()), self.loss[0][0] - self.now if self.loss else np.inf)
             self.now += step
             self.left -= np.where(busy, rates * step, 0.0)
             for worker in np.flatnonzero(busy & (due <= step * (1 + 1e-12))):
                 self.end(int(worker))
             if self.loss and self.now >= self.loss[0][0]:
                 self.lose(self.loss.pop(0)[1])
-            if self.now < tick:
-                continue
-            tick += TICK
-            for number in self.rules.again(self.now, int(self.alive.sum())):
-                self.rules.begun(number, self.now)
-                self.queue.append(number)
-                self.outcome.again += 1
-        for worker in np.flatnonzero(self.item >= 0):
-            self.waste(int(worker))  # stopped: nobody needs them any more
         self.outcome.seconds = self.now
         return self.outcome
 
@@ -146,16 +132,12 @@ class Simulation:
         if self.until[worker] > 0:
             self.waste(worker)
             self.retry(number)
-        elif self.rules.has(number):
-            self.waste(worker)
         else:
-            self.rules.finished(number, self.sizes[number] / alone() / self.factor[worker])
+            self.done.add(number)
         self.item[worker] = -1
 
     def retry(self, number: int) -> None:
         """Put an item back."""
-        if self.rules.has(number):
-            return
         self.tries[number] += 1
         if self.tries[number] > RETRIES:
             raise RuntimeError(f"item {number} failed too often")
@@ -209,9 +191,7 @@ def main() -> int:
             f"most {largest / 1e9:.2f} GB; planned and divided in {planning:.1f} s; a worker alone moves "
             f"{alone() / 1e6:.0f} MB/s"
         )
-        print(
-            "workers machines  copying  of linear     all  moved twice  begun twice  tried again  lost  requests   USD"
-        )
+        print("workers machines  copying  of linear     all  moved twice  tried again  lost  requests   USD")
         filled = options.nodes * -(-NIC // alone())
         for workers in (*WORKERS, int(filled)):
             a_node = A_NODE if workers in WORKERS else workers // options.nodes
@@ -224,7 +204,7 @@ def main() -> int:
             dollars = gets * GET_PRICE + puts * PUT_PRICE + nodes * whole / 3600 * NODE_PRICE
             print(
                 f"{workers:7,} {nodes:8,} {outcome.seconds:6,.0f} s {linear / outcome.seconds:10.2f} {whole:6,.0f} s "
-                f"{outcome.twice / 1e9:9,.1f} GB {outcome.again:12.1f} {outcome.retries:12.1f} {outcome.lost:5.1f} "
+                f"{outcome.twice / 1e9:9,.1f} GB {outcome.retries:12.1f} {outcome.lost:5.1f} "
                 f"{gets + puts:9,.0f} {dollars:5.2f}"
             )
             kept = kept and (count is None or to != "hf" or workers > UP_TO or linear / outcome.seconds >= PROMISE)

@@ -78,7 +78,7 @@ LAZY_EXTRAS = {
     "cli/demo.py": frozenset({"torch", "transformers"}),
     "derivation/tracing/transformers_models.py": frozenset({"torch", "transformers"}),
     "engine/checkpoint/numbered_parameters.py": frozenset({"torch", "transformers"}),
-    "engine/distribute/executors/ray_cluster.py": frozenset({"ray"}),
+    "engine/distribute/executors.py": frozenset({"ray"}),
     "engine/reading/torch_values.py": frozenset({"torch"}),
     "formats/hub/hub_requests.py": frozenset({"httpx", "huggingface_hub"}),
     "refit/plugs/vllm_control.py": frozenset({"httpx"}),

@@ -22,7 +22,7 @@ _ELSEWHERE = {
     "AccelerateHooks": "live.integrations.accelerate_hooks",
     "Checkpoint": "engine.checkpoint.checkpoint",
     "Comparison": "engine.compare.compare",
-    "Executor": "engine.distribute.executors.executor",
+    "Executor": "engine.distribute.executors",
     "Explanation": "engine.explanations",
     "Leftover": "formats.staging.leftovers",
     "LightningCheckpoints": "live.integrations.lightning_io",
@@ -66,8 +66,8 @@ if TYPE_CHECKING:
     from transaxle.engine.checkpoint.stored_tensor import StoredTensor
     from transaxle.engine.compare.compare import Comparison
     from transaxle.engine.compare.verification import Verification
-    from transaxle.engine.distribute.executors.executor import Executor
-    from transaxle.engine.execute.execute import Report
+    from transaxle.engine.distribute.executors import Executor
+    from transaxle.engine.execute.carry import Report
     from transaxle.engine.explanations import Explanation, explain
     from transaxle.engine.facts.sharding_facts import Sharding
     from transaxle.engine.plan.planned import Plan

@@ -42,10 +42,9 @@ if TYPE_CHECKING:
     from transaxle.derivation.sources import Table
     from transaxle.engine.compare.compare import Comparison
     from transaxle.engine.compare.verification import Verification
-    from transaxle.engine.distribute.conversion_order import ConversionOrder
-    from transaxle.engine.distribute.launch import Launch, On
-    from transaxle.engine.distribute.watching import Event
-    from transaxle.engine.execute.execute import Report
+    from transaxle.engine.distribute.driver import Event, Launch, On
+    from transaxle.engine.distribute.work_plan import ConversionOrder
+    from transaxle.engine.execute.carry import Report
     from transaxle.engine.execute.preflight import Cleared
     from transaxle.engine.plan.conversion import Prepared
     from transaxle.engine.plan.planned import Plan
@@ -236,7 +235,7 @@ def check_rules(rules: PathLike, path: PathLike | None = None) -> dict[str, Any]
 
 
 def _is_lead() -> bool:
-    from transaxle.engine.distribute.launch import is_lead
+    from transaxle.engine.distribute.driver import is_lead
 
     return is_lead()
 
@@ -283,7 +282,7 @@ class _Conversion:
             self.page = ConversionPage(options["report"])
         self.order: ConversionOrder | None = None
         if "on" in options or "write" in options:
-            from transaxle.engine.distribute.conversion_order import order
+            from transaxle.engine.distribute.work_plan import order
 
             if isinstance(src, Checkpoint):
                 raise TypeError("on needs the path of src: other processes open it themselves")
@@ -351,7 +350,7 @@ class _Conversion:
     def _written(self, cleared: Cleared, progress: Progress) -> Report:
         """Carry a plan out, in this process or by workers that get the items of it."""
         if self.order is not None:
-            from transaxle.engine.distribute.launch import convert_on
+            from transaxle.engine.distribute.driver import convert_on
 
             with self._watch.workers() as events:
                 return convert_on(self.order, cleared, self._launch(progress, events))
@@ -361,7 +360,7 @@ class _Conversion:
         how = select(self._options, ("overwrite", "resume", "sync"))
         with self._watch.progress(sum(tensor.nbytes for tensor in cleared.plan.tensors), stays=True) as counted:
             if takes_parts(self.target):
-                from transaxle.engine.distribute.one_process import convert_in_parts
+                from transaxle.engine.distribute.driver import convert_in_parts
 
                 return convert_in_parts(cleared, self.target, limit=self.limit, progress=counted, **how)
             times = None if self.page is None else self.page.times
@@ -381,7 +380,7 @@ class _Conversion:
             return convert_together(self.order, self._launch(progress, events))
 
     def _launch(self, progress: Progress, events: Callable[[Event], None]) -> Launch:
-        from transaxle.engine.distribute.launch import Launch
+        from transaxle.engine.distribute.driver import Launch
 
         names = ("on", "items", "overwrite", "resume", "sync", "jobs", "memory")
         return Launch(**select(self._options, names), progress=progress, watch=events)

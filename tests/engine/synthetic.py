@@ -23,6 +23,7 @@ class Nothing:
 
     path = single = FILE
     takes_notes = False
+    bytes_read = 0
 
     def listing(self, folder: str = "") -> Listing:
         return Listing((FILE,), (), {})

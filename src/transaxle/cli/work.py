@@ -10,8 +10,8 @@ from transaxle.cli.commands.convert import print_report
 from transaxle.cli.screen.quantities import duration, plural, size, speed
 from transaxle.cli.screen.screen import Screen
 from transaxle.engine.distribute.driver import begin_work, carry_out, commit_work, refuse_beyond
-from transaxle.engine.distribute.executors.executor import Here
-from transaxle.engine.distribute.item_work import Hand, OpenedPlan
+from transaxle.engine.distribute.executors import Here
+from transaxle.engine.distribute.item_work import OpenedPlan
 from transaxle.engine.distribute.work_place import refuse_there
 from transaxle.engine.distribute.work_plan import WorkPlan, read_plan
 from transaxle.move.journal import ItemResult
@@ -100,10 +100,10 @@ def _begun(screen: Screen, path: str, work: WorkPlan) -> int:
 def _done(screen: Screen, work: WorkPlan, numbers: tuple[int, ...]) -> int:
     refuse_beyond(work, numbers)
     results: list[ItemResult] = []
-    with Hand(work) as hand, screen.progress(sum(work.items[each].nbytes for each in numbers)) as progress:
+    with OpenedPlan(work) as opened, screen.progress(sum(work.items[each].nbytes for each in numbers)) as progress:
         for number in numbers:
             screen.consequence = f"item {number} is not done"
-            results.append(hand.do(number))
+            results.append(opened.do(number))
             progress(work.items[number].nbytes)
     if screen.as_json:
         shown = ("number", "worker", "nbytes", "seconds")

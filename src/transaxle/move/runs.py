@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from transaxle.axes.geometry.strided import row_major
+from transaxle.move.assignment import Load
 from transaxle.move.transfer import Transfer, active, clip
 
 if TYPE_CHECKING:
@@ -165,7 +166,7 @@ class _Lane:
         owner: tells the rank that holds a file.
     """
 
-    def __init__(self, items: Iterable[Item], busy: dict[int, int], owner: Owner) -> None:
+    def __init__(self, items: Iterable[Item], busy: Load, owner: Owner) -> None:
         # A generator: a run is cut when it becomes the head, so `busy` then contains all earlier choices of every lane.
         self._runs = (run for item in items for run in _runs(item, busy, owner))
         self.head: Run | None = next(self._runs, None)
@@ -175,18 +176,11 @@ class _Lane:
         self.head = next(self._runs, None)
 
 
-def _runs(item: Item, busy: dict[int, int], owner: Owner) -> Iterator[Run]:
+def _runs(item: Item, busy: Load, owner: Owner) -> Iterator[Run]:
     """Cut an item into runs, each with its makers and takers: where any of several will do, the least busy one."""
-
-    def least_busy(ranks: Iterable[int], size: int) -> tuple[int, ...]:
-        # The rank number breaks ties, since all ranks must choose the same one without asking each other.
-        chosen = min(ranks, key=lambda rank: (busy[rank], rank))
-        busy[chosen] += size
-        return (chosen,)
-
     if item.makers:
         for start, stop in pairwise(item.cuts):
-            yield Run(item, start, stop, least_busy(item.makers, stop - start), item.takers, None)
+            yield Run(item, start, stop, (busy.add(busy.least(item.makers), stop - start),), item.takers, None)
         return
     for start, stop, parts in active(item.transfers, item.cuts[1:]):
         owned: dict[int, list[Transfer]] = {}
@@ -194,7 +188,7 @@ def _runs(item: Item, busy: dict[int, int], owner: Owner) -> Iterator[Run]:
             owned.setdefault(owner(part.file), []).append(part)
         # Without takers the run goes to a rank that already holds some of it; a run of padding alone has none, and any
         # rank takes it.
-        takers = item.takers or least_busy(owned or busy, stop - start)
+        takers = item.takers or (busy.add(busy.least(owned or busy), stop - start),)
         yield Run(item, start, stop, tuple(owned), takers, owned)
 
 
@@ -248,7 +242,7 @@ def batches(
     groups: dict[tuple[int, ...], list[Item]] = {}
     for item in items:
         groups.setdefault(item.takers, []).append(item)
-    counts = dict(busy)
+    counts = Load(busy)
     lanes = [_Lane(group, counts, owner) for group in groups.values()]
     while any(lane.head is not None for lane in lanes):
         # One run of each lane in turn, until none fits: so all takers have work in every batch, not one after the

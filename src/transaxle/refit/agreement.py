@@ -21,10 +21,9 @@ from transaxle.engine.checkpoint.settings import Settings, settings
 from transaxle.engine.plan.rank_parts import RANKS, for_ranks
 from transaxle.errors import Refusal, Where
 from transaxle.formats.dtype import nbytes
-from transaxle.live.model.live_config import shared_config
 from transaxle.live.model.quantized_model import Sorted, Weights, stand_in
 from transaxle.live.model.source_view import View
-from transaxle.live.model.state_tensors import Leaves, State, unsavable
+from transaxle.live.model.state_tensors import Leaves, State, shared_config, unsavable
 from transaxle.live.reexpress.agreed_match import Match, matched
 from transaxle.live.reexpress.ties import Sides
 from transaxle.live.sharding.global_tensors import Census, Global, census

@@ -31,14 +31,13 @@ from transaxle.engine.plan.conversion import for_hub, make_plan, ready
 from transaxle.engine.plan.planned import PlannedTensor
 from transaxle.engine.views.cast import precise
 from transaxle.errors import gathered
-from transaxle.live.model.live_config import shared_config
+from transaxle.live.model.destination import check_dtype
 from transaxle.live.model.published_codes import published
-from transaxle.live.model.state_tensors import Leaves, State, leaves, unsavable
+from transaxle.live.model.state_tensors import Leaves, State, leaves, shared_config, unsavable
 from transaxle.live.sharding.global_tensors import census
 from transaxle.live.sharding.memory import container, rank_of
 from transaxle.live.sharding.replicas import Replicas
 from transaxle.live.sharding.zero_check import check_zero
-from transaxle.live.tensors.type_change import check_dtype
 from transaxle.live.transport.bucket_exchange import BucketExchange
 from transaxle.live.transport.world import World
 from transaxle.move.runs import Item

@@ -27,11 +27,11 @@ from transaxle.arguments import (
 from transaxle.engine.views.name_filter import chosen
 from transaxle.errors import TransaxleError, refuse
 from transaxle.live.derived.settle import settle
+from transaxle.live.model.destination import check_dtype
 from transaxle.live.model.quantized_model import stand_in
 from transaxle.live.model.state_tensors import Leaves, State
 from transaxle.live.sharding.memory import rank_of
 from transaxle.live.sharding.zero_check import check_zero
-from transaxle.live.tensors.type_change import check_dtype
 from transaxle.live.transport.bucket_exchange import BucketExchange
 from transaxle.live.transport.world import World, is_loss
 from transaxle.quant.modules.entries import begin_anew, put_values

@@ -9,8 +9,8 @@ from typing import Any
 
 from transaxle.axes.notation.name import natural
 from transaxle.encodings.value_steps import Measured
-from transaxle.engine.execute.execute import Report
-from transaxle.engine.execute.file_times import FileTime
+from transaxle.engine.execute.carry import Report
+from transaxle.engine.execute.execute import FileTime
 from transaxle.engine.fold import fold
 from transaxle.engine.number_text import duration, plural, size
 from transaxle.reports.html_page import Column, Figure, Page, Section, capped

@@ -28,7 +28,7 @@ from transaxle.reports.html_page import Page, as_html, check_destination, check_
 
 if TYPE_CHECKING:
     from transaxle.engine.compare.compare import Comparison
-    from transaxle.engine.execute.execute import Report
+    from transaxle.engine.execute.carry import Report
     from transaxle.engine.facts.sharding_facts import Sharding
     from transaxle.engine.plan.planned import Plan
 
@@ -110,7 +110,7 @@ class ConversionPage:
     """
 
     def __init__(self, path: str) -> None:
-        from transaxle.engine.execute.file_times import FileTimes
+        from transaxle.engine.execute.execute import FileTimes
 
         check_jinja()
         check_destination(path, overwrite=None)
@@ -180,7 +180,7 @@ def _is_made(src: CheckpointLike | Made) -> TypeGuard[Made]:
     if isinstance(src, str | os.PathLike | Checkpoint):
         return False
     from transaxle.engine.compare.compare import Comparison
-    from transaxle.engine.execute.execute import Report
+    from transaxle.engine.execute.carry import Report
     from transaxle.engine.facts.sharding_facts import Sharding
     from transaxle.engine.plan.planned import Plan
 
@@ -189,7 +189,7 @@ def _is_made(src: CheckpointLike | Made) -> TypeGuard[Made]:
 
 def _made(src: Made, reading: Mapping[str, Any]) -> Page:
     """Return the page of what another function has made."""
-    from transaxle.engine.execute.execute import Report
+    from transaxle.engine.execute.carry import Report
     from transaxle.engine.facts.sharding_facts import Sharding
     from transaxle.engine.plan.planned import Plan
     from transaxle.reports.conversion_page import conversion_page

@@ -14,6 +14,7 @@ import pytest
 from tests.checkpoints import CONFIG, GATE, TENSORS, read, same, tensors, tiny, write
 from tests.cli.running import DIFFERENT, REFUSED, USAGE, Transaxle, flip, only, tree
 from transaxle.engine.execute import execute as execute_module
+from transaxle.engine.execute.carry import Report
 
 LIMITS = ("--jobs", "1", "--memory", "9MiB")
 
@@ -209,7 +210,7 @@ def test_verify_after_writing_can_fail(ck: Path, transaxle: Transaxle, monkeypat
 
     execute = execute_module.execute
 
-    def damaged(*args: object, **kwargs: object) -> execute_module.Report:
+    def damaged(*args: object, **kwargs: object) -> Report:
         report = execute(*args, **kwargs)  # type: ignore[arg-type]
         flip(only(list(Path("out").glob("*.safetensors"))), -1)
         return report

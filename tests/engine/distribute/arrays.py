@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from transaxle.engine.distribute.conversion_order import order
 from transaxle.engine.distribute.item_work import do_item, let_go
-from transaxle.engine.distribute.work_plan import WorkPlan, work_plan
+from transaxle.engine.distribute.work_plan import WorkPlan, order, work_plan
 from transaxle.engine.execute.preflight import preflight
 from transaxle.engine.plan.conversion import ready
 

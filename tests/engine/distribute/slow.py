@@ -9,9 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transaxle.engine.distribute.executors.executor import Work
-from transaxle.engine.distribute.executors.ray_cluster import RayCluster
-from transaxle.engine.distribute.work_items import WorkItem
+from transaxle.engine.distribute.executors import RayCluster, Work
+from transaxle.engine.distribute.work_plan import WorkItem
 
 
 class Slow(RayCluster):

@@ -20,8 +20,8 @@ from tests.engine import killed
 from tests.engine.distribute.arrays import ended
 from tests.engine.killed import contents
 from tests.forks import context
-from transaxle.engine.distribute.executors.executor import Pool, Stragglers, Work
-from transaxle.engine.distribute.work_items import WorkItem
+from transaxle.engine.distribute.executors import Pool, Work
+from transaxle.engine.distribute.work_plan import WorkItem
 from transaxle.errors import refuse
 
 SMALL = {**checkpoints.SIZES, "num_hidden_layers": 1, "num_experts": 2}
@@ -234,44 +234,3 @@ def test_what_cannot_be(source: Path, tmp_path: Path) -> None:
     with pytest.raises(tx.TransaxleError, match="several workers cannot write to a service"):
         tx.convert(source, "memory://bucket/out", on=Backwards(), **HOW)
     assert alone(tmp_path / "out")
-
-
-def test_stragglers_are_begun_once_more_when_nothing_else_waits() -> None:
-    rules = Stragglers(WorkItem(number=number, nbytes=100) for number in range(4))
-    for number in range(4):
-        rules.begun(number, 0.0)
-    assert rules.again(100.0, 2) == [], "nothing is done: nobody knows how long items take"
-    rules.finished(0, 5.0)
-    assert rules.again(100.0, 3) == [], "three are not done, and there is room for three"
-    rules.finished(1, 5.0)
-    assert rules.again(100.0, 3) == [], "only now is a place free"
-    assert rules.again(114.0, 3) == [], "three times five seconds"
-    assert rules.again(116.0, 3) == [2, 3]
-    rules.begun(2, 116.0)
-    assert rules.again(200.0, 4) == [3], "not a third time"
-    rules.finished(2, 90.0)
-    assert rules.has(2)
-    assert not rules.has(3)
-    assert rules.done == 3
-    short = Stragglers(WorkItem(number=number, nbytes=100) for number in range(3))
-    for number in range(3):
-        short.begun(number, 0.0)
-    short.finished(0, 0.1)
-    assert short.again(1.0, 3) == []
-    assert short.again(10.9, 3) == [], "ten seconds need no reason"
-    assert short.again(11.1, 3) == [1, 2]
-
-
-def test_a_large_item_among_small_ones_is_no_straggler() -> None:
-    sizes = [1000, 1100, 1200, *[1] * 8]
-    rules = Stragglers(WorkItem(number=number, nbytes=size) for number, size in enumerate(sizes))
-    for number in range(11):
-        rules.begun(number, 0.0)
-    for number in range(3, 11):
-        rules.finished(number, 0.1)
-    assert rules.again(1.0, 11) == []
-    assert rules.again(1000.0, 11) == [], "ten times as long as so many bytes took is a thousand seconds"
-    assert rules.again(1002.0, 11) == [0]
-    rules.finished(1, 60.0)
-    assert rules.again(180.0, 11) == [], "now one of its size is done"
-    assert rules.again(182.0, 11) == [0, 2]

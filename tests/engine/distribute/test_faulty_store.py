@@ -23,7 +23,7 @@ from tests.engine.distribute.test_one_process import sent
 from tests.engine.killed import contents
 from tests.formats.faulty_proxy import Fault, FaultyProxy
 from tests.formats.s3_server import Bucket
-from transaxle.engine.distribute import one_process
+from transaxle.engine.distribute import driver
 from transaxle.engine.distribute.driver import begin_work, commit_work
 from transaxle.engine.distribute.work_plan import WorkPlan
 from transaxle.errors import StorageError
@@ -94,7 +94,7 @@ def test_what_passes_is_tried_again(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(one_process, "ITEM", 6 << 20)
+    monkeypatch.setattr(driver, "ITEM", 6 << 20)
     source = many(tmp_path / "source", 18)
     tx.convert(source, tmp_path / "wanted", to="safetensors", shard_size=SHARD)
     proxy.fails = Sometimes(fault, one_of)
@@ -112,7 +112,7 @@ def test_what_does_not_pass_ends_one_process_in_time(
     """Nothing stays, but where it was to be resumed: then the parts that the store has taken are not sent again."""
     monkeypatch.setattr(fsspec.get_filesystem_class("s3"), "retries", 1)
     monkeypatch.setattr(multipart, "SLOWEST", 64 << 20)
-    monkeypatch.setattr(one_process, "ITEM", 6 << 20)
+    monkeypatch.setattr(driver, "ITEM", 6 << 20)
     source, url = many(tmp_path / "source", 18), f"{bucket.url}/out"
     convert = partial(tx.convert, source, url, to="safetensors", shard_size=SHARD, jobs=1)
     for resume in (False, True):

@@ -25,11 +25,9 @@ from tests.engine.distribute.arrays import do, ended, in_child, planned
 from tests.engine.killed import contents
 from transaxle.engine.distribute import item_work
 from transaxle.engine.distribute import work_plan as plans
-from transaxle.engine.distribute.conversion_order import ConversionOrder
 from transaxle.engine.distribute.driver import begin_work, commit_work
 from transaxle.engine.distribute.item_work import do_item, let_go
-from transaxle.engine.distribute.work_items import moves_of
-from transaxle.engine.distribute.work_plan import WorkPlan, parse_plan, read_plan, write_plan
+from transaxle.engine.distribute.work_plan import ConversionOrder, WorkPlan, parse_plan, read_plan, share_of, write_plan
 from transaxle.engine.views.encode import Encode
 from transaxle.errors import Code
 from transaxle.formats.catalog.sidecar_files import SCRATCH
@@ -121,7 +119,7 @@ def test_workers_share_a_large_tensor(case: str, tmp_path: Path, monkeypatch: py
     plan = as_one_process(case, tmp_path)
     with plan.order.planned() as prepared:
         spans = prepared.plan.spans
-        names = [{each.name for each in moves_of(prepared.plan, item).tensors} for item in plan.items]
+        names = [{each.name for each in share_of(prepared.plan, item).tensors} for item in plan.items]
         assert not any(tensor.name in spans for tensor in prepared.plan.tensors if tensor.step is not None)
     assert any(sum(not own.isdisjoint(each.name for each in large) for own in names) > 1 for large in spans.values())
     assert tx.verify(plan.order.target).ok

@@ -16,7 +16,7 @@ from tests.engine.distribute.test_object_store import CHANGES, MIB, hidden, look
 from tests.engine.killed import Death, contents
 from tests.formats.s3_server import Bucket
 from transaxle.cli import main
-from transaxle.engine.distribute import one_process
+from transaxle.engine.distribute import driver
 from transaxle.engine.distribute.driver import begin_work
 from transaxle.engine.distribute.item_work import let_go
 from transaxle.errors import refuse
@@ -29,7 +29,7 @@ Part = tuple[str, int]
 @pytest.fixture(autouse=True)
 def _small_items(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Three items, and parts that are no larger than they must be."""
-    monkeypatch.setattr(one_process, "ITEM", 6 * MIB)
+    monkeypatch.setattr(driver, "ITEM", 6 * MIB)
     yield
     let_go()
 

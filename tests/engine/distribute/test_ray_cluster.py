@@ -1,4 +1,4 @@
-"""Items on a Ray cluster of four small nodes, a process each: bytes, lost nodes, lost drivers, stragglers."""
+"""Items on a Ray cluster of four small nodes, a process each: bytes, lost nodes, lost drivers."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ from tests.engine.distribute.slow import Slow, There
 from tests.engine.killed import contents
 from tests.formats.s3_server import Bucket
 from tests.formats.stores import download
-from transaxle.engine.distribute.executors import executor, ray_cluster
-from transaxle.engine.distribute.work_items import WorkItem
+from transaxle.engine.distribute.work_plan import WorkItem
 from transaxle.errors import UsageError
 
 ray = pytest.importorskip("ray")
@@ -122,19 +121,6 @@ def test_nodes_that_are_lost_at_twenty_moments(cluster: Any, source: Path, tmp_p
     for _ in range(20):
         lose_a_node(cluster, moments.uniform(0, 2), source, tmp_path)
         shutil.rmtree(tmp_path / "out")
-
-
-def test_a_straggler_is_done_twice(cluster: Any, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert cluster.list_all_nodes()
-    monkeypatch.setattr(executor, "GRACE", 1.0)
-    monkeypatch.setattr(ray_cluster, "TICK", 0.2)
-    killed.convert(source, tmp_path / "wanted")
-    (stuck := tmp_path / "stuck").mkdir()
-    begun = time.monotonic()
-    tx.convert(source, tmp_path / "out", on=Slow(0.0, stuck), items=6, **HOW)
-    assert time.monotonic() - begun < 120
-    assert (stuck / "began").exists()
-    assert contents(tmp_path / "out") == contents(tmp_path / "wanted")
 
 
 DRIVER = """

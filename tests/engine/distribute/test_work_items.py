@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.engine import synthetic
-from transaxle.engine.distribute.work_items import WorkItem, divide, in_order, numbers, ranges_of
+from transaxle.engine.distribute.work_plan import WorkItem, divide, in_order, numbers, ranges_of
 from transaxle.engine.plan.conversion import make_plan
 from transaxle.engine.views.encode import Encode
 from transaxle.formats.parts.part_layout import LEAST

@@ -14,7 +14,7 @@ from tests.checkpoints import tensors, tiny, write
 from tests.cli import documents
 from tests.cli.running import flip
 from tests.engine import quantized
-from transaxle.engine.distribute.launch import convert_on
+from transaxle.engine.distribute.driver import convert_on
 from transaxle.engine.execute.execute import execute
 from transaxle.verbs import Unverified
 
@@ -94,7 +94,7 @@ def test_item_3_a_result_of_workers_is_read_back_too(tmp_path: Path, monkeypatch
             flip(Path(report.path) / "model.safetensors", -1)
             return report
 
-        monkeypatch.setattr("transaxle.engine.distribute.launch.convert_on", damaging)
+        monkeypatch.setattr("transaxle.engine.distribute.driver.convert_on", damaging)
         with pytest.raises(Unverified, match="it is not what the source has") as caught:
             tx.convert(tmp_path / "ck", tmp_path / "wrong", to="torchtitan", on=pool, verify=True)
     found = caught.value.report.verification

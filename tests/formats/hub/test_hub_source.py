@@ -16,8 +16,7 @@ import transaxle as tx
 from tests.checkpoints import GATE, WHOLE, read, same, tensors, tiny, write
 from tests.formats.hub_server import SIGNATURE, TOKEN, Hub, files_of
 from transaxle.engine.checkpoint.checkpoint import open_checkpoint
-from transaxle.engine.distribute.conversion_order import order
-from transaxle.engine.distribute.work_plan import work_plan
+from transaxle.engine.distribute.work_plan import order, work_plan
 from transaxle.engine.execute.preflight import preflight
 from transaxle.engine.plan.conversion import make_plan
 from transaxle.errors import TransaxleError

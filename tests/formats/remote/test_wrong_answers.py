@@ -16,7 +16,7 @@ from tests.engine.distribute.test_object_store import hidden, look_at, many
 from tests.formats.faulty_proxy import Exchange, FaultyProxy
 from tests.formats.s3_server import Bucket
 from tests.formats.staging.test_two_runs import Write, checkpoint, converted, streamed
-from transaxle.engine.distribute import one_process
+from transaxle.engine.distribute import driver
 from transaxle.errors import TransaxleError
 from transaxle.formats.remote import multipart
 from transaxle.formats.staging import upload
@@ -156,7 +156,7 @@ def test_tags_that_are_no_sums(lost: bool, run: Write, bucket: Bucket, proxy: Fa
 def test_resuming_where_tags_are_no_sums_sends_the_parts_again(
     bucket: Bucket, proxy: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(one_process, "ITEM", 6 << 20)
+    monkeypatch.setattr(driver, "ITEM", 6 << 20)
     source, url = many(tmp_path / "source", 18), f"{bucket.url}/out"
     under_own_key(proxy)
     proxy.fails = lambda _method, path: "forbidden" if "partNumber=3" in path else None

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from tests.live.ranks import run
 from transaxle.errors import TransaxleError
 from transaxle.live.load.load import load
-from transaxle.live.tensors.type_change import Conversion
+from transaxle.live.model.destination import Conversion
 
 
 def _save(place: Path, **tensors: torch.Tensor) -> str:

@@ -13,7 +13,7 @@ import transaxle as tx
 from tests import checkpoints
 from transaxle.axes.geometry.chunk import Shard, whole
 from transaxle.engine.checkpoint.checkpoint import StoredTensor
-from transaxle.live.load.planned_reads import Reads, reads
+from transaxle.live.load.load import PlannedReads, plan_reads
 from transaxle.live.sharding.global_tensors import Census, Global
 from transaxle.move.strided_fill import Scratch, produce
 from transaxle.torch_tensors.placement import Held
@@ -59,7 +59,7 @@ def test_the_union_of_the_parts_is_the_whole_plan(once: bool, tmp_path: Path) ->
         seen = opened.as_dialect("transformers")
         stored = {name: seen[name] for name in seen}
         census = _census(stored)
-        plans = [reads(census, stored, rank, once=once) for rank in range(RANKS)]
+        plans = [plan_reads(census, stored, rank, once=once) for rank in range(RANKS)]
         arrays = _stacked(checkpoints.tensors())
         assert arrays.keys() == stored.keys()
         taken: Counter[str] = Counter()
@@ -82,7 +82,7 @@ def test_what_is_left_out_is_counted(once: bool, tmp_path: Path) -> None:
     """What several ranks take part in is the same on all of them, in one order; the rest is another rank's own."""
     with tx.open(checkpoints.tiny(tmp_path / "source")) as opened:
         stored = {name: opened[name] for name in opened}
-        plans = [reads(_census(stored), stored, rank, once=once) for rank in range(RANKS)]
+        plans = [plan_reads(_census(stored), stored, rank, once=once) for rank in range(RANKS)]
     shared = [
         [(n, i.size, i.takers) for n, i in zip(p.names, p.items, strict=True) if len(i.takers) > 1] for p in plans
     ]
@@ -95,7 +95,7 @@ def test_what_is_left_out_is_counted(once: bool, tmp_path: Path) -> None:
         assert [item.key for item in plan.items] == list(range(len(plan.names)))
 
 
-def _alone(plan: Reads, rank: int) -> int:
+def _alone(plan: PlannedReads, rank: int) -> int:
     return sum(item.size for item in plan.items if item.takers == (rank,))
 
 

@@ -62,21 +62,21 @@ def test_tables_and_configs_that_differ_between_ranks_are_refused(tmp_path: Path
     assert not (tmp_path / "out").exists()
 
 
-def _misspelt(rank: int, world: int, folder: str) -> list[str]:
-    told = []
+def _of_a_wrong_type(rank: int, world: int, folder: str) -> list[str]:
+    messages = []
     for function in (tx.save, tx.async_save):
-        misspelt: Any = {"overwite": True} if rank else {}
-        with pytest.raises((TypeError, tx.TransaxleError)) as found:
-            function({"w": torch.ones(2)}, folder, **misspelt)
-        told.append(str(found.value))
-    return told
+        wrong: Any = {"shard_size": 2.5} if rank else {}
+        with pytest.raises((TypeError, tx.TransaxleError)) as error:
+            function({"w": torch.ones(2)}, folder, **wrong)
+        messages.append(str(error.value))
+    return messages
 
 
-def test_a_keyword_that_does_not_exist_is_told_to_the_other_ranks(tmp_path: Path) -> None:
-    """Given on one rank alone, it would let them wait."""
-    first, second = run(2, _misspelt, str(tmp_path / "out"))
-    assert all("rank 1 failed: TypeError" in each for each in first)
-    assert all("unexpected keyword argument 'overwite'" in each for each in second)
+def test_an_argument_of_a_wrong_type_on_one_rank_is_told_to_the_others(tmp_path: Path) -> None:
+    """Otherwise they would wait."""
+    first, second = run(2, _of_a_wrong_type, str(tmp_path / "out"))
+    assert all("rank 1 failed: TypeError" in message for message in first)
+    assert all("shard_size must be a number of bytes" in message for message in second)
     assert not (tmp_path / "out").exists()
 
 

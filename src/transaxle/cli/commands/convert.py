@@ -15,7 +15,7 @@ from transaxle.cli.commands.plan import print_counted, print_notes, print_others
 from transaxle.cli.screen.quantities import duration, plural, size, speed
 from transaxle.cli.screen.recoded import print_measured, print_stayed
 from transaxle.cli.screen.screen import Screen
-from transaxle.engine.execute.execute import Report
+from transaxle.engine.execute.carry import Report
 from transaxle.errors import TransaxleError
 from transaxle.formats.storage.storage import unpinned
 
@@ -87,7 +87,7 @@ def _one_voice(together: bool) -> Iterator[None]:
 
 
 def _is_lead() -> bool:
-    from transaxle.engine.distribute.launch import is_lead
+    from transaxle.engine.distribute.driver import is_lead
 
     return is_lead()
 
@@ -145,7 +145,7 @@ def print_report(screen: Screen, report: Report) -> None:
 
 def print_workers(screen: Screen, workers: Mapping[str, int]) -> None:
     """Print who wrote how much: by machine where there are several, and otherwise, or where all is asked for, each."""
-    from transaxle.engine.distribute.watching import node_of
+    from transaxle.engine.distribute.driver import node_of
 
     nodes: dict[str, list[int]] = {}
     for worker, written in workers.items():

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
     from transaxle.engine.checkpoint.checkpoint import Checkpoint
-    from transaxle.engine.distribute.watching import Event, Watch
+    from transaxle.engine.distribute.driver import Event, Watch
     from transaxle.engine.execute.preflight import Cleared
 
 _STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}

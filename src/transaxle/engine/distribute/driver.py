@@ -1,40 +1,43 @@
-"""The driver: begins the work on a plan, hands its items out, and commits what the workers have done.
+"""The driver: divides a plan, begins the work on it, hands its items out, and commits what the workers have done.
 
 It creates the files with all bytes that are known, and shares its claim on them with the workers. When every item has a
 result, it writes what is known only then (digests, the manifest, carried files), and moves the checkpoint to its place.
+
+One process that converts to a service does so too, for itself: the parts that a service has of an upload survive the
+process that sent them, and so do the results of items beside the target, so that another run can go on.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from transaxle.arguments import read_overwrite
-from transaxle.encodings.error import Error
-from transaxle.encodings.value_steps import MEASURED_BY_READING, Recoded
+import msgspec
+
+from transaxle.arguments import Overwrite, read_number_of_job, read_overwrite, wrong_type
+from transaxle.encodings.value_steps import MEASURED_BY_READING
 from transaxle.engine.checkpoint.source_hashes import HashWitness
-from transaxle.engine.distribute.executors.executor import Executor
-from transaxle.engine.distribute.item_work import (
-    Known,
-    OpenedPlan,
-    do_item,
-    finished_of,
-    lent,
-    measured_of,
-    write_moves,
+from transaxle.engine.distribute.executors import Executor, Here, Pool, RayCluster, Submitting
+from transaxle.engine.distribute.item_work import Known, OpenedPlan, do_item, lent, write_shares
+from transaxle.engine.distribute.work_place import layout_of, refuse_there, results_on, task_from, task_text
+from transaxle.engine.distribute.work_plan import (
+    ConversionOrder,
+    WorkItem,
+    WorkPlan,
+    divide,
+    in_order,
+    program_version,
+    ranges_of,
+    share_of,
+    work_plan,
 )
-from transaxle.engine.distribute.watching import Watch, Watcher, unseen
-from transaxle.engine.distribute.work_items import WorkItem, in_order, moves_of, ranges_of
-from transaxle.engine.distribute.work_place import layout_of, refuse_there, results_on, task_text
-from transaxle.engine.distribute.work_plan import WorkPlan
-from transaxle.engine.execute.commit import carry, write_known, write_rest
-from transaxle.engine.execute.execute import Report, recoded_as, reported, whole
-from transaxle.engine.execute.preflight import hold_source
-from transaxle.engine.plan.conversion import Prepared
-from transaxle.engine.views.measuring import measure, refuse_infinite
+from transaxle.engine.execute.carry import Report, reported, seal, write_fragments
+from transaxle.engine.execute.execute import execute, united
+from transaxle.engine.execute.preflight import Cleared, hold_source, preflight
+from transaxle.engine.plan.conversion import Prepared, ready
 from transaxle.errors import Refusal, Where, gathered, refuse
 from transaxle.formats.catalog.checksums import Witness
 from transaxle.formats.parts.shared_location import shared_staging_at
@@ -43,8 +46,8 @@ from transaxle.formats.staging.place import ITEMS
 from transaxle.formats.staging.staging import Staging
 from transaxle.formats.storage.os_errors import failed
 from transaxle.formats.storage.storage import layer
-from transaxle.move.journal import ItemResult, Journal, item_file, refuse_other, result_of, results_in
-from transaxle.move.workers import Progress, limits, unwatched
+from transaxle.move.journal import Done, ItemResult, Journal, item_file, refuse_other, result_of, results_in
+from transaxle.move.workers import Limits, Progress, limits, unwatched
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -52,8 +55,114 @@ if TYPE_CHECKING:
     from transaxle.formats.parts.shared_location import SharedStage
     from transaxle.formats.parts.shared_upload import SharedUpload
 
+RAY, TORCHRUN = "ray", "torchrun"
+On: TypeAlias = str | Executor | Submitting
+"""Who carries a conversion out: `ray`, `ray://HOST:PORT` or `torchrun`; an executor; or a pool of workers with `submit`
+(`concurrent.futures`, Dask, MPI).
+"""
+ITEM = 1 << 28
+"""Bytes of an item of one process: what is lost with it is at most the reading of one."""
+_MOST = 4096
 _ASIDE = 1 << 32
 """First number of results that are no item's of this plan."""
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the work is."""
+
+    event: str
+    """`begun`, or `item` where one is done."""
+    items: int
+    """Items that there are to do."""
+    items_done: int = 0
+    """Those that are done."""
+    total: int
+    """Bytes of all tensors."""
+    done: int
+    """Bytes of those that are written."""
+    rate: float = 0.0
+    """Bytes a second that all workers have written since it began."""
+    left: float | None = None
+    """Estimate of the seconds to the end."""
+    item: int | None = None
+    """Number of the item that is done."""
+    node: str = ""
+    """Machine that did it."""
+    worker: str = ""
+    """Machine and process."""
+    nbytes: int = 0
+    """Bytes that it wrote."""
+    seconds: float = 0.0
+    """How long it took."""
+
+
+Watch = Callable[[Event], None]
+"""Told each event; called from one thread at a time."""
+
+
+def unseen(_: Event) -> None:
+    """Events that nobody watches."""
+
+
+def node_of(worker: str) -> str:
+    """Return the machine of a worker, `machine:process`."""
+    return worker.rpartition(":")[0] or worker
+
+
+class Watcher:
+    """Counts what is done, and tells it.
+
+    Args:
+        items: what is to be done.
+        total: bytes of all tensors.
+        done: bytes of tensors that an earlier run had finished; `progress` is called with them.
+        progress: called with the bytes of each item.
+        watch: called with each event.
+        each: tell `progress` of each item, and not only of those that were done.
+    """
+
+    def __init__(
+        self,
+        items: Iterable[WorkItem],
+        total: int,
+        done: int,
+        progress: Progress,
+        watch: Watch = unseen,
+        *,
+        each: bool = True,
+    ) -> None:
+        self._items = sum(1 for _ in items)
+        self._total = total
+        self._before = self._done = done
+        self._finished = 0
+        self._progress = progress if each else unwatched
+        self._watch = watch
+        self._begun = time.monotonic()
+        progress(done)
+        watch(Event(event="begun", items=self._items, total=total, done=done))
+
+    def item(self, result: ItemResult) -> None:
+        """Count an item that is done."""
+        self._finished += 1
+        self._done = min(self._total, self._done + result.nbytes)
+        rate = (self._done - self._before) / max(time.monotonic() - self._begun, 1e-9)
+        self._progress(result.nbytes)
+        self._watch(
+            Event(
+                event="item",
+                items=self._items,
+                items_done=self._finished,
+                total=self._total,
+                done=self._done,
+                rate=rate,
+                left=(self._total - self._done) / rate if rate else None,
+                item=result.number,
+                node=node_of(result.worker),
+                worker=result.worker,
+                nbytes=result.nbytes,
+                seconds=result.seconds,
+            )
+        )
 
 
 def staged(plan: WorkPlan, *, resume: bool) -> SharedStage:
@@ -82,13 +191,13 @@ def begin(plan: WorkPlan, prepared: Prepared, stage: SharedStage) -> dict[int, I
         return _begin_upload(plan, prepared, stage)
     refuse_other(stage.scratch, plan.task, shown(plan.order.target))
     kept = stage.prepare(_files(prepared, stage))
-    write_known(stage, prepared.draft.early())
+    write_fragments(stage, prepared.draft.early())
     Journal(stage.scratch, plan.task).close()
     try:
         (stage.scratch / ITEMS).mkdir(exist_ok=True)
     except OSError as error:
         raise failed(error, "making the folder for results", str(stage.scratch)) from error
-    write_moves(plan, prepared, stage.scratch)
+    write_shares(plan, prepared, stage.scratch)
     return _believed(plan, prepared, stage.scratch, kept)
 
 
@@ -96,7 +205,7 @@ def _begin_upload(plan: WorkPlan, prepared: Prepared, stage: SharedUpload) -> di
     """Begin uploads, or find those of an earlier run; return the results whose parts the service has."""
     stage.begin_or_continue(layout_of(plan, prepared), task_text(plan.task), len(plan.items), even=plan.even)
     stage.prepare(_files(prepared, stage))
-    write_known(stage, prepared.draft.early())
+    write_fragments(stage, prepared.draft.early())
     names = frozenset(stage.hidden.names())
     results = {}
     for number, result in results_on(stage, stage.begun.token).items():
@@ -143,15 +252,15 @@ def _is_of(plan: WorkPlan, prepared: Prepared, number: int, result: ItemResult) 
     if number >= len(plan.items):
         return False
     item = plan.items[number]
-    moves = moves_of(prepared.plan, item)
-    names = {tensor.name for tensor in moves.tensors}
-    return names == result.tensors.keys() and Known.of([result], plan.task).has(item, moves)
+    part = share_of(prepared.plan, item)
+    names = {tensor.name for tensor in part.tensors}
+    return names == result.tensors.keys() and Known([result], plan.task).has(item, part)
 
 
 def left_to_do(plan: WorkPlan, prepared: Prepared, results: dict[int, ItemResult]) -> list[WorkItem]:
     """Return the items of which something is in none of the results, in the order in which they should begin."""
-    known = Known.of(results.values(), plan.task)
-    return in_order(item for item in plan.items if not known.has(item, moves_of(prepared.plan, item)))
+    known = Known(results.values(), plan.task)
+    return in_order(item for item in plan.items if not known.has(item, share_of(prepared.plan, item)))
 
 
 def hand_out(
@@ -169,8 +278,8 @@ def hand_out(
         prepared: the same, with the source open.
         stage: entered.
         executor: hands items to workers.
-        progress: told the bytes of each item that is done.
-        watch: told who has done it, and how much is left.
+        progress: called with the bytes of each item that is done, or of each block written here.
+        watch: called with who has done it, and how much is left.
 
     Returns:
         All results, and how many tensors an earlier run had finished.
@@ -179,9 +288,9 @@ def hand_out(
         TransaxleError: what `begin` and the workers raise.
     """
     results = begin(plan, prepared, stage)
-    items = left_to_do(plan, prepared, results)
-    resumed = finished_of(list(results.values()))
-    watcher = Watcher(items, *sizes_of(prepared, resumed), progress, watch)
+    items, resumed = left_to_do(plan, prepared, results), finished_of(results.values())
+    here = progress if isinstance(executor, Here) else unwatched
+    watcher = Watcher(items, *sizes_of(prepared, resumed), progress, watch, each=here is unwatched)
 
     def take(text: bytes) -> None:
         result = result_of(text)
@@ -192,10 +301,10 @@ def hand_out(
         results[result.number] = result
 
     stage.share()
-    with lent(plan, prepared):
+    with lent(plan, prepared, here):
         executor.run(partial(do_item, plan.text), items, take)
     stage.take_back()
-    return results, len(whole(prepared.plan, resumed))
+    return results, len(united(prepared.plan, resumed))
 
 
 def sizes_of(prepared: Prepared, finished: Collection[str]) -> tuple[int, int]:
@@ -222,31 +331,31 @@ def commit(
     """
     if missing := left_to_do(plan, prepared, results):
         raise _missing(plan, missing)
-    storage, found = prepared.checkpoint.container.storage, list(results.values())
-    tensors, recoding = whole(prepared.plan, finished_of(found)), prepared.checkpoint.container.recoding
-    measured = _measured(prepared, found)
-    if not prepared.plan.allow_lossy:
-        refuse_infinite(measured, recoding.dtype)
     if not isinstance(stage, Staging):
         _take_parts(plan, stage, results)
-    write_known(stage, prepared.draft.early())
-    carried = {} if stage.single is not None else carry(prepared, stage)
-    _check_sums(prepared, found)
-    _check_hashes(prepared, found)
-    storage.recheck()
-    write_rest(stage, prepared, {name: done.hash for name, done in tensors.items()}, carried)
-    recoded = recoded_as(prepared.plan, measured, _encoded(prepared, found))
+    write_fragments(stage, prepared.draft.early())
+    _check_sums(prepared, results.values())
+    _check_hashes(prepared, results.values())
+    tensors = united(prepared.plan, finished_of(results.values()))
+    errors = {name: error for result in results.values() for name, error in result.errors.items()}
+    measured = {step: errors[step.name] for step in prepared.plan.recoded if step.action in MEASURED_BY_READING}
+    changed = seal(prepared, stage, limits(plan.jobs, plan.memory), tensors, measured)
     stage.commit()
     report = reported(
         prepared,
         plan.order.target,
         single=stage.single is not None,
         resumed=resumed,
-        recoded=recoded,
+        recoded=changed,
         leftovers=stage.found,
         synced=plan.sync,
     )
-    return replace(report, workers=_shares(found))
+    return replace(report, workers=_shares(results.values()))
+
+
+def finished_of(results: Iterable[ItemResult]) -> dict[str, Done]:
+    """Return all tensors, and spans of tensors, that are written."""
+    return {name: done for result in results for name, done in result.finished.items()}
 
 
 def _take_parts(plan: WorkPlan, stage: SharedUpload, results: dict[int, ItemResult]) -> None:
@@ -272,7 +381,7 @@ def spelled(numbers: Sequence[int]) -> str:
     return ",".join(str(first) if stop == first + 1 else f"{first}-{stop - 1}" for first, stop in ranges_of(numbers))
 
 
-def _check_sums(prepared: Prepared, results: Sequence[ItemResult]) -> None:
+def _check_sums(prepared: Prepared, results: Iterable[ItemResult]) -> None:
     """Put together what workers have summed of ranges with a checksum; the storage's recheck reads the rest."""
     witness = layer(prepared.checkpoint.container.storage, Witness)
     if witness is None:
@@ -285,7 +394,7 @@ def _check_sums(prepared: Prepared, results: Sequence[ItemResult]) -> None:
             witness.count(checksum, parts)
 
 
-def _check_hashes(prepared: Prepared, results: Sequence[ItemResult]) -> None:
+def _check_hashes(prepared: Prepared, results: Iterable[ItemResult]) -> None:
     """Leave to the storage's recheck what no worker has found to have the hash that the source keeps of it."""
     hold_source(prepared)
     witness = layer(prepared.checkpoint.container.storage, HashWitness)
@@ -295,20 +404,7 @@ def _check_hashes(prepared: Prepared, results: Sequence[ItemResult]) -> None:
             witness.expect(unit.transfers)
 
 
-def _measured(prepared: Prepared, results: Sequence[ItemResult]) -> dict[Recoded, tuple[Error, int]]:
-    """Return how far each computed tensor is from what it was."""
-    steps, by_name = prepared.plan.recoded, measured_of(results)
-    known = measure(prepared.checkpoint.container.recoding, [s for s in steps if s.action == "averaged"], limits(1))
-    return known | {step: by_name[step.name] for step in steps if step.action in MEASURED_BY_READING}
-
-
-def _encoded(prepared: Prepared, results: Sequence[ItemResult]) -> dict[str, Error]:
-    """Return how far each encoded tensor is from what it was, by table name."""
-    tensors, planned = finished_of(results), prepared.plan.tensors
-    return {each.codes_of: tensors[each.name].error or Error() for each in planned if each.codes_of is not None}
-
-
-def _shares(results: Sequence[ItemResult]) -> dict[str, int]:
+def _shares(results: Iterable[ItemResult]) -> dict[str, int]:
     shares: dict[str, int] = {}
     for result in results:
         shares[result.worker] = shares.get(result.worker, 0) + result.nbytes
@@ -331,8 +427,8 @@ def carry_out(
         prepared: the same, with the source open.
         executor: hands items to workers.
         resume: continue an interrupted run, and keep this run's work if it fails too.
-        progress: told the bytes of each item that is done.
-        watch: told who has done it, and how much is left.
+        progress: called with the bytes of each item that is done, or of each block written here.
+        watch: called with who has done it, and how much is left.
 
     Raises:
         TransaxleError: whatever prevents it; the target is then as it was.
@@ -351,8 +447,10 @@ def begin_work(plan: WorkPlan) -> int:
         TransaxleError: whatever prevents it; EXISTS where the target is there, or a worker is at work.
     """
     refuse_there(plan)
-    with OpenedPlan(plan) as opened, staged(plan, resume=True) as stage:
-        return len(left_to_do(plan, opened.prepared, begin(plan, opened.prepared, stage)))
+    with OpenedPlan(plan) as opened:
+        prepared = opened.prepared
+        with staged(plan, resume=True) as stage:
+            return len(left_to_do(plan, prepared, begin(plan, prepared, stage)))
 
 
 def commit_work(plan: WorkPlan) -> Report:
@@ -364,8 +462,8 @@ def commit_work(plan: WorkPlan) -> Report:
     """
     begun = time.monotonic()
     with OpenedPlan(plan) as opened:
-        opened.place.refuse_not_begun()
         prepared = opened.prepared
+        opened.place.refuse_not_begun()
         if missing := left_to_do(plan, prepared, opened.place.results()):
             raise _missing(plan, missing)
         with staged(plan, resume=True) as stage:
@@ -387,3 +485,169 @@ def refuse_beyond(plan: WorkPlan, numbers: Sequence[int]) -> None:
             Where(plan.order.target),
         )
         raise gathered([problem])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """How a conversion is carried out by several workers."""
+
+    on: On
+    """Who hands the items out."""
+    items: int | None = None
+    """How many there are; None: one for each GiB."""
+    overwrite: Overwrite = False
+    """Replace a checkpoint."""
+    resume: bool = False
+    """Continue an interrupted run."""
+    sync: bool = True
+    """Make everything durable before the target appears."""
+    jobs: int | None = None
+    """Threads of each worker."""
+    memory: int | None = None
+    """Bytes of the buffers of each worker."""
+    progress: Progress = field(default=unwatched)
+    """Told the bytes of each item that is done."""
+    watch: Watch = field(default=unseen)
+    """Told who has done it, and how much is left."""
+
+    @property
+    def limit(self) -> Limits:
+        """Workers and memory of this process."""
+        return limits(self.jobs, self.memory)
+
+    def cleared(self, order: ConversionOrder, prepared: Prepared) -> Cleared:
+        """Return a plan that can be carried out; raises every refusal, as `execute` does."""
+        if isinstance(prepared, Cleared):
+            ready(prepared)
+            return prepared
+        how = {
+            "overwrite": self.overwrite,
+            "resume": self.resume,
+            "running": True,
+            "several": True,
+            "limit": self.limit,
+        }
+        found = preflight(prepared, order.target, **how)  # type: ignore[arg-type]  # each is of its own type
+        ready(found)
+        return found
+
+    def finished(self, cleared: Cleared) -> Report:
+        """Return the report of a target that an earlier run has finished."""
+        target, overwrite, resume = cleared.asked
+        return execute(cleared, target, overwrite=overwrite, resume=resume, sync=self.sync, limit=self.limit)
+
+    def divided(self, order: ConversionOrder, cleared: Cleared, jobs: int | None = None) -> WorkPlan:
+        """Return the items of a plan.
+
+        Args:
+            order: what it was made of.
+            cleared: the plan.
+            jobs: threads of each worker where nobody says so; None: each chooses for itself.
+        """
+        how = {"overwrite": self.overwrite, "sync": self.sync, "memory": self.memory}
+        return work_plan(order, cleared, self.items, jobs=self.jobs or jobs, **how)
+
+
+def convert_on(order: ConversionOrder, prepared: Prepared, launch: Launch) -> Report:
+    """Carry a conversion out by the workers of an executor.
+
+    Args:
+        order: what is converted.
+        prepared: the plan that was made of it.
+        launch: by whom, and how.
+
+    Raises:
+        TypeError: nobody knows how to hand items to what it names.
+        TransaxleError: as `execute`; UNSUPPORTED where what it needs is not installed.
+    """
+    executor, jobs = _executor(launch.on, launch.jobs)
+    cleared = launch.cleared(order, prepared)
+    if cleared.finished:
+        return launch.finished(cleared)
+    work = launch.divided(order, cleared, jobs)
+    return carry_out(work, cleared, executor, resume=launch.resume, progress=launch.progress, watch=launch.watch)
+
+
+def _executor(on: On, jobs: int | None) -> tuple[Executor, int | None]:
+    """Return what hands items out, and the threads of each of its workers where nobody says so."""
+    if isinstance(on, str):
+        if on == RAY or on.startswith(f"{RAY}://"):
+            return RayCluster(None if on == RAY else on, cpus=jobs or 1), 1
+        hint = "Name one of: ray, ray://HOST:PORT, torchrun."
+        raise refuse("AMBIGUOUS", f"cannot convert on {on!r}", hint=hint)
+    if isinstance(on, Executor):
+        return on, None
+    if isinstance(on, Submitting):
+        return Pool(on), 1
+    raise wrong_type("on", '"ray", "torchrun", an executor or a pool with submit()', on)
+
+
+def is_torchrun(on: object) -> bool:
+    """Tell whether all ranks of a job carry a conversion out together."""
+    return isinstance(on, str) and on == TORCHRUN
+
+
+def is_lead() -> bool:
+    """Tell whether this process is the rank of a job that speaks for all, or in no job."""
+    return read_number_of_job("RANK", 0) == 0
+
+
+def convert_in_parts(
+    prepared: Prepared,
+    target: str,
+    *,
+    overwrite: Overwrite = False,
+    resume: bool = False,
+    sync: bool = True,
+    limit: Limits | None = None,
+    progress: Progress = unwatched,
+) -> Report:
+    """Carry a plan out in this process whose target is on a service that takes parts; see `execute`.
+
+    Args:
+        prepared: from `make_plan`, or from `preflight` for just this target.
+        target: URL of a folder or a file.
+        overwrite: as for `execute`.
+        resume: continue an interrupted run of the same plan, also one by several workers, and keep this run's work if
+            it fails too. Without it unfinished work is refused, since nothing tells whether that run is still at work.
+        sync: as for `execute`; what a service has accepted is durable.
+        limit: workers and memory.
+        progress: called with the bytes of each block.
+
+    Raises:
+        TransaxleError: as `execute`; EXISTS also where unfinished work is beside the target.
+    """
+    begun = time.monotonic()
+    limit = limit or limits()
+    how: dict[str, Any] = {"overwrite": overwrite, "resume": resume, "limit": limit, "progress": progress}
+    cleared = preflight(prepared, target, running=True, **how)
+    ready(cleared)
+    if cleared.finished:
+        return execute(cleared, target, sync=sync, **how)
+    report = carry_out(_in_parts(cleared, limit, sync=sync), cleared, Here(), resume=resume, progress=progress)
+    return replace(report, workers={}, seconds=time.monotonic() - begun)
+
+
+def _in_parts(cleared: Cleared, limit: Limits, *, sync: bool) -> WorkPlan:
+    """Divide a plan for one process: as the work was divided that lies beside the target already.
+
+    Its items are smaller than those of several workers, and its parts have one length, as some services want.
+    """
+    target, overwrite, resume = cleared.asked
+    count, even = max(1, min(_MOST, -(-sizes_of(cleared, ())[0] // ITEM))), True
+    stage = shared_staging_at(target, overwrite=overwrite, resume=resume, sync=sync)
+    begun = stage.hidden.begun() if resume and not isinstance(stage, Staging) else None
+    if begun is not None and begun.items and task_from(begun.task).key == cleared.task.key:
+        count, even = begun.items, begun.even
+    source, to = cleared.checkpoint.path, f"{cleared.plan.format}:{cleared.plan.dialect}"
+    return WorkPlan(
+        program=program_version(),
+        order=ConversionOrder(source=source, target=target, to=to, reading={}),
+        task=cleared.task,
+        overwrite=overwrite,
+        sync=sync,
+        jobs=limit.jobs,
+        memory=limit.memory,
+        items=divide(cleared.plan, count),
+        even=even,
+    )

@@ -9,26 +9,21 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from threading import Lock
+from threading import RLock
 from types import TracebackType
 from typing import Self
 
 import msgspec
 
-from transaxle.encodings.error import Error
 from transaxle.engine.checkpoint.source_hashes import HashWitness
-from transaxle.engine.copying.duplicate_checks import unequal
-from transaxle.engine.distribute.work_items import Moves, WorkItem, moves_of, numbers
 from transaxle.engine.distribute.work_place import WorkPlace, work_place
-from transaxle.engine.distribute.work_plan import WorkPlan, parse_plan
-from transaxle.engine.execute.execute import Copying
+from transaxle.engine.distribute.work_plan import WorkItem, WorkPlan, numbers, parse_plan, share_of
+from transaxle.engine.execute.carry import Share, carry, prove
 from transaxle.engine.execute.preflight import hold_source, state_of, task_of
 from transaxle.engine.plan.conversion import Prepared, ready
-from transaxle.engine.views.measuring import measure
 from transaxle.errors import Refusal, gathered, refuse
 from transaxle.formats.catalog.catalog import Recoding
 from transaxle.formats.catalog.checksums import Witness
@@ -38,58 +33,17 @@ from transaxle.formats.storage.os_errors import failed
 from transaxle.formats.storage.storage import Storage, is_url, layer
 from transaxle.move.endpoint import Writable
 from transaxle.move.hashing import digest
-from transaxle.move.journal import Done, ItemResult, Task, written_error
+from transaxle.move.journal import ItemResult, Task, written_error
 from transaxle.move.workers import Limits, Progress, limits, unwatched
 
 
 class OpenedPlan:
-    """A plan whose source is open here, and makes the same plan: a context.
+    """A plan in this process: a context that opens its source, and plans, when that is first needed.
 
     Args:
         plan: what was planned.
         prepared: the same, where its source is open in this process already; it stays open.
-
-    Raises:
-        TransaxleError: what opening and planning raise; CORRUPT where the source has changed since; UNSUPPORTED where
-            this program plans something else.
-    """
-
-    def __init__(self, plan: WorkPlan, prepared: Prepared | None = None) -> None:
-        self.plan = plan
-        self._stack = ExitStack()
-        try:
-            self.prepared = prepared or self._stack.enter_context(plan.order.planned())
-            """What is carried out."""
-            problems = list[Refusal]()
-            task = task_of(self.prepared, problems)
-            if problems:
-                raise gathered(problems)
-            refuse_changed(plan.task, task)
-            ready(self.prepared)
-            hold_source(self.prepared)
-        except BaseException:
-            self._stack.close()
-            raise
-        self.limit: Limits = limits(plan.jobs, plan.memory).holding(self.prepared.plan.band)
-        self.place: WorkPlace = work_place(plan, self.prepared)
-        """Where the work happens."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.close()
-
-
-class Hand:
-    """What does items of a plan in this process, from their stored moves; it plans itself only where there are none.
-
-    Args:
-        plan: what was planned.
-        prepared: the same, where its source is open in this process already; it stays open.
-        progress: told the bytes of each block.
+        progress: called with the bytes of each block written.
 
     Raises:
         TransaxleError: what opening the source raises; CORRUPT where it has changed since.
@@ -98,19 +52,22 @@ class Hand:
     def __init__(self, plan: WorkPlan, prepared: Prepared | None = None, progress: Progress = unwatched) -> None:
         self.plan = plan
         self._progress = progress
-        self._lock = Lock()
+        self._lock = RLock()
         self._stack = ExitStack()
-        self._opened = None if prepared is None else self._stack.enter_context(OpenedPlan(plan, prepared))
-        self._storage: Storage | None = None
+        self._prepared: Prepared | None = None
         self._place: WorkPlace | None = None if is_url(plan.order.target) else work_place(plan)
-        if prepared is None and self._place is not None and any(item.key for item in plan.items):
-            self._storage = storage_at(plan.order.source)
-            self._stack.callback(self._storage.close)
-            try:
+        self._storage: Storage | None = None
+        """The source, where the shares of the items are stored."""
+        try:
+            if prepared is not None:
+                self._check(prepared)
+            elif self._place is not None and any(item.key for item in plan.items):
+                self._storage = storage_at(plan.order.source)
+                self._stack.callback(self._storage.close)
                 self._refuse_changed(self._storage)
-            except BaseException:
-                self._stack.close()
-                raise
+        except BaseException:
+            self._stack.close()
+            raise
 
     def _refuse_changed(self, storage: Storage) -> None:
         if is_url(self.plan.order.source):
@@ -120,6 +77,41 @@ class Hand:
         if problems:
             raise gathered(problems)
         refuse_changed(self.plan.task, msgspec.structs.replace(self.plan.task, state=state))
+
+    def _check(self, prepared: Prepared) -> None:
+        """Take up a plan, if it is the same and can be carried out."""
+        problems = list[Refusal]()
+        task = task_of(prepared, problems)
+        if problems:
+            raise gathered(problems)
+        refuse_changed(self.plan.task, task)
+        ready(prepared)
+        hold_source(prepared)
+        self._prepared = prepared
+
+    @property
+    def prepared(self) -> Prepared:
+        """What is carried out; the source is opened, and planned for, the first time.
+
+        Raises:
+            TransaxleError: what opening and planning raise; CORRUPT where the source has changed since; UNSUPPORTED
+                where this program plans something else.
+        """
+        with self._lock:
+            if self._prepared is None:
+                with ExitStack() as stack:
+                    self._check(stack.enter_context(self.plan.order.planned()))
+                    self._stack.push(stack.pop_all())
+            assert self._prepared is not None  # it was checked
+            return self._prepared
+
+    @property
+    def place(self) -> WorkPlace:
+        """Where the work happens; raises as `prepared`, which a service needs."""
+        with self._lock:
+            if self._place is None:
+                self._place = work_place(self.plan, self.prepared)
+            return self._place
 
     def __enter__(self) -> Self:
         return self
@@ -136,37 +128,30 @@ class Hand:
             TransaxleError: what planning, reading and writing raise; UNEQUAL_COPIES; CORRUPT where the source was
                 changed meanwhile; EXISTS where other work is going on, or nothing has begun.
         """
-        item = self.plan.items[number]
-        place = self._place or self._planned().place
+        item, place = self.plan.items[number], self.place
         with place.writing(item) as writer:
-            moves, source, limit = self._ready(item, place)
+            part, storage, recoding = self._share(item)
             place.refuse_not_begun()
             earlier = place.results([number]).get(number)
-            if earlier is not None and Known.of([earlier], self.plan.task).has(item, moves):
+            if earlier is not None and Known([earlier], self.plan.task).has(item, part):
                 return earlier
-            writing = writer.files, self._progress
-            return writer.keep(_carried_out(self.plan, item, moves, source, limit, *writing))
+            limit = limits(self.plan.jobs, self.plan.memory).holding(part.band)
+            return writer.keep(
+                _carried_out(self.plan, item, part, storage, recoding, limit, writer.files, self._progress)
+            )
 
-    def _ready(self, item: WorkItem, place: WorkPlace) -> tuple[Moves, tuple[Storage, Recoding], Limits]:
-        """Return what an item does, of which source, and with how much memory."""
-        moves = None if self._storage is None else place.moves(item)
-        if moves is not None and self._storage is not None:
-            if any(self._storage.version(file) != version for file, version in moves.versions):
-                refuse_changed(self.plan.task, msgspec.structs.replace(self.plan.task, state=""))
-            return moves, (self._storage, Recoding()), limits(self.plan.jobs, self.plan.memory).holding(moves.band)
-        opened = self._planned()
-        plan, container = opened.prepared.plan, opened.prepared.checkpoint.container
-        return moves_of(plan, item), (container.storage, container.recoding), opened.limit
-
-    def _planned(self) -> OpenedPlan:
-        """Open the source, and plan: what needs no more than the moves of an item does without."""
-        with self._lock:
-            if self._opened is None:
-                self._opened = self._stack.enter_context(OpenedPlan(self.plan))
-            return self._opened
+    def _share(self, item: WorkItem) -> tuple[Share, Storage, Recoding]:
+        """Return what an item does, as it is stored, or by planning where it is not; and the source."""
+        part = None if self._storage is None else self.place.stored_share(item)
+        if part is None or self._storage is None:
+            container = self.prepared.checkpoint.container
+            return share_of(self.prepared.plan, item), container.storage, container.recoding
+        if any(self._storage.version(file) != version for file, version in part.versions):
+            refuse_changed(self.plan.task, msgspec.structs.replace(self.plan.task, state=""))
+        return part, self._storage, Recoding()
 
 
-def write_moves(plan: WorkPlan, prepared: Prepared, scratch: Path) -> None:
+def write_shares(plan: WorkPlan, prepared: Prepared, scratch: Path) -> None:
     """Store what each item does, for workers that plan nothing.
 
     Raises:
@@ -179,7 +164,7 @@ def write_moves(plan: WorkPlan, prepared: Prepared, scratch: Path) -> None:
     try:
         with making.open("wb") as file:
             for item in plan.items:
-                file.write(moves_of(prepared.plan, item, storage).text)
+                file.write(share_of(prepared.plan, item, storage).text)
         making.replace(path)
     except OSError as error:
         raise failed(error, "storing what the items do", str(path)) from error
@@ -188,18 +173,16 @@ def write_moves(plan: WorkPlan, prepared: Prepared, scratch: Path) -> None:
 def _carried_out(
     plan: WorkPlan,
     item: WorkItem,
-    moves: Moves,
-    source: tuple[Storage, Recoding],
+    part: Share,
+    storage: Storage,
+    recoding: Recoding,
     limit: Limits,
-    writer: Writable,
+    files: Writable,
     progress: Progress,
 ) -> ItemResult:
     begin = time.monotonic()
-    storage, recoding = source
-    if differing := unequal(moves.checks, storage, limit):
-        raise gathered(differing)
-    measured = measure(recoding, moves.measures, limit)
-    done = Copying.of(moves.tensors, storage, limit).copy(moves.tensors, writer, progress=progress)
+    measured = prove(part, storage, recoding, limit, allow_lossy=True)
+    done = carry(part.tensors, storage, files, limit, progress=progress)
     witness = layer(storage, Witness)
     tallies = {} if witness is None else witness.hand_over()
     hashes = layer(storage, HashWitness)
@@ -214,43 +197,31 @@ def _carried_out(
         summed=tuple((each.file, each.offset, tuple(tally.parts)) for each, tally in tallies.items()),
         proved=proved,
         worker=f"{socket.gethostname()}:{os.getpid()}",
-        nbytes=sum(tensor.nbytes for tensor in moves.tensors),
+        nbytes=sum(tensor.nbytes for tensor in part.tensors),
         seconds=time.monotonic() - begin,
     )
 
 
-@dataclass(frozen=True)
 class Known:
-    """What results hold together."""
+    """What results of one task hold together.
 
-    tensors: frozenset[str]
-    """Tensors that are written."""
-    checks: frozenset[int]
-    """Numbers of the checks whose copies proved equal."""
-    measured: frozenset[str]
-    """Tensors whose errors are known."""
+    Args:
+        results: of items.
+        task: the task; results of others do not count.
+    """
 
-    @classmethod
-    def of(cls, results: Iterable[ItemResult], task: Task) -> Known:
-        """Return what results of a task hold."""
-        found = [result for result in results if result.task.key == task.key]
-        return cls(
-            frozenset(name for result in found for name in result.tensors),
-            frozenset(number for result in found for number in result.checks),
-            frozenset(name for result in found for name in result.measured),
-        )
+    def __init__(self, results: Iterable[ItemResult], task: Task) -> None:
+        ours = [result for result in results if result.task.key == task.key]
+        self._tensors = {name for result in ours for name in result.tensors}
+        self._checks = {number for result in ours for number in result.checks}
+        self._measured = {name for result in ours for name in result.measured}
 
-    def has(self, item: WorkItem, moves: Moves) -> bool:
-        """Tell whether all is known that an item should find out.
-
-        Args:
-            item: the item.
-            moves: what it does.
-        """
+    def has(self, item: WorkItem, part: Share) -> bool:
+        """Tell whether all is known that an item, which does this share, should find out."""
         return (
-            all(tensor.name in self.tensors for tensor in moves.tensors)
-            and self.checks.issuperset(numbers(item.checks))
-            and all(each.name in self.measured for each in moves.measures)
+            all(tensor.name in self._tensors for tensor in part.tensors)
+            and self._checks.issuperset(numbers(item.checks))
+            and all(each.name in self._measured for each in part.measures)
         )
 
 
@@ -270,8 +241,8 @@ def refuse_changed(planned: Task, found: Task) -> None:
         )
 
 
-_lock = Lock()
-_opened: dict[str, Hand] = {}
+_lock = RLock()
+_opened: dict[str, OpenedPlan] = {}
 """What does items of the plan that this process works on, by the hash of its text."""
 
 
@@ -288,23 +259,29 @@ def do_item(text: bytes, number: int) -> bytes:
         `ItemResult.text`.
 
     Raises:
-        TransaxleError: as `Hand` and its `do`.
+        TransaxleError: as `OpenedPlan` and its `do`.
     """
     key = digest(text)
     with _lock:
         if key not in _opened:
             _close()
-            _opened[key] = Hand(parse_plan(text, "the plan"))
+            _opened[key] = OpenedPlan(parse_plan(text, "the plan"))
         opened = _opened[key]
     return opened.do(number).text
 
 
 @contextmanager
-def lent(plan: WorkPlan, prepared: Prepared) -> Iterator[None]:
-    """Let `do_item` use the source that is open in this process, until the block ends."""
+def lent(plan: WorkPlan, prepared: Prepared, progress: Progress = unwatched) -> Iterator[None]:
+    """Let `do_item` use the source that is open in this process, until the block ends.
+
+    Args:
+        plan: what is done.
+        prepared: the same, with the source open.
+        progress: called with the bytes of each block that this process writes.
+    """
     with _lock:
         _close()
-        _opened[digest(plan.text)] = Hand(plan, prepared)
+        _opened[digest(plan.text)] = OpenedPlan(plan, prepared, progress)
     try:
         yield
     finally:
@@ -321,13 +298,3 @@ def _close() -> None:
     for each in _opened.values():
         each.__exit__(None, None, None)
     _opened.clear()
-
-
-def measured_of(results: Sequence[ItemResult]) -> dict[str, tuple[Error, int]]:
-    """Return all errors of values that were measured, by tensor."""
-    return {name: error for result in results for name, error in result.errors.items()}
-
-
-def finished_of(results: Sequence[ItemResult]) -> dict[str, Done]:
-    """Return all tensors that are written."""
-    return {name: done for result in results for name, done in result.finished.items()}

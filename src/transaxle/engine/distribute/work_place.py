@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from transaxle.engine.distribute.work_items import Moves, WorkItem, numbers, parse_moves
-from transaxle.engine.distribute.work_plan import WorkPlan
+from transaxle.engine.distribute.work_plan import WorkItem, WorkPlan, numbers, parse_share
+from transaxle.engine.execute.carry import Share
 from transaxle.engine.plan.conversion import Prepared
 from transaxle.errors import TransaxleError, refuse
 from transaxle.formats.catalog.sidecar_files import SCRATCH
@@ -54,7 +54,7 @@ class WorkPlace(Protocol):
     def results(self, wanted: Iterable[int] | None = None) -> dict[int, ItemResult]:
         """Return results of items, all of them or some."""
 
-    def moves(self, item: WorkItem) -> Moves | None:
+    def stored_share(self, item: WorkItem) -> Share | None:
         """Return what an item does, where that is stored; whoever plans finds out otherwise.
 
         Raises:
@@ -109,7 +109,7 @@ class _FolderPlace:
         """See `WorkPlace`."""
         return results_in(self._scratch, wanted)
 
-    def moves(self, item: WorkItem) -> Moves | None:
+    def stored_share(self, item: WorkItem) -> Share | None:
         """See `WorkPlace`."""
         begun = task_in(self._scratch) if item.key else None
         if begun is None or begun.key != self._plan.task.key:
@@ -118,7 +118,7 @@ class _FolderPlace:
         try:
             with path.open("rb") as file:
                 file.seek(item.begin)
-                return parse_moves(file.read(item.size), item)
+                return parse_share(file.read(item.size), item)
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -187,7 +187,7 @@ class _ServicePlace:
         """See `WorkPlace`."""
         return results_on(self._upload, self._begun().token, wanted)
 
-    def moves(self, item: WorkItem) -> Moves | None:  # noqa: ARG002 - as in a folder
+    def stored_share(self, item: WorkItem) -> Share | None:  # noqa: ARG002 - as in a folder
         """Return None: whoever sends parts needs the layout of the files, and so the plan."""
         return None
 

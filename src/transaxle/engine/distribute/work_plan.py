@@ -1,31 +1,210 @@
-"""A plan as a file, for workers that share nothing but a file system: what is converted, and the items of work.
+"""A conversion as data that other processes carry out: what is asked for, and its division into items of work.
 
-The file says what to plan, not the plan itself. Whoever begins and commits opens the source and plans anew, and must
-come to the same plan over the same files, or is refused. Workers read the moves of their items, which are kept beside
-the draft; where the source is seen through a view (decoded, cast, averaged), which has no form on disk, they plan too.
+An item is a share of the plan that one worker does alone, of about as many bytes as the others. A tensor is divided
+only into the spans in which it is hashed, and only where it is copied as it is; the buffers that one tensor is encoded
+as stay together. What may refuse a conversion comes first: copies that must be equal, values that may become infinite.
+
+A plan's file says what to plan, and numbers what each item does of it. Whoever begins and commits opens the source and
+plans anew, and must come to the same plan over the same files, or is refused. The shares behind the numbers are kept
+beside the draft, a range of one file for each item, so that a worker reads those of its items and plans nothing; an
+item has their hash. Where the source is seen through a view (decoded, cast, averaged), which has no form on disk,
+workers plan too.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from transaxle.engine.distribute.conversion_order import ConversionOrder
-from transaxle.engine.distribute.work_items import WorkItem, divide, keyed
+from transaxle.arguments import (
+    Degrees,
+    Size,
+    read_config,
+    read_count,
+    read_degrees,
+    read_float_type,
+    read_path,
+    read_patterns,
+    read_size,
+)
+from transaxle.encodings.value_steps import MEASURED_BY_READING
+from transaxle.engine.checkpoint.checkpoint import open_checkpoint
+from transaxle.engine.checkpoint.settings import LONGEST_TABLE, model_config
+from transaxle.engine.execute.carry import Share
 from transaxle.engine.execute.preflight import Cleared, source_files
+from transaxle.engine.plan.conversion import SHARD_SIZE, Prepared, make_plan
+from transaxle.engine.plan.planned import Plan
+from transaxle.engine.views.encode import Encode
 from transaxle.errors import refuse, without_secrets
+from transaxle.formats.dtype import nbytes
+from transaxle.formats.parts.part_layout import LEAST
+from transaxle.formats.remote.multipart import multipart
+from transaxle.formats.remote.service import Service
+from transaxle.formats.remote.url import local_path
 from transaxle.formats.storage.local import read_file
 from transaxle.formats.storage.os_errors import failed
-from transaxle.formats.storage.storage import Overlay, unpinned
+from transaxle.formats.storage.storage import Overlay, Storage, as_text, is_url, unpinned
 from transaxle.move.hashing import digest
 from transaxle.move.journal import Task
+from transaxle.move.transfer import Transfer
 
+_TEXTS = ("format", "family", "dialect", "weights", "optimizer", "average")
+"""Options of `open_checkpoint` that are data as they are."""
 _VERSION = 1
 """Of the form of the file."""
 _LONGEST = 1 << 28
-_AGAIN = "Plan again with this program:  transaxle plan SRC DST --to … --write PLAN."
+_PLAN_AGAIN = "Plan again with this program:  transaxle plan SRC DST --to … --write PLAN."
+_USUAL = 1 << 30
+"""Bytes of an item where nobody says how many there are."""
+_MOST = 4096
+"""Items at most where nobody says how many there are."""
+_LITTLE = 8
+"""What is less than one part in so many of an item is little beside it."""
+
+Ranges = tuple[tuple[int, int], ...]
+"""First number and one past the last, of each range."""
+_Piece = tuple[int, str, Sequence[int]]
+"""Bytes, kind and numbers of what is not divided further."""
+
+
+class ConversionOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that decides what a conversion does."""
+
+    source: str
+    """Absolute path or URL."""
+    target: str
+    """Absolute path or URL."""
+    to: str
+    """`FORMAT[:DIALECT]`."""
+    reading: dict[str, Any]
+    """Options of `open_checkpoint`, all of them data; a config is its content."""
+    rules: str | None = None
+    """Text of the table of one's own; None: there is none."""
+    shard_size: int = SHARD_SIZE
+    """Bytes of tensors per file."""
+    allow_lossy: bool = False
+    """Run a dialect's arithmetic."""
+    strict: bool = False
+    """Refuse tensors without a line in the target dialect."""
+    encode: Encode | None = None
+    """Which tensors are encoded, and how."""
+    degrees: Degrees | None = None
+    """The ranks of a target that has files for each of them."""
+
+    @contextmanager
+    def planned(self) -> Iterator[Prepared]:
+        """Open the source and plan; the files are open until the block ends.
+
+        Raises:
+            TransaxleError: what `open_checkpoint` and `make_plan` raise.
+        """
+        with tempfile.TemporaryDirectory(prefix="transaxle-rules-") as folder:
+            reading = dict(self.reading)
+            if self.rules is not None:
+                table = Path(folder, "own.rules")
+                table.write_text(self.rules, "utf-8")
+                reading["rules"] = str(table)
+            checkpoint = open_checkpoint(self.source, **reading)
+        with checkpoint:
+            yield make_plan(
+                checkpoint,
+                self.to,
+                shard_size=self.shard_size,
+                allow_lossy=self.allow_lossy,
+                strict=self.strict,
+                target=self.target,
+                encode=self.encode,
+                degrees=self.degrees,
+            )
+
+
+def order(src: str, dst: str, to: str, reading: Mapping[str, Any], shaping: Mapping[str, Any]) -> ConversionOrder:
+    """Return a conversion as data.
+
+    Args:
+        src: the source's path or URL.
+        dst: the target's path or URL.
+        to: `FORMAT[:DIALECT]`.
+        reading: options of `open_checkpoint`.
+        shaping: options of `make_plan`, beside these; `degrees`, or `tp` and the others.
+
+    Raises:
+        Refused: UNSUPPORTED for a target that several workers cannot write.
+        TransaxleError: what reading config and rules raises.
+    """
+    here = local_path(dst) if is_url(dst) else dst
+    for path in (src, dst, str(reading.get("merge") or "")):
+        if as_text(path) != path:
+            message = "its name is not UTF-8, and workers are told of paths as UTF-8"
+            raise refuse("UNSUPPORTED", message, file=path, hint="Rename it, or convert in this process: without --on.")
+    if here is None:
+        multipart(Service(dst))
+    plain: dict[str, Any] = {name: reading[name] for name in _TEXTS if reading.get(name) is not None}
+    config = model_config(read_config(reading.get("config")))
+    if config is not None:
+        plain["config"] = dict(config)
+    if reading.get("axes"):
+        plain["axes"] = dict(reading["axes"])
+    for name in ("decode", "dtype"):
+        if reading.get(name) is not None:
+            plain[name] = read_float_type(name, reading[name])
+    if reading.get("merge") is not None:
+        adapter = read_path("merge", reading["merge"])
+        plain["merge"] = adapter if is_url(adapter) else os.path.abspath(adapter)  # noqa: PTH100 - a link stays one
+    for name in ("only", "skip"):
+        if reading.get(name):
+            plain[name] = read_patterns(name, reading[name])
+    rules = reading.get("rules")
+    shard_size: Size = shaping.get("shard_size", SHARD_SIZE)
+    return ConversionOrder(
+        source=src if is_url(src) else os.path.abspath(src),  # noqa: PTH100 - a link stays one
+        target=dst if here is None else os.path.abspath(here),  # noqa: PTH100
+        to=to,
+        reading=plain,
+        rules=None if rules is None else read_file(rules, LONGEST_TABLE).decode("utf-8"),
+        shard_size=read_size("shard_size", shard_size),
+        allow_lossy=bool(shaping.get("allow_lossy", False)),
+        strict=bool(shaping.get("strict", False)),
+        encode=shaping.get("encode"),
+        degrees=shaping.get("degrees") or read_degrees(shaping),
+    )
+
+
+class WorkItem(msgspec.Struct, frozen=True, kw_only=True):
+    """A part of a plan that one worker does alone."""
+
+    number: int
+    """Its place among the items."""
+    nbytes: int
+    """Bytes that it moves, or reads to compare and to measure."""
+    tensors: Ranges = ()
+    """Which units of the plan it writes: tensors, and spans of large ones."""
+    checks: Ranges = ()
+    """Which of the plan's copies it compares."""
+    measures: Ranges = ()
+    """Of which recoded tensors of the plan it measures the error."""
+    files: tuple[str, ...] = ()
+    """Target files that it writes into."""
+    sources: tuple[str, ...] = ()
+    """Source files that it reads, those first of which it reads most."""
+    begin: int = 0
+    """First byte of its share in the file that holds those of all items."""
+    size: int = 0
+    """Bytes of its share in that file."""
+    key: str = ""
+    """Hash of its share; empty where the file has none, and a worker must plan the whole conversion."""
+
+    @property
+    def magnitude(self) -> int:
+        """A number that items of about one size share, those of the usual size among them."""
+        return (3 * self.nbytes).bit_length()
 
 
 class WorkPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,13 +289,13 @@ def parse_plan(text: bytes, file: str) -> WorkPlan:
         plan = msgspec.json.decode(text, type=WorkPlan) if form == _VERSION else None
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         message = f"this is no plan for workers, or only the beginning of one: {error}"
-        raise refuse("CORRUPT", message, file=file, hint=_AGAIN) from None
+        raise refuse("CORRUPT", message, file=file, hint=_PLAN_AGAIN) from None
     if plan is None or plan.program != program_version():
         wrote = f"version {plan.program or '?'}" if plan is not None else f"a version with plans of form {form}"
         message = f"{wrote} of the program made this plan; this is {program_version() or '?'}, which may plan otherwise"
-        raise refuse("UNSUPPORTED", message, file=file, hint=_AGAIN)
+        raise refuse("UNSUPPORTED", message, file=file, hint=_PLAN_AGAIN)
     if plan.text != text:
-        raise refuse("CORRUPT", "the plan was changed after it was written", file=file, hint=_AGAIN)
+        raise refuse("CORRUPT", "the plan was changed after it was written", file=file, hint=_PLAN_AGAIN)
     return plan
 
 
@@ -145,3 +324,164 @@ def write_plan(plan: WorkPlan, path: str) -> None:
         raise refuse("EXISTS", "the file for the plan already exists", file=path, hint="Name another file.") from None
     except OSError as error:
         raise failed(error, "writing the plan", path) from error
+
+
+def parse_share(text: bytes, item: WorkItem) -> Share | None:
+    """Read the share of an item; None where it is not what was planned."""
+    if not item.key or digest(text) != item.key:
+        return None
+    return msgspec.msgpack.decode(text, type=Share)
+
+
+def share_of(plan: Plan, item: WorkItem, storage: Storage | None = None) -> Share:
+    """Return what an item of a plan does.
+
+    Args:
+        plan: the plan.
+        item: the item.
+        storage: the source, for the versions of its files; None: they are left out.
+
+    Raises:
+        TransaxleError: a file of the source cannot be read.
+    """
+    return Share(
+        versions=() if storage is None else tuple((name, storage.version(name)) for name in item.sources),
+        tensors=tuple(plan.units[number] for number in numbers(item.tensors)),
+        checks=tuple(plan.checks[number] for number in numbers(item.checks)),
+        measures=tuple(plan.recoded[number] for number in numbers(item.measures)),
+    )
+
+
+def keyed(plan: Plan, items: Iterable[WorkItem], storage: Storage) -> tuple[WorkItem, ...]:
+    """Return the items of a plan with the places and hashes of their shares; raises as `share_of`."""
+    found, at = [], 0
+    for item in items:
+        text = share_of(plan, item, storage).text
+        found.append(msgspec.structs.replace(item, begin=at, size=len(text), key=digest(text)))
+        at += len(text)
+    return tuple(found)
+
+
+def numbers(ranges: Ranges) -> Iterator[int]:
+    """Yield the numbers in ranges."""
+    for first, stop in ranges:
+        yield from range(first, stop)
+
+
+def ranges_of(found: Iterable[int]) -> Ranges:
+    """Inverse of `numbers`, for numbers in any order."""
+    ranges: list[list[int]] = []
+    for number in sorted(found):
+        if ranges and ranges[-1][1] == number:
+            ranges[-1][1] += 1
+        else:
+            ranges.append([number, number + 1])
+    return tuple((first, stop) for first, stop in ranges)
+
+
+def in_order(items: Iterable[WorkItem]) -> list[WorkItem]:
+    """Return items in the order in which they should begin: what may refuse the conversion, then the large ones.
+
+    A large item that is begun last would leave all others waiting. Items of about one size stay in the order of the
+    files, so those that are done at the same time read and write near each other.
+    """
+    return sorted(items, key=lambda item: (not (item.checks or item.measures), -item.magnitude))
+
+
+def divide(plan: Plan, count: int | None = None) -> tuple[WorkItem, ...]:
+    """Divide a plan into work items.
+
+    Args:
+        plan: what is to be done.
+        count: how many items; some are empty where there are not so many units. None: one for each GiB.
+
+    Raises:
+        TypeError: `count` is no number.
+        ValueError: it is less than one.
+    """
+    pieces = list(_pieces(plan))
+    total = sum(size for size, _, _ in pieces)
+    if count is None:
+        count = max(1, min(_MOST, len(pieces), -(-total // _USUAL)))
+    count = read_count("items", count)
+    shares: list[dict[str, list[int]]] = [{} for _ in range(count)]
+    sizes = [0] * count
+    for (size, kind, found), number in zip(pieces, _numbered(plan, pieces, count, total), strict=True):
+        shares[number].setdefault(kind, []).extend(found)
+        sizes[number] += size
+    return tuple(
+        _item(plan, number, size, share) for number, (size, share) in enumerate(zip(sizes, shares, strict=True))
+    )
+
+
+def _numbered(plan: Plan, pieces: Sequence[_Piece], count: int, total: int) -> list[int]:
+    """Return the item of each piece: that in whose share of all bytes the middle of the piece lies.
+
+    What an item would have of a file beside its neighbour is the neighbour's where it is less than services take as a
+    part, and little beside an item: nobody could send it alone.
+    """
+    items, at = [], 0
+    for size, _, _ in pieces:
+        items.append(min(count - 1, (at + size // 2) * count // total) if total else 0)
+        at += size
+    little = min(LEAST, total // (_LITTLE * count))
+    for file, group in itertools.groupby(range(len(pieces)), key=lambda at: _file(plan, pieces[at])):
+        inside = list(group)
+        for ordered, beyond in ((inside, inside[0] - 1), (inside[::-1], inside[-1] + 1)):
+            item = items[ordered[0]]
+            first = next((at for at in ordered if items[at] != item), None)  # of the neighbour
+            if not file or first is None or not 0 <= beyond < len(items) or items[beyond] != item:
+                continue
+            stray = ordered[: ordered.index(first)]
+            if sum(pieces[at][0] for at in stray) < little:
+                for at in stray:
+                    items[at] = items[first]
+    return items
+
+
+def _file(plan: Plan, piece: _Piece) -> str:
+    """Return the file that a piece is written to; empty where it is no tensor."""
+    _, kind, found = piece
+    return plan.units[found[0]].places[0].file if kind == "tensors" and plan.units[found[0]].places else ""
+
+
+def _item(plan: Plan, number: int, size: int, share: dict[str, list[int]]) -> WorkItem:
+    tensors = share.get("tensors", [])
+    files = dict.fromkeys(place.file for each in tensors for place in plan.units[each].everywhere)
+    reads: dict[str, int] = {}
+    for transfer in _reads(plan, share):
+        reads[transfer.file] = reads.get(transfer.file, 0) + transfer.size
+    return WorkItem(
+        number=number,
+        nbytes=size,
+        tensors=ranges_of(tensors),
+        checks=ranges_of(share.get("checks", ())),
+        measures=ranges_of(share.get("measures", ())),
+        files=tuple(files),
+        sources=tuple(sorted(reads, key=lambda file: -reads[file])),
+    )
+
+
+def _reads(plan: Plan, share: dict[str, list[int]]) -> Iterator[Transfer]:
+    for each in share.get("tensors", ()):
+        yield from plan.units[each].transfers
+    for each in share.get("checks", ()):
+        yield from plan.checks[each].first
+        yield from plan.checks[each].second
+
+
+def _pieces(plan: Plan) -> Iterator[_Piece]:
+    """Yield what is not divided further."""
+    for number, check in enumerate(plan.checks):
+        yield 2 * check.nbytes, "checks", [number]
+    for number, each in enumerate(plan.recoded):
+        if each.action in MEASURED_BY_READING:
+            yield nbytes(each.dtype, each.shape), "measures", [number]
+    together: dict[str, list[int]] = {}
+    for number, tensor in enumerate(plan.units):
+        if tensor.step is not None:
+            together.setdefault(tensor.step.tensor, []).append(number)
+    for number, tensor in enumerate(plan.units):
+        group = [number] if tensor.step is None else together[tensor.step.tensor]
+        if group[0] == number:
+            yield sum(plan.units[each].nbytes for each in group), "tensors", group

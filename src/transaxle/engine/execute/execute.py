@@ -1,121 +1,49 @@
-"""Execution: carries a plan out, and commits the result whole or not at all."""
+"""A plan carried out by this process: in one share, with a journal, committed whole or not at all."""
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 
 from transaxle.arguments import Overwrite
-from transaxle.encodings.error import Error
-from transaxle.encodings.value_steps import Measured, Recoded
-from transaxle.engine.checkpoint.source_hashes import HashWitness, against
-from transaxle.engine.copying.duplicate_checks import unequal
-from transaxle.engine.execute.commit import write_known, write_rest
-from transaxle.engine.execute.file_times import FileTimes
+from transaxle.encodings.value_steps import Measured
+from transaxle.engine.execute.carry import (
+    Errors,
+    Report,
+    Share,
+    believe,
+    carry,
+    prove,
+    recoded,
+    reported,
+    seal,
+    whole,
+    write_fragments,
+)
 from transaxle.engine.execute.preflight import Cleared, preflight
-from transaxle.engine.execute.tensor_stream import Sizes, items_of, measured_sizes
-from transaxle.engine.number_text import duration, plural, size
 from transaxle.engine.plan.conversion import Prepared, ready
 from transaxle.engine.plan.planned import Plan, PlannedTensor
-from transaxle.engine.views.measuring import measure, refuse_infinite
-from transaxle.errors import gathered
 from transaxle.formats.catalog.checksums import Witness
 from transaxle.formats.registry import is_one_file
 from transaxle.formats.staging.leftovers import sweep_beside
 from transaxle.formats.staging.location import shown, staging_at, takes_parts
+from transaxle.formats.storage.compiled import StepBatch
 from transaxle.formats.storage.local import LocalStorage
-from transaxle.formats.storage.storage import Storage, layer
-from transaxle.move.endpoint import Writable
-from transaxle.move.hashing import WHOLE, HashingFiles, digest_in, joined
+from transaxle.formats.storage.storage import layer
+from transaxle.move.endpoint import NotingWritable, Writable
+from transaxle.move.hashing import digest_in, joined
 from transaxle.move.journal import Done, Journal, refuse_other
-from transaxle.move.mover import Movement
-from transaxle.move.workers import Limits, Progress, Worker, limits, unwatched
+from transaxle.move.workers import Limits, Progress, limits, unwatched
 from transaxle.spans import span
 
 if TYPE_CHECKING:
-    from transaxle.engine.compare.verification import Verification
     from transaxle.formats.staging.location import Stage
-
-
-@dataclass(frozen=True, repr=False)
-class Report:
-    """The result of a conversion."""
-
-    path: str
-    """Where the checkpoint is, as typed."""
-    format: str
-    """Its container format."""
-    dialect: str
-    """Its dialect."""
-    tensors: int
-    """Tensors written."""
-    bytes_read: int
-    """Bytes of source tensors read for them."""
-    bytes_written: int
-    """Bytes of all files."""
-    seconds: float
-    """Wall time."""
-    checks: int
-    """Copies that proved equal."""
-    resumed: int
-    """Tensors that an earlier run had finished."""
-    synced: bool
-    """Whether everything was synced to disk before the rename."""
-    kept: tuple[str, ...]
-    """Tensors without a line in the target dialect: under their own names."""
-    ignored: tuple[str, ...]
-    """Source tensors and files left behind."""
-    carried: tuple[str, ...]
-    """Files beside the tensors: copied, or a config that was changed to agree with them, or given."""
-    recoded: tuple[Measured, ...] = ()
-    """Tensors that were decoded, encoded or cast, with the errors of their values."""
-    stayed: tuple[str, ...] = ()
-    """Plain source tensors that kept their type where others were cast."""
-    counted: Mapping[str, int] = field(default_factory=dict)
-    """Axes in names that no config sizes -> the number of indices in the names."""
-    leftovers: tuple[str, ...] = ()
-    """Leftovers of a killed run beside the target, and what happened to them."""
-    notes: tuple[str, ...] = ()
-    """What programs that go on with it must be told, or will take for what the source does not say."""
-    workers: Mapping[str, int] = field(default_factory=dict)
-    """Where several processes carried the plan out: machine and process -> bytes of tensors that it wrote."""
-    source: str = ""
-    """What was read, as typed; of a hub at the commit."""
-    source_against: str = "structure"
-    """What the source's bytes were held against: `manifest`; `digests`, which a single file contains; `structure` if it
-    has neither: then only checksums of its format tell of damaged data.
-    """
-    verification: Verification | None = None
-    """Where it was asked for: the result against its manifest, with a comparison with the source."""
-
-    def __repr__(self) -> str:
-        return f"<report {self}>"
-
-    def __str__(self) -> str:
-        """Return what `print` shows: one line."""
-        special = {"under their own names": self.kept, "left behind": self.ignored, "with other numbers": self.recoded}
-        rest = "".join(f", {len(names):,} {what}" for what, names in special.items() if names)
-        return (
-            f"{self.path} · {self.format} · {self.dialect} · {plural(self.tensors, 'tensor')}{rest} · "
-            f"{size(self.bytes_written)}, {duration(self.seconds)}"
-        )
-
-    def as_json(self) -> dict[str, Any]:
-        """Return it as plain JSON data."""
-        data = asdict(replace(self, recoded=(), verification=None))
-        del data["verification"]
-        data["recoded"] = [each.as_json() for each in self.recoded]
-        if self.verification is not None:
-            data["verification"] = replace(self.verification, comparison=None).as_json()
-            if self.verification.comparison is not None:
-                data["comparison"] = self.verification.comparison.as_json()
-        return {key: list(value) if isinstance(value, tuple) else value for key, value in data.items()}
 
 
 def execute(
@@ -151,250 +79,82 @@ def execute(
     cleared = preflight(
         prepared, target, overwrite=overwrite, resume=resume, running=True, limit=limit, progress=progress
     )
-    plan = ready(cleared)
-    limit = (limit or limits()).holding(plan.band)
-    measured = _measured(prepared, limit)
-    errors = dict(cleared.errors)
+    plan, container = ready(cleared), prepared.checkpoint.container
+    storage, recoding = container.storage, container.recoding
+    limit, part = (limit or limits()).holding(plan.band), whole(plan)
     if cleared.finished:
-        prepared.checkpoint.container.storage.recheck()
-        resumed = len(plan.tensors)
+        measured = prove(Share(measures=part.measures), storage, recoding, limit, allow_lossy=plan.allow_lossy)
+        storage.recheck()
+        resumed, changed = len(plan.tensors), recoded(prepared, cleared.errors, measured)
         single = is_one_file(target) if takes_parts(target) else not Path(target).is_dir()
-        found = sweep_beside(target)
-        recoded = recoded_as(plan, measured, errors)
+        left = sweep_beside(target)
     else:
+        measured = prove(part, storage, recoding, limit, allow_lossy=plan.allow_lossy)
         with staging_at(target, overwrite=overwrite, resume=resume, sync=sync) as staging:
             single = staging.single is not None
-            resumed = _write(cleared, staging, limit, progress, errors, times)
-            recoded = recoded_as(plan, measured, errors)
+            resumed, changed = _write(cleared, staging, limit, progress, measured, times)
             with span("commit"):
                 staging.commit()
-            found = staging.found
-    report = reported(prepared, target, single=single, resumed=resumed, recoded=recoded, leftovers=found, synced=sync)
+            left = staging.found
+    report = reported(prepared, target, single=single, resumed=resumed, recoded=changed, leftovers=left, synced=sync)
     return replace(report, seconds=time.monotonic() - begin)
 
 
-def reported(
-    prepared: Prepared,
-    target: str,
-    *,
-    single: bool,
-    resumed: int,
-    recoded: tuple[Measured, ...],
-    leftovers: tuple[str, ...],
-    synced: bool,
-) -> Report:
-    """Return what is said of a conversion that is done.
-
-    Args:
-        prepared: the plan.
-        target: where the checkpoint is, as typed.
-        single: it is one file.
-        resumed: tensors that an earlier run had finished.
-        recoded: tensors whose values changed.
-        leftovers: what a killed run had left, and what became of it.
-        synced: it was made durable.
-    """
-    plan = prepared.plan
-    return Report(
-        path=shown(target),
-        format=plan.format,
-        dialect=plan.dialect,
-        tensors=len(plan.tensors),
-        bytes_read=plan.bytes_read,
-        bytes_written=sum((prepared.draft.files if single else plan.files).values()),
-        seconds=0.0,
-        checks=plan.compared,
-        resumed=resumed,
-        synced=synced,
-        kept=plan.kept,
-        ignored=(*plan.ignored, *plan.carried) if single else plan.ignored,
-        carried=() if single else plan.beside,
-        recoded=recoded,
-        stayed=plan.stayed,
-        notes=plan.notes,
-        counted=plan.counted,
-        leftovers=leftovers,
-        source=plan.source,
-        source_against=against(prepared.checkpoint.container),
-    )
-
-
-def _measured(prepared: Prepared, limit: Limits) -> dict[Recoded, tuple[Error, int]]:
-    """Return how far each computed tensor is from what it was.
-
-    Raises:
-        Refused: LOSSY where values become infinite, unless that is allowed.
-    """
-    plan, recoding = prepared.plan, prepared.checkpoint.container.recoding
-    errors = measure(recoding, plan.recoded, limit)
-    if not plan.allow_lossy:
-        refuse_infinite(errors, recoding.dtype)
-    return errors
-
-
-def recoded_as(
-    plan: Plan, measured: Mapping[Recoded, tuple[Error, int]], encoded: Mapping[str, Error]
-) -> tuple[Measured, ...]:
-    """Return how far each tensor of a plan is from what it was.
-
-    Args:
-        plan: the plan.
-        measured: from `measure`.
-        encoded: by table name, of tensors that are encoded.
-    """
-    return tuple(
-        Measured(each, encoded[each.name]) if each.action == "encoded" else Measured(each, *measured[each])
-        for each in plan.recoded
-    )
-
-
 def _write(
-    prepared: Cleared,
-    staging: Stage,
-    limit: Limits,
-    progress: Progress,
-    errors: dict[str, Error],
-    times: FileTimes | None,
-) -> int:
-    """Write everything but the commit; return how many tensors an earlier run had finished.
+    prepared: Cleared, staging: Stage, limit: Limits, progress: Progress, measured: Errors, times: FileTimes | None
+) -> tuple[int, tuple[Measured, ...]]:
+    """Write everything but the commit; return how many tensors an earlier run had finished, and the changed ones.
 
     Args:
         prepared: the plan.
         staging: where to.
         limit: workers and memory.
-        progress: told the bytes of each block written.
-        errors: gets how far each tensor is that is encoded, by table name.
+        progress: called with the bytes of each block written.
+        measured: the errors of decoded, cast and merged tensors.
         times: notes when tensors are written.
     """
     plan, storage = prepared.plan, prepared.checkpoint.container.storage
-    single = staging.single is not None
     refuse_other(staging.scratch, prepared.task, shown(prepared.asked[0]))
     with span("create files"):
-        kept = staging.prepare(prepared.draft.files if single else plan.files)
+        kept = staging.prepare(prepared.draft.files if staging.single is not None else plan.files)
 
-    write_known(staging, prepared.draft.early())
-    if plan.checks and (differing := unequal(plan.checks, storage, limit)):
-        raise gathered(differing)
+    write_fragments(staging, prepared.draft.early())
     journal = Journal(staging.scratch, prepared.task)
     try:
-        tensors = _still_there(staging, plan, whole(plan, journal.finished), kept)
-        todo = [tensor for tensor in plan.tensors if tensor.name not in tensors]
-        resumed = len(tensors)
+        tensors = _still_there(staging, plan, united(plan, journal.finished), kept)
+        resumed, todo = len(tensors), [tensor for tensor in plan.tensors if tensor.name not in tensors]
         if tensors:
             _expect(prepared, [tensor for tensor in plan.tensors if tensor.name in tensors], tensors)
         progress(sum(tensor.nbytes for tensor in plan.tensors) - sum(tensor.nbytes for tensor in todo))
-        copying = Copying.of(todo, storage, limit)
         foretold: dict[str, str] | None = None
         if staging.ordered and prepared.draft.sealed_first:  # a stream cannot go back: everything is read twice
-            foretold = _hashes(tensors | copying.copy(todo, None))
-            write_known(staging, prepared.draft.late(foretold))
+            read = tensors | carry(todo, storage, None, limit)
+            foretold = {name: done.hash for name, done in read.items()}
+            write_fragments(staging, prepared.draft.late(foretold))
         files = staging if times is None else times.watching(staging)
-        tensors |= copying.copy(todo, files, record=journal.add, progress=progress)
-        carried = {} if single else copying.copy(plan.carried_files, staging, span_size=WHOLE)
+        tensors |= carry(todo, storage, files, limit, record=journal.add, progress=progress)
     finally:
         journal.close()
-    for tensor in plan.tensors:
-        error = tensors[tensor.name].error
-        if tensor.codes_of is not None and error is not None:
-            errors[tensor.codes_of] = error
-    storage.recheck()
-    write_rest(staging, prepared, _hashes(tensors), _hashes(carried), foretold=foretold)
-    return resumed
+    return resumed, seal(prepared, staging, limit, tensors, measured, foretold)
 
 
-def whole(plan: Plan, finished: Mapping[str, Done]) -> dict[str, Done]:
+def united(plan: Plan, finished: Mapping[str, Done]) -> dict[str, Done]:
     """Return the tensors of a plan that are finished, where workers may have finished spans of them."""
     if not finished:
         return {}
-    found = {}
+    tensors = {}
     for tensor in plan.tensors:
         if tensor.name in finished:
-            found[tensor.name] = finished[tensor.name]
+            tensors[tensor.name] = finished[tensor.name]
         elif all(each.name in finished for each in plan.spans.get(tensor.name, (tensor,))):
-            found[tensor.name] = Done(joined([finished[each.name].hash for each in plan.spans[tensor.name]]))
-    return found
+            tensors[tensor.name] = Done(joined([finished[each.name].hash for each in plan.spans[tensor.name]]))
+    return tensors
 
 
-def _hashes(tensors: Mapping[str, Done]) -> dict[str, str]:
-    return {name: done.hash for name, done in tensors.items()}
-
-
-class Copying(msgspec.Struct, frozen=True):
-    """Carries tensors of a plan out."""
-
-    storage: Storage
-    """The source."""
-    limit: Limits
-    """Workers and memory."""
-    sizes: Sizes
-    """See `measured_sizes`."""
-
-    @classmethod
-    def of(cls, tensors: Sequence[PlannedTensor], storage: Storage, limit: Limits) -> Copying:
-        """Return what carries some tensors out, which are measured where that must be done first."""
-        return cls(storage, limit, measured_sizes(tensors, limit, partial(Worker, storage, limit)))
-
-    def copy(
-        self,
-        tensors: Sequence[PlannedTensor],
-        files: Writable | None,
-        record: Callable[[str, Done], None] | None = None,
-        progress: Progress = unwatched,
-        span_size: int | None = None,
-    ) -> dict[str, Done]:
-        """Write tensors, or only hash them where there is nowhere to write to.
-
-        Args:
-            tensors: of the plan.
-            files: where to; one that is `ordered` gets the bytes of a file in order.
-            record: told each tensor when it is written.
-            progress: told the bytes of each block.
-            span_size: bytes of the spans in which tensors are hashed; None: `SPAN`.
-        """
-        errors: dict[str, Error] = {}
-        done: dict[str, Done] = {}
-        witness, alike = layer(self.storage, HashWitness), _alike(tensors, self.storage)
-
-        def finish(key: int, digest: str) -> None:
-            name = tensors[key].name
-            if witness is not None and key in alike:
-                witness.settle(alike[key], digest)
-            done[name] = Done(digest, errors.get(name, Error()) if tensors[key].codes_of is not None else None)
-            if record is not None:
-                record(name, done[name])
-
-        ordered = getattr(files, "ordered", False)
-        sink = HashingFiles(
-            files, [tensor.everywhere for tensor in tensors], range(len(tensors)), progress, finish, span_size
-        )
-        Movement(items_of(tensors, self.sizes, errors, ordered=ordered), self.storage, sink, self.limit).move_own()
-        return done
-
-
-def _alike(tensors: Sequence[PlannedTensor], storage: Storage) -> dict[int, int]:
-    """Return the tensors, by key, that are one of the source byte by byte, with its number: they share their hash."""
-    witness = layer(storage, HashWitness)
-    if witness is None:
-        return {}
-    plain = {
-        key: witness.alike(tensor.transfers, tensor.nbytes)
-        for key, tensor in enumerate(tensors)
-        if tensor.step is None and tensor.arithmetic is None
-    }
-    return {key: number for key, number in plain.items() if number is not None}
-
-
-def _expect(prepared: Prepared, tensors: Sequence[PlannedTensor], finished: Mapping[str, Done]) -> None:
-    """Let the checksums and hashes of what an earlier run has read be checked too: what it found of them is lost."""
+def _expect(prepared: Prepared, tensors: list[PlannedTensor], finished: Mapping[str, Done]) -> None:
+    """Let the checksums and hashes of what an earlier run has read be checked too: what it summed of them is lost."""
     container = prepared.checkpoint.container
-    hashes = layer(container.storage, HashWitness)
-    if hashes is not None:
-        alike = _alike(tensors, container.storage)
-        for key, tensor in enumerate(tensors):
-            if key in alike:
-                hashes.settle(alike[key], finished[tensor.name].hash)
-            else:
-                hashes.expect(tensor.transfers)
+    believe(tensors, finished, container.storage)
     witness = layer(container.storage, Witness)
     if witness is None:
         return
@@ -422,3 +182,63 @@ def _still_there(staging: Stage, plan: Plan, recorded: Mapping[str, Done], kept:
         }
     finally:
         storage.close()
+
+
+class FileTime(msgspec.Struct, frozen=True):
+    """When one file was written, in seconds since the first byte of all."""
+
+    first: float
+    """When its first bytes were given to the system."""
+    last: float
+    """When its last bytes had been."""
+    bytes: int
+    """How many were written."""
+
+
+class FileTimes:
+    """Notes when the bytes of files are written, by several threads."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, FileTime] = {}
+        """File -> when it was written."""
+        self._begin: float | None = None
+        self._lock = threading.Lock()
+
+    def watching(self, files: Writable) -> Writable:
+        """Return the same files; what is written into them is noted here."""
+        return (_WatchedInBatches if hasattr(files, "note_write") else _Watched)(files, self)
+
+    def add(self, file: str, first: float, last: float, count: int) -> None:
+        """Note that bytes of a file were written between two moments."""
+        with self._lock:
+            begin = self._begin = first if self._begin is None else min(self._begin, first)
+            known = self.files.get(file)
+            first, last = max(first - begin, 0.0), last - begin
+            if known is not None:
+                first, last, count = min(known.first, first), max(known.last, last), known.bytes + count
+            self.files[file] = FileTime(first, last, count)
+
+
+class _Watched:
+    """Files that note when they are written."""
+
+    def __init__(self, files: Writable, times: FileTimes) -> None:
+        self._files = files
+        self._times = times
+        self.ordered = getattr(files, "ordered", False)
+
+    def pwrite(self, file: str, offset: int, view: memoryview) -> None:
+        """See `Writable`."""
+        begin = time.monotonic()
+        self._files.pwrite(file, offset, view)
+        self._times.add(file, begin, time.monotonic(), len(view))
+
+
+class _WatchedInBatches(_Watched):
+    """Files that note when they are written, in batches too."""
+
+    def note_write(self, batch: StepBatch, file: str, offset: int, view: memoryview) -> None:
+        """See `NotingWritable`."""
+        begin, size = time.monotonic(), len(view)
+        cast("NotingWritable", self._files).note_write(batch, file, offset, view)
+        batch.then(lambda: self._times.add(file, begin, time.monotonic(), size))

@@ -156,7 +156,7 @@ def preflight(
     def is_done() -> bool:
         if not resume or overwrite or problems:
             return False
-        from transaxle.engine.execute.resume_check import is_finished
+        from transaxle.engine.execute.read_back import is_finished
 
         return is_finished(prepared, target, limit, progress, errors)
 

@@ -17,7 +17,7 @@ from transaxle.errors import Refusal, TransaxleError, refuse
 from transaxle.formats.remote.read_ahead import MEMORY, NearReads
 from transaxle.formats.remote.service import FILE, RANGES, Info, Readable, Service
 from transaxle.formats.remote.web import WEB
-from transaxle.formats.storage.storage import Listing, Storage, checked_parts, is_plain
+from transaxle.formats.storage.storage import ByteCount, Listing, Storage, checked_parts, is_plain
 
 _TAGS = ("ETag", "etag", "generation", "blob_id", "oid", "sha256", "Content-MD5", "Digest")
 """Names under which services state the tag of an object's content; the first that exists counts."""
@@ -59,6 +59,7 @@ class RemoteStorage(Storage):
         self._stamps: dict[str, ObjectStamp] = {}
         self._listings: dict[str, Listing] = {}
         self._ahead = NearReads(self._fetch, memory)
+        self._bytes_read = ByteCount()
         self._closed = False
         info = None if url.endswith("/") else self._service.info(self._root, self._path)
         if info is not None and info.get("type") == FILE:
@@ -66,6 +67,11 @@ class RemoteStorage(Storage):
         elif info is None and not self._service.members(self._root, self._path):
             message = "no such file or folder"
             raise refuse("IO", message, file=self._path, hint=self._similar(), system=FileNotFoundError)
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes that were asked for so far; see `Storage.bytes_read`."""
+        return self._bytes_read.total
 
     @property
     def path(self) -> str:
@@ -113,6 +119,7 @@ class RemoteStorage(Storage):
                     file=name,
                     hint="Upload the file again.",
                 )
+            self._bytes_read.add(octets.nbytes)
             self._ahead.read_into(name, size, offset, octets)
 
     def recheck(self) -> None:

@@ -25,7 +25,7 @@ from transaxle.axes.geometry.strided import Loop
 from transaxle.errors import Refusal, StorageError, TransaxleError, refuse
 from transaxle.formats.storage.compiled import StepBatch
 from transaxle.formats.storage.os_errors import failed
-from transaxle.formats.storage.storage import Handles, Listing, Storage, checked_parts
+from transaxle.formats.storage.storage import ByteCount, Handles, Listing, Storage, checked_parts
 from transaxle.formats.storage.strided_reads import FileRange, read_open, read_runs, runs_in
 
 _FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -84,11 +84,17 @@ class LocalStorage(Storage):
         self._let_go = weakref.finalize(self, os.close, self._folder)
         self._stamps: dict[str, FileStamp] = {}
         self._handles = Handles(self._open)
+        self._bytes_read = ByteCount()
 
     @property
     def takes_notes(self) -> bool:
         """Whether files are read in batches; see `Storage.takes_notes`."""
         return True
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes that were read so far; see `Storage.bytes_read`."""
+        return self._bytes_read.total
 
     @property
     def path(self) -> str:
@@ -145,35 +151,48 @@ class LocalStorage(Storage):
 
     def read_into(self, name: str, offset: int, view: memoryview) -> None:
         """Fill a writable contiguous view with the bytes that start at `offset`; see `Storage.read_into`."""
+        self._bytes_read.add(view.nbytes)
+        self._fill(name, offset, view)
+
+    def _fill(self, name: str, offset: int, view: memoryview) -> None:
+        """Read as `read_into`, without counting."""
         with view.cast("B") as octets, self._handles.use(name) as fd:
             _read(fd, name, offset, octets)
 
     def note_read(self, batch: StepBatch, name: str, offset: int, view: memoryview) -> None:
         """Fill a view with bytes of a file when a batch is carried out; see `Storage.note_read`."""
         if view.nbytes:
+            self._bytes_read.add(view.nbytes)
             fd = batch.opened(name, self._handles)
-            batch.read(fd, offset, view, partial(self.read_into, name, offset, view))
+            batch.read(fd, offset, view, partial(self._fill, name, offset, view))
 
     def note_strided(
         self, batch: StepBatch, name: str, offset: int, view: memoryview, width: int, loops: Sequence[Loop]
     ) -> None:
         """Read runs of a file when a batch is carried out; see `Storage.note_strided`."""
-        if runs_in(view, width, loops):
+        if runs := runs_in(view, width, loops):
+            self._bytes_read.add(width * runs)
             fd = batch.opened(name, self._handles)
-            again = partial(self.read_strided, name, offset, view, width, loops)
+            again = partial(self._fill_strided, name, offset, view, width, loops)
             batch.read_runs(fd, offset, view, width, loops, again)
 
     def read_strided(self, name: str, offset: int, view: memoryview, width: int, loops: Sequence[Loop]) -> None:
         """Read runs of a file at once; see `formats.storage.strided_reads.read_strided`."""
+        self._bytes_read.add(width * runs_in(view, width, loops))
+        self._fill_strided(name, offset, view, width, loops)
+
+    def _fill_strided(self, name: str, offset: int, view: memoryview, width: int, loops: Sequence[Loop]) -> None:
+        """Read as `read_strided`, without counting."""
         with self._handles.use(name) as fd:
             read_runs(fd, offset, view.cast("B"), width, loops, partial(_read, fd, name))
 
     def read_ranges(self, ranges: Sequence[FileRange]) -> None:
         """Read ranges of several files at once; see `formats.storage.strided_reads.read_ranges`."""
+        self._bytes_read.add(sum(view.nbytes for _, _, view in ranges))
         for first in range(0, len(ranges), self._handles.at_once):
             some = ranges[first : first + self._handles.at_once]
             with self._handles.use_all({name for name, _, _ in some}) as descriptors:
-                read_open(descriptors, some, self.read_into)
+                read_open(descriptors, some, self._fill)
 
     def recheck(self) -> None:
         """Check that no file that was read has changed since; see `Storage.recheck`."""

@@ -58,6 +58,11 @@ class Storage(Protocol):
         return False
 
     @property
+    def bytes_read(self) -> int:
+        """Bytes that were read from the files so far, by all threads; numbers in descriptions do not count."""
+        return 0
+
+    @property
     def path(self) -> str:
         """The path as the user typed it."""
 
@@ -153,6 +158,11 @@ class Overlay(Storage):
     def takes_notes(self) -> bool:
         """See `Storage`."""
         return self.below.takes_notes
+
+    @property
+    def bytes_read(self) -> int:
+        """See `Storage`."""
+        return self.below.bytes_read
 
     @property
     def path(self) -> str:
@@ -360,6 +370,22 @@ def as_text(path: str) -> str:
 def is_url(path: str) -> bool:
     """Tell whether a path is a URL, `scheme://…`."""
     return _URL.match(path) is not None
+
+
+class ByteCount:
+    """A number of bytes to which several threads add."""
+
+    __slots__ = ("_lock", "total")
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self.total = 0
+        """Bytes so far."""
+
+    def add(self, size: int) -> None:
+        """Add bytes."""
+        with self._lock:
+            self.total += size
 
 
 class _Handle(msgspec.Struct):

@@ -3,42 +3,64 @@
 The snapshot is a copy in shared CPU memory, whose buffers are used again by the next one; what happens to the model
 after `async_save` has returned never reaches the files. Each rank has one background process.
 
-A program that ends waits for its save: what `async_save` has taken is written, unless the program is killed.
+A program that ends waits for its save: what `async_save` has taken is written, unless the program is killed. Python's
+own ways fall short of that. `atexit` is not for processes that multiprocessing has forked, such as the ranks of some
+launchers; multiprocessing's finalizers run in these and in all others. And no function that is called at exit can
+change the exit code, but a standard stream that cannot be flushed then does: Python exits with 120.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from math import inf
+from multiprocessing import util
 from multiprocessing.reduction import send_handle
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 import torch.multiprocessing as mp
 
-from transaxle.arguments import Overwrite, PathLike, check_keywords, shows
+from transaxle.arguments import Config, Overwrite, PathLike, Size
+from transaxle.engine.plan.conversion import SHARD_SIZE
 from transaxle.errors import TransaxleError, refuse
-from transaxle.live.background.ending import at_end, fail, say
-from transaxle.live.background.foreseen import foresee
-from transaxle.live.background.page_lock import PageLock
-from transaxle.live.background.save_process import Answer, Layout, Order, SnapshotForm, TensorSlot, room, serve
-from transaxle.live.background.spawned import Parent, without_main_script
+from transaxle.live.background.save_process import (
+    Answer,
+    Layout,
+    Order,
+    Parent,
+    SnapshotForm,
+    TensorSlot,
+    room,
+    serve,
+    without_main_script,
+)
 from transaxle.live.model.report import SaveReport
-from transaxle.live.model.state_tensors import State
-from transaxle.live.save.collected_state import CollectedState, collect
-from transaxle.live.save.save_request import UNSAID, SaveRequest, SaveSettings, Saving, goes_on, wait_for
-from transaxle.live.training.optimizers import AnyOptimizer
+from transaxle.live.model.state_tensors import State, leaves
+from transaxle.live.save.save import (
+    CollectedState,
+    SaveSettings,
+    add_unfinished,
+    collect,
+    read_settings,
+    wait_for,
+)
+from transaxle.live.training.optimizer_state import Twins, by_name, states_of
+from transaxle.live.training.optimizers import AnyOptimizer, Optimizers
 from transaxle.live.transport.rendezvous import Rendezvous
 from transaxle.live.transport.shared_memory import Region
 from transaxle.live.transport.world import World, is_loss
+from transaxle.quant.modules.masters import MasterWeights
 from transaxle.torch_tensors.local_tensor import local_of
-from transaxle.torch_tensors.tensor_bytes import copy_into
+from transaxle.torch_tensors.placement import local_parts
+from transaxle.torch_tensors.tensor_bytes import Bytes, copy_into
 from transaxle.torch_tensors.torch_arguments import Ranks
 
 _TIMEOUT = timedelta(minutes=30)
@@ -46,6 +68,7 @@ _JOIN = 10.0
 """Seconds to wait for a process to end by itself."""
 _LOOK = 0.5
 """Seconds after which one that waits looks for lost processes."""
+_PREFIX = "transaxle: "
 
 
 class Saver:
@@ -161,7 +184,8 @@ class Saver:
         # In new memory the tensors must be found anew, even if that has taken the place of as much.
         changed = None if form == self._form and not self._new_region else form
         self._form = form
-        order = Order(settings, state.groups, state.files, changed, self._new_region, dict(os.environ))
+        beside_tensors = replace(state, own={}, global_tensors={})
+        order = Order(settings, beside_tensors, changed, self._new_region, dict(os.environ))
         self._sender = threading.Thread(target=self._send, args=(order,), daemon=True)
         self._sender.start()  # a process that starts does not read
 
@@ -325,7 +349,6 @@ def _finish(key: _Key) -> None:
         saver.close()
 
 
-@shows(Saving, **UNSAID)
 def async_save(
     state: State,
     dst: PathLike,
@@ -335,7 +358,15 @@ def async_save(
     extra: Mapping[str, Any] | None = None,
     overwrite: Overwrite = False,
     group: Ranks | None = None,
-    **options: Unpack[Saving],
+    family: str | None = None,
+    dialect: str | None = None,
+    config: Config | None = None,
+    axes: Mapping[str, int] | None = None,
+    rules: PathLike | None = None,
+    shard_size: Size = SHARD_SIZE,
+    sync: bool = True,
+    check_copies: bool = True,
+    verify: bool = False,
 ) -> SaveJob:
     """Take a snapshot and save it in the background; collective over the group. The arguments are those of `save`.
 
@@ -351,13 +382,13 @@ def async_save(
     """
     world = World(group)
     begin = time.monotonic()
-
-    def request() -> SaveRequest:
-        check_keywords("async_save", options, Saving.__annotations__)
-        return SaveRequest(state, dst, to, optimizer, extra, overwrite=overwrite, **options)
-
+    settings_of = partial(
+        read_settings, dst, to, optimizer=optimizer is not None, family=family, dialect=dialect, config=config,
+        axes=axes, rules=rules, shard_size=shard_size, overwrite=overwrite, sync=sync, check_copies=check_copies,
+        verify=verify,
+    )  # fmt: skip
     alive = _alive(world)
-    settings, collected = collect(request, world)
+    settings, collected = collect(settings_of, state, optimizer, extra, world)
     saver = alive or Saver(world)
     with world.together():
         saver.snapshot(collected.own)
@@ -365,7 +396,7 @@ def async_save(
         saver.order(settings, collected)  # nobody begins to write, and takes the processor, before all have snapshots
         job = SaveJob(saver, settings.dst, time.monotonic() - begin, first=world.rank == world.ranks[0])
         _keep(world, saver, job)
-        goes_on(settings.dst, job.wait)
+        add_unfinished(settings.dst, job.wait)
     return job
 
 
@@ -421,3 +452,104 @@ def _keep(world: World, saver: Saver, job: SaveJob | None) -> None:
     if key not in _SAVERS:
         at_end(partial(_finish, key))
     _SAVERS[key] = saver, job
+
+
+def at_end(work: Callable[[], None]) -> None:
+    """Call something when this process ends by itself; where it has forked, not in the new process."""
+    util.Finalize(None, work, exitpriority=0)
+
+
+def say(message: str) -> None:
+    """Tell the user something on stderr."""
+    if sys.stderr is not None:
+        sys.stderr.write(f"{_PREFIX}{message}\n")
+        sys.stderr.flush()
+
+
+def fail() -> None:
+    """Let this process, which is about to end, exit with a code other than 0: 120, and 1 where it was forked."""
+    if sys.stderr is not None and not isinstance(sys.stderr, _Unflushable):
+        sys.stderr = _Unflushable(sys.stderr)
+
+
+class _Unflushable:
+    """A stream that does everything but be flushed by the interpreter, when nothing else is left to run."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def flush(self) -> None:
+        """Flush the stream; fail if it is the interpreter that asks."""
+        self._stream.flush()
+        caller = sys._getframe().f_back
+        if caller is None or caller.f_code is getattr(util._flush_std_streams, "__code__", None):  # type: ignore[attr-defined]
+            raise RuntimeError("a save in the background failed; its error is shown above")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+class PageLock:
+    """Locks memory for CUDA until it is released; where CUDA cannot, copies are slower, and nothing else differs.
+
+    Args:
+        memory: it must stay mapped until it is released.
+    """
+
+    def __init__(self, memory: Bytes) -> None:
+        self._address = memory.ctypes.data if self._register(memory) else None
+
+    @staticmethod
+    def _register(memory: Bytes) -> bool:
+        if int(torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)) == 0:
+            return True
+        with suppress(RuntimeError):  # torch would hold the error against the next launch
+            torch.zeros(1, device="cuda").add_(1)
+        return False
+
+    def release(self) -> None:
+        """Let the memory go; it may be unmapped afterwards."""
+        if self._address is not None:
+            torch.cuda.cudart().cudaHostUnregister(self._address)
+            self._address = None
+
+
+@dataclass(frozen=True, slots=True)
+class Foreseen:
+    """What a rank's snapshot will take."""
+
+    size: int
+    """Bytes, about."""
+    on_gpu: bool
+    """Whether some of it comes from a GPU."""
+
+
+def foresee(state: State, optimizer: AnyOptimizer | None) -> Foreseen:
+    """Return what a snapshot will take; state that an optimizer has not made yet counts as what it will be.
+
+    Raises:
+        TransaxleError: as `leaves`, `by_name` and `states_of`.
+    """
+    held = leaves(state, sharded=True)
+    tensors = dict(held.tensors)
+    coming = list[int]()
+    if optimizer is not None:
+        optimizers, parameters = by_name(optimizer, held)
+        tensors |= states_of(optimizers, parameters)
+        coming = list(_coming(optimizers, list(parameters.values())))
+    locals_ = [local_of(tensor) for _, _, tensor in local_parts(tensors)]
+    sizes = [*coming, *(local.numel() * local.element_size() for local in locals_)]
+    return Foreseen(sum(map(room, sizes)), any(local.is_cuda for local in locals_))
+
+
+def _coming(optimizers: Optimizers, parameters: list[torch.Tensor]) -> Iterator[int]:
+    """Yield the bytes of each piece of state that optimizers have not made yet."""
+    owners, twins = optimizers.owners(), Twins()
+    for parameter in parameters:
+        owner = owners.get(id(parameter))
+        if owner is None or (owner.states if isinstance(owner, MasterWeights) else owner.state).get(parameter):
+            continue
+        elements = local_of(parameter).numel()
+        for value in twins.state(owner, parameter).values():
+            if isinstance(value, torch.Tensor):
+                yield (elements if value.dim() else 1) * value.element_size()

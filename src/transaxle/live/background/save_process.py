@@ -1,29 +1,35 @@
 """The background process of one rank: it writes snapshots out of shared memory, one after the other.
 
 Those of all ranks form a world of their own, so no collective of the training is disturbed.
+
+A spawned process runs the program's main script again, up to `if __name__ == "__main__"`; a training script without
+that line would begin to train once more. Ours needs nothing of the script. It ends with the process that has started
+it, however that ends, and with nothing else: Ctrl-C and the signals of launchers go to all processes of a group, and a
+program that takes them as a wish to end well must still have its save.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from ctypes import CDLL
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from math import prod
-from multiprocessing.connection import Connection
+from multiprocessing import parent_process, resource_tracker
+from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import recv_handle
 
 import torch
 import torch.distributed as dist
 
 from transaxle.errors import TransaxleError, refuse
-from transaxle.formats.training_state.state_groups import ParamGroup
-from transaxle.live.background.spawned import Parent
 from transaxle.live.model.report import SaveReport
-from transaxle.live.save.collected_state import CollectedState
-from transaxle.live.save.save import write_checkpoint
-from transaxle.live.save.save_request import SaveSettings
+from transaxle.live.save.save import CollectedState, SaveSettings, write_checkpoint
 from transaxle.live.sharding.global_tensors import Census
 from transaxle.live.transport.rendezvous import StoreAddress
 from transaxle.live.transport.shared_memory import Region
@@ -36,6 +42,13 @@ READY = "ready"
 """What comes back when nothing is ordered."""
 _ALIGNED = 64
 """Tensors begin at multiples of this in the shared memory."""
+_SCRIPT = ("__spec__", "__file__")
+"""What multiprocessing looks at to tell a new process where the main script is."""
+_PROGRAM_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+"""Signals that are meant for the program."""
+_SET_PDEATHSIG = 1
+_LOOK = 1.0
+"""Seconds after which a process looks whether its parent is there."""
 
 
 def room(size: int) -> int:
@@ -87,10 +100,8 @@ class Order:
 
     settings: SaveSettings
     """What and how."""
-    groups: Sequence[ParamGroup]
-    """The optimizers' groups."""
-    files: Mapping[str, bytes]
-    """Files that travel along."""
+    state: CollectedState
+    """What is saved beside the tensors; those are in the shared memory."""
     form: SnapshotForm | None
     """The tensors; None: those of the last order."""
     new_region: bool
@@ -175,7 +186,7 @@ class _Inbox:
             self._region = Region(form.size, recv_handle(self._pipe))
         if order.form is not None and self._region is not None:
             self._tensors = {name: slot.tensor(self._region) for name, slot in form.layout.items()}
-        return order.settings, CollectedState(self._tensors, form.global_tensors, order.groups, order.files)
+        return order.settings, replace(order.state, own=self._tensors, global_tensors=form.global_tensors)
 
 
 def _take(environment: Mapping[str, str], former: Mapping[str, str]) -> None:
@@ -205,3 +216,66 @@ class _ServedWorld(World):
         self.rank = rank
         self.ranks = ranks
         self.size = 1
+
+
+@contextmanager
+def without_main_script() -> Iterator[None]:
+    """Start processes in this block that do not run the main script, and that call `Parent.follow`.
+
+    Meanwhile the main script cannot be found, and signals wait.
+    """
+    main = vars(sys.modules["__main__"])
+    kept = {name: main[name] for name in _SCRIPT if name in main}
+    with _undisturbed():
+        try:
+            for name in kept:
+                main[name] = None
+            yield
+        finally:
+            main.update(kept)
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Let signals wait; processes that are started meanwhile begin so."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    resource_tracker.ensure_running()  # or it would be started with the first process, and let signals in
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _PROGRAM_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@dataclass(frozen=True, slots=True)
+class Parent:
+    """The process that starts another one; made in it, and given to the other."""
+
+    pid: int = field(default_factory=os.getpid)
+    """Number of the process."""
+    by_main: bool = field(default_factory=lambda: threading.current_thread() is threading.main_thread())
+    """Whether its main thread starts the other: the system takes the end of the thread for the end of the process."""
+
+    def follow(self) -> None:
+        """Let this process end when the parent does, and no signal for the parent end it."""
+        for number in _PROGRAM_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+        if hasattr(signal, "pthread_sigmask"):
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _PROGRAM_SIGNALS)
+        if self.by_main and sys.platform == "linux":
+            CDLL(None).prctl(_SET_PDEATHSIG, signal.SIGKILL)  # at once, whatever this process does
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def _watch(self) -> None:
+        """End this process after the parent; a pipe tells, unless a process that was forked meanwhile has it too."""
+        above = parent_process()
+        while above is not None and self._is_alive():
+            if wait([above.sentinel], _LOOK):
+                break
+        os._exit(1)
+
+    def _is_alive(self) -> bool:
+        """Tell whether the parent was still there when this was asked, as far as the system tells."""
+        return sys.platform == "win32" or os.getppid() == self.pid

@@ -22,13 +22,10 @@ from transaxle.arguments import read_number_of_job
 from transaxle.encodings.error import Error
 from transaxle.encodings.value_steps import Measured, Recoded
 from transaxle.engine.compare.verification import Verification
-from transaxle.engine.distribute.conversion_order import ConversionOrder
-from transaxle.engine.distribute.driver import begin, commit, left_to_do, sizes_of, staged
-from transaxle.engine.distribute.item_work import do_item, finished_of, lent, let_go
-from transaxle.engine.distribute.launch import Launch
-from transaxle.engine.distribute.watching import Watcher
-from transaxle.engine.distribute.work_plan import WorkPlan
-from transaxle.engine.execute.execute import Report
+from transaxle.engine.distribute.driver import Launch, Watcher, begin, commit, finished_of, left_to_do, sizes_of, staged
+from transaxle.engine.distribute.item_work import do_item, lent, let_go
+from transaxle.engine.distribute.work_plan import ConversionOrder, WorkPlan
+from transaxle.engine.execute.carry import Report
 from transaxle.engine.plan.conversion import Prepared
 from transaxle.errors import refuse
 from transaxle.live.transport import wire
@@ -116,7 +113,7 @@ class _Lead:
     def watch(self, told: _Told, numbers: Sequence[int]) -> None:
         """Tell whoever watches of the items that are done."""
         work, prepared = self._begun()
-        sizes = sizes_of(prepared, finished_of(list(self._results.values())))
+        sizes = sizes_of(prepared, finished_of(self._results.values()))
         items = [work.items[each] for each in numbers]
         told.watcher = Watcher(items, *sizes, self._launch.progress, self._launch.watch)
         self._told = told
@@ -139,7 +136,7 @@ class _Lead:
             raise ValueError("nothing has begun")
         if self._told is not None:
             self._told.look()
-        resumed = len(finished_of(list(self._results.values())))
+        resumed = len(finished_of(self._results.values()))
         for text in texts:
             result = result_of(text)
             if result is not None:

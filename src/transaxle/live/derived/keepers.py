@@ -2,20 +2,25 @@
 
 What is written into such a parameter is replaced at the next forward pass or step, without a word. They are known by
 the marks that they leave, and none of them is imported.
+
+DeepSpeed ZeRO-3 leaves each rank a range of a parameter's elements, and nothing in the module. The ranges can be read:
+what the optimizer updates are these, in the type that the model computes with.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from transaxle.axes.notation.name import own_name
 from transaxle.errors import Refusal, Where
-from transaxle.live.derived.zero3 import is_taken_apart
 from transaxle.torch_tensors.local_tensor import stored_local
+from transaxle.torch_tensors.tp_shard import Part, mark
 
 _HOOK, _HOOKS, _OFFLOAD = "_hf_hook", "hooks", "offload"
 """accelerate: a module's hook, those that are one, and whether it brings the weights for each forward pass."""
@@ -31,6 +36,9 @@ _WHILE_GATHERED = ("_unsharded_param", "_sharded_post_forward_param")
 _BEFORE = (
     "Load into the model before deepspeed.initialize; to resume an engine, use a universal checkpoint (--to deepspeed)."
 )
+PARTITION = "ds_id"
+"""What DeepSpeed calls a parameter that it has taken apart."""
+_AVAILABLE = "AVAILABLE"
 
 
 def gathered_for_now(parameters: Mapping[str, torch.Tensor]) -> list[Refusal]:
@@ -124,3 +132,33 @@ def _mastered(model: nn.Module) -> Iterator[Refusal]:
     for name, parameter in model.named_parameters():
         if getattr(parameter, _MASTER, None) is not None:
             yield Refusal("UNSUPPORTED", message, Where(None, own_name(name)), _BEFORE)
+
+
+def is_taken_apart(value: object) -> bool:
+    """Tell whether DeepSpeed has taken a parameter apart."""
+    return hasattr(value, PARTITION)
+
+
+def refused_parts(model: nn.Module) -> list[Refusal]:
+    """Return a refusal for each parameter whose range this rank cannot read."""
+    problems = []
+    for name, parameter in model.named_parameters():
+        own: Any = getattr(parameter, "ds_tensor", None)
+        if not is_taken_apart(parameter):
+            continue
+        if own is None or own.status.name != _AVAILABLE:
+            message, hint = "DeepSpeed ZeRO-3 has it on a disk now", "Keep parameters in memory: no offload to nvme."
+        elif hasattr(own, "ds_quant_scale"):
+            message, hint = "DeepSpeed ZeRO-3 keeps it quantized", "Turn zero_quantized_weights off."
+        else:
+            continue
+        problems.append(Refusal("UNSUPPORTED", message, Where(None, own_name(name)), hint))
+    return problems
+
+
+def own_range(parameter: Any) -> torch.Tensor:
+    """Return what this rank holds of a parameter that is taken apart: its elements in one dim, marked as that part."""
+    whole, own = int(parameter.ds_numel), parameter.ds_tensor
+    first = min(dist.get_rank(parameter.ds_process_group) * int(own.ds_numel), whole)
+    stop = min(first + int(own.ds_numel), whole)
+    return mark(own.detach().view(-1)[: stop - first], Part(tuple(parameter.ds_shape), (((first, stop),),)))

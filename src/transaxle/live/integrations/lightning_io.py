@@ -27,10 +27,9 @@ from transaxle.live.background.asynchronous import SaveJob, async_save
 from transaxle.live.integrations.lightning_strategies import follow
 from transaxle.live.integrations.step_checkpoints import remove, stored_bytes
 from transaxle.live.load.load import load
-from transaxle.live.model.state_tensors import State
+from transaxle.live.model.state_tensors import State, as_tensor
 from transaxle.live.save.save import save
 from transaxle.live.save.save_request import UNSAID, Saving, check_options
-from transaxle.live.tensors.array_tensors import as_tensor
 from transaxle.live.training.extra_state import FILE, MODEL, Extras, written
 from transaxle.live.transport.world import World
 from transaxle.torch_tensors.local_tensor import local_of

@@ -1,4 +1,4 @@
-"""The source of a load as all ranks read it: one checkpoint, whose bytes are counted and held against checksums.
+"""The source of a load as all ranks read it: one checkpoint, whose bytes are compared with checksums.
 
 Each rank opens the path for itself, and the checkpoint there may be replaced in between.
 """
@@ -9,8 +9,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from msgspec.structs import replace
-
 from transaxle.arguments import read_source
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, CheckpointLike, open_checkpoint
 from transaxle.errors import Refused, refuse
@@ -19,27 +17,24 @@ from transaxle.formats.catalog.checksums import Tally, Witness
 from transaxle.formats.catalog.sidecar_files import MANIFEST
 from transaxle.formats.storage.local import LocalStorage
 from transaxle.formats.storage.storage import Storage, layer, lowest, unpinned
-from transaxle.live.load.planned_reads import Counting
 from transaxle.live.transport import wire
 from transaxle.live.transport.world import World, comparable
 from transaxle.move.hashing import digest
 
 wire.tellable(Checksum, Tally)
 _LARGEST_MANIFEST = 1 << 30
-_OF_OPEN = ("axes", "config", "rules")
-"""Options of `load` that say how a source is opened."""
 
 
 @contextmanager
 def opened(
-    src: CheckpointLike, options: Mapping[str, Any], world: World, *, with_state: bool, strict: bool
+    src: CheckpointLike, world: World, reading: Mapping[str, Any], *, with_state: bool, strict: bool
 ) -> Iterator[Checkpoint]:
     """Give the source; one that is opened here is closed again, the caller's own is not. Collective.
 
     Args:
         src: as `load` takes it.
-        options: those of `load`, of which some are for opening it.
         world: the ranks.
+        reading: arguments of `load` for opening the source, None where they are not given.
         with_state: whether the optimizer's state is wanted, if there is any.
         strict: whether state whose parameters are not known is refused, rather than left out.
 
@@ -50,14 +45,13 @@ def opened(
     """
     if isinstance(src, Checkpoint):
         with world.together():
-            said = [name for name in _OF_OPEN if options.get(name) is not None]
-            if said:
-                raise TypeError(f"{', '.join(said)}: pass this to open() instead; the checkpoint is already open")
+            given = [name for name, value in reading.items() if value is not None]
+            if given:
+                raise TypeError(f"{', '.join(given)}: pass this to open() instead; the checkpoint is already open")
         if world.size > 1:
             refuse_different(src, world)
         yield src
         return
-    reading: dict[str, Any] = {name: options.get(name) for name in _OF_OPEN}
     with world.together():
         state: dict[str, Any] = {"optimizer": True, "lenient": True} if with_state else {}
         try:
@@ -70,19 +64,6 @@ def opened(
         if world.size > 1:
             refuse_different(checkpoint, world)
         yield checkpoint
-
-
-def counted(checkpoint: Checkpoint, decode: str | None) -> tuple[Checkpoint, Counting]:
-    """Return a source under its stored names, and the counter of the bytes that are read from it.
-
-    Args:
-        checkpoint: the source.
-        decode: as `load` takes it. What the caller has decoded already stays so unless this is given.
-    """
-    stored = checkpoint if decode is None or checkpoint.undecoded is None else checkpoint.undecoded
-    counter = Counting(stored.container.storage)
-    container = replace(stored.container, storage=counter)
-    return Checkpoint(container, stored.settings, None, None, stored.undecoded), counter
 
 
 def refuse_different(checkpoint: Checkpoint, world: World) -> None:
@@ -120,10 +101,10 @@ def refuse_different(checkpoint: Checkpoint, world: World) -> None:
 def _reading(checkpoint: Checkpoint) -> dict[str, str]:
     """Return the arguments that say how a checkpoint is read, by name, as hashes of them."""
     how, settings = checkpoint.reopening, checkpoint.settings
-    said: Mapping[str, Any] = {"config": settings.config, "axes": settings.axes}
+    options: Mapping[str, Any] = {"config": settings.config, "axes": settings.axes}
     if how is not None:
-        said = {**how.options, "rules": how.rules, "view": how.steps}
-    return {name: digest(comparable(each)) for name, each in said.items() if each}
+        options = {**how.options, "rules": how.rules, "view": how.steps}
+    return {name: digest(comparable(value)) for name, value in options.items() if value}
 
 
 def _identity(checkpoint: Checkpoint) -> str:

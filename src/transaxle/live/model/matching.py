@@ -10,8 +10,8 @@ from transaxle.axes.translation.expert_sets import arranged, groups
 from transaxle.engine.checkpoint.checkpoint import StoredTensor
 from transaxle.errors import Refusal, Where
 from transaxle.live.derived.derived import EXTRA_STATE
+from transaxle.live.model.destination import decode_hint, may_become
 from transaxle.live.sharding.global_tensors import Census
-from transaxle.live.tensors.type_change import decode_hint, may_become
 
 _COMPARED, _LIKE = 8, 0.6
 """Names for which the closest one is looked for, and how alike the two must be."""

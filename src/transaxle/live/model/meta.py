@@ -57,7 +57,7 @@ def unloadable(model: State, loaded: Container[str]) -> list[Refusal]:
     return problems
 
 
-def materialise(model: nn.Module, loaded: Container[str], device: torch.device) -> None:
+def materialise(model: nn.Module, loaded: Container[str], device: torch.device) -> bool:
     """Give every meta tensor of a model storage on a device; those that the source lacks, their initial values.
 
     Args:
@@ -65,12 +65,15 @@ def materialise(model: nn.Module, loaded: Container[str], device: torch.device) 
         loaded: names that the source holds: their values are left to come.
         device: where plain tensors go; a DTensor goes to the device of its mesh.
 
+    Returns:
+        whether there were any: tensors and parameters of the model are others now.
+
     Raises:
         Refused: MISSING_TENSOR for a buffer that its module was to fill, and did not.
     """
-    found = list(_meta(model))
-    if not found:
-        return
+    on_meta = list(_meta(model))
+    if not on_meta:
+        return False
     made: dict[int, torch.Tensor] = {}
 
     def storage(tensor: torch.Tensor) -> torch.Tensor:
@@ -83,14 +86,15 @@ def materialise(model: nn.Module, loaded: Container[str], device: torch.device) 
 
     with torch.no_grad():
         model._apply(storage)
-        _tie([(owner, name, id(tensor)) for name, owner, tensor, parameter in found if parameter])
+        _tie([(owner, name, id(tensor)) for name, owner, tensor, parameter in on_meta if parameter])
         buffers: dict[nn.Module, list[str]] = {}
-        for name, owner, _, parameter in found:
+        for name, owner, _, parameter in on_meta:
             if name not in loaded and not parameter:
                 buffers.setdefault(owner, []).append(name)
         problems = list(_fill(model, buffers)) if buffers else []
     if problems:
         raise gathered(problems)
+    return True
 
 
 def _fill(model: nn.Module, buffers: Mapping[nn.Module, Sequence[str]]) -> Iterator[Refusal]:

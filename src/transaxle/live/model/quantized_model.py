@@ -17,10 +17,10 @@ from transaxle.encodings.conventions.convention import COMPRESSED_TENSORS, CONVE
 from transaxle.encodings.encoding import FLOAT8, NVFP4, WHOLE, Encoded, Encoding, Role
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, StoredTensor
 from transaxle.errors import Refusal, TransaxleError, Where
+from transaxle.live.model.destination import Conversion, decode_hint, decoded, is_plain
 from transaxle.live.model.published_codes import as_trained
 from transaxle.live.model.source_view import View, view
 from transaxle.live.sharding.global_tensors import Census
-from transaxle.live.tensors.type_change import Conversion, decode_hint, decoded, is_plain
 from transaxle.live.transport import wire
 from transaxle.live.transport.world import World
 from transaxle.quant.modules.entries import STATE_SUFFIXES, is_state, layout_of, whole_shape

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from transaxle.engine.number_text import duration, plural, size
-from transaxle.live.tensors.type_change import Conversion
+from transaxle.live.model.destination import Conversion
 
 if TYPE_CHECKING:
     from transaxle.engine.compare.verification import Verification

@@ -1,7 +1,8 @@
-"""Leaves: the tensors of a model or of a state dict, by the names a checkpoint knows them by.
+"""Leaves: the tensors of a model or of a state dict, by the names a checkpoint knows them by; and the model's config.
 
 Wrappers put segments of their own into names (`_orig_mod`, `_checkpoint_wrapped_module`, `_fsdp_wrapped_module`, DDP's
-`module`); these are no part of the model and are taken out, segment by segment.
+`module`); these are no part of the model and are taken out, segment by segment. numpy arrays of a state dict are
+tensors in the same memory: they are saved like any tensor, and filled in place.
 """
 
 from __future__ import annotations
@@ -11,22 +12,30 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from transaxle.arguments import Configuration
 from transaxle.axes.notation.name import own_name
 from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
-from transaxle.live.derived import fsdp1
-from transaxle.live.derived.derived import EXTRA_STATE, Island, islands
-from transaxle.live.derived.keepers import gathered_for_now, kept_elsewhere, partitioned, shared_out
-from transaxle.live.derived.zero3 import is_taken_apart, own_range, refused_parts
+from transaxle.live.derived.derived import EXTRA_STATE, Island, islands, whole_states
+from transaxle.live.derived.keepers import (
+    gathered_for_now,
+    is_taken_apart,
+    kept_elsewhere,
+    own_range,
+    partitioned,
+    refused_parts,
+    shared_out,
+)
 from transaxle.live.sharding.megatron_shards import MODULE as MEGATRON
 from transaxle.live.sharding.megatron_shards import Factory, is_sharded, megatron_state
-from transaxle.live.tensors.array_tensors import as_tensor, is_array, read_only
+from transaxle.live.transport.world import World
 from transaxle.quant.modules.entries import is_quantized
 from transaxle.torch_tensors.local_tensor import local_of
-from transaxle.torch_tensors.module_wrappers import unwrapped
+from transaxle.torch_tensors.module_wrappers import innermost, unwrapped
 from transaxle.torch_tensors.placement import local_parts
 from transaxle.torch_tensors.tp_shard import mark, mark_all, part_of
 
@@ -39,6 +48,10 @@ _WITHOUT_SHARDS = (
     "sharded state dict has DTensors."
 )
 _PLAIN_ONLY = "This module keeps its values in extra state: load and save the model before it is quantized."
+_KINDS = "biufc"
+"""What `torch.from_numpy` takes by itself."""
+_LISTED = 4
+"""Keys that are named where two configs differ."""
 
 
 @dataclass(frozen=True)
@@ -217,7 +230,7 @@ def _is_of_old_shards(value: Any) -> bool:
 
 def _entries(model: nn.Module) -> dict[str, Any]:
     try:
-        with fsdp1.whole(model):
+        with whole_states(model):
             found: dict[str, Any] = model.state_dict(keep_vars=True)
     except TransaxleError:
         raise
@@ -308,3 +321,73 @@ def set_extra_state(model: nn.Module, name: str, state: Any) -> None:
     """
     owner = name.removesuffix(EXTRA_STATE).removesuffix(_SEPARATOR)
     next(module for path, module in unwrapped(model).named_modules() if own_name(path) == owner).set_extra_state(state)
+
+
+def is_array(value: object) -> bool:
+    """Tell whether an entry is an array of numbers; texts and objects are none."""
+    return isinstance(value, np.ndarray) and not value.dtype.hasobject and value.dtype.kind not in "USMm"
+
+
+def as_tensor(name: str, array: np.ndarray) -> torch.Tensor:
+    """Return an array as a tensor in the same memory; of one that is read-only, a copy.
+
+    Raises:
+        Refused: UNSUPPORTED for a type or strides that torch has not.
+    """
+    if not array.dtype.isnative or any(step < 0 for step in array.strides):
+        message = f"an array of {array.dtype} with strides {array.strides} is no memory that torch can share"
+        raise refuse("UNSUPPORTED", message, tensor=name, hint="Give numpy.ascontiguousarray(array) of a native type.")
+    dtype = getattr(torch, array.dtype.name, None)
+    if not isinstance(dtype, torch.dtype) or array.dtype.names is not None:
+        raise refuse("UNSUPPORTED", f"torch has no dtype for arrays of {array.dtype}", tensor=name)
+    bits = array if array.dtype.kind in _KINDS else array.view(f"u{array.dtype.itemsize}")
+    shared = torch.from_numpy(bits if bits.flags.writeable else bits.copy())  # torch warns of memory that is read-only
+    return shared.view(dtype)
+
+
+def read_only(name: str, array: np.ndarray) -> list[Refusal]:
+    """Return why values that are written into an array would be lost."""
+    if array.flags.writeable:
+        return []
+    hint = "Give an array that can be written, such as array.copy()."
+    return [Refusal("UNSUPPORTED", "the array is read-only", Where(None, name), hint)]
+
+
+def shared_config(
+    state: State, given: Mapping[str, Any] | None, world: World, *, whole: bool = False
+) -> Mapping[str, Any] | None:
+    """Return the config of a model, the same on all ranks; collective.
+
+    Args:
+        state: the model; a transformers model has a config.
+        given: what the user says it is; None: the model's own, on the first rank that has one.
+        world: the ranks.
+        whole: with what is as the class has it by default, which config.json leaves out.
+    """
+    own = own_config(state, whole=whole) if given is None else given
+    return next((each for each in world.gather(own, repr) if each is not None), None)
+
+
+def own_config(state: State, *, whole: bool = False) -> Mapping[str, Any] | None:
+    """Return the config that a model carries, as config.json holds it, or the `whole` of it; None where it has none."""
+    model = innermost(state) if isinstance(state, nn.Module) else state
+    config = getattr(model, "config", None)
+    said = None if whole else getattr(config, "to_diff_dict", None)
+    as_mapping = said or getattr(config, "to_dict", None)
+    if as_mapping is None:
+        return None
+    mapping = dict(as_mapping())
+    if not mapping.get("architectures"):
+        mapping["architectures"] = [type(model).__name__.removeprefix("FSDP")]
+    return mapping
+
+
+def sizes_that_differ(state: State, stored: Mapping[str, Any]) -> str:
+    """Return the sizes that a model's config and that of a source both give, and give differently; "" for none."""
+    config = getattr(innermost(state) if isinstance(state, nn.Module) else state, "config", None)
+    mine = config.to_dict() if isinstance(config, Configuration) else {}
+    pairs = [(key, value, stored[key]) for key, value in mine.items() if key in stored and type(value) is int]
+    unlike = [f"{key} is {here} here, {there} in the source" for key, here, there in pairs if here != there]
+    if len(unlike) > _LISTED:
+        unlike[_LISTED:] = [f"{len(unlike) - _LISTED} more"]
+    return "; ".join(unlike)

@@ -15,16 +15,15 @@ from transaxle.engine.checkpoint.settings import Settings, model_config, setting
 from transaxle.formats.catalog.catalog import Container
 from transaxle.formats.dtype import nbytes
 from transaxle.live.derived.settle import settle
-from transaxle.live.model.live_config import shared_config
+from transaxle.live.model.destination import Landing, Rooms, check_filled, overlapping
 from transaxle.live.model.source_view import View, view
-from transaxle.live.model.state_tensors import State, leaves
+from transaxle.live.model.state_tensors import State, leaves, shared_config
 from transaxle.live.reexpress.agreed_match import matched
 from transaxle.live.reexpress.ties import Sides
 from transaxle.live.sharding.global_tensors import Census, census
 from transaxle.live.sharding.memory import container, memory_of
 from transaxle.live.sharding.replicas import Replicas
 from transaxle.live.sharding.zero_check import check_zero
-from transaxle.live.tensors.destination import Landing, Rooms, check_filled, overlapping
 from transaxle.live.transport.tensor_exchange import RankExchange
 from transaxle.live.transport.world import World
 from transaxle.move.mover import Movement

@@ -24,9 +24,8 @@ from transaxle.engine.checkpoint.stacked_experts import seen
 from transaxle.engine.number_text import plural
 from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
 from transaxle.live.derived.settle import settle, untaken
-from transaxle.live.model.live_config import own_config
 from transaxle.live.model.matching import left_out
-from transaxle.live.model.state_tensors import Leaves, State, leaves
+from transaxle.live.model.state_tensors import Leaves, State, leaves, own_config
 from transaxle.live.reexpress.placement_search import ABSENT, Choice, PlacementSearch, is_present
 from transaxle.live.sharding.global_tensors import own_census
 from transaxle.live.sharding.memory import container, tensor_of

@@ -13,9 +13,9 @@ import torch
 
 from transaxle.engine.checkpoint.checkpoint import StoredTensor
 from transaxle.errors import Refusal, Where
+from transaxle.live.model.destination import same_memory
 from transaxle.live.model.state_tensors import tied
 from transaxle.live.sharding.global_tensors import Census
-from transaxle.live.tensors.destination import same_memory
 from transaxle.live.transport.world import World
 from transaxle.torch_tensors.local_tensor import local_of
 from transaxle.torch_tensors.tensor_bytes import same_bytes

@@ -21,6 +21,7 @@ from transaxle.formats.dtype import nbytes
 from transaxle.formats.storage.storage import Listing, Storage
 from transaxle.formats.training_state.state_groups import GROUPS, ParamGroup
 from transaxle.live.sharding.global_tensors import Census, Global
+from transaxle.move.assignment import Load
 from transaxle.torch_tensors.local_tensor import local_of
 from transaxle.torch_tensors.placement import Held, local_shape
 from transaxle.torch_tensors.tensor_bytes import Bytes, as_bytes, byte_view, copied_to_cpu, with_own_bytes
@@ -170,7 +171,7 @@ def container(
     Raises:
         Refused: INCOMPLETE where no rank holds some part of a tensor.
     """
-    given: dict[int, int] = {}
+    given = Load()
     entries = {name: _entry(tensor, given) for name, tensor in everything.items()}
     beside = dict(files or {})
     if config is not None:
@@ -185,7 +186,7 @@ def own_entry(tensor: Global, rank: int) -> Entry:
     return Entry(tensor.name, tensor.dtype, tensor.shape, tuple(extent for _, extent in chunks))
 
 
-def _entry(tensor: Global, given: dict[int, int]) -> Entry:
+def _entry(tensor: Global, given: Load) -> Entry:
     extents: list[Extent] = []
     covered: set[tuple[tuple[int, int], ...]] = set()
     # Parts of different ranks may have chunks in common (ranks that share a key and value head): a chunk is listed
@@ -194,8 +195,7 @@ def _entry(tensor: Global, given: dict[int, int]) -> Entry:
         # Of replicas the rank with the fewest bytes so far gives its own; the rank number breaks ties, so that all
         # ranks agree. Those that call their own a copy give it only if all do.
         givers = [rank for rank in ranks if rank not in tensor.spare] or ranks
-        owner = min(givers, key=lambda rank: (given.get(rank, 0), rank))
-        given[owner] = given.get(owner, 0) + nbytes(tensor.dtype, local_shape(held))
+        owner = given.add(given.least(givers), nbytes(tensor.dtype, local_shape(held)))
         for spans, extent in _extents(tensor, held, file_of(owner, tensor.part_name(held))):
             if spans not in covered:
                 covered.add(spans)

@@ -2,24 +2,36 @@
 
 Nothing is paired by position. State that an optimizer has not made yet (it makes it in its first step) is made here,
 in the shape and placement of its parameter.
+
+A new optimizer has no state, and a checkpoint does not say whether a value without dims was a Python number or a
+tensor: formats have tensors only. The optimizer knows: a twin of it, with its settings, makes one step on small
+parameters of zeros with gradients of zero. Nothing of the optimizer itself is touched.
 """
 
 from __future__ import annotations
 
+import types
+import warnings
+from collections import defaultdict
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from transaxle.axes.layout.bind import join_slot, split_slot
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, StoredTensor, stateless
 from transaxle.errors import Refusal, Where, gathered, refuse
 from transaxle.formats.catalog.sidecar_files import STATE_FOLDER
+from transaxle.formats.pickled.descriptors import NOTHING
+from transaxle.formats.training_state.state_groups import GROUPS, NAMES, PARAMS, ParamGroup, plain
 from transaxle.live.derived.settle import unnamed
+from transaxle.live.model.destination import NamePair
 from transaxle.live.model.state_tensors import Leaves
-from transaxle.live.tensors.destination import NamePair
-from transaxle.live.training.optimizer_twin import Twins
+from transaxle.live.training.group_options import misordered, restore, settings_for, unlike_tied
 from transaxle.live.training.optimizers import CARRY, AnyOptimizer, Optimizers, apart
 from transaxle.quant.modules.masters import MASTER, MasterWeights
 from transaxle.torch_tensors.local_tensor import local_of
@@ -27,7 +39,6 @@ from transaxle.torch_tensors.torch_dtype import torch_dtype
 from transaxle.torch_tensors.tp_shard import mark, part_of, whole_shape
 
 _OTHER_KIND = "Build the kind of optimizer that the source was trained with, or omit optimizer= to begin anew."
-_PARAMS = "params"
 _ON_DEVICE = ("capturable", "fused")
 """Settings of a group under which its counters live on the parameters' device."""
 _TOO_EARLY = (
@@ -35,6 +46,106 @@ _TOO_EARLY = (
 )
 _NUMBERS: Mapping[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
 """Python's numbers, and the types of the tensors that stand for them."""
+_STATE, _DEFAULTS, _STEP, _RATE = "state", "defaults", "step", "lr"
+_HOOKS = "_optimizer_"
+_OFF = ("foreach", "fused", "capturable")
+"""Settings of which the kinds of state do not depend, and which need a GPU or a kernel."""
+_TWIN_SIZE = 2
+"""Length of each dim of a twin's parameter."""
+
+
+class OptimizerLoad:
+    """What a load does to optimizers; nothing where none is given.
+
+    Args:
+        optimizer: the model's optimizer, or several; None: none.
+        own: what the model holds.
+        stored: the source's tensors by the model's names.
+
+    Attributes:
+        parameters: the optimizers' parameters by name.
+        states: tensors for the state that the source has, by name.
+        unrestored: names of state that the optimizers have made and the source lacks.
+        doubled: names of state that is loaded, each with the name under which the source has it once more, for another
+            name of a tied parameter.
+        untrained: names of parameters that have gradients and belong to no optimizer.
+
+    Raises:
+        TransaxleError: what `by_name`, `rooms_for` and `states_of` raise.
+    """
+
+    def __init__(self, optimizer: AnyOptimizer | None, own: Leaves, stored: Mapping[str, StoredTensor]) -> None:
+        self._optimizers: Optimizers | None = None
+        self.parameters: dict[str, torch.Tensor] = {}
+        self.states: dict[str, torch.Tensor] = {}
+        self.unrestored: tuple[str, ...] = ()
+        self.doubled: tuple[NamePair, ...] = ()
+        self.untrained: tuple[str, ...] = ()
+        self._other_names: dict[str, str] = {}
+        self._settings: list[Mapping[str, Any]] = []
+        """What the source has for each parameter group."""
+        if optimizer is None:
+            return
+        self._optimizers, self.parameters = by_name(optimizer, own)
+        self.states = rooms_for(self._optimizers, self.parameters, stored)
+        self.unrestored = unrestored(self._optimizers, self.parameters, stored)
+        self._other_names = other_names(self.parameters, own.parameters)
+        self.doubled = tuple(doubled(self._other_names, stored)) if self._other_names else ()
+        self.untrained = untrained(self.parameters, own.parameters)
+
+    def __bool__(self) -> bool:
+        return self._optimizers is not None
+
+    def match_groups(
+        self,
+        groups: Sequence[ParamGroup],
+        stored: Mapping[str, StoredTensor],
+        schedules: Mapping[str, tuple[object, Any]],
+    ) -> list[Refusal]:
+        """Find the settings that a source has for each parameter group; return why optimizers cannot go on with them.
+
+        Args:
+            groups: the source's, by the model's names.
+            stored: the source's tensors by the model's names.
+            schedules: see `misordered`.
+        """
+        if self._optimizers is None:
+            return []
+        self._settings, problems = settings_for(self._optimizers, self.parameters, groups)
+        problems += unlike_tied(self._other_names, groups)
+        problems += of_another_kind(self._optimizers, self.parameters, self._settings, stored)
+        return [*problems, *misordered(self._optimizers, self._settings, schedules)]
+
+    def follow(self, own: Leaves, stored: Mapping[str, StoredTensor]) -> None:
+        """Take the parameters of a model that was given memory in place of the former ones, and make their state anew.
+
+        Args:
+            own: what the model holds now.
+            stored: the source's tensors by the model's names.
+        """
+        if self._optimizers is None:
+            return
+        parameters = {name: own.parameters[name] for name in self.parameters}
+        follow(self._optimizers, self.parameters, parameters)
+        self.parameters, self.states = parameters, rooms_for(self._optimizers, parameters, stored)
+
+    def install(self, weights: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
+        """Give the optimizers the settings and the state that were loaded.
+
+        Args:
+            weights: quantized parameters by name.
+            values: of these, what was quantized here, with the values.
+        """
+        if self._optimizers is None:
+            return
+        restore(self._optimizers, self._settings)
+        install(self._optimizers, self.parameters, self.states)
+        lacking = [name for name in weights if join_slot(name, MASTER) not in self.states]
+        for optimizer in self._optimizers.members:
+            if isinstance(optimizer, MasterWeights):  # those that the source lacks begin with the loaded values
+                begin: dict[torch.Tensor, torch.Tensor | None] = {weights[name]: None for name in lacking}
+                begin |= {weights[name]: local_of(values[name]) for name in lacking if name in values}
+                optimizer.restart(begin)
 
 
 def by_name(optimizer: AnyOptimizer, own: Leaves) -> tuple[Optimizers, dict[str, torch.Tensor]]:
@@ -154,7 +265,7 @@ def of_another_kind(
     twins, problems = Twins(), list[Refusal]()
     groups = [(one, group) for one in optimizers.members for group in one.param_groups]
     for number, ((owner, group), restored) in enumerate(zip(groups, settings, strict=False)):
-        for parameter in () if isinstance(owner, MasterWeights) else group[_PARAMS]:
+        for parameter in () if isinstance(owner, MasterWeights) else group[PARAMS]:
             keys = held.get(names[id(parameter)], set())
             if not keys or owner.state.get(parameter):
                 continue
@@ -228,7 +339,7 @@ def rooms_for(
     on_device = {
         id(parameter)
         for group in optimizers.held()
-        for parameter in group[_PARAMS]
+        for parameter in group[PARAMS]
         if any(group.get(setting) for setting in _ON_DEVICE)
     }
     found, problems, owners = {}, list[Refusal](), optimizers.owners()
@@ -275,7 +386,7 @@ def follow(optimizers: Optimizers, named: Mapping[str, torch.Tensor], tensors: M
     """
     replaced = {id(old): tensors[name] for name, old in named.items() if tensors[name] is not old}
     for group in optimizers.held():
-        group[_PARAMS][:] = [replaced.get(id(parameter), parameter) for parameter in group[_PARAMS]]
+        group[PARAMS][:] = [replaced.get(id(parameter), parameter) for parameter in group[PARAMS]]
 
 
 def install(optimizers: Optimizers, named: Mapping[str, torch.Tensor], states: Mapping[str, torch.Tensor]) -> None:
@@ -323,3 +434,92 @@ def _as_kept(value: torch.Tensor, kept: object, parameter: torch.Tensor) -> torc
         cast = value.to(kept.dtype)  # a number, of an optimizer that keeps numbers where this one has tensors
         return cast if bool(cast.to(value.dtype) == value) else value
     return value
+
+
+class Twins:
+    """Twins of the optimizers of one load, see above; each makes its step once."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, int, int, torch.dtype], Mapping[str, Any]] = {}
+        self._numbers: dict[int, dict[int, int]] = {}
+        """By identity: optimizer -> its parameters -> number of the group."""
+
+    def state(
+        self, optimizer: Optimizer, parameter: torch.Tensor, settings: Mapping[str, Any] | None = None
+    ) -> Mapping[str, Any]:
+        """Return state of the kind that an optimizer makes for a parameter; empty where no twin can be made.
+
+        Args:
+            optimizer: the optimizer.
+            parameter: one of its own.
+            settings: those that its group will have, where they are other ones than now.
+        """
+        groups = optimizer.param_groups
+        if id(optimizer) not in self._numbers:
+            self._numbers[id(optimizer)] = {id(each): n for n, group in enumerate(groups) for each in group[PARAMS]}
+        number = self._numbers[id(optimizer)][id(parameter)]
+        key = id(optimizer), number, parameter.dim(), parameter.dtype
+        if key not in self._made:
+            inner = optimizer.optimizer if isinstance(optimizer, MasterWeights) else optimizer
+            self._made[key] = _state_of_twin(
+                inner, {**groups[number], **(settings or {})}, parameter.dim(), parameter.dtype
+            )
+        return self._made[key]
+
+
+def _state_of_twin(optimizer: Optimizer, group: Mapping[str, Any], dims: int, dtype: torch.dtype) -> Mapping[str, Any]:
+    kept = _attributes(optimizer)
+    if kept is None:
+        return {}
+    step = type(optimizer).step
+    step = step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), torch.no_grad():
+        warnings.simplefilter("ignore")
+        for sparse in (False, True):
+            parameter = nn.Parameter(torch.zeros((_TWIN_SIZE,) * dims, dtype=dtype))
+            zeros = torch.zeros_like(parameter)
+            try:
+                parameter.grad = zeros.to_sparse() if sparse else zeros
+                twin = _twin(optimizer, kept, _twin_settings(group), parameter)
+                step(twin)
+                return dict(twin.state[parameter])
+            except Exception:  # noqa: BLE001 - of an optimizer that cannot make this step nothing is learned
+                continue
+    return {}
+
+
+def _twin(
+    optimizer: Optimizer, kept: Mapping[str, Any], settings: dict[str, Any], parameter: nn.Parameter
+) -> Optimizer:
+    twin: Optimizer = object.__new__(type(optimizer))
+    twin.__dict__.update(deepcopy(dict(kept)))
+    groups = [{**settings, PARAMS: [parameter]}]
+    Optimizer.__setstate__(twin, {_DEFAULTS: dict(settings), _STATE: defaultdict(dict), GROUPS: groups})
+    return twin
+
+
+def _twin_settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return copies of a group's settings, with which a step changes nothing and needs no device."""
+    settings = {
+        key: value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
+        for key, value in group.items()
+        if key not in (PARAMS, NAMES)
+    }
+    rate = settings.get(_RATE)
+    if rate is not None:
+        settings[_RATE] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
+    return {key: False if key in _OFF else value for key, value in settings.items()}
+
+
+def _attributes(optimizer: Optimizer) -> dict[str, Any] | None:
+    """Return what a twin needs beside groups and state; None where it could reach into what is not its own."""
+    if hasattr(type(optimizer), "__del__"):
+        return None
+    attributes = {}
+    for name, value in vars(optimizer).items():
+        if name in (_STATE, GROUPS, _DEFAULTS, _STEP) or name.startswith(_HOOKS):
+            continue
+        if plain(value) is NOTHING and not isinstance(value, type | types.FunctionType | types.BuiltinFunctionType):
+            return None
+        attributes[name] = value
+    return attributes

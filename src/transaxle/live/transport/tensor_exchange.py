@@ -58,6 +58,8 @@ class RankExchange:
         self._device = world.device
         self.rank = world.rank
         self.ranks = world.ranks
+        self.received = 0
+        """Bytes that this rank has received from others."""
 
     def round(self, parcels: Sequence[Parcel], fill: Fill, take: Take) -> int:
         """Send parcels, all at once; collective over the world, which must pass equal parcels on every rank.
@@ -89,6 +91,7 @@ class RankExchange:
         received = self._take_near(parcels, places, take)
         if far:
             received += self._take_far(parcels, far, packed, take)
+        self.received += received
         return received
 
     def close(self) -> None:

@@ -1,1 +1,0 @@
-"""Who hands items of work to workers: this process, a pool, a Ray cluster."""

@@ -1,1 +1,0 @@
-"""Tensors in memory: types, destinations, placements."""
