@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from transaxle.arguments import (
+    Axes,
     Config,
     Overwrite,
     PathLike,
@@ -24,6 +25,7 @@ from transaxle.arguments import (
     read_path,
     read_size,
     read_text,
+    suggests,
 )
 from transaxle.encodings.plain_types import PLAIN
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
@@ -112,6 +114,7 @@ class CollectedState:
     """Parameters of this rank that have gradients, and no optimizer."""
 
 
+@suggests
 def save(
     state: State,
     dst: PathLike,
@@ -124,7 +127,7 @@ def save(
     family: str | None = None,
     dialect: str | None = None,
     config: Config | None = None,
-    axes: Mapping[str, int] | None = None,
+    axes: Axes | None = None,
     rules: PathLike | None = None,
     shard_size: Size = SHARD_SIZE,
     sync: bool = True,
@@ -181,7 +184,7 @@ def check_savable(
     family: str | None = None,
     dialect: str | None = None,
     config: Config | None = None,
-    axes: Mapping[str, int] | None = None,
+    axes: Axes | None = None,
     rules: PathLike | None = None,
     shard_size: Size = SHARD_SIZE,
     sync: bool = True,
@@ -213,7 +216,7 @@ def read_settings(
     family: str | None,
     dialect: str | None,
     config: Config | None,
-    axes: Mapping[str, int] | None,
+    axes: Axes | None,
     rules: PathLike | None,
     shard_size: Size,
     overwrite: Overwrite,
