@@ -27,7 +27,7 @@ from transaxle.cli.program import COMMANDS, program
 from transaxle.engine.explanations import EXPLANATIONS
 from transaxle.engine.facts.legend import dialect_rows
 from transaxle.errors import CODES, refuse
-from transaxle.families import BLOCKS, INDEX, SPELLED, Entry, Tables, is_traced, read_all, spelling
+from transaxle.families import BLOCKS, INDEX, SPELLED, Entry, Tables, is_traced, read_all, spell_out
 
 REFERENCE = Path(__file__).parent / "reference"
 FAMILIES = Path(families.__file__).parent
@@ -291,7 +291,7 @@ def _data() -> dict[Path, str]:
     found = {FAMILIES / file: _json(msgspec.json.encode(content)) for file, content in indices.items()}
     for name, (family, file) in _tables().families.items():
         if not is_traced(file):
-            found[FAMILIES / SPELLED / f"{name}.json"] = _json(spelling.encode(family))
+            found[FAMILIES / SPELLED / f"{name}.json"] = _json(spell_out(family))
     return found
 
 

@@ -13,8 +13,7 @@ from folder import HeldFolder
 from target import run
 
 from transaxle.errors import TransaxleError
-from transaxle.formats.catalog.catalog import Spec
-from transaxle.formats.catalog.inline import NUMBERS
+from transaxle.formats.catalog import NUMBERS, Spec
 from transaxle.formats.dcp.draft import draft
 from transaxle.formats.dcp.metadata import METADATA
 from transaxle.formats.dcp.reader import open_dcp

@@ -20,8 +20,7 @@ from folder import HeldFolder
 from target import run
 
 from transaxle.errors import TransaxleError, refuse
-from transaxle.formats.catalog.catalog import Container, Entry
-from transaxle.formats.catalog.inline import NUMBERS
+from transaxle.formats.catalog import NUMBERS, Container, Entry
 from transaxle.formats.deepspeed import keys
 from transaxle.formats.deepspeed.metadata.info_draft import collected
 from transaxle.formats.deepspeed.metadata.record import Record

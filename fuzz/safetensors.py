@@ -16,9 +16,8 @@ from held import Held
 from target import run
 
 from transaxle.errors import Refused
-from transaxle.formats.catalog.catalog import Spec
-from transaxle.formats.safetensors.draft import draft
-from transaxle.formats.safetensors.reader import open_safetensors
+from transaxle.formats.catalog import Spec
+from transaxle.formats.safetensors import draft, open_safetensors
 
 _FILE = "fuzz.safetensors"
 _CODES = {"CORRUPT", "NAME_COLLISION", "OVERLAP", "UNSUPPORTED"}

@@ -12,8 +12,7 @@ from held import Held
 from target import run
 
 from transaxle.errors import Refused
-from transaxle.formats.catalog.catalog import Spec
-from transaxle.formats.catalog.inline import NUMBERS
+from transaxle.formats.catalog import NUMBERS, Spec
 from transaxle.formats.pickled.descriptors import DType, Persistent, StorageType, TensorRef
 from transaxle.formats.pickled.writer import write_pickle
 from transaxle.formats.torch_file.draft import draft

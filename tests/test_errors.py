@@ -11,7 +11,7 @@ import pytest
 import transaxle as tx
 from tests import checkpoints
 from transaxle.errors import LONGEST_NAME, Refusal, Where, gathered, shortened
-from transaxle.formats.storage.os_errors import failed
+from transaxle.formats.storage.local import failed
 
 
 def test_a_long_name_is_cut_in_the_middle() -> None:

@@ -125,8 +125,8 @@ RAW = Format(
 RAW_FILES = """
 import json
 
-from transaxle.formats.catalog.catalog import Container, Draft, Entry, Extent, Fragment
-from transaxle.formats.catalog.sidecar_files import sort_sidecars
+from transaxle.formats.catalog import Container, Draft, Entry, Extent, Fragment
+from transaxle.formats.registry import sort_sidecars
 from transaxle.formats.dtype import nbytes
 
 

@@ -16,9 +16,8 @@ from transaxle.axes.layout.bind import Bound, bind, group, score, split_slot
 from transaxle.axes.layout.relayout import Copier, Target
 from transaxle.axes.layout.solve import Shape
 from transaxle.axes.notation import tables
-from transaxle.axes.notation.family import Family, Sizes
-from transaxle.axes.notation.number_format import Recode
-from transaxle.axes.notation.number_format import same as unchanged
+from transaxle.axes.notation.family import Family, Recode, Sizes
+from transaxle.axes.notation.family import same as unchanged
 from transaxle.axes.translation.translate import Translation, translate
 
 Array = npt.NDArray[Any]

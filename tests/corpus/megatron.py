@@ -10,7 +10,7 @@ import transaxle as tx
 from tests.checkpoints import tiny
 from tests.corpus.case import Case
 from transaxle.errors import Code
-from transaxle.formats.catalog.sidecar_files import MANIFEST
+from transaxle.formats.registry import MANIFEST
 
 ABOUT, COMMON, RELEASE = "metadata.json", "common.pt", "release"
 SAID = {

@@ -9,7 +9,7 @@ from typing import Any
 from transaxle.axes.geometry.strided import Loop
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.checkpoint.settings import settings
-from transaxle.formats.catalog.catalog import Container, Entry, Extent
+from transaxle.formats.catalog import Container, Entry, Extent
 from transaxle.formats.storage.compiled import StepBatch
 from transaxle.formats.storage.storage import Listing
 

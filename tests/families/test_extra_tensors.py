@@ -23,7 +23,7 @@ from transaxle.axes.notation.family import Dialect, Family, Line, Sizes
 from transaxle.axes.translation.translate import Translation, translate
 from transaxle.errors import Code, TransaxleError
 from transaxle.families import builtin
-from transaxle.formats.catalog.catalog import Entry, Extent
+from transaxle.formats.catalog import Entry, Extent
 
 Shapes = Mapping[str, tuple[int, ...]]
 SAMPLE = ("llama", "deepseek_v3", "qwen3_moe", "nemotron_h", "hy_v3")

@@ -18,7 +18,7 @@ from transaxle.axes.layout.relayout import Target
 from transaxle.axes.notation.family import Sizes
 from transaxle.axes.translation.translate import Translation, translate
 from transaxle.families import builtin
-from transaxle.formats.catalog.catalog import Entry, Extent
+from transaxle.formats.catalog import Entry, Extent
 
 D, INNER, F, E, S, N = 12, 20, 7, 3, 14, 11
 SIZES = {

@@ -14,7 +14,7 @@ from transaxle.axes.notation.family import Family
 from transaxle.axes.notation.formula import Formula
 from transaxle.axes.notation.name import Name
 from transaxle.axes.notation.tables import read
-from transaxle.families import base, builtin, spelling
+from transaxle.families import base, builtin, read_spelled, spell_out
 
 EVERYTHING = """
 family toy
@@ -80,7 +80,7 @@ def _shared(family: Family) -> list[list[int]]:
 
 def test_everything_a_table_says_is_kept() -> None:
     (family,) = read(EVERYTHING)
-    again = spelling.decode(spelling.encode(family))
+    again = read_spelled(spell_out(family))
     assert _dump(again) == _dump(family)
     assert _shared(again) == _shared(family)
     assert again.tensors["up"].when is not None

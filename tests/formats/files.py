@@ -10,8 +10,8 @@ from typing import Any
 
 import safetensors
 
-from transaxle.formats.catalog.catalog import Container, Entry
-from transaxle.formats.safetensors.header import Header, read_header
+from transaxle.formats.catalog import Container, Entry
+from transaxle.formats.safetensors import Header, read_header
 from transaxle.formats.storage.local import LocalStorage
 
 FILE = "model.safetensors"

@@ -11,9 +11,8 @@ import pytest
 
 from tests.formats.files import FILE, INDEX, info, made, names_in, open_files
 from transaxle.errors import Code, StorageError, TransaxleError, UsageError
-from transaxle.formats.catalog.sidecar_files import SCRATCH
 from transaxle.formats.detect import open_container
-from transaxle.formats.registry import builtin
+from transaxle.formats.registry import SCRATCH, builtin
 
 ONE = made({"a": info("F32", [1], 0, 4)}, bytes(4))
 SHARD = "model-00001-of-00002.safetensors"

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from transaxle.errors import Refused
-from transaxle.formats.catalog.catalog import Container, Draft, Entry, Extent, Fragment, Spec
+from transaxle.formats.catalog import Container, Draft, Entry, Extent, Fragment, Spec
 from transaxle.formats.detect import open_container
 from transaxle.formats.format import Clue, Format, ending
 from transaxle.formats.package_checks import check_container, check_draft

@@ -10,7 +10,7 @@ import pytest
 
 import transaxle
 from transaxle.formats import builtin_formats
-from transaxle.formats.catalog.catalog import Spec
+from transaxle.formats.catalog import Spec
 from transaxle.formats.format import Clue, Format, imported
 from transaxle.formats.registry import (
     begins_right,

@@ -22,7 +22,7 @@ from tests import checkpoints
 from tests.engine import quantized
 from tests.formats.deepspeed import made
 from tests.formats.megatron.legacy import run as ranks
-from transaxle.formats.catalog.sidecar_files import MANIFEST
+from transaxle.formats.registry import MANIFEST
 
 _LLAMA = {"d": 64, "f": 128, "g": 2, "r": 2, "head": 32, "layers": 2}
 _QUANTIZED = {"d": 128, "f": 256, "g": 2, "r": 2, "head": 32}

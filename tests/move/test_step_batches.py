@@ -20,14 +20,12 @@ from tests.checkpoints import write
 from tests.engine.killed import one_by_one
 from transaxle.engine.copying.side_by_side import Compared, Pair
 from transaxle.errors import Refused
-from transaxle.formats.catalog.catalog import Checksum
-from transaxle.formats.catalog.checksums import Witness
-from transaxle.formats.catalog.inline import NUMBERS, NumbersInMemory
-from transaxle.formats.staging.writer import Writer
+from transaxle.formats.catalog import NUMBERS, Checksum, NumbersInMemory
+from transaxle.formats.checksums import Witness
+from transaxle.formats.staging.staging import Writer
 from transaxle.formats.storage import compiled
 from transaxle.formats.storage.local import LocalStorage
-from transaxle.formats.storage.storage import InMemoryFile, Storage, VirtualFiles
-from transaxle.formats.storage.sub_folder import SubFolder
+from transaxle.formats.storage.storage import InMemoryFile, Storage, SubFolder, VirtualFiles
 from transaxle.move import hashing, workers
 from transaxle.move.hashing import HashingFiles, ItemHash
 from transaxle.move.mover import Movement

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.engine import law
 from transaxle.axes.geometry.strided import Loop
-from transaxle.formats.storage.strided_reads import read_each
+from transaxle.formats.storage.compiled import read_each
 from transaxle.move.strided_fill import Scratch, fill
 from transaxle.move.transfer import Transfer, active, clip, lower
 

@@ -10,21 +10,18 @@ Numpy at most, no torch, no files. One noun a module, from the small to the larg
     name         the left-hand side: which axes live in the stored name
     linear_regex regular expressions of a stranger's file, in linear time
     formula      the arithmetic over config keys in which a table gives sizes and conditions
-    family       families, dialects and sizes as values; `tables` reads them from text
-    unify        axes that a conversion never separates are one
-    solve        sizes that shapes imply
-    inseparable  sums that a conversion never takes apart move whole
+    family       families, dialects, sizes and number formats as values; `tables` reads them from text
+    solve        sizes that shapes imply, and which axes need one: those that a conversion separates
     piece        a layout, whole or cut, as boxes with their places; two of them meet in a copy
     chunk        which positions of a dim a rank of a mesh holds
     ranges       which positions of a stored dim belong to some indices of its axes
     divide       how a stored tensor was cut, told by the table and the shards' shapes
     bind         the names of a checkpoint read through a dialect
     relayout     target tensors as box copies from stored tensors
-    holdings     what a bound checkpoint has of each logical tensor
-    complete     what it lacks
-    agree        what must prove equal in it
-    undecided_lines  lines whose conditions only its names can decide
+    holdings     what a bound checkpoint has of each logical tensor, and which copies in it must prove equal
+    unmatched    tensors and lines without a counterpart: missing, added, unplaced, undecided
     translate    a checkpoint in another dialect: all of the above
+    grouped      N tensors under numbered names, or stacked in one
     retile       which source tile each target tile lies in
     tile         block scales, which follow the codes wherever every tile stays whole
 """

@@ -21,7 +21,7 @@ from transaxle.cli.screen.screen import Screen
 from transaxle.engine.facts.moves import RENAMED, UNCHANGED, rules, words
 from transaxle.errors import refuse
 from transaxle.extras import install
-from transaxle.formats.storage.os_errors import failed
+from transaxle.formats.storage.local import failed
 
 _SIZES = {
     "vocab_size": 56,

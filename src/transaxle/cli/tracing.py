@@ -18,7 +18,7 @@ from transaxle.engine.checkpoint.checkpoint import open_checkpoint
 from transaxle.engine.checkpoint.recognise import IDENTITY
 from transaxle.engine.checkpoint.settings import CONFIG
 from transaxle.errors import Code, TransaxleError, refuse
-from transaxle.formats.catalog.sidecar_files import ADAPTER_CONFIG
+from transaxle.formats.registry import ADAPTER_CONFIG
 from transaxle.formats.staging.location import staging_at
 
 _UNKNOWN: Code = "UNKNOWN_FAMILY"

@@ -15,7 +15,7 @@ from transaxle.derivation.fitting.element_numbers import FLOOR, Places, drawn, l
 from transaxle.derivation.fitting.trace import EXACT, Numbers, Underivable
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from transaxle.errors import refuse
-from transaxle.formats.storage.os_errors import failed
+from transaxle.formats.storage.local import failed
 
 _DTYPES = ("float32", "float64")
 """dtypes of numbered checkpoints, the preferred one first."""

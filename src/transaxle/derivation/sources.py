@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from transaxle.arguments import Overwrite, PathLike
-from transaxle.axes.inheritance.statement import WORD
+from transaxle.axes.notation.statement import WORD
 from transaxle.derivation.fitting.trace import Shape, Trace, Underivable, told
 from transaxle.derivation.numbering import numbered
 from transaxle.derivation.proof import misfits, prove

@@ -20,15 +20,24 @@ from msgspec.structs import replace
 from transaxle.arguments import Weights
 from transaxle.errors import LONGEST_NAME, Refusal, TransaxleError, Where, gathered, refuse
 from transaxle.formats.builtin_formats import DCP, DCP_DATA, DCP_METADATA, SAFETENSORS, TORCH
-from transaxle.formats.catalog.catalog import Container
-from transaxle.formats.catalog.checksums import witnessed
-from transaxle.formats.catalog.sidecar_files import MANIFEST, SCRATCH, STATE_FOLDER
+from transaxle.formats.catalog import Container
+from transaxle.formats.checksums import witnessed
 from transaxle.formats.format import INDEX, Clue, Folder, Format
 from transaxle.formats.newest_step import check_newest, listed
-from transaxle.formats.registry import builtin, every_format, find, installed, one_file_ends, unknown, unread_end
+from transaxle.formats.registry import (
+    MANIFEST,
+    SCRATCH,
+    STATE_FOLDER,
+    builtin,
+    every_format,
+    find,
+    installed,
+    one_file_ends,
+    unknown,
+    unread_end,
+)
 from transaxle.formats.staging.location import storage_at
-from transaxle.formats.storage.storage import Storage, is_url, too_long
-from transaxle.formats.storage.sub_folder import SubFolder
+from transaxle.formats.storage.storage import Storage, SubFolder, is_url, too_long
 
 if TYPE_CHECKING:
     from transaxle.formats.deepspeed.table_cuts import Cutter

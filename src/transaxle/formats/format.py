@@ -21,7 +21,7 @@ from transaxle.errors import TransaxleError, refuse
 from transaxle.plugins import aside, is_users
 
 if TYPE_CHECKING:
-    from transaxle.formats.catalog.catalog import Container, Draft
+    from transaxle.formats.catalog import Container, Draft
     from transaxle.formats.storage.storage import Storage
 
 INDEX = ".index.json"

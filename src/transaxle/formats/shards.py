@@ -15,11 +15,11 @@ from typing import Generic, Protocol, TypeVar
 import msgspec
 
 from transaxle.errors import Faults, Refusal, TransaxleError, Where, gathered, refuse
-from transaxle.formats.catalog.catalog import Draft, Entry, Fragment, Spec
-from transaxle.formats.catalog.sidecar_files import STATE_FOLDER
-from transaxle.formats.catalog.strict_json import MAX_PAIRS, NotJsonError, dropped, members, pairs_in, repeated
+from transaxle.formats.catalog import Draft, Entry, Fragment, Spec
 from transaxle.formats.format import INDEX
+from transaxle.formats.registry import STATE_FOLDER
 from transaxle.formats.storage.storage import Storage, is_plain
+from transaxle.formats.strict_json import MAX_PAIRS, NotJsonError, dropped, members, pairs_in, repeated
 from transaxle.formats.training_state.state import OPTIMIZER
 
 MOST_FILES = 10_000

@@ -20,12 +20,10 @@ from msgspec.structs import replace
 
 from transaxle.errors import Faults, Refusal, Refused, TransaxleError, Where, gathered
 from transaxle.formats.builtin_formats import TORCH
-from transaxle.formats.catalog.catalog import Container, Entry, Extent, Twin
-from transaxle.formats.catalog.inline import NUMBERS, NumbersInMemory
-from transaxle.formats.catalog.sidecar_files import ADAPTER_CONFIG, SidecarFiles, is_of_model, sort_sidecars
+from transaxle.formats.catalog import NUMBERS, Container, Entry, Extent, NumbersInMemory, Twin
 from transaxle.formats.format import Folder
-from transaxle.formats.storage.storage import Storage, layer
-from transaxle.formats.storage.sub_folder import LiftedFiles, Renaming
+from transaxle.formats.registry import ADAPTER_CONFIG, SidecarFiles, is_of_model, sort_sidecars
+from transaxle.formats.storage.storage import LiftedFiles, Renaming, Storage, layer
 from transaxle.formats.torch_file.saved import read_saved
 from transaxle.formats.training_items import TrainingItem
 from transaxle.formats.training_state.state import LEFT_BEHIND, OPTIMIZER, TRAINING

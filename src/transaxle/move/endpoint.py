@@ -36,7 +36,7 @@ class NotingFiles(Readable, Protocol):
     def note_strided(
         self, batch: StepBatch, name: str, offset: int, view: memoryview, width: int, loops: Sequence[Loop]
     ) -> None:
-        """Read runs as `strided_reads.read_strided`, together with the rest of a batch."""
+        """Read runs as `compiled.read_strided`, together with the rest of a batch."""
 
 
 class Memory(Readable, Protocol):

@@ -21,10 +21,10 @@ import msgspec
 
 from transaxle.encodings.error import Error
 from transaxle.errors import refuse
-from transaxle.formats.catalog.checksums import SummedRange
+from transaxle.formats.checksums import SummedRange
 from transaxle.formats.parts.part_layout import KeptShare, SentPart
 from transaxle.formats.staging.place import ITEMS, JOURNAL
-from transaxle.formats.storage.os_errors import failed
+from transaxle.formats.storage.local import failed
 from transaxle.move.hashing import digest
 
 _HEAD = b"transaxle journal 3 "

@@ -8,8 +8,7 @@ from math import gcd, prod
 from typing import TYPE_CHECKING, Any
 
 from transaxle.axes.geometry.strided import Loop
-from transaxle.formats.storage.compiled import StepBatch
-from transaxle.formats.storage.strided_reads import FileRange, of_transpose, read_ranges, read_strided, transposed
+from transaxle.formats.storage.compiled import FileRange, StepBatch, of_transpose, read_ranges, read_strided, transposed
 from transaxle.move.endpoint import Bytes, NotingFiles, Readable
 from transaxle.move.transfer import Transfer
 
@@ -39,12 +38,12 @@ class Noting:
         self._files.note_read(self.batch, name, offset, view)
 
     def read_ranges(self, ranges: Sequence[FileRange]) -> None:
-        """See `formats.storage.strided_reads.read_ranges`."""
+        """See `formats.storage.compiled.read_ranges`."""
         for name, offset, view in ranges:
             self._files.note_read(self.batch, name, offset, view)
 
     def read_strided(self, name: str, offset: int, view: memoryview, width: int, loops: Sequence[Loop]) -> None:
-        """See `formats.storage.strided_reads.read_strided`."""
+        """See `formats.storage.compiled.read_strided`."""
         self._files.note_strided(self.batch, name, offset, view, width, loops)
 
     def lays(self, held: Bytes, transfer: Transfer, out: Bytes, at: int) -> bool:

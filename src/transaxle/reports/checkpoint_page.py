@@ -18,7 +18,7 @@ from transaxle.engine.facts.value_facts import CheckpointValues, TensorValues
 from transaxle.engine.fold import fold, ranges
 from transaxle.engine.number_text import parameters, plural, size
 from transaxle.errors import shortened
-from transaxle.formats.catalog.inline import NUMBERS
+from transaxle.formats.catalog import NUMBERS
 from transaxle.reports.html_page import MOST_ROWS, Column, Figure, Page, Section, Table, capped, shades
 from transaxle.reports.layout_rows import LayoutRow, layout_rows
 from transaxle.reports.unusual import looked_for, unusual

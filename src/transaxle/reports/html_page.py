@@ -22,7 +22,7 @@ from typing import Any
 
 from transaxle.errors import refuse, shortened
 from transaxle.formats.staging.access import opened_draft
-from transaxle.formats.storage.os_errors import failed
+from transaxle.formats.storage.local import failed
 
 MARK = b"<!doctype html><!-- a report of transaxle -->"
 """How every report begins: what begins otherwise is never replaced."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from transaxle.axes.layout.chunk_cuts import chunk_cuts
-from transaxle.axes.layout.relayout import Target
+from transaxle.axes.layout.relayout import Target, chunk_cuts
 from transaxle.axes.notation.expression import parse
 
 SIZES = {"l": 2, "e": 3, "h": 4, "i": 5}

@@ -13,8 +13,7 @@ from tests.axes.toy import only_refusal
 from transaxle.axes.layout.relayout import Copier
 from transaxle.axes.layout.tile import scales
 from transaxle.axes.notation import tables
-from transaxle.axes.notation.family import Family
-from transaxle.axes.notation.number_format import PLAIN, WORDS, NumberFormat, words
+from transaxle.axes.notation.family import PLAIN, WORDS, Family, NumberFormat, words
 from transaxle.encodings.encoding import ENCODINGS
 from transaxle.errors import Refused
 from transaxle.families import builtin

@@ -16,7 +16,7 @@ from tests.axes.toy import CONFIG, TOY, model, packed
 from transaxle.axes.layout.relayout import Copier, Target
 from transaxle.axes.notation.family import Sizes
 from transaxle.axes.translation import translate as module
-from transaxle.axes.translation.alike_tensors import AlikePart, Grid, grids
+from transaxle.axes.translation.holdings import AlikePart, Grid, grids
 from transaxle.axes.translation.translate import Translation
 from transaxle.errors import TransaxleError
 

@@ -10,15 +10,17 @@ import numpy as np
 import pytest
 
 from transaxle.axes.layout.relayout import Copier, Target
-from transaxle.axes.translation.expert_sets import Arranged, arranged, groups
 from transaxle.axes.translation.grouped import (
     COLUMN,
     MEMBERS,
     ROWS,
     STACK,
     STORED,
+    Arranged,
     Packing,
     Stem,
+    arranged,
+    groups,
     numbered,
     regrouped,
     table,

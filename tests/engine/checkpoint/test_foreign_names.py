@@ -20,7 +20,7 @@ from transaxle.axes.translation.translate import translate
 from transaxle.engine.checkpoint.foreign_names import half_converted
 from transaxle.errors import Refusal
 from transaxle.families import builtin
-from transaxle.formats.catalog.catalog import Entry, Extent
+from transaxle.formats.catalog import Entry, Extent
 
 CONFIG = checkpoints.CONFIG
 WRAPPED = {"model_type": "unheard_of_vl", "text_config": CONFIG}

@@ -18,7 +18,7 @@ from tests.cli.running import flip
 from tests.engine import killed, quantized
 from tests.engine.distribute.test_executor import Backwards
 from transaxle.engine.checkpoint.source_hashes import HashWitness, hold
-from transaxle.formats.catalog.sidecar_files import MANIFEST
+from transaxle.formats.registry import MANIFEST
 from transaxle.move import hashing
 
 FORMS = (

@@ -18,7 +18,7 @@ import transaxle as tx
 from tests.checkpoints import Tensors, write
 from tests.cli.running import flip
 from tests.formats.megatron.legacy import run as megatron
-from transaxle.formats.catalog.sidecar_files import MANIFEST
+from transaxle.formats.registry import MANIFEST
 
 MOST = 40
 """Flips for each format: of places that are spread over the kinds of regions, the files and the offsets."""

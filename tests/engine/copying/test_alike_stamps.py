@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from tests.engine import synthetic
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.copying.source import AlikeStamps, Source
-from transaxle.formats.catalog.catalog import Entry, Extent
+from transaxle.formats.catalog import Entry, Extent
 from transaxle.move.transfer import Transfer
 
 LAYERS, EXPERTS = 3, 4

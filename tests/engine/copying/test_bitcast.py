@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from transaxle.axes.geometry.piece import Interval
 from transaxle.engine.copying.bitcast import positions, redescribed
 from transaxle.errors import Refused
-from transaxle.formats.catalog.catalog import Entry, Extent
+from transaxle.formats.catalog import Entry, Extent
 
 STORED = [
     ("U8", (2, 6, 3, 16), "F4", (2, 6, 96)),

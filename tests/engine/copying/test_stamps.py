@@ -14,8 +14,8 @@ from safetensors.numpy import load_file, save_file
 import transaxle as tx
 from transaxle.engine.copying.source import Source
 from transaxle.engine.copying.stamps import Stamps
-from transaxle.formats.catalog.catalog import Entry, Extent
-from transaxle.formats.safetensors import draft
+from transaxle.formats import safetensors
+from transaxle.formats.catalog import Entry, Extent
 from transaxle.move.transfer import Transfer
 
 LAYERS, EXPERTS, HIDDEN, INNER = 3, 5, 16, 12
@@ -120,7 +120,7 @@ def test_whole_plans_are_those_made_one_by_one(folder: Path, tmp_path: Path, mon
     """Neither stamps nor the short ways for many tensors without problems leave a trace in a plan."""
     made = {to: tx.plan(tx.open(folder), tmp_path / "out", to=to) for to in ("hf", "te", "transformers", "torch_dist")}
     monkeypatch.setattr(Stamps, "filled", lambda *_: None)
-    monkeypatch.setattr(draft, "_are_plain", lambda _: False)
+    monkeypatch.setattr(safetensors, "_are_plain", lambda _: False)
     for to, plan in made.items():
         assert not plan.refusals
         assert tx.plan(tx.open(folder), tmp_path / "out", to=to) == plan

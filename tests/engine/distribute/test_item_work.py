@@ -30,9 +30,9 @@ from transaxle.engine.distribute.item_work import do_item, let_go
 from transaxle.engine.distribute.work_plan import ConversionOrder, WorkPlan, parse_plan, read_plan, share_of, write_plan
 from transaxle.engine.views.encode import Encode
 from transaxle.errors import Code
-from transaxle.formats.catalog.sidecar_files import SCRATCH
+from transaxle.formats.registry import SCRATCH
 from transaxle.formats.staging.place import ITEMS, MOVES, PARTIAL, neighbour
-from transaxle.formats.staging.writer import Writer
+from transaxle.formats.staging.staging import Writer
 from transaxle.move import hashing
 
 SMALL = {**checkpoints.SIZES, "num_hidden_layers": 1, "num_experts": 2}

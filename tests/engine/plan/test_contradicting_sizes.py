@@ -21,7 +21,7 @@ from transaxle.axes.notation.formula import Formula
 from transaxle.axes.translation.translate import Translation, translate
 from transaxle.errors import Refusal
 from transaxle.families import builtin
-from transaxle.formats.catalog.catalog import Entry, Extent
+from transaxle.formats.catalog import Entry, Extent
 
 DIALECTS = ("hf", "transformers", "torchtitan", "megatron", "dcp:automodel", "vllm", "safetensors:identity")
 OPTIONS: dict[str, Any] = {"family": "qwen3_moe", "axes": {"g": 2, "c": 8}}

@@ -23,7 +23,7 @@ from tests.oracles.quiet import quiet
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.checkpoint.settings import settings as said
 from transaxle.errors import UsageError
-from transaxle.formats.catalog.catalog import Container, Entry, Extent
+from transaxle.formats.catalog import Container, Entry, Extent
 
 NAMES = {"block": "b.weight", "stack": "s.weight", "four": "m.down_proj", "nv": "n.weight", "tensor": "t.weight"}
 

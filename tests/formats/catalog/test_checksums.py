@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 import transaxle as tx
 from tests.corpus.checksums import flip
-from transaxle.formats.catalog.catalog import Checksum
-from transaxle.formats.catalog.checksums import Tally, Witness, joined
+from transaxle.formats.catalog import Checksum
+from transaxle.formats.checksums import Tally, Witness, joined
 from transaxle.formats.storage.compiled import StepBatch
 from transaxle.formats.storage.local import LocalStorage
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 import transaxle as tx
 from transaxle.axes.geometry.strided import Loop
-from transaxle.formats.catalog.catalog import Checksum
-from transaxle.formats.catalog.checksums import Tally, Witness, _cover, _moved
+from transaxle.formats.catalog import Checksum
+from transaxle.formats.checksums import Tally, Witness, _cover, _moved
 from transaxle.formats.storage.compiled import new_batch
 from transaxle.formats.storage.local import LocalStorage
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from transaxle.errors import Faults, Refusal
-from transaxle.formats.catalog.catalog import Spec
+from transaxle.formats.catalog import Spec
 from transaxle.formats.dcp import metadata
 from transaxle.formats.dcp.allowed_classes import NAMES
 from transaxle.formats.dcp.metadata import METADATA, Payload, SavedItem, read_metadata

@@ -9,12 +9,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 
 import transaxle as tx
 from tests.formats.deepspeed.built import write_old
 from tests.formats.deepspeed.zero.test_truth import differing
 from tests.oracles.deepspeed_peer.case import BY_NAME, CASES, FP32, LOW, STATES, Case
 from tests.oracles.deepspeed_peer.farm import Farm
+from tests.oracles.option_sources import write
+from transaxle.arguments import Weights
 from transaxle.formats.deepspeed import keys
 from transaxle.formats.training_state.state import OPTIMIZER
 
@@ -208,3 +212,17 @@ def test_other_rules_would_give_other_values(farm: Farm, old: Any, tmp_path: Pat
     with tx.open(old(FUSED), **known) as ck:
         different = differing(ck, farm.truth(FUSED, FP32))
     assert different == [f"layers.{layer}.self_attn.qkv_proj.weight" for layer in (0, 1)]
+
+
+@pytest.mark.parametrize("weights", ["fp32", "lp"])
+def test_norms_that_drifted_apart_become_their_mean(weights: Weights, tmp_path: Path) -> None:
+    """In both precisions: what is not read has drifted, too, and does not stand against it."""
+    source = write("replicas", "llama", tmp_path / "run")
+    with pytest.raises(tx.TransaxleError, match="--average-replicas") as caught:
+        tx.convert(source.path, tmp_path / "out", to="hf", weights=weights)
+    assert {refusal.code for refusal in caught.value.refusals} == {"UNEQUAL_COPIES"}
+    tx.convert(source.path, tmp_path / "out", to="hf", weights=weights, average=True)
+    found = load_file(tmp_path / "out/model.safetensors")
+    wanted = source.weights[weights]
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())

@@ -18,10 +18,10 @@ from safetensors import SafetensorError
 from tests.formats.files import FILE, header_of, info, library, made, raw
 from tests.work import peak
 from transaxle.errors import Code, Refused, TransaxleError
-from transaxle.formats.catalog.catalog import Spec
-from transaxle.formats.catalog.strict_json import MAX_PAIRS
+from transaxle.formats.catalog import Spec
 from transaxle.formats.dtype import BITS
-from transaxle.formats.safetensors.header import MAX_DIMS, MAX_HEADER, METADATA, encode_header, parse_header
+from transaxle.formats.safetensors import MAX_DIMS, MAX_HEADER, METADATA, encode_header, parse_header
+from transaxle.formats.strict_json import MAX_PAIRS
 
 ONE = info("F32", [1], 0, 4)
 FOUR = b"\0" * 4

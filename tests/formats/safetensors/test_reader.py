@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from tests.formats.files import FILE, INDEX, dense, info, made
 from transaxle.errors import Code, Refusal, TransaxleError
-from transaxle.formats.catalog.catalog import Container
+from transaxle.formats.catalog import Container
 from transaxle.formats.detect import open_container
 from transaxle.formats.dtype import BITS
 

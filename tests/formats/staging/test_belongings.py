@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 import transaxle as tx
 from tests import checkpoints
 from transaxle.errors import UsageError
-from transaxle.formats.staging import place, syscalls
-from transaxle.formats.staging.belongings import LocalFolder, irreplaceable, strangers
+from transaxle.formats.staging import place
+from transaxle.formats.staging.place import LocalFolder, irreplaceable, strangers
 
 DEEPSPEED = (
     "latest", "zero_to_fp32.py", "global_step7/mp_rank_00_model_states.pt",
@@ -149,7 +149,7 @@ def test_what_came_while_it_was_written_stays(tmp_path: Path, monkeypatch: pytes
     """A note that appears between the last look and the exchange is not deleted: the old folder comes back."""
     source, out = checkpoints.tiny(tmp_path / "ck"), tmp_path / "out"
     tx.convert(source, out, to="hf")
-    for exchange in (syscalls.exchange, lambda *_: False):
+    for exchange in (place.exchange, lambda *_: False):
         check = place.TargetPlace.check
 
         def late(self: place.TargetPlace, hint: str = "", check: Any = check) -> None:

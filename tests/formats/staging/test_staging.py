@@ -18,7 +18,6 @@ from tests.formats.files import names_in, open_files
 from transaxle.errors import Code, Refused, StorageError, UsageError
 from transaxle.formats.staging import place as place_module
 from transaxle.formats.staging import staging as staging_module
-from transaxle.formats.staging import syscalls
 from transaxle.formats.staging.staging import Staging
 from transaxle.formats.storage.storage import Handles
 
@@ -435,14 +434,14 @@ def test_a_file_too_large_for_the_system(
 
 
 def test_without_the_calls_of_linux(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(syscalls, "_linux", lambda *_: None)
+    monkeypatch.setattr(place_module, "_linux", lambda *_: None)
     committed(target)
     with Staging(target, overwrite=True) as staging:
         fill(staging, OLD)
         staging.commit()
     assert held(target) == OLD
     with pytest.raises(FileExistsError):
-        syscalls.rename_new(str(target), str(target.parent))
+        place_module.rename_new(str(target), str(target.parent))
 
 
 @pytest.mark.parametrize("tamper", [Path.unlink, lambda path: os.truncate(path, 3)])
@@ -464,7 +463,7 @@ def test_what_is_durable_before_the_rename(target: Path, monkeypatch: pytest.Mon
 
     def renamed(old: str, new: str) -> None:
         done.append("rename")
-        syscalls.rename_new(old, new)
+        place_module.rename_new(old, new)
 
     monkeypatch.setattr(os, "fsync", spy)
     monkeypatch.setattr(place_module, "rename_new", renamed)

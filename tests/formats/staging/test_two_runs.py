@@ -13,7 +13,7 @@ from tests.checkpoints import write
 from tests.formats.faulty_proxy import Exchange, FaultyProxy
 from tests.formats.s3_server import Bucket
 from transaxle.errors import TransaxleError
-from transaxle.formats.catalog.sidecar_files import MANIFEST
+from transaxle.formats.registry import MANIFEST
 from transaxle.formats.remote.hidden_objects import HiddenObjects
 from transaxle.formats.staging.upload import Upload
 

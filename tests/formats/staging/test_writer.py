@@ -7,13 +7,12 @@ from pathlib import Path
 import pytest
 
 import transaxle as tx
-from transaxle.formats.staging import claim
-from transaxle.formats.staging.staging import Staging
-from transaxle.formats.staging.writer import Writer
+from transaxle.formats.staging import leftovers
+from transaxle.formats.staging.staging import Staging, Writer
 
 
 def test_a_shared_claim_lets_writers_in_and_nobody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(claim, "_PATIENCE", 0.2)
+    monkeypatch.setattr(leftovers, "_PATIENCE", 0.2)
     target = tmp_path / "out"
     with Staging(target, resume=True) as stage:
         stage.prepare({"a": 4})

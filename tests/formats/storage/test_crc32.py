@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transaxle.formats.storage import crc32 as module
-from transaxle.formats.storage.crc32 import crc32, crc32_each
+from transaxle.formats import checksums as module
+from transaxle.formats.checksums import crc32, crc32_each
 
 DATA = np.random.default_rng(0).integers(0, 256, 1 << 17, np.uint8).tobytes()
 COMPILED = module.load_crc32()

@@ -9,7 +9,7 @@ import pytest
 
 from transaxle.errors import Refused
 from transaxle.formats.storage.local import LocalStorage
-from transaxle.formats.storage.near_reads import NearReads
+from transaxle.formats.storage.storage import NearReads
 
 SIZE = 1 << 18
 

@@ -13,17 +13,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from transaxle.errors import Refused
-from transaxle.formats.catalog.catalog import Checksum
-from transaxle.formats.catalog.checksums import Witness
-from transaxle.formats.catalog.inline import NUMBERS, NumbersInMemory
-from transaxle.formats.storage import strided_reads
+from transaxle.formats.catalog import NUMBERS, Checksum, NumbersInMemory
+from transaxle.formats.checksums import Witness
+from transaxle.formats.storage import compiled
+from transaxle.formats.storage.compiled import FileRange, read_ranges
 from transaxle.formats.storage.local import LocalStorage
-from transaxle.formats.storage.storage import InMemoryFile, Storage, VirtualFiles
-from transaxle.formats.storage.strided_reads import FileRange, read_ranges
-from transaxle.formats.storage.sub_folder import SubFolder
+from transaxle.formats.storage.storage import InMemoryFile, Storage, SubFolder, VirtualFiles
 
 DATA = {f"{number}.bin": os.urandom(5000) for number in range(3)}
-COMPILED = strided_reads.load_ranges()
+COMPILED = compiled.load_ranges()
 
 
 def halting(numbers: int, total: int, first: int) -> int:
@@ -39,7 +37,7 @@ WAYS |= {} if COMPILED is None else {"compiled": COMPILED, "halting": halting}
 @pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each way of reading in turn."""
-    monkeypatch.setattr(strided_reads, "load_ranges", lambda: WAYS[request.param])
+    monkeypatch.setattr(compiled, "load_ranges", lambda: WAYS[request.param])
 
 
 @pytest.fixture

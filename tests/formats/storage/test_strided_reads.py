@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 
 from transaxle.axes.geometry.strided import Loop
 from transaxle.errors import Refused, StorageError
-from transaxle.formats.catalog.inline import NUMBERS, NumbersInMemory
+from transaxle.formats.catalog import NUMBERS, NumbersInMemory
 from transaxle.formats.storage import compiled
-from transaxle.formats.storage import strided_reads as strided
+from transaxle.formats.storage import compiled as strided
+from transaxle.formats.storage.compiled import read_strided
 from transaxle.formats.storage.local import LocalStorage
 from transaxle.formats.storage.storage import VirtualFiles
-from transaxle.formats.storage.strided_reads import read_strided
 from transaxle.move.endpoint import Bytes
 from transaxle.move.strided_fill import scatter
 from transaxle.move.transfer import Transfer
@@ -31,7 +31,7 @@ from transaxle.move.transfer import Transfer
 FILE, MADE = "a.bin", "made"
 DATA = np.random.default_rng(0).integers(1, 256, 1 << 16, np.uint8).tobytes()
 """No byte is 0: what no run writes stays 0."""
-COMPILED = strided.load()
+COMPILED = strided.load_runs()
 compilers = [path for name in ("cc", "gcc", "clang") if (path := shutil.which(name))]
 needs_loop = pytest.mark.skipif(COMPILED is None, reason="the loop is not built here")
 
@@ -54,7 +54,7 @@ WAYS |= {} if COMPILED is None else {"compiled": COMPILED, "halting": halting}
 @pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each way of reading in turn."""
-    monkeypatch.setattr(strided, "load", lambda: WAYS[request.param])
+    monkeypatch.setattr(strided, "load_runs", lambda: WAYS[request.param])
 
 
 @pytest.fixture
@@ -139,7 +139,7 @@ def test_a_failing_disk_is_named(storage: LocalStorage, monkeypatch: pytest.Monk
     def broken(*_: object) -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(strided, "load", lambda: alone)
+    monkeypatch.setattr(strided, "load_runs", lambda: alone)
     monkeypatch.setattr(os, "preadv", broken)
     with pytest.raises(StorageError) as caught:
         read_strided(storage, FILE, 10, memoryview(bytearray(8)), 4, [(2, 100, 4)])
@@ -215,7 +215,7 @@ def test_a_loop_of_another_source_is_not_used(monkeypatch: pytest.MonkeyPatch, t
     changed.write_bytes(compiled.SOURCE.read_bytes() + b"\n")
     false = tmp_path / compiled.LIBRARY.name
     false.write_bytes(b"\x7fELF")
-    load = strided.load.__wrapped__
+    load = strided.load_runs.__wrapped__
     assert load() is not None
     with monkeypatch.context() as patch:
         patch.setattr(compiled, "SOURCE", changed)

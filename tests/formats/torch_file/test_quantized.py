@@ -45,7 +45,7 @@ from tests.oracles.te_pickles import (
     restored,
 )
 from transaxle.errors import Code, TransaxleError
-from transaxle.formats.catalog.catalog import Container
+from transaxle.formats.catalog import Container
 from transaxle.formats.detect import open_container
 from transaxle.formats.pickled.descriptors import DType, Quantized
 from transaxle.formats.torch_file.quantized_tensors import AMAX, HALVED, NOTE, SCALE

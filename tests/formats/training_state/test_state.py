@@ -10,7 +10,7 @@ from hypothesis import given, reject
 from hypothesis import strategies as st
 
 from transaxle.errors import TransaxleError
-from transaxle.formats.catalog.inline import NUMBERS, number
+from transaxle.formats.catalog import NUMBERS, number
 from transaxle.formats.training_state.state import KeyPath, Leaf, LeafKind, State, arrange
 
 FILE = "checkpoint"

@@ -26,7 +26,7 @@ from tests.live.ranks import run
 from tests.live.sweeps.test_sweep_optimizers import imported
 from tests.live.topologies import FSDP
 from tests.oracles.quiet import quiet
-from transaxle.formats.catalog.sidecar_files import MANIFEST
+from transaxle.formats.registry import MANIFEST
 from transaxle.live.integrations.step_checkpoints import StepCheckpoints, is_complete, remove
 
 pytestmark = pytest.mark.peers

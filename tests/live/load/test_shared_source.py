@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from tests.live.ranks import run
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from transaxle.errors import TransaxleError
-from transaxle.formats.catalog.sidecar_files import MANIFEST
+from transaxle.formats.registry import MANIFEST
 from transaxle.live.load import shared_source
 from transaxle.live.load.load import load
 from transaxle.live.load.shared_source import refuse_different

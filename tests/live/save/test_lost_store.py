@@ -19,7 +19,7 @@ from tests.formats.faulty_proxy import FaultyProxy, proxied
 from tests.formats.s3_server import Bucket, reach_s3
 from tests.live.ranks import DIED, Ranks
 from transaxle.errors import TransaxleError
-from transaxle.formats.catalog.sidecar_files import MANIFEST
+from transaxle.formats.registry import MANIFEST
 from transaxle.formats.staging.upload import Upload
 
 WORLD = 2

@@ -26,8 +26,8 @@ from transaxle.axes.geometry.chunk import Replicated, Shard, StridedShard
 from transaxle.encodings.encoding import FLOAT8, Encoded, Role
 from transaxle.engine.compare.verification import Verification
 from transaxle.errors import Refusal, Where, gathered, refuse
-from transaxle.formats.catalog.catalog import Checksum
-from transaxle.formats.catalog.checksums import Tally
+from transaxle.formats.catalog import Checksum
+from transaxle.formats.checksums import Tally
 from transaxle.live.load import shared_source  # noqa: F401 - puts its records on the list
 from transaxle.live.model import published_codes  # noqa: F401
 from transaxle.live.transport import wire

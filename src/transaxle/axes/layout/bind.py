@@ -2,9 +2,9 @@
 
 Each stored name is one line of the dialect at certain indices, or is listed as ignored, or is unknown. Names match
 whole. One prefix (`module.`, `_orig_mod.`, `language_model.`) is bound once for the checkpoint. Where two lines share a
-name, the encoding in which the tensor is stored decides (`number_format`), the config, or which other tensors there
-are; a name that two lines may still have is refused. A parameter's optimizer state `optim/<parameter>/<state>` follows
-the line of its parameter: states are *slots*. It may be read through another dialect than the weights are.
+name, the encoding in which the tensor is stored decides (`family.NumberFormat`), the config, or which other tensors
+there are; a name that two lines may still have is refused. A parameter's optimizer state `optim/<parameter>/<state>`
+follows the line of its parameter: states are *slots*. It may be read through another dialect than the weights are.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ from msgspec import structs
 from transaxle.axes.layout.relayout import Stored
 from transaxle.axes.layout.solve import Shape, solve
 from transaxle.axes.notation.expression import Expression
-from transaxle.axes.notation.family import Dialect, Family, Line, Sizes
+from transaxle.axes.notation.family import PLAIN, WORDS, Dialect, Family, Line, Sizes, words
 from transaxle.axes.notation.formula import Formula
 from transaxle.axes.notation.name import Hole, Numbering, own_name, own_names, skeleton, skeletons
-from transaxle.axes.notation.number_format import PLAIN, WORDS, words
 from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
 
 WEIGHT = ""
@@ -70,7 +69,7 @@ class Bound(msgspec.Struct, frozen=True):
     unknown: tuple[str, ...]
     """Stored names that the dialect has no line for."""
     encodings: Mapping[str, str] = msgspec.field(default_factory=dict)
-    """Stored name -> its encoding, one of `number_format.WORDS`; names that are not in it are plain."""
+    """Stored name -> its encoding, one of `family.WORDS`; names that are not in it are plain."""
     own: Mapping[str, str] = msgspec.field(default_factory=dict)
     """Stored name -> the name that is read, without wrappers inside it; empty where no name has any."""
     state_dialect: Dialect | None = None
@@ -198,7 +197,7 @@ def bind(
         dialect: the dialect to read them through.
         sizes: axis sizes from the config and the user.
         prefix: text before every name of the dialect.
-        encodings: stored name -> its encoding, one of `number_format.WORDS`; None: all are plain.
+        encodings: stored name -> its encoding, one of `family.WORDS`; None: all are plain.
         stored: the tensors by name; their shapes may show a size without which merged numbers cannot be told apart.
         weights: those that the names are the optimizer's state of, if they are read already; None: they are not.
 

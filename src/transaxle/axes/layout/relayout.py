@@ -8,9 +8,9 @@ tensors.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from itertools import accumulate, product
+from itertools import accumulate, pairwise, product
 from math import prod
 from typing import NamedTuple, Protocol
 
@@ -20,8 +20,7 @@ from msgspec import structs
 from transaxle.axes.geometry.piece import Interval, Meeting, Move, Piece, cut, pieces
 from transaxle.axes.layout.solve import Shape
 from transaxle.axes.notation.expression import Layout, Share
-from transaxle.axes.notation.family import Arithmetic
-from transaxle.axes.notation.number_format import PLAIN, NumberFormat
+from transaxle.axes.notation.family import PLAIN, Arithmetic, NumberFormat
 from transaxle.errors import Refusal, Where, refuse
 
 EXACT = (None, None)
@@ -115,7 +114,7 @@ class Target(msgspec.Struct, frozen=True, eq=False):
     component: str = ""
     """The tensor's name in reports: its logical tensors, comma separated."""
     encoding: str = PLAIN
-    """Encoding in which it is written, one of `number_format.WORDS`."""
+    """Encoding in which it is written, one of `family.WORDS`."""
 
     @property
     def shape(self) -> Shape:
@@ -410,3 +409,46 @@ def _overlaps(chunk: Chunk, spans: Sequence[Interval]) -> bool:
         if first >= stop or start >= first + size:
             return False
     return True
+
+
+def chunk_cuts(
+    targets: Mapping[str, Target], numbered: Mapping[str, Collection[str]]
+) -> dict[str, tuple[tuple[int, ...], ...]]:
+    """Return where chunks begin along the first dims of tensors, without those that are one chunk.
+
+    Args:
+        targets: the tensors.
+        numbered: logical tensor -> axes that other dialects have in its names: layers, experts.
+    """
+    by_layout: dict[int, tuple[tuple[int, ...], ...]] = {}
+    found = {}
+    for name, target in targets.items():
+        key = id(target.layout)
+        if key not in by_layout:
+            by_layout[key] = _cuts(target.layout, numbered)
+        if any(len(starts) > 1 for starts in by_layout[key]):
+            found[name] = by_layout[key]
+    return found
+
+
+def _cuts(layout: Layout, numbered: Mapping[str, Collection[str]]) -> tuple[tuple[int, ...], ...]:
+    cuts: list[tuple[int, ...]] = []
+    # A router has a row for each expert, and yet is one tensor of its layer in every dialect.
+    own = set[str].intersection(*(set(numbered.get(component, ())) for component in layout.shares))
+    for dim, size in enumerate(layout.shape):
+        shares = [share[dim] for share in layout.shares.values()]
+        axes = {share.axes for share in shares}
+        if len(axes) == 1 and all(len(share.axes) == 1 and share.axes[0][0] in own for share in shares):
+            cuts.append(tuple(range(size)))
+            continue
+        # Parts that lie behind each other, such as gate and up, are chunks of their own.
+        spans = sorted((share.offset, share.offset + _length(share.axes)) for share in shares)
+        if all(end <= begin for (_, end), (begin, _) in pairwise(spans)):
+            cuts.append((0, *(begin for begin, _ in spans[1:])))
+        break
+    return tuple(cuts)
+
+
+def _length(axes: tuple[tuple[str, int, int], ...]) -> int:
+    """Return how far a part reaches along a dim."""
+    return axes[0][1] * axes[0][2] if axes else 1

@@ -20,7 +20,7 @@ from functools import cached_property
 
 import msgspec
 
-from transaxle.axes.inheritance.statement import HINT
+from transaxle.axes.notation.statement import HINT
 from transaxle.errors import TransaxleError, refuse
 
 PADDING = "0"

@@ -1,7 +1,12 @@
-"""Families and dialects as values.
+"""Families and dialects as values, and the number formats that a dialect's lines may depend on.
 
 A family lists the logical tensors of a model with their named axes; a dialect says, one line per stored tensor, how a
 framework names and packs them. `tables.read` builds both from text.
+
+A number format is the dtype and encoding of a stored tensor. A layout may depend on it: gpt-oss stores bf16 experts
+transposed, but not its MXFP4 codes. So a line may end in `when mxfp4`, and another line of the same name in `when not
+mxfp4`. The word is true where the tensor at hand is stored, or is about to be written, in that encoding; these words
+are all that the algebra knows of encodings.
 """
 
 from __future__ import annotations
@@ -9,19 +14,47 @@ from __future__ import annotations
 from collections import ChainMap, defaultdict
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import msgspec
 
-from transaxle.axes.inheritance.statement import age
 from transaxle.axes.notation.computed import Steps
 from transaxle.axes.notation.expression import Expression
 from transaxle.axes.notation.formula import Formula
 from transaxle.axes.notation.name import Name
-from transaxle.axes.notation.number_format import WORDS
+from transaxle.axes.notation.statement import ENCODINGS, age
 
 if TYPE_CHECKING:
-    from transaxle.axes.inheritance.written import Written
+    from transaxle.axes.notation.written import Written
+
+
+PLAIN = ""
+"""The encoding of a tensor whose elements are its values."""
+WORDS = ENCODINGS
+"""Names of the encodings in conditions. They are reserved: no axis, tensor or formula may have one of them."""
+
+
+class NumberFormat(NamedTuple):
+    """The dtype of a stored tensor's elements, and its encoding."""
+
+    dtype: str
+    """Safetensors code of its elements, or of its codes."""
+    encoding: str = PLAIN
+    """One of `WORDS`, or `PLAIN`."""
+
+
+Recode = Callable[[str, NumberFormat], NumberFormat]
+"""(target name, format of the source) -> format in which it is written."""
+
+
+def same(_: str, form: NumberFormat) -> NumberFormat:
+    """Keep every tensor's format: a change of layout changes no number."""
+    return form
+
+
+def words(encoding: str) -> dict[str, bool]:
+    """Return the truth of each encoding's word for a tensor of this encoding."""
+    return {word: word == encoding for word in WORDS}
 
 
 class LogicalTensor(msgspec.Struct, frozen=True):
@@ -305,7 +338,7 @@ class Sizes(msgspec.Struct, frozen=True, dict=True):
             formula: the condition; None always holds.
             index: name axis -> index.
             present: words of the condition that mean something at hand -> whether it is so: logical tensors that
-                exist there, and encodings (`number_format.words`).
+                exist there, and encodings (`words`).
         """
         if formula is None:
             return True

@@ -14,10 +14,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice, product
 from math import prod
 
-from transaxle.axes.notation.family import Family, Line, Tie
+from transaxle.axes.notation.family import WORDS, Family, Line, Tie
 from transaxle.axes.notation.formula import Formula
 from transaxle.axes.notation.name import Hole, Name
-from transaxle.axes.notation.number_format import WORDS
 from transaxle.errors import TransaxleError, refuse
 
 _RUN = re.compile(r"[0-9]+")

@@ -26,7 +26,7 @@
       blocks.{l}.w = up[d f]                      when not mxfp4
       blocks.{l}.w = up[f d]                      when mxfp4   # where the tensor is stored in this encoding
 
-What a family or a dialect takes over from another (`like`) is in `inheritance.written` and `inheritance.section`: it is
+What a family or a dialect takes over from another (`like`) is in `written` and `section`: it is
 spelled out before anything is read here. A file may hold families, or only more dialects of a known one
 (`dialect … of FAMILY`).
 """
@@ -41,9 +41,14 @@ from functools import partial
 
 from msgspec import structs
 
-from transaxle.axes.inheritance import written
-from transaxle.axes.inheritance.section import Section, Sections
-from transaxle.axes.inheritance.statement import (
+from transaxle.axes.notation import computed, written
+from transaxle.axes.notation.expression import parse
+from transaxle.axes.notation.family import WORDS, Arithmetic, Cuttable, Dialect, Family, Line, LogicalTensor, Tie
+from transaxle.axes.notation.formula import Formula
+from transaxle.axes.notation.name import Name
+from transaxle.axes.notation.overlap import overlapping, tie_fault
+from transaxle.axes.notation.section import Section, Sections
+from transaxle.axes.notation.statement import (
     ALSO,
     ELSE_ZEROS,
     HINT,
@@ -54,15 +59,8 @@ from transaxle.axes.inheritance.statement import (
     WORD,
     Statement,
     split_when,
-)  # fmt: skip
-from transaxle.axes.inheritance.written import Bases, File, Written
-from transaxle.axes.notation import computed
-from transaxle.axes.notation.expression import parse
-from transaxle.axes.notation.family import Arithmetic, Cuttable, Dialect, Family, Line, LogicalTensor, Tie
-from transaxle.axes.notation.formula import Formula
-from transaxle.axes.notation.name import Name
-from transaxle.axes.notation.number_format import WORDS
-from transaxle.axes.notation.overlap import overlapping, tie_fault
+)
+from transaxle.axes.notation.written import Bases, File, Written
 from transaxle.errors import Refusal, TransaxleError, Where, gathered
 
 _LIKE = re.compile(rf"like\s+{WORD}(?:@[\w.]+)?")

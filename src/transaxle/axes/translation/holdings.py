@@ -1,6 +1,14 @@
 """Holdings: what a bound checkpoint has of each logical tensor: in which lines, at which indices, in which layout.
 
 Everything that needs the stored shapes happens here, once per stored tensor; later steps work on origins.
+
+The layers and experts of one line are usually alike: every combination of the numbers is there, and all tensors have
+one shape and form. Then all else follows from the numbers, and no tensor is looked at until its part of a target is
+read: a rank of a model of 70,000 tensors plans its own part without a walk over the others.
+
+Where several stored tensors are copies of each other, one is read and the others must prove equal before anything is
+committed. A name alone proves nothing: ties, replicas and steps that become one are compared bit by bit while the data
+streams.
 """
 
 from __future__ import annotations
@@ -8,24 +16,195 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import islice
+from itertools import combinations, islice, product
 from math import prod
-from operator import itemgetter
+from operator import attrgetter, itemgetter
+from typing import overload
 
 import msgspec
 from msgspec.structs import replace
 
 from transaxle.axes.layout.bind import WEIGHT, Bound, Index, split_slot
-from transaxle.axes.layout.inseparable import NOTHING
-from transaxle.axes.layout.relayout import Origin, Stored
-from transaxle.axes.layout.solve import Shape, fill, solve
-from transaxle.axes.layout.unify import JOIN, Basis, factors
+from transaxle.axes.layout.relayout import Check, Origin, Stored, Target, TargetPart
+from transaxle.axes.layout.solve import (
+    JOIN,
+    NOTHING,
+    Basis,
+    Shape,
+    factors,
+    fill,
+    solve,
+)
 from transaxle.axes.notation.expression import Expression, Layout, Share
-from transaxle.axes.notation.family import Line, Sizes
+from transaxle.axes.notation.family import PLAIN, Line, NumberFormat, Sizes, words
 from transaxle.axes.notation.formula import Formula
-from transaxle.axes.notation.number_format import PLAIN, NumberFormat, words
-from transaxle.axes.translation.alike_tensors import AlikePart, AlikeTensors, Grid, SourceTensor
 from transaxle.errors import Refusal, TransaxleError, Where
+
+
+class SourceTensor(msgspec.Struct, frozen=True):
+    """A stored tensor that holds part of a logical tensor."""
+
+    origin: Origin
+    """Where its elements are, with copies along a dim reduced to the first."""
+    whole: Layout
+    """Layout of the stored tensor with all its copies."""
+    sizes: Mapping[str, int]
+    """Axis sizes of this stored tensor."""
+    form: NumberFormat
+    """Its dtype and encoding."""
+
+
+class Grid(msgspec.Struct, frozen=True):
+    """Every combination of some numbers along each axis."""
+
+    numbers: tuple[tuple[int, ...], ...]
+    """Along each axis, in order."""
+
+    def __len__(self) -> int:
+        return prod(map(len, self.numbers))
+
+    def __iter__(self) -> Iterator[Index]:
+        return product(*self.numbers)
+
+    def __contains__(self, index: object) -> bool:
+        return (
+            isinstance(index, tuple)
+            and len(index) == len(self.numbers)
+            and all(number in along for number, along in zip(index, self.numbers, strict=True))
+        )
+
+
+def grids(bound: Bound, stored: Mapping[str, Stored]) -> dict[tuple[Line, str], Grid]:
+    """Return the numbers of the lines whose tensors are alike: of one shape and form, and without gaps.
+
+    Args:
+        bound: the names.
+        stored: the tensors.
+    """
+    found = {}
+    for (line, slot), names in bound.names.items():
+        if len(names) < 2:
+            continue
+        along = (set(map(itemgetter(place), names)) for place in range(len(line.name.axes)))
+        grid = Grid(tuple(tuple(sorted(numbers)) for numbers in along))
+        if len(grid) == len(names) and _have_one_form(names, bound, stored):
+            found[line, slot] = grid
+    return found
+
+
+def _have_one_form(names: Mapping[Index, str], bound: Bound, stored: Mapping[str, Stored]) -> bool:
+    """Tell whether all tensors have one shape, dtype and encoding."""
+    tensors = list(map(stored.__getitem__, names.values()))
+    if len(set(map(_DTYPE, tensors))) > 1 or len(set(map(_SHAPE, tensors))) > 1:
+        return False
+    encodings = bound.encodings
+    return not encodings or len({encodings.get(name, PLAIN) for name in names.values()}) == 1
+
+
+_DTYPE, _SHAPE = attrgetter("dtype"), attrgetter("shape")
+
+
+class AlikeTensors(Mapping[Index, SourceTensor]):
+    """The tensors of one line that hold one logical tensor, each made when it is asked for.
+
+    Args:
+        names: index -> stored name.
+        grid: the indices.
+        axes: of the logical tensor in the names, in the order of the name.
+        model: one of the tensors; the others differ from it in name and index.
+
+    Attributes:
+        made: the tensors that were asked for.
+    """
+
+    def __init__(self, names: Mapping[Index, str], grid: Grid, axes: tuple[str, ...], model: SourceTensor) -> None:
+        self.grid = grid
+        self.axes = axes
+        self.model = model
+        self.names = names
+        self.made: dict[Index, SourceTensor] = {}
+
+    def __getitem__(self, index: Index) -> SourceTensor:
+        made = self.made.get(index)
+        if made is None:
+            origin, model = self.model.origin, self.model
+            numbers = dict(zip(self.axes, index, strict=True))
+            own = Origin(self.names[index], origin.component, origin.layout, numbers)
+            made = self.made[index] = SourceTensor(own, model.whole, model.sizes, model.form)
+        return made
+
+    def __len__(self) -> int:
+        return len(self.grid)
+
+    def __iter__(self) -> Iterator[Index]:
+        return iter(self.grid)
+
+    def keys_along(self, axes: Sequence[str]) -> Iterator[Index]:
+        """Return each combination of the numbers along some of the axes, in their order."""
+        own = [axis for axis in self.axes if axis in axes]
+        numbers = product(*(numbers for axis, numbers in zip(self.axes, self.grid.numbers, strict=True) if axis in own))
+        if own == list(axes):
+            return numbers
+        places = [own.index(axis) for axis in axes]
+        return (tuple([each[place] for place in places]) for each in numbers)
+
+
+class AlikePart(Sequence[Origin]):
+    """Some of the tensors of one line, as sources of a target, sorted by their indices.
+
+    Args:
+        tensors: all tensors of the line.
+        common: the axes in the target's name, with the number that all of them have; they are axes of the tensors.
+    """
+
+    __slots__ = ("common", "tensors")
+
+    def __init__(self, tensors: AlikeTensors, common: Mapping[str, int]) -> None:
+        self.tensors = tensors
+        self.common = common
+
+    @property
+    def numbers(self) -> list[tuple[int, ...]]:
+        """Those along each axis of the tensors; every combination is there."""
+        common, along = self.common, zip(self.tensors.axes, self.tensors.grid.numbers, strict=True)
+        return [(common[axis],) if axis in common else numbers for axis, numbers in along]
+
+    @property
+    def names(self) -> Iterable[str]:
+        """Stored names of the tensors."""
+        tensors, common = self.tensors, self.common
+        if len(common) == len(tensors.axes):  # one tensor
+            return (tensors.names[tuple([common[axis] for axis in tensors.axes])],)
+        return map(tensors.names.__getitem__, product(*self.numbers))
+
+    @property
+    def sources(self) -> Iterator[SourceTensor]:
+        """The tensors."""
+        return map(self.tensors.__getitem__, product(*self.numbers))
+
+    def __len__(self) -> int:
+        return prod(map(len, self.numbers))
+
+    def __iter__(self) -> Iterator[Origin]:
+        return (tensor.origin for tensor in self.sources)
+
+    @overload
+    def __getitem__(self, place: int) -> Origin: ...
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[Origin]: ...
+    def __getitem__(self, place: int | slice) -> Origin | Sequence[Origin]:
+        if isinstance(place, slice):
+            return tuple(self[each] for each in range(*place.indices(len(self))))
+        count = len(self)
+        if not -count <= place < count:
+            raise IndexError(place)
+        place %= count
+        index = []
+        for numbers in reversed(self.numbers):
+            place, at = divmod(place, len(numbers))
+            index.append(numbers[at])
+        return self.tensors[tuple(reversed(index))].origin
+
 
 _FACTORED = "\nThis state has another shape than its parameter, as of Adafactor: no table says where its axes are."
 _AS_IT_IS = 'Keep names and shapes: a format without a dialect as the target, as  --to dcp  (to="dcp").'
@@ -498,3 +677,122 @@ def _all_like(model: LineSources, names: Mapping[Index, str], grid: Grid) -> Lin
     """Return what all tensors of a line hold of a logical tensor, from what the first of them holds."""
     (place,) = model.places.values()
     return replace(model, places=AlikeTensors(names, grid, model.axes, place), present=grid)
+
+
+_SPARED = (
+    "Choose a dialect that has both, or keep all names with --to safetensors:identity; if one is out of date, "
+    "remove it."
+)
+
+
+def agreements(holdings: Holdings, tied: Mapping[str, Sequence[str]]) -> tuple[list[Check], list[Refusal]]:
+    """Return the checks that redundant copies are equal, and the copies that cannot be.
+
+    Args:
+        holdings: the checkpoint.
+        tied: logical tensor -> those that it equals, the nearest first.
+    """
+    outcomes: list[Check | Refusal] = []
+    for (component, slot), lines in holdings.sources.items():
+        for first, second in [*combinations(lines, 2), *_with_original(holdings, component, slot, tied)]:
+            outcomes.extend(_twins(first, second, f"{first.line.text} and {second.line.text} hold the same tensor"))
+        for line in lines:
+            outcomes.extend(_replicas(line))
+    return _sorted(outcomes)
+
+
+def spared(holdings: Holdings, copies: Mapping[str, Sequence[str]], label: str) -> tuple[list[Check], list[Refusal]]:
+    """Return the checks that tensors for which a dialect has no name equal those that it uses in their place, and those
+    that cannot.
+
+    Args:
+        holdings: the checkpoint.
+        copies: these tensors -> those that stand for them, the nearest first.
+        label: the dialect.
+    """
+    outcomes: list[Check | Refusal] = []
+    for component in copies:
+        for first, second in _with_original(holdings, component, WEIGHT, copies):
+            why = f"{label} has no name for {first.line.text}\nand has {second.line.text} in its place"
+            outcomes.extend(_twins(first, second, why))
+    checks, refusals = _sorted(outcomes)
+    return [replace(check, hint=_SPARED) for check in checks], refusals
+
+
+def _sorted(outcomes: Iterable[Check | Refusal]) -> tuple[list[Check], list[Refusal]]:
+    checks, refusals = list[Check](), list[Refusal]()
+    for outcome in outcomes:
+        if isinstance(outcome, Check):
+            checks.append(outcome)
+        else:
+            refusals.append(outcome)
+    return checks, refusals
+
+
+def _with_original(
+    holdings: Holdings, component: str, slot: str, tied: Mapping[str, Sequence[str]]
+) -> Iterator[tuple[LineSources, LineSources]]:
+    """Yield the first line that holds a tensor with that of the nearest stored tensor that it is tied to, which is
+    compared with the next one in its turn.
+    """
+    originals = (holdings.sources.get((name, slot), []) for name in tied.get(component, ()))
+    original = next(filter(None, originals), [])
+    lines = holdings.sources.get((component, slot), [])
+    yield from zip(lines[:1], original[:1], strict=False)
+
+
+def _twins(first: LineSources, second: LineSources, why: str) -> Iterator[Check | Refusal]:
+    """Compare the tensors of one line with what another line holds of the same logical tensor.
+
+    Args:
+        first: the line.
+        second: the other one.
+        why: why they must be equal.
+    """
+    common = [axis for axis in first.axes if axis in second.axes]
+    others: dict[Index, list[SourceTensor]] = defaultdict(list)
+    for place in second.places.values():
+        others[tuple(place.origin.index[axis] for axis in common)].append(place)
+    for place in first.places.values():
+        counterparts = others.get(tuple(place.origin.index[axis] for axis in common), [])
+        differing = [other for other in counterparts if not _alike(place, other)]
+        for other in differing:
+            message = f"{why}\nbut their sizes differ: {list(place.whole.shape)} and {list(other.whole.shape)}"
+            yield Refusal("SHAPE_MISMATCH", message, Where(None, other.origin.name))
+        if counterparts and not differing:
+            yield Check(_read(place, [place], first.line.text), _read(place, counterparts, second.line.text), why)
+
+
+def _read(place: SourceTensor, sources: Sequence[SourceTensor], rule: str) -> Target:
+    """Return a logical tensor in the layout of one stored tensor, read from others.
+
+    Its dtype and encoding are those of the sources: copies that differ in them are not equal.
+    """
+    origin = place.origin
+    dtype = " and ".join(sorted({source.form.dtype for source in sources}))
+    encoding = " and ".join(sorted({source.form.encoding for source in sources}))
+    part = TargetPart(origin.component, tuple(source.origin for source in sources))
+    return Target(origin.name, dtype, place.whole, origin.index, (part,), rule, origin.component, encoding)
+
+
+def _alike(first: SourceTensor, second: SourceTensor) -> bool:
+    """Tell whether two stored tensors give the axes that both have the same sizes."""
+    first_sizes, second_sizes = (dict(_sized(place.origin)) for place in (first, second))
+    return all(second_sizes.get(axis, size) == size for axis, size in first_sizes.items())
+
+
+def _sized(origin: Origin) -> Iterator[tuple[str, int]]:
+    """Yield the axes of an origin with their sizes."""
+    return ((axis, size) for share in origin.layout.shares[origin.component] for axis, size, _ in share.axes)
+
+
+def _replicas(line: LineSources) -> Iterator[Check]:
+    """Check the copies within one line: under further names, and along dims that the logical tensor does not have."""
+    if line.alike is not None and line.alike.model.whole is line.alike.model.origin.layout:
+        return
+    rule = line.line.text
+    why = f"{rule}: copies are equal"
+    firsts = [(place, place) for place in line.places.values() if place.whole is not place.origin.layout]
+    for place, original in [*firsts, *((place, line.places[position]) for position, place in line.copies)]:
+        with_copies = replace(place, origin=replace(place.origin, layout=place.whole))
+        yield Check(_read(place, [with_copies], rule), _read(place, [original], rule), why)

@@ -1,14 +1,13 @@
-"""Translation: a bound checkpoint in another dialect, target tensor by target tensor, with everything that stands
-against it.
+"""Translation: a bound checkpoint in another dialect, target tensor by target tensor, with every reason against it.
 
-Each target line asks for its logical tensors; the source's lines that hold them are gathered by the indices in the
-target's name. What the target has no line for keeps its name. Nothing is read but names and shapes.
+Each target line asks for its logical tensors; `Gathering` finds the stored tensors that hold them, by the indices in
+the target's name. What the target has no line for keeps its name. Nothing is read but names and shapes.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice, product
 from typing import NamedTuple
 
@@ -16,31 +15,150 @@ import msgspec
 from msgspec.structs import replace
 
 from transaxle.axes.layout.bind import WEIGHT, Bound, Index, join_slot, split_slot, with_kept
-from transaxle.axes.layout.inseparable import NOTHING, inseparable
 from transaxle.axes.layout.relayout import EXACT, Check, Origin, Stored, Target, TargetPart, indices, unchanged
-from transaxle.axes.layout.solve import unknown_axis, with_products
-from transaxle.axes.layout.unify import unify
+from transaxle.axes.layout.solve import NOTHING, inseparable, unify, unknown_axis, with_products
 from transaxle.axes.notation.expression import Expression, Layout
-from transaxle.axes.notation.family import Arithmetic, Dialect, Line, Sizes
+from transaxle.axes.notation.family import PLAIN, Arithmetic, Dialect, Line, NumberFormat, Recode, Sizes, same
 from transaxle.axes.notation.formula import Formula
 from transaxle.axes.notation.name import Numbering
-from transaxle.axes.notation.number_format import PLAIN, NumberFormat, Recode, same
-from transaxle.axes.translation.added_tensors import AddedTensors, ruled_out
-from transaxle.axes.translation.alike_tensors import AlikePart, AlikeTensors, grids
-from transaxle.axes.translation.complete import HEAD, beyond, classifies, contradicted, incomplete, unfilled
-from transaxle.axes.translation.gathering import (
-    Gathering,
-    SourcesByComponent,
+from transaxle.axes.translation.holdings import (
+    AlikePart,
+    AlikeTensors,
+    ComponentSources,
+    Holdings,
+    JoinedSources,
+    LineSources,
+    Sources,
+    SourceTensor,
     agreements,
-    all_joined,
-    shared_by_all,
-    sources_at,
+    grids,
+    solved,
     spared,
 )
-from transaxle.axes.translation.holdings import Holdings, LineSources, solved
-from transaxle.axes.translation.undecided_lines import LineConditions
-from transaxle.axes.translation.unplaced import Unplaced
+from transaxle.axes.translation.unmatched import (
+    HEAD,
+    AddedTensors,
+    LineConditions,
+    Unplaced,
+    beyond,
+    classifies,
+    contradicted,
+    incomplete,
+    ruled_out,
+    unfilled,
+)
 from transaxle.errors import Refusal, TransaxleError, Where, refuse
+
+SourcesByComponent = Mapping[str, Sources]
+"""Component -> its sources."""
+
+
+class Gathering:
+    """Finds the sources of targets.
+
+    Args:
+        holdings: the stored tensors.
+        tied: logical tensor -> those that it is tied to, in order.
+        refuse: receives what is wrong.
+    """
+
+    def __init__(
+        self,
+        holdings: Holdings,
+        tied: Mapping[str, Sequence[str]],
+        refuse: Callable[[Iterable[Refusal]], None],
+    ) -> None:
+        self._holdings = holdings
+        self._tied = tied
+        self._refuse = refuse
+
+    def sources(self, component: str, slot: str, line: Line) -> Mapping[Index, Sources]:
+        """Collect the sources of one component of a target line, by the target's index.
+
+        Where several lines of the source hold it, they complete each other; a tensor that two lines hold is taken once.
+        """
+        gathered: dict[Index, ComponentSources] = {}
+        # A tied tensor that is not stored is read from the first that is, of those that it is tied to.
+        for name in (component, *self._tied.get(component, ())):
+            if (name, slot) in self._holdings.sources:
+                break
+        held = self._holdings.sources.get((name, slot), ())
+        if len(held) == 1 and len(held[0].places) == 1:  # layers and experts are dims of it: all have the same source
+            (place,) = held[0].places.values()
+            only = ComponentSources(held[0], {frozenset(place.origin.index.items()): place})
+            return dict.fromkeys((key for key, _ in self._keyed(held[0], line)), only)
+        if len(held) == 1 and (joined := held[0].joined(line.name.axes)):
+            return joined
+        for line_sources in held:
+            for key, place in self._keyed(line_sources, line):
+                entry = gathered.get(key) or gathered.setdefault(key, ComponentSources(line_sources, {}))
+                # Lines complete each other only if they number the same axes in names: a stack and single tensors would
+                # overlap.
+                if entry.line_sources is line_sources or set(entry.line_sources.axes) == set(line_sources.axes):
+                    self._agree(entry, place)
+                    entry.places.setdefault(frozenset(place.origin.index.items()), place)
+        return gathered
+
+    def _keyed(self, line_sources: LineSources, line: Line) -> Iterator[tuple[Index, SourceTensor]]:
+        """Yield each source with the index of every target tensor that it contributes to.
+
+        Raises:
+            UsageError: UNKNOWN_AXIS where an axis is in the target's names, and its size is unknown.
+        """
+        order = [line_sources.axes.index(axis) if axis in line_sources.axes else None for axis in line.name.axes]
+        for position, place in line_sources.places.items():
+            # All axes of the target's names are in the source's names too: each source belongs to one target.
+            if None not in order:
+                yield tuple(position[p] for p in order if p is not None), place
+                continue
+            ranges = []
+            for axis, p in zip(line.name.axes, order, strict=True):
+                if p is None and axis not in place.sizes:
+                    raise unknown_axis(axis, line.text)
+                ranges.append(range(place.sizes[axis]) if p is None else (position[p],))
+            yield from ((key, place) for key in product(*ranges))
+
+    def _agree(self, entry: ComponentSources, place: SourceTensor) -> None:
+        """Refuse stored tensors of different sizes for one target tensor."""
+        # The same dict object means the same line and shape, so there is nothing to compare: the usual case, for every
+        # expert but the first.
+        if not entry.places or place.sizes is entry.first.sizes:
+            return
+        origin, expected = place.origin, entry.first
+        sized = {axis: count for share in origin.layout.shares[origin.component] for axis, count, _ in share.axes}
+        if any(expected.sizes.get(axis) != count for axis, count in sized.items()):
+            shapes = (
+                f"expected {list(expected.whole.shape)} as in {expected.origin.name}, got {list(place.whole.shape)}"
+            )
+            message = f"{entry.line_sources.line.text}\n{shapes}"
+            self._refuse([Refusal("SHAPE_MISMATCH", message, Where(None, origin.name))])
+
+
+def shared_by_all(parts: Mapping[str, Mapping[Index, Sources]], keys: Collection[Index]) -> SourcesByComponent:
+    """Return the sources of each component, if all targets of a line have the same; nothing otherwise."""
+    shared = {}
+    for component, by_key in parts.items():
+        if isinstance(by_key, JoinedSources):
+            return {}
+        sources = {id(each): each for each in by_key.values()}
+        if len(by_key) != len(keys) or len(sources) != 1:
+            return {}
+        (shared[component],) = sources.values()
+    return shared
+
+
+def all_joined(parts: Mapping[str, Mapping[Index, Sources]], keys: Collection[Index]) -> Mapping[str, JoinedSources]:
+    """Return the sources of each component, if the targets of a line have the same but for their numbers; nothing
+    otherwise.
+    """
+    joined = {component: of_all for component, of_all in parts.items() if isinstance(of_all, JoinedSources)}
+    return joined if len(joined) == len(parts) and all(len(each) == len(keys) for each in joined.values()) else {}
+
+
+def sources_at(parts: Mapping[str, Mapping[Index, Sources]], key: Index) -> SourcesByComponent:
+    """Return the sources of the target with an index, of the components that are there."""
+    return {component: sources[key] for component, sources in parts.items() if key in sources}
+
 
 _MOST_INDICES = 100_000
 """Cap on the indices of an axis for which a condition is asked: a config may claim any size."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from transaxle.arguments import read_number_of_job
 from transaxle.errors import refuse
-from transaxle.formats.storage.os_errors import failed
+from transaxle.formats.storage.local import failed
 from transaxle.spans import recording
 
 

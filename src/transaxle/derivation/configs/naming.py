@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from transaxle.axes.notation.number_format import WORDS
+from transaxle.axes.notation.family import WORDS
 
 RESERVED = frozenset(
     {

@@ -45,7 +45,7 @@ from transaxle.derivation.tracing.tiny_configs import (
 )
 from transaxle.errors import refuse
 from transaxle.extras import install
-from transaxle.formats.catalog.strict_json import parsed
+from transaxle.formats.strict_json import parsed
 
 HEADS = (
     "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",

@@ -15,7 +15,7 @@ from transaxle.axes.layout.relayout import Origin, Target, TargetPart
 from transaxle.axes.notation.expression import Layout, Share
 from transaxle.engine.adapters.lora import LowRank
 from transaxle.errors import TransaxleError, refuse
-from transaxle.formats.catalog.catalog import Entry
+from transaxle.formats.catalog import Entry
 
 _RANK = "\0rank"
 """The axis that A and B have in common."""

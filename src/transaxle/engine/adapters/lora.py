@@ -16,7 +16,7 @@ from math import prod
 from typing import Any
 
 from transaxle.errors import Refusal, Where, gathered
-from transaxle.formats.catalog.catalog import Entry
+from transaxle.formats.catalog import Entry
 
 PREFIX = "base_model.model."
 LINEAR = ("lora_A.weight", "lora_B.weight")

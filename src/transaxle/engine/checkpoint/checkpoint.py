@@ -27,9 +27,8 @@ from transaxle.arguments import (
 )
 from transaxle.axes.layout.bind import IN_MEMORY, Bound, without_wrappers
 from transaxle.axes.layout.relayout import Check, Target, unchanged
-from transaxle.axes.notation.family import Sizes
+from transaxle.axes.notation.family import Recode, Sizes, same
 from transaxle.axes.notation.name import natural, skeleton
-from transaxle.axes.notation.number_format import Recode, same
 from transaxle.encodings.encoding import Encoded
 from transaxle.engine.checkpoint.foreign_names import foreign, half_converted
 from transaxle.engine.checkpoint.manifest import Manifest
@@ -48,7 +47,7 @@ from transaxle.engine.views.param_groups import regrouped
 from transaxle.engine.views.swizzled_scales import ordering
 from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
 from transaxle.formats.builtin_formats import UNIVERSAL
-from transaxle.formats.catalog.catalog import Container
+from transaxle.formats.catalog import Container
 from transaxle.formats.detect import open_container, part_of_ranks
 from transaxle.formats.format import uncollected
 from transaxle.formats.shards import has_state

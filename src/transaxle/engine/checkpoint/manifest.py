@@ -15,9 +15,9 @@ import xxhash
 
 from transaxle.engine.checkpoint.settings import CONFIG
 from transaxle.errors import Refusal, StorageError, TransaxleError, Where, refuse
-from transaxle.formats.catalog.catalog import Container
-from transaxle.formats.catalog.sidecar_files import MANIFEST
+from transaxle.formats.catalog import Container
 from transaxle.formats.dtype import Shape, nbytes
+from transaxle.formats.registry import MANIFEST
 
 SCHEMA, IN_SPANS = 2, 2
 """Versions of the manifest: the last one, and the first in which large tensors are hashed in spans."""

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from transaxle.encodings.conventions.scheme import SECTION
 from transaxle.engine.checkpoint.settings import stored_config
 from transaxle.errors import refuse
-from transaxle.formats.catalog.catalog import Container
-from transaxle.formats.catalog.sidecar_files import ADAPTER_CONFIG
+from transaxle.formats.catalog import Container
+from transaxle.formats.registry import ADAPTER_CONFIG
 
 if TYPE_CHECKING:
     from transaxle.engine.adapters.converting import Express

@@ -35,8 +35,8 @@ from transaxle.engine.views.encoded import Catalog, catalog
 from transaxle.errors import TransaxleError, refuse
 from transaxle.families import Families, is_dialect
 from transaxle.formats.builtin_formats import CALLED
-from transaxle.formats.catalog.catalog import Container
-from transaxle.formats.catalog.sidecar_files import ADAPTER_CONFIG
+from transaxle.formats.catalog import Container
+from transaxle.formats.registry import ADAPTER_CONFIG
 
 IDENTITY = "identity"
 """The dialect of every checkpoint: each tensor under its own name."""

@@ -21,14 +21,12 @@ from transaxle.engine.checkpoint.manifest import IN_SPANS, Manifest, has_manifes
 from transaxle.engine.checkpoint.settings import CONFIG
 from transaxle.engine.copying.source import Source
 from transaxle.errors import Refusal, TransaxleError, Where, gathered
-from transaxle.formats.catalog.catalog import Container, Entry
-from transaxle.formats.catalog.seal import Seal, read_digest, rest_of
-from transaxle.formats.catalog.sidecar_files import MANIFEST, is_for_people, tells_of_use
-from transaxle.formats.catalog.strict_json import NotJsonError, parsed
+from transaxle.formats.catalog import Container, Entry, Seal, read_digest, rest_of
 from transaxle.formats.newest_step import listed
-from transaxle.formats.storage.compiled import StepBatch
+from transaxle.formats.registry import MANIFEST, is_for_people, tells_of_use
+from transaxle.formats.storage.compiled import FileRange, StepBatch, read_ranges, read_strided
 from transaxle.formats.storage.storage import Overlay, Storage, layer
-from transaxle.formats.storage.strided_reads import FileRange, read_ranges, read_strided
+from transaxle.formats.strict_json import NotJsonError, parsed
 from transaxle.move.transfer import Transfer
 
 if TYPE_CHECKING:
@@ -239,13 +237,13 @@ class HashWitness(Overlay):
         self._pass(name, offset, view, batch)
 
     def read_ranges(self, ranges: Sequence[FileRange]) -> None:
-        """See `formats.storage.strided_reads.read_ranges`."""
+        """See `formats.storage.compiled.read_ranges`."""
         read_ranges(self.below, ranges)
         for name, offset, view in ranges:
             self._pass(name, offset, view)
 
     def read_strided(self, name: str, offset: int, view: memoryview, width: int, loops: Sequence[Loop]) -> None:
-        """See `formats.storage.strided_reads.read_strided`; such runs are read once more for their hash."""
+        """See `formats.storage.compiled.read_strided`; such runs are read once more for their hash."""
         read_strided(self.below, name, offset, view, width, loops)
         self._count(name, offset, width, loops)
 

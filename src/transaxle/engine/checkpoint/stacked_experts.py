@@ -14,15 +14,25 @@ import msgspec
 
 from transaxle.axes.layout.bind import Bound, bind
 from transaxle.axes.layout.solve import Shape
-from transaxle.axes.translation.expert_sets import arranged, groups
-from transaxle.axes.translation.grouped import FAMILY, STORED, WANTED, Stem, copy_checks, sizes, table, without_copies
+from transaxle.axes.translation.grouped import (
+    FAMILY,
+    STORED,
+    WANTED,
+    Stem,
+    arranged,
+    copy_checks,
+    groups,
+    sizes,
+    table,
+    without_copies,
+)
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.checkpoint.recognise import StoredNames
 from transaxle.engine.checkpoint.settings import Settings
 from transaxle.engine.views.encoded import Catalog
 from transaxle.errors import gathered
 from transaxle.families import Families
-from transaxle.formats.catalog.catalog import Container
+from transaxle.formats.catalog import Container
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from transaxle.engine.reading.numpy_index import Index, taken_apart
 from transaxle.engine.reading.reopening import refuse_to_pickle
 from transaxle.engine.reading.torch_values import as_torch, check_elements
 from transaxle.errors import refuse
-from transaxle.formats.catalog.checksums import Witness
+from transaxle.formats.checksums import Witness
 from transaxle.formats.dtype import ITEM_BITS, nbytes, numpy_dtype, packed_width
 from transaxle.formats.storage.storage import is_closed, layer
 from transaxle.move.endpoint import Bytes

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from transaxle.axes.geometry.piece import Interval
 from transaxle.errors import refuse
-from transaxle.formats.catalog.catalog import Entry, Extent
+from transaxle.formats.catalog import Entry, Extent
 from transaxle.formats.dtype import ITEM_BITS
 
 Shape = tuple[int, ...]

@@ -17,7 +17,7 @@ from transaxle.axes.layout.relayout import Check, unchanged, unlike
 from transaxle.engine.copying.side_by_side import Compared, Pair
 from transaxle.engine.copying.source import Source
 from transaxle.errors import Refusal, TransaxleError, Where
-from transaxle.formats.catalog.catalog import Container
+from transaxle.formats.catalog import Container
 from transaxle.formats.dtype import BITS, nbytes, numpy_dtype
 from transaxle.move.endpoint import Readable
 from transaxle.move.transfer import Transfer
@@ -29,6 +29,10 @@ _APART = (
     "Remove the copy that is out of date; or, if both were trained apart, give a config that says so, as "
     '"tie_word_embeddings": false does (--config FILE, config=).'
 )
+_DRIFTED = (
+    "Ranks train their replicas apart: take the mean of those that differ with --average-replicas (average=True)."
+)
+_DAMAGED = "One of the files is damaged, or of another save: copy the checkpoint again."
 
 
 class PlannedCheck(msgspec.Struct, frozen=True, gc=False):
@@ -89,7 +93,7 @@ def plan_twins(container: Container, problems: list[Refusal]) -> list[PlannedChe
         one, other = twin.first, twin.second
         if one.shape != other.shape or (one.dtype != other.dtype and not twin.rounded):
             found = f"one is {one.dtype} {list(one.shape)}, the other {other.dtype} {list(other.shape)}"
-            problems.append(Refusal("UNEQUAL_COPIES", f"{twin.why}\nbut {found}", Where(None, one.name)))
+            problems.append(Refusal("UNEQUAL_COPIES", f"{twin.why}\nbut {found}", Where(None, one.name), _DAMAGED))
             continue
         try:
             first, second = (
@@ -100,7 +104,8 @@ def plan_twins(container: Container, problems: list[Refusal]) -> list[PlannedChe
             problems.extend(error.refusals)
             continue
         rounded = (one.dtype, other.dtype) if twin.rounded and one.dtype != other.dtype else None
-        planned.append(PlannedCheck(one.name, twin.why, one.nbytes, first, second, rounded))
+        hint = _DRIFTED if twin.replica else _DAMAGED
+        planned.append(PlannedCheck(one.name, twin.why, one.nbytes, first, second, rounded, hint))
     return planned
 
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import msgspec
+from msgspec.structs import replace
 
 from transaxle.encodings.error import Error
 from transaxle.encodings.value_steps import Recoded
 from transaxle.engine.copying.source import Source
 from transaxle.errors import refuse
-from transaxle.formats.catalog.catalog import Container, Entry, Extent, Twin
+from transaxle.formats.catalog import Container, Entry, Extent, Twin
 from transaxle.formats.dtype import numpy_dtype
 
 if TYPE_CHECKING:
@@ -60,14 +61,19 @@ class Mean(msgspec.Struct, frozen=True):
 def averaged(container: Container) -> Container:
     """Return a container in which replicas that differ are one tensor, their mean; those that are equal stay checked.
 
+    Replicas of what is not read (the module's weights beside the optimizer's, or the other way round) drift apart with
+    those that are, and are compared no more.
+
     Raises:
         Refused: UNSUPPORTED for replicas of more than 256 MiB, or of numbers that have no mean.
     """
     import numpy as np
 
-    entries, twins = dict(container.entries), list(container.twins)
+    replicas = _replicas(container)
+    read = [pair for pairs in replicas.values() for pair in pairs]
+    entries, twins = dict(container.entries), [twin for twin in container.twins if not twin.replica or twin in read]
     means: dict[str, Mean] = {}
-    for name, pairs in _replicas(container).items():
+    for name, pairs in replicas.items():
         copies = {copy.extents: copy for pair in pairs for copy in (pair.first, pair.second)}
         held = [_read(container, copy) for copy in copies.values()]
         if all(one.tobytes() == held[0].tobytes() for one in held):
@@ -83,7 +89,7 @@ def averaged(container: Container) -> Container:
         entries[name] = Entry(name, entry.dtype, entry.shape, (extent,))
         twins = [twin for twin in twins if twin not in pairs]
     if not means:
-        return container
+        return replace(container, twins=tuple(twins))
     return container.recoded(means, entries, twins=tuple(twins))
 
 

@@ -8,11 +8,11 @@ from typing import NamedTuple
 from transaxle.axes.geometry.piece import Move
 from transaxle.axes.geometry.strided import Loop
 from transaxle.axes.layout.relayout import Copier, Target, is_one_run, unchanged
-from transaxle.axes.translation.alike_tensors import AlikePart
+from transaxle.axes.translation.holdings import AlikePart
 from transaxle.engine.copying.bitcast import Intervals
 from transaxle.engine.copying.stamps import Found, Stamps
 from transaxle.errors import Code, TransaxleError, refuse
-from transaxle.formats.catalog.catalog import Container, Entry, Extent
+from transaxle.formats.catalog import Container, Entry, Extent
 from transaxle.formats.dtype import ITEM_BITS, Shape, nbytes
 from transaxle.move.endpoint import Bytes
 from transaxle.move.strided_fill import Scratch, produce

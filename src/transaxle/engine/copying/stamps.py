@@ -15,7 +15,7 @@ from typing import NamedTuple
 from transaxle.axes.geometry.strided import Loop
 from transaxle.axes.layout.relayout import Target, TargetPart
 from transaxle.axes.notation.expression import Layout
-from transaxle.formats.catalog.catalog import Entry, Extent
+from transaxle.formats.catalog import Entry, Extent
 from transaxle.formats.dtype import Shape
 from transaxle.move.transfer import Transfer
 

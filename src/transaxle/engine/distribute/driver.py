@@ -39,12 +39,12 @@ from transaxle.engine.execute.execute import execute, united
 from transaxle.engine.execute.preflight import Cleared, hold_source, preflight
 from transaxle.engine.plan.conversion import Prepared, ready
 from transaxle.errors import Refusal, Where, gathered, refuse
-from transaxle.formats.catalog.checksums import Witness
+from transaxle.formats.checksums import Witness
 from transaxle.formats.parts.shared_location import shared_staging_at
 from transaxle.formats.staging.location import shown
 from transaxle.formats.staging.place import ITEMS
 from transaxle.formats.staging.staging import Staging
-from transaxle.formats.storage.os_errors import failed
+from transaxle.formats.storage.local import failed
 from transaxle.formats.storage.storage import layer
 from transaxle.move.journal import Done, ItemResult, Journal, item_file, refuse_other, result_of, results_in
 from transaxle.move.workers import Limits, Progress, limits, unwatched

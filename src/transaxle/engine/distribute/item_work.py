@@ -25,11 +25,11 @@ from transaxle.engine.execute.carry import Share, carry, prove
 from transaxle.engine.execute.preflight import hold_source, state_of, task_of
 from transaxle.engine.plan.conversion import Prepared, ready
 from transaxle.errors import Refusal, gathered, refuse
-from transaxle.formats.catalog.catalog import Recoding
-from transaxle.formats.catalog.checksums import Witness
+from transaxle.formats.catalog import Recoding
+from transaxle.formats.checksums import Witness
 from transaxle.formats.staging.location import storage_at
 from transaxle.formats.staging.place import MOVES
-from transaxle.formats.storage.os_errors import failed
+from transaxle.formats.storage.local import failed
 from transaxle.formats.storage.storage import Storage, is_url, layer
 from transaxle.move.endpoint import Writable
 from transaxle.move.hashing import digest

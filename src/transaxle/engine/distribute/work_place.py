@@ -18,11 +18,11 @@ from transaxle.engine.distribute.work_plan import WorkItem, WorkPlan, numbers, p
 from transaxle.engine.execute.carry import Share
 from transaxle.engine.plan.conversion import Prepared
 from transaxle.errors import TransaxleError, refuse
-from transaxle.formats.catalog.sidecar_files import SCRATCH
 from transaxle.formats.parts.part_layout import FileParts, Fitting, laid_out, layout_digest
+from transaxle.formats.registry import SCRATCH
 from transaxle.formats.staging.place import MOVES, TargetPlace
-from transaxle.formats.staging.writer import Writer
-from transaxle.formats.storage.os_errors import failed
+from transaxle.formats.staging.staging import Writer
+from transaxle.formats.storage.local import failed
 from transaxle.formats.storage.storage import is_url
 from transaxle.move.journal import ItemResult, Task, item_file, result_of, results_in, task_in
 from transaxle.move.transfer import Transfer

@@ -48,8 +48,7 @@ from transaxle.formats.parts.part_layout import LEAST
 from transaxle.formats.remote.multipart import multipart
 from transaxle.formats.remote.service import Service
 from transaxle.formats.remote.url import local_path
-from transaxle.formats.storage.local import read_file
-from transaxle.formats.storage.os_errors import failed
+from transaxle.formats.storage.local import failed, read_file
 from transaxle.formats.storage.storage import Overlay, Storage, as_text, is_url, unpinned
 from transaxle.move.hashing import digest
 from transaxle.move.journal import Task

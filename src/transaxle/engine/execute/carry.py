@@ -29,8 +29,8 @@ from transaxle.engine.plan.planned import Plan, PlannedTensor
 from transaxle.engine.views.encode import Step, buffer_blocks, largest
 from transaxle.engine.views.measuring import measure, refuse_infinite
 from transaxle.errors import Refusal, Refused, Where, gathered, refuse
-from transaxle.formats.catalog.catalog import Fragment, Recoding
-from transaxle.formats.catalog.sidecar_files import MANIFEST
+from transaxle.formats.catalog import Fragment, Recoding
+from transaxle.formats.registry import MANIFEST
 from transaxle.formats.staging.location import shown
 from transaxle.formats.storage.storage import Storage, layer, unpinned
 from transaxle.move.assignment import Unions

@@ -29,7 +29,7 @@ from transaxle.engine.execute.carry import (
 from transaxle.engine.execute.preflight import Cleared, preflight
 from transaxle.engine.plan.conversion import Prepared, ready
 from transaxle.engine.plan.planned import Plan, PlannedTensor
-from transaxle.formats.catalog.checksums import Witness
+from transaxle.formats.checksums import Witness
 from transaxle.formats.registry import is_one_file
 from transaxle.formats.staging.leftovers import sweep_beside
 from transaxle.formats.staging.location import shown, staging_at, takes_parts

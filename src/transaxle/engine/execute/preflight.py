@@ -24,11 +24,10 @@ from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.checkpoint.source_hashes import hold, problems_of
 from transaxle.engine.plan.conversion import Prepared
 from transaxle.errors import Refusal, TransaxleError, UsageError, Where, gathered
-from transaxle.formats.catalog.catalog import Container
-from transaxle.formats.catalog.sidecar_files import ADAPTER_CONFIG
+from transaxle.formats.catalog import Container
 from transaxle.formats.detect import open_container
 from transaxle.formats.parts.shared_location import shared_staging_at
-from transaxle.formats.registry import is_one_file
+from transaxle.formats.registry import ADAPTER_CONFIG, is_one_file
 from transaxle.formats.remote.url import address, local_path
 from transaxle.formats.staging.location import shown, staging_at, takes_parts
 from transaxle.formats.staging.staging import Staging

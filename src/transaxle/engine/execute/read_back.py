@@ -23,9 +23,8 @@ from transaxle.engine.execute.carry import items_of, manifest_of, measured_sizes
 from transaxle.engine.plan.conversion import Prepared
 from transaxle.engine.plan.planned import PlannedTensor
 from transaxle.errors import Refusal, Where, gathered
-from transaxle.formats.catalog.catalog import Fragment
-from transaxle.formats.catalog.sidecar_files import MANIFEST
-from transaxle.formats.registry import is_one_file
+from transaxle.formats.catalog import Fragment
+from transaxle.formats.registry import MANIFEST, is_one_file
 from transaxle.formats.staging.location import storage_at, takes_parts
 from transaxle.formats.storage.compiled import same_bytes
 from transaxle.formats.storage.storage import Storage, files_in

@@ -9,7 +9,7 @@ from typing import Any
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.checkpoint.manifest import load, stale
 from transaxle.errors import Refusal, TransaxleError
-from transaxle.formats.catalog.inline import NUMBERS
+from transaxle.formats.catalog import NUMBERS
 from transaxle.formats.training_state.state import OPTIMIZER
 
 JsonFacts = dict[str, Any]

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from transaxle.arguments import Degrees
 from transaxle.axes.geometry.strided import coalesce, row_major
-from transaxle.axes.layout.chunk_cuts import chunk_cuts
+from transaxle.axes.layout.relayout import chunk_cuts
 from transaxle.axes.notation.name import natural
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, StoredTensor
 from transaxle.engine.checkpoint.peft_adapter import ADAPTER_STEM
@@ -43,7 +43,7 @@ from transaxle.engine.views.header_metadata import joined, without_notes
 from transaxle.engine.views.param_groups import regrouped
 from transaxle.errors import Refusal, TransaxleError, Where, gathered, in_both_languages, refuse
 from transaxle.formats.builtin_formats import SAFETENSORS
-from transaxle.formats.catalog.catalog import Draft, Entry, Extent, Spec
+from transaxle.formats.catalog import Draft, Entry, Extent, Spec
 from transaxle.formats.dtype import ITEM_BITS, nbytes
 from transaxle.formats.format import Format, uncollected
 from transaxle.formats.registry import builtin, get, writable

@@ -25,7 +25,7 @@ from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.copying.source import Source
 from transaxle.errors import Refusal
 from transaxle.formats.builtin_formats import SAFETENSORS
-from transaxle.formats.catalog.catalog import Container, Entry, Extent
+from transaxle.formats.catalog import Container, Entry, Extent
 from transaxle.formats.storage.storage import InMemoryFile, VirtualFiles
 
 if TYPE_CHECKING:

@@ -7,9 +7,8 @@ from collections.abc import Container as Holding
 from functools import cache
 
 from transaxle.axes.layout.bind import WEIGHT
-from transaxle.axes.layout.unify import factors
-from transaxle.axes.notation.family import Family, Line
-from transaxle.axes.notation.number_format import NumberFormat, Recode
+from transaxle.axes.layout.solve import factors
+from transaxle.axes.notation.family import Family, Line, NumberFormat, Recode
 from transaxle.encodings.conventions.convention import COMPRESSED_TENSORS, CONVENTIONS, PREFERRED
 from transaxle.encodings.encoding import ENCODINGS, FLOAT8_BLOCK, Encoded, Role
 from transaxle.encodings.value_steps import Recoded
@@ -19,7 +18,7 @@ from transaxle.engine.plan.planned import OutputTensor, PlannedTensor
 from transaxle.engine.views.encode import Encode, Step, choose
 from transaxle.engine.views.encoded import View
 from transaxle.errors import Refusal, Where
-from transaxle.formats.catalog.catalog import Container
+from transaxle.formats.catalog import Container
 
 HUB, MEMORY = "hf", "transformers"
 """Dialects of a hub's files, and of the models that transformers makes of them."""

@@ -16,9 +16,9 @@ from transaxle.errors import Refusal, Where, refuse
 from transaxle.families import is_dialect
 from transaxle.formats import registry
 from transaxle.formats.builtin_formats import SAFETENSORS
-from transaxle.formats.catalog.catalog import Spec
-from transaxle.formats.catalog.sidecar_files import MANIFEST, SCRATCH
+from transaxle.formats.catalog import Spec
 from transaxle.formats.format import Format
+from transaxle.formats.registry import MANIFEST, SCRATCH
 
 _PACKED = (
     ".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip", ".tar", ".tgz", ".7z", ".rar",

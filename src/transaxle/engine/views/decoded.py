@@ -15,7 +15,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from transaxle.axes.layout.relayout import unchanged
-from transaxle.axes.notation.number_format import PLAIN, NumberFormat, Recode
+from transaxle.axes.notation.family import PLAIN, NumberFormat, Recode
 from transaxle.encodings.conventions.convention import CONVENTIONS, training_only
 from transaxle.encodings.encoding import Encoded, Role
 from transaxle.encodings.error import Error
@@ -25,7 +25,7 @@ from transaxle.engine.copying.source import Source
 from transaxle.engine.views.encoded import Catalog, buffer_name
 from transaxle.engine.views.header_metadata import without_notes
 from transaxle.errors import refuse
-from transaxle.formats.catalog.catalog import Container, Entry, Extent
+from transaxle.formats.catalog import Container, Entry, Extent
 from transaxle.formats.dtype import nbytes, numpy_dtype
 from transaxle.move.endpoint import Bytes, Readable
 from transaxle.move.strided_fill import Scratch, produce

@@ -28,7 +28,7 @@ from transaxle.encodings.encoding import WHOLE, Encoded, Encoding, Role
 from transaxle.engine.copying.bitcast import redescribed
 from transaxle.engine.views.swizzled_scales import compacted
 from transaxle.errors import Refusal, TransaxleError, Where, refuse
-from transaxle.formats.catalog.catalog import Container, Entry
+from transaxle.formats.catalog import Container, Entry
 
 if TYPE_CHECKING:
     from transaxle.axes.layout.tile import Tile

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from transaxle.encodings.conventions.torchao_convention import NAMES
-from transaxle.formats.catalog.strict_json import parsed
+from transaxle.formats.strict_json import parsed
 
 
 def without_notes(metadata: Mapping[str, Any], names: Collection[str] | None = None) -> dict[str, Any]:

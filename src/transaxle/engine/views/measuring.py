@@ -9,7 +9,7 @@ from transaxle.encodings.error import Error
 from transaxle.encodings.value_steps import CASTING, Recoded
 from transaxle.engine.number_text import plural
 from transaxle.errors import Refusal, Where, gathered
-from transaxle.formats.catalog.catalog import Recoding
+from transaxle.formats.catalog import Recoding
 from transaxle.move.workers import Limits, share
 
 

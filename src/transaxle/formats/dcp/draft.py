@@ -14,7 +14,7 @@ from typing import Any
 
 from transaxle.errors import Faults
 from transaxle.formats.builtin_formats import DCP
-from transaxle.formats.catalog.catalog import Draft, Entry, Extent, Fragment, Spec
+from transaxle.formats.catalog import Draft, Entry, Extent, Fragment, Spec
 from transaxle.formats.dcp.key_names import flat_path, path_of
 from transaxle.formats.dcp.metadata import METADATA, Payload
 from transaxle.formats.dcp.written_chunks import (

@@ -19,9 +19,7 @@ import msgspec
 
 from transaxle.errors import Faults, TransaxleError
 from transaxle.formats.builtin_formats import DCP, DCP_RANK
-from transaxle.formats.catalog.catalog import Container, Entry, Extent, Twin
-from transaxle.formats.catalog.inline import Number, NumbersInMemory, number
-from transaxle.formats.catalog.sidecar_files import sort_sidecars
+from transaxle.formats.catalog import Container, Entry, Extent, Number, NumbersInMemory, Twin, number
 from transaxle.formats.dcp.chunks.chunk_tiling import ChunkBox, outside, tiled
 from transaxle.formats.dcp.chunks.payload import Payloads, QuantizedChunk
 from transaxle.formats.dcp.chunks.quantized_chunks import AssembledTensor, assembled, buffers, copies
@@ -29,6 +27,7 @@ from transaxle.formats.dcp.key_names import paths_within
 from transaxle.formats.dcp.metadata import METADATA, Payload, SavedChunk, SavedItem, read_metadata
 from transaxle.formats.dtype import ITEM_BITS, Shape, logical
 from transaxle.formats.pickled.descriptors import NOTHING, Scalar
+from transaxle.formats.registry import sort_sidecars
 from transaxle.formats.storage.storage import Storage, checked_parts
 from transaxle.formats.training_state.state import ROOT, KeyPath, Leaf, arrange
 from transaxle.formats.training_state.state_groups import single

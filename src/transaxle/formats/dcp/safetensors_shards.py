@@ -11,12 +11,11 @@ from collections.abc import Collection, Mapping
 
 from transaxle.errors import Faults, TransaxleError
 from transaxle.formats.builtin_formats import DCP, DCP_SHARD
-from transaxle.formats.catalog.catalog import Container, Entry, Extent
-from transaxle.formats.catalog.sidecar_files import sort_sidecars
+from transaxle.formats.catalog import Container, Entry, Extent
 from transaxle.formats.dcp.chunks.chunk_tiling import ChunkBox, tiled
 from transaxle.formats.dtype import Shape
-from transaxle.formats.safetensors.header import Header, read_header
-from transaxle.formats.safetensors.torch_parts import NOTES, starts
+from transaxle.formats.registry import sort_sidecars
+from transaxle.formats.safetensors import PART_NOTES, Header, part_starts, read_header
 from transaxle.formats.storage.storage import Storage
 
 _SHARD = re.compile(DCP_SHARD)
@@ -50,7 +49,7 @@ def open_shards(storage: Storage, path: str, member: str) -> Container:
                 raise
             faults.extend(*error.refusals)
             continue
-        for name, start in (starts(header.entries, header.metadata, file, faults) or {}).items():
+        for name, start in (part_starts(header.entries, header.metadata, file, faults) or {}).items():
             entry = header.entries[name]
             (placed,) = entry.extents
             parts.setdefault(name, []).append((entry, Extent(start, entry.shape, file, placed.offset)))
@@ -93,5 +92,5 @@ def _notes(headers: Mapping[str, Header]) -> dict[str, str]:
     return {
         key: text
         for key, text in first_text.items()
-        if key not in NOTES and all(other_text.get(key) == text for other_text in texts)
+        if key not in PART_NOTES and all(other_text.get(key) == text for other_text in texts)
     }

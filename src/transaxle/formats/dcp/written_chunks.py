@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from transaxle.errors import Faults, TransaxleError
-from transaxle.formats.catalog.catalog import Fragment, Spec
+from transaxle.formats.catalog import Fragment, Spec
 from transaxle.formats.dcp.allowed_classes import MODULES
 from transaxle.formats.dcp.byte_items import LARGEST, frame
 from transaxle.formats.dcp.metadata import DATA_FILE, Payload

@@ -14,9 +14,7 @@ from typing import Any
 
 from transaxle.arguments import Weights
 from transaxle.errors import Faults, TransaxleError, refuse
-from transaxle.formats.catalog.catalog import Checksum, Container, Entry, Twin
-from transaxle.formats.catalog.inline import NumbersInMemory
-from transaxle.formats.catalog.sidecar_files import sort_sidecars
+from transaxle.formats.catalog import Checksum, Container, Entry, NumbersInMemory, Twin
 from transaxle.formats.deepspeed import keys
 from transaxle.formats.deepspeed.files import ModelRank as Rank
 from transaxle.formats.deepspeed.files import RankFiles, sort_files
@@ -33,6 +31,7 @@ from transaxle.formats.deepspeed.zero.stage import ModelRank, Stage, assemble
 from transaxle.formats.deepspeed.zero.trained import OF_ONE_RUN, trained
 from transaxle.formats.deepspeed.zero.training_run import DEGREES, run_of, state_groups
 from transaxle.formats.format import HERE
+from transaxle.formats.registry import sort_sidecars
 from transaxle.formats.storage.storage import Storage
 from transaxle.formats.torch_file.copied_files import copied
 from transaxle.formats.training_state.state import LEFT_BEHIND, OPTIMIZER, RUN

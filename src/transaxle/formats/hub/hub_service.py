@@ -13,12 +13,12 @@ from typing import Annotated, TypeVar
 import msgspec
 
 from transaxle.errors import refuse
-from transaxle.formats.catalog.strict_json import NotJsonError, parsed_as
 from transaxle.formats.hub.hub_refusals import refusal, refusal_elsewhere
 from transaxle.formats.hub.hub_requests import OF_FILE, Answer, HubRequests
 from transaxle.formats.hub.hub_url import is_commit, parse_hub_url
 from transaxle.formats.remote.service import FILE, RANGES, Info
 from transaxle.formats.remote.url import HUB, harmless
+from transaxle.formats.strict_json import NotJsonError, parsed_as
 
 _FOLDER = "directory"
 _LARGEST_PAGE = 16 << 20

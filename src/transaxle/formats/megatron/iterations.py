@@ -19,10 +19,10 @@ from transaxle.formats.builtin_formats import (
     MEGATRON_TRACKER,
     TORCH_DIST,
 )
-from transaxle.formats.catalog.strict_json import NotJsonError, parsed
 from transaxle.formats.format import HERE, Folder
 from transaxle.formats.newest_step import listed
 from transaxle.formats.storage.storage import Storage
+from transaxle.formats.strict_json import NotJsonError, parsed
 
 BACKEND_FILE = "metadata.json"
 """Says which kind of distributed checkpoint a folder is."""

@@ -14,7 +14,7 @@ from threading import BoundedSemaphore, Lock
 
 import xxhash
 
-from transaxle.formats.catalog.catalog import Fragment
+from transaxle.formats.catalog import Fragment
 from transaxle.formats.parts.part_layout import FileParts, KeptShare, Part, SentPart
 from transaxle.formats.remote.hidden_objects import BegunUpload, HiddenObjects
 from transaxle.formats.remote.multipart import Multipart, StoredPart, gone

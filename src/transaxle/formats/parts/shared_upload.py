@@ -27,7 +27,7 @@ from transaxle.formats.parts.part_sender import SENDERS
 from transaxle.formats.remote.hidden_objects import BegunCommit, BegunUpload, HiddenObjects
 from transaxle.formats.remote.multipart import Multipart, StoredPart, abort_empty, completed_tag, gone, multipart
 from transaxle.formats.remote.service import FILE, Info
-from transaxle.formats.staging.belongings import several_files
+from transaxle.formats.staging.place import several_files
 from transaxle.formats.staging.upload import PART, Upload, turn
 
 _THREADS = 16

@@ -12,9 +12,9 @@ from typing import TypeVar
 import msgspec
 
 from transaxle.errors import refuse
-from transaxle.formats.catalog.strict_json import NotJsonError, parsed_as
 from transaxle.formats.remote.multipart import Multipart
 from transaxle.formats.remote.service import Service
+from transaxle.formats.strict_json import NotJsonError, parsed_as
 
 _ENDING = "transaxle-partial"
 _BEGUN, _COMMIT, _ITEMS, _SHARES = "begun", "commit", "items", "shares"

@@ -1,49 +1,419 @@
-"""The target of a checkpoint, and the single step that puts a finished one there.
+"""The target of a checkpoint: what is there and may be replaced, and the single step that puts a finished one there.
 
 A target is a folder or, if its name ends like that of a tensor file, one file. While needed it has two hidden
 neighbours: `.<name>.transaxle-partial`, the work in progress, and `.<name>.transaxle-old`, which holds the replaced
 checkpoint for an instant on file systems that cannot exchange two names.
+
+A folder with weights also holds notes, adapters, a `.git`. Replacing a checkpoint deletes only the files that belong to
+it: those that our manifest lists, if they are unchanged, and files with names that frameworks write. Sub-folders are
+entered only where a format has them. Everything else is a stranger, and the user is told before anything is deleted.
+
+Python lacks three calls of Linux, which are here, with fallbacks for systems and file systems without them: reserving
+space for a file before it is written, so that a full disk is noticed before the work and not during it
+(`os.posix_fallocate` does not help: where the file system cannot reserve, it writes to every block instead); renaming
+only if the target does not exist; and exchanging two names in one step, so that there is no moment without the old or
+the new.
 """
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import re
 import shutil
 import stat
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
+from typing import Literal, Protocol, cast
 
-from transaxle.arguments import Overwrite, read_overwrite
+import msgspec
+import xxhash
+
+from transaxle.arguments import EVERYTHING, Overwrite, read_overwrite
 from transaxle.errors import TransaxleError, refuse
-from transaxle.formats.catalog.sidecar_files import SCRATCH
-from transaxle.formats.registry import is_one_file
-from transaxle.formats.staging.belongings import (
-    ELSEWHERE,
-    LocalFolder,
-    head_of,
-    irreplaceable,
-    replaced_file,
-    when_kept,
+from transaxle.formats.format import Format
+from transaxle.formats.registry import (
+    MANIFEST,
+    SCRATCH,
+    STATE_FOLDER,
+    begins_right,
+    builtin,
+    every_format,
+    installed,
+    is_of_checkpoint,
+    is_one_file,
+    is_step,
 )
-from transaxle.formats.staging.syscalls import exchange, rename_new
-from transaxle.formats.storage.local import unexpanded
-from transaxle.formats.storage.os_errors import failed
+from transaxle.formats.remote.service import FILE, Service
+from transaxle.formats.storage.local import failed, unexpanded
+from transaxle.formats.storage.storage import is_plain
+from transaxle.formats.strict_json import NotJsonError, parsed_as
+
+_AT_FDCWD = -100
+_NOREPLACE, _EXCHANGE = 1, 2
+_IN_MEMORY = frozenset({0x01021994, 0x858458F6})
+"""File systems in memory, tmpfs and ramfs, as `statfs` numbers them."""
+_STATFS = 256
+"""Bytes that hold its result on every Linux; the first word is the type."""
+_NOT_HERE = frozenset({errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY})
+
+
+def reserve(fd: int, size: int) -> bool:
+    """Reserve disk space for the first `size` bytes of an open file; False where that is impossible, or makes no sense.
+
+    In memory, to reserve is to allocate every page, by one processor, before the workers begin.
+
+    Raises:
+        OSError: ENOSPC, EFBIG, EIO, ….
+    """
+    if _is_in_memory(fd):
+        return False
+    call = _linux("fallocate", ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    return call is not None and _succeeded(lambda: call(fd, 0, 0, size))
+
+
+def _is_in_memory(fd: int) -> bool:
+    call = _linux("fstatfs", ctypes.c_int, ctypes.c_void_p)
+    status = ctypes.create_string_buffer(_STATFS)
+    return call is not None and call(fd, status) == 0 and ctypes.c_ulong.from_buffer(status).value in _IN_MEMORY
+
+
+def rename_new(old: str, new: str) -> None:
+    """Rename to a name that does not exist yet.
+
+    Where the file system cannot check and rename in one step, another process that creates the name in between loses
+    a file or an empty folder.
+
+    Raises:
+        FileExistsError: the new name is taken.
+        OSError: anything else that stands against it.
+    """
+    if _renameat2(old, new, _NOREPLACE):
+        return
+    if os.path.lexists(new):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), new)
+    os.rename(old, new)  # noqa: PTH104
+
+
+def exchange(first: str, second: str) -> bool:
+    """Exchange two existing names in one step; False if the file system cannot.
+
+    Raises:
+        OSError: any other failure.
+    """
+    return _renameat2(first, second, _EXCHANGE)
+
+
+def _renameat2(old: str, new: str, flags: int) -> bool:
+    text = ctypes.c_char_p
+    call = _linux("renameat2", ctypes.c_int, text, ctypes.c_int, text, ctypes.c_uint)
+    if call is None:
+        return False
+    return _succeeded(lambda: call(_AT_FDCWD, os.fsencode(old), _AT_FDCWD, os.fsencode(new), flags))
+
+
+@cache
+def _linux(name: str, *types: type) -> Callable[..., int] | None:
+    """Return a function of the C library, None where there is none."""
+    if sys.platform != "linux":
+        return None
+    try:
+        call = getattr(ctypes.CDLL(None, use_errno=True), name)
+    except (AttributeError, OSError):
+        return None
+    call.argtypes, call.restype = types, ctypes.c_int
+    return cast("Callable[..., int]", call)
+
+
+def _succeeded(call: Callable[[], int]) -> bool:
+    """Tell whether a call worked (True) or is not supported (False); raise OSError for any other failure."""
+    while call() != 0:
+        number = ctypes.get_errno()
+        if number in _NOT_HERE:
+            return False
+        if number != errno.EINTR:
+            raise OSError(number, os.strerror(number))
+    return True
+
+
+EntryKind = Literal["file", "folder", "special"]
+
+_BESIDE = frozenset({
+    MANIFEST, "config.json", "params.json", "generation_config.json", "tokenizer.json", "tokenizer.model",
+    "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt",
+    "spiece.model", "sentencepiece.bpe.model", "tekken.json", "chat_template.json", "chat_template.jinja",
+    "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json", "hf_quant_config.json",
+    "quantization_config.json",
+})  # fmt: skip
+"""Names of files that frameworks write beside the tensors."""
+_LONGEST_TAG = 4096
+_LONGEST_MANIFEST = 1 << 30
+_COMPARED = 64 << 20
+"""Cap on the bytes of a listed file that are compared with the manifest."""
+_SHOWN = 8
+_WAY_OUT = f'--overwrite={EVERYTHING} (overwrite="{EVERYTHING}").'
+ELSEWHERE = "Choose another place."
+_HEAD = 16
+
+
+class ReplaceableFolder(Protocol):
+    """A folder that may be replaced, local or remote."""
+
+    def top(self) -> Mapping[str, EntryKind]:
+        """Return its direct contents."""
+
+    def inside(self, name: str) -> Iterable[str]:
+        """Return the files in a sub-folder and below it, `a/b/c`; anything but a regular file ends in `/`."""
+
+    def read(self, name: str, most: int) -> bytes | None:
+        """Return the bytes of a file; None if they are more than `most`."""
+
+
+class _ListedFile(msgspec.Struct):
+    """The manifest's record of a file."""
+
+    size: int
+    head: int
+    xxh3: str
+
+
+class _ManifestFiles(msgspec.Struct):
+    """The part of the manifest that lists the checkpoint's files."""
+
+    files: dict[str, _ListedFile]
+
+
+def several_files(target: str) -> TransaxleError:
+    """Return the refusal to write several files where the target is one."""
+    return refuse(
+        "UNSUPPORTED", "the target is a single file, but several are to be written", file=target, hint="Give a folder."
+    )
+
+
+def irreplaceable(folder: ReplaceableFolder, overwrite: Overwrite) -> tuple[str, str]:
+    """Return why a folder must stay, and a hint; two empty texts if it may be replaced.
+
+    Raises:
+        StorageError: IO.
+    """
+    top = folder.top()
+    if not top:
+        return "", ""
+    files = (name for name, kind in top.items() if kind == "file")
+    if not any(name.endswith(MANIFEST) or is_of_checkpoint(name) for name in files) and not any(map(is_step, top)):
+        return "the folder does not hold a checkpoint", ELSEWHERE
+    foreign = [] if overwrite == EVERYTHING else strangers(folder)
+    if not foreign:
+        return "", ""
+    rest = f" and {len(foreign) - _SHOWN:,} more" if len(foreign) > _SHOWN else ""
+    shown = ", ".join(foreign[:_SHOWN])
+    verb = "belongs" if len(foreign) == 1 else "belong"
+    reason = f"{shown}{rest} {verb} to no checkpoint, and would be deleted with the checkpoint in that folder"
+    return reason, f"Move these files elsewhere, or replace everything: {_WAY_OUT}"
+
+
+def when_kept(reason: str, hint: str) -> tuple[str, str]:
+    """Return what an error adds about a target that exists and was not to be replaced, and its hint.
+
+    Args:
+        reason: why it must stay even if it is to be replaced; empty if it may be.
+        hint: what goes with the reason.
+    """
+    if not reason:
+        return "", "Choose another place, or replace it with --overwrite (overwrite=True)."
+    return f", and overwriting it would be refused: {reason}", hint
+
+
+def strangers(folder: ReplaceableFolder) -> list[str]:
+    """Return the files of a folder that belong to no checkpoint; sub-folders end in `/`.
+
+    Raises:
+        StorageError: IO.
+    """
+    unknown = _unknown_to(builtin().values(), folder)
+    # What no format that ships knows may be of one that is installed: these are asked before anybody is refused.
+    return _unknown_to(every_format(), folder) if unknown and installed() else unknown
+
+
+def _unknown_to(formats: Collection[Format], folder: ReplaceableFolder) -> list[str]:
+    top = folder.top()
+    listed = _listed(folder) if top.get(MANIFEST) == "file" else {}
+    inner = {STATE_FOLDER} | {name.partition("/")[0] for name in listed if "/" in name}
+    newest = {_tag(folder, record.newest) for record in formats if record.newest in top}
+    steps = {name for name in top if is_step(name)} | newest
+    here = [record for record in formats if record.inner and any(map(record.file_pattern.fullmatch, top))]
+
+    def belongs(name: str) -> bool:
+        folder_name, _, rest = name.partition("/")
+        if not rest:
+            expected = name in _BESIDE or any(_is_of(record, name) or name in record.sidecars for record in formats)
+        elif folder_name in steps:
+            expected = any(_is_of(record, rest) for record in formats if record.steps)
+        elif folder_name == STATE_FOLDER:
+            expected = any(_is_of(record, rest) for record in formats if not record.steps)
+        else:
+            expected = any(_is_of(record, name) for record in here)
+        return expected or (name in listed and _unchanged(folder, name, listed[name]))
+
+    foreign: list[str] = []
+    for name, kind in sorted(top.items()):
+        if kind == "folder":
+            entered = name in inner or name in steps or any(name == record.inner for record in here)
+            foreign += [path for path in folder.inside(name) if not belongs(path)] if entered else [f"{name}/"]
+        elif kind == "special" or not belongs(name):
+            foreign.append(name)
+    return foreign
+
+
+def _is_of(kind: Format, path: str) -> bool:
+    return kind.file_pattern.fullmatch(path) is not None
+
+
+def _tag(folder: ReplaceableFolder, name: str) -> str:
+    """Return the sub-folder that a tag file names; empty if it names none."""
+    tag = (folder.read(name, _LONGEST_TAG) or b"").decode("utf-8", "replace").strip()
+    return tag if is_plain(tag) else ""
+
+
+def _listed(folder: ReplaceableFolder) -> Mapping[str, _ListedFile]:
+    """Return the files that the manifest lists; empty if it cannot be read."""
+    text = folder.read(MANIFEST, _LONGEST_MANIFEST)
+    try:
+        return {} if text is None else parsed_as(text, _ManifestFiles).files
+    except NotJsonError:
+        return {}
+
+
+def _unchanged(folder: ReplaceableFolder, name: str, record: _ListedFile) -> bool:
+    """Tell whether a listed file is still as it was written: an edited one belongs to whoever edited it."""
+    if record.head != record.size or record.size > _COMPARED:
+        return True
+    data = folder.read(name, record.size)
+    return data is not None and len(data) == record.size and xxhash.xxh3_128_hexdigest(data) == record.xxh3
+
+
+class LocalFolder:
+    """A folder of this machine.
+
+    Args:
+        path: where it is.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def top(self) -> Mapping[str, EntryKind]:
+        """See `ReplaceableFolder`; a link counts as a file: removing it takes nothing from what it leads to."""
+        with os.scandir(self._path) as entries:
+            return {entry.name: _kind(entry) for entry in entries}
+
+    def inside(self, name: str) -> Iterator[str]:
+        """See `ReplaceableFolder`."""
+        with os.scandir(self._path / name) as entries:
+            contents = sorted((entry.name, _kind(entry)) for entry in entries)
+        if not contents:
+            yield f"{name}/"
+        for child, kind in contents:
+            if kind == "folder":
+                yield from self.inside(f"{name}/{child}")
+            else:
+                yield f"{name}/{child}" + "/" * (kind == "special")
+
+    def read(self, name: str, most: int) -> bytes | None:
+        """See `ReplaceableFolder`."""
+        path = self._path / name
+        if not path.is_file() or path.stat().st_size > most:
+            return None
+        with path.open("rb") as file:
+            return file.read(most)
+
+
+class RemoteFolder:
+    """A folder of a service.
+
+    Args:
+        service: what is asked; its path is the folder.
+    """
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def top(self) -> Mapping[str, EntryKind]:
+        """See `ReplaceableFolder`."""
+        contents: dict[str, EntryKind] = {}
+        for member in self._service.members(self._service.path, self._service.shown):
+            name = str(member["name"]).rstrip("/").rpartition("/")[2]
+            if str(member["name"]).rstrip("/") != self._service.path.rstrip("/"):
+                contents[name] = "file" if member.get("type") == FILE else "folder"
+        return contents
+
+    def inside(self, name: str) -> list[str]:
+        """See `ReplaceableFolder`."""
+        start = f"{self._service.path}/"
+        return [path.removeprefix(start) for path in self._service.below(f"{start}{name}", name)]
+
+    def read(self, name: str, most: int) -> bytes | None:
+        """See `ReplaceableFolder`."""
+        path = f"{self._service.path}/{name}"
+        info = self._service.info(path, name)
+        size = None if info is None else info.get("size")
+        if not isinstance(size, int) or size > most:
+            return None
+        return self._service.fetch(path, 0, size, name) if size else b""
+
+
+def replaced_file(name: str, head: bytes, overwrite: Overwrite) -> tuple[str, str]:
+    """Return why a file must stay, like `irreplaceable` for a folder.
+
+    Args:
+        name: its name.
+        head: its first bytes, from `head_of` or `remote_head_of`.
+        overwrite: the user's option.
+    """
+    if overwrite == EVERYTHING or begins_right(name, head):
+        return "", ""
+    return "the file does not begin like a file of tensors", f"Move it elsewhere, or replace it anyway: {_WAY_OUT}"
+
+
+def head_of(path: Path) -> bytes:
+    """Return the first bytes of a local file."""
+    with path.open("rb") as file:
+        return file.read(_HEAD)
+
+
+def remote_head_of(service: Service, size: int) -> bytes:
+    """Return the first bytes of the remote file of `size` bytes at the service's path."""
+    return service.fetch(service.path, 0, min(size, _HEAD), service.shown) if size else b""
+
+
+def _kind(entry: os.DirEntry[str]) -> EntryKind:
+    if entry.is_symlink():
+        return "file"
+    mode = entry.stat(follow_symlinks=False).st_mode
+    return "file" if stat.S_ISREG(mode) else "folder" if stat.S_ISDIR(mode) else "special"
+
 
 PARTIAL, OLD = "partial", "old"
 """Suffixes of the two hidden neighbours."""
+
+
+OURS = re.compile(rf"\.(.+)\.transaxle-({PARTIAL}|{OLD})", re.DOTALL)
+"""Name of a hidden neighbour: groups are the target's name and the suffix."""
+
+
+_LONGEST = 200
+"""Cap on the bytes of a name that our suffix still fits within the 255 of file systems."""
+
+
+_EXISTS = "the target already exists"
 JOURNAL, ITEMS, MOVES = "journal", "items", "moves"
 """Inside `SCRATCH`: the file that lists finished tensors, the folder with the results of work items, and the file that
 says what each of them does.
 """
-OURS = re.compile(rf"\.(.+)\.transaxle-({PARTIAL}|{OLD})", re.DOTALL)
-"""Name of a hidden neighbour: groups are the target's name and the suffix."""
-_LONGEST = 200
-"""Cap on the bytes of a name that our suffix still fits within the 255 of file systems."""
-_EXISTS = "the target already exists"
 
 
 class TargetPlace:

@@ -24,12 +24,11 @@ from typing import Literal, Self
 
 from transaxle.arguments import Overwrite, read_overwrite
 from transaxle.errors import TransaxleError, refuse
-from transaxle.formats.catalog.sidecar_files import MANIFEST, STATE_FOLDER
-from transaxle.formats.registry import holds_tensors, is_one_file, opens_checkpoint
+from transaxle.formats.registry import MANIFEST, STATE_FOLDER, holds_tensors, is_one_file, opens_checkpoint
 from transaxle.formats.remote.orphans import remove_unanswered
 from transaxle.formats.remote.sent_file import SentFile, StreamedFile
 from transaxle.formats.remote.service import FILE, Info, Service
-from transaxle.formats.staging.belongings import (
+from transaxle.formats.staging.place import (
     ELSEWHERE,
     RemoteFolder,
     irreplaceable,

@@ -7,11 +7,14 @@ file that is truncated while in use kills the process, whereas a failing read is
 
 The folder may be replaced while it is read. It is held open, and every file must belong to it: all that is read comes
 from one checkpoint, or is an error.
+
+`failed` makes every `OSError` of this room an error of ours.
 """
 
 from __future__ import annotations
 
 import difflib
+import errno
 import os
 import re
 import stat
@@ -23,10 +26,8 @@ from pathlib import Path
 
 from transaxle.axes.geometry.strided import Loop
 from transaxle.errors import Refusal, StorageError, TransaxleError, refuse
-from transaxle.formats.storage.compiled import StepBatch
-from transaxle.formats.storage.os_errors import failed
+from transaxle.formats.storage.compiled import FileRange, StepBatch, read_open, read_runs, runs_in
 from transaxle.formats.storage.storage import ByteCount, Handles, Listing, Storage, checked_parts
-from transaxle.formats.storage.strided_reads import FileRange, read_open, read_runs, runs_in
 
 _FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
 """Without blocking, so that a FIFO or device that has replaced the file since its check opens at once, and is refused.
@@ -177,7 +178,7 @@ class LocalStorage(Storage):
             batch.read_runs(fd, offset, view, width, loops, again)
 
     def read_strided(self, name: str, offset: int, view: memoryview, width: int, loops: Sequence[Loop]) -> None:
-        """Read runs of a file at once; see `formats.storage.strided_reads.read_strided`."""
+        """Read runs of a file at once; see `formats.storage.compiled.read_strided`."""
         self._bytes_read.add(width * runs_in(view, width, loops))
         self._fill_strided(name, offset, view, width, loops)
 
@@ -187,7 +188,7 @@ class LocalStorage(Storage):
             read_runs(fd, offset, view.cast("B"), width, loops, partial(_read, fd, name))
 
     def read_ranges(self, ranges: Sequence[FileRange]) -> None:
-        """Read ranges of several files at once; see `formats.storage.strided_reads.read_ranges`."""
+        """Read ranges of several files at once; see `formats.storage.compiled.read_ranges`."""
         self._bytes_read.add(sum(view.nbytes for _, _, view in ranges))
         for first in range(0, len(ranges), self._handles.at_once):
             some = ranges[first : first + self._handles.at_once]
@@ -400,3 +401,32 @@ def _not_regular(name: str, kind: int, hint: str = "") -> TransaxleError:
 
 def _unreadable_name(shown: str) -> Refusal:
     return refuse("UNSUPPORTED", "the name is not UTF-8", file=shown, hint="Rename the file.").refusals[0]
+
+
+_NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
+
+
+_HINTS = {
+    errno.EFBIG: "The file system or a limit of this process (ulimit -f) does not allow files of this size.",
+    errno.EMFILE: "Too many open files for this process (ulimit -n).",
+    errno.EROFS: "The file system is mounted read-only.",
+    errno.EACCES: "Check the permissions of the file and of the folders above it.",
+    errno.EPERM: "Check the permissions of the file and of the folders above it.",
+}
+
+
+def failed(error: OSError, doing: str, file: str) -> TransaxleError:
+    """Build the StorageError for a failed system call: NO_SPACE for a full disk or quota, else IO.
+
+    Args:
+        error: the exception.
+        doing: the action in words, e.g. `writing 4096 bytes at offset 0`.
+        file: the file that it concerned.
+    """
+    if isinstance(error, TransaxleError):  # one of ours, which says what failed
+        return error
+    number = error.errno or 0
+    reason = os.strerror(number) if number else str(error)
+    if number in _NO_SPACE:
+        return refuse("NO_SPACE", f"{doing}: {reason}", file=file, hint="Free some space, or choose another place.")
+    return refuse("IO", f"{doing}: {reason}", file=file, hint=_HINTS.get(number, ""), system=type(error))

@@ -2,6 +2,10 @@
 
 Readers know names, sizes and byte ranges, nothing else. So what holds for one storage (a name never leaves the
 checkpoint, a short read is an error, nothing is memory-mapped) holds for every format read through it.
+
+A storage may be laid over another one: files in memory (`VirtualFiles`), a sub-folder seen as the whole, or its files
+seen in the folder above (`Renaming`). `NearReads` makes one read of many small ones that follow one another closely, as
+those of headers between small tensors.
 """
 
 from __future__ import annotations
@@ -9,22 +13,28 @@ from __future__ import annotations
 import os
 import re
 import resource
+from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import BytesIO
 from threading import Lock
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import Protocol, TypeVar
 from weakref import WeakSet
 
 import msgspec
+from msgspec.structs import replace
 
 from transaxle.axes.geometry.strided import Loop
 from transaxle.errors import LONGEST_NAME, Code, Refusal, refuse
-from transaxle.formats.storage.strided_reads import FileRange, read_each, read_one_by_one, read_ranges, read_strided
-
-if TYPE_CHECKING:
-    from transaxle.formats.storage.compiled import StepBatch
+from transaxle.formats.storage.compiled import (
+    FileRange,
+    StepBatch,
+    read_each,
+    read_one_by_one,
+    read_ranges,
+    read_strided,
+)
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _PINNED = re.compile(r"(hf://(?:(?:datasets|spaces)/)?[^/@]+/[^/@]+)@[0-9a-f]{40}(?=/|$)")
@@ -285,14 +295,14 @@ class VirtualFiles(Overlay):
             self.below.note_strided(batch, name, offset, view, width, loops)
 
     def read_strided(self, name: str, offset: int, view: memoryview, width: int, loops: Sequence[Loop]) -> None:
-        """See `formats.storage.strided_reads.read_strided`."""
+        """See `formats.storage.compiled.read_strided`."""
         if name in self._files:
             read_each(self, name, offset, view, width, loops)
         else:
             read_strided(self.below, name, offset, view, width, loops)
 
     def read_ranges(self, ranges: Sequence[FileRange]) -> None:
-        """See `formats.storage.strided_reads.read_ranges`."""
+        """See `formats.storage.compiled.read_ranges`."""
         if self._files.keys().isdisjoint([name for name, _, _ in ranges]):
             read_ranges(self.below, ranges)
         else:
@@ -512,3 +522,135 @@ def _allowed(most: int, share: int) -> int:
     """Return how many descriptors there may be for a purpose: at most so many, and its share of all."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return most if limit == resource.RLIM_INFINITY else max(_FEWEST, min(most, limit // share))
+
+
+_NEAR = 1 << 14
+"""Bytes between two reads that follow one another closely."""
+_BLOCK = 1 << 16
+_IN_A_ROW = 4
+"""So many of them in a row, and the next ones are read at once. Between large tensors every other one is near."""
+_MOST_FILES = 64
+
+
+class _Block:
+    """The latest bytes read of one file."""
+
+    __slots__ = ("begin", "data", "near")
+
+    def __init__(self) -> None:
+        self.begin = 0
+        self.data = b""
+        self.near = 0
+        """Reads in a row that were near."""
+
+
+class NearReads:
+    """Reads of a storage, in blocks where they are near each other.
+
+    Args:
+        storage: the files.
+    """
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self._blocks: dict[str, _Block] = {}
+
+    def read(self, name: str, offset: int, count: int) -> bytes:
+        """Return bytes of a file; raises as `Storage.read`."""
+        block = self._blocks.get(name)
+        if block is None:
+            if len(self._blocks) >= _MOST_FILES:
+                self._blocks.clear()
+            block = self._blocks[name] = _Block()
+        low = offset - block.begin
+        if low >= 0 and low + count <= len(block.data):
+            return block.data[low : low + count]
+        is_near = count <= _NEAR and abs(low - len(block.data)) <= _NEAR
+        block.near = block.near + 1 if is_near else 0
+        wanted = count
+        if block.near >= _IN_A_ROW:
+            wanted = max(count, min(_BLOCK, self._storage.size(name) - offset))
+        data = self._storage.read(name, offset, wanted)
+        block.begin, block.data = (offset, data) if wanted <= _BLOCK else (offset + wanted, b"")
+        return data if wanted == count else data[:count]
+
+
+class Renaming(Overlay):
+    """Files that have other names in the storage below."""
+
+    @abstractmethod
+    def named(self, name: str) -> str:
+        """Return a file's name in the storage below."""
+
+    def size(self, name: str) -> int:
+        """See `Storage`."""
+        return self.below.size(self.named(name))
+
+    def version(self, name: str) -> str:
+        """See `Storage`."""
+        return self.below.version(self.named(name))
+
+    def read_into(self, name: str, offset: int, view: memoryview) -> None:
+        """See `Storage`."""
+        self.below.read_into(self.named(name), offset, view)
+
+    def note_read(self, batch: StepBatch, name: str, offset: int, view: memoryview) -> None:
+        """See `Storage`."""
+        self.below.note_read(batch, self.named(name), offset, view)
+
+    def note_strided(
+        self, batch: StepBatch, name: str, offset: int, view: memoryview, width: int, loops: Sequence[Loop]
+    ) -> None:
+        """See `Storage`."""
+        self.below.note_strided(batch, self.named(name), offset, view, width, loops)
+
+    def read_strided(self, name: str, offset: int, view: memoryview, width: int, loops: Sequence[Loop]) -> None:
+        """See `formats.storage.compiled.read_strided`."""
+        read_strided(self.below, self.named(name), offset, view, width, loops)
+
+    def read_ranges(self, ranges: Sequence[FileRange]) -> None:
+        """See `formats.storage.compiled.read_ranges`."""
+        read_ranges(self.below, [(self.named(name), offset, view) for name, offset, view in ranges])
+
+
+class SubFolder(Renaming):
+    """The files of a sub-folder under their names in it.
+
+    Args:
+        below: the checkpoint's files.
+        folder: path of the sub-folder in it, without a `/` at the end.
+    """
+
+    def __init__(self, below: Storage, folder: str) -> None:
+        super().__init__(below)
+        self._folder = folder
+
+    def named(self, name: str) -> str:
+        """See `Renaming`."""
+        return f"{self._folder}/{name}"
+
+    def listing(self, folder: str = "") -> Listing:
+        """See `Storage`."""
+        return self.below.listing(self.named(folder) if folder else self._folder)
+
+
+class LiftedFiles(Renaming):
+    """A checkpoint's files, of which some that are in sub-folders appear in its own folder, too.
+
+    Args:
+        below: the checkpoint's files.
+        lifted: name in its own folder, where no file has it -> path in the storage below.
+    """
+
+    def __init__(self, below: Storage, lifted: Mapping[str, str]) -> None:
+        super().__init__(below)
+        self._lifted = lifted
+
+    def named(self, name: str) -> str:
+        """See `Renaming`."""
+        return self._lifted.get(name, name)
+
+    def listing(self, folder: str = "") -> Listing:
+        """See `Storage`."""
+        listing = self.below.listing(folder)
+        return listing if folder else replace(listing, names=tuple(sorted((*listing.names, *self._lifted))))

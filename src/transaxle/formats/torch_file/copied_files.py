@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from transaxle.formats.catalog.catalog import Checksum
+from transaxle.formats.catalog import Checksum
 from transaxle.formats.storage.storage import Storage
 
 _CHUNK = 1 << 20

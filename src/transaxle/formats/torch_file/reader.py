@@ -11,11 +11,9 @@ from msgspec.structs import replace
 
 from transaxle.errors import Faults, refuse
 from transaxle.formats.builtin_formats import TORCH
-from transaxle.formats.catalog.catalog import Checksum, Container, Entry
-from transaxle.formats.catalog.inline import NumbersInMemory, number
-from transaxle.formats.catalog.seal import Seal
-from transaxle.formats.catalog.sidecar_files import sort_sidecars
+from transaxle.formats.catalog import Checksum, Container, Entry, NumbersInMemory, Seal, number
 from transaxle.formats.pickled.descriptors import NOTHING, Object, Quantized, Scalar, TensorRef
+from transaxle.formats.registry import sort_sidecars
 from transaxle.formats.shards import read_files
 from transaxle.formats.storage.storage import Storage
 from transaxle.formats.torch_file.quantized_tensors import NOTE, TAKEN, PlainLayout, layout

@@ -7,8 +7,7 @@ from typing import Any
 
 import msgspec
 
-from transaxle.formats.catalog.catalog import Checksum
-from transaxle.formats.catalog.seal import DIGITS, Seal, seal_of
+from transaxle.formats.catalog import DIGITS, Checksum, Seal, seal_of
 from transaxle.formats.pickled.allowed_globals.allowed import ALLOWED, Names
 from transaxle.formats.pickled.interpreter import Bounds, read_pickle
 from transaxle.formats.storage.storage import Storage

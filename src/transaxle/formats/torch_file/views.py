@@ -9,7 +9,7 @@ from __future__ import annotations
 from math import prod
 
 from transaxle.errors import Code
-from transaxle.formats.catalog.catalog import Entry, Extent
+from transaxle.formats.catalog import Entry, Extent
 from transaxle.formats.pickled.descriptors import DType, Object, Quantized, TensorRef
 from transaxle.formats.torch_file.stored_storage import BYTE, StoredStorage, item_bytes
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from transaxle.errors import refuse
-from transaxle.formats.catalog.inline import number
+from transaxle.formats.catalog import number
 from transaxle.formats.pickled.allowed_globals.allowed import TENSORS
 from transaxle.formats.pickled.descriptors import Global, Object, OrderedMap, Quantized, Scalar, TensorRef
 from transaxle.formats.training_state.state import KeyPath, Leaf

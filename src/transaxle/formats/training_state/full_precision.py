@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from transaxle.errors import Faults
-from transaxle.formats.catalog.catalog import Container, Entry
+from transaxle.formats.catalog import Container, Entry
 from transaxle.formats.training_state.state import OPTIMIZER
 
 MASTER = "fp32"

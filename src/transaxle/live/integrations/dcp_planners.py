@@ -27,8 +27,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from transaxle.arguments import Config, check_keywords, read_config, read_flag, read_optional_text, shows
 from transaxle.axes.layout.bind import join_slot, split_slot
-from transaxle.axes.translation.expert_sets import between
-from transaxle.axes.translation.grouped import Stem
+from transaxle.axes.translation.grouped import Stem, between
 from transaxle.errors import Refusal, Where, gathered, refuse
 from transaxle.live.model.destination import decode_hint
 from transaxle.live.reexpress.state_dict_adapter import loadable_as, regroupable, state_dict_as

@@ -16,11 +16,11 @@ from torch import nn
 
 from transaxle.arguments import PathLike, read_count, read_path
 from transaxle.errors import TransaxleError, gathered, refuse
-from transaxle.formats.catalog.sidecar_files import MANIFEST
+from transaxle.formats.registry import MANIFEST
 from transaxle.formats.remote.service import Service
-from transaxle.formats.staging.belongings import LocalFolder, RemoteFolder, strangers
 from transaxle.formats.staging.leftovers import clean, discard, leftovers
 from transaxle.formats.staging.location import on_this_machine
+from transaxle.formats.staging.place import LocalFolder, RemoteFolder, strangers
 from transaxle.formats.staging.upload import turn
 from transaxle.formats.storage.storage import is_url
 from transaxle.live.background.asynchronous import SaveJob, async_save

@@ -19,10 +19,10 @@ from typing import Any, Unpack
 
 from transaxle.arguments import PathLike, check_keywords, read_flag, read_path, shows
 from transaxle.errors import refuse
-from transaxle.formats.catalog.sidecar_files import MANIFEST
-from transaxle.formats.catalog.strict_json import parsed
+from transaxle.formats.registry import MANIFEST
 from transaxle.formats.staging.location import on_this_machine, storage_at
 from transaxle.formats.storage.storage import is_url
+from transaxle.formats.strict_json import parsed
 from transaxle.live.background.asynchronous import SaveJob, async_save
 from transaxle.live.integrations.step_checkpoints import (
     FOLDER,

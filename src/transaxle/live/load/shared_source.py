@@ -12,9 +12,9 @@ from typing import Any
 from transaxle.arguments import read_source
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, CheckpointLike, open_checkpoint
 from transaxle.errors import Refused, refuse
-from transaxle.formats.catalog.catalog import Checksum
-from transaxle.formats.catalog.checksums import Tally, Witness
-from transaxle.formats.catalog.sidecar_files import MANIFEST
+from transaxle.formats.catalog import Checksum
+from transaxle.formats.checksums import Tally, Witness
+from transaxle.formats.registry import MANIFEST
 from transaxle.formats.storage.local import LocalStorage
 from transaxle.formats.storage.storage import Storage, layer, lowest, unpinned
 from transaxle.live.transport import wire

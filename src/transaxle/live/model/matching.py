@@ -6,7 +6,7 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 
 from transaxle.axes.layout.bind import WEIGHT, split_slot
-from transaxle.axes.translation.expert_sets import arranged, groups
+from transaxle.axes.translation.grouped import arranged, groups
 from transaxle.engine.checkpoint.checkpoint import StoredTensor
 from transaxle.errors import Refusal, Where
 from transaxle.live.derived.derived import EXTRA_STATE

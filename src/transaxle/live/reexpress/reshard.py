@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from transaxle.arguments import Config, PathLike, check_keywords, read_flag, read_optional_text, shows
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, StoredTensor
 from transaxle.engine.checkpoint.settings import Settings, model_config, settings
-from transaxle.formats.catalog.catalog import Container
+from transaxle.formats.catalog import Container
 from transaxle.formats.dtype import nbytes
 from transaxle.live.derived.settle import settle
 from transaxle.live.model.destination import Landing, Rooms, check_filled, overlapping

@@ -22,8 +22,8 @@ from transaxle.engine.plan.conversion import Prepared
 from transaxle.engine.plan.planned import PlannedTensor
 from transaxle.errors import TransaxleError, gathered
 from transaxle.formats.staging.location import staging_at
+from transaxle.formats.staging.staging import Writer
 from transaxle.formats.staging.upload import Upload, opens
-from transaxle.formats.staging.writer import Writer
 from transaxle.formats.storage.local import LocalStorage
 from transaxle.live.sharding.memory import Memory, memory_of, rank_of
 from transaxle.live.transport.tensor_exchange import RankExchange

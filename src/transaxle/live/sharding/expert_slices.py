@@ -9,8 +9,7 @@ import torch
 
 from transaxle.axes.layout.bind import split_slot
 from transaxle.axes.layout.solve import Shape
-from transaxle.axes.translation.expert_sets import parameter_shapes
-from transaxle.axes.translation.grouped import members_by_stack
+from transaxle.axes.translation.grouped import members_by_stack, parameter_shapes
 from transaxle.live.sharding.dcp_chunks import Runs
 from transaxle.live.transport.world import World
 from transaxle.torch_tensors.local_tensor import local_of

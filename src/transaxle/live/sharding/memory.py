@@ -16,7 +16,7 @@ import torch
 
 from transaxle.axes.geometry.strided import lexicographic_boxes, row_major
 from transaxle.errors import refuse
-from transaxle.formats.catalog.catalog import Container, Entry, Extent
+from transaxle.formats.catalog import Container, Entry, Extent
 from transaxle.formats.dtype import nbytes
 from transaxle.formats.storage.storage import Listing, Storage
 from transaxle.formats.training_state.state_groups import GROUPS, ParamGroup

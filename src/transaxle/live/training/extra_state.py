@@ -22,7 +22,7 @@ from torch import nn
 
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, StoredTensor
 from transaxle.errors import Refusal, Where, gathered, refuse
-from transaxle.formats.catalog.strict_json import parsed
+from transaxle.formats.strict_json import parsed
 from transaxle.formats.training_items import nested, tops
 from transaxle.live.model.state_tensors import State, set_extra_state
 from transaxle.live.transport.world import World

@@ -25,8 +25,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transaxle.axes.layout.bind import join_slot, split_slot
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, StoredTensor, stateless
 from transaxle.errors import Refusal, Where, gathered, refuse
-from transaxle.formats.catalog.sidecar_files import STATE_FOLDER
 from transaxle.formats.pickled.descriptors import NOTHING
+from transaxle.formats.registry import STATE_FOLDER
 from transaxle.formats.training_state.state_groups import GROUPS, NAMES, PARAMS, ParamGroup, plain
 from transaxle.live.derived.settle import unnamed
 from transaxle.live.model.destination import NamePair

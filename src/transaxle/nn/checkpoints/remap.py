@@ -1,7 +1,7 @@
 """Rename and restack grouped parameters in state dicts: N tensors and one stack are two dialects of one table.
 
 One implementation for the module, for containers of modules, and for optimizer state; `transaxle.load` and the DCP
-planners use the same (`transaxle.axes.translation.expert_sets`, `transaxle.axes.translation.grouped`) on what is in
+planners use the same (`transaxle.axes.translation.grouped`, `transaxle.axes.translation.grouped`) on what is in
 files. Quantized parameters are several plain entries, each of which is stacked or taken apart by itself: no value is
 computed.
 """
@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from transaxle.axes.layout.solve import Shape
-from transaxle.axes.translation.expert_sets import ExpertSet, arranged
-from transaxle.axes.translation.grouped import Stem, numbered, regrouped, stack_name
+from transaxle.axes.translation.grouped import ExpertSet, Stem, arranged, numbered, regrouped, stack_name
 from transaxle.errors import Refusal, Where, gathered
 from transaxle.nn.checkpoints.packed_layer import Layer
 from transaxle.nn.checkpoints.torch_relayout import described, move
@@ -38,7 +37,7 @@ def remapped(state: Mapping[str, Any], prefix: str, layer: Layer) -> dict[str, A
         A new dict. Tensors that are rearranged have memory of their own; the others are the same objects.
 
     Raises:
-        Refused: see `transaxle.axes.translation.expert_sets.Arranged`; UNEQUAL_COPIES for two forms of one parameter
+        Refused: see `transaxle.axes.translation.grouped.Arranged`; UNEQUAL_COPIES for two forms of one parameter
             that differ.
     """
     entries = {name: value for name, value in state.items() if name != f"{prefix}{EXTRA_STATE}"}
@@ -63,7 +62,7 @@ def stems(shapes: Mapping[str, Shape], prefix: str, layer: Layer) -> tuple[Stem,
         layer: what it needs.
 
     Raises:
-        Refused: see `transaxle.axes.translation.expert_sets.Arranged`.
+        Refused: see `transaxle.axes.translation.grouped.Arranged`.
     """
     return arranged(_groups(prefix, layer), shapes).checked()
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transaxle.formats.catalog.catalog import Entry, Extent
+from transaxle.formats.catalog import Entry, Extent
 from transaxle.formats.megatron.flat_buckets.bucket_layout import Bucket, FlatBuffer, laid_out
 from transaxle.formats.megatron.flat_buckets.parameter_order import Order, UnknownOrderError
 from transaxle.formats.megatron.flat_buckets.pipeline_stages import NoFitError, shared_out

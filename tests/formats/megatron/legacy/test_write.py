@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -91,6 +92,31 @@ def test_every_rank_has_its_part_of_a_hub_s_model(case: str, tmp_path: Path) -> 
     assert tx.verify(tmp_path / "out")
     tx.convert(tmp_path / "out", tmp_path / "back", to="hf")
     assert tx.diff(tmp_path / "hub", tmp_path / "back")
+
+
+def test_scales_of_experts_are_with_their_experts(tmp_path: Path) -> None:
+    """Of several expert-parallel ranks each has the scales of its own experts, under its own numbers."""
+    run = Run(pp=2, ep=2, sparse=ALL)
+    _hub(tmp_path / "hub", run)
+    how = {"encode": "float8_block", "only": "*.experts.linear_fc1.*"}
+    end = "_scale_inv"
+    _convert(tmp_path / "hub", tmp_path / "one", replace(run, pp=1, ep=1), **how)
+    _convert(tmp_path / "hub", tmp_path / "out", run, **how)
+    whole = _loaded(tmp_path / "one/release/mp_rank_00")["model"]
+    for rank in ranks(run):
+        held = _loaded(tmp_path / "out/release" / rank.folder(run))["model"]
+        scales = {name for name in held if name.endswith(end)}
+        assert len(scales) == 2 * 2
+        for name in scales:
+            match = re.fullmatch(rf"decoder\.layers\.(\d)\.(.*weight)(\d){end}", name)
+            assert match is not None
+            layer, expert = int(match[1]) + 2 * rank.pp, int(match[3]) + 2 * rank.ep
+            stem = f"decoder.layers.{layer}.{match[2]}{expert}"
+            assert torch.equal(held[name], whole[f"{stem}{end}"])
+            assert torch.equal(held[name.removesuffix(end)].view(torch.uint8), whole[stem].view(torch.uint8))
+    tx.convert(tmp_path / "out", tmp_path / "back", to="safetensors:megatron")
+    tx.convert(tmp_path / "one", tmp_path / "other", to="safetensors:megatron")
+    assert tx.diff(tmp_path / "other", tmp_path / "back")
 
 
 def test_other_modules_find_their_names(tmp_path: Path) -> None:

@@ -17,14 +17,12 @@ import numpy as np
 from msgspec.structs import replace
 
 from transaxle.errors import Faults, Refusal, TransaxleError, Where
-from transaxle.formats.catalog.catalog import Checksum, Entry, Extent
-from transaxle.formats.catalog.inline import number
+from transaxle.formats.catalog import Checksum, Entry, Extent, number
 from transaxle.formats.dcp.chunks.stencil import Stencils
 from transaxle.formats.dcp.metadata import Payload, SavedChunk, SavedItem
 from transaxle.formats.dtype import PACKED, Shape, logical, nbytes
 from transaxle.formats.pickled.descriptors import NOTHING, Quantized, Scalar, TensorRef
-from transaxle.formats.safetensors.header import read_header
-from transaxle.formats.safetensors.torch_parts import starts
+from transaxle.formats.safetensors import part_starts, read_header
 from transaxle.formats.storage.storage import Storage
 from transaxle.formats.torch_file.quantized_tensors import PlainLayout, layout
 from transaxle.formats.torch_file.saved import DATA, Saved, read_saved
@@ -378,7 +376,7 @@ class Payloads:
                 raise
             self._faults.extend(*error.refusals)
         else:
-            placed = starts(header.entries, header.metadata, file, self._faults)
+            placed = part_starts(header.entries, header.metadata, file, self._faults)
             blob = None if placed is None else _Blob(header.entries, placed)
             self._take("", file, begin, self._sizes[file])
         self._blobs[file, begin] = blob

@@ -17,7 +17,7 @@ import msgspec
 from msgspec.structs import replace
 
 from transaxle.errors import Faults, Refusal, Where
-from transaxle.formats.catalog.catalog import Entry, Extent, Twin
+from transaxle.formats.catalog import Entry, Extent, Twin
 from transaxle.formats.dcp.chunks.payload import QuantizedChunk
 from transaxle.formats.dcp.metadata import SavedChunk
 from transaxle.formats.dtype import Shape

@@ -17,9 +17,8 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from transaxle.formats.dcp.metadata import Payload
-from transaxle.formats.storage.near_reads import NearReads
-from transaxle.formats.storage.storage import Storage
-from transaxle.formats.storage.strided_reads import read_strided
+from transaxle.formats.storage.compiled import read_strided
+from transaxle.formats.storage.storage import NearReads, Storage
 from transaxle.formats.torch_file.saved import DATA
 from transaxle.formats.torch_file.zip.archive import (
     CENTRAL_FORM,

@@ -18,7 +18,7 @@ from math import prod
 from typing import Any
 
 from transaxle.errors import Faults, TransaxleError
-from transaxle.formats.catalog.catalog import Draft, Entry, Extent, Fragment, Spec
+from transaxle.formats.catalog import Draft, Entry, Extent, Fragment, Spec
 from transaxle.formats.deepspeed import keys
 from transaxle.formats.deepspeed.hints import HINTS, Hint, written
 from transaxle.formats.deepspeed.zero.training_run import CLASS, CLIENT, FIELDS

@@ -14,9 +14,7 @@ from typing import Any
 
 from transaxle.arguments import Weights
 from transaxle.errors import Faults, TransaxleError, refuse
-from transaxle.formats.catalog.catalog import Checksum, Container, Entry, Extent
-from transaxle.formats.catalog.inline import NumbersInMemory
-from transaxle.formats.catalog.sidecar_files import sort_sidecars
+from transaxle.formats.catalog import Checksum, Container, Entry, Extent, NumbersInMemory
 from transaxle.formats.deepspeed import keys
 from transaxle.formats.deepspeed.checked_value import CheckedValue
 from transaxle.formats.deepspeed.files import sort_files
@@ -30,6 +28,7 @@ from transaxle.formats.deepspeed.zero.ranks import RankModel, Tensors, read_mode
 from transaxle.formats.deepspeed.zero.stage import ModelRank, Stage, assemble
 from transaxle.formats.deepspeed.zero.training_run import groups_of, run_of
 from transaxle.formats.format import HERE
+from transaxle.formats.registry import sort_sidecars
 from transaxle.formats.storage.storage import Storage
 from transaxle.formats.torch_file.saved import read_saved
 from transaxle.formats.training_state.state import OPTIMIZER, RUN

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from transaxle.errors import Faults, refuse
-from transaxle.formats.catalog.catalog import Entry
+from transaxle.formats.catalog import Entry
 from transaxle.formats.deepspeed import keys
 from transaxle.formats.deepspeed.zero.ranks import RankModel, RankState
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from transaxle.formats.catalog.catalog import Entry
-from transaxle.formats.catalog.inline import NumbersInMemory
+from transaxle.formats.catalog import Entry, NumbersInMemory
 from transaxle.formats.deepspeed import keys
 from transaxle.formats.deepspeed.checked_value import CheckedValue
 from transaxle.formats.deepspeed.zero.ranks import RankModel, Tensors

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from transaxle.errors import refuse
-from transaxle.formats.catalog.catalog import Checksum, Entry, Extent
-from transaxle.formats.catalog.inline import NumbersInMemory, number
+from transaxle.formats.catalog import Checksum, Entry, Extent, NumbersInMemory, number
 from transaxle.formats.deepspeed import keys
 from transaxle.formats.deepspeed.checked_value import CheckedValue
 from transaxle.formats.deepspeed.zero.flat import Shape, Vector

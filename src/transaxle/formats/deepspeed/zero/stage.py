@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from math import prod
 
 from transaxle.errors import Faults, TransaxleError, refuse
-from transaxle.formats.catalog.catalog import Entry, Extent, Twin
+from transaxle.formats.catalog import Entry, Extent, Twin
 from transaxle.formats.deepspeed import keys
 from transaxle.formats.deepspeed.metadata.spread import Spread
 from transaxle.formats.deepspeed.metadata.universal_info import UniversalInfo

@@ -12,7 +12,7 @@ from itertools import accumulate
 from math import prod
 
 from transaxle.errors import Code, refuse
-from transaxle.formats.catalog.catalog import Entry, Twin
+from transaxle.formats.catalog import Entry, Twin
 from transaxle.formats.deepspeed import keys
 from transaxle.formats.deepspeed.checked_value import CheckedValue
 from transaxle.formats.deepspeed.zero import experts

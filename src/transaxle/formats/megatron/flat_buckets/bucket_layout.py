@@ -14,7 +14,7 @@ from functools import cached_property
 from itertools import count
 from typing import NamedTuple
 
-from transaxle.formats.catalog.catalog import Entry
+from transaxle.formats.catalog import Entry
 from transaxle.formats.megatron.flat_buckets.rank_parameters import LocalParameter
 
 _ALIGNED = 64

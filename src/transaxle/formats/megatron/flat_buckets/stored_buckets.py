@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from transaxle.formats.catalog.catalog import Entry
+from transaxle.formats.catalog import Entry
 from transaxle.formats.megatron.flat_buckets.bucket_layout import Bucket, FlatBuffer
 from transaxle.formats.megatron.flat_buckets.parameter_order import UnknownOrderError
 from transaxle.formats.megatron.flat_buckets.pipeline_stages import Groups

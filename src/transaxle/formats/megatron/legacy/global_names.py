@@ -14,7 +14,7 @@ from transaxle.errors import TransaxleError, refuse
 from transaxle.formats.megatron.legacy.rank_grid import Mesh
 
 _LAYER = re.compile(r"((?:language_model\.)?decoder\.layers\.)(0|[1-9]\d{0,5})(\..+)", re.DOTALL)
-_EXPERT = re.compile(r"(.+\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias)))(0|[1-9]\d{0,5})((?:\..+)?)")
+_EXPERT = re.compile(r"(.+\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias)))(0|[1-9]\d{0,5})((?:[._].+)?)")
 _IN_ONE = re.compile(r".+\.experts\.linear_fc[12]\.(?:weight|bias)")
 _GROUPED = re.compile(r".+\.experts\.weight[12]")
 _EXPERTS = "experts"

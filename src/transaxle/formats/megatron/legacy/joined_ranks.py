@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from transaxle.errors import Faults, TransaxleError, refuse
-from transaxle.formats.catalog.catalog import Entry, Extent, Twin
+from transaxle.formats.catalog import Entry, Extent, Twin
 from transaxle.formats.deepspeed.metadata.spread import Shape, Spread, by_widths, whole
 from transaxle.formats.deepspeed.table_cuts import TableCuts
 from transaxle.formats.deepspeed.zero.shard import RankShard, merge_shards

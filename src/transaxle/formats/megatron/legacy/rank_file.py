@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from transaxle.errors import refuse
 from transaxle.formats.builtin_formats import MEGATRON_MODEL
-from transaxle.formats.catalog.catalog import Checksum, Entry, Extent
-from transaxle.formats.catalog.inline import NumbersInMemory
+from transaxle.formats.catalog import Checksum, Entry, Extent, NumbersInMemory
 from transaxle.formats.deepspeed.checked_value import CheckedValue
 from transaxle.formats.deepspeed.zero.ranks import Tensors
 from transaxle.formats.megatron.arguments_of_run import NAMES, RunState, run_state

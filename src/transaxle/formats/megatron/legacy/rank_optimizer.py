@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from transaxle.errors import refuse
-from transaxle.formats.catalog.catalog import Checksum, Entry
-from transaxle.formats.catalog.inline import NumbersInMemory
+from transaxle.formats.catalog import Checksum, Entry, NumbersInMemory
 from transaxle.formats.deepspeed.checked_value import CheckedValue
 from transaxle.formats.deepspeed.zero.flat import FlatRun, Vector, extents
 from transaxle.formats.deepspeed.zero.ranks import Tensors

@@ -20,9 +20,7 @@ from transaxle.formats.builtin_formats import (
     MEGATRON_TORCH,
     MEGATRON_TRACKER,
 )
-from transaxle.formats.catalog.catalog import Container, Entry
-from transaxle.formats.catalog.inline import NumbersInMemory
-from transaxle.formats.catalog.sidecar_files import sort_sidecars
+from transaxle.formats.catalog import Container, Entry, NumbersInMemory
 from transaxle.formats.deepspeed.table_cuts import Cutter, TableCuts, untold
 from transaxle.formats.deepspeed.zero.shard import RankShard
 from transaxle.formats.format import HERE
@@ -38,6 +36,7 @@ from transaxle.formats.megatron.legacy.rank_optimizer import (
     optimizer_settings,
     read_optimizer,
 )
+from transaxle.formats.registry import sort_sidecars
 from transaxle.formats.storage.storage import Storage
 from transaxle.formats.torch_file.copied_files import copied
 from transaxle.formats.training_state.full_precision import MASTER

@@ -28,7 +28,8 @@ from transaxle.formats.training_state.state_groups import PARAMS
 Shape = tuple[int, ...]
 STEP = "step"
 _LAYER = re.compile(r"decoder\.layers\.(\d{1,6})\.(.+)")
-_EXPERT = re.compile(r"(.+\.experts\.linear_fc[12]\.(?:weight|bias))(\d{1,6})")
+_EXPERT = re.compile(r"(.+\.experts\.linear_fc[12]\.(?:weight|bias))(\d{1,6})((?:_[a-z_]+)?)")
+"""A parameter of one expert, or a buffer of its encoding: `weight3`, `weight3_scale_inv`."""
 _ONE_BY_ONE = re.compile(r"(.+\.experts\.)(linear_fc[12]\.)(weight|bias)(\d+)")
 _LAST = ("decoder.final_layernorm.", HEAD, "mtp.")
 _NORMS = {
@@ -86,7 +87,7 @@ class Sharing:
         rank, local = None, name
         if expert is not None and self.experts:
             rank, number = divmod(int(expert[2]), self.experts)
-            local = f"{expert[1]}{number}"
+            local = f"{expert[1]}{number}{expert[3]}"
         if match is not None:
             stage, layer = divmod(int(match[1]), self.layers)
             return Home((stage,), rank, (re.sub(r"\d+", str(layer), local, count=1),))

@@ -22,7 +22,7 @@ from transaxle.arguments import Degrees
 from transaxle.axes.layout.bind import join_slot, split_slot
 from transaxle.errors import Faults, refuse
 from transaxle.formats.builtin_formats import MEGATRON_TRACKER, TORCH_DIST
-from transaxle.formats.catalog.catalog import Draft, Entry, Extent, Fragment, Spec
+from transaxle.formats.catalog import Draft, Entry, Extent, Fragment, Spec
 from transaxle.formats.dcp.metadata import METADATA
 from transaxle.formats.dcp.written_chunks import (
     ChunksByTensor,

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from transaxle.axes.geometry.strided import lexicographic_boxes
 from transaxle.errors import Faults
-from transaxle.formats.catalog.catalog import Container, Entry, Extent
+from transaxle.formats.catalog import Container, Entry, Extent
 from transaxle.formats.dtype import BITS, Shape
 
 

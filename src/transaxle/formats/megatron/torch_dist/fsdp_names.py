@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from transaxle.axes.layout.bind import split_slot
 from transaxle.errors import Faults
-from transaxle.formats.catalog.catalog import Container, Entry, Twin
+from transaxle.formats.catalog import Container, Entry, Twin
 from transaxle.formats.dcp.metadata import Payload
 from transaxle.formats.megatron.arguments_of_run import NAMES, RunState, run_state
 from transaxle.formats.storage.storage import Storage

@@ -12,7 +12,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from transaxle.axes.layout.bind import split_slot
-from transaxle.formats.catalog.catalog import Container
+from transaxle.formats.catalog import Container
 from transaxle.formats.megatron.arguments_of_run import RunState, plain_data
 from transaxle.formats.megatron.flat_buckets.parameter_order import has_experts, has_layers
 from transaxle.formats.megatron.flat_buckets.stored_buckets import Objects

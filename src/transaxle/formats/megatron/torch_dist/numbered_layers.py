@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from transaxle.axes.geometry.strided import row_major
 from transaxle.axes.layout.bind import join_slot, split_slot
-from transaxle.formats.catalog.catalog import Container, Entry, Extent
+from transaxle.formats.catalog import Container, Entry, Extent
 from transaxle.formats.dtype import ITEM_BITS, PACKED
 
 _AHEAD = re.compile(r"((?:.+\.)?)mtp\.layers\.\d+\..+", re.DOTALL)

@@ -19,9 +19,7 @@ from transaxle.arguments import Weights
 from transaxle.axes.layout.bind import split_slot
 from transaxle.errors import Refusal, TransaxleError, Where, refuse
 from transaxle.formats.builtin_formats import MEGATRON_TRACKER, TORCH_DIST
-from transaxle.formats.catalog.catalog import Container, Entry, Extent
-from transaxle.formats.catalog.inline import NumbersInMemory, number
-from transaxle.formats.catalog.sidecar_files import sort_sidecars
+from transaxle.formats.catalog import Container, Entry, Extent, NumbersInMemory, number
 from transaxle.formats.dcp.metadata import Payload, SavedChunk, SavedItem
 from transaxle.formats.dcp.reader import Conventions, metadata_files, read_folder
 from transaxle.formats.dtype import Shape
@@ -49,9 +47,9 @@ from transaxle.formats.megatron.torch_dist.fsdp_names import (
 from transaxle.formats.megatron.torch_dist.group_settings import with_groups, with_settings
 from transaxle.formats.megatron.torch_dist.numbered_layers import with_numbered_layers
 from transaxle.formats.pickled.descriptors import TensorRef
+from transaxle.formats.registry import sort_sidecars
 from transaxle.formats.step_parts import moved_out
-from transaxle.formats.storage.storage import Storage, layer
-from transaxle.formats.storage.sub_folder import SubFolder
+from transaxle.formats.storage.storage import Storage, SubFolder, layer
 from transaxle.formats.torch_file.saved import read_saved
 from transaxle.formats.torch_file.stored_storage import StoredStorage
 from transaxle.formats.training_state.full_precision import MASTER, with_full_precision

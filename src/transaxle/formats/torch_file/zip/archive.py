@@ -15,7 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from transaxle.errors import TransaxleError, refuse
-from transaxle.formats.catalog.catalog import Checksum
+from transaxle.formats.catalog import Checksum
 from transaxle.formats.storage.storage import checked_parts
 from transaxle.formats.torch_file.zip.window import FileWindow
 

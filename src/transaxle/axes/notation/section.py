@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from itertools import islice, product
 from typing import NamedTuple
 
-from transaxle.axes.inheritance.statement import (
+from transaxle.axes.notation.statement import (
     ALSO,
     IGNORE,
     LINE,
@@ -34,7 +34,7 @@ from transaxle.axes.inheritance.statement import (
     both,
     split_when,
     tensors_left_out,
-)  # fmt: skip
+)
 from transaxle.errors import Refusal
 
 _HEAD = re.compile(

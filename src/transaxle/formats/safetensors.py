@@ -1,30 +1,48 @@
-"""The header of a safetensors file: eight bytes of length, then JSON that says where each tensor is.
+"""Safetensors: eight bytes of length, then JSON that says where each tensor is, then the tensors; one file or shards.
 
-We parse it ourselves: the library maps the file, keeps the last of two equal names, and stops at the first fault with a
-message that names no file. This parser trusts nothing, reports every fault at once, and reads a header of 70,000
-tensors in a fraction of a second. What it accepts, the library accepts.
+- Headers: we parse them ourselves. The library maps the file, keeps the last of two equal names, and stops at the first
+  fault with a message that names no file. This parser trusts nothing, reports every fault at once, and reads a header
+  of 70,000 tensors in a fraction of a second. What it accepts, the library accepts.
+- Parts: torch keeps parts of tensors in such files, with a note in the header on which parts they are. The header lists
+  each part as if it were a tensor; the note says where it begins in the whole. The shape of the whole is not recorded:
+  it extends as far as the parts do. If the last parts of every tensor are missing, nothing can tell.
+- Opening: one file, or the shards that an index names. transformers takes the index at its word: a path in it is
+  followed, a tensor that moved to another shard is looked for in the wrong one, a tensor that is missing stays at its
+  random initial value. Here the headers say what there is, and an index that says anything else is refused.
+- Drafts: every tensor of files that do not exist yet gets its file and its offset before a byte moves. The files are
+  those that Hugging Face's own writers make of the same tensors: shards filled in the given order, and in each file the
+  widest types first, then by name. So every tensor begins at a multiple of its item size, and a conversion back is byte
+  for byte the file it started from.
 """
 
 from __future__ import annotations
 
 import math
 from array import array
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from operator import le
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from itertools import accumulate, repeat
+from operator import attrgetter, le
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
-from transaxle.errors import LONGEST_NAME, Code, Faults, refuse
-from transaxle.formats.catalog.catalog import Entry, Extent, Spec
-from transaxle.formats.catalog.seal import DIGITS, Seal, seal_of
-from transaxle.formats.catalog.strict_json import MAX_PAIRS, NotJsonError, members, pairs_in, repeated
-from transaxle.formats.dtype import BITS
+from transaxle.errors import LONGEST_NAME, Code, Faults, TransaxleError, refuse
+from transaxle.formats.builtin_formats import SAFETENSORS
+from transaxle.formats.catalog import DIGITS, Container, Draft, Entry, Extent, Fragment, Seal, Spec, seal_of
+from transaxle.formats.dtype import BITS, Shape, logical, nbytes
+from transaxle.formats.registry import sort_sidecars
+from transaxle.formats.shards import Sized, has_state, lay_out_shards, read_files
 from transaxle.formats.storage.storage import Storage, too_long
+from transaxle.formats.strict_json import MAX_PAIRS, NotJsonError, members, pairs_in, parsed_as, repeated
+from transaxle.formats.training_state.run_facts import KEPT_RUN, facts_as_text, facts_in
+from transaxle.formats.training_state.state_groups import GROUPS, KEPT, ParamGroup, decode, encode
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
+
 
 METADATA = "__metadata__"
 """The one key of a header that is not a tensor."""
@@ -389,3 +407,246 @@ def _add_layout(rows: _HeaderRows, layout: _DataLayout, data_size: int, faults: 
         faults.add("CORRUPT", message, file, name, _AGAIN)
     elif needed < data_size:
         faults.add("CORRUPT", f"the last {data_size - needed} bytes of the file belong to no tensor", file)
+
+
+_PART_NOTE = "DCP_SHARDING_INFO"
+"""Key of the header's free text."""
+PART_NOTES = frozenset({_PART_NOTE, "DCP_VERSION"})
+"""Keys of free text that describe parts, and so do not apply to the whole."""
+
+
+class _PartNote(msgspec.Struct, frozen=True):
+    """The note on one part."""
+
+    saved_offsets: list[int]
+    """First index of the part in each dim of the whole."""
+
+
+def part_starts(
+    entries: Mapping[str, Entry], metadata: Mapping[str, str], file: str, faults: Faults
+) -> dict[str, Shape] | None:
+    """Return where each part of one file begins in its tensor.
+
+    Args:
+        entries: the tensors that the file's header lists.
+        metadata: its free text.
+        file: its name, for errors.
+        faults: receives the problems.
+
+    Returns:
+        Name of the tensor -> first index of the part, in elements; None if the note is missing or malformed.
+    """
+    text = metadata.get(_PART_NOTE)
+    if text is None:
+        faults.add(
+            "CORRUPT", f"the header has no {_PART_NOTE}: nothing says which parts of the tensors the file holds", file
+        )
+        return None
+    try:
+        note = parsed_as(text, dict[str, _PartNote])
+    except NotJsonError as error:
+        faults.add("CORRUPT", f"the header's {_PART_NOTE} is malformed: {error}", file)
+        return None
+    first_indices: dict[str, Shape] = {}
+    for name, entry in entries.items():
+        part_note = note.get(name)
+        if (
+            part_note is None
+            or len(part_note.saved_offsets) != len(entry.shape)
+            or any(at < 0 for at in part_note.saved_offsets)
+        ):
+            faults.add("CORRUPT", f"the header's {_PART_NOTE} does not say where this part begins", file, name)
+            continue
+        first_indices[name] = logical(tuple(part_note.saved_offsets), entry.dtype)
+    return first_indices
+
+
+def open_safetensors(storage: Storage, path: str, member: str) -> Container:
+    """Open one safetensors file, or all shards of an index, with the optimizer's state in its folder beside them.
+
+    The sizes in the index's metadata are not compared with anything: many published ones are wrong, because tied
+    weights were counted twice. They are left out of the container's metadata, which holds the headers' free text and
+    the other strings of the index; a key on which shards differ appears once a shard, as `<file>:<key>`.
+
+    Args:
+        storage: where the files are.
+        path: what the user typed.
+        member: the file to open: `*.safetensors`, or an index `*.safetensors.index.json`.
+
+    Raises:
+        Refused: everything that is wrong with the index and with all headers: CORRUPT, INCOMPLETE for a shard or a
+            tensor that is not there, NAME_COLLISION, OVERLAP, PATH_ESCAPE, UNSUPPORTED.
+        StorageError: IO.
+    """
+    read = read_files(storage, member, lambda file: read_header(storage, file))
+    _check_whole(read.parts)
+    sidecars = sort_sidecars(storage, read.sizes)
+    metadata: dict[str, Any] = {**read.index_texts, **_merged(read.parts)}
+    if KEPT in metadata and (groups := decode(metadata[KEPT])) is not None:
+        del metadata[KEPT]
+        metadata[GROUPS] = groups
+    if KEPT_RUN in metadata and (facts := facts_in(metadata[KEPT_RUN])):
+        del metadata[KEPT_RUN]
+        metadata |= facts
+    seals = tuple(header.seal for header in read.parts.values() if header.seal is not None)
+    return Container(
+        SAFETENSORS.name,
+        path,
+        storage,
+        read.entries,
+        read.sizes,
+        metadata,
+        sidecars.carried,
+        sidecars.ignored,
+        seals=seals,
+    )
+
+
+def _check_whole(headers: Mapping[str, Header]) -> None:
+    """Refuse files that hold parts of tensors, saved by torch, under the names of the tensors.
+
+    Raises:
+        Refused: INCOMPLETE; CORRUPT for a malformed note.
+    """
+    faults = Faults()
+    for file, header in headers.items():
+        if _PART_NOTE in header.metadata:
+            for name, start in (part_starts(header.entries, header.metadata, file, faults) or {}).items():
+                if any(start):
+                    message = f"the file holds only a part of this tensor, from {list(start)} on"
+                    faults.add("INCOMPLETE", message, file, name, "Open the folder that torch saved.")
+    if faults:
+        raise faults.error()
+
+
+def _merged(headers: Mapping[str, Header]) -> dict[str, str]:
+    """Return the free text of all headers; see `open_safetensors` for keys on which they differ.
+
+    Torch's notes on parts are left out: they would be wrong for the same tensors under other names.
+    """
+    texts_by_file: defaultdict[str, dict[str, str]] = defaultdict(dict)
+    for file, header in headers.items():
+        for key in [key for key in header.metadata if key not in PART_NOTES]:
+            texts_by_file[key][file] = header.metadata[key]
+    merged: dict[str, str] = {}
+    for key, texts in texts_by_file.items():
+        if len(set(texts.values())) == 1:
+            merged[key] = next(iter(texts.values()))
+        else:
+            merged |= {f"{file}:{key}": text for file, text in texts.items()}
+    return merged
+
+
+_STEM = "model"
+_RANK = {code: rank for rank, code in enumerate(BITS)}
+_WHOLE_BYTES = frozenset(code for code, bits in BITS.items() if bits % 8 == 0)
+"""First index of a whole tensor, by its dims."""
+
+
+def draft(
+    tensors: Sequence[Spec],
+    *,
+    metadata: Mapping[str, str] | None = None,
+    shard_size: int | None = None,
+    groups: Sequence[ParamGroup] = (),
+    run: Mapping[str, Any] | None = None,
+    sealed: bool = False,
+    stem: str = _STEM,
+) -> Draft:
+    """Lay out safetensors files.
+
+    Args:
+        tensors: what to write; shards are filled in this order.
+        metadata: free text for the header of every file.
+        shard_size: bytes of tensors in one file; a tensor that is larger gets a file of its own. Without it, or when
+            everything fits, there is one file `model.safetensors` and no index.
+        groups: settings of the optimizer, as text in the header of the first file.
+        run: what the source says of its run, likewise where there is state of an optimizer.
+        sealed: leave room for digests in the header; there must be one file.
+        stem: how the names of the files begin.
+
+    Raises:
+        Refused: for every tensor that has no place: UNSUPPORTED (dtype, dims, a name that is no Unicode),
+            NAME_COLLISION, SHAPE_MISMATCH (packed elements that do not fill whole bytes).
+    """
+    faults = Faults()
+    if _are_plain(tensors):  # the usual case, of very many
+        sized = list(zip(tensors, map(nbytes, map(_dtype, tensors), map(_shape, tensors)), strict=True))
+    else:
+        sized, names_so_far = [], set[str]()
+        for spec in tensors:
+            sized.append((spec, _size(spec, names_so_far, faults)))
+            names_so_far.add(spec.name)
+    if faults:
+        raise faults.error()
+    beside = {KEPT: encode(groups)} if groups else {}
+    if has_state(map(_name, tensors)) and (facts := facts_as_text(run or {})) is not None:
+        beside[KEPT_RUN] = facts
+    first_file_metadata = iter([beside])
+    room = blank_seal(sum(size > 0 for _, size in sized)) if sealed else {}
+
+    def lay_out(file: str, shard: Iterable[Sized]) -> tuple[list[Entry], list[Fragment], int]:
+        return _lay_out(file, shard, {**(metadata or {}), **next(first_file_metadata, {}), **room})
+
+    files = lay_out_shards(SAFETENSORS.name, stem, SAFETENSORS.one_file[0], sized, shard_size, lay_out)
+    if not sealed:
+        return files
+    (header,) = files.fragments
+    offsets = [entry.extents[0].offset for entry in files.entries.values() if entry.nbytes]
+    return replace(files, seal=room_for_seal(header.data, header.file, offsets))
+
+
+def _are_plain(tensors: Sequence[Spec]) -> bool:
+    """Tell whether nothing can be wrong with any of the tensors, and each of their elements fills whole bytes."""
+    names = set(map(_name, tensors))
+    kinds = set(zip(map(_dtype, tensors), map(len, map(_shape, tensors)), strict=True))
+    has_places = all(dtype in _WHOLE_BYTES and dims <= MAX_DIMS for dtype, dims in kinds)
+    return has_places and len(names) == len(tensors) and METADATA not in names and "".join(names).isascii()
+
+
+def _size(spec: Spec, names_so_far: set[str], faults: Faults) -> int:
+    """Return the bytes of a tensor; whatever forbids writing it is a fault."""
+    shown = spec.name.encode("utf-8", "backslashreplace").decode()
+    if spec.name == METADATA:
+        faults.add("NAME_COLLISION", "safetensors uses this name for its metadata", None, shown)
+    if spec.name in names_so_far:
+        faults.add("NAME_COLLISION", "two tensors have this name", None, shown)
+    if spec.name != shown:
+        faults.add("UNSUPPORTED", "the name is not valid Unicode", None, shown)
+    if len(spec.shape) > MAX_DIMS:
+        faults.add("UNSUPPORTED", f"the tensor has {len(spec.shape)} dims, more than {MAX_DIMS}", None, shown)
+    if spec.dtype not in BITS:
+        hint = "Choose a format that can hold this tensor, or leave it out."
+        faults.add("UNSUPPORTED", f"safetensors has no dtype for {spec.dtype}", None, shown, hint)
+        return 0
+    try:
+        return nbytes(spec.dtype, spec.shape)
+    except TransaxleError as error:
+        faults.add(error.code, error.refusals[0].message, None, shown)
+        return 0
+
+
+def _lay_out(file: str, shard: Iterable[Sized], metadata: Mapping[str, str]) -> tuple[list[Entry], list[Fragment], int]:
+    """Give each tensor of one file its offset; also return the file's header and its size."""
+    items = list(shard)
+    names = [spec.name for spec, _ in items]
+    by_type: dict[str, list[Sized]] = {}
+    for at in sorted(range(len(items)), key=names.__getitem__):
+        item = items[at]
+        by_type.setdefault(item[0].dtype, []).append(item)
+    specs: list[Spec] = []
+    ends = [0]
+    for dtype in sorted(by_type, key=_RANK.__getitem__, reverse=True):
+        of_type, sizes = zip(*by_type[dtype], strict=True)
+        specs += of_type
+        ends += [*accumulate(sizes, initial=ends[-1])][1:]
+    header = encode_header(zip(specs, ends, ends[1:], strict=False), metadata)
+    base, shapes = len(header), list(map(_shape, specs))
+    extents = map(
+        Extent, map(_ORIGINS.__getitem__, map(len, shapes)), shapes, repeat(file), [base + end for end in ends]
+    )
+    placed = list(map(Entry, map(_name, specs), map(_dtype, specs), shapes, zip(extents, strict=False)))
+    return placed, [Fragment(file, 0, header)], base + ends[-1]
+
+
+_name, _dtype, _shape = map(attrgetter, ("name", "dtype", "shape"))

@@ -2,21 +2,39 @@
 
 A container that exists (`Container`) and one that is about to be written (`Draft`) have the same form: entries, each
 with the extents that hold its bytes. That is why a plan is only a list of copies between two catalogs.
+
+A `Seal` says where a file keeps digests of its own bytes, if it is a checkpoint by itself and has no manifest. There is
+one digest for each tensor, and one for all other bytes, the other digests included. They are known only when the bytes
+are written, so space of a fixed width is reserved, and filled in last. Other readers see the text as an ordinary note.
+
+A number that a container keeps in its description, as a pickle does, is a tensor without dims like any other, but its
+bytes are not in a file. They are put into a pseudo-file in memory, `NUMBERS`, that is read like real ones, under a name
+that no file can have.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Mapping
+import struct
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import xxhash
 from msgspec.structs import replace
 
+from transaxle.axes.geometry.strided import Loop
 from transaxle.encodings.value_steps import Computed
-from transaxle.formats.catalog.seal import Seal, filled
 from transaxle.formats.dtype import nbytes
-from transaxle.formats.storage.storage import Storage, VirtualFiles
+from transaxle.formats.storage.compiled import (
+    FileRange,
+    StepBatch,
+    read_each,
+    read_one_by_one,
+    read_ranges,
+    read_strided,
+)
+from transaxle.formats.storage.storage import Overlay, Storage, VirtualFiles
 
 if TYPE_CHECKING:
     from transaxle.errors import Refusal
@@ -126,7 +144,7 @@ class Container(msgspec.Struct, frozen=True):
     """Other files of the folder that travel with the model (config, tokenizer)."""
     ignored: tuple[str, ...] = ()
     """Names that are left alone: other tensor files, hidden files, sub-folders, links and special files; see
-    `sidecar_files`.
+    `registry`.
     """
     checksums: tuple[Checksum, ...] = ()
     """Checksums that the format itself keeps; `verify` checks them."""
@@ -263,3 +281,186 @@ class Draft(msgspec.Struct, frozen=True):
 
     def _is_sealed(self, fragment: Fragment) -> bool:
         return self.seal is not None and fragment.offset <= self.seal.head < fragment.offset + len(fragment.data)
+
+
+DIGITS = 32
+"""Characters of one digest: an xxh3-128 in hex."""
+_BLANK = b"0" * DIGITS
+_BLOCK = 1 << 20
+
+
+class Seal(msgspec.Struct, frozen=True):
+    """Where the digests of a file are."""
+
+    file: str
+    """Name of the file inside the container."""
+    head: int
+    """First byte of the digest of all bytes outside the tensors, computed with zeros in its own place."""
+    places: Mapping[int, int]
+    """First byte of a tensor -> first byte of its digest; tensors without bytes have none."""
+
+
+def seal_of(file: str, head: int, begin: int, offsets: Iterable[int]) -> Seal:
+    """Return the seal of a file whose tensor digests follow one another.
+
+    Args:
+        file: name of the file.
+        head: first byte of the digest of the other bytes.
+        begin: first byte of the first tensor's digest.
+        offsets: first bytes of the tensors that have bytes, in the order of their digests.
+    """
+    return Seal(file, head, {offset: begin + number * DIGITS for number, offset in enumerate(offsets)})
+
+
+def read_digest(storage: Storage, seal: Seal, place: int) -> str:
+    """Return a digest as the file states it."""
+    return storage.read(seal.file, place, DIGITS).decode("latin-1")
+
+
+def rest_of(storage: Storage, seal: Seal, tensors: Iterable[tuple[int, int]]) -> str:
+    """Return the digest of all bytes outside the tensors.
+
+    Args:
+        storage: the files.
+        seal: of the file.
+        tensors: first byte of each tensor and the one after its last.
+    """
+    return _digest(_bytes_outside(storage, seal.file, tensors), seal.head)
+
+
+def _bytes_outside(storage: Storage, file: str, tensors: Iterable[tuple[int, int]]) -> Iterator[tuple[int, bytes]]:
+    size = storage.size(file)
+    reached = 0
+    for begin, end in [*sorted(tensors), (size, size)]:
+        for start in range(reached, begin, _BLOCK):
+            yield start, storage.read(file, start, min(_BLOCK, begin - start))
+        reached = max(reached, end)
+
+
+def _digest(parts: Iterable[tuple[int, bytes]], head: int) -> str:
+    """Return the digest of pieces of a file, with zeros in the place of the digest itself."""
+    state = xxhash.xxh3_128()
+    for offset, data in parts:
+        first, last = max(head, offset), min(head + DIGITS, offset + len(data))
+        if first < last:
+            data = data[: first - offset] + _BLANK[: last - first] + data[last - offset :]
+        state.update(data)
+    return state.hexdigest()
+
+
+def filled(parts: Iterable[tuple[int, bytes]], seal: Seal, hashes: Mapping[int, str]) -> list[tuple[int, bytes]]:
+    """Return all bytes outside the tensors with the digests filled in.
+
+    Args:
+        parts: those bytes, in the order of the file, each with its offset.
+        seal: where the digests go.
+        hashes: first byte of a tensor -> its digest.
+    """
+    pieces = []
+    for offset, data in parts:
+        text = bytearray(data)
+        for begin, place in seal.places.items():
+            if offset <= place < offset + len(text):
+                text[place - offset : place - offset + DIGITS] = hashes[begin].encode()
+        pieces.append((offset, text))
+    digest_of_rest = _digest(((offset, bytes(text)) for offset, text in pieces), seal.head).encode()
+    for offset, text in pieces:
+        if offset <= seal.head < offset + len(text):
+            text[seal.head - offset : seal.head - offset + DIGITS] = digest_of_rest
+    return [(offset, bytes(text)) for offset, text in pieces]
+
+
+NUMBERS = "//numbers"
+"""Name of the pseudo-file; as a path it would have an empty part."""
+Number = int | float | bool
+_I64, _U64 = range(-(2**63), 2**63), range(2**64)
+
+
+def number(value: Number) -> tuple[str, bytes] | None:
+    """Return the safetensors code and the bytes of a Python number: BOOL, I64 (U64 above its range) or F64.
+
+    Returns:
+        None for an integer that is too large for either.
+    """
+    if isinstance(value, bool):
+        return "BOOL", bytes([value])
+    if isinstance(value, float):
+        return "F64", struct.pack("<d", value)
+    if value in _I64:
+        return "I64", struct.pack("<q", value)
+    return ("U64", struct.pack("<Q", value)) if value in _U64 else None
+
+
+class NumbersInMemory(Overlay):
+    """A storage with one further file, which exists in memory only.
+
+    Args:
+        below: the real files.
+    """
+
+    def __init__(self, below: Storage) -> None:
+        super().__init__(below)
+        self._numbers = bytearray()
+
+    def over(self, below: Storage) -> NumbersInMemory:
+        """Return the same numbers on top of other files."""
+        moved = NumbersInMemory(below)
+        moved._numbers = self._numbers
+        return moved
+
+    def add(self, data: bytes) -> Extent:
+        """Keep the bytes of one number and return where they are."""
+        extent = Extent((), (), NUMBERS, len(self._numbers))
+        self._numbers += data
+        return extent
+
+    def add_all(self, other: NumbersInMemory) -> int:
+        """Keep the numbers of another storage, too, and return where the first of them is."""
+        start = len(self._numbers)
+        self._numbers += other._numbers
+        return start
+
+    def size(self, name: str) -> int:
+        """See `Storage`."""
+        return len(self._numbers) if name == NUMBERS else super().size(name)
+
+    def version(self, name: str) -> str:
+        """See `Storage`; numbers change only with the file they were read from."""
+        return "" if name == NUMBERS else super().version(name)
+
+    def read_into(self, name: str, offset: int, view: memoryview) -> None:
+        """See `Storage`."""
+        if name == NUMBERS:
+            view.cast("B")[:] = self._numbers[offset : offset + view.nbytes]
+        else:
+            super().read_into(name, offset, view)
+
+    def note_read(self, batch: StepBatch, name: str, offset: int, view: memoryview) -> None:
+        """See `Storage`."""
+        if name == NUMBERS:
+            super().note_read(batch, name, offset, view)
+        else:
+            self.below.note_read(batch, name, offset, view)
+
+    def note_strided(
+        self, batch: StepBatch, name: str, offset: int, view: memoryview, width: int, loops: Sequence[Loop]
+    ) -> None:
+        """See `Storage`."""
+        if name == NUMBERS:
+            super().note_strided(batch, name, offset, view, width, loops)
+        else:
+            self.below.note_strided(batch, name, offset, view, width, loops)
+
+    def read_strided(self, name: str, offset: int, view: memoryview, width: int, loops: Sequence[Loop]) -> None:
+        """See `formats.storage.compiled.read_strided`."""
+        if name == NUMBERS:
+            read_each(self, name, offset, view, width, loops)
+        else:
+            read_strided(self.below, name, offset, view, width, loops)
+
+    def read_ranges(self, ranges: Sequence[FileRange]) -> None:
+        """See `formats.storage.compiled.read_ranges`."""
+        if any(name == NUMBERS for name, _, _ in ranges):
+            read_one_by_one(self, ranges)
+        else:
+            read_ranges(self.below, ranges)

@@ -1,1 +1,0 @@
-"""Tables as they are written: statements, and what a family or dialect takes over from another."""

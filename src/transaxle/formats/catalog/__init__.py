@@ -1,1 +1,0 @@
-"""What a checkpoint holds: names, types, shapes, byte extents."""

@@ -1,0 +1,134 @@
+"""Any two options of `convert` together: the result is bit for bit what torch makes of the model, or is refused."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from functools import cache
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+
+from tests.oracles import cases, option_runs, option_sources
+from tests.oracles import option_pairs as names
+from tests.oracles.cases import AUTOMODEL, TORCHTITAN
+from tests.oracles.option_models import FAMILIES, WIDE
+from tests.oracles.option_pairs import CLASHES, FACTORS, NONE, Row, allowed, clashing, covering, pairs_of
+from tests.oracles.option_sources import Source
+
+pytestmark = [
+    pytest.mark.peers,
+    pytest.mark.skipif(bool(cases.MISSING), reason=f"not installed: {', '.join(cases.MISSING)}"),
+]
+
+ARRAYS = 3
+"""Covering arrays, each of which has every pair."""
+SHARES = 8
+"""Tests that share the rows out, so that several processes have some."""
+SAMPLE = 8
+SUCCEED = 0.55
+"""At least so many of the rows must end with a checkpoint: a sweep of refusals compares nothing."""
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Source]:
+    """Sources that were written, by name and family."""
+    return Sources(tmp_path_factory.mktemp("sources"))
+
+
+class Sources(dict[tuple[str, str], Source]):
+    """Writes each source when it is first asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def __missing__(self, key: tuple[str, str]) -> Source:
+        self[key] = option_sources.write(*key, self.folder / "-".join(key).replace(" ", "_"))
+        return self[key]
+
+
+@cache
+def rows() -> list[Row]:
+    """Every row of the sweep."""
+    excluded = clashing(CLASHES)
+    return [row for seed in range(ARRAYS) for row in covering(FACTORS, excluded, seed)]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_every_pair_is_in_some_row(seed: int) -> None:
+    factors = {"a": ("1", "2", "3"), "b": ("1", "2"), "c": ("1", "2", "3", "4"), "d": ("1", "2")}
+    excluded = frozenset({frozenset({("a", "1"), ("b", "2")}), frozenset({("c", "4"), ("d", "1")})})
+    array = covering(factors, excluded, seed)
+    covered = {pair for row in array for pair in pairs_of(row)}
+    whole = {frozenset({(f, v), (g, w)}) for f, g in combinations(factors, 2) for v in factors[f] for w in factors[g]}
+    assert covered == whole - excluded == set(allowed(factors, excluded))
+    assert array == covering(factors, excluded, seed)
+    assert all(row.keys() == factors.keys() for row in array)
+
+
+def test_a_pair_that_fits_no_row_is_an_error() -> None:
+    factors = {"a": ("1", "2"), "b": ("1", "2"), "c": ("1", "2")}
+    excluded = frozenset(frozenset({("a", "1"), ("c", value)}) for value in factors["c"])
+    with pytest.raises(ValueError, match="no row can have"):
+        covering(factors, excluded, 0)
+
+
+def test_the_sweep_has_every_pair() -> None:
+    array = rows()
+    excluded = clashing(CLASHES)
+    assert len(array) >= 600
+    assert {pair for row in array for pair in pairs_of(row)} == set(allowed(FACTORS, excluded))
+
+
+def test_what_has_no_oracle_is_excluded() -> None:
+    for row in rows():
+        for key in (option_sources.dialect(row[names.SOURCE]), option_runs.TARGETS[row[names.TO]][1]):
+            assert not key or row[names.FAMILY] in FAMILIES[key]
+        assert row[names.SOURCE] != names.FP8 or row[names.FAMILY] in WIDE
+
+
+def _run(share: Sequence[Row], sources: dict[tuple[str, str], Source], folder: Path) -> Counter[str]:
+    """Carry rows out; fail with all that are wrong."""
+    ends: Counter[str] = Counter()
+    wrong = []
+    for number, row in enumerate(share):
+        work = folder / str(number)
+        refusal, problems = option_runs.problems(row, sources[row[names.SOURCE], row[names.FAMILY]], work)
+        option_runs.clear(work)
+        ends["refused" if refusal else "done"] += 1
+        if problems:
+            given = {factor: value for factor, value in row.items() if value != NONE}
+            wrong.append(f"{given}\n    " + "\n    ".join(problems[:5]))
+    assert not wrong, "\n".join(wrong)
+    return ends
+
+
+def test_a_sample_is_exact_or_refused(sources: dict[tuple[str, str], Source], tmp_path: Path) -> None:
+    order = random.Random(0)
+    few = {names.FAMILY: ("llama", "qwen3_moe"), names.SOURCE: (*names.TRAINED, "hf", "pt", names.FP8), "on": (NONE,)}
+    apart = {TORCHTITAN, AUTOMODEL}  # these peers take long to import
+    fewer = [
+        row
+        for row in rows()
+        if all(row[factor] in values for factor, values in few.items())
+        and option_runs.TARGETS[row[names.TO]][1] not in apart
+    ]
+    ends = _run(order.sample(fewer, SAMPLE), sources, tmp_path)
+    assert ends["done"] >= SUCCEED * SAMPLE
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("share", range(SHARES))
+def test_every_row_is_exact_or_refused(share: int, sources: dict[tuple[str, str], Source], tmp_path: Path) -> None:
+    mine = rows()[share::SHARES]
+    ends = _run(mine, sources, tmp_path)
+    assert ends["done"] >= SUCCEED * len(mine), ends
+
+
+@pytest.mark.oracle
+def test_clashes_alone_are_exact_or_refused(sources: dict[tuple[str, str], Source], tmp_path: Path) -> None:
+    """Each pair that the arrays leave out, with nothing else to refuse."""
+    _run(names.clashing_rows(CLASHES), sources, tmp_path)
