@@ -34,8 +34,9 @@ from transaxle.live.sharding.megatron_shards import MODULE as MEGATRON
 from transaxle.live.sharding.megatron_shards import Factory, is_sharded, megatron_state
 from transaxle.live.transport.world import World
 from transaxle.quant.modules.entries import is_quantized
-from transaxle.torch_tensors.local_tensor import innermost, local_of, unwrapped
+from transaxle.torch_tensors.local_tensor import local_of
 from transaxle.torch_tensors.placement import local_parts, mark, mark_all, part_of
+from transaxle.torch_tensors.torch_arguments import innermost, unwrapped
 
 State = nn.Module | Mapping[str, Any]
 """A model, or a state dict, nested or flat."""
