@@ -171,7 +171,8 @@ def encoded(method: str, name: str, values: torch.Tensor) -> Tensors:
 
 def _amax(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     padded = torch.nn.functional.pad(x.abs(), (0, -x.shape[-1] % columns, 0, -x.shape[-2] % rows))
-    return padded.unflatten(-1, (-1, columns)).unflatten(-3, (-1, rows)).amax((-3, -1))
+    blocks: torch.Tensor = padded.unflatten(-1, (-1, columns)).unflatten(-3, (-1, rows))
+    return blocks.amax((-3, -1))
 
 
 def spread(tile: torch.Tensor, x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:

@@ -125,7 +125,8 @@ def adapter(model: Truth, folder: Path) -> Tensors:
     """Write a LoRA adapter of peft; return the weights' changes, all of them exact."""
     folder.mkdir()
     generator = torch.Generator().manual_seed(11)
-    stored, changes = {}, {}
+    stored: dict[str, torch.Tensor] = {}
+    changes: dict[str, torch.Tensor] = {}
     for name, value in model.tensors.items():
         if not name.endswith("self_attn.o_proj.weight"):
             continue

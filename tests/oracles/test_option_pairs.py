@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 from functools import cache
 from itertools import combinations
 from pathlib import Path
@@ -89,7 +90,7 @@ def test_what_has_no_oracle_is_excluded() -> None:
         assert row[names.SOURCE] != names.FP8 or row[names.FAMILY] in WIDE
 
 
-def _run(share: list[Row], sources: dict[tuple[str, str], Source], folder: Path) -> Counter[str]:
+def _run(share: Sequence[Row], sources: dict[tuple[str, str], Source], folder: Path) -> Counter[str]:
     """Carry rows out; fail with all that are wrong."""
     ends: Counter[str] = Counter()
     wrong = []

@@ -18,6 +18,7 @@ from tests.formats.deepspeed.zero.test_truth import differing
 from tests.oracles.deepspeed_peer.case import BY_NAME, CASES, FP32, LOW, STATES, Case
 from tests.oracles.deepspeed_peer.farm import Farm
 from tests.oracles.option_sources import write
+from transaxle.arguments import Weights
 from transaxle.formats.deepspeed import keys
 from transaxle.formats.training_state.state import OPTIMIZER
 
@@ -214,7 +215,7 @@ def test_other_rules_would_give_other_values(farm: Farm, old: Any, tmp_path: Pat
 
 
 @pytest.mark.parametrize("weights", ["fp32", "lp"])
-def test_norms_that_drifted_apart_become_their_mean(weights: str, tmp_path: Path) -> None:
+def test_norms_that_drifted_apart_become_their_mean(weights: Weights, tmp_path: Path) -> None:
     """In both precisions: what is not read has drifted, too, and does not stand against it."""
     source = write("replicas", "llama", tmp_path / "run")
     with pytest.raises(tx.TransaxleError, match="--average-replicas") as caught:

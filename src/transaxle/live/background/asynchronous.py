@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
-from transaxle.arguments import Config, Overwrite, PathLike, Size
+from transaxle.arguments import Axes, Config, Overwrite, PathLike, Size, suggests
 from transaxle.engine.plan.conversion import SHARD_SIZE
 from transaxle.errors import TransaxleError, refuse
 from transaxle.live.background.save_process import (
@@ -348,6 +348,7 @@ def _finish(key: _Key) -> None:
         saver.close()
 
 
+@suggests
 def async_save(
     state: State,
     dst: PathLike,
@@ -360,7 +361,7 @@ def async_save(
     family: str | None = None,
     dialect: str | None = None,
     config: Config | None = None,
-    axes: Mapping[str, int] | None = None,
+    axes: Axes | None = None,
     rules: PathLike | None = None,
     shard_size: Size = SHARD_SIZE,
     sync: bool = True,
@@ -399,6 +400,7 @@ def async_save(
     return job
 
 
+@suggests
 def prepare_async(state: State, *, optimizer: AnyOptimizer | None = None, group: Ranks | None = None) -> None:
     """Get ready for `async_save`, so that the first one stands still no longer than those after it; collective.
 
