@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
-from transaxle.arguments import Config, Overwrite, PathLike, Size
+from transaxle.arguments import Config, Overwrite, PathLike, Size, suggests
 from transaxle.engine.plan.conversion import SHARD_SIZE
 from transaxle.errors import TransaxleError, refuse
 from transaxle.live.background.save_process import (
@@ -349,6 +349,7 @@ def _finish(key: _Key) -> None:
         saver.close()
 
 
+@suggests
 def async_save(
     state: State,
     dst: PathLike,

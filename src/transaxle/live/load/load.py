@@ -17,7 +17,7 @@ import msgspec
 import torch
 from torch import nn
 
-from transaxle.arguments import Config, DType, PathLike, read_count, read_float_type, read_optional_text
+from transaxle.arguments import Config, DType, PathLike, read_count, read_float_type, read_optional_text, suggests
 from transaxle.engine.checkpoint.checkpoint import CheckpointLike, StoredTensor
 from transaxle.engine.copying.duplicate_checks import PlannedCheck, plan_checks, unequal
 from transaxle.errors import Refusal, Where, gathered
@@ -51,6 +51,7 @@ _TIED = "the model has one tensor for it and {first}"
 _UNTIED = "Build the model without the tie."
 
 
+@suggests
 def load(
     state: State,
     src: CheckpointLike,

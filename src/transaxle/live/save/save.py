@@ -24,6 +24,7 @@ from transaxle.arguments import (
     read_path,
     read_size,
     read_text,
+    suggests,
 )
 from transaxle.encodings.plain_types import PLAIN
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
@@ -112,6 +113,7 @@ class CollectedState:
     """Parameters of this rank that have gradients, and no optimizer."""
 
 
+@suggests
 def save(
     state: State,
     dst: PathLike,
