@@ -309,8 +309,9 @@ class _Conversion:
                     degrees=read_degrees(self._options),
                     **select(self._options, ("shard_size", "allow_lossy", "strict")),
                 )
+                target = self.target if self.order is None or not running else self.order.target
                 how: dict[str, Any] = {"running": running, "several": self.order is not None, "limit": self.limit}
-                cleared = preflight(prepared, self.target, **how, **select(self._options, ("overwrite", "resume")))
+                cleared = preflight(prepared, target, **how, **select(self._options, ("overwrite", "resume")))
             self._watch.planned(cleared)
             yield cleared
 
