@@ -87,7 +87,7 @@ def check_dialect(to: str) -> None:
         Refused: UNSUPPORTED for a format that cannot be written.
     """
     from transaxle.derivation.writing.table import Labels
-    from transaxle.engine.plan.target_names import parse_to
+    from transaxle.engine.plan.conversion import parse_to
 
     label = parse_to(to)[1]
     known = (*Labels.dialects, IDENTITY)

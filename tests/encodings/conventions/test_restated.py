@@ -9,8 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from transaxle.encodings.conventions.convention import COMPRESSED_TENSORS, CONVENTIONS, DEEPSEEK
-from transaxle.encodings.conventions.restated import hub_convention, restated
+from transaxle.encodings.conventions.convention import (
+    COMPRESSED_TENSORS,
+    CONVENTIONS,
+    DEEPSEEK,
+    hub_convention,
+    restated,
+)
 from transaxle.encodings.encoding import FLOAT8, FLOAT8_BLOCK, MXFP8, NVFP4, Encoding
 
 COMPRESSED = CONVENTIONS[COMPRESSED_TENSORS]

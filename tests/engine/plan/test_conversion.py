@@ -23,9 +23,8 @@ from tests.formats import files
 from tests.move.test_transfer import positions
 from transaxle.axes.notation.name import natural
 from transaxle.engine.checkpoint.checkpoint import open_checkpoint
-from transaxle.engine.plan.conversion import Prepared, make_plan
+from transaxle.engine.plan.conversion import Prepared, make_plan, parse_to
 from transaxle.engine.plan.planned import Plan
-from transaxle.engine.plan.target_names import parse_to
 from transaxle.errors import Code, Refused
 from transaxle.move.workers import LEAST_MEMORY
 

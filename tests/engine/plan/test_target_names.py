@@ -9,7 +9,7 @@ import pytest
 
 import transaxle as tx
 from tests import checkpoints
-from transaxle.engine.plan.target_names import clashing
+from transaxle.engine.plan.conversion import clashing
 from transaxle.errors import TransaxleError
 
 SHARP, LETTERS = "caf\u00e9", "cafe\u0301"

@@ -11,6 +11,7 @@ are all that the algebra knows of encodings.
 
 from __future__ import annotations
 
+import re
 from collections import ChainMap, defaultdict
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from functools import cached_property
@@ -22,7 +23,7 @@ from transaxle.axes.notation.computed import Steps
 from transaxle.axes.notation.expression import Expression
 from transaxle.axes.notation.formula import Formula
 from transaxle.axes.notation.name import Name
-from transaxle.axes.notation.statement import ENCODINGS, age
+from transaxle.axes.notation.statement import ENCODINGS
 
 if TYPE_CHECKING:
     from transaxle.axes.notation.written import Written
@@ -401,3 +402,8 @@ def _chain(name: str, nearest: Mapping[str, str]) -> tuple[str, ...]:
         name = nearest[name]
         chain.append(name)
     return tuple(chain)
+
+
+def age(version: str | None) -> tuple[int, ...]:
+    """Return a key that sorts versions: `0.10` is newer than `0.9`."""
+    return tuple(int(number) for number in re.findall("[0-9]+", version or ""))

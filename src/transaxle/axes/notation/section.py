@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from itertools import islice, product
 from typing import NamedTuple
 
+from transaxle.axes.notation.family import age
 from transaxle.axes.notation.statement import (
     ALSO,
     IGNORE,
@@ -30,7 +31,6 @@ from transaxle.axes.notation.statement import (
     WITHOUT,
     WORD,
     Statement,
-    age,
     both,
     split_when,
     tensors_left_out,

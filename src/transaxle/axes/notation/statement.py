@@ -205,8 +205,3 @@ def in_order(statements: Sequence[Statement]) -> list[Statement]:
         return [names[name] for name in TopologicalSorter(needs).static_order()]
     except CycleError:  # the first of the circle that the reader meets is refused
         return list(statements)
-
-
-def age(version: str | None) -> tuple[int, ...]:
-    """Return a key that sorts versions: `0.10` is newer than `0.9`."""
-    return tuple(int(number) for number in re.findall("[0-9]+", version or ""))

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from transaxle.encodings.conventions.convention import DEEPSEEK, TE_NOTE, training_only
-from transaxle.encodings.conventions.restated import (
+from transaxle.encodings.conventions.convention import (
+    DEEPSEEK,
+    TE_NOTE,
     TRAINED,
     hub_buffers,
     hub_convention,
     hub_global_scales,
+    training_only,
     unsaid,
 )
 from transaxle.encodings.encoding import Encoded, Role

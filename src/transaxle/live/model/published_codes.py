@@ -3,7 +3,7 @@
 In training a weight is codes, scales and, beside them, what the next step needs. A hub's readers want the first two in
 a convention of theirs, with a config that says so, and nothing else: engines refuse names that they do not know. So
 entries are renamed before anything is planned, the scales of whole matrices are restated
-(`transaxle.encodings.conventions.restated`), and the rest is left out. No code and no block scale changes; where a
+(`transaxle.encodings.conventions.convention`), and the rest is left out. No code and no block scale changes; where a
 value would, nothing is saved.
 """
 
@@ -24,17 +24,15 @@ from transaxle.encodings.conventions.convention import (
     CONVENTIONS,
     DEEPSEEK,
     TE,
-    Convention,
-    training_only,
-)
-from transaxle.encodings.conventions.quantization import read
-from transaxle.encodings.conventions.restated import (
     TRAINED,
+    Convention,
     hub_buffers,
     hub_convention,
     hub_global_scales,
+    training_only,
     unsaid,
 )
+from transaxle.encodings.conventions.quantization import read
 from transaxle.encodings.conventions.rewriting import unquantized, written
 from transaxle.encodings.encoding import FLOAT8, Encoded, Encoding, Role
 from transaxle.engine.checkpoint.checkpoint import Checkpoint

@@ -8,7 +8,7 @@ from typing import Any
 from transaxle.arguments import check_flags
 from transaxle.engine.checkpoint.recognise import IDENTITY, check_dialect, pick_dialect, pick_family
 from transaxle.engine.checkpoint.settings import settings
-from transaxle.engine.plan.target_names import parse_to
+from transaxle.engine.plan.conversion import parse_to
 from transaxle.live.save.save import read_settings
 
 SAVING = ("family", "dialect", "config", "axes", "rules", "shard_size", "sync", "check_copies", "verify")
