@@ -79,7 +79,7 @@ LAZY_EXTRAS = {
     "derivation/tracing/transformers_models.py": frozenset({"torch", "transformers"}),
     "engine/checkpoint/numbered_parameters.py": frozenset({"torch", "transformers"}),
     "engine/distribute/executors.py": frozenset({"ray"}),
-    "engine/reading/torch_values.py": frozenset({"torch"}),
+    "engine/checkpoint/stored_tensor.py": frozenset({"torch"}),
     "formats/hub/hub_requests.py": frozenset({"httpx", "huggingface_hub"}),
     "refit/plugs/vllm_control.py": frozenset({"httpx"}),
     "formats/remote/web.py": frozenset({"aiohttp", "s3fs"}),
@@ -390,7 +390,7 @@ def test_functions_are_short() -> None:
 
 PRIMITIVES = {
     "as_strided": {
-        "torch_tensors/strided_copy.py",  # copies and views of any tensor
+        "torch_tensors/local_tensor.py",  # copies and views of any tensor
         "quant/tensor/dispatch.py",  # the operation itself, of a tensor class
     },
     "from_local": {"torch_tensors/local_tensor.py"},

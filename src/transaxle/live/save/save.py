@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from transaxle.arguments import (
+    Axes,
     Config,
     Overwrite,
     PathLike,
@@ -24,7 +25,9 @@ from transaxle.arguments import (
     read_path,
     read_size,
     read_text,
+    suggests,
 )
+from transaxle.encodings.plain_types import PLAIN
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.checkpoint.settings import LONGEST_TABLE, model_config
 from transaxle.engine.checkpoint.settings import settings as reading_settings
@@ -41,7 +44,7 @@ from transaxle.live.model.state_tensors import State, leaves, shared_config, uns
 from transaxle.live.save.rank_shares import write
 from transaxle.live.sharding.global_tensors import Census, census
 from transaxle.live.sharding.memory import container
-from transaxle.live.sharding.replica_check import compare_copies
+from transaxle.live.sharding.value_checks import compare_copies
 from transaxle.live.training.extra_state import EXTRA, FILE, MODEL, STATE, state_of, written
 from transaxle.live.training.group_options import all_groups, groups_of
 from transaxle.live.training.optimizer_state import as_tensor, by_name, states_of, untrained
@@ -111,6 +114,7 @@ class CollectedState:
     """Parameters of this rank that have gradients, and no optimizer."""
 
 
+@suggests
 def save(
     state: State,
     dst: PathLike,
@@ -123,7 +127,7 @@ def save(
     family: str | None = None,
     dialect: str | None = None,
     config: Config | None = None,
-    axes: Mapping[str, int] | None = None,
+    axes: Axes | None = None,
     rules: PathLike | None = None,
     shard_size: Size = SHARD_SIZE,
     sync: bool = True,
@@ -180,7 +184,7 @@ def check_savable(
     family: str | None = None,
     dialect: str | None = None,
     config: Config | None = None,
-    axes: Mapping[str, int] | None = None,
+    axes: Axes | None = None,
     rules: PathLike | None = None,
     shard_size: Size = SHARD_SIZE,
     sync: bool = True,
@@ -212,7 +216,7 @@ def read_settings(
     family: str | None,
     dialect: str | None,
     config: Config | None,
-    axes: Mapping[str, int] | None,
+    axes: Axes | None,
     rules: PathLike | None,
     shard_size: Size,
     overwrite: Overwrite,
@@ -286,7 +290,7 @@ def collect(
     extra_file = written(extra_states, world)
     global_tensors, config = census(own, world), shared_config(state, settings.config, world)
     left_out = state_leaves.untouched
-    if for_hub(settings.to):
+    if for_hub(settings.to) and any(tensor.dtype not in PLAIN for tensor in global_tensors.values()):
         of_hub = published(own, global_tensors, state_leaves.weights, config, world)
         own, global_tensors, config = dict(of_hub.tensors), of_hub.everything, of_hub.config
         left_out = (*of_hub.left, *left_out)
