@@ -32,7 +32,7 @@ _ELSEWHERE = {
     "Random": "live.training.extra_state",
     "Refit": "refit.refitting",
     "RefitReport": "refit.refitting",
-    "Report": "engine.execute.execute",
+    "Report": "engine.execute.carry",
     "ReshardReport": "live.reexpress.reshard",
     "SaveJob": "live.background.asynchronous",
     "SavePlanner": "live.integrations.dcp_planners",

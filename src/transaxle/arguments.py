@@ -60,8 +60,6 @@ _SHORT_NAMES = {
     "fp64": "fp64", "float64": "fp64", "f64": "fp64", "double": "fp64",
 }  # fmt: skip
 """Floating-point types, by each of their names in lower case -> the short name."""
-_TAKEN: dict[str, tuple[str, ...]] = {}
-"""All arguments of the functions that `shows` is put on, by the function's name: one of them may be meant."""
 _DIGITS = 9
 """Digits of the largest number of a job."""
 _LONGEST_VALUE = 80
@@ -94,57 +92,6 @@ def _shortened(given: object) -> str:
     return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]} …"
 
 
-def check_keywords(function: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Refuse keyword arguments that a function does not have, as Python does for those in its signature.
-
-    Raises:
-        TypeError: names the function, the argument, and the one that may be meant.
-    """
-    names = tuple(known)
-    for argument in given:
-        if argument not in names:
-            close = get_close_matches(argument, _TAKEN.get(function, names), 1)
-            meant = f". Did you mean {close[0]!r}?" if close else ""
-            raise TypeError(f"{function}() got an unexpected keyword argument {argument!r}{meant}")
-
-
-def shows(options: type, **defaults: object) -> Callable[[_Function], _Function]:
-    """Let `inspect.signature` and `help` name the keywords that a function takes as `**options: Unpack[...]`.
-
-    Type checkers and editors read them in the source; those who ask the interpreter get the same. For a value without
-    the keyword that it needs, the error says which that may be.
-
-    Args:
-        options: the `TypedDict` whose keys they are.
-        **defaults: what a key stands at where it is not given; None of the others.
-    """
-
-    def shown(function: _Function) -> _Function:
-        signature = inspect.signature(function)
-        *own, rest = signature.parameters.values()
-        assert rest.annotation == f"Unpack[{options.__name__}]", rest
-        for name, annotation in options.__annotations__.items():
-            text = getattr(annotation, "__forward_arg__", annotation)
-            own.append(rest.replace(name=name, kind=rest.KEYWORD_ONLY, default=defaults.get(name), annotation=text))
-        name = function.__qualname__.removesuffix(".__init__")
-        _TAKEN[name] = tuple(each.name for each in own)
-        places = sum(each.kind is not each.KEYWORD_ONLY for each in own)
-        keywords = [each for each in own if each.kind is each.KEYWORD_ONLY]
-
-        @functools.wraps(function)
-        def called(*given: Any, **options: Any) -> Any:
-            if len(given) > places:
-                left = [each for each in keywords if each.name not in options]
-                needed = [each.name for each in left if each.default is each.empty]
-                raise TypeError(_needs_keyword(name, given[places], needed[:1] or [each.name for each in left]))
-            return function(*given, **options)
-
-        called.__signature__ = signature.replace(parameters=own)  # type: ignore[attr-defined]  # functions have dicts
-        return cast("_Function", called)
-
-    return shown
-
-
 def suggests(function: _Function) -> _Function:
     """Let a call with an unknown keyword, or with a value that lacks its keyword, say which one may be meant.
 
@@ -157,7 +104,10 @@ def suggests(function: _Function) -> _Function:
 
     @functools.wraps(function)
     def called(*given: Any, **options: Any) -> Any:
-        check_keywords(name, options, parameters)
+        for argument in options.keys() - parameters.keys():
+            close = get_close_matches(argument, parameters, 1)
+            meant = f". Did you mean {close[0]!r}?" if close else ""
+            raise TypeError(f"{name}() got an unexpected keyword argument {argument!r}{meant}")
         if len(given) > places:
             left = [parameter for parameter in keywords if parameter.name not in options]
             needed = [parameter.name for parameter in left if parameter.default is parameter.empty]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypedDict, Unpack
+from typing import Any
 
 import msgspec
 import torch
@@ -17,12 +17,11 @@ from transaxle.arguments import (
     DType,
     PathLike,
     Size,
-    check_keywords,
     read_float_type,
     read_optional_text,
     read_size,
     read_text,
-    shows,
+    suggests,
 )
 from transaxle.encodings.plain_types import CASTS, PLAIN
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
@@ -40,13 +39,13 @@ from transaxle.live.sharding.value_checks import check_zero
 from transaxle.live.transport.bucket_exchange import BucketExchange
 from transaxle.live.transport.world import World
 from transaxle.move.runs import Item
+from transaxle.options import select
 from transaxle.refit.carrying import carry
 from transaxle.refit.endpoints import SourceValues, TargetRoom
 from transaxle.refit.hops import program, schedule
 from transaxle.torch_tensors.local_tensor import local_of
 from transaxle.torch_tensors.placement import local_parts
-from transaxle.torch_tensors.torch_arguments import Device, Ranks, read_device
-from transaxle.torch_tensors.torch_dtype import torch_dtype
+from transaxle.torch_tensors.torch_arguments import Device, Ranks, read_device, torch_dtype
 
 _BUCKET = 64_000_000
 """Bytes of the buckets in which parts travel."""
@@ -55,21 +54,8 @@ Bucket = list[tuple[str, torch.Tensor]]
 """Whole tensors by name."""
 
 
-class Streaming(TypedDict, total=False):
-    """How tensors are put together: further keyword arguments of `named_tensors`."""
-
-    family: str | None
-    """Model family, such as `qwen3_moe`; None: recognised."""
-    dialect: str | None
-    """Dialect of the model's names, such as `hf`; None: recognised."""
-    config: Config | None
-    """The model's config; None: `model.config`, where it has one."""
-    rules: PathLike | None
-    """A table of the user's own."""
-    dtype: DType | None
-    """Type that weights are cast to on their way."""
-    device: Device | None
-    """Where the tensors are; None: where the model's are."""
+STREAMING = ("family", "dialect", "config", "rules", "dtype", "device")
+"""How tensors are put together: keyword arguments of `named_tensors`."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +72,7 @@ class Stream:
     """The ranks that hold the same."""
 
 
-@shows(Streaming)
+@suggests
 def named_tensors(
     state: State,
     *,
@@ -94,7 +80,12 @@ def named_tensors(
     bucket: Size = "1GB",
     on: Sequence[int] | None = None,
     group: Ranks | None = None,
-    **options: Unpack[Streaming],
+    family: str | None = None,
+    dialect: str | None = None,
+    config: Config | None = None,
+    rules: PathLike | None = None,
+    dtype: DType | None = None,
+    device: Device | None = None,
 ) -> Iterator[Bucket]:
     """Yield whole tensors in a dialect's names, bucket by bucket; collective: all ranks go through it to the end.
 
@@ -110,28 +101,31 @@ def named_tensors(
         bucket: bytes of the tensors that are yielded at once; a larger one is alone.
         on: ranks that get the tensors; the others get empty buckets. None: all.
         group: ranks that hold the state, a process group or a mesh of one dim; None: all.
-        **options: `family` (None: recognised), `dialect` (of the model's names; None: recognised), `config` (None:
-            `model.config`, where it has one), `rules` (path of a table of your own), `dtype` (`bf16`, `fp16` or `fp32`:
-            plain weights are cast where they are sent, but for those that the table marks as precise), `device` (None:
-            that of the model's tensors).
+        family: model family; None: recognised.
+        dialect: of the model's names; None: recognised.
+        config: the model's config; None: `model.config`, where it has one.
+        rules: path of a table of your own.
+        dtype: `bf16`, `fp16` or `fp32`: plain weights are cast where they are sent, but for those that the table marks
+            as precise.
+        device: where the tensors are; None: where the model's are.
 
     Raises:
         TypeError: an argument of a type that it cannot have.
         TransaxleError: on every rank.
     """
+    options = select(locals(), STREAMING)
     world = World(group)
     with world.together():
-        check_keywords("named_tensors", options, Streaming.__annotations__)
-        size, dialect = read_size("bucket", bucket), read_text("to", to, "hf")
-        device = read_device("device", options.get("device"))
+        size, target = read_size("bucket", bucket), read_text("to", to, "hf")
+        place = read_device("device", device)
         takers = world.ranks if on is None else tuple(on)
         if not set(takers) <= set(world.ranks):
             raise ValueError(f"on must be ranks of the group, {list(world.ranks)}; got {on!r}")
-    world.require_alike({"to": dialect, "bucket": size, "on": takers, "dtype": str(options.get("dtype"))})
-    return streamed(planned_stream(state, dialect, options, world), takers, size, device, world)
+    world.require_alike({"to": target, "bucket": size, "on": takers, "dtype": str(dtype)})
+    return streamed(planned_stream(state, target, options, world), takers, size, place, world)
 
 
-def read_streaming(options: Streaming) -> tuple[str | None, Settings]:
+def read_streaming(options: Mapping[str, Any]) -> tuple[str | None, Settings]:
     """Return the type that weights are cast to, and what the user says of the model.
 
     Raises:
@@ -149,7 +143,7 @@ def read_streaming(options: Streaming) -> tuple[str | None, Settings]:
     )
 
 
-def planned_stream(state: State, to: str, options: Streaming, world: World) -> Stream:
+def planned_stream(state: State, to: str, options: Mapping[str, Any], world: World) -> Stream:
     """Find out what all ranks hold, and how it is put together; collective.
 
     Args:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, Self, TypedDict, Unpack
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -17,12 +17,11 @@ from transaxle.arguments import (
     PathLike,
     Patterns,
     Size,
-    check_keywords,
     read_float_type,
     read_optional_text,
     read_patterns,
     read_size,
-    shows,
+    suggests,
 )
 from transaxle.engine.views.name_filter import chosen
 from transaxle.errors import TransaxleError, refuse
@@ -49,29 +48,6 @@ _LEAST = 1 << 20
 _ANEW = "Make a new Refit when all ranks are there again."
 Pause = Callable[[], AbstractContextManager[Any]]
 """Returns what is entered while a target is written; see `Refit`."""
-
-
-class Refitting(TypedDict, total=False):
-    """How weights are moved: further keyword arguments of `Refit`."""
-
-    family: str | None
-    """Model family, such as `qwen3_moe`; None: recognised."""
-    dialect: str | None
-    """Dialect of the target's names, such as `hf`; None: recognised."""
-    config: Config | None
-    """The model's config."""
-    rules: PathLike | None
-    """A table of the user's own."""
-    dtype: DType | None
-    """Parameters of this type take floating-point tensors of other types, cast where they are sent."""
-    strict: bool
-    """Refuse names that only one side has, and configs that differ."""
-    bucket: Size
-    """Bytes of a bucket."""
-    adapter: Literal["merged", "alone"] | None
-    """What becomes of a trainer's adapter."""
-    pause: Pause | None
-    """Returns a context manager that is entered while the target is written."""
 
 
 @dataclass(frozen=True)
@@ -114,22 +90,27 @@ class Refit:
             None: all.
         in_place: write what comes straight into the target. It needs no memory for a second copy of this rank's part of
             the target, but a reader sees old and new weights beside one another, and a push that fails leaves both.
-        **options: `family` (None: recognised), `dialect` (of the target's names; None: recognised), `config` (None:
-            that of a model that has one), `rules` (path of a table of your own), `dtype` (`bf16`, `fp16` or `fp32`:
-            parameters of this type take plain floating-point tensors of other types, cast where they are sent; None:
-            other types are refused), `strict` (refuse names that only one side has, and configs that differ; a tied
-            name may be missing where both are one tensor), `bucket` (bytes; each rank has two for what is sent),
-            `adapter` (of a source that is a model of peft: `merged` sends the base with the active adapter merged into
-            it, as a plain model; `alone` sends the adapter, under the names of its files; None: all that the model has,
-            under its own names), `pause` (called on ranks with a target; returns a context manager that is entered
-            while the target is written, such as one that stops requests).
+        family: model family; None: recognised.
+        dialect: of the target's names; None: recognised.
+        config: the model's config; None: that of a model that has one.
+        rules: path of a table of your own.
+        dtype: `bf16`, `fp16` or `fp32`: parameters of this type take plain floating-point tensors of other types, cast
+            where they are sent; None: other types are refused.
+        strict: refuse names that only one side has, and configs that differ; a tied name may be missing where both are
+            one tensor.
+        bucket: bytes; each rank has two for what is sent.
+        adapter: of a source that is a model of peft: `merged` sends the base with the active adapter merged into it, as
+            a plain model; `alone` sends the adapter, under the names of its files; None: all that the model has, under
+            its own names.
+        pause: called on ranks with a target; returns a context manager that is entered while the target is written,
+            such as one that stops requests.
 
     Raises:
         TypeError: an argument of a type that it cannot have.
         TransaxleError: on every rank, with every problem of both sides.
     """
 
-    @shows(Refitting, strict=True, bucket="64MB")
+    @suggests
     def __init__(
         self,
         src_state: State,
@@ -137,25 +118,32 @@ class Refit:
         group: Ranks | None = None,
         *,
         in_place: bool = False,
-        **options: Unpack[Refitting],
+        family: str | None = None,
+        dialect: str | None = None,
+        config: Config | None = None,
+        rules: PathLike | None = None,
+        dtype: DType | None = None,
+        strict: bool = True,
+        bucket: Size = "64MB",
+        adapter: Literal["merged", "alone"] | None = None,
+        pause: Pause | None = None,
     ) -> None:
         self._world = world = World(group)
         self._states = src_state, dst_state
         self._in_place = in_place
-        self._pause = options.get("pause")
+        self._pause = pause
         with world.together():
-            check_keywords("Refit", options, Refitting.__annotations__)
-            asked, bucket = _asked(options), _bucket(options.get("bucket", "64MB"))
-            self._adapter = read_adapter(options.get("adapter"))
+            asked, bucket_bytes = _asked(family, dialect, config, rules, dtype, strict=strict), _bucket(bucket)
+            self._adapter = read_adapter(adapter)
             source = source_leaves(src_state, self._adapter, values=False)
             target = target_leaves(dst_state, self._adapter)
             self._forms: tuple[Mapping[str, Form], Mapping[str, Form]] = forms(source.tensors), forms(target.tensors)
         said = {name: getattr(asked, name) for name in ("strict", "dtype", "family", "dialect")}
-        world.require_alike({"adapter": self._adapter, **said, "in_place": in_place, "bucket": bucket})
+        world.require_alike({"adapter": self._adapter, **said, "in_place": in_place, "bucket": bucket_bytes})
         self._plan: Agreement = agreed((src_state, source), (dst_state, target), world, asked)
         plan = self._plan
         self._exchange = BucketExchange(world)
-        self._schedule = schedule(plan.items, plan.names, rank_of, world, bucket)
+        self._schedule = schedule(plan.items, plan.names, rank_of, world, bucket_bytes)
         self._padded = [i.key for i in plan.items if sum(t.size for t in i.transfers) != i.size]
         self._chosen: dict[_Patterns, frozenset[str]] = {}
         self._programs: dict[frozenset[str] | None, Program] = {}
@@ -348,23 +336,31 @@ _Patterns = tuple[tuple[str, ...], tuple[str, ...]]
 """What is moved, and what is not."""
 
 
-def _asked(options: Refitting) -> Asked:
+def _asked(
+    family: str | None,
+    dialect: str | None,
+    config: Config | None,
+    rules: PathLike | None,
+    dtype: DType | None,
+    *,
+    strict: bool,
+) -> Asked:
     """Return what the user says, checked.
 
     Raises:
         TypeError: an argument of a type that it cannot have.
         Refused: UNSUPPORTED for a `dtype` that parameters cannot be cast to.
     """
-    dtype = read_float_type("dtype", options.get("dtype"))
-    if dtype is not None:
-        check_dtype(dtype)
+    cast_to = read_float_type("dtype", dtype)
+    if cast_to is not None:
+        check_dtype(cast_to)
     return Asked(
-        read_optional_text("family", options.get("family"), "qwen3_moe"),
-        read_optional_text("dialect", options.get("dialect"), "hf"),
-        options.get("config"),
-        options.get("rules"),
-        dtype,
-        options.get("strict", True),
+        read_optional_text("family", family, "qwen3_moe"),
+        read_optional_text("dialect", dialect, "hf"),
+        config,
+        rules,
+        cast_to,
+        strict,
     )
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import msgspec
 
 from transaxle.arguments import (
+    Axes,
     Config,
-    DType,
     PathLike,
     Weights,
     check_flags,
@@ -33,35 +33,6 @@ _AGAIN = "Correct it, or copy or download it again."
 _AXES = "`transaxle info PATH` lists the axes of a checkpoint, each with its size: --axis takes these names."
 LONGEST_TABLE = 1 << 18
 """Cap on the bytes of a rules file; the longest that ships has seven thousand."""
-
-
-class Reading(TypedDict, total=False):
-    """How a checkpoint is read: keyword arguments of every function that opens one."""
-
-    format: str | None
-    """Container format, such as `dcp`; None: detected."""
-    family: str | None
-    """Model family, such as `qwen3_moe`; None: recognised."""
-    dialect: str | None
-    """Dialect of the checkpoint's names, such as `hf`; None: recognised."""
-    config: Config | None
-    """The model's config; None: the checkpoint's own."""
-    axes: Mapping[str, int] | None
-    """Axis sizes that override everything, such as `{"g": 8}`."""
-    rules: PathLike | None
-    """A file with families and dialects of your own."""
-    weights: Weights | None
-    """Of a DeepSpeed checkpoint: `fp32` (those that the optimizer keeps) or `lp` (the module's own)."""
-    optimizer: bool | None
-    """Take the optimizer's state, or leave it; None: take it, except into `safetensors:hf`."""
-    average: bool
-    """Of a DeepSpeed checkpoint: take replicated parameters that differ between ranks as their mean."""
-    decode: DType | None
-    """`bf16` or `fp32`: encoded tensors are plain ones, decoded when they are read."""
-    dtype: DType | None
-    """`bf16`, `fp16` or `fp32`: plain floating-point tensors are cast when they are read."""
-    merge: PathLike | None
-    """A LoRA adapter of peft (a folder or its file) that is merged into the weights when they are read."""
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -99,7 +70,7 @@ def settings(
     family: str | None = None,
     dialect: str | None = None,
     config: Config | None = None,
-    axes: Mapping[str, int] | None = None,
+    axes: Axes | None = None,
     rules: PathLike | None = None,
     weights: Weights | None = None,
     optimizer: bool | None = None,

@@ -19,7 +19,7 @@ import msgspec
 
 from transaxle.arguments import Overwrite, read_number_of_job, read_overwrite, wrong_type
 from transaxle.encodings.value_steps import MEASURED_BY_READING
-from transaxle.engine.checkpoint.source_hashes import HashWitness
+from transaxle.engine.checkpoint.manifest import HashWitness
 from transaxle.engine.distribute.executors import Executor, Here, Pool, RayCluster, Submitting
 from transaxle.engine.distribute.item_work import Known, OpenedPlan, do_item, lent, write_shares
 from transaxle.engine.distribute.work_place import layout_of, refuse_there, results_on, task_from, task_text

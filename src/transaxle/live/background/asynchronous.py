@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
-from transaxle.arguments import Config, Overwrite, PathLike, Size, suggests
+from transaxle.arguments import Axes, Config, Overwrite, PathLike, Size, suggests
 from transaxle.engine.plan.conversion import SHARD_SIZE
 from transaxle.errors import TransaxleError, refuse
 from transaxle.live.background.save_process import (
@@ -58,9 +58,8 @@ from transaxle.live.transport.rendezvous import Rendezvous
 from transaxle.live.transport.shared_memory import Region
 from transaxle.live.transport.world import World, is_loss
 from transaxle.quant.modules.masters import MasterWeights
-from transaxle.torch_tensors.local_tensor import local_of
+from transaxle.torch_tensors.local_tensor import Bytes, copy_into, local_of
 from transaxle.torch_tensors.placement import local_parts
-from transaxle.torch_tensors.tensor_bytes import Bytes, copy_into
 from transaxle.torch_tensors.torch_arguments import Ranks
 
 _TIMEOUT = timedelta(minutes=30)
@@ -362,7 +361,7 @@ def async_save(
     family: str | None = None,
     dialect: str | None = None,
     config: Config | None = None,
-    axes: Mapping[str, int] | None = None,
+    axes: Axes | None = None,
     rules: PathLike | None = None,
     shard_size: Size = SHARD_SIZE,
     sync: bool = True,
@@ -401,6 +400,7 @@ def async_save(
     return job
 
 
+@suggests
 def prepare_async(state: State, *, optimizer: AnyOptimizer | None = None, group: Ranks | None = None) -> None:
     """Get ready for `async_save`, so that the first one stands still no longer than those after it; collective.
 

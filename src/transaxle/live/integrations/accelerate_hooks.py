@@ -10,29 +10,27 @@ import uuid
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from transaxle.arguments import PathLike, check_keywords, read_flag, read_path, shows, wrong_type
+from transaxle.arguments import Axes, Config, PathLike, Size, read_flag, read_path, suggests, wrong_type
 from transaxle.errors import refuse
 from transaxle.live.integrations.step_checkpoints import (
     FOLDER,
     TICKET,
     StepCheckpoints,
-    Stepping,
     check_loadable,
-    divided,
+    read_place,
     text_beside,
 )
 from transaxle.live.load.load import load
-from transaxle.live.save.save import save
-from transaxle.live.save.save_request import UNSAID, check_options
+from transaxle.live.save.save import SAVING, check_options, save
 from transaxle.live.training.extra_state import Stateful
 from transaxle.live.transport.world import World
-from transaxle.torch_tensors.module_wrappers import unwrapped
-from transaxle.torch_tensors.torch_arguments import Ranks, read_group
+from transaxle.options import SHARD_SIZE, select
+from transaxle.torch_tensors.torch_arguments import Ranks, read_group, unwrapped
 
 _BEST = "transaxle_best"
 """Name under which a checkpoint has the name of the best one."""
@@ -58,15 +56,17 @@ class AccelerateHooks:
         extra: other objects to save, as for `save`; those with `load_state_dict` are restored by `load_state`.
         background: with `url`, write while training goes on, as `async_save` does; call `wait` at the end.
         group: the ranks that train, and save, together; None: all.
-        **options: `url` (a folder or URL for the checkpoints), `keep` (how many of them stay; what `keep_best` names
-            stays, too; None: all; names end in the number of the step), and those of `save`.
+        url: a folder or URL for the checkpoints.
+        keep: how many of them stay; what `keep_best` names stays, too; None: all. Names end in the number of the step.
+
+    The other arguments are those of `save`.
 
     Raises:
-        TypeError: an argument that there is not, or of a type that it cannot have.
+        TypeError: an argument of a type that it cannot have.
         TransaxleError: a format, family or dialect that there is not; a config that cannot be read.
     """
 
-    @shows(Stepping, **UNSAID)
+    @suggests
     def __init__(
         self,
         model: nn.Module,
@@ -76,11 +76,21 @@ class AccelerateHooks:
         extra: Mapping[str, Any] | None = None,
         background: bool = False,
         group: Ranks | None = None,
-        **options: Unpack[Stepping],
+        url: PathLike | None = None,
+        keep: int | None = None,
+        family: str | None = None,
+        dialect: str | None = None,
+        config: Config | None = None,
+        axes: Axes | None = None,
+        rules: PathLike | None = None,
+        shard_size: Size = SHARD_SIZE,
+        sync: bool = True,
+        check_copies: bool = True,
+        verify: bool = False,
     ) -> None:
-        check_keywords("AccelerateHooks", options, Stepping.__annotations__)
-        url, keep, self._options = divided(options)
-        check_options("AccelerateHooks", to, self._options)
+        self._options = select(locals(), SAVING)
+        check_options(to, self._options)
+        place, kept = read_place(url, keep)
         if not isinstance(model, nn.Module):
             raise wrong_type("model", "a torch.nn.Module, as `accelerator.prepare` returns it", model)
         if extra is not None and not isinstance(extra, Mapping):
@@ -97,7 +107,7 @@ class AccelerateHooks:
         self._handles: list[Any] = []
         self._is_prepared = False
         self._group = read_group("group", group)
-        self._steps = None if url is None else StepCheckpoints(url, keep, self._group, background=background)
+        self._steps = None if place is None else StepCheckpoints(place, kept, self._group, background=background)
 
     def register(self, accelerator: Any) -> None:
         """Register both hooks with an `Accelerator`; those of models that its `free_memory` has dropped go.

@@ -16,7 +16,7 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypedDict, Unpack
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint._nested_dict import FLATTEN_MAPPING, flatten_state_dict
@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
-from transaxle.arguments import Config, check_keywords, read_config, read_flag, read_optional_text, shows
+from transaxle.arguments import Config, read_config, read_flag, read_optional_text, suggests
 from transaxle.axes.layout.bind import join_slot, split_slot
 from transaxle.axes.translation.grouped import Stem, between
 from transaxle.errors import Refusal, Where, gathered, refuse
@@ -35,12 +35,10 @@ from transaxle.live.sharding.dcp_chunks import as_runs
 from transaxle.live.sharding.dcp_experts import DualFormCheck, ExpertSlices, ParamGroupNames, without_other_forms
 from transaxle.quant.modules.entries import code_name
 from transaxle.torch_tensors.local_tensor import local_of
-from transaxle.torch_tensors.torch_dtype import code_of
+from transaxle.torch_tensors.torch_arguments import code_of
 
 _STATE = re.compile(r"((?:.*?\.)?optim(?:izer)?\.state\.).+\.[^.]+")
 """Flat name of an optimizer's state, `app.optim.state.<parameter>.<state>`; the group is the prefix."""
-_TORCH: dict[str, Any] = {"flatten_state_dict": True, "flatten_sharded_tensors": True}
-"""Where torch's options stand that are not given, if not at None."""
 _HOME = "optimizer.state."
 """Default prefix when the state dict has no optimizer entries."""
 
@@ -67,32 +65,6 @@ class _Translating:
         }
 
 
-class Writing(TypedDict, total=False):
-    """Further keyword arguments of `SavePlanner`: those of torch's `DefaultSavePlanner`."""
-
-    flatten_state_dict: bool
-    """See torch."""
-    flatten_sharded_tensors: bool
-    """See torch."""
-    dedup_replicated_tensors: bool | None
-    """See torch."""
-    dedup_save_to_lowest_rank: bool
-    """See torch."""
-    enable_plan_caching: bool
-    """See torch."""
-
-
-class Reading(TypedDict, total=False):
-    """Further keyword arguments of `LoadPlanner`: those of torch's `DefaultLoadPlanner`."""
-
-    flatten_state_dict: bool
-    """See torch."""
-    flatten_sharded_tensors: bool
-    """See torch."""
-    allow_partial_load: bool
-    """See torch."""
-
-
 class SavePlanner(_Translating, DefaultSavePlanner):
     """A planner for `dcp.save` that writes a state dict under the names and in the shapes of a dialect.
 
@@ -100,7 +72,7 @@ class SavePlanner(_Translating, DefaultSavePlanner):
     for `state_dict_as`, and those of torch's `DefaultSavePlanner`.
     """
 
-    @shows(Writing, **_TORCH, dedup_save_to_lowest_rank=False, enable_plan_caching=False)
+    @suggests
     def __init__(
         self,
         dialect: str | None = None,
@@ -108,10 +80,23 @@ class SavePlanner(_Translating, DefaultSavePlanner):
         family: str | None = None,
         source: str | None = None,
         config: Config | None = None,
-        **options: Unpack[Writing],
+        flatten_state_dict: bool = True,
+        flatten_sharded_tensors: bool = True,
+        dedup_replicated_tensors: bool | None = None,
+        dedup_save_to_lowest_rank: bool = False,
+        enable_plan_caching: bool = False,
     ) -> None:
-        check_keywords("SavePlanner", options, Writing.__annotations__)
-        super().__init__(dialect, family=family, source=source, config=config, **options)
+        super().__init__(
+            dialect,
+            family=family,
+            source=source,
+            config=config,
+            flatten_state_dict=flatten_state_dict,
+            flatten_sharded_tensors=flatten_sharded_tensors,
+            dedup_replicated_tensors=dedup_replicated_tensors,
+            dedup_save_to_lowest_rank=dedup_save_to_lowest_rank,
+            enable_plan_caching=enable_plan_caching,
+        )
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
@@ -154,7 +139,7 @@ class LoadPlanner(_Translating, DefaultLoadPlanner):
     _left: int
     _lock: threading.Lock
 
-    @shows(Reading, **_TORCH, allow_partial_load=False)
+    @suggests
     def __init__(
         self,
         dialect: str | None = None,
@@ -163,10 +148,19 @@ class LoadPlanner(_Translating, DefaultLoadPlanner):
         source: str | None = None,
         config: Config | None = None,
         trust_copies: bool = False,
-        **options: Unpack[Reading],
+        flatten_state_dict: bool = True,
+        flatten_sharded_tensors: bool = True,
+        allow_partial_load: bool = False,
     ) -> None:
-        check_keywords("LoadPlanner", options, Reading.__annotations__)
-        super().__init__(dialect, family=family, source=source, config=config, **options)
+        super().__init__(
+            dialect,
+            family=family,
+            source=source,
+            config=config,
+            flatten_state_dict=flatten_state_dict,
+            flatten_sharded_tensors=flatten_sharded_tensors,
+            allow_partial_load=allow_partial_load,
+        )
         self._trusts = read_flag("trust_copies", trust_copies)
 
     def set_up_planner(

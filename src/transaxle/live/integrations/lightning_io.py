@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.optim import Optimizer
 
-from transaxle.arguments import PathLike, check_keywords, read_flag, read_path, shows, wrong_type
+from transaxle.arguments import Axes, Config, PathLike, Size, read_flag, read_path, suggests, wrong_type
 from transaxle.axes.notation.name import own_name
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from transaxle.errors import refuse
@@ -28,14 +28,12 @@ from transaxle.live.integrations.lightning_strategies import follow
 from transaxle.live.integrations.step_checkpoints import remove, stored_bytes
 from transaxle.live.load.load import load
 from transaxle.live.model.state_tensors import State, as_tensor
-from transaxle.live.save.save import save
-from transaxle.live.save.save_request import UNSAID, Saving, check_options
+from transaxle.live.save.save import SAVING, check_options, save
 from transaxle.live.training.extra_state import FILE, MODEL, Extras, written
 from transaxle.live.transport.world import World
-from transaxle.torch_tensors.local_tensor import local_of
-from transaxle.torch_tensors.module_wrappers import unwrapped
-from transaxle.torch_tensors.tensor_bytes import same_bytes
-from transaxle.torch_tensors.torch_dtype import torch_dtype
+from transaxle.options import SHARD_SIZE, select
+from transaxle.torch_tensors.local_tensor import local_of, same_bytes
+from transaxle.torch_tensors.torch_arguments import torch_dtype, unwrapped
 
 _INTERFACES = ("lightning_fabric.plugins.io.checkpoint_io", "lightning.fabric.plugins.io.checkpoint_io")
 """Modules with Lightning's class, under the names of its two packages."""
@@ -63,27 +61,36 @@ class LightningCheckpoints:
         to: format of the checkpoints under the module's own names, `safetensors:identity` or `dcp:identity`;
             `transaxle convert` makes any other layout of them.
         background: write while training goes on, as `async_save` does.
-        **options: those of `save`, such as `shard_size` and `verify`.
+
+    The other arguments are those of `save`.
 
     Raises:
-        TypeError: an argument that there is not, or of a type that it cannot have.
+        TypeError: an argument of a type that it cannot have.
         TransaxleError: a format that there is not.
     """
 
     is_sharded = False
     """Whether the run's strategy shards, and every rank saves and loads its own parts."""
 
-    @shows(Saving, **UNSAID)
+    @suggests
     def __init__(
         self,
         module: nn.Module,
         *,
         to: str = "safetensors:identity",
         background: bool = False,
-        **options: Unpack[Saving],
+        family: str | None = None,
+        dialect: str | None = None,
+        config: Config | None = None,
+        axes: Axes | None = None,
+        rules: PathLike | None = None,
+        shard_size: Size = SHARD_SIZE,
+        sync: bool = True,
+        check_copies: bool = True,
+        verify: bool = False,
     ) -> None:
-        check_keywords("LightningCheckpoints", options, Saving.__annotations__)
-        check_options("LightningCheckpoints", to, options)
+        self._options = select(locals(), SAVING)
+        check_options(to, self._options)
         if not isinstance(module, nn.Module):
             raise wrong_type("module", "the LightningModule that is trained", module)
         read_flag("background", background)
@@ -93,7 +100,6 @@ class LightningCheckpoints:
         self._module = unwrapped(module)  # Lightning unwraps what `torch.compile` returns
         self._to = to
         self._background = background
-        self._options = options
         self._job: SaveJob | None = None
         self._alone: dist.ProcessGroup | None = None
         for name in _INTERFACES:  # whoever has a LightningModule has imported one of them

@@ -26,7 +26,6 @@ from transaxle.formats.storage.storage import is_url
 from transaxle.live.background.asynchronous import SaveJob, async_save
 from transaxle.live.derived.keepers import kept_elsewhere, partitioned
 from transaxle.live.save.save import save
-from transaxle.live.save.save_request import Saving
 from transaxle.live.training.extra_state import EXTRA, FILE, Extras
 from transaxle.live.transport.world import World
 from transaxle.torch_tensors.torch_arguments import Ranks
@@ -42,30 +41,19 @@ _GIVEN = f"{EXTRA}/"
 """Begin of the names of what was given in `extra`."""
 
 
-class Stepping(Saving, total=False):
-    """How the steps of a run are saved: keyword arguments of the callbacks."""
-
-    url: PathLike | None
-    """Folder or URL under which each step has a checkpoint; None: beside the framework's own files."""
-    keep: int | None
-    """How many of these stay, the best one aside; None: all."""
-
-
-def divided(options: Stepping) -> tuple[str | None, int | None, Saving]:
-    """Return `url`, `keep` and the options of `save`.
+def read_place(url: PathLike | None, keep: int | None) -> tuple[str | None, int | None]:
+    """Return the folder or URL under which each step has a checkpoint, and how many of these stay.
 
     Raises:
         TypeError: an argument of a type that it cannot have.
         ValueError: `keep` is zero or less.
         Refused: UNSUPPORTED for `keep` without `url`.
     """
-    rest: Any = {name: value for name, value in options.items() if name not in ("url", "keep")}
-    url, keep = options.get("url"), options.get("keep")
     kept = None if keep is None else read_count("keep", keep)
     if url is None and kept is not None:
         hint = "Give url=, or let the framework delete: save_total_limit, total_limit."
         raise refuse("UNSUPPORTED", "keep counts the checkpoints under url, which is not given", hint=hint)
-    return None if url is None else on_this_machine(read_path("url", url).rstrip("/")), kept, rest
+    return None if url is None else on_this_machine(read_path("url", url).rstrip("/")), kept
 
 
 class StepCheckpoints:

@@ -15,9 +15,9 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
-from transaxle.arguments import PathLike, check_keywords, read_flag, read_path, shows
+from transaxle.arguments import Axes, Config, PathLike, Size, read_flag, read_path, suggests
 from transaxle.errors import refuse
 from transaxle.formats.registry import MANIFEST
 from transaxle.formats.staging.location import on_this_machine, storage_at
@@ -28,18 +28,17 @@ from transaxle.live.integrations.step_checkpoints import (
     FOLDER,
     TICKET,
     StepCheckpoints,
-    Stepping,
     check_loadable,
-    divided,
+    read_place,
     remove,
     states_beside,
     text_beside,
 )
 from transaxle.live.load.load import load
-from transaxle.live.save.save import check_savable, save
-from transaxle.live.save.save_request import UNSAID, check_options
+from transaxle.live.save.save import SAVING, check_options, check_savable, save
 from transaxle.live.training.extra_state import FILE, Random, Stateful
 from transaxle.live.transport.world import World
+from transaxle.options import SHARD_SIZE, select
 from transaxle.torch_tensors.torch_arguments import Ranks, read_group
 
 _EVENT = "on_"
@@ -76,15 +75,17 @@ class TrainerCheckpoints:
         resume: the `checkpoint-N` to resume from, if it is neither in the Trainer's `output_dir` nor under `url`: the
             Trainer does not pass it to callbacks.
         group: the ranks that train, and save, together; None: all.
-        **options: `url` (a folder or URL for the checkpoints), `keep` (how many of them stay; the Trainer's best one
-            stays, too; None: all), and those of `save`, such as `family` and `shard_size`.
+        url: a folder or URL for the checkpoints.
+        keep: how many of them stay; the Trainer's best one stays, too; None: all.
+
+    The other arguments are those of `save`.
 
     Raises:
-        TypeError: an argument that there is not, or of a type that it cannot have.
+        TypeError: an argument of a type that it cannot have.
         TransaxleError: a format, family or dialect that there is not; a config that cannot be read.
     """
 
-    @shows(Stepping, **UNSAID)
+    @suggests
     def __init__(
         self,
         *,
@@ -92,17 +93,27 @@ class TrainerCheckpoints:
         background: bool = True,
         resume: PathLike | None = None,
         group: Ranks | None = None,
-        **options: Unpack[Stepping],
+        url: PathLike | None = None,
+        keep: int | None = None,
+        family: str | None = None,
+        dialect: str | None = None,
+        config: Config | None = None,
+        axes: Axes | None = None,
+        rules: PathLike | None = None,
+        shard_size: Size = SHARD_SIZE,
+        sync: bool = True,
+        check_copies: bool = True,
+        verify: bool = False,
     ) -> None:
-        check_keywords("TrainerCheckpoints", options, Stepping.__annotations__)
-        url, keep, self._options = divided(options)
-        check_options("TrainerCheckpoints", to, self._options)
+        self._options = select(locals(), SAVING)
+        check_options(to, self._options)
+        place, kept = read_place(url, keep)
         read_flag("background", background)
         self._to = to
         self._background = background
         self._resume = None if resume is None else on_this_machine(read_path("resume", resume))
         self._group = read_group("group", group)
-        self._steps = None if url is None else StepCheckpoints(url, keep, self._group, background=background)
+        self._steps = None if place is None else StepCheckpoints(place, kept, self._group, background=background)
         self._job: SaveJob | None = None
         self._random: Any = None
         """Random state of this rank that is still to be set."""

@@ -17,7 +17,7 @@ import msgspec
 import torch
 from torch import nn
 
-from transaxle.arguments import Config, DType, PathLike, read_count, read_float_type, read_optional_text, suggests
+from transaxle.arguments import Axes, Config, DType, PathLike, read_count, read_float_type, read_optional_text, suggests
 from transaxle.engine.checkpoint.checkpoint import CheckpointLike, StoredTensor
 from transaxle.engine.copying.duplicate_checks import PlannedCheck, plan_checks, unequal
 from transaxle.errors import Refusal, Where, gathered
@@ -40,8 +40,7 @@ from transaxle.move.runs import Item
 from transaxle.move.workers import limits
 from transaxle.quant.modules.entries import begin_anew, put_values
 from transaxle.torch_tensors.local_tensor import local_of
-from transaxle.torch_tensors.placement import Held, local_parts, local_shape
-from transaxle.torch_tensors.shard_grid import ShardGrid
+from transaxle.torch_tensors.placement import Held, ShardGrid, local_parts, local_shape
 from transaxle.torch_tensors.torch_arguments import Device, Ranks, read_device
 
 _WASTE, _GAP, _FEW = 1.4, 64, 256
@@ -64,7 +63,7 @@ def load(
     family: str | None = None,
     dialect: str | None = None,
     config: Config | None = None,
-    axes: Mapping[str, int] | None = None,
+    axes: Axes | None = None,
     rules: PathLike | None = None,
     decode: DType | None = None,
     dtype: DType | None = None,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, TypedDict, Unpack
+from typing import Any
 
 from msgspec.structs import replace
 
-from transaxle.arguments import Config, PathLike, check_keywords, read_flag, read_optional_text, shows
+from transaxle.arguments import Axes, Config, PathLike, read_flag, read_optional_text, suggests
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, StoredTensor
 from transaxle.engine.checkpoint.settings import Settings, model_config, settings
 from transaxle.formats.catalog import Container
@@ -30,19 +30,6 @@ from transaxle.move.runs import Item
 from transaxle.move.workers import limits
 from transaxle.torch_tensors.placement import local_shape
 from transaxle.torch_tensors.torch_arguments import Ranks
-
-
-class Resharding(TypedDict, total=False):
-    """How tensors are matched: further keyword arguments of `reshard`."""
-
-    family: str | None
-    """Model family, such as `qwen3_moe`; None: recognised."""
-    dialect: str | None
-    """Dialect of the target's names, such as `hf`; None: recognised."""
-    axes: Mapping[str, int] | None
-    """Axis sizes that override everything, such as `{"g": 8}`."""
-    rules: PathLike | None
-    """A file with families and dialects of your own."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +54,7 @@ class ReshardReport:
         return asdict(self)
 
 
-@shows(Resharding)
+@suggests
 def reshard(
     src_state: State,
     dst_state: State,
@@ -75,7 +62,10 @@ def reshard(
     *,
     config: Config | None = None,
     strict: bool = True,
-    **options: Unpack[Resharding],
+    family: str | None = None,
+    dialect: str | None = None,
+    axes: Axes | None = None,
+    rules: PathLike | None = None,
 ) -> ReshardReport:
     """Copy live tensors into others of any placement and dialect of the same family; collective over the group.
 
@@ -87,8 +77,10 @@ def reshard(
             `src_state.config`, if a rank has one.
         strict: refuse names that only one side has; otherwise the report lists them. A tied name (an embedding and its
             head) may be missing on either side, after a proof that the two are the same.
-        **options: `family` (None: recognised), `dialect` (of the target's names; None: recognised), `axes` (axis ->
-            size), `rules` (path of a table of your own).
+        family: model family, such as `qwen3_moe`; None: recognised.
+        dialect: dialect of the target's names, such as `hf`; None: recognised.
+        axes: sizes of axes that override everything: `{"g": 8}`, "g=8" or ["g=8"].
+        rules: path of a table of your own.
 
     Raises:
         TypeError: an argument of a type that it cannot have.
@@ -98,14 +90,12 @@ def reshard(
     begin = time.monotonic()
     world = World(group)
     with world.together():
-        check_keywords("reshard", options, Resharding.__annotations__)
         read_flag("strict", strict)
-        said = settings(family=options.get("family"), axes=options.get("axes"), rules=options.get("rules"))
-        dialect = read_optional_text("dialect", options.get("dialect"), "hf")
+        said = settings(family=family, axes=axes, rules=rules)
+        dialect = read_optional_text("dialect", dialect, "hf")
         given_config = model_config(config)
         own_source, own_target = leaves(src_state).tensors, leaves(dst_state)
-    asked = {name: options.get(name) for name in ("family", "axes")}
-    world.require_alike({"strict": strict, "dialect": dialect, **asked})
+    world.require_alike({"strict": strict, "dialect": dialect, "family": family, "axes": said.axes})
     source_config = shared_config(src_state, given_config, world)
     source, target = census(own_source, world), census(own_target.tensors, world)
     sides = Sides(own_source, own_target.tensors, source, target, world)

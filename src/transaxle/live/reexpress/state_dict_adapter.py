@@ -32,11 +32,9 @@ from transaxle.live.sharding.memory import container, tensor_of
 from transaxle.live.sharding.value_checks import check_zero
 from transaxle.live.transport.world import World
 from transaxle.move.transfer import Transfer
-from transaxle.torch_tensors.local_tensor import as_dtensor, local_of
+from transaxle.torch_tensors.local_tensor import as_dtensor, byte_view, copy_box, copy_box_back, filled, flat, local_of
 from transaxle.torch_tensors.placement import Held, local_shape
-from transaxle.torch_tensors.strided_copy import copy_box, copy_box_back, filled, flat
-from transaxle.torch_tensors.tensor_bytes import byte_view
-from transaxle.torch_tensors.torch_dtype import torch_dtype
+from transaxle.torch_tensors.torch_arguments import torch_dtype
 
 
 def state_dict_as(

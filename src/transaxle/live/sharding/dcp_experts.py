@@ -41,10 +41,8 @@ from transaxle.errors import Refusal, Where, gathered
 from transaxle.formats.training_state.state_groups import GROUPS, PARAMS, ParamGroup, group_numbers, renamed
 from transaxle.live.sharding.dcp_chunks import Runs
 from transaxle.live.transport.world import World
-from transaxle.torch_tensors.local_tensor import local_of
-from transaxle.torch_tensors.placement import placement_of, take
-from transaxle.torch_tensors.tensor_bytes import same_bytes
-from transaxle.torch_tensors.tp_shard import mark, part_of, whole_shape
+from transaxle.torch_tensors.local_tensor import local_of, same_bytes
+from transaxle.torch_tensors.placement import mark, part_of, placement_of, take, whole_shape
 
 _LISTED = re.compile(rf"(?:.*\.)?{GROUPS}")
 """Flat name of all groups."""

@@ -26,9 +26,8 @@ from transaxle.formats.training_state.state_groups import GROUPS, ParamGroup
 from transaxle.live.sharding.global_tensors import Census, Global
 from transaxle.move.assignment import Load
 from transaxle.move.runs import Item
-from transaxle.torch_tensors.local_tensor import local_of
+from transaxle.torch_tensors.local_tensor import Bytes, as_bytes, byte_view, copied_to_cpu, local_of, with_own_bytes
 from transaxle.torch_tensors.placement import Held, local_shape
-from transaxle.torch_tensors.tensor_bytes import Bytes, as_bytes, byte_view, copied_to_cpu, with_own_bytes
 
 FORMAT = "live"
 CONFIG = "config.json"

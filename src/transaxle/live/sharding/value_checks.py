@@ -18,8 +18,7 @@ from transaxle.engine.copying.duplicate_checks import PlannedCheck
 from transaxle.errors import Refusal, Where, gathered
 from transaxle.live.sharding.global_tensors import Census, Global
 from transaxle.live.transport.world import World
-from transaxle.torch_tensors.local_tensor import local_of
-from transaxle.torch_tensors.tensor_bytes import as_bytes, copied_to_cpu
+from transaxle.torch_tensors.local_tensor import as_bytes, copied_to_cpu, local_of
 
 _Peers = tuple[int, ...]
 """Ranks that hold the same part of a tensor."""

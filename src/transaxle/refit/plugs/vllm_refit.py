@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import secrets
 import socket
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any, Literal, Self, TypedDict, Unpack
+from typing import Any, Literal, Self
 
 import torch
 
@@ -17,18 +17,18 @@ from transaxle.arguments import (
     DType,
     Patterns,
     Size,
-    check_keywords,
     read_config,
     read_float_type,
     read_optional_text,
     read_patterns,
     read_size,
-    shows,
+    suggests,
 )
 from transaxle.engine.views.name_filter import chosen
 from transaxle.errors import TransaxleError, refuse
 from transaxle.live.model.state_tensors import State
 from transaxle.live.transport.world import World, is_loss
+from transaxle.options import select
 from transaxle.refit.adapters import MERGED, read_adapter
 from transaxle.refit.meeting import meet
 from transaxle.refit.plugs.vllm_control import Control, control
@@ -44,29 +44,10 @@ _OURS = frozenset({"backend", "workers", "timeout", "pause"})
 _ANEW = "Make a new VllmRefit; the engine serves the weights it had."
 
 
-class ToVllm(TypedDict, total=False):
-    """How weights are moved into vLLM: further keyword arguments of `VllmRefit`."""
-
-    family: str | None
-    """Model family, such as `qwen3_moe`; None: recognised."""
-    config: Config | None
-    """The model's config."""
-    dtype: DType | None
-    """Parameters of this type take floating-point tensors of other types, cast where they are sent."""
-    strict: bool
-    """Refuse names that only one side has, and configs that differ."""
-    bucket: Size
-    """Bytes of a bucket."""
-    adapter: Literal["merged", "alone"] | None
-    """`merged`: the trainer's adapter is merged into what is sent."""
-    backend: str | None
-    """Of the process group of both sides."""
-    workers: int | None
-    """How many workers a client speaks for."""
-    timeout: float
-    """Seconds that any side waits for the other."""
-    pause: Pause | None
-    """Returns what is entered on the first rank while engines are updated, in place of what stops their requests."""
+_OPTIONS = (
+    "family", "config", "dtype", "strict", "bucket", "adapter", "backend", "workers", "timeout", "pause",
+)  # fmt: skip
+"""How weights are moved into vLLM: keyword arguments of `VllmRefit`."""
 
 
 class VllmRefit:
@@ -84,17 +65,20 @@ class VllmRefit:
             of vLLM's `VLLMWeightSyncClient`; or a list of these. The first rank's counts.
         group: the trainer's ranks; None: all.
         address: `HOST:PORT` where the first rank waits for the engines; None: found out.
-        **options: `family`, `config`, `dtype`, `strict`, `bucket`, `adapter` as of `Refit`; `backend` (`gloo` or
-            `nccl`; None: `nccl` where torch has a GPU), `workers` (of a client: how many it speaks for), `timeout`
-            (seconds that any side waits for the other), `pause` (returns a context manager that is entered on the
-            first rank while engines are updated; None: requests of servers are stopped, an `LLM` must have none).
+        family: as of `Refit`, and so are `config`, `dtype`, `strict` and `bucket`.
+        adapter: `merged`: the trainer's adapter is merged into what is sent.
+        backend: `gloo` or `nccl`; None: `nccl` where torch has a GPU.
+        workers: of a client: how many it speaks for.
+        timeout: seconds that any side waits for the other.
+        pause: returns a context manager that is entered on the first rank while engines are updated; None: requests of
+            servers are stopped, an `LLM` must have none.
 
     Raises:
         TypeError: an argument of a type that it cannot have.
         TransaxleError: on every rank of the trainer; the engines' logs say the same.
     """
 
-    @shows(ToVllm, strict=True, bucket="64MB", timeout=_PATIENCE)
+    @suggests
     def __init__(
         self,
         src_state: State,
@@ -102,11 +86,20 @@ class VllmRefit:
         group: Ranks | None = None,
         *,
         address: str | None = None,
-        **options: Unpack[ToVllm],
+        family: str | None = None,
+        config: Config | None = None,
+        dtype: DType | None = None,
+        strict: bool = True,
+        bucket: Size = "64MB",
+        adapter: Literal["merged", "alone"] | None = None,
+        backend: str | None = None,
+        workers: int | None = None,
+        timeout: float = _PATIENCE,
+        pause: Pause | None = None,
     ) -> None:
+        options = select(locals(), _OPTIONS)
         self._trainers = trainers = World(group)
         with trainers.together():
-            check_keywords("VllmRefit", options, ToVllm.__annotations__)
             read_optional_text("address", address, "10.0.0.7:29600")
             self._engines = _Engines(engine if trainers.rank == trainers.ranks[0] else [], options)
             meeting = self._engines.prepare(address, trainers.size, _said(options))
@@ -201,13 +194,13 @@ class _Engines:
         options: how they are spoken to.
     """
 
-    def __init__(self, engine: object, options: ToVllm) -> None:
+    def __init__(self, engine: object, options: Mapping[str, Any]) -> None:
         several = engine if isinstance(engine, list | tuple) else [engine]
-        self._timeout = options.get("timeout", _PATIENCE)
-        self._controls = [control(each, options.get("workers"), self._timeout + _PATIENCE) for each in several]
+        self._timeout = options["timeout"]
+        self._controls = [control(each, options["workers"], self._timeout + _PATIENCE) for each in several]
         self._firsts: list[int] = []
         self._secret = ""
-        self._pause = options.get("pause")
+        self._pause = options["pause"]
         self._pool = ThreadPoolExecutor(max(1, len(self._controls)))
         self._open: set[Control] = set()
 
@@ -307,29 +300,29 @@ class _Engines:
         self.each(lambda each, _: each.resume())
 
 
-def _said(options: ToVllm) -> Meeting:
+def _said(options: Mapping[str, Any]) -> Meeting:
     """Return what engines are told, but for where all meet.
 
     Raises:
         TypeError, ValueError: an argument that it cannot have.
     """
-    read_config(options.get("config"))
-    adapter = read_adapter(options.get("adapter"))
+    read_config(options["config"])
+    adapter = read_adapter(options["adapter"])
     if adapter not in {None, MERGED}:
         raise ValueError(
             f"adapter must be {MERGED}, or None: vLLM has the parameters of a whole model; got {adapter!r}"
         )
-    timeout, backend = options.get("timeout", _PATIENCE), options.get("backend")
+    timeout, backend = options["timeout"], options["backend"]
     return Meeting(
         version=VERSION, address="", first=0, size=0, timeout=timeout,
         backend=backend or ("nccl" if torch.cuda.is_available() else "gloo"),
-        dtype=read_float_type("dtype", options.get("dtype")),
-        family=read_optional_text("family", options.get("family"), "qwen3_moe"),
-        strict=options.get("strict", True), bucket=read_size("bucket", options.get("bucket", "64MB")), adapter=adapter,
+        dtype=read_float_type("dtype", options["dtype"]),
+        family=read_optional_text("family", options["family"], "qwen3_moe"),
+        strict=options["strict"], bucket=read_size("bucket", options["bucket"]), adapter=adapter,
     )  # fmt: skip
 
 
-def _of_refit(options: ToVllm) -> dict[str, Any]:
+def _of_refit(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of the trainer's side of the refit."""
     own = {key: value for key, value in options.items() if key not in _OURS}
     return {"in_place": True, "dialect": DIALECT, **own}

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING
 
 import torch
 
-from transaxle.arguments import Size, check_keywords, read_size, read_text, shows
+from transaxle.arguments import Config, DType, PathLike, Size, read_size, read_text, suggests
 from transaxle.engine.plan.planned import PlannedTensor
 from transaxle.live.model.state_tensors import State
 from transaxle.live.transport.world import World
-from transaxle.refit.hub_stream import Streaming, planned_stream, read_streaming, streamed
-from transaxle.torch_tensors.torch_arguments import Ranks, read_device
-from transaxle.torch_tensors.torch_dtype import torch_dtype
+from transaxle.options import select
+from transaxle.refit.hub_stream import STREAMING, planned_stream, read_streaming, streamed
+from transaxle.torch_tensors.torch_arguments import Device, Ranks, read_device, torch_dtype
 
 if TYPE_CHECKING:
     from vllm.distributed.weight_transfer import ParamMeta
@@ -39,14 +39,15 @@ class VllmSource:
         to: the dialect.
         bucket: bytes of the tensors that are put together at once.
         group: ranks that hold the state, a process group or a mesh of one dim; None: all.
-        **options: `family`, `dialect`, `config`, `rules`, `dtype`, `device`, as of `tx.refit.named_tensors`.
+
+    The other arguments are those of `tx.refit.named_tensors`.
 
     Raises:
         TypeError: an argument of a type that it cannot have.
         TransaxleError: on every rank.
     """
 
-    @shows(Streaming)
+    @suggests
     def __init__(
         self,
         state: State,
@@ -54,16 +55,20 @@ class VllmSource:
         to: str = "hf",
         bucket: Size = "1GB",
         group: Ranks | None = None,
-        **options: Unpack[Streaming],
+        family: str | None = None,
+        dialect: str | None = None,
+        config: Config | None = None,
+        rules: PathLike | None = None,
+        dtype: DType | None = None,
+        device: Device | None = None,
     ) -> None:
-        self._state, self._options = state, options
+        self._state, self._options = state, select(locals(), STREAMING)
         self._world = World(group)
         with self._world.together():
-            check_keywords("VllmSource", options, Streaming.__annotations__)
-            read_streaming(options)
+            read_streaming(self._options)
             self._to, self._bucket = read_text("to", to, "hf"), read_size("bucket", bucket)
-            self._device = read_device("device", options.get("device"))
-        self._planned = planned_stream(state, self._to, options, self._world).planned
+            self._device = read_device("device", device)
+        self._planned = planned_stream(state, self._to, self._options, self._world).planned
 
     def metadata(self) -> list[ParamMeta]:
         """Return name, type and whole shape of everything that comes, in its order."""
