@@ -128,7 +128,7 @@ def read_options(verb: str, given: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         TypeError: a value of a type that the option cannot have, or options that exclude each other.
         ValueError: a number or a text that is none of those it may be.
-        TransaxleError: a path that no system takes, or another value of `overwrite` than those that it has.
+        StorageError: IO for a path that no system takes.
     """
     values = {name: read_option(OPTIONS[name], given[name]) for name in VERBS[verb]}
     chosen = {name: value for name, value in values.items() if value != OPTIONS[name].default}
@@ -143,7 +143,7 @@ def read_option(option: Option, given: Any) -> Any:
         return None
     if option.kind in {"text", "choice"}:
         return read_text(option.name, given, option.example)
-    if option.kind == "on":
+    if option.kind in {"on", "overwrite"}:  # whoever looks at the target reads these, with all else against it
         return given
     if option.kind == "axes":
         return read_axes(given) or None
@@ -397,7 +397,6 @@ _READERS: Mapping[str, Callable[[str, object], Any]] = {
     "flag": read_flag,
     "float_type": read_float_type,
     "memory": read_size,
-    "overwrite": lambda _, given: read_overwrite(given),
     "path": read_path,
     "patterns": read_patterns,
     "size": read_size,

@@ -177,7 +177,7 @@ class Exclusion:
 
 
 EXCLUSIONS = (
-    Exclusion(("decode", "encode", "dtype", "merge")),
+    Exclusion(("decode", "dtype", "encode", "merge")),
     Exclusion(("only", "skip"), needs=("decode", "encode", "dtype")),
     Exclusion(("items",), needs=("write", "on"), why=": nothing else is divided"),
 )

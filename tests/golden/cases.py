@@ -458,7 +458,7 @@ _COMMANDS: Mapping[str, tuple[str, ...]] = {
     "convert --quiet": ("convert llama out --to hf --quiet",),
     "convert --report": ("convert llama out --to te --no-sync --report page.html",),
     "convert --report, refused": ("convert llama out --to te --report page.html --axis g=3",),
-    "convert --report --on": ("convert llama out --to hf --report page.html --on ray",),
+    "convert --report --on": ("convert llama out --to hf --report page.html --on slurm",),
     "convert --items": ("convert llama out --to hf --items 3",),
     "convert --on": ("convert llama out --to hf --on slurm", "convert llama out --to hf --on slurm --json"),
     "convert --on torchrun": ("convert llama out --to hf --on torchrun --no-sync",),
