@@ -26,8 +26,7 @@ from transaxle.live.integrations.step_checkpoints import (
     text_beside,
 )
 from transaxle.live.load.load import load
-from transaxle.live.save.save import save
-from transaxle.live.save.save_request import SAVING, check_options
+from transaxle.live.save.save import SAVING, check_options, save
 from transaxle.live.training.extra_state import Stateful
 from transaxle.live.transport.world import World
 from transaxle.options import SHARD_SIZE, select

@@ -28,8 +28,7 @@ from transaxle.live.integrations.lightning_strategies import follow
 from transaxle.live.integrations.step_checkpoints import remove, stored_bytes
 from transaxle.live.load.load import load
 from transaxle.live.model.state_tensors import State, as_tensor
-from transaxle.live.save.save import save
-from transaxle.live.save.save_request import SAVING, check_options
+from transaxle.live.save.save import SAVING, check_options, save
 from transaxle.live.training.extra_state import FILE, MODEL, Extras, written
 from transaxle.live.transport.world import World
 from transaxle.options import SHARD_SIZE, select

@@ -35,8 +35,7 @@ from transaxle.live.integrations.step_checkpoints import (
     text_beside,
 )
 from transaxle.live.load.load import load
-from transaxle.live.save.save import check_savable, save
-from transaxle.live.save.save_request import SAVING, check_options
+from transaxle.live.save.save import SAVING, check_options, check_savable, save
 from transaxle.live.training.extra_state import FILE, Random, Stateful
 from transaxle.live.transport.world import World
 from transaxle.options import SHARD_SIZE, select

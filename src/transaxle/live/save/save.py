@@ -20,6 +20,7 @@ from transaxle.arguments import (
     Overwrite,
     PathLike,
     Size,
+    check_flags,
     read_axes,
     read_optional_text,
     read_path,
@@ -29,9 +30,10 @@ from transaxle.arguments import (
 )
 from transaxle.encodings.plain_types import PLAIN
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
+from transaxle.engine.checkpoint.recognise import IDENTITY, check_dialect, pick_dialect, pick_family
 from transaxle.engine.checkpoint.settings import LONGEST_TABLE, model_config
 from transaxle.engine.checkpoint.settings import settings as reading_settings
-from transaxle.engine.plan.conversion import SHARD_SIZE, Prepared, for_hub, make_plan, ready
+from transaxle.engine.plan.conversion import SHARD_SIZE, Prepared, for_hub, make_plan, parse_to, ready
 from transaxle.errors import gathered, refuse
 from transaxle.formats.registry import is_one_file
 from transaxle.formats.staging.location import on_this_machine
@@ -58,6 +60,8 @@ from transaxle.torch_tensors.torch_arguments import Ranks
 if TYPE_CHECKING:
     from transaxle.engine.compare.verification import Verification
 
+SAVING = ("family", "dialect", "config", "axes", "rules", "shard_size", "sync", "check_copies", "verify")
+"""Options of `save` that whatever saves the steps of a run has, too."""
 _UNFINISHED: dict[tuple[int, str], Callable[[], object]] = {}
 """By process and target, what waits for the last save there in the background; a forked process has none."""
 
@@ -245,6 +249,26 @@ def read_settings(
         rules=None if rules is None else read_path("rules", rules),
         config=model_config(config),
     )
+
+
+def check_options(to: str, options: Mapping[str, Any]) -> None:
+    """Refuse arguments of a save before there is anything to be saved.
+
+    Raises:
+        TypeError: an argument of a type that it cannot have.
+        TransaxleError: a format, family or dialect that there is not; a config that cannot be read.
+    """
+    check_flags(**{name: options[name] for name in ("sync", "check_copies", "verify")})
+    asked = read_settings("", to, optimizer=False, overwrite=False, **options)
+    families = reading_settings(rules=asked.rules, axes=asked.axes).families
+    labels = [each for each in (parse_to(asked.to)[1], asked.dialect) if each and each != IDENTITY]
+    if asked.family is not None:
+        family = pick_family(asked.family, families)
+        for label in labels:
+            pick_dialect(family, label)
+        return
+    for label in labels:
+        check_dialect(label, families)
 
 
 def collect(
