@@ -33,8 +33,7 @@ from transaxle.formats.pickled.interpreter import Bounds, read_pickle
 from transaxle.formats.pickled.writer import write_pickle
 from transaxle.formats.storage.storage import Storage
 from transaxle.formats.torch_file.draft import reference
-from transaxle.formats.torch_file.saved import Saved
-from transaxle.formats.torch_file.stored_storage import Storages
+from transaxle.formats.torch_file.saved import Saved, Storages
 
 _LENGTH = 2
 _ROOM = bytes(1 << 16)

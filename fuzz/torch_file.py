@@ -16,8 +16,8 @@ from transaxle.formats.catalog import NUMBERS, Spec
 from transaxle.formats.pickled.descriptors import DType, Persistent, StorageType, TensorRef
 from transaxle.formats.pickled.writer import write_pickle
 from transaxle.formats.torch_file.draft import draft
-from transaxle.formats.torch_file.legacy import MAGIC
 from transaxle.formats.torch_file.reader import open_torch
+from transaxle.formats.torch_file.saved import MAGIC
 
 _FILE = "fuzz.pt"
 _CODES = {"CORRUPT", "UNSAFE_PICKLE", "UNSUPPORTED", "PATH_ESCAPE", "NAME_COLLISION"}

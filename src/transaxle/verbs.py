@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from transaxle.derivation.sources import Table
     from transaxle.engine.compare.compare import Comparison
     from transaxle.engine.compare.verification import Verification
-    from transaxle.engine.distribute.driver import Event, Launch, On
+    from transaxle.engine.distribute.driver import Event, On
     from transaxle.engine.distribute.work_plan import ConversionOrder
     from transaxle.engine.execute.carry import Report
     from transaxle.engine.execute.preflight import Cleared
@@ -354,7 +354,9 @@ class _Conversion:
             from transaxle.engine.distribute.driver import convert_on
 
             with self._watch.workers() as events:
-                return convert_on(self.order, cleared, self._launch(progress, events))
+                return convert_on(
+                    self.order, cleared, self._options["on"], progress=progress, watch=events, **self._how
+                )
         from transaxle.engine.execute.execute import execute
         from transaxle.formats.staging.location import takes_parts
 
@@ -376,15 +378,13 @@ class _Conversion:
             with self.cleared(running=False) as cleared:
                 self.page.write_refused(cleared.plan)
         if not self._leads:
-            return convert_together(self.order, self._launch(unwatched, lambda _: None))
+            return convert_together(self.order, **self._how)
         with self._watch.workers() as events:
-            return convert_together(self.order, self._launch(progress, events))
+            return convert_together(self.order, progress=progress, watch=events, **self._how)
 
-    def _launch(self, progress: Progress, events: Callable[[Event], None]) -> Launch:
-        from transaxle.engine.distribute.driver import Launch
-
-        names = ("on", "items", "overwrite", "resume", "sync", "jobs", "memory")
-        return Launch(**select(self._options, names), progress=progress, watch=events)
+    @property
+    def _how(self) -> dict[str, Any]:
+        return select(self._options, ("items", "overwrite", "resume", "sync", "jobs", "memory"))
 
     def _read_back(self, prepared: Prepared, watch: Watch) -> Verification:
         """Read the result back, with what was said when the source was opened."""

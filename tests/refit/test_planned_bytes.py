@@ -20,7 +20,7 @@ from transaxle.engine.capacity.pair_traffic import traffic
 from transaxle.engine.capacity.rank_meshes import read_mesh
 from transaxle.engine.plan.rank_parts import engine_parts
 from transaxle.families import builtin
-from transaxle.torch_tensors.tp_shard import Part, mark
+from transaxle.torch_tensors.placement import Part, mark
 
 TRAINERS, VLLM = 2, "vllm"
 SURE = {"attention_bias": False, "mlp_bias": False, "mlp_only_layers": []}

@@ -12,7 +12,7 @@ import transaxle as tx
 from tests.checkpoints import CONFIG, tensors, tiny, write
 from tests.cli.conftest import here, transaxle  # noqa: F401 - fixtures
 from tests.cli.running import Transaxle
-from tests.formats.dcp.chunks import test_quantized_chunks as chunks
+from tests.formats.dcp import test_quantized_chunks as chunks
 from tests.oracles.te_pickles import blockwise, float8
 from tests.reports.embedded import data, table
 from transaxle.errors import Refused

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from transaxle.axes.geometry.piece import Move
 from transaxle.axes.geometry.strided import row_major
-from transaxle.torch_tensors.strided_copy import copy_box, copy_box_back, filled, flat, stacked_view
+from transaxle.torch_tensors.local_tensor import copy_box, copy_box_back, filled, flat, stacked_view
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool)
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from transaxle.errors import Code, Faults, TransaxleError
 from transaxle.formats.catalog import Checksum, Container, Draft, Entry, Extent, Fragment, Spec
-from transaxle.formats.dcp.chunks.chunk_tiling import tiled
+from transaxle.formats.dcp.chunk_tiling import tiled
 from transaxle.formats.dtype import ITEM_BITS, nbytes
 from transaxle.formats.format import Format
 from transaxle.formats.registry import MANIFEST, STATE_FOLDER

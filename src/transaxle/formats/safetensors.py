@@ -36,7 +36,7 @@ from transaxle.formats.registry import sort_sidecars
 from transaxle.formats.shards import Sized, has_state, lay_out_shards, read_files
 from transaxle.formats.storage.storage import Storage, too_long
 from transaxle.formats.strict_json import MAX_PAIRS, NotJsonError, members, pairs_in, parsed_as, repeated
-from transaxle.formats.training_state.run_facts import KEPT_RUN, facts_as_text, facts_in
+from transaxle.formats.training_state.state import KEPT_RUN, facts_as_text, facts_in
 from transaxle.formats.training_state.state_groups import GROUPS, KEPT, ParamGroup, decode, encode
 
 if TYPE_CHECKING:

@@ -25,8 +25,7 @@ from transaxle.formats.format import Folder
 from transaxle.formats.registry import ADAPTER_CONFIG, SidecarFiles, is_of_model, sort_sidecars
 from transaxle.formats.storage.storage import LiftedFiles, Renaming, Storage, layer
 from transaxle.formats.torch_file.saved import read_saved
-from transaxle.formats.training_items import TrainingItem
-from transaxle.formats.training_state.state import LEFT_BEHIND, OPTIMIZER, TRAINING
+from transaxle.formats.training_state.state import LEFT_BEHIND, OPTIMIZER, TRAINING, TrainingItem
 from transaxle.formats.training_state.state_groups import GROUPS, renamed
 
 _WEIGHTS = re.compile(r"pytorch_model_fsdp_\d+")

@@ -31,8 +31,7 @@ from transaxle.quant.frame.tp_share import misplaced
 from transaxle.quant.modules.entries import is_quantized, parts_of
 from transaxle.quant.tensor.tensor import QuantizedTensor
 from transaxle.torch_tensors.local_tensor import local_of, placed_like
-from transaxle.torch_tensors.placement import held_by, take
-from transaxle.torch_tensors.tp_shard import Part, mark, mark_all, part_of, parts_in
+from transaxle.torch_tensors.placement import Part, held_by, mark, mark_all, part_of, parts_in, take
 
 _SAMPLE = 64
 """Elements of each parameter by which those of other values on some ranks are found."""

@@ -27,8 +27,7 @@ from transaxle.live.model.state_tensors import Leaves, State, shared_config, uns
 from transaxle.live.reexpress.agreed_match import Match, matched
 from transaxle.live.reexpress.ties import Sides
 from transaxle.live.sharding.global_tensors import Census, Global, census
-from transaxle.live.sharding.memory import container
-from transaxle.live.sharding.replicas import Replicas
+from transaxle.live.sharding.memory import Replicas, container
 from transaxle.live.transport.world import World
 from transaxle.move.runs import Item
 from transaxle.refit.encoded_targets import EncodedTarget, encoded_targets

@@ -26,10 +26,9 @@ from transaxle.formats.dtype import numpy_dtype
 from transaxle.live.sharding.global_tensors import Census, Global
 from transaxle.live.sharding.memory import container
 from transaxle.live.transport.world import World
-from transaxle.torch_tensors.placement import Held, local_shape
-from transaxle.torch_tensors.tensor_bytes import as_bytes, byte_view
-from transaxle.torch_tensors.torch_dtype import code_of, torch_dtype
-from transaxle.torch_tensors.tp_shard import Part, mark
+from transaxle.torch_tensors.local_tensor import as_bytes, byte_view
+from transaxle.torch_tensors.placement import Held, Part, local_shape, mark
+from transaxle.torch_tensors.torch_arguments import code_of, torch_dtype
 
 _ROLES = frozenset({Role.CODES, Role.SCALE, Role.GLOBAL})
 Buffers = Mapping[str, np.ndarray]

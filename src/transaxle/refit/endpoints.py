@@ -18,12 +18,16 @@ from transaxle.live.model.destination import overlapping, unlike_overlap, view_o
 from transaxle.live.model.state_tensors import Leaves
 from transaxle.live.sharding.memory import tensor_of
 from transaxle.move.transfer import Transfer
-from transaxle.torch_tensors.local_tensor import local_of, stored_local
-from transaxle.torch_tensors.placement import local_parts
-from transaxle.torch_tensors.strided_copy import copy_box, same_views
-from transaxle.torch_tensors.tensor_bytes import same_bytes, with_plain_bytes
-from transaxle.torch_tensors.torch_dtype import torch_dtype
-from transaxle.torch_tensors.tp_shard import part_of
+from transaxle.torch_tensors.local_tensor import (
+    copy_box,
+    local_of,
+    same_bytes,
+    same_views,
+    stored_local,
+    with_plain_bytes,
+)
+from transaxle.torch_tensors.placement import local_parts, part_of
+from transaxle.torch_tensors.torch_arguments import torch_dtype
 
 _ANEW = "Make the Refit anew when tensors of a model are replaced by others."
 

@@ -34,9 +34,8 @@ from transaxle.live.model.destination import check_dtype
 from transaxle.live.model.published_codes import published
 from transaxle.live.model.state_tensors import Leaves, State, leaves, shared_config, unsavable
 from transaxle.live.sharding.global_tensors import census
-from transaxle.live.sharding.memory import container, rank_of
-from transaxle.live.sharding.replicas import Replicas
-from transaxle.live.sharding.zero_check import check_zero
+from transaxle.live.sharding.memory import Replicas, container, rank_of
+from transaxle.live.sharding.value_checks import check_zero
 from transaxle.live.transport.bucket_exchange import BucketExchange
 from transaxle.live.transport.world import World
 from transaxle.move.runs import Item
@@ -46,8 +45,7 @@ from transaxle.refit.endpoints import SourceValues, TargetRoom
 from transaxle.refit.hops import program, schedule
 from transaxle.torch_tensors.local_tensor import local_of
 from transaxle.torch_tensors.placement import local_parts
-from transaxle.torch_tensors.torch_arguments import Device, Ranks, read_device
-from transaxle.torch_tensors.torch_dtype import torch_dtype
+from transaxle.torch_tensors.torch_arguments import Device, Ranks, read_device, torch_dtype
 
 _BUCKET = 64_000_000
 """Bytes of the buckets in which parts travel."""

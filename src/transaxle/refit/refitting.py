@@ -30,7 +30,7 @@ from transaxle.live.model.destination import check_dtype
 from transaxle.live.model.quantized_model import stand_in
 from transaxle.live.model.state_tensors import Leaves, State
 from transaxle.live.sharding.memory import rank_of
-from transaxle.live.sharding.zero_check import check_zero
+from transaxle.live.sharding.value_checks import check_zero
 from transaxle.live.transport.bucket_exchange import BucketExchange
 from transaxle.live.transport.world import World, is_loss
 from transaxle.quant.modules.entries import begin_anew, put_values

@@ -1,4 +1,7 @@
-"""Arguments of torch's own types: element types, devices and groups of ranks, by any of the names that people use."""
+"""Arguments of torch's own types: element types, devices, groups of ranks, models, by any of the names that people use.
+
+Checkpoints name element types with safetensors codes; a model may come in the wrappers of a trainer.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,41 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 
 from transaxle.arguments import DType, read_float_type, wrong_type
+from transaxle.axes.notation.name import CHECKPOINTED, COMPILED, FSDP1
+from transaxle.errors import refuse
+
+_NAMES = {
+    "BOOL": "bool", "U8": "uint8", "I8": "int8", "I16": "int16", "U16": "uint16", "I32": "int32", "U32": "uint32",
+    "I64": "int64", "U64": "uint64", "F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64",
+    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz", "F8_E8M0": "float8_e8m0fnu", "C64": "complex64",
+    "COMPLEX32": "complex32", "COMPLEX128": "complex128",
+}  # fmt: skip
+_TORCH = {code: getattr(torch, name) for code, name in _NAMES.items() if hasattr(torch, name)}
+_CODES = {dtype: code for code, dtype in _TORCH.items()}
+
+
+def code_of(dtype: torch.dtype) -> str:
+    """Return the safetensors code of a torch type; one without a code is named as torch names it, in capitals."""
+    return _CODES.get(dtype) or str(dtype).removeprefix("torch.").upper()
+
+
+def torch_dtype(code: str, *, tensor: str | None = None) -> torch.dtype:
+    """Return the torch type of a code.
+
+    Raises:
+        Refused: UNSUPPORTED where torch has no such type; `tensor` is named.
+    """
+    if code not in _TORCH:
+        raise refuse("UNSUPPORTED", f"torch has no dtype for {code}", tensor=tensor)
+    dtype: torch.dtype = _TORCH[code]
+    return dtype
+
 
 Device: TypeAlias = torch.device | str | int
 """A device: torch's own, its name ("cuda:1"), or the number of an accelerator."""
@@ -84,3 +119,25 @@ def read_group(argument: str, given: Any) -> dist.ProcessGroup | None:
         return None
     sizes = list(given.mesh.shape)
     raise ValueError(f'{argument} must be a mesh of one dim, such as mesh["dp"]; got one of {given.ndim} dims {sizes}')
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the model without DDP and `torch.compile` around it.
+
+    FSDP1 stays: its parameters are flat, and only its own state dict shows those of the model.
+    """
+    while True:
+        inner = model.module if isinstance(model, DistributedDataParallel) else model._modules.get(COMPILED)
+        if inner is None:
+            return model
+        model = inner
+
+
+def innermost(model: nn.Module) -> nn.Module:
+    """Return the module that the user wrote, without any wrapper: for its class and its attributes."""
+    while True:
+        model = unwrapped(model)
+        inner = [module for name in (FSDP1, CHECKPOINTED) if (module := model._modules.get(name)) is not None]
+        if not inner:
+            return model
+        model = inner[0]

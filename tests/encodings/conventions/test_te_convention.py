@@ -16,7 +16,7 @@ import pytest
 import transaxle as tx
 from tests.encodings.conventions.test_buffer_group import Entry
 from tests.oracles.te_pickles import Array, File, Tensor, blockwise, float8, mxfp8, nvfp4
-from transaxle.encodings.conventions import te_convention as te
+from transaxle.encodings.conventions import convention as te
 from transaxle.encodings.conventions.buffer_group import group
 from transaxle.encodings.conventions.convention import CONVENTIONS, TE, TE_HALVED
 from transaxle.encodings.encoding import FLOAT8_BLOCK, MXFP8, NVFP4, Role
@@ -176,7 +176,7 @@ def test_its_e5m2_stays_out_of_the_hub_s_layout(tmp_path: Path) -> None:
 
 def test_both_rooms_have_the_same_names() -> None:
     """The reader names buffers without knowing conventions; it must be the convention's names."""
-    assert quantized.NOTE == te.NOTE
+    assert quantized.NOTE == te.TE_NOTE
     for convention, end, encodings in ((TE, "", (MXFP8, FLOAT8_BLOCK, NVFP4)), (TE_HALVED, quantized.HALVED, (NVFP4,))):
         for encoding in encodings:
             found = CONVENTIONS[convention].buffers(NAME, encoding)
@@ -198,15 +198,15 @@ CODES, SCALES = Entry("F8_E4M3", (64, 96)), Entry("F8_E8M0", (2, 96))
 
 
 def test_metadata_says_which_tiles() -> None:
-    found = group({NAME: CODES, f"{NAME}_scale_inv": SCALES}, None, {te.NOTE: {NAME: SAID}})
+    found = group({NAME: CODES, f"{NAME}_scale_inv": SCALES}, None, {te.TE_NOTE: {NAME: SAID}})
     assert found.refusals == ()
     assert found.encoded[NAME].encoding.tile == (32, 1)
-    wrong = group({NAME: CODES, f"{NAME}_scale_inv": SCALES}, None, {te.NOTE: {NAME: {**SAID, "tile": [1, 32]}}})
+    wrong = group({NAME: CODES, f"{NAME}_scale_inv": SCALES}, None, {te.TE_NOTE: {NAME: {**SAID, "tile": [1, 32]}}})
     assert [refusal.code for refusal in wrong.refusals] == ["SHAPE_MISMATCH"]
-    missing = group({NAME: CODES}, None, {te.NOTE: {NAME: SAID}})
+    missing = group({NAME: CODES}, None, {te.TE_NOTE: {NAME: SAID}})
     assert [refusal.code for refusal in missing.refusals] == ["MISSING_TENSOR"]
 
 
 def test_metadata_of_what_has_been_decoded() -> None:
-    found = group({NAME: Entry("BF16", (64, 96))}, None, {te.NOTE: {NAME: SAID, "gone": SAID}})
+    found = group({NAME: Entry("BF16", (64, 96))}, None, {te.TE_NOTE: {NAME: SAID, "gone": SAID}})
     assert (found.encoded, found.refusals, found.bare) == ({}, (), ())

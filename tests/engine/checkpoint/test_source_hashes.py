@@ -17,7 +17,7 @@ from tests.checkpoints import TENSORS, tiny
 from tests.cli.running import flip
 from tests.engine import killed, quantized
 from tests.engine.distribute.test_executor import Backwards
-from transaxle.engine.checkpoint.source_hashes import HashWitness, hold
+from transaxle.engine.checkpoint.manifest import HashWitness, hold
 from transaxle.formats.registry import MANIFEST
 from transaxle.move import hashing
 

@@ -18,7 +18,7 @@ from tests.formats.dcp.damage import METADATA, Damage, edit
 from tests.formats.dcp.peers.truth import hold, truth_of
 from tests.formats.dcp.peers.world import CHECKPOINT
 from tests.formats.pickled.assemble import call, name
-from transaxle.formats.dcp.allowed_classes import NAMES
+from transaxle.formats.dcp.metadata import NAMES
 from transaxle.formats.pickled.allowed_globals.allowed import ALLOWED
 
 MODULE = "torch.distributed.checkpoint.metadata"

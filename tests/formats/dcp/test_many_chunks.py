@@ -11,8 +11,7 @@ import pytest
 from transaxle.errors import Faults, Refusal
 from transaxle.formats.catalog import Spec
 from transaxle.formats.dcp import metadata
-from transaxle.formats.dcp.allowed_classes import NAMES
-from transaxle.formats.dcp.metadata import METADATA, Payload, SavedItem, read_metadata
+from transaxle.formats.dcp.metadata import METADATA, NAMES, Payload, SavedItem, read_metadata
 from transaxle.formats.dcp.written_chunks import ChunksByTensor, PlacedChunk, PlacedObjects, TorchTensor, metadata_of
 from transaxle.formats.pickled.allowed_globals.allowed import INERT
 from transaxle.formats.pickled.descriptors import DType, Global, Object

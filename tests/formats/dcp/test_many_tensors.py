@@ -21,8 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from tests.formats.dcp.test_torchs_own_pickles import both, key, share_of_runs
-from transaxle.formats.dcp.allowed_classes import NAMES
-from transaxle.formats.dcp.metadata import Payload, SavedChunk
+from transaxle.formats.dcp.metadata import NAMES, Payload, SavedChunk
 from transaxle.formats.pickled.descriptors import DType
 from transaxle.formats.pickled.interpreter import read_pickle
 

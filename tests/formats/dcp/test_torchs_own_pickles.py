@@ -30,8 +30,7 @@ from tests.formats.dcp.conftest import Saved
 from tests.formats.dcp.test_many_chunks import CHANGES, described
 from transaxle.errors import Faults, Refusal, TransaxleError
 from transaxle.formats.dcp import metadata
-from transaxle.formats.dcp.allowed_classes import NAMES, ONE_BY_ONE
-from transaxle.formats.dcp.metadata import METADATA, SavedItem, read_metadata
+from transaxle.formats.dcp.metadata import METADATA, NAMES, ONE_BY_ONE, SavedItem, read_metadata
 from transaxle.formats.pickled.interpreter import Bounds, read_pickle
 from transaxle.formats.pickled.repeats import Run
 from transaxle.formats.pickled.writer import write_pickle

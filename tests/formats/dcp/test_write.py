@@ -23,9 +23,9 @@ from tests.formats.dcp.peers.truth import CODES, hold
 from tests.formats.dcp.peers.world import CHECKPOINT, FULL, PLAIN, TRUTH, octets
 from transaxle.errors import Code, Refused
 from transaxle.formats.catalog import Draft, Spec
-from transaxle.formats.dcp.byte_items import LARGEST, frame
 from transaxle.formats.dcp.draft import draft
 from transaxle.formats.dcp.metadata import METADATA
+from transaxle.formats.dcp.written_chunks import LARGEST, frame
 from transaxle.formats.dtype import BITS, nbytes
 from transaxle.formats.pickled.descriptors import DType
 

@@ -455,7 +455,7 @@ def test_files_that_change_before_the_end(target: Path, tamper: Callable[[Path],
 def test_what_is_durable_before_the_rename(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every file, every folder, then the rename, then the folder around it."""
     done: list[str] = []
-    fsync = os.fsync
+    fsync, rename_new = os.fsync, place_module.rename_new
 
     def spy(fd: int) -> None:
         done.append(str(Path(f"/proc/self/fd/{fd}").readlink()))
@@ -463,7 +463,7 @@ def test_what_is_durable_before_the_rename(target: Path, monkeypatch: pytest.Mon
 
     def renamed(old: str, new: str) -> None:
         done.append("rename")
-        place_module.rename_new(old, new)
+        rename_new(old, new)
 
     monkeypatch.setattr(os, "fsync", spy)
     monkeypatch.setattr(place_module, "rename_new", renamed)

@@ -20,7 +20,6 @@ from transaxle.axes.geometry.strided import Loop
 from transaxle.errors import Refused, StorageError
 from transaxle.formats.catalog import NUMBERS, NumbersInMemory
 from transaxle.formats.storage import compiled
-from transaxle.formats.storage import compiled as strided
 from transaxle.formats.storage.compiled import read_strided
 from transaxle.formats.storage.local import LocalStorage
 from transaxle.formats.storage.storage import VirtualFiles
@@ -31,7 +30,7 @@ from transaxle.move.transfer import Transfer
 FILE, MADE = "a.bin", "made"
 DATA = np.random.default_rng(0).integers(1, 256, 1 << 16, np.uint8).tobytes()
 """No byte is 0: what no run writes stays 0."""
-COMPILED = strided.load_runs()
+COMPILED = compiled.load_runs()
 compilers = [path for name in ("cc", "gcc", "clang") if (path := shutil.which(name))]
 needs_loop = pytest.mark.skipif(COMPILED is None, reason="the loop is not built here")
 
@@ -54,7 +53,7 @@ WAYS |= {} if COMPILED is None else {"compiled": COMPILED, "halting": halting}
 @pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each way of reading in turn."""
-    monkeypatch.setattr(strided, "load_runs", lambda: WAYS[request.param])
+    monkeypatch.setattr(compiled, "load_runs", lambda: WAYS[request.param])
 
 
 @pytest.fixture
@@ -139,7 +138,7 @@ def test_a_failing_disk_is_named(storage: LocalStorage, monkeypatch: pytest.Monk
     def broken(*_: object) -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(strided, "load_runs", lambda: alone)
+    monkeypatch.setattr(compiled, "load_runs", lambda: alone)
     monkeypatch.setattr(os, "preadv", broken)
     with pytest.raises(StorageError) as caught:
         read_strided(storage, FILE, 10, memoryview(bytearray(8)), 4, [(2, 100, 4)])
@@ -155,7 +154,7 @@ def test_the_loop_names_the_run_that_a_descriptor_refuses(tmp_path: Path) -> Non
     place.write_bytes(DATA)
     fd = os.open(place, os.O_WRONLY)
     try:
-        strided.read_runs(fd, 3, memoryview(bytearray(8)), 4, [(2, 100, 4)], lambda at, _: asked.append(at))
+        compiled.read_runs(fd, 3, memoryview(bytearray(8)), 4, [(2, 100, 4)], lambda at, _: asked.append(at))
     finally:
         os.close(fd)
     assert asked == [3, 103]
@@ -215,7 +214,7 @@ def test_a_loop_of_another_source_is_not_used(monkeypatch: pytest.MonkeyPatch, t
     changed.write_bytes(compiled.SOURCE.read_bytes() + b"\n")
     false = tmp_path / compiled.LIBRARY.name
     false.write_bytes(b"\x7fELF")
-    load = strided.load_runs.__wrapped__
+    load = compiled.load_runs.__wrapped__
     assert load() is not None
     with monkeypatch.context() as patch:
         patch.setattr(compiled, "SOURCE", changed)
@@ -232,7 +231,7 @@ def test_the_loop_compiles_without_a_warning() -> None:
     assert done.returncode == 0, done.stderr
 
 
-needs_transpose = pytest.mark.skipif(strided.load_transpose() is None, reason="the transpose is not built here")
+needs_transpose = pytest.mark.skipif(compiled.load_transpose() is None, reason="the transpose is not built here")
 SIDES = [(8, 8), (31, 33), (32, 32), (32, 64), (64, 40), (65, 70)]
 
 
@@ -266,7 +265,7 @@ def test_a_transpose_moves_every_element(
         loops.reverse()
     held = np.random.default_rng(rows).integers(1, 256, source_end, np.uint8)
     out = np.zeros(target_end + 5, np.uint8)
-    assert strided.transposed(held, out, 5, width, loops)
+    assert compiled.transposed(held, out, 5, width, loops)
     assert np.array_equal(out, copied_by_index(held, len(out), 5, width, loops))
 
 
@@ -286,7 +285,7 @@ def test_a_transpose_moves_every_element(
 )
 def test_anything_else_is_left_alone(width: int, at: int, loops: tuple[Loop, ...]) -> None:
     held, out = np.ones(128 if width == 2 else 192, np.uint8), np.zeros(128 if width == 2 else 192, np.uint8)
-    assert not strided.transposed(held, out, at, width, loops)
+    assert not compiled.transposed(held, out, at, width, loops)
     assert not out.any()
 
 
@@ -295,7 +294,7 @@ def test_without_the_transpose_numpy_copies(monkeypatch: pytest.MonkeyPatch) -> 
     transfer = Transfer(FILE, 0, 0, 4, ((50, 4, 4 * 40), (40, 4 * 50, 4)))
     built, plain = np.zeros(len(held), np.uint8), np.zeros(len(held), np.uint8)
     scatter(held, transfer, built, 0)
-    monkeypatch.setattr(strided, "load_transpose", lambda: None)
+    monkeypatch.setattr(compiled, "load_transpose", lambda: None)
     scatter(held, transfer, plain, 0)
     expected = np.ascontiguousarray(held.view(np.uint32).reshape(40, 50).T)
     assert built.tobytes() == plain.tobytes() == expected.tobytes()

@@ -16,8 +16,7 @@ import torch
 from tests.formats.torch_file.made import FILE, FOLDER, PICKLE, Record, archive, octets, opened, records, saved, view
 from transaxle.errors import Code, TransaxleError
 from transaxle.formats.storage.local import LocalStorage
-from transaxle.formats.torch_file.zip.archive import read_archive
-from transaxle.formats.torch_file.zip.window import window
+from transaxle.formats.torch_file.archive import read_archive, window
 
 GOOD = {"w": view()}
 DEFLATE = 8
@@ -247,7 +246,7 @@ LAYOUTS: dict[str, Sequence[int]] = {
 @pytest.mark.parametrize("sizes", LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_zip64(tmp_path: Path, sizes: Sequence[int]) -> None:
     """Records beyond 4 GiB, in files that are mostly holes; Python's zipfile sees them at the same places."""
-    from transaxle.formats.torch_file.zip.layout import ZipItem, lay_out
+    from transaxle.formats.torch_file.archive import ZipItem, lay_out
 
     layout = lay_out(FOLDER, [ZipItem(f"data/{at}", size) for at, size in enumerate(sizes)])
     with (tmp_path / FILE).open("wb") as file:

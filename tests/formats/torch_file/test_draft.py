@@ -22,8 +22,8 @@ from transaxle.formats.detect import open_container
 from transaxle.formats.dtype import nbytes
 from transaxle.formats.pickled.descriptors import DType
 from transaxle.formats.pickled.interpreter import Bounds
+from transaxle.formats.torch_file.archive import ALIGNMENT, ZipItem, lay_out
 from transaxle.formats.torch_file.draft import draft
-from transaxle.formats.torch_file.zip.layout import ALIGNMENT, ZipItem, lay_out
 
 WHOLE = "pytorch_model.bin"
 INDEX = f"{WHOLE}.index.json"

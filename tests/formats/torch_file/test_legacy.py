@@ -15,7 +15,7 @@ from tests.formats.torch_file.made import FILE, octets, opened, view
 from transaxle.errors import Code, TransaxleError
 from transaxle.formats.pickled.descriptors import DType, Persistent, StorageType, TensorRef
 from transaxle.formats.pickled.writer import write_pickle
-from transaxle.formats.torch_file.legacy import MAGIC
+from transaxle.formats.torch_file.saved import MAGIC
 
 PROTOCOL = 1001
 SYSTEM = {"protocol_version": PROTOCOL, "little_endian": True, "type_sizes": {"short": 2, "int": 4, "long": 4}}

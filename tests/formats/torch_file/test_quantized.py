@@ -49,7 +49,7 @@ from transaxle.formats.catalog import Container
 from transaxle.formats.detect import open_container
 from transaxle.formats.pickled.descriptors import DType, Quantized
 from transaxle.formats.torch_file.quantized_tensors import AMAX, HALVED, NOTE, SCALE
-from transaxle.formats.torch_file.views import ViewFault, place
+from transaxle.formats.torch_file.saved import ViewFault, place
 
 NAME, FILE = "layer.weight", "model.pt"
 LEFT = "left_behind"

@@ -14,7 +14,7 @@ import transaxle as tx
 from tests.formats.torch_file.made import FILE, opened, saved, storage, view
 from transaxle.errors import Code, TransaxleError
 from transaxle.formats.pickled.descriptors import DType, Global, Object, OrderedMap, Persistent, StorageType
-from transaxle.formats.torch_file.views import REPEATED
+from transaxle.formats.torch_file.saved import REPEATED
 
 FLOATS = StorageType(DType("float32"))
 TERABYTE = 1 << 40

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.live.ranks import run
+from transaxle.engine.checkpoint.checkpoint import open_checkpoint
 from transaxle.errors import TransaxleError
 from transaxle.live.load.load import load
 from transaxle.live.model.destination import Conversion
@@ -137,6 +138,22 @@ def test_codes_with_scales_are_decoded_if_asked(tmp_path: Path) -> None:
     half = {"layer.weight": torch.ones(256, 384, dtype=torch.float16), "layer.bias": torch.zeros(256, dtype=torch.half)}
     load(half, tmp_path, decode="fp16", dtype="fp16")
     assert torch.equal(half["layer.weight"], values.half())
+
+
+def test_bytes_read_are_those_of_files(tmp_path: Path) -> None:
+    """Of what is seen decoded the codes and scales, and of a pickle nothing that it holds itself."""
+    values = _fp8(tmp_path)
+    state = {"layer.weight": torch.ones(256, 384), "layer.bias": torch.zeros(256)}
+    with open_checkpoint(tmp_path, decode="fp32") as decoded:
+        report = load(state, decoded)
+    assert torch.equal(state["layer.weight"], values)
+    assert 256 * 384 <= report.bytes_read - 256 * 4 < 2 * 256 * 384
+    assert report.bytes_needed == 256 * 384 * 4 + 256 * 4
+    torch.save({"w": torch.ones(5), "step": 7}, tmp_path / "numbers.pt")
+    numbers = {"w": torch.zeros(5), "step": torch.zeros((), dtype=torch.int64)}
+    report = load(numbers, tmp_path / "numbers.pt")
+    assert numbers["step"] == 7
+    assert (report.bytes_read, report.bytes_needed) == (5 * 4, 5 * 4 + 8)
 
 
 def _partly(place: Path) -> dict[str, torch.Tensor]:

@@ -21,7 +21,7 @@ from transaxle.errors import TransaxleError, refuse
 from transaxle.formats.staging.upload import Upload
 from transaxle.live.load.load import load
 from transaxle.live.save.save import save
-from transaxle.torch_tensors.tensor_bytes import Bytes
+from transaxle.torch_tensors.local_tensor import Bytes
 
 BIG = torch.arange(3 << 20, dtype=torch.float32).reshape(3 << 10, 1 << 10)
 

@@ -19,7 +19,6 @@ from typing import Protocol
 
 import msgspec
 
-from transaxle.encodings.conventions import te_convention as te
 from transaxle.encodings.conventions.convention import (
     COMPRESSED_TENSORS,
     CONVENTIONS,
@@ -31,6 +30,7 @@ from transaxle.encodings.conventions.convention import (
     TORCHAO,
     WEIGHT,
     Convention,
+    te_described,
     training_only,
 )
 from transaxle.encodings.conventions.quantization import Quantization, module_of
@@ -146,7 +146,7 @@ def group(
     try:
         for name, description in described(metadata or {}).items():
             finder.take_described(name, description)
-        for name, (convention, encoding) in te.described(metadata or {}).items():
+        for name, (convention, encoding) in te_described(metadata or {}).items():
             if name in entries and entries[name].dtype in CODES:  # what has been decoded is plain
                 finder.take(CONVENTIONS[convention], name, [encoding])
         codes_without_scales = [

@@ -6,21 +6,26 @@ stored name of each buffer and back, and gives each buffer's shape on disk and t
 `quantization` reads how a config file names it; `buffer_group` decides whether a checkpoint follows it.
 
 Names are split at dots, and only the last segment counts.
+
+Of TransformerEngine's tensors, pickles say more than the names: the tiles that scales cover, where these are unusual.
+Readers of pickles keep it in the container's metadata, under `TE_NOTE`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from transaxle.encodings.encoding import WHOLE, Encoding, Role
+from transaxle.encodings.encoding import ENCODINGS, WHOLE, Encoding, Role
 from transaxle.errors import refuse
 
 if TYPE_CHECKING:
     import numpy as np
+
 
 WEIGHT = "weight"
 """The parameter that a linear layer's buffers are named after."""
@@ -348,3 +353,36 @@ PREFERRED: Mapping[str, str] = MappingProxyType(
     }
 )
 """Encoding -> the convention in which tensors that are encoded here are written."""
+
+
+TE_NOTE = "transformer_engine"
+"""Key of the metadata."""
+
+
+class _TensorNote(msgspec.Struct):
+    """The metadata's note of one tensor."""
+
+    encoding: Literal["float8", "float8_block", "mxfp8", "nvfp4"]
+    codes: str
+    scale: str
+    tile: tuple[int, int]
+    scale_max: int
+
+
+def te_described(metadata: Mapping[str, object]) -> Mapping[str, tuple[str, Encoding]]:
+    """Return the convention and the encoding of each tensor that the metadata lists, by name.
+
+    Raises:
+        ValueError: for metadata that no reader of ours has made.
+    """
+    notes = msgspec.convert(metadata.get(TE_NOTE, {}), dict[str, _TensorNote])
+    return {name: (_te_convention(note), _te_encoding(note)) for name, note in notes.items()}
+
+
+def _te_convention(note: _TensorNote) -> str:
+    return TE_HALVED if note.scale_max == CONVENTIONS[TE_HALVED].scale_max else TE
+
+
+def _te_encoding(note: _TensorNote) -> Encoding:
+    usual = ENCODINGS[note.encoding]
+    return replace(usual, code=note.codes, scale=note.scale, tile=note.tile, scale_max=note.scale_max)

@@ -15,8 +15,7 @@ from transaxle.encodings.encoding import Encoded
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, StoredTensor
 from transaxle.engine.checkpoint.recognise import IDENTITY
 from transaxle.engine.compare.survey import Survey, Surveyed
-from transaxle.engine.copying.duplicate_checks import plan_checks, unequal
-from transaxle.engine.copying.side_by_side import Compared, Pair
+from transaxle.engine.copying.duplicate_checks import Compared, Pair, plan_checks, unequal
 from transaxle.engine.fold import FoldedRow, fold
 from transaxle.engine.number_text import notebook, plural, size
 from transaxle.engine.plan.training_beside import beside

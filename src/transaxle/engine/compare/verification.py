@@ -13,8 +13,18 @@ from msgspec.structs import replace
 
 from transaxle.axes.layout.relayout import unchanged
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, StoredTensor
-from transaxle.engine.checkpoint.manifest import IN_SPANS, TensorRecord, has_manifest, load, stale
-from transaxle.engine.checkpoint.source_hashes import CHANGED, against, check_rest, has_hashes, sealed
+from transaxle.engine.checkpoint.manifest import (
+    CHANGED,
+    IN_SPANS,
+    TensorRecord,
+    against,
+    check_rest,
+    has_hashes,
+    has_manifest,
+    load,
+    sealed,
+    stale,
+)
 from transaxle.engine.compare.compare import Comparison, Difference, compare
 from transaxle.engine.copying.duplicate_checks import plan_twins, unequal
 from transaxle.engine.copying.source import Source

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -19,7 +19,7 @@ import msgspec
 
 from transaxle.arguments import Overwrite, read_number_of_job, read_overwrite, wrong_type
 from transaxle.encodings.value_steps import MEASURED_BY_READING
-from transaxle.engine.checkpoint.source_hashes import HashWitness
+from transaxle.engine.checkpoint.manifest import HashWitness
 from transaxle.engine.distribute.executors import Executor, Here, Pool, RayCluster, Submitting
 from transaxle.engine.distribute.item_work import Known, OpenedPlan, do_item, lent, write_shares
 from transaxle.engine.distribute.work_place import layout_of, refuse_there, results_on, task_from, task_text
@@ -487,85 +487,76 @@ def refuse_beyond(plan: WorkPlan, numbers: Sequence[int]) -> None:
         raise gathered([problem])
 
 
-@dataclass(frozen=True, kw_only=True)
-class Launch:
-    """How a conversion is carried out by several workers."""
-
-    on: On
-    """Who hands the items out."""
-    items: int | None = None
-    """How many there are; None: one for each GiB."""
-    overwrite: Overwrite = False
-    """Replace a checkpoint."""
-    resume: bool = False
-    """Continue an interrupted run."""
-    sync: bool = True
-    """Make everything durable before the target appears."""
-    jobs: int | None = None
-    """Threads of each worker."""
-    memory: int | None = None
-    """Bytes of the buffers of each worker."""
-    progress: Progress = field(default=unwatched)
-    """Told the bytes of each item that is done."""
-    watch: Watch = field(default=unseen)
-    """Told who has done it, and how much is left."""
-
-    @property
-    def limit(self) -> Limits:
-        """Workers and memory of this process."""
-        return limits(self.jobs, self.memory)
-
-    def cleared(self, order: ConversionOrder, prepared: Prepared) -> Cleared:
-        """Return a plan that can be carried out; raises every refusal, as `execute` does."""
-        if isinstance(prepared, Cleared):
-            ready(prepared)
-            return prepared
-        how = {
-            "overwrite": self.overwrite,
-            "resume": self.resume,
-            "running": True,
-            "several": True,
-            "limit": self.limit,
-        }
-        found = preflight(prepared, order.target, **how)  # type: ignore[arg-type]  # each is of its own type
-        ready(found)
-        return found
-
-    def finished(self, cleared: Cleared) -> Report:
-        """Return the report of a target that an earlier run has finished."""
-        target, overwrite, resume = cleared.asked
-        return execute(cleared, target, overwrite=overwrite, resume=resume, sync=self.sync, limit=self.limit)
-
-    def divided(self, order: ConversionOrder, cleared: Cleared, jobs: int | None = None) -> WorkPlan:
-        """Return the items of a plan.
-
-        Args:
-            order: what it was made of.
-            cleared: the plan.
-            jobs: threads of each worker where nobody says so; None: each chooses for itself.
-        """
-        how = {"overwrite": self.overwrite, "sync": self.sync, "memory": self.memory}
-        return work_plan(order, cleared, self.items, jobs=self.jobs or jobs, **how)
-
-
-def convert_on(order: ConversionOrder, prepared: Prepared, launch: Launch) -> Report:
+def convert_on(
+    order: ConversionOrder,
+    prepared: Prepared,
+    on: On,
+    *,
+    jobs: int | None = None,
+    resume: bool = False,
+    progress: Progress = unwatched,
+    watch: Watch = unseen,
+    **how: Any,
+) -> Report:
     """Carry a conversion out by the workers of an executor.
 
     Args:
         order: what is converted.
         prepared: the plan that was made of it.
-        launch: by whom, and how.
+        on: who hands the items out.
+        jobs: threads of each worker.
+        resume: continue an interrupted run.
+        progress: called with the bytes of each item that is done.
+        watch: called with who has done it, and how much is left.
+        **how: `items`, `overwrite`, `sync` and `memory` as for `divided`.
 
     Raises:
         TypeError: nobody knows how to hand items to what it names.
         TransaxleError: as `execute`; UNSUPPORTED where what it needs is not installed.
     """
-    executor, jobs = _executor(launch.on, launch.jobs)
-    cleared = launch.cleared(order, prepared)
+    executor, threads = _executor(on, jobs)
+    cleared, work = divided(order, prepared, jobs=jobs or threads, resume=resume, **how)
+    if isinstance(work, Report):
+        return work
+    return carry_out(work, cleared, executor, resume=resume, progress=progress, watch=watch)
+
+
+def divided(
+    order: ConversionOrder,
+    prepared: Prepared,
+    *,
+    items: int | None = None,
+    overwrite: Overwrite = False,
+    resume: bool = False,
+    sync: bool = True,
+    jobs: int | None = None,
+    memory: int | None = None,
+) -> tuple[Cleared, WorkPlan | Report]:
+    """Clear a plan for its target, and divide it; a target that an earlier run has finished has its report already.
+
+    Args:
+        order: what is converted.
+        prepared: the plan that was made of it.
+        items: how many there are; None: one for each GiB.
+        overwrite: replace a checkpoint.
+        resume: continue an interrupted run.
+        sync: make everything durable before the target appears.
+        jobs: threads of each worker; None: each chooses for itself.
+        memory: bytes of the buffers of each worker.
+
+    Raises:
+        TransaxleError: every refusal of the plan, as `execute`.
+    """
+    limit, cleared = limits(jobs, memory), prepared
+    if not isinstance(cleared, Cleared):
+        cleared = preflight(
+            prepared, order.target, overwrite=overwrite, resume=resume, running=True, several=True, limit=limit
+        )
+    ready(cleared)
     if cleared.finished:
-        return launch.finished(cleared)
-    work = launch.divided(order, cleared, jobs)
-    return carry_out(work, cleared, executor, resume=launch.resume, progress=launch.progress, watch=launch.watch)
+        target, overwrite, resume = cleared.asked
+        return cleared, execute(cleared, target, overwrite=overwrite, resume=resume, sync=sync, limit=limit)
+    return cleared, work_plan(order, cleared, items, overwrite=overwrite, sync=sync, jobs=jobs, memory=memory)
 
 
 def _executor(on: On, jobs: int | None) -> tuple[Executor, int | None]:

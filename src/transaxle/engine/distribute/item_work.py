@@ -18,7 +18,7 @@ from typing import Self
 
 import msgspec
 
-from transaxle.engine.checkpoint.source_hashes import HashWitness
+from transaxle.engine.checkpoint.manifest import HashWitness
 from transaxle.engine.distribute.work_place import WorkPlace, work_place
 from transaxle.engine.distribute.work_plan import WorkItem, WorkPlan, numbers, parse_plan, share_of
 from transaxle.engine.execute.carry import Share, carry, prove

@@ -20,8 +20,15 @@ import msgspec
 
 from transaxle.encodings.error import Error
 from transaxle.encodings.value_steps import MEASURED_BY_READING, Measured, Recoded
-from transaxle.engine.checkpoint.manifest import IN_SPANS, FileRecord, Manifest, TensorRecord, encode
-from transaxle.engine.checkpoint.source_hashes import HashWitness, against
+from transaxle.engine.checkpoint.manifest import (
+    IN_SPANS,
+    FileRecord,
+    HashWitness,
+    Manifest,
+    TensorRecord,
+    against,
+    encode,
+)
 from transaxle.engine.copying.duplicate_checks import PlannedCheck, unequal
 from transaxle.engine.number_text import duration, plural, size
 from transaxle.engine.plan.conversion import Prepared

@@ -21,7 +21,7 @@ import msgspec
 from transaxle.arguments import Overwrite
 from transaxle.encodings.error import Error
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
-from transaxle.engine.checkpoint.source_hashes import hold, problems_of
+from transaxle.engine.checkpoint.manifest import hold, problems_of
 from transaxle.engine.plan.conversion import Prepared
 from transaxle.errors import Refusal, TransaxleError, UsageError, Where, gathered
 from transaxle.formats.catalog import Container

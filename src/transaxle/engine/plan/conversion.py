@@ -12,17 +12,18 @@ from msgspec.structs import replace
 
 from transaxle.arguments import Degrees
 from transaxle.axes.geometry.strided import coalesce, row_major
+from transaxle.axes.layout.bind import Bound
 from transaxle.axes.layout.relayout import chunk_cuts
+from transaxle.axes.notation.family import Dialect, Family, Sizes
 from transaxle.axes.notation.name import natural
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, StoredTensor
+from transaxle.engine.checkpoint.manifest import edited
 from transaxle.engine.checkpoint.peft_adapter import ADAPTER_STEM
 from transaxle.engine.checkpoint.recognise import IDENTITY, check_dialect, pick_dialect
 from transaxle.engine.checkpoint.settings import CONFIG
-from transaxle.engine.checkpoint.source_hashes import edited
 from transaxle.engine.copying.arithmetic import steps
 from transaxle.engine.copying.duplicate_checks import plan_checks
 from transaxle.engine.copying.source import Source
-from transaxle.engine.plan.axis_sizes import counted, recorded
 from transaxle.engine.plan.hub_weights import published
 from transaxle.engine.plan.model_config import config_notes, lacking_note, rewritten
 from transaxle.engine.plan.planned import OutputTensor, Plan, PlannedTensor, routes
@@ -140,10 +141,7 @@ def make_plan(
     recoding_any = bool(names or recoding.computed)
     restated = not single and (recoding_any or wanted != IDENTITY or checkpoint.settings.config is not None)
     configs = rewritten(checkpoint, (form, wanted), view, outputs.values(), problems) if restated else {}
-    lost.extend(name for name, text in configs.items() if text is None)
-    carried = {name: size for name, size in _carried(checkpoint, draft, problems).items() if name not in configs}
-    problems.extend(clashing((*draft.files, *(beside := () if single else tuple(carried)))))
-    draft = draft.with_files({name: text for name, text in configs.items() if text is not None})
+    draft, carried = _with_others(checkpoint, draft, configs, problems, single=single)
     reading = checkpoint.recognised if wanted != IDENTITY else None
     plan = Plan(
         source=as_text(checkpoint.path),
@@ -158,7 +156,7 @@ def make_plan(
         files={**draft.files, **carried},
         carried=tuple(carried),
         kept=view.kept,
-        ignored=(*view.ignored, *checkpoint.container.left, *checkpoint.container.ignored, *lost),
+        ignored=(*view.ignored, *checkpoint.container.left, *checkpoint.container.ignored, *lost, *_dropped(configs)),
         aliases=dict(view.aliases),
         axes=recorded(view.axes, reading.family, wanted) if reading else dict(view.axes),
         refusals=tuple(problems),
@@ -167,22 +165,59 @@ def make_plan(
         allow_lossy=allow_lossy,
         stayed=recoding.stayed,
         counted=counted(checkpoint.bound, checkpoint.sizes, view.axes) if reading else {},
-        notes=(*draft.notes, *told, *_said(checkpoint, configs, to, beside), *_bare(checkpoint, to, single, draft)),
+        notes=(*draft.notes, *told, *_target_notes(checkpoint, draft, configs, to, None if single else carried)),
     )
     return Prepared(plan, checkpoint, draft)
 
 
-def _said(
-    checkpoint: Checkpoint, configs: Mapping[str, bytes | None], to: str, beside: Collection[str]
+def _with_others(
+    checkpoint: Checkpoint,
+    draft: Draft,
+    configs: Mapping[str, bytes | None],
+    problems: list[Refusal],
+    *,
+    single: bool,
+) -> tuple[Draft, dict[str, int]]:
+    """Return a draft with rewritten configs, and the sizes of the files that are carried beside it as they are.
+
+    Args:
+        checkpoint: the source.
+        draft: the files with tensors.
+        configs: name -> new contents; None: it is left out.
+        problems: receives the refusals.
+        single: the target is one file.
+    """
+    carried = {name: size for name, size in _carried(checkpoint, draft, problems).items() if name not in configs}
+    problems.extend(clashing((*draft.files, *(() if single else carried))))
+    return draft.with_files({name: text for name, text in configs.items() if text is not None}), carried
+
+
+def _dropped(configs: Mapping[str, bytes | None]) -> Iterator[str]:
+    return (name for name, text in configs.items() if text is None)
+
+
+def _target_notes(
+    checkpoint: Checkpoint, draft: Draft, configs: Mapping[str, bytes | None], to: str, carried: Collection[str] | None
 ) -> Iterator[str]:
-    """Yield what the target's config does not say, what is odd about an adapter, and formats beside safetensors."""
+    """Yield what the target's config does not say, what is odd about an adapter, and formats beside safetensors.
+
+    Args:
+        checkpoint: the source.
+        draft: the target's files.
+        configs: those that are rewritten.
+        to: `FORMAT[:DIALECT]`.
+        carried: files that are copied beside the tensors; None: the target is one file.
+    """
     yield from config_notes(checkpoint, configs) if checkpoint.settings.config else ()
-    yield from edited(checkpoint.container.storage, beside)
+    yield from edited(checkpoint.container.storage, carried or ())
     yield from checkpoint.container.recoding.notes
     framework, ways = _loads(to)
     if ways:
         ways_out = f"write --to {' or --to '.join(ways)}"
         yield in_both_languages(f"safetensors with the names of {to}; for what {framework} loads, {ways_out}")
+    has_config = CONFIG in (*checkpoint.container.carried, *draft.files)
+    if for_hub(to) and carried is not None and not has_config and not checkpoint.stored_names.is_adapter:
+        yield in_both_languages(lacking_note(checkpoint))
 
 
 def _without_reader(view: View, encoded: Collection[str], form: str, wanted: str) -> Iterator[str]:
@@ -193,13 +228,6 @@ def _without_reader(view: View, encoded: Collection[str], form: str, wanted: str
             f"{len(names):,} tensors are codes with scales, such as {names[0]}; programs that load {wanted} from "
             f"{form} read no scales: write values, with --decode bf16"
         )
-
-
-def _bare(checkpoint: Checkpoint, to: str, single: bool, draft: Draft) -> Iterator[str]:
-    """Yield what is to be said of a folder for a hub without a config."""
-    has_config = CONFIG in (*checkpoint.container.carried, *draft.files)
-    if for_hub(to) and not single and not has_config and not checkpoint.stored_names.is_adapter:
-        yield in_both_languages(lacking_note(checkpoint))
 
 
 def _loads(to: str) -> tuple[str, Sequence[str]]:
@@ -546,3 +574,30 @@ def ready(prepared: Prepared) -> Plan:
     if prepared.plan.refusals:
         raise gathered(prepared.plan.refusals)
     return prepared.plan
+
+
+def recorded(sizes: Mapping[str, int], family: Family, label: str) -> dict[str, int]:
+    """Return the sizes to record with a target dialect: all but the padding of other dialects."""
+    target = family.dialect(label)
+    if target is None:
+        return dict(sizes)
+    padding = {axis for dialect in family.dialects for axis in _padding(dialect)} - _padding(target)
+    return {axis: size for axis, size in sizes.items() if axis not in padding}
+
+
+def _padding(dialect: Dialect) -> set[str]:
+    return {axis for line in dialect.lines for axis in line.expression.padding}
+
+
+def counted(bound: Bound, given_sizes: Sizes, all_sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return the name axes whose size nothing states (layers, experts), with the size that the names show.
+
+    A gap in their numbers is detected; a missing last layer cannot be, so the reader of a plan is told.
+
+    Args:
+        bound: the stored names.
+        given_sizes: sizes from config, manifest and user.
+        all_sizes: all sizes, including those that names and shapes imply.
+    """
+    named = {axis for line, _ in bound.names for axis in line.name.axes}
+    return {axis: all_sizes[axis] for axis in sorted(named & all_sizes.keys() - given_sizes.at({}).keys())}

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from transaxle.encodings.conventions import te_convention as te
-from transaxle.encodings.conventions.convention import DEEPSEEK, training_only
+from transaxle.encodings.conventions.convention import DEEPSEEK, TE_NOTE, training_only
 from transaxle.encodings.conventions.restated import (
     TRAINED,
     hub_buffers,
@@ -77,7 +76,7 @@ def published(checkpoint: Checkpoint) -> tuple[Checkpoint, list[Refusal]]:
         entries[old].name if old in entries else old: entries.get(old, entry)
         for old, entry in container.entries.items()
     }
-    metadata = {key: value for key, value in container.metadata.items() if key != te.NOTE}
+    metadata = {key: value for key, value in container.metadata.items() if key != TE_NOTE}
     storage = VirtualFiles(container.storage, files)
     return _of(checkpoint, replace(container, storage=storage, entries=renamed, metadata=metadata)), problems
 

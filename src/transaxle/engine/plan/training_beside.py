@@ -24,10 +24,18 @@ from transaxle.formats.builtin_formats import DCP, TORCH, UNIVERSAL
 from transaxle.formats.format import Format
 from transaxle.formats.pickled.descriptors import NOTHING
 from transaxle.formats.pickled.writer import is_writable
-from transaxle.formats.training_items import EXTRA_STATE, is_extra_state
+from transaxle.formats.training_state.flatten import Nesting
 from transaxle.formats.training_state.full_precision import MASTER
-from transaxle.formats.training_state.nesting import Nesting
-from transaxle.formats.training_state.state import LEFT_BEHIND, OPTIMIZER, ROOT, TRAINING, KeyPath, joined
+from transaxle.formats.training_state.state import (
+    EXTRA_STATE,
+    LEFT_BEHIND,
+    OPTIMIZER,
+    ROOT,
+    TRAINING,
+    KeyPath,
+    is_extra_state,
+    joined,
+)
 from transaxle.formats.training_state.state_groups import GROUPS, group_numbers
 
 _MODEL = "model"

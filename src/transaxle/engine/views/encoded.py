@@ -19,13 +19,12 @@ from transaxle.axes.layout.relayout import Check, Target
 from transaxle.axes.layout.solve import Shape
 from transaxle.axes.translation.translate import Translation
 from transaxle.encodings.conventions.buffer_group import SPEAKING, group
-from transaxle.encodings.conventions.convention import CONVENTIONS, PREFERRED, Convention
+from transaxle.encodings.conventions.convention import CONVENTIONS, PREFERRED, TE_NOTE, Convention
 from transaxle.encodings.conventions.quantization import SECTIONS, Quantization, read
 from transaxle.encodings.conventions.scheme import UNKNOWN_KEY
-from transaxle.encodings.conventions.te_convention import NOTE as TE_NOTE
 from transaxle.encodings.conventions.torchao_convention import NAMES as TORCHAO_NAMES
 from transaxle.encodings.encoding import WHOLE, Encoded, Encoding, Role
-from transaxle.engine.copying.bitcast import redescribed
+from transaxle.engine.copying.source import redescribed
 from transaxle.engine.views.swizzled_scales import compacted
 from transaxle.errors import Refusal, TransaxleError, Where, refuse
 from transaxle.formats.catalog import Container, Entry

@@ -15,8 +15,7 @@ from typing import Any
 from transaxle.errors import Faults
 from transaxle.formats.builtin_formats import DCP
 from transaxle.formats.catalog import Draft, Entry, Extent, Fragment, Spec
-from transaxle.formats.dcp.key_names import flat_path, path_of
-from transaxle.formats.dcp.metadata import METADATA, Payload
+from transaxle.formats.dcp.metadata import METADATA, Payload, flat_path, path_of
 from transaxle.formats.dcp.written_chunks import (
     DTYPES,
     ChunksByTensor,
@@ -31,7 +30,7 @@ from transaxle.formats.dcp.written_chunks import (
 from transaxle.formats.dtype import code_of, logical, nbytes
 from transaxle.formats.pickled.writer import write_pickle
 from transaxle.formats.torch_file.draft import saved, surround
-from transaxle.formats.training_state.nesting import as_numbered, group_path
+from transaxle.formats.training_state.flatten import as_numbered, group_path
 from transaxle.formats.training_state.state import KeyPath, joined
 from transaxle.formats.training_state.state_groups import PARAMS, ParamGroup
 

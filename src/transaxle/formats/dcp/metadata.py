@@ -1,12 +1,18 @@
 """The `.metadata` file as plain values: the items, their chunks, and where the parts are.
 
-torch unpickles this file without any restriction. Here it goes through the restricted interpreter, and every field is
-treated as a stranger's: dtypes, counts and names are checked, and every problem is reported with its item. Older forms
-of the file are read too; fields that an old torch did not write are simply absent.
+torch unpickles this file without any restriction. Here it goes through the restricted interpreter, which allows torch's
+classes, under all names that they have had, and Megatron's; and every field is treated as a stranger's: dtypes, counts
+and names are checked, and every problem is reported with its item. Older forms of the file are read too; fields that an
+old torch did not write, or that are of another kind than it writes, are simply absent.
+
+Items have the keys of the state dict that torch saves and loads: model tensors their names, the optimizer's state
+torchtitan's keys, `optimizer.state.<parameter>.<state>`, which is also what torch flattens `{"optimizer":
+get_optimizer_state_dict(...)}` to.
 """
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, ValuesView
 from contextlib import suppress
@@ -18,15 +24,145 @@ import msgspec
 
 from transaxle.errors import Faults, TransaxleError, refuse
 from transaxle.formats.builtin_formats import DCP_DATA, DCP_METADATA
-from transaxle.formats.dcp.allowed_classes import NAMES, ONE_BY_ONE
-from transaxle.formats.dcp.metadata_fields import MAX_DIMS, counts_of, fields_of, kind_of, properties_of
 from transaxle.formats.dtype import Shape
 from transaxle.formats.format import uncollected
+from transaxle.formats.pickled.allowed_globals.allowed import ALLOWED, INERT, GlobalRule, Names
 from transaxle.formats.pickled.columns import Column, Run, filled
-from transaxle.formats.pickled.descriptors import DType, Key
+from transaxle.formats.pickled.descriptors import DType, Global, Key, Object
 from transaxle.formats.pickled.interpreter import Bounds, read_pickle
+from transaxle.formats.pickled.repeats import bare, described, elements, keys
 from transaxle.formats.storage.storage import Storage
+from transaxle.formats.training_state.flatten import optimizer_path
 from transaxle.formats.training_state.state import KeyPath, joined
+from transaxle.formats.training_state.state_groups import GROUPS
+
+MODULES = ("torch.distributed.checkpoint", "torch.distributed._shard.checkpoint")
+"""Package of torch's classes, and its name before 2.0."""
+_PROPERTIES = ("torch.distributed.checkpoint.metadata", "torch.distributed._shard.sharded_tensor.metadata")
+"""Module of a tensor's properties, and its name before 2.3."""
+_CLASSES = {
+    "Metadata": "metadata", "TensorStorageMetadata": "metadata", "BytesStorageMetadata": "metadata",
+    "ChunkStorageMetadata": "metadata", "MetadataIndex": "metadata", "StorageMeta": "metadata",
+    "_StorageInfo": "filesystem",
+}  # fmt: skip
+"""Class -> module in the package."""
+TENSOR_PROPERTIES = frozenset((module, "TensorProperties") for module in _PROPERTIES)
+_MEMORY_FORMATS = ("TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST", "TORCH_PRESERVE_FORMAT")
+
+_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
+GLOBALS = {name: tuple(Global(f"{package}.{module}", name) for package in MODULES) for name, module in _CLASSES.items()}
+"""Class -> its possible names."""
+GLOBALS["Metadata"] += (Global(_MEGATRON, "MCoreMetadata"),)  # megatron-core 0.15
+_PLANNER = ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")
+"""Classes of torch's planner: Megatron keeps the plans of all ranks beside the metadata."""
+_KINDS_OF_ITEM = ("TENSOR", "SHARD", "BYTE_IO")
+
+
+def _names() -> Iterator[tuple[str, str]]:
+    for names_of_class in GLOBALS.values():
+        for global_name in names_of_class:
+            yield global_name.module, global_name.name
+    for name in _PLANNER:
+        yield f"{MODULES[0]}.planner", name
+    for member in _KINDS_OF_ITEM:  # up to Python 3.11.3, members of an Enum were pickled by name
+        yield f"{MODULES[0]}.planner", f"WriteItemType.{member}"
+    yield _MEGATRON, "MCoreSavePlan"  # up to megatron-core 0.15
+    for module in _PROPERTIES:
+        yield module, "TensorProperties"
+        for formats in ("_MEM_FORMAT_ENCODING", "MEM_FORMAT_ENCODING"):
+            yield module, formats
+            for member in _MEMORY_FORMATS:
+                yield module, f"{formats}.{member}"
+
+
+_BUILDERS = {
+    "ChunkStorageMetadata": elements, "MetadataIndex": keys, "BytesStorageMetadata": bare,
+    "TensorStorageMetadata": described,
+}  # fmt: skip
+NAMES: Names = {
+    **ALLOWED,
+    **dict.fromkeys(_names(), INERT),
+    # A name that stands for the one object of `GLOBALS` is found there by its identity, in a tenth of the time.
+    **{
+        (each.module, each.name): GlobalRule(each, _BUILDERS.get(name))
+        for name, possible in GLOBALS.items()
+        for each in possible
+    },
+    (f"{MODULES[0]}.planner", "WriteItem"): GlobalRule(build=elements),
+}
+"""Globals that this file may name; the files that hold tensors may not."""
+ONE_BY_ONE = {
+    name: GlobalRule(rule.value) if rule.build in (bare, described, elements, keys) else rule
+    for name, rule in NAMES.items()
+}
+"""The same, without runs."""
+
+
+MAX_DIMS = 64
+"""numpy's cap on the dims of an array."""
+_MAX_COUNT = 2**63 - 1
+
+
+def fields_of(value: object, name: str, *, bare: bool = False) -> Mapping[str, Any] | None:
+    """Return the fields of a dataclass by name; None if the value is not of that class.
+
+    Args:
+        value: the value in the pickle.
+        name: the class.
+        bare: it may have no fields.
+    """
+    if not isinstance(value, Object) or value.args or value.items or value.pairs or value.cls not in GLOBALS[name]:
+        return None
+    if isinstance(value.state, dict):
+        return value.state
+    return {} if bare else None
+
+
+def properties_of(value: object) -> tuple[DType | None, str | None]:
+    """Return a tensor's dtype, and its layout if it is not dense.
+
+    The class moved twice and wrote its fields as a tuple; only its first two concern the bytes.
+    """
+    if not isinstance(value, Object) or (value.cls.module, value.cls.name) not in TENSOR_PROPERTIES:
+        return None, None
+    state = value.state
+    dtype: object = None
+    layout: object = None
+    if isinstance(state, tuple) and state:
+        dtype, layout = state[0], state[1] if len(state) > 1 else None
+    elif isinstance(state, dict):
+        dtype, layout = state.get("dtype"), state.get("layout")
+    name = layout_of(layout)
+    return dtype if isinstance(dtype, DType) else None, None if name == "torch.strided" else name
+
+
+def layout_of(value: object) -> str:
+    """Return the name of a layout; a missing one is dense."""
+    if value is None:
+        return "torch.strided"
+    if isinstance(value, Object) and len(value.args) == 1 and isinstance(value.args[0], str):
+        return value.args[0]
+    return str(value) if isinstance(value, Global) else kind_of(value)
+
+
+def counts_of(value: object) -> Shape | None:
+    """Return a tuple of counts; lists, which old versions wrote, are accepted too."""
+    if isinstance(value, list):
+        value = tuple(value)
+    if not isinstance(value, tuple) or len(value) > MAX_DIMS + 1:
+        return None
+    for count in value:
+        if type(count) is not int or not 0 <= count <= _MAX_COUNT:
+            return None
+    return value
+
+
+def kind_of(value: object) -> str:
+    """Return the type of a value, for a message; never its contents."""
+    if isinstance(value, Object):
+        return f"a {value.cls.module[:100]}.{value.cls.name[:100]}"
+    return "a compound key" if isinstance(value, Key) else f"a {type(value).__name__}"
+
 
 METADATA = DCP_METADATA
 """Name of the file, and the suffix of its name where each rank wrote its own."""
@@ -495,3 +631,43 @@ def _payload(info: Mapping[str, Any] | None, file: str, key: str, faults: Faults
         faults.add("CORRUPT", "the offset or the length of its bytes is not a count", file, key)
         return None
     return Payload(info["relative_path"], *spans)
+
+
+_OPTIMIZER = "optimizer"
+_FLAT_KEY = re.compile(r"(?:(.+?)\.)?(optim|optimizer)\.((?:state|param_groups)\..+)", re.DOTALL)
+_WRAPPER = "app"
+
+
+def path_of(name: str) -> KeyPath:
+    """Return the path in the saved state dict under which a tensor is written.
+
+    `optim/<parameter>/<state>` becomes `optimizer`, `state`, parameter, state; a parameter that is only a number,
+    `#<i>`, is that number. Any other name is a key of its own.
+    """
+    path = optimizer_path(name)
+    return (name,) if path is None else tuple(map(str, path))
+
+
+def flat_path(parameter: str, setting: str) -> KeyPath:
+    """Return the path of a parameter's setting where the optimizer's state is flattened."""
+    return (_OPTIMIZER, f"{GROUPS}.{parameter}.{setting}")
+
+
+def paths_within(paths: Sequence[KeyPath]) -> tuple[list[KeyPath], str | None]:
+    """Return the paths that name the items, and the wrapper that was removed from all of them.
+
+    The wrapper is torch's own `{"app": AppState(...)}`. A flat key without a known path is a single part; only an
+    optimizer's state is recognised in such keys.
+    """
+    split_paths = [_split(path[0]) if len(path) == 1 else path for path in paths]
+    if split_paths and all(len(path) > 1 and path[0] == _WRAPPER for path in split_paths):
+        return [path[1:] for path in split_paths], _WRAPPER
+    return split_paths, None
+
+
+def _split(key: str | int) -> KeyPath:
+    match = _FLAT_KEY.fullmatch(key) if isinstance(key, str) else None
+    if not match:
+        return (key,)
+    outer, container, inner = match.groups()
+    return (*([outer] if outer else []), container, inner)

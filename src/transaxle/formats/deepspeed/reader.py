@@ -33,7 +33,7 @@ from transaxle.formats.deepspeed.zero.training_run import DEGREES, run_of, state
 from transaxle.formats.format import HERE
 from transaxle.formats.registry import sort_sidecars
 from transaxle.formats.storage.storage import Storage
-from transaxle.formats.torch_file.copied_files import copied
+from transaxle.formats.torch_file.saved import copied
 from transaxle.formats.training_state.state import LEFT_BEHIND, OPTIMIZER, RUN
 from transaxle.formats.training_state.state_groups import ParamGroup
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import errno
 import os
-import secrets
 import shlex
 import shutil
 from collections.abc import Iterator, Mapping
@@ -502,6 +501,8 @@ class Writer:
         Raises:
             StorageError: NO_SPACE, IO; also where its folder is not there.
         """
+        import secrets  # which only workers need
+
         making = f"{file}.{secrets.token_hex(8)}"
         try:
             fd = os.open(making, _CREATE_NEW, 0o666, dir_fd=self._folder)

@@ -24,10 +24,9 @@ from transaxle.formats.pickled.descriptors import DType, Persistent, StorageType
 from transaxle.formats.pickled.interpreter import Bounds
 from transaxle.formats.pickled.writer import write_pickle
 from transaxle.formats.shards import Sized, lay_out_shards
-from transaxle.formats.torch_file.saved import BYTE_ORDER, DATA, LITTLE, PICKLE, SEALED, VERSION
-from transaxle.formats.torch_file.stored_storage import STORAGE, item_bytes
-from transaxle.formats.torch_file.zip.layout import ALIGNMENT, ZipItem, ZipLayout, lay_out
-from transaxle.formats.training_state.nesting import Nesting, listed, nested
+from transaxle.formats.torch_file.archive import ALIGNMENT, ZipItem, ZipLayout, lay_out
+from transaxle.formats.torch_file.saved import BYTE_ORDER, DATA, LITTLE, PICKLE, SEALED, STORAGE, VERSION, item_bytes
+from transaxle.formats.training_state.flatten import Nesting, listed, nested
 from transaxle.formats.training_state.state_groups import KEPT, ParamGroup
 
 _STEM, _ENDING = "pytorch_model", ".bin"

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from transaxle.formats.pickled.allowed_globals import transformer_engine as te
 from transaxle.formats.pickled.descriptors import Quantized, TensorRef
-from transaxle.formats.torch_file.views import ViewFault
+from transaxle.formats.torch_file.saved import ViewFault
 
 NOTE = "transformer_engine"
 """Key of a container's metadata: name of each quantized tensor -> its description, see `StoringKind.said`."""

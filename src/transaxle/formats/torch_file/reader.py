@@ -17,11 +17,9 @@ from transaxle.formats.registry import sort_sidecars
 from transaxle.formats.shards import read_files
 from transaxle.formats.storage.storage import Storage
 from transaxle.formats.torch_file.quantized_tensors import NOTE, TAKEN, PlainLayout, layout
-from transaxle.formats.torch_file.saved import read_saved
-from transaxle.formats.torch_file.views import REPEATED, ViewFault, identity, place
-from transaxle.formats.training_items import TrainingItem, tops
+from transaxle.formats.torch_file.saved import REPEATED, ViewFault, identity, place, read_saved
 from transaxle.formats.training_state.flatten import Odd, flatten
-from transaxle.formats.training_state.state import LEFT_BEHIND, TRAINING, KeyPath, Leaf, arrange
+from transaxle.formats.training_state.state import LEFT_BEHIND, TRAINING, KeyPath, Leaf, TrainingItem, arrange, tops
 from transaxle.formats.training_state.state_groups import GROUPS, single
 
 TIES = "ties"

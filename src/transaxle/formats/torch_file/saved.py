@@ -1,20 +1,251 @@
-"""A torch file as a value: the saved object, with the place of every storage; the same for both file formats."""
+"""A torch file as a value: the saved object, with the place of every storage and tensor; both file formats alike.
+
+torch.load trusts the pickle: it reads a record of eight bytes per element as four, and for a storage that was never
+written it returns uninitialised memory. Here a storage has one dtype, one size, and exactly that many bytes. Nor does
+torch check views: one of stride zero makes a terabyte out of four bytes, and a storage of one dtype can be viewed as
+another. Here the bytes of a tensor must be inside its storage.
+
+Torch files before 1.6 are five pickles in a row, then the storages, each after its number of elements. Nothing states
+the length of the pickles. So they are parsed from the beginning of the file, and if they extend beyond what was read,
+more of the file is read.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from math import prod
+from typing import Any, NamedTuple
 
 import msgspec
 
-from transaxle.formats.catalog import DIGITS, Checksum, Seal, seal_of
+from transaxle.errors import Code
+from transaxle.formats.catalog import DIGITS, Checksum, Entry, Extent, Seal, seal_of
+from transaxle.formats.dtype import ITEM_BITS
 from transaxle.formats.pickled.allowed_globals.allowed import ALLOWED, Names
-from transaxle.formats.pickled.interpreter import Bounds, read_pickle
-from transaxle.formats.storage.storage import Storage
-from transaxle.formats.torch_file.legacy import read_legacy
-from transaxle.formats.torch_file.stored_storage import Storages, StoredStorage
-from transaxle.formats.torch_file.zip.archive import LOCAL, Archive, read_archive
-from transaxle.formats.torch_file.zip.window import FileWindow, window
+from transaxle.formats.pickled.descriptors import (
+    DType,
+    Object,
+    Persistent,
+    Quantized,
+    StorageType,
+    TensorRef,
+)
+from transaxle.formats.pickled.fault import PickleFault, malformed
+from transaxle.formats.pickled.interpreter import Bounds, PersistentId, PickleEnds, read_pickle
+from transaxle.formats.storage.storage import Storage, is_plain
+from transaxle.formats.torch_file.archive import LOCAL, Archive, FileWindow, read_archive, window
+
+STORAGE, _MODULE = "storage", "module"
+"""First items of persistent ids."""
+_MAX_COUNT = 2**63 - 1
+BYTE = DType("uint8")
+
+
+def item_bytes(dtype: DType) -> int:
+    """Return the bytes of one element as torch counts them: two F4 values are one."""
+    return max(ITEM_BITS[dtype.code] // 8, 1)
+
+
+class StoredStorage(msgspec.Struct, eq=False):
+    """One storage."""
+
+    key: str
+    """Its name in the file."""
+    dtype: DType
+    """Type of its elements; untyped storages are bytes."""
+    count: int
+    """Number of elements."""
+    offset: int = 0
+    """Its first byte in the file, once it is known."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return self.count * item_bytes(self.dtype)
+
+
+class Storages:
+    """The storages that a pickle has referred to so far, by key.
+
+    Args:
+        legacy: the file has the format that torch wrote before 1.6.
+    """
+
+    def __init__(self, *, legacy: bool) -> None:
+        self._legacy = legacy
+        self.by_key: dict[str, StoredStorage] = {}
+        self._views: dict[str, tuple[StoredStorage, int, StoredStorage]] = {}
+
+    def refer(self, pid: object) -> StoredStorage:
+        """Resolve a persistent id: `("storage", type, key, device, elements)`, in old files with the view it stands
+        for.
+
+        Raises:
+            PickleFault: CORRUPT if it is malformed, or contradicts an earlier one; UNSUPPORTED for saved code.
+        """
+        if type(pid) is not tuple or len(pid) < 2:
+            raise malformed("a persistent id is not a storage")
+        id_kind, *id_fields = pid
+        if id_kind == _MODULE:
+            raise PickleFault("it contains the source code of a module", "UNSUPPORTED")
+        if id_kind != STORAGE or len(id_fields) != (5 if self._legacy else 4):
+            raise malformed("a persistent id is not a storage")
+        kind, key, device, count = id_fields[:4]
+        if type(kind) is not StorageType or type(key) is not str or type(device) not in (str, bytes):
+            raise malformed("the persistent id of a storage is malformed")
+        if type(count) is not int or not 0 <= count <= _MAX_COUNT // 16:
+            raise malformed(f"storage {key[:80]!r} has an impossible number of elements")
+        if not is_plain(key):
+            raise malformed(f"{key[:80]!r} is not the name of a storage")
+        stored = self._agreed(StoredStorage(key, kind.dtype or BYTE, count))
+        return self._view(stored, id_fields[4]) if self._legacy and id_fields[4] is not None else stored
+
+    @property
+    def clash(self) -> str | None:
+        """A key that names both a storage and a view of one; None if there is none."""
+        return min(self.by_key.keys() & self._views.keys(), default=None)
+
+    def settle(self, start: int) -> None:
+        """Turn all offsets into offsets from the beginning of the file, and set those of views.
+
+        Args:
+            start: byte of the file from which the storages' offsets were counted.
+        """
+        for stored in self.by_key.values():
+            stored.offset += start
+        for root, first, view in self._views.values():
+            view.offset = self.by_key[root.key].offset + first * item_bytes(view.dtype)
+
+    def _view(self, root: StoredStorage, view_id: object) -> StoredStorage:
+        """Return a part of a storage that releases before 0.4 saved as one: `(key, first element, elements)`."""
+        if type(view_id) is not tuple or len(view_id) != 3 or type(view_id[0]) is not str:
+            raise malformed(f"the view of storage {root.key!r} is malformed")
+        key, first_element, count = view_id
+        if not is_plain(key):
+            raise malformed(f"{key[:80]!r} is not the name of a view of a storage")
+        if (
+            type(first_element) is not int
+            or type(count) is not int
+            or not 0 <= first_element <= first_element + count <= root.count
+        ):
+            raise malformed(f"the view {key!r} lies outside the storage {root.key!r}, which has {root.count} elements")
+        known_root, begin, view = self._views.setdefault(
+            key, (root, first_element, StoredStorage(key, root.dtype, count))
+        )
+        if (known_root.key, begin, view.dtype, view.count) != (root.key, first_element, root.dtype, count):
+            raise malformed(f"the view {key!r} is described as two different parts of storages")
+        return view
+
+    def _agreed(self, storage: StoredStorage) -> StoredStorage:
+        first_seen = self.by_key.setdefault(storage.key, storage)
+        if first_seen.nbytes != storage.nbytes or (first_seen.dtype != storage.dtype and storage.nbytes):
+            first, second = (f"{claim.count} elements of {claim.dtype.name}" for claim in (first_seen, storage))
+            raise malformed(f"storage {storage.key!r} is described as {first}, and elsewhere as {second}")
+        return first_seen if first_seen.dtype == storage.dtype else storage
+
+
+MAGIC = 0x1950A86A20F9469CFC6C
+"""What the first pickle holds."""
+_PROTOCOL = 1001
+_LITTLE = "little_endian"
+_COUNT = struct.Struct("<q")
+_FIRST_READ = 1 << 20
+_GROWTH = 4
+
+
+class Head(NamedTuple):
+    """The contents of a legacy file's pickles."""
+
+    value: Any
+    """The saved object."""
+    storages: Storages
+    """The storages that it refers to."""
+    keys: Any
+    """The storages in the order of their bytes."""
+    end: int
+    """First byte after the pickles."""
+
+
+def read_legacy(window: FileWindow) -> tuple[Any, Storages]:
+    """Read a legacy file.
+
+    Returns:
+        The saved object, and its storages with the place of their bytes.
+
+    Raises:
+        Refused: UNSAFE_PICKLE, CORRUPT, UNSUPPORTED.
+        StorageError: IO.
+    """
+    most = Bounds().size
+    size = min(_FIRST_READ, window.size)
+    while True:
+        complete = size == window.size or size >= most
+        try:
+            head = _head(window, window.read(0, size), complete=complete)
+        except PickleEnds:
+            size = min(size * _GROWTH, window.size, most)
+        else:
+            _place(window, head)
+            return head.value, head.storages
+
+
+def _head(window: FileWindow, data: bytes, *, complete: bool) -> Head:
+    """Parse the pickles; PickleEnds if they extend beyond the data."""
+    at = 0
+
+    def following(record: str, persistent: PersistentId = Persistent) -> Any:
+        nonlocal at
+        pickled = read_pickle(data, file=window.file, record=record, start=at, complete=complete, persistent=persistent)
+        at = pickled.end
+        return pickled.value
+
+    if following("magic number") != MAGIC:
+        hint = "Load it with the program that wrote it, and save its tensors with torch.save or as safetensors."
+        raise window.unsupported("the file is a pickle, but not one that torch wrote", hint)
+    if following("protocol version") != _PROTOCOL:
+        raise window.corrupt(f"the protocol version is not {_PROTOCOL}")
+    system = following("system")
+    if not isinstance(system, dict) or type(system.get(_LITTLE)) is not bool:
+        raise window.corrupt("the file does not say which system wrote it")
+    if not system[_LITTLE]:
+        raise window.unsupported(
+            "the file was written on a big-endian machine", "Load and save it again on a little-endian machine."
+        )
+    storages = Storages(legacy=True)
+    value = following("object", storages.refer)
+    return Head(value, storages, following("storage keys"), at)
+
+
+def _place(window: FileWindow, head: Head) -> None:
+    """Locate the bytes of every storage; the file must hold those that are referred to, and nothing else."""
+    storages, keys = head.storages.by_key, head.keys
+    if not isinstance(keys, list) or any(type(key) is not str for key in keys):
+        raise window.corrupt("the list of storages is malformed")
+    if len(set(keys)) != len(keys):
+        raise window.corrupt("the list of storages has one twice")
+    for key in keys:
+        if key not in storages:
+            raise window.corrupt(f"the file holds the storage {key[:80]!r}, which no tensor uses")
+    if head.storages.clash:
+        raise window.corrupt(f"{head.storages.clash!r} is both a storage and a view of one")
+    missing = storages.keys() - set(keys)
+    if missing:
+        raise window.corrupt(f"tensors use the storage {min(missing)!r}, which the file does not hold")
+    at = head.end
+    for key in keys:
+        stored = storages[key]
+        (count,) = _COUNT.unpack(window.read(at, _COUNT.size))
+        if count != stored.count:
+            message = f"storage {key!r} has {count} elements; the pickle says {stored.count}"
+            raise window.corrupt(message)
+        stored.offset = at + _COUNT.size
+        at = stored.offset + stored.nbytes
+        if at > window.size:
+            raise window.corrupt(f"the file is truncated: storage {key!r} ends at {at}, the file at {window.size}")
+    if at != window.size:
+        raise window.corrupt(f"the last {window.size - at} bytes of the file belong to no storage")
+
 
 PICKLE, DATA, BYTE_ORDER, VERSION = "data.pkl", "data/", "byteorder", "version"
 FORMAT_VERSION, ALIGNED = ".format_version", ".storage_alignment"
@@ -163,3 +394,141 @@ def _note(area: FileWindow, archive: Archive, name: str) -> bytes | None:
     if record.size > _LONGEST_NOTE:
         raise area.corrupt(f"record {name} has {record.size} bytes; at most {_LONGEST_NOTE} are read")
     return archive.read(name)
+
+
+REPEATED = 1 << 30
+"""Cap on the bytes that the views of one file may repeat: expanded tensors are small, or a trap."""
+
+_PACKED = {"F4": 2}
+"""Codes whose elements torch counts in packs -> elements per pack."""
+_KINDS: dict[str, str] = {
+    "_rebuild_sparse_tensor": "a sparse tensor",
+    "_rebuild_sparse_csr_tensor": "a sparse tensor",
+    "_rebuild_qtensor": "a quantized tensor, whose scale is not among its bytes",
+    "_rebuild_nested_tensor": "a nested tensor",
+    "NestedTensor": "a nested tensor",
+    "_rebuild_njt": "a nested tensor",
+    "_rebuild_meta_tensor_no_storage": "a tensor on the meta device, which has no values",
+    "DTensor": "a DTensor, of which this file holds only one rank's part",
+    "UninitializedParameter": "a parameter without values",
+    "UninitializedBuffer": "a buffer without values",
+}
+_HINT = "Save it as plain dense tensors."
+
+
+class ViewFault(Exception):
+    """A tensor that cannot be read, with the reason."""
+
+    def __init__(self, code: Code, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.code: Code = code
+        self.message = message
+        self.hint = hint
+
+
+def place(name: str, tensor: TensorRef | Object | Quantized, file: str) -> tuple[Entry, int]:
+    """Return the entry of a tensor, and the bytes that it repeats.
+
+    Args:
+        name: what it is called.
+        tensor: what the pickle says of it; its storage is a `Stored`.
+        file: the file of its storage.
+
+    Raises:
+        ViewFault: CORRUPT if it does not lie in its storage; UNSUPPORTED for tensors that are no plain views.
+    """
+    if isinstance(tensor, Object):
+        kind = _KINDS.get(tensor.cls.name, f"a tensor of the class {tensor.cls}")
+        raise ViewFault("UNSUPPORTED", f"it is {kind}", _HINT)
+    if isinstance(tensor, Quantized):
+        raise ViewFault("UNSUPPORTED", f"it is a {tensor.kind}, which consists of several tensors", _HINT)
+    stored = tensor.storage
+    if not isinstance(stored, StoredStorage):
+        raise ViewFault("UNSUPPORTED", "its storage is pickled inside another pickle", _HINT)
+    if tensor.flags:
+        message = f"the stored values are not the tensor's: they need {' and '.join(tensor.flags)}"
+        raise ViewFault("UNSUPPORTED", message, "Save it after resolve_conj() and resolve_neg().")
+    dtype = tensor.dtype or stored.dtype
+    if stored.dtype not in (dtype, BYTE):
+        raise ViewFault("CORRUPT", f"it views elements of {stored.dtype.name} as {dtype.name}")
+    item = item_bytes(dtype)
+    count, span = _count(tensor), _span(tensor)
+    if (tensor.offset + span) * item > stored.nbytes and count:
+        message = (
+            f"{dtype.name} {list(tensor.shape)} with strides {list(tensor.strides)} from element {tensor.offset} ends "
+            f"at byte {(tensor.offset + span) * item} of storage {stored.key!r}, which has {stored.nbytes}"
+        )
+        raise ViewFault("CORRUPT", message)
+    shape, strides = _unpacked(tensor, dtype)
+    offset = stored.offset + (tensor.offset * item if count else 0)
+    extent = Extent((0,) * len(shape), shape, file, offset, strides)
+    return Entry(name, dtype.code, shape, (extent,)), max(count - span, 0) * item
+
+
+def identity(tensor: TensorRef) -> tuple[object, ...] | None:
+    """Return a key that is equal for two tensors that are the same view of the same storage."""
+    if not isinstance(tensor.storage, StoredStorage) or not prod(tensor.shape):
+        return None
+    return tensor.storage.key, tensor.dtype, tensor.offset, tensor.shape, tensor.strides
+
+
+def _count(tensor: TensorRef) -> int:
+    count = prod(tensor.shape)
+    if prod(size or 1 for size in tensor.shape) * 16 > _MAX_COUNT:
+        raise ViewFault("CORRUPT", f"the shape {list(tensor.shape)} overflows: no file holds so many elements")
+    return count
+
+
+def _span(tensor: TensorRef) -> int:
+    """Return the number of storage elements from the first one of a view to its last."""
+    if 0 in tensor.shape:
+        return 0
+    return 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.strides, strict=True))
+
+
+def _unpacked(tensor: TensorRef, dtype: DType) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+    """Return shape and strides in logical elements; no strides if the view is row-major without gaps."""
+    shape, strides = tensor.shape, tensor.strides
+    dense = _is_dense(shape, strides)
+    pack = _PACKED.get(dtype.code)
+    if pack:
+        if not shape:
+            raise ViewFault("UNSUPPORTED", f"a scalar of {dtype.name} would pack {pack} values")
+        if not dense and strides[-1] != 1 and shape[-1] > 1:
+            message = f"{dtype.name} is transposed, so its packed values are not along the last dim"
+            raise ViewFault("UNSUPPORTED", message, _HINT)
+        shape = (*shape[:-1], shape[-1] * pack)
+        strides = (*(step * pack for step in strides[:-1]), 1)
+    return shape, None if dense else strides
+
+
+def _is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    expected = 1
+    for size, step in zip(reversed(shape), reversed(strides), strict=True):
+        if size != 1:
+            if step != expected:
+                return 0 in shape
+            expected *= size
+    return True
+
+
+_CHUNK = 1 << 20
+
+
+def copied(storage: Storage, files: Iterable[tuple[str, tuple[Checksum, ...]]]) -> Iterator[tuple[str, str]]:
+    """Yield each file that is an earlier one byte by byte, with that one; only those with equal checksums are read.
+
+    Args:
+        storage: where they are.
+        files: each with the checksums in it.
+    """
+    alike: dict[tuple[object, ...], str] = {}
+    for file, checksums in files:
+        size = storage.size(file)
+        sums = ((each.offset, each.crc32) for each in checksums)
+        first = alike.setdefault((size, *sums), file)
+        if first != file and all(
+            storage.read(first, at, min(_CHUNK, size - at)) == storage.read(file, at, min(_CHUNK, size - at))
+            for at in range(0, size, _CHUNK)
+        ):
+            yield file, first

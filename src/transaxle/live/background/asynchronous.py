@@ -58,9 +58,8 @@ from transaxle.live.transport.rendezvous import Rendezvous
 from transaxle.live.transport.shared_memory import Region
 from transaxle.live.transport.world import World, is_loss
 from transaxle.quant.modules.masters import MasterWeights
-from transaxle.torch_tensors.local_tensor import local_of
+from transaxle.torch_tensors.local_tensor import Bytes, copy_into, local_of
 from transaxle.torch_tensors.placement import local_parts
-from transaxle.torch_tensors.tensor_bytes import Bytes, copy_into
 from transaxle.torch_tensors.torch_arguments import Ranks
 
 _TIMEOUT = timedelta(minutes=30)

@@ -9,11 +9,11 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch.distributed as dist
@@ -22,7 +22,18 @@ from transaxle.arguments import read_number_of_job
 from transaxle.encodings.error import Error
 from transaxle.encodings.value_steps import Measured, Recoded
 from transaxle.engine.compare.verification import Verification
-from transaxle.engine.distribute.driver import Launch, Watcher, begin, commit, finished_of, left_to_do, sizes_of, staged
+from transaxle.engine.distribute.driver import (
+    Watch,
+    Watcher,
+    begin,
+    commit,
+    divided,
+    finished_of,
+    left_to_do,
+    sizes_of,
+    staged,
+    unseen,
+)
 from transaxle.engine.distribute.item_work import do_item, lent, let_go
 from transaxle.engine.distribute.work_plan import ConversionOrder, WorkPlan
 from transaxle.engine.execute.carry import Report
@@ -31,6 +42,7 @@ from transaxle.errors import refuse
 from transaxle.live.transport import wire
 from transaxle.live.transport.world import World
 from transaxle.move.journal import ItemResult, result_of
+from transaxle.move.workers import Progress, unwatched
 
 if TYPE_CHECKING:
     from transaxle.formats.parts.shared_location import SharedStage
@@ -83,12 +95,14 @@ class _Lead:
 
     Args:
         order: what is converted.
-        launch: how.
+        resume: continue an interrupted run.
+        how: further options of `divided`.
     """
 
-    def __init__(self, order: ConversionOrder, launch: Launch) -> None:
+    def __init__(self, order: ConversionOrder, how: Mapping[str, Any], *, resume: bool) -> None:
         self._order = order
-        self._launch = launch
+        self._resume = resume
+        self._how = how
         self._prepared: Prepared | None = None
         self._work: WorkPlan | None = None
         self._stage: SharedStage | None = None
@@ -98,24 +112,25 @@ class _Lead:
 
     def begin(self, stack: ExitStack) -> tuple[bytes, list[int]]:
         """Plan, and create the files; return the plan, and the numbers of the items that are left to do."""
-        cleared = self._launch.cleared(self._order, stack.enter_context(self._order.planned()))
-        if cleared.finished:
-            self._report = self._launch.finished(cleared)
+        prepared = stack.enter_context(self._order.planned())
+        cleared, work = divided(self._order, prepared, resume=self._resume, **self._how)
+        if isinstance(work, Report):
+            self._report = work
             return b"", []
-        self._work = self._launch.divided(self._order, cleared)
-        self._stage = stage = staged(self._work, resume=self._launch.resume)
+        self._work = work
+        self._stage = stage = staged(work, resume=self._resume)
         stack.enter_context(stage)
         self._prepared = cleared
         self._results = begin(self._work, cleared, stage)
         stage.share()
         return self._work.text, [item.number for item in left_to_do(self._work, cleared, self._results)]
 
-    def watch(self, told: _Told, numbers: Sequence[int]) -> None:
+    def watch(self, told: _Told, numbers: Sequence[int], progress: Progress, watch: Watch) -> None:
         """Tell whoever watches of the items that are done."""
         work, prepared = self._begun()
         sizes = sizes_of(prepared, finished_of(self._results.values()))
         items = [work.items[each] for each in numbers]
-        told.watcher = Watcher(items, *sizes, self._launch.progress, self._launch.watch)
+        told.watcher = Watcher(items, *sizes, progress, watch)
         self._told = told
 
     def lending(self) -> AbstractContextManager[None]:
@@ -145,12 +160,22 @@ class _Lead:
         return commit(work, prepared, self._stage, self._results, resumed)
 
 
-def convert_together(order: ConversionOrder, launch: Launch) -> Report:
+def convert_together(
+    order: ConversionOrder,
+    *,
+    resume: bool = False,
+    progress: Progress = unwatched,
+    watch: Watch = unseen,
+    **how: Any,
+) -> Report:
     """Carry a conversion out by all ranks of a job; collective.
 
     Args:
         order: what is converted, the same on all ranks.
-        launch: how; who watches is told of all items on the first rank, and of nothing on the others.
+        resume: continue an interrupted run.
+        progress: called on the first rank with the bytes of each item that is done.
+        watch: called there with who has done it, and how much is left.
+        **how: `items`, `overwrite`, `sync`, `jobs` and `memory` as for `divided`.
 
     Raises:
         UsageError: AMBIGUOUS where there is no job.
@@ -158,27 +183,29 @@ def convert_together(order: ConversionOrder, launch: Launch) -> Report:
     """
     begun = time.monotonic()
     with _job() as world, ExitStack() as stack:
-        lead = _Lead(order, launch) if world.rank == world.ranks[0] else None
+        lead = _Lead(order, how, resume=resume) if world.rank == world.ranks[0] else None
         counter = f"transaxle/items/{secrets.token_hex(8)}"
         (text, numbers), counter = world.pool(lambda: (lead.begin(stack) if lead is not None else (b"", []), counter))[
             0
         ]
         done: list[list[bytes]] = []
         if text:
-            done = world.pool(lambda: _do(text, numbers, counter, lead))
+            done = world.pool(lambda: _do(text, numbers, counter, lead, progress, watch))
         results = [result for of_rank in done for result in of_rank]
         reports = world.pool(lambda: lead.end(results) if lead is not None else None)
     (report,) = (each for each in reports if each is not None)
     return replace(report, seconds=time.monotonic() - begun)
 
 
-def _do(text: bytes, numbers: Sequence[int], counter: str, lead: _Lead | None) -> list[bytes]:
+def _do(
+    text: bytes, numbers: Sequence[int], counter: str, lead: _Lead | None, progress: Progress, watch: Watch
+) -> list[bytes]:
     """Take items until none is left, and return their results."""
     store = dist.distributed_c10d._get_default_store()
     results: list[bytes] = []
     told = _Told(f"{counter}/done")
     if lead is not None:
-        lead.watch(told, numbers)
+        lead.watch(told, numbers, progress, watch)
     with nullcontext() if lead is None else lead.lending():
         try:
             while (at := store.add(counter, 1) - 1) < len(numbers):

@@ -20,7 +20,7 @@ from torch import nn
 from transaxle.axes.notation.name import own_name
 from transaxle.errors import Refusal, Where
 from transaxle.torch_tensors.local_tensor import stored_local
-from transaxle.torch_tensors.tp_shard import Part, mark
+from transaxle.torch_tensors.placement import Part, mark
 
 _HOOK, _HOOKS, _OFFLOAD = "_hf_hook", "hooks", "offload"
 """accelerate: a module's hook, those that are one, and whether it brings the weights for each forward pass."""

@@ -16,7 +16,7 @@ import torch
 from transaxle.axes.notation.name import own_name
 from transaxle.errors import Refusal, Where, gathered
 from transaxle.live.derived.derived import Island, persistent, pieces
-from transaxle.torch_tensors.tensor_bytes import byte_view, same_bytes
+from transaxle.torch_tensors.local_tensor import byte_view, same_bytes
 
 _NO_STATE = "its optimizer state has no name that another layout could use"
 _OTHER_FORM = 'Leave optimizer= out, and keep the optimizer\'s state with extra={"optimizer": optimizer}.'

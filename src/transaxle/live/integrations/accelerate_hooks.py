@@ -31,8 +31,7 @@ from transaxle.live.save.save_request import SAVING, check_options
 from transaxle.live.training.extra_state import Stateful
 from transaxle.live.transport.world import World
 from transaxle.options import SHARD_SIZE, select
-from transaxle.torch_tensors.module_wrappers import unwrapped
-from transaxle.torch_tensors.torch_arguments import Ranks, read_group
+from transaxle.torch_tensors.torch_arguments import Ranks, read_group, unwrapped
 
 _BEST = "transaxle_best"
 """Name under which a checkpoint has the name of the best one."""

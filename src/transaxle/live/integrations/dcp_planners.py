@@ -32,12 +32,10 @@ from transaxle.errors import Refusal, Where, gathered, refuse
 from transaxle.live.model.destination import decode_hint
 from transaxle.live.reexpress.state_dict_adapter import loadable_as, regroupable, state_dict_as
 from transaxle.live.sharding.dcp_chunks import as_runs
-from transaxle.live.sharding.dual_form_check import DualFormCheck, without_other_forms
-from transaxle.live.sharding.expert_slices import ExpertSlices
-from transaxle.live.sharding.param_group_names import ParamGroupNames
+from transaxle.live.sharding.dcp_experts import DualFormCheck, ExpertSlices, ParamGroupNames, without_other_forms
 from transaxle.quant.modules.entries import code_name
 from transaxle.torch_tensors.local_tensor import local_of
-from transaxle.torch_tensors.torch_dtype import code_of
+from transaxle.torch_tensors.torch_arguments import code_of
 
 _STATE = re.compile(r"((?:.*?\.)?optim(?:izer)?\.state\.).+\.[^.]+")
 """Flat name of an optimizer's state, `app.optim.state.<parameter>.<state>`; the group is the prefix."""

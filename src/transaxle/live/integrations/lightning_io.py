@@ -33,10 +33,8 @@ from transaxle.live.save.save_request import SAVING, check_options
 from transaxle.live.training.extra_state import FILE, MODEL, Extras, written
 from transaxle.live.transport.world import World
 from transaxle.options import SHARD_SIZE, select
-from transaxle.torch_tensors.local_tensor import local_of
-from transaxle.torch_tensors.module_wrappers import unwrapped
-from transaxle.torch_tensors.tensor_bytes import same_bytes
-from transaxle.torch_tensors.torch_dtype import torch_dtype
+from transaxle.torch_tensors.local_tensor import local_of, same_bytes
+from transaxle.torch_tensors.torch_arguments import torch_dtype, unwrapped
 
 _INTERFACES = ("lightning_fabric.plugins.io.checkpoint_io", "lightning.fabric.plugins.io.checkpoint_io")
 """Modules with Lightning's class, under the names of its two packages."""

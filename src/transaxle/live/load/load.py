@@ -27,9 +27,9 @@ from transaxle.live.derived.settle import settle, untaken
 from transaxle.live.load.load_plan import LoadPlan, leaves_for
 from transaxle.live.load.shared_source import check_read, opened
 from transaxle.live.model.destination import Conversion, Landing, Rooms, check_filled, overlapping
-from transaxle.live.model.matching import left_out
 from transaxle.live.model.meta import materialise
 from transaxle.live.model.report import LoadReport
+from transaxle.live.model.source_view import left_out
 from transaxle.live.model.state_tensors import State
 from transaxle.live.sharding.global_tensors import Census, Global
 from transaxle.live.training.optimizers import AnyOptimizer
@@ -40,8 +40,7 @@ from transaxle.move.runs import Item
 from transaxle.move.workers import limits
 from transaxle.quant.modules.entries import begin_anew, put_values
 from transaxle.torch_tensors.local_tensor import local_of
-from transaxle.torch_tensors.placement import Held, local_parts, local_shape
-from transaxle.torch_tensors.shard_grid import ShardGrid
+from transaxle.torch_tensors.placement import Held, ShardGrid, local_parts, local_shape
 from transaxle.torch_tensors.torch_arguments import Device, Ranks, read_device
 
 _WASTE, _GAP, _FEW = 1.4, 64, 256

@@ -24,11 +24,10 @@ from transaxle.formats.training_state.state import OPTIMIZER
 from transaxle.formats.training_state.state_groups import GROUPS, PARAMS, ParamGroup
 from transaxle.live.derived.settle import reached, untaken
 from transaxle.live.model.destination import Conversion, check_dtype, is_plain, same_memory
-from transaxle.live.model.matching import compared, left_out, unmatched
 from transaxle.live.model.meta import unloadable
 from transaxle.live.model.peft_model import adapted, seen_by
 from transaxle.live.model.quantized_model import Weights, stand_in
-from transaxle.live.model.source_view import View
+from transaxle.live.model.source_view import View, compared, left_out, unmatched
 from transaxle.live.model.state_tensors import Leaves, State, leaves, sizes_that_differ, tied, unwritable
 from transaxle.live.sharding.global_tensors import Census, census
 from transaxle.live.training.extra_state import ExtraLoad

@@ -23,10 +23,9 @@ from transaxle.encodings.plain_types import CASTS, PLAIN
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.errors import Refusal, Where, gathered, refuse
 from transaxle.move.endpoint import Sink
-from transaxle.torch_tensors.local_tensor import local_of, stored_local
-from transaxle.torch_tensors.shard_grid import ShardGrid
-from transaxle.torch_tensors.tensor_bytes import Bytes, as_bytes, same_bytes
-from transaxle.torch_tensors.torch_dtype import torch_dtype
+from transaxle.torch_tensors.local_tensor import Bytes, as_bytes, local_of, same_bytes, stored_local
+from transaxle.torch_tensors.placement import ShardGrid
+from transaxle.torch_tensors.torch_arguments import torch_dtype
 
 NamePair = tuple[str, str]
 """Names of two tensors of a model."""

@@ -46,8 +46,8 @@ from transaxle.quant.frame.buffers import AMAX, SCALE
 from transaxle.quant.modules.entries import suffix_of, whole_shape
 from transaxle.quant.tensor.tensor import QuantizedTensor
 from transaxle.torch_tensors.local_tensor import local_of, placed_like
-from transaxle.torch_tensors.torch_dtype import code_of
-from transaxle.torch_tensors.tp_shard import mark, part_of
+from transaxle.torch_tensors.placement import mark, part_of
+from transaxle.torch_tensors.torch_arguments import code_of
 
 _PLAIN = "BF16"
 """Type of the decoded values of a state dict's codes, which do not say it."""

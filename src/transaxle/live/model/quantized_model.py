@@ -26,8 +26,8 @@ from transaxle.live.transport.world import World
 from transaxle.quant.modules.entries import STATE_SUFFIXES, is_state, layout_of, whole_shape
 from transaxle.quant.tensor.tensor import QuantizedTensor
 from transaxle.torch_tensors.local_tensor import local_of, placed_like
-from transaxle.torch_tensors.torch_dtype import code_of, torch_dtype
-from transaxle.torch_tensors.tp_shard import mark, part_of
+from transaxle.torch_tensors.placement import mark, part_of
+from transaxle.torch_tensors.torch_arguments import code_of, torch_dtype
 
 _HALF = "the source has other codes or scales of its weight, which mean nothing without it"
 _WHOLE_WEIGHT = "Copy the tensor into the source, or leave out all of the weight's."

@@ -35,9 +35,8 @@ from transaxle.live.sharding.megatron_shards import Factory, is_sharded, megatro
 from transaxle.live.transport.world import World
 from transaxle.quant.modules.entries import is_quantized
 from transaxle.torch_tensors.local_tensor import local_of
-from transaxle.torch_tensors.module_wrappers import innermost, unwrapped
-from transaxle.torch_tensors.placement import local_parts
-from transaxle.torch_tensors.tp_shard import mark, mark_all, part_of
+from transaxle.torch_tensors.placement import local_parts, mark, mark_all, part_of
+from transaxle.torch_tensors.torch_arguments import innermost, unwrapped
 
 State = nn.Module | Mapping[str, Any]
 """A model, or a state dict, nested or flat."""

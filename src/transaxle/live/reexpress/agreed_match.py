@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from transaxle.engine.checkpoint.checkpoint import StoredTensor
 from transaxle.errors import Refusal, gathered, refuse
 from transaxle.live.derived.settle import untaken
-from transaxle.live.model.matching import compared, left_out, unmatched
+from transaxle.live.model.source_view import compared, left_out, unmatched
 from transaxle.live.model.state_tensors import Leaves, unwritable
 from transaxle.live.reexpress.ties import Sides, filled_by_ties, spare, torn
 

@@ -21,9 +21,8 @@ from transaxle.live.model.state_tensors import State, leaves, shared_config
 from transaxle.live.reexpress.agreed_match import matched
 from transaxle.live.reexpress.ties import Sides
 from transaxle.live.sharding.global_tensors import Census, census
-from transaxle.live.sharding.memory import container, memory_of
-from transaxle.live.sharding.replicas import Replicas
-from transaxle.live.sharding.zero_check import check_zero
+from transaxle.live.sharding.memory import Replicas, container, memory_of
+from transaxle.live.sharding.value_checks import check_zero
 from transaxle.live.transport.tensor_exchange import RankExchange
 from transaxle.live.transport.world import World
 from transaxle.move.mover import Movement

@@ -24,19 +24,17 @@ from transaxle.engine.checkpoint.stacked_experts import seen
 from transaxle.engine.number_text import plural
 from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
 from transaxle.live.derived.settle import settle, untaken
-from transaxle.live.model.matching import left_out
+from transaxle.live.model.source_view import left_out
 from transaxle.live.model.state_tensors import Leaves, State, leaves, own_config
 from transaxle.live.reexpress.placement_search import ABSENT, Choice, PlacementSearch, is_present
 from transaxle.live.sharding.global_tensors import own_census
 from transaxle.live.sharding.memory import container, tensor_of
-from transaxle.live.sharding.zero_check import check_zero
+from transaxle.live.sharding.value_checks import check_zero
 from transaxle.live.transport.world import World
 from transaxle.move.transfer import Transfer
-from transaxle.torch_tensors.local_tensor import as_dtensor, local_of
+from transaxle.torch_tensors.local_tensor import as_dtensor, byte_view, copy_box, copy_box_back, filled, flat, local_of
 from transaxle.torch_tensors.placement import Held, local_shape
-from transaxle.torch_tensors.strided_copy import copy_box, copy_box_back, filled, flat
-from transaxle.torch_tensors.tensor_bytes import byte_view
-from transaxle.torch_tensors.torch_dtype import torch_dtype
+from transaxle.torch_tensors.torch_arguments import torch_dtype
 
 
 def state_dict_as(

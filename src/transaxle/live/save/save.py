@@ -27,6 +27,7 @@ from transaxle.arguments import (
     read_text,
     suggests,
 )
+from transaxle.encodings.plain_types import PLAIN
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.checkpoint.settings import LONGEST_TABLE, model_config
 from transaxle.engine.checkpoint.settings import settings as reading_settings
@@ -43,7 +44,7 @@ from transaxle.live.model.state_tensors import State, leaves, shared_config, uns
 from transaxle.live.save.rank_shares import write
 from transaxle.live.sharding.global_tensors import Census, census
 from transaxle.live.sharding.memory import container
-from transaxle.live.sharding.replica_check import compare_copies
+from transaxle.live.sharding.value_checks import compare_copies
 from transaxle.live.training.extra_state import EXTRA, FILE, MODEL, STATE, state_of, written
 from transaxle.live.training.group_options import all_groups, groups_of
 from transaxle.live.training.optimizer_state import as_tensor, by_name, states_of, untrained
@@ -289,7 +290,7 @@ def collect(
     extra_file = written(extra_states, world)
     global_tensors, config = census(own, world), shared_config(state, settings.config, world)
     left_out = state_leaves.untouched
-    if for_hub(settings.to):
+    if for_hub(settings.to) and any(tensor.dtype not in PLAIN for tensor in global_tensors.values()):
         of_hub = published(own, global_tensors, state_leaves.weights, config, world)
         own, global_tensors, config = dict(of_hub.tensors), of_hub.everything, of_hub.config
         left_out = (*of_hub.left, *left_out)

@@ -19,8 +19,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from transaxle.errors import refuse
 from transaxle.live.transport.world import World
 from transaxle.torch_tensors.local_tensor import local_of
-from transaxle.torch_tensors.placement import Held, placement_of
-from transaxle.torch_tensors.tp_shard import Part, mark, part_of, whole_shape
+from transaxle.torch_tensors.placement import Held, Part, mark, part_of, placement_of, whole_shape
 
 _ops: Any = torch.ops.aten
 _NEW = frozenset({_ops.new_empty.default})

@@ -16,10 +16,8 @@ from transaxle.axes.geometry.chunk import PerComponent, Replicated, Shard, Strid
 from transaxle.errors import Refusal, Where, gathered
 from transaxle.live.transport import wire
 from transaxle.live.transport.world import World
-from transaxle.torch_tensors.placement import Held, Placement, placement_of
-from transaxle.torch_tensors.shard_grid import cell_name, cells_of, inside
-from transaxle.torch_tensors.torch_dtype import code_of
-from transaxle.torch_tensors.tp_shard import whole_shape
+from transaxle.torch_tensors.placement import Held, Placement, cell_name, cells_of, inside, placement_of, whole_shape
+from transaxle.torch_tensors.torch_arguments import code_of
 
 
 @dataclass(frozen=True, slots=True)

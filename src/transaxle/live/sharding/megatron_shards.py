@@ -18,7 +18,7 @@ import torch
 
 from transaxle.axes.geometry.chunk import Intervals
 from transaxle.errors import Refusal, Where
-from transaxle.torch_tensors.shard_grid import Cell, ShardGrid, cells_of
+from transaxle.torch_tensors.placement import Cell, ShardGrid, cells_of
 
 MODULE = "megatron.core.dist_checkpointing.mapping"
 """Where Megatron defines its objects."""

@@ -1,6 +1,7 @@
 """Live tensors as a container: every rank's shards are the chunks of the stored tensors, its memory the files.
 
-The catalog is the same on all ranks, so all of them plan alike; only this rank's own chunks can be read here.
+The catalog is the same on all ranks, so all of them plan alike; only this rank's own chunks can be read here. It names
+one rank for each chunk; a taker that holds the same part reads its own (`Replicas`).
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from transaxle.axes.geometry.strided import lexicographic_boxes, row_major
 from transaxle.errors import refuse
@@ -22,9 +25,9 @@ from transaxle.formats.storage.storage import Listing, Storage
 from transaxle.formats.training_state.state_groups import GROUPS, ParamGroup
 from transaxle.live.sharding.global_tensors import Census, Global
 from transaxle.move.assignment import Load
-from transaxle.torch_tensors.local_tensor import local_of
+from transaxle.move.runs import Item
+from transaxle.torch_tensors.local_tensor import Bytes, as_bytes, byte_view, copied_to_cpu, local_of, with_own_bytes
 from transaxle.torch_tensors.placement import Held, local_shape
-from transaxle.torch_tensors.tensor_bytes import Bytes, as_bytes, byte_view, copied_to_cpu, with_own_bytes
 
 FORMAT = "live"
 CONFIG = "config.json"
@@ -248,3 +251,47 @@ def _count(shape: tuple[int, ...]) -> int:
     for size in shape:
         count *= size
     return count
+
+
+class Replicas:
+    """Which ranks hold the same parts of tensors, by the meshes that these are on.
+
+    Tensors on no one mesh are left out: nothing says that their replicas are equal, and all takers shall have the
+    values of one rank.
+
+    Args:
+        everything: what all ranks hold.
+    """
+
+    def __init__(self, everything: Census) -> None:
+        self._holders: dict[str, frozenset[int]] = {}
+        for tensor in everything.values():
+            for held, ranks in tensor.boxes.items() if not tensor.loose else ():
+                alike = frozenset(ranks) - tensor.spare
+                if len(alike) > 1:
+                    part = tensor.part_name(held)
+                    self._holders |= {file_of(rank, part): alike for rank in alike}
+
+    def near(self, item: Item) -> list[Item]:
+        """Return an item as one for each rank that holds some of it itself, and one for all others.
+
+        They share its key: no two of them have a taker in common.
+        """
+        shared = {each.file for each in item.transfers} & self._holders.keys()
+        own = {
+            taker: {file for file in shared if taker in self._holders[file] and rank_of(file) != taker}
+            for taker in item.takers
+        }
+        if not any(own.values()):
+            return [item]
+        others = tuple(taker for taker in item.takers if not own[taker])
+        found = [replace(item, takers=others)] if others else []
+        for taker in filter(own.get, item.takers):
+            made_of = [
+                msgspec.structs.replace(each, file=file_of(taker, tensor_of(each.file)))
+                if each.file in own[taker]
+                else each
+                for each in item.transfers
+            ]
+            found.append(replace(item, made_of=made_of, takers=(taker,)))
+        return found

@@ -18,7 +18,7 @@ from transaxle.formats.pickled.descriptors import NOTHING
 from transaxle.formats.training_state.state_groups import NAMES, PARAMS, ParamGroup, plain, settings_of
 from transaxle.live.training.optimizers import Optimizers, inside
 from transaxle.live.transport.world import World
-from transaxle.torch_tensors.torch_dtype import code_of
+from transaxle.torch_tensors.torch_arguments import code_of
 
 _OWN = frozenset({"foreach", "fused", "capturable", "differentiable"})
 _HINT = "Build the optimizer with the groups that the source has."

@@ -35,8 +35,8 @@ from transaxle.live.training.group_options import misordered, restore, settings_
 from transaxle.live.training.optimizers import CARRY, AnyOptimizer, Optimizers, apart
 from transaxle.quant.modules.masters import MASTER, MasterWeights
 from transaxle.torch_tensors.local_tensor import local_of
-from transaxle.torch_tensors.torch_dtype import torch_dtype
-from transaxle.torch_tensors.tp_shard import mark, part_of, whole_shape
+from transaxle.torch_tensors.placement import mark, part_of, whole_shape
+from transaxle.torch_tensors.torch_arguments import torch_dtype
 
 _OTHER_KIND = "Build the kind of optimizer that the source was trained with, or omit optimizer= to begin anew."
 _ON_DEVICE = ("capturable", "fused")

@@ -15,7 +15,7 @@ from transaxle.live.transport.shm_transport import ShmTransport
 from transaxle.live.transport.tensor_exchange import begin_all_to_all
 from transaxle.live.transport.world import World
 from transaxle.move.transport import Parcel
-from transaxle.torch_tensors.tensor_bytes import of_bytes
+from transaxle.torch_tensors.local_tensor import of_bytes
 
 Work = Callable[[int, int, torch.Tensor], None]
 """`work(round, parcel, buffer)`: pack a parcel's bytes into the buffer, or take them out of it; it must not raise."""

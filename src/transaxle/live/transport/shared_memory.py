@@ -13,7 +13,7 @@ from typing import Self
 import numpy as np
 
 from transaxle.live.transport import wire
-from transaxle.torch_tensors.tensor_bytes import Bytes
+from transaxle.torch_tensors.local_tensor import Bytes
 
 _POPULATE = getattr(mmap, "MAP_POPULATE", 0)
 _NAME = re.compile(r"/memfd:transaxle-[0-9a-f]{32} \(deleted\)")

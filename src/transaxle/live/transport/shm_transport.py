@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from transaxle.live.transport.shared_memory import Address, Region, seen
 from transaxle.live.transport.world import World
-from transaxle.torch_tensors.tensor_bytes import Bytes
+from transaxle.torch_tensors.local_tensor import Bytes
 
 _GRAIN = 1 << 20
 

@@ -13,8 +13,7 @@ from transaxle.axes.layout.bind import join_slot, split_slot
 from transaxle.axes.layout.relayout import Check, Copier, Target
 from transaxle.axes.translation.translate import Translation
 from transaxle.errors import Refusal, Where, gathered, refuse
-from transaxle.torch_tensors.strided_copy import filled, flat
-from transaxle.torch_tensors.tensor_bytes import same_bytes
+from transaxle.torch_tensors.local_tensor import filled, flat, same_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import torch
 from transaxle.arguments import DType
 from transaxle.errors import refuse
 from transaxle.quant import QuantizedTensor, Quantizer
-from transaxle.torch_tensors.strided_copy import stacked_view
+from transaxle.torch_tensors.local_tensor import stacked_view
 from transaxle.torch_tensors.torch_arguments import Device, read_device, read_optional_dtype
 
 

@@ -27,7 +27,7 @@ from transaxle.nn.checkpoints.packed_layer import Layer
 from transaxle.nn.checkpoints.remap import stems
 from transaxle.nn.checkpoints.torch_relayout import Entry, described, move
 from transaxle.nn.linear.grouped_linear import GroupedLinear
-from transaxle.torch_tensors.module_wrappers import unwrapped
+from transaxle.torch_tensors.torch_arguments import unwrapped
 
 STATE = "state"
 """Key of the parameters' states in torch's optimizer state dicts."""

@@ -21,8 +21,7 @@ from transaxle.quant.modules.quantized_modules import CUTS
 from transaxle.quant.tensor.parts import part_of
 from transaxle.quant.tensor.tensor import QuantizedTensor
 from transaxle.torch_tensors.local_tensor import as_dtensor, local_of, local_with_grad, stored_local
-from transaxle.torch_tensors.placement import along
-from transaxle.torch_tensors.tp_shard import Part, mark, own_part
+from transaxle.torch_tensors.placement import Part, along, mark, own_part
 
 WEIGHT = "weight"
 

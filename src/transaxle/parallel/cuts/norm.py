@@ -13,8 +13,7 @@ from transaxle.errors import refuse
 from transaxle.nn.linear.grouped_linear import GroupedLinear
 from transaxle.parallel.cuts.cutting import everything
 from transaxle.torch_tensors.local_tensor import local_of
-from transaxle.torch_tensors.placement import placement_of
-from transaxle.torch_tensors.tp_shard import mark_all
+from transaxle.torch_tensors.placement import mark_all, placement_of
 
 
 @dataclass(slots=True)

@@ -17,8 +17,7 @@ from transaxle.parallel.cuts.collectives import enter, gather, leave, scatter, s
 from transaxle.parallel.cuts.cutting import WEIGHT, Kept, kept_by, local, sums_outputs
 from transaxle.parallel.plans.tp_plan import Role
 from transaxle.quant.nvfp4.batch import counting
-from transaxle.torch_tensors.placement import Held, placement_of
-from transaxle.torch_tensors.tp_shard import mark_all, whole_shape
+from transaxle.torch_tensors.placement import Held, mark_all, placement_of, whole_shape
 
 _CONFIG = "config"
 _EXPERTS, _EAGER = "_experts_implementation", "eager"

@@ -12,7 +12,7 @@ import torch
 
 from transaxle.quant.frame.quantizers import Quantizer
 from transaxle.quant.frame.tp_share import step_of
-from transaxle.torch_tensors.tensor_bytes import with_plain_bytes
+from transaxle.torch_tensors.local_tensor import with_plain_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,8 @@ from transaxle.errors import Refusal
 from transaxle.quant.frame.buffers import AMAX, COLUMN_DATA, COLUMN_SCALE, DATA, ORIGIN, STATE, buffers_of
 from transaxle.quant.frame.quantizers import Quantizer
 from transaxle.quant.kernels.components import columnwise_of
+from transaxle.torch_tensors.local_tensor import with_plain_bytes
 from transaxle.torch_tensors.placement import along
-from transaxle.torch_tensors.tensor_bytes import with_plain_bytes
 
 _HINT = (
     "Cut it over fewer ranks, give the rows of each rank in the plan, or do not quantize it (filter=, or decode= when "

@@ -27,7 +27,7 @@ from transaxle.quant.tensor.collective import all_gather, padded
 from transaxle.quant.tensor.join import cat, is_whole, refused, stack
 from transaxle.quant.tensor.parts import check_common
 from transaxle.quant.tensor.tensor import OPERATIONS, QuantizedTensor
-from transaxle.torch_tensors.tensor_bytes import with_plain_bytes
+from transaxle.torch_tensors.local_tensor import with_plain_bytes
 
 aten = torch.ops.aten
 collectives = torch.ops._c10d_functional

@@ -39,8 +39,7 @@ from transaxle.quant.frame.quantizers import QUANTIZERS, Quantizer, makes_tensor
 from transaxle.quant.frame.rounding_state import begin
 from transaxle.quant.frame.tp_share import Share
 from transaxle.quant.frame.usage import both_ways
-from transaxle.torch_tensors.local_tensor import stored_local
-from transaxle.torch_tensors.tensor_bytes import same_bytes, with_plain_bytes
+from transaxle.torch_tensors.local_tensor import same_bytes, stored_local, with_plain_bytes
 from transaxle.torch_tensors.torch_arguments import Ranks, read_dtype, read_group
 
 FUNCTIONS: dict[Any, Callable[..., Any]] = {}

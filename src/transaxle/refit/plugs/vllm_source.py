@@ -17,8 +17,7 @@ from transaxle.live.model.state_tensors import State
 from transaxle.live.transport.world import World
 from transaxle.options import select
 from transaxle.refit.hub_stream import STREAMING, planned_stream, read_streaming, streamed
-from transaxle.torch_tensors.torch_arguments import Device, Ranks, read_device
-from transaxle.torch_tensors.torch_dtype import torch_dtype
+from transaxle.torch_tensors.torch_arguments import Device, Ranks, read_device, torch_dtype
 
 if TYPE_CHECKING:
     from vllm.distributed.weight_transfer import ParamMeta

@@ -21,7 +21,7 @@ from transaxle.engine.checkpoint.recognise import recognise
 from transaxle.engine.plan.rank_parts import engine_parts, for_ranks
 from transaxle.errors import Refusal, Where, gathered, refuse
 from transaxle.families import builtin
-from transaxle.torch_tensors.tp_shard import Part, mark, part_of
+from transaxle.torch_tensors.placement import Part, mark, part_of
 
 DIALECT = "vllm"
 _LOADER = "weight_loader"

@@ -13,8 +13,7 @@ from transaxle.formats.deepspeed.checked_value import CheckedValue
 from transaxle.formats.deepspeed.zero.flat import Shape, Vector
 from transaxle.formats.dtype import BITS
 from transaxle.formats.pickled.descriptors import NOTHING, Object, Scalar, TensorRef
-from transaxle.formats.torch_file.saved import read_saved
-from transaxle.formats.torch_file.views import ViewFault, place
+from transaxle.formats.torch_file.saved import ViewFault, place, read_saved
 from transaxle.formats.training_state.flatten import described
 from transaxle.formats.training_state.state_groups import plain as plain_setting
 

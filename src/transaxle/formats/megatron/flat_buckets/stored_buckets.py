@@ -21,8 +21,7 @@ from transaxle.formats.megatron.flat_buckets.bucket_layout import Bucket, FlatBu
 from transaxle.formats.megatron.flat_buckets.parameter_order import UnknownOrderError
 from transaxle.formats.megatron.flat_buckets.pipeline_stages import Groups
 from transaxle.formats.pickled.descriptors import CODES, DType, Key, TensorRef
-from transaxle.formats.torch_file.stored_storage import StoredStorage
-from transaxle.formats.torch_file.views import ViewFault, place
+from transaxle.formats.torch_file.saved import StoredStorage, ViewFault, place
 
 _GROUP = r"(?:chained_(?P<chain>\d{1,4})\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d{1,7})\."
 _BUCKET = re.compile(

@@ -35,8 +35,8 @@ from transaxle.formats.megatron.torch_dist.written_state import (
     step_of,
 )
 from transaxle.formats.megatron.written_arguments import arguments
+from transaxle.formats.torch_file.archive import ZipLayout
 from transaxle.formats.torch_file.draft import surround
-from transaxle.formats.torch_file.zip.layout import ZipLayout
 from transaxle.formats.training_state.full_precision import MASTER
 from transaxle.formats.training_state.state import OPTIMIZER
 from transaxle.formats.training_state.state_groups import GROUPS

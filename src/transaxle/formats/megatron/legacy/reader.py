@@ -38,7 +38,7 @@ from transaxle.formats.megatron.legacy.rank_optimizer import (
 )
 from transaxle.formats.registry import sort_sidecars
 from transaxle.formats.storage.storage import Storage
-from transaxle.formats.torch_file.copied_files import copied
+from transaxle.formats.torch_file.saved import copied
 from transaxle.formats.training_state.full_precision import MASTER
 from transaxle.formats.training_state.state import LEFT_BEHIND, MEGATRON, OPTIMIZER
 from transaxle.formats.training_state.state_groups import GROUPS, PARAMS, ParamGroup

@@ -50,8 +50,7 @@ from transaxle.formats.pickled.descriptors import TensorRef
 from transaxle.formats.registry import sort_sidecars
 from transaxle.formats.step_parts import moved_out
 from transaxle.formats.storage.storage import Storage, SubFolder, layer
-from transaxle.formats.torch_file.saved import read_saved
-from transaxle.formats.torch_file.stored_storage import StoredStorage
+from transaxle.formats.torch_file.saved import StoredStorage, read_saved
 from transaxle.formats.training_state.full_precision import MASTER, with_full_precision
 from transaxle.formats.training_state.state import LEFT_BEHIND, MEGATRON, OPTIMIZER, KeyPath, Leaf, joined
 from transaxle.formats.training_state.state_groups import single

@@ -21,8 +21,7 @@ from torch.utils.dlpack import from_dlpack
 
 import transaxle as tx
 from tests import checkpoints
-from transaxle.engine.reading.numpy_index import taken_apart
-from transaxle.engine.reading.torch_values import check_elements
+from transaxle.engine.checkpoint.stored_tensor import check_elements, taken_apart
 from transaxle.formats.dtype import ITEM_BITS
 
 TYPES = (

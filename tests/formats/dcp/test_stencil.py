@@ -10,12 +10,11 @@ import torch
 
 from tests.formats.dcp.damage import archive
 from transaxle.errors import Refused
-from transaxle.formats.dcp.chunks.stencil import Match, Stencils
 from transaxle.formats.dcp.metadata import Payload
+from transaxle.formats.dcp.stencil import Match, Stencils
 from transaxle.formats.pickled.descriptors import TensorRef
 from transaxle.formats.storage.local import LocalStorage
-from transaxle.formats.torch_file.saved import Saved, read_saved
-from transaxle.formats.torch_file.stored_storage import StoredStorage
+from transaxle.formats.torch_file.saved import Saved, StoredStorage, read_saved
 
 FILE = "__0_0.distcp"
 RESULT = "what the first was found to hold"

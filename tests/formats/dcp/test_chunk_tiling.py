@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from transaxle.errors import Faults
-from transaxle.formats.dcp.chunks.chunk_tiling import (
+from transaxle.formats.dcp.chunk_tiling import (
     MAX_CORNERS,
     ChunkBox,
     Shape,

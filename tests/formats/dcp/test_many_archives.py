@@ -11,7 +11,7 @@ import torch
 from tests.formats.dcp.damage import archive
 from transaxle.errors import TransaxleError
 from transaxle.formats.catalog import Container, Spec
-from transaxle.formats.dcp.chunks import payload, stencil
+from transaxle.formats.dcp import payload, stencil
 from transaxle.formats.dcp.metadata import METADATA, Payload
 from transaxle.formats.dcp.reader import open_dcp
 from transaxle.formats.dcp.written_chunks import PlacedChunk, TorchTensor, metadata_of

@@ -1,21 +1,24 @@
-"""Copies: what several ranks hold without a mesh that keeps it equal is compared before one of them is saved.
+"""Values that must be equal or zero, where nothing but a look at them tells.
 
-A DTensor says of its replicas that they are the same. Nobody says so of plain tensors (the norms beside tensor parallel
-weights, a model under DDP, counters), nor of DTensors that lie on several meshes; and only one of them is written.
+What several ranks hold without a mesh that keeps it equal is compared before one of them is saved. A DTensor says of
+its replicas that they are the same. Nobody says so of plain tensors (the norms next to tensor parallel weights, a model
+under DDP, counters), nor of DTensors that lie on several meshes; and only one of them is written. Tensors for which
+another dialect has no place must be zero.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 import xxhash
 
+from transaxle.axes.layout.relayout import Check
+from transaxle.engine.copying.duplicate_checks import PlannedCheck
 from transaxle.errors import Refusal, Where, gathered
 from transaxle.live.sharding.global_tensors import Census, Global
 from transaxle.live.transport.world import World
-from transaxle.torch_tensors.local_tensor import local_of
-from transaxle.torch_tensors.tensor_bytes import as_bytes, copied_to_cpu
+from transaxle.torch_tensors.local_tensor import as_bytes, copied_to_cpu, local_of
 
 _Peers = tuple[int, ...]
 """Ranks that hold the same part of a tensor."""
@@ -91,3 +94,19 @@ def _unequal(tensor: Global, digests: Mapping[int, Mapping[str, bytes]]) -> list
 def _said(ranks: list[int]) -> str:
     more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
     return ", ".join(map(str, ranks[:_NAMED])) + more
+
+
+def check_zero(checks: Iterable[Check | PlannedCheck], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Prove that this rank's parts of the tensors that must be zero are.
+
+    Args:
+        checks: all of a view; others are passed over.
+        tensors: what this rank holds, by name.
+
+    Raises:
+        Refused: UNEXPECTED_TENSOR.
+    """
+    wanted = {check.refusal.where.tensor or "": check.refusal for check in checks if check.zero}
+    problems = [wanted[name] for name in wanted.keys() & tensors.keys() if local_of(tensors[name]).count_nonzero()]
+    if problems:
+        raise gathered(sorted(problems, key=str))

@@ -19,17 +19,17 @@ from numpy.typing import NDArray
 from transaxle.formats.dcp.metadata import Payload
 from transaxle.formats.storage.compiled import read_strided
 from transaxle.formats.storage.storage import NearReads, Storage
-from transaxle.formats.torch_file.saved import DATA
-from transaxle.formats.torch_file.zip.archive import (
+from transaxle.formats.torch_file.archive import (
     CENTRAL_FORM,
     END_FORM,
     HAS_DESCRIPTOR,
     MAX16,
     MAX32,
     Archive,
+    FileWindow,
     read_archive,
 )
-from transaxle.formats.torch_file.zip.window import FileWindow
+from transaxle.formats.torch_file.saved import DATA
 
 _SERIAL = ".data/serialization_id"
 _MOST = 10_000

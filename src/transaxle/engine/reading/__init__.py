@@ -1,1 +1,0 @@
-"""Values for people: slices as numpy has them, arrays and torch tensors, many in file order, and in other processes."""

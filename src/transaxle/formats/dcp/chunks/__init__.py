@@ -1,1 +1,0 @@
-"""The chunks of a DCP folder put together into tensors."""

@@ -1,1 +1,0 @@
-"""The zip form of torch files, byte by byte."""
