@@ -558,3 +558,41 @@ def test_the_wheel_holds_everything(tmp_path: Path) -> None:
     }
     assert packed == here
     assert {f"{NAME}/py.typed"} <= packed
+
+
+CAPS = {
+    "average": 9, "merge": 9, "shard_size": 19, "decode": 12, "encode": 8, "strict": 22, "allow_lossy": 8, "resume": 17,
+}  # fmt: skip
+"""Option -> modules that name it at most; the caps go down only, to four: defined, shown, and acted on."""
+
+
+def _named(tree: ast.Module) -> Iterator[str]:
+    """Yield what a module names: parameters, keyword arguments, attributes, fields and literal texts.
+
+    Of `zip(strict=True)` and of methods that are called, such as `text.encode()`, the name is Python's.
+    """
+    nodes = list(ast.walk(tree))
+    methods = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
+    for node in nodes:
+        if isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") != "zip":
+            yield from (keyword.arg for keyword in node.keywords if keyword.arg)
+        elif isinstance(node, ast.Attribute) and id(node) not in methods:
+            yield node.attr
+        elif isinstance(node, ast.ClassDef):
+            yield from (
+                each.target.id
+                for each in node.body
+                if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
+            )
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def test_few_modules_name_an_option() -> None:
+    counts = Counter(
+        name for module in MODULES for name in CAPS.keys() & {*_named(ast.parse(module.read_text("utf-8")))}
+    )
+    assert {name: count for name, count in counts.items() if count > CAPS[name]} == {}
+    assert counts.keys() == CAPS.keys()
