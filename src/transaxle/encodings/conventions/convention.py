@@ -10,8 +10,8 @@ Names are split at dots, and only the last segment counts.
 Of TransformerEngine's tensors, pickles say more than the names: the tiles that scales cover, where these are unusual.
 Readers of pickles keep it in the container's metadata, under `TE_NOTE`.
 
-What training saves is restated for a hub: names that its readers know, the number for the whole tensor that they expect,
-and none of the buffers that only the next step needs.
+What training saves is restated for a hub: names that its readers know, the number for the whole tensor that they
+expect, and none of the buffers that only the next step needs.
 """
 
 from __future__ import annotations
