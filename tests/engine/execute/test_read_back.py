@@ -89,8 +89,8 @@ def test_item_3_a_result_of_workers_is_read_back_too(tmp_path: Path, monkeypatch
     with ThreadPoolExecutor(1) as pool:
         assert tx.convert(tmp_path / "ck", tmp_path / "out", to="torchtitan", on=pool, verify=True).verification
 
-        def damaging(*given: Any) -> tx.Report:
-            report = convert_on(*given)
+        def damaging(*given: Any, **options: Any) -> tx.Report:
+            report = convert_on(*given, **options)
             flip(Path(report.path) / "model.safetensors", -1)
             return report
 
