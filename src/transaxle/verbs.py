@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from transaxle.engine.distribute.driver import Event, On
     from transaxle.engine.distribute.work_plan import ConversionOrder
     from transaxle.engine.execute.carry import Report
-    from transaxle.engine.execute.preflight import Cleared
+    from transaxle.engine.execute.execute import Cleared
     from transaxle.engine.plan.conversion import Prepared
     from transaxle.engine.plan.planned import Plan
     from transaxle.formats.staging.leftovers import Leftover
@@ -296,7 +296,7 @@ class _Conversion:
         Args:
             running: it is about to be carried out; see `preflight`.
         """
-        from transaxle.engine.execute.preflight import in_order, preflight
+        from transaxle.engine.execute.execute import in_order, preflight
         from transaxle.engine.plan.conversion import make_plan
 
         with in_order(self._src, self.target), opened("src", self._src, self.opening) as checkpoint:

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transaxle.move import runs as runs_module
+from transaxle.move import mover as mover_module
+from transaxle.move import workers as workers_module
 from transaxle.move.endpoint import Bytes, Sink
-from transaxle.move.mover import Movement
-from transaxle.move.runs import Item, Run, alone, batches, packed
+from transaxle.move.mover import Movement, Run, alone, batches, packed
 from transaxle.move.strided_fill import scatter
 from transaxle.move.transfer import Transfer
-from transaxle.move.workers import Limits
+from transaxle.move.workers import Item, Limits
 
 RANKS = (0, 1, 2)
 WIDTH = 40
@@ -47,8 +47,10 @@ SIZES = st.lists(st.integers(0, 5000), max_size=12)
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, size in {"RUN": 512, "_BATCH": 2048, "_ROUND": 1024, "_LONG": 256}.items():
-        monkeypatch.setattr(runs_module, name, size)
+    for name, size in {"_OPEN": 2048, "_ROUND": 1024}.items():
+        monkeypatch.setattr(mover_module, name, size)
+    for name, size in {"RUN": 512, "_LONG": 256}.items():
+        monkeypatch.setattr(workers_module, name, size)
 
 
 def _batches(items: list[Item]) -> list[list[Run]]:

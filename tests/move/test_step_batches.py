@@ -29,9 +29,8 @@ from transaxle.formats.storage.storage import InMemoryFile, Storage, SubFolder, 
 from transaxle.move import hashing, workers
 from transaxle.move.hashing import HashingFiles, ItemHash
 from transaxle.move.mover import Movement
-from transaxle.move.runs import Item
 from transaxle.move.transfer import Transfer
-from transaxle.move.workers import Limits, Worker
+from transaxle.move.workers import Item, Limits, Worker
 
 SIZE = 60_000
 DATA = {f"{number}.bin": np.random.default_rng(number).integers(1, 256, SIZE, np.uint8) for number in range(3)}

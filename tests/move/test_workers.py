@@ -15,9 +15,8 @@ from transaxle.formats.storage.local import LocalStorage
 from transaxle.move.endpoint import Bytes, Sink
 from transaxle.move.hashing import HashingFiles
 from transaxle.move.mover import Movement
-from transaxle.move.runs import Item
 from transaxle.move.transfer import Transfer
-from transaxle.move.workers import Limits, are_noted, grouped, largest_first
+from transaxle.move.workers import Item, Limits, are_noted, grouped, largest_first
 
 WORKERS, SMALL = 3, 50
 """As many reads must be under way together, each of so many bytes."""

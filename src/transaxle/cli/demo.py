@@ -16,9 +16,9 @@ import click
 import transaxle as tx
 from transaxle.cli.click_options import printing
 from transaxle.cli.command import Command
-from transaxle.cli.screen.quantities import parameters, plural
 from transaxle.cli.screen.screen import Screen
 from transaxle.engine.facts.moves import RENAMED, UNCHANGED, rules, words
+from transaxle.engine.number_text import parameters, plural
 from transaxle.errors import refuse
 from transaxle.extras import install
 from transaxle.formats.storage.local import failed

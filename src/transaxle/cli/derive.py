@@ -15,13 +15,13 @@ from transaxle.arguments import Overwrite
 from transaxle.axes.notation import tables
 from transaxle.cli.click_options import overwriting, printing
 from transaxle.cli.command import Command
-from transaxle.cli.screen.quantities import plural
 from transaxle.cli.screen.screen import Screen
 from transaxle.cli.tracing import silence
 from transaxle.derivation.sources import UNNAMED, Table, are_dialects, family_name, from_folders, from_transformers
 from transaxle.derivation.table_file import check_place
 from transaxle.derivation.writing.table import Labels
 from transaxle.engine.checkpoint.settings import CONFIG, model_config
+from transaxle.engine.number_text import plural
 from transaxle.errors import TransaxleError, gathered, refuse
 from transaxle.families import builtin
 

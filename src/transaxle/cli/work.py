@@ -7,13 +7,13 @@ import click
 from transaxle.cli.click_options import printing
 from transaxle.cli.command import Command
 from transaxle.cli.commands.convert import print_report
-from transaxle.cli.screen.quantities import duration, plural, size, speed
 from transaxle.cli.screen.screen import Screen
 from transaxle.engine.distribute.driver import begin_work, carry_out, commit_work, refuse_beyond
 from transaxle.engine.distribute.executors import Here
 from transaxle.engine.distribute.item_work import OpenedPlan
 from transaxle.engine.distribute.work_place import refuse_there
 from transaxle.engine.distribute.work_plan import WorkPlan, read_plan
+from transaxle.engine.number_text import duration, plural, size, speed
 from transaxle.move.journal import ItemResult
 
 

@@ -52,3 +52,14 @@ def notebook(text: str) -> str:
     from html import escape  # with a table of all entities, which only notebooks need
 
     return f"<pre>{escape(text)}</pre>"
+
+
+def speed(count: int, seconds: float) -> str:
+    """Write a speed: `2.4 GB/s`."""
+    return f"{size(round(count / max(seconds, 1e-9)))}/s"
+
+
+def percent(part: int, whole: int) -> str:
+    """Write a share in whole percent; a share of nothing is 100 %, and only the whole is 100 %."""
+    share = 100 if part >= whole else min(99, round(100 * part / whole))
+    return f"{share} %"

@@ -2,24 +2,34 @@
 
 A conversion moves files to files, a load files to the memory of ranks, a save this memory to files, and a reshard
 memory to memory. What a rank makes and takes alone, its threads move; all else goes through an exchange, in batches of
-bounded memory.
+bounded memory: items are cut into runs, contiguous parts, each with the ranks that make it and those that take it. All
+ranks cut alike and so know, without a word, who sends what to whom. What a single rank can make alone is a run of its
+own; where several ranks hold parts of a range (a model cut along columns), these come together at its takers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
+from itertools import pairwise
 from threading import Event, Lock
 
+import msgspec
+
+from transaxle.axes.geometry.strided import row_major
 from transaxle.formats.storage.compiled import new_batch
 from transaxle.move.endpoint import Bytes, Readable, Sink
-from transaxle.move.runs import RUN, Item, Owner, Run, alone, batches, packed
 from transaxle.move.strided_fill import fill, scatter
+from transaxle.move.transfer import Transfer, active
 from transaxle.move.transport import Alone, Deferred, Exchange, Parcel
-from transaxle.move.workers import Limits, Worker, are_noted, grouped, largest_first, share
+from transaxle.move.workers import RUN, Item, Limits, Load, Owner, Worker, are_noted, grouped, largest_first, share
 from transaxle.spans import span
 
+_OPEN = 64 << 20
+"""Bytes of the runs that one owner has open at once."""
+_ROUND = 32 << 20
+"""Bytes that a rank sends, and that it receives, for one batch at most; a larger run has a batch of its own."""
 _Work = tuple[Item, int, int]
 """Bytes of an item: `(item, start, stop)`."""
 
@@ -253,3 +263,188 @@ def _parcel(run: Run, maker: int) -> Parcel:
     # copies.
     takers = run.takers if run.only_maker is not None else tuple(rank for rank in run.takers if rank != maker)
     return Parcel(maker, takers, run.sent(maker))
+
+
+def alone(items: Iterable[Item], owner: Owner) -> tuple[dict[int, list[list[Item]]], list[Item]]:
+    """Divide items into those that one rank can move alone and those that take an exchange.
+
+    Returns:
+        rank -> its queues of items, and all other items. A queue is never divided.
+    """
+    queues: dict[Hashable, list[Item]] = {}
+    for item in items:
+        queues.setdefault(item if item.queue is None else item.queue, []).append(item)
+    own: dict[int, list[list[Item]]] = {}
+    others: list[Item] = []
+    for queue in queues.values():
+        # A queue is written in order by one writer. If any of its items needs an exchange, all go through it.
+        ranks = {item.alone_at(owner) for item in queue}
+        rank = ranks.pop() if len(ranks) == 1 else None
+        if rank is None:
+            others.extend(queue)
+        else:
+            own.setdefault(rank, []).append(queue)
+    return own, others
+
+
+class Run(msgspec.Struct, frozen=True, eq=False):
+    """A contiguous part of an item."""
+
+    item: Item
+    """Of what."""
+    start: int
+    """First byte."""
+    stop: int
+    """One past the last byte."""
+    makers: tuple[int, ...]
+    """Ranks that have parts of it."""
+    takers: tuple[int, ...]
+    """Ranks at which the bytes come together: the ones that need them, or the run's owner."""
+    owned: Mapping[int, list[Transfer]] | None
+    """Maker -> its copies that land in the run; None: its one maker reads all of it."""
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self.stop - self.start
+
+    def parts(self, maker: int) -> list[Transfer]:
+        """Return a maker's copies that land in the run."""
+        return self.item.parts(self.start, self.stop) if self.owned is None else self.owned[maker]
+
+    def sent(self, maker: int) -> int:
+        """Return the bytes that a maker gives to each taker: the run as it is where it alone makes it."""
+        return self.size if self.only_maker is not None else sum(part.size for part in self.parts(maker))
+
+    @property
+    def only_maker(self) -> int | None:
+        """The one rank that makes all of it; None where several do, or none."""
+        return self.makers[0] if len(self.makers) == 1 else None
+
+    @property
+    def padded(self) -> bool:
+        """Whether there are bytes that no copy fills: zeros."""
+        return sum(part.size for maker in self.makers for part in self.parts(maker)) != self.size
+
+
+class _Lane:
+    """Items that the same ranks take, run by run.
+
+    Args:
+        items: in order.
+        busy: bytes that each rank makes, or takes, so far; kept up to date.
+        owner: tells the rank that holds a file.
+    """
+
+    def __init__(self, items: Iterable[Item], busy: Load, owner: Owner) -> None:
+        # A generator: a run is cut when it becomes the head, so `busy` then contains all earlier choices of every lane.
+        self._runs = (run for item in items for run in _runs(item, busy, owner))
+        self.head: Run | None = next(self._runs, None)
+
+    def step(self) -> None:
+        """Go on to the next run."""
+        self.head = next(self._runs, None)
+
+
+def _runs(item: Item, busy: Load, owner: Owner) -> Iterator[Run]:
+    """Cut an item into runs, each with its makers and takers: where any of several will do, the least busy one."""
+    if item.makers:
+        for start, stop in pairwise(item.cuts):
+            yield Run(item, start, stop, (busy.add(busy.least(item.makers), stop - start),), item.takers, None)
+        return
+    for start, stop, parts in active(item.transfers, item.cuts[1:]):
+        owned: dict[int, list[Transfer]] = {}
+        for part in parts:
+            owned.setdefault(owner(part.file), []).append(part)
+        # Without takers the run goes to a rank that already holds some of it; a run of padding alone has none, and any
+        # rank takes it.
+        takers = item.takers or (busy.add(busy.least(owned or busy), stop - start),)
+        yield Run(item, start, stop, tuple(owned), takers, owned)
+
+
+class _Bounds:
+    """What a batch may hold: so that no rank has too much open, sends too much, or receives too much.
+
+    Args:
+        most: bytes that a rank sends, and that it receives.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._open: dict[int, int] = {}
+        self._moved: dict[tuple[int, bool], int] = {}
+
+    def take(self, run: Run) -> bool:
+        """Make a run part of the batch; False if there is no room, which the first one always finds."""
+        opened = {taker: self._open.get(taker, 0) + run.size for taker in run.takers}
+        moved: dict[tuple[int, bool], int] = {}
+        for rank in run.makers:
+            size = run.sent(rank)
+            for taker in run.takers:
+                # A maker that also takes the run keeps its part; only bytes that cross ranks count.
+                if taker != rank:
+                    for key in ((rank, True), (taker, False)):
+                        moved[key] = moved.get(key, self._moved.get(key, 0)) + size
+        # Limits hold for each rank separately, since memory and links are per rank.
+        full = max(opened.values(), default=0) > _OPEN or max(moved.values(), default=0) > self._most
+        # An empty batch accepts any run, however large; otherwise a run above the limits could never move.
+        if full and self._open:
+            return False
+        self._open |= opened
+        self._moved |= moved
+        return True
+
+
+def batches(
+    items: Iterable[Item], busy: Mapping[int, int], owner: Owner, most: int | None = None
+) -> Iterator[list[Run]]:
+    """Put the runs of items together to batches in which all ranks have something to do.
+
+    Args:
+        items: what is moved.
+        busy: bytes that each rank has to make, or to take, besides.
+        owner: tells the rank that holds a file.
+        most: bytes that a rank sends, and that it receives, for one batch; a larger run has a batch of its own. None:
+            `_ROUND`.
+
+    Post-condition: runs of items with the same takers come in order; so do the runs of any item.
+    """
+    groups: dict[tuple[int, ...], list[Item]] = {}
+    for item in items:
+        groups.setdefault(item.takers, []).append(item)
+    counts = Load(busy)
+    lanes = [_Lane(group, counts, owner) for group in groups.values()]
+    while any(lane.head is not None for lane in lanes):
+        # One run of each lane in turn, until none fits: so all takers have work in every batch, not one after the
+        # other.
+        bounds, batch = _Bounds(most or _ROUND), list[Run]()
+        moving = True
+        while moving:
+            moving = False
+            for lane in lanes:
+                if lane.head is not None and bounds.take(lane.head):
+                    batch.append(lane.head)
+                    lane.step()
+                    moving = True
+        yield batch
+
+
+def packed(parts: Iterable[Transfer]) -> Iterator[tuple[Transfer, Transfer]]:
+    """Yield how copies are packed one after the other, and how they are spread again.
+
+    Yields:
+        `(from the source into the pack, from the pack to the target)` of each copy.
+    """
+    at = 0
+    for part in parts:
+        counts = [count for count, _, _ in part.loops]
+        # The pack keeps the order of the loops with all gaps closed, so both sides can derive it from the transfer
+        # alone.
+        dense = [step * part.width for step in row_major(counts)]
+        packing = zip(counts, (source for _, source, _ in part.loops), dense, strict=True)
+        spreading = zip(counts, dense, (target for *_, target in part.loops), strict=True)
+        yield (
+            Transfer(part.file, part.source, at, part.width, tuple(packing)),
+            Transfer(part.file, at, part.target, part.width, tuple(spreading)),
+        )
+        at += part.size

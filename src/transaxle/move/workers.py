@@ -1,4 +1,7 @@
-"""Producing tensors: a plan's transfers, carried out block by block in fixed memory by a few threads.
+"""Producing tensors: items of bytes, made of transfers, block by block in fixed memory by a few threads.
+
+An item is what is moved: a tensor of the target, or what a rank holds of it. Where any of several ranks or threads can
+do it, the one that has least to do does.
 
 Every worker owns one block and one scratch buffer for its whole life: memory that is touched for the first time costs
 more than the copy itself. A tensor is produced in order by one worker, so its hash is taken on the way.
@@ -8,11 +11,11 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import pairwise
 from mmap import MAP_PRIVATE, mmap
-from typing import TypeVar, cast
+from typing import Generic, Self, TypeVar, cast
 
 import msgspec
 from msgspec.structs import replace
@@ -23,9 +26,8 @@ from transaxle.errors import refuse
 from transaxle.formats.dtype import numpy_dtype
 from transaxle.formats.storage.compiled import StepBatch
 from transaxle.move.endpoint import Bytes, NotingFiles, Readable
-from transaxle.move.runs import RUN, Item, is_whole
 from transaxle.move.strided_fill import Noting, Scratch, produce
-from transaxle.move.transfer import Transfer, active
+from transaxle.move.transfer import Transfer, active, clip
 from transaxle.spans import span
 
 BLOCK = 1 << 20
@@ -47,6 +49,14 @@ LEAST_MEMORY = 2 * _PARTS * _SMALLEST
 _DEFAULT_JOBS = 8
 _DEFAULT_MEMORY = 64 << 20
 
+RUN = 8 << 20
+"""Bytes of a run at most."""
+_LONG = 1 << 20
+"""A contiguous copy of so many bytes begins and ends runs: it need not be sent."""
+Owner = Callable[[str], int]
+"""Tells the rank that holds a file."""
+
+Thing = TypeVar("Thing", bound=Hashable)
 Task = TypeVar("Task")
 Buffers = TypeVar("Buffers")
 Progress = Callable[[int], None]
@@ -55,6 +65,110 @@ Progress = Callable[[int], None]
 
 def unwatched(_: int) -> None:
     """Progress that nobody watches."""
+
+
+def is_long(transfer: Transfer) -> bool:
+    """Tell whether a copy is one long range: then its rank writes it, and nothing is sent."""
+    return transfer.width >= _LONG and not transfer.loops
+
+
+def is_whole(parts: Sequence[Transfer], size: int) -> bool:
+    """Tell whether so many bytes are one range of a file as it lies there."""
+    return len(parts) == 1 and not parts[0].loops and parts[0].width == size
+
+
+class Item(msgspec.Struct, frozen=True, eq=False, dict=True):
+    """Bytes to be moved: a tensor of the target, or what one rank holds of it."""
+
+    key: int
+    """Number that the sink knows it by."""
+    size: int
+    """How many."""
+    made_of: Sequence[Transfer] | Callable[[], Sequence[Transfer]]
+    """Where they come from, sorted by where they land; or what finds that out, on a rank that needs to know."""
+    takers: tuple[int, ...] = ()
+    """Ranks that need them; none: any one rank may take a run of them, and the one that is chosen owns it."""
+    makers: tuple[int, ...] = ()
+    """Ranks that can read all of them; none: each transfer is read by the rank that owns its file."""
+    queue: Hashable = None
+    """Items of one queue come one after another; None: this one is alone in its queue."""
+    blocks: Callable[[Worker], Iterator[memoryview]] | None = None
+    """Makes all of them in order, where they are no plain copies."""
+    grain: int | None = None
+    """Bytes of a run of it at most; None: `RUN`."""
+
+    @cached_property
+    def transfers(self) -> Sequence[Transfer]:
+        """Where they come from."""
+        return self.made_of() if callable(self.made_of) else self.made_of
+
+    @cached_property
+    def cuts(self) -> list[int]:
+        """Positions at which runs begin, and the end."""
+        found = {0, self.size}
+        # With `makers` one rank reads the whole run, wherever the transfers begin. Otherwise a long copy gets runs of
+        # its own, so that its bytes never share a run with another rank's.
+        for transfer in () if self.makers else self.transfers:
+            if is_long(transfer):
+                found |= {transfer.target, transfer.target_end}
+        edges = sorted(found)
+        # An edge less than a grain after the last one still begins a run: long copies must not be mixed with their
+        # neighbours.
+        return [at for a, b in pairwise(edges) for at in range(a, b, self.grain or RUN)] + [self.size]
+
+    def parts(self, start: int, stop: int) -> list[Transfer]:
+        """Return the transfers' parts that land in `[start, stop)`."""
+        return [part for transfer in self.transfers for part in clip(transfer, start, stop)]
+
+    def alone_at(self, owner: Owner) -> int | None:
+        """Return the one rank that makes and takes all of it; None where there is none."""
+        if len(self.takers) != 1:
+            return None
+        (taker,) = self.takers
+        if self.makers:
+            return taker if taker in self.makers else None
+        return taker if all(owner(transfer.file) == taker for transfer in self.transfers) else None
+
+
+class Unions(Generic[Thing]):
+    """Disjoint sets: things that turn out to be one, or to have one owner."""
+
+    def __init__(self) -> None:
+        self._above: dict[Thing, Thing] = {}
+
+    def first(self, thing: Thing) -> Thing:
+        """Return the one that stands for the set of a thing."""
+        self._above.setdefault(thing, thing)
+        while self._above[thing] != thing:
+            self._above[thing] = self._above[self._above[thing]]
+            thing = self._above[thing]
+        return thing
+
+    def join(self, one: Thing, other: Thing) -> None:
+        """Make two sets one."""
+        self._above[self.first(one)] = self.first(other)
+
+
+class Load(dict[int, int]):
+    """Rank -> bytes that it has to do so far.
+
+    The least loaded rank takes what comes next. The rank number breaks ties, since all ranks must choose the same one
+    without asking each other.
+    """
+
+    @classmethod
+    def of(cls, ranks: Iterable[int]) -> Self:
+        """Return the load of ranks that have nothing to do yet."""
+        return cls(dict.fromkeys(ranks, 0))
+
+    def least(self, ranks: Iterable[int] | None = None) -> int:
+        """Return the least loaded rank, of all of them or some."""
+        return min(self if ranks is None else ranks, key=lambda rank: (self.get(rank, 0), rank))
+
+    def add(self, rank: int, size: int) -> int:
+        """Give a rank so many bytes more, and return it."""
+        self[rank] = self.get(rank, 0) + size
+        return rank
 
 
 class StoppedError(Exception):

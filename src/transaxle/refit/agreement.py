@@ -29,7 +29,7 @@ from transaxle.live.reexpress.ties import Sides
 from transaxle.live.sharding.global_tensors import Census, Global, census
 from transaxle.live.sharding.memory import Replicas, container
 from transaxle.live.transport.world import World
-from transaxle.move.runs import Item
+from transaxle.move.workers import Item
 from transaxle.refit.encoded_targets import EncodedTarget, encoded_targets
 from transaxle.torch_tensors.placement import local_parts, local_shape
 

@@ -13,9 +13,10 @@ from msgspec.structs import replace
 
 from transaxle.live.transport.bucket_exchange import SHARES, BucketExchange, Route
 from transaxle.live.transport.world import World
-from transaxle.move.runs import RUN, Item, Owner, batches, packed
+from transaxle.move.mover import batches, packed
 from transaxle.move.transfer import Transfer
 from transaxle.move.transport import Parcel
+from transaxle.move.workers import RUN, Item, Owner
 
 _LEAST = 1 << 16
 """Bytes of a run at least: so many are sent as fast as more are."""

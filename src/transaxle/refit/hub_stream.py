@@ -38,7 +38,7 @@ from transaxle.live.sharding.memory import Replicas, container, rank_of
 from transaxle.live.sharding.value_checks import check_zero
 from transaxle.live.transport.bucket_exchange import BucketExchange
 from transaxle.live.transport.world import World
-from transaxle.move.runs import Item
+from transaxle.move.workers import Item
 from transaxle.options import select
 from transaxle.refit.carrying import carry
 from transaxle.refit.endpoints import SourceValues, TargetRoom

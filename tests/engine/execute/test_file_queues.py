@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from transaxle.engine.execute.carry import file_queues, items_of
 from transaxle.engine.plan.planned import PlannedTensor
-from transaxle.move.runs import alone
+from transaxle.move.mover import alone
 from transaxle.move.transfer import Transfer
 from transaxle.move.transport import Alone
 

@@ -6,10 +6,10 @@ import click
 
 from transaxle.cli.click_options import printing
 from transaxle.cli.command import Command
-from transaxle.cli.commands.plan import folded
-from transaxle.cli.screen.quantities import plural
+from transaxle.cli.screen.conversion_rows import folded
 from transaxle.cli.screen.screen import Screen
 from transaxle.engine.facts.rules_facts import JsonFacts, reads_any, rules_facts
+from transaxle.engine.number_text import plural
 from transaxle.errors import Refused
 
 _SHOWN = 6

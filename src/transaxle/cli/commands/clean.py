@@ -9,8 +9,8 @@ import click
 
 from transaxle.cli.click_options import printing
 from transaxle.cli.command import Command
-from transaxle.cli.screen.quantities import plural, size
 from transaxle.cli.screen.screen import Screen
+from transaxle.engine.number_text import plural, size
 from transaxle.formats.staging.leftovers import Leftover, clean, leftovers
 
 

@@ -11,11 +11,10 @@ import click
 from transaxle import verbs
 from transaxle.cli.click_options import deriving, options_of, printing, profiling
 from transaxle.cli.command import Command
-from transaxle.cli.commands.plan import print_counted, print_notes, print_others
-from transaxle.cli.screen.quantities import duration, plural, size, speed
-from transaxle.cli.screen.recoded import print_measured, print_stayed
+from transaxle.cli.screen.conversion_rows import print_counted, print_measured, print_notes, print_others, print_stayed
 from transaxle.cli.screen.screen import Screen
 from transaxle.engine.execute.carry import Report
+from transaxle.engine.number_text import duration, plural, size, speed
 from transaxle.errors import TransaxleError
 from transaxle.formats.storage.storage import unpinned
 

@@ -13,10 +13,10 @@ from transaxle.axes.notation.name import natural
 from transaxle.cli.click_options import options_of, printing, profiling
 from transaxle.cli.command import Command
 from transaxle.cli.commands.verify import print_across, print_comparison
-from transaxle.cli.screen.quantities import plural
 from transaxle.cli.screen.screen import Screen
 from transaxle.engine.compare.compare import Comparison, Difference, components
 from transaxle.engine.fold import fold
+from transaxle.engine.number_text import plural
 
 _ROWS = 20
 _NO_TABLE = "(in no table)"

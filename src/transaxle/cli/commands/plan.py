@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import click
 from click.core import ParameterSource
 
 from transaxle import verbs
-from transaxle.axes.notation.name import natural
 from transaxle.cli.click_options import deriving, options_of, printing, profiling
 from transaxle.cli.command import Command, Seldom
-from transaxle.cli.screen.quantities import percent, plural, size
-from transaxle.cli.screen.recoded import print_recoded, print_stayed
+from transaxle.cli.screen.conversion_rows import print_counted, print_notes, print_others, print_recoded, print_stayed
 from transaxle.cli.screen.refusals import error_document, print_refusals
 from transaxle.cli.screen.screen import Screen
 from transaxle.engine.checkpoint.settings import settings
-from transaxle.engine.execute.preflight import Cleared
+from transaxle.engine.execute.execute import Cleared
 from transaxle.engine.facts.moves import UNCHANGED, rules, words
-from transaxle.engine.fold import fold
-from transaxle.engine.plan.model_config import NO_CONFIG
+from transaxle.engine.number_text import percent, plural, size
 from transaxle.engine.plan.planned import Plan
 from transaxle.errors import gathered
-from transaxle.formats.training_state.state import OPTIMIZER
 from transaxle.move.workers import Limits, limits
 from transaxle.options import select
 
 _GAP = "  "
-_EXTRA = "._extra_state"
-"""End of the names under which Megatron's modules save what is no tensor."""
 _OF_REFIT = frozenset({
     "src", "dst", "meshes", "together", "ranks_per_node", "config", "family", "axes", "rules", "dtype", "as_json",
     "everything", "quiet", "verbose",
@@ -233,49 +227,3 @@ def _print_routes(screen: Screen, plan: Plan) -> None:
         screen.line(f"  {plural(len(unchanged), 'rule')} unchanged: {', '.join(unchanged)}")
     if not plan.routes and plan.tensors:
         screen.line(f"  {plural(len(plan.tensors), 'tensor')} with names and shapes unchanged")
-
-
-def print_counted(screen: Screen, counted: Mapping[str, int]) -> None:
-    """Print the axis sizes that only the names show, because no config states them."""
-    for axis, count in counted.items():
-        screen.line(
-            f"  size of {axis} unknown: counted {count} from the names (with --axis {axis}=N or --config FILE a "
-            "missing one is noticed)"
-        )
-
-
-def print_others(screen: Screen, kept: tuple[str, ...], ignored: tuple[str, ...], carried: tuple[str, ...]) -> None:
-    """Print what is not converted: tensors that keep their names, and files that are copied or left behind."""
-    if kept:
-        count = plural(len(kept), "tensor")
-        screen.some(
-            f"  {count} without a line in the target dialect, names unchanged (--strict refuses them)",
-            list(folded(kept)),
-        )
-    state = () if screen.everything else tuple(name for name in ignored if name.startswith(OPTIMIZER))
-    if state:
-        count = plural(len(state), "entry", "entries")
-        screen.line(f"  left behind: state of the optimizer, {count} (--all lists them)")
-    extra = () if screen.everything else tuple(name for name in ignored if name.endswith(_EXTRA))
-    if extra:
-        screen.line(f"  left behind: {_EXTRA[1:]} of {plural(len(extra), 'module')} (--all lists them)")
-    if others := tuple(sorted({*ignored}.difference(state, extra))):
-        screen.some("  left behind", list(folded(others)))
-    if carried:
-        shown = ", ".join(carried) if screen.everything or len(carried) <= 8 else f"{', '.join(carried[:8])} …"
-        screen.line(f"  carried along: {shown}")
-
-
-def print_notes(screen: Screen, notes: tuple[str, ...]) -> None:
-    """Print what programs that go on with the target must be told."""
-    for note in notes:
-        if note.startswith(NO_CONFIG):  # the target does not serve its purpose as it is
-            screen.note(f"warning: {note}")
-        else:
-            screen.line(f"  note: {note}")
-
-
-def folded(names: tuple[str, ...]) -> Iterator[str]:
-    """Yield names, folded into few rows."""
-    for row in fold(sorted(names, key=natural)):
-        yield f"{row.name}  {row.times}".rstrip()

@@ -9,11 +9,11 @@ import click
 from transaxle import verbs
 from transaxle.cli.click_options import options_of, printing, profiling
 from transaxle.cli.command import Command
-from transaxle.cli.screen.quantities import parameters, plural, size
 from transaxle.cli.screen.refusals import print_refusals
 from transaxle.cli.screen.screen import Screen
 from transaxle.engine.compare.compare import Comparison
 from transaxle.engine.compare.verification import Verification
+from transaxle.engine.number_text import parameters, plural, size
 from transaxle.formats.newest_step import listed
 
 

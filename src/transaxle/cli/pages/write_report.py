@@ -11,8 +11,8 @@ import click
 
 from transaxle.cli.click_options import given, options_of, printing
 from transaxle.cli.command import Command
-from transaxle.cli.screen.quantities import size
 from transaxle.cli.screen.screen import Screen
+from transaxle.engine.number_text import size
 from transaxle.move.workers import unwatched
 from transaxle.options import OPENING
 from transaxle.reports.reporting import reported

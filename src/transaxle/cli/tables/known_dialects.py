@@ -9,10 +9,10 @@ import click
 
 from transaxle.cli.click_options import completing, families, printing
 from transaxle.cli.command import Command
-from transaxle.cli.screen.quantities import plural
 from transaxle.cli.screen.screen import Screen
 from transaxle.engine.checkpoint.recognise import pick_family
 from transaxle.engine.facts.legend import axis_facts, axis_rows, dialect_facts, dialect_rows
+from transaxle.engine.number_text import plural
 from transaxle.families import builtin
 
 

@@ -6,8 +6,8 @@ import click
 
 from transaxle.cli.click_options import printing
 from transaxle.cli.command import Command
-from transaxle.cli.screen.quantities import plural
 from transaxle.cli.screen.screen import Screen
+from transaxle.engine.number_text import plural
 from transaxle.families import Entry, builtin
 
 _TRACED, _WRITTEN = "tracing", "hand"

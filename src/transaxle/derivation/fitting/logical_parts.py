@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from transaxle.derivation.fitting.element_moves import Move, moves
 from transaxle.derivation.fitting.patterns import Numbering, Pattern, Patterns, Place
 from transaxle.derivation.fitting.trace import SIDES, Trace, Underivable
-from transaxle.move.assignment import Unions
+from transaxle.move.workers import Unions
 
 Coordinate = tuple[str, int | str, int]
 """Where an index stands: ("name", side, which hole) or ("dim", side, which dim)."""

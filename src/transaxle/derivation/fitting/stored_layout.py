@@ -10,7 +10,7 @@ from transaxle.derivation.fitting.element_moves import DimShare
 from transaxle.derivation.fitting.logical_parts import Instance, Part
 from transaxle.derivation.fitting.patterns import Place
 from transaxle.derivation.fitting.trace import SIDES, Shape, Underivable
-from transaxle.move.assignment import Unions
+from transaxle.move.workers import Unions
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from transaxle.derivation.fitting.logical_parts import IN_NAME, Part, Parts, Unp
 from transaxle.derivation.fitting.patterns import Numbering, Pattern, Patterns, Place
 from transaxle.derivation.fitting.stored_layout import AxisKey, Layout, Reading, layout
 from transaxle.derivation.fitting.trace import HUB, MEMORY, SIDES, Trace, Underivable
-from transaxle.move.assignment import Unions
+from transaxle.move.workers import Unions
 
 Indices = tuple[int, ...]
 _EVERYWHERE = frozenset({"model", "layers", "weight", "language"})

@@ -37,9 +37,8 @@ from transaxle.formats.registry import MANIFEST
 from transaxle.formats.storage.storage import files_in, layer
 from transaxle.move.hashing import WHOLE, HashingFiles, span_ends
 from transaxle.move.mover import Movement
-from transaxle.move.runs import Item
 from transaxle.move.transport import Alone
-from transaxle.move.workers import Limits, Progress, Worker, limits, share, unwatched
+from transaxle.move.workers import Item, Limits, Progress, Worker, limits, share, unwatched
 from transaxle.spans import stage
 
 _SHOWN = 3

@@ -23,7 +23,6 @@ from transaxle.formats.catalog import Container
 from transaxle.formats.dtype import BITS, nbytes, numpy_dtype
 from transaxle.formats.storage.compiled import new_batch, same_bytes
 from transaxle.move.endpoint import Readable
-from transaxle.move.runs import is_whole
 from transaxle.move.transfer import Transfer
 from transaxle.move.workers import (
     BLOCK,
@@ -34,6 +33,7 @@ from transaxle.move.workers import (
     are_noted,
     block_ends,
     grouped,
+    is_whole,
     largest_first,
     share,
     unwatched,

@@ -35,8 +35,7 @@ from transaxle.engine.distribute.work_plan import (
     work_plan,
 )
 from transaxle.engine.execute.carry import Report, reported, seal, write_fragments
-from transaxle.engine.execute.execute import execute, united
-from transaxle.engine.execute.preflight import Cleared, hold_source, preflight
+from transaxle.engine.execute.execute import Cleared, execute, hold_source, preflight, united
 from transaxle.engine.plan.conversion import Prepared, ready
 from transaxle.errors import Refusal, Where, gathered, refuse
 from transaxle.formats.checksums import Witness

@@ -33,20 +33,18 @@ from transaxle.engine.copying.duplicate_checks import PlannedCheck, unequal
 from transaxle.engine.number_text import duration, plural, size
 from transaxle.engine.plan.conversion import Prepared
 from transaxle.engine.plan.planned import Plan, PlannedTensor
+from transaxle.engine.plan.recoding import measure, refuse_infinite
 from transaxle.engine.views.encode import Step, buffer_blocks, largest
-from transaxle.engine.views.measuring import measure, refuse_infinite
 from transaxle.errors import Refusal, Refused, Where, gathered, refuse
 from transaxle.formats.catalog import Fragment, Recoding
 from transaxle.formats.registry import MANIFEST
 from transaxle.formats.staging.location import shown
 from transaxle.formats.storage.storage import Storage, layer, unpinned
-from transaxle.move.assignment import Unions
 from transaxle.move.hashing import WHOLE, HashingFiles, digest, span_ends
 from transaxle.move.journal import Done
 from transaxle.move.mover import Movement
-from transaxle.move.runs import Item
 from transaxle.move.transport import Alone, Exchange
-from transaxle.move.workers import Limits, Progress, Worker, limits, share, unwatched
+from transaxle.move.workers import Item, Limits, Progress, Unions, Worker, limits, share, unwatched
 from transaxle.spans import stage
 
 if TYPE_CHECKING:

@@ -36,8 +36,7 @@ from transaxle.live.training.optimizers import AnyOptimizer
 from transaxle.live.transport.tensor_exchange import RankExchange
 from transaxle.live.transport.world import Clock, World
 from transaxle.move.mover import Movement
-from transaxle.move.runs import Item
-from transaxle.move.workers import limits
+from transaxle.move.workers import Item, limits
 from transaxle.quant.modules.entries import begin_anew, put_values
 from transaxle.torch_tensors.local_tensor import local_of
 from transaxle.torch_tensors.placement import Held, ShardGrid, local_parts, local_shape

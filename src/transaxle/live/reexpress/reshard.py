@@ -26,8 +26,7 @@ from transaxle.live.sharding.value_checks import check_zero
 from transaxle.live.transport.tensor_exchange import RankExchange
 from transaxle.live.transport.world import World
 from transaxle.move.mover import Movement
-from transaxle.move.runs import Item
-from transaxle.move.workers import limits
+from transaxle.move.workers import Item, limits
 from transaxle.torch_tensors.placement import local_shape
 from transaxle.torch_tensors.torch_arguments import Ranks
 

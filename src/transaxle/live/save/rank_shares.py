@@ -28,12 +28,10 @@ from transaxle.formats.storage.local import LocalStorage
 from transaxle.live.sharding.memory import Memory, memory_of, rank_of
 from transaxle.live.transport.tensor_exchange import RankExchange
 from transaxle.live.transport.world import Clock, World, is_loss
-from transaxle.move.assignment import Load, Unions
 from transaxle.move.hashing import HashingFiles, digest_in
 from transaxle.move.journal import Done
 from transaxle.move.mover import Movement
-from transaxle.move.runs import Item, is_long
-from transaxle.move.workers import limits
+from transaxle.move.workers import Item, Load, Unions, is_long, limits
 
 if TYPE_CHECKING:
     from transaxle.formats.staging.location import Stage

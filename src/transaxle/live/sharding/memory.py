@@ -24,8 +24,7 @@ from transaxle.formats.dtype import nbytes
 from transaxle.formats.storage.storage import Listing, Storage
 from transaxle.formats.training_state.state_groups import GROUPS, ParamGroup
 from transaxle.live.sharding.global_tensors import Census, Global
-from transaxle.move.assignment import Load
-from transaxle.move.runs import Item
+from transaxle.move.workers import Item, Load
 from transaxle.torch_tensors.local_tensor import Bytes, as_bytes, byte_view, copied_to_cpu, local_of, with_own_bytes
 from transaxle.torch_tensors.placement import Held, local_shape
 

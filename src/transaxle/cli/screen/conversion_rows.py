@@ -1,14 +1,16 @@
-"""Printing what is decoded, encoded, cast, merged or averaged: tensors folded, with how far their values moved."""
+"""Rows that plans and reports of a conversion print alike: tensors whose values change, and what is not converted."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from transaxle.axes.notation.name import natural
-from transaxle.cli.screen.quantities import plural
 from transaxle.cli.screen.screen import Screen
 from transaxle.encodings.value_steps import Measured, Recoded
 from transaxle.engine.fold import fold
+from transaxle.engine.number_text import plural
+from transaxle.engine.plan.model_config import NO_CONFIG
+from transaxle.formats.training_state.state import OPTIMIZER
 
 
 def _how(recoded: Recoded) -> str:
@@ -75,3 +77,53 @@ def _counts(recoded: Sequence[Recoded]) -> dict[tuple[str, str], int]:
         key = tensor.action, _how(tensor)
         counts[key] = counts.get(key, 0) + 1
     return counts
+
+
+def print_counted(screen: Screen, counted: Mapping[str, int]) -> None:
+    """Print the axis sizes that only the names show, because no config states them."""
+    for axis, count in counted.items():
+        screen.line(
+            f"  size of {axis} unknown: counted {count} from the names (with --axis {axis}=N or --config FILE a "
+            "missing one is noticed)"
+        )
+
+
+def print_others(screen: Screen, kept: tuple[str, ...], ignored: tuple[str, ...], carried: tuple[str, ...]) -> None:
+    """Print what is not converted: tensors that keep their names, and files that are copied or left behind."""
+    if kept:
+        count = plural(len(kept), "tensor")
+        screen.some(
+            f"  {count} without a line in the target dialect, names unchanged (--strict refuses them)",
+            list(folded(kept)),
+        )
+    state = () if screen.everything else tuple(name for name in ignored if name.startswith(OPTIMIZER))
+    if state:
+        count = plural(len(state), "entry", "entries")
+        screen.line(f"  left behind: state of the optimizer, {count} (--all lists them)")
+    extra = () if screen.everything else tuple(name for name in ignored if name.endswith(_EXTRA))
+    if extra:
+        screen.line(f"  left behind: {_EXTRA[1:]} of {plural(len(extra), 'module')} (--all lists them)")
+    if others := tuple(sorted({*ignored}.difference(state, extra))):
+        screen.some("  left behind", list(folded(others)))
+    if carried:
+        shown = ", ".join(carried) if screen.everything or len(carried) <= 8 else f"{', '.join(carried[:8])} …"
+        screen.line(f"  carried along: {shown}")
+
+
+def print_notes(screen: Screen, notes: tuple[str, ...]) -> None:
+    """Print what programs that go on with the target must be told."""
+    for note in notes:
+        if note.startswith(NO_CONFIG):  # the target does not serve its purpose as it is
+            screen.note(f"warning: {note}")
+        else:
+            screen.line(f"  note: {note}")
+
+
+def folded(names: tuple[str, ...]) -> Iterator[str]:
+    """Yield names, folded into few rows."""
+    for row in fold(sorted(names, key=natural)):
+        yield f"{row.name}  {row.times}".rstrip()
+
+
+_EXTRA = "._extra_state"
+"""End of the names under which Megatron's modules save what is no tensor."""
