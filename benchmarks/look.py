@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 from promises import Promises
 
-from transaxle.formats.dtype import ITEM_BITS, numpy_dtype
+from transaxle.formats.catalog import ITEM_BITS, numpy_dtype
 
 SPEED, SECONDS, MEMORY, SIZE = 0.5, 10.0, 300.0, 6.0
 """What is promised: of `cat`, of the report of many tensors, and MB of its memory and of its file."""

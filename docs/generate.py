@@ -22,7 +22,8 @@ import figures
 import msgspec
 
 from transaxle import cli, families
-from transaxle.cli.command import NAME, with_all_options
+from transaxle.cli import NAME
+from transaxle.cli.command import with_all_options
 from transaxle.cli.program import COMMANDS, program
 from transaxle.engine.explanations import EXPLANATIONS
 from transaxle.engine.facts.legend import dialect_rows

@@ -13,11 +13,10 @@ from folder import HeldFolder
 from target import run
 
 from transaxle.errors import TransaxleError
-from transaxle.formats.catalog import NUMBERS, Spec
+from transaxle.formats.catalog import NUMBERS, Spec, nbytes
 from transaxle.formats.dcp.draft import draft
 from transaxle.formats.dcp.metadata import METADATA
 from transaxle.formats.dcp.reader import open_dcp
-from transaxle.formats.dtype import nbytes
 
 _LENGTH = 4
 _DATA = "__0_0.distcp"

@@ -20,14 +20,13 @@ from folder import HeldFolder
 from target import run
 
 from transaxle.errors import TransaxleError, refuse
-from transaxle.formats.catalog import NUMBERS, Container, Entry
+from transaxle.formats.catalog import NUMBERS, Container, Entry, nbytes
 from transaxle.formats.deepspeed import keys
 from transaxle.formats.deepspeed.metadata.info_draft import collected
 from transaxle.formats.deepspeed.metadata.record import Record
 from transaxle.formats.deepspeed.reader import HERE, open_deepspeed
 from transaxle.formats.deepspeed.universal import reader as universal
 from transaxle.formats.deepspeed.zero import ranks
-from transaxle.formats.dtype import nbytes
 from transaxle.formats.pickled.descriptors import Global, Object, OrderedMap
 from transaxle.formats.pickled.interpreter import Bounds, read_pickle
 from transaxle.formats.pickled.writer import write_pickle

@@ -25,7 +25,7 @@ from transaxle import families
 from transaxle.axes.notation import tables
 from transaxle.axes.notation.expression import parse
 from transaxle.axes.notation.formula import Formula
-from transaxle.cli.command import NAME
+from transaxle.cli import NAME
 from transaxle.cli.program import program
 from transaxle.errors import CODES, TransaxleError, refuse
 

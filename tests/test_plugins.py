@@ -127,7 +127,7 @@ import json
 
 from transaxle.formats.catalog import Container, Draft, Entry, Extent, Fragment
 from transaxle.formats.registry import sort_sidecars
-from transaxle.formats.dtype import nbytes
+from transaxle.formats.catalog import nbytes
 
 
 def open_raw(storage, path, member):

@@ -15,7 +15,8 @@ import pytest
 from tests.checkpoints import TENSORS
 from tests.cli.running import BUG, USAGE, Transaxle, command, on_terminal, process
 from transaxle import __version__
-from transaxle.cli.command import NAME, Command
+from transaxle.cli import NAME
+from transaxle.cli.command import Command
 from transaxle.cli.program import COMMANDS, program
 
 BLOCKED = """

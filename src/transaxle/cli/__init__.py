@@ -9,6 +9,8 @@ from collections.abc import Sequence
 
 from transaxle.spans import start_clock
 
+NAME = "transaxle"
+"""The program's name."""
 _NEW_OBJECTS = 1_000_000
 """Objects made before the collector looks for garbage: imports and plans make many, and hardly any garbage."""
 
@@ -49,4 +51,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
             gc.freeze()
 
 
-__all__ = ["main"]
+__all__ = ["NAME", "main"]

@@ -14,8 +14,7 @@ from typing import Any
 import click
 
 import transaxle as tx
-from transaxle.cli.click_options import printing
-from transaxle.cli.command import Command
+from transaxle.cli.command import Command, printing
 from transaxle.cli.screen.screen import Screen
 from transaxle.engine.facts.moves import RENAMED, UNCHANGED, rules, words
 from transaxle.engine.number_text import parameters, plural

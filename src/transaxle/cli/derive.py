@@ -13,8 +13,7 @@ import click
 
 from transaxle.arguments import Overwrite
 from transaxle.axes.notation import tables
-from transaxle.cli.click_options import overwriting, printing
-from transaxle.cli.command import Command
+from transaxle.cli.command import Command, overwriting, printing
 from transaxle.cli.screen.screen import Screen
 from transaxle.cli.tracing import silence
 from transaxle.derivation.sources import UNNAMED, Table, are_dialects, family_name, from_folders, from_transformers

@@ -1,23 +1,72 @@
-"""The program and its commands as click sees them: examples first, modules imported on use."""
+"""The program: its commands as click sees them, and running it, which ends in one exit code and at most one message.
+
+0 done   1 different   2 usage   3 refused   4 I/O   70 a bug in Transaxle   129 SIGHUP   130 interrupted
+141 nobody reads on   143 SIGTERM
+
+By default SIGTERM and SIGHUP end a process at once, leaving a half-written folder, and a terminal without its cursor.
+Here they raise an exception in the main thread, so that a command ends as after Ctrl-C, when it has cleaned up. A
+signal that the user told the system to ignore, as `nohup` does with SIGHUP, stays ignored.
+"""
 
 from __future__ import annotations
 
 import difflib
 import os
+import signal
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from importlib import import_module
+from types import FrameType
 
 import click
 from click.shell_completion import add_completion_class, shell_complete
 
 from transaxle import __version__
-from transaxle.cli.command import NAME, write_examples
-from transaxle.cli.screen.refusals import error_of
+from transaxle.cli import NAME
+from transaxle.cli.command import write_examples
+from transaxle.cli.screen.refusals import Stopped, error_of, outcome
 from transaxle.cli.screen.screen import Screen
-from transaxle.cli.stop import interruption_in, outcome, stoppable
 from transaxle.errors import without_secrets
+
+_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+
+
+@contextmanager
+def stoppable() -> Iterator[list[Stopped]]:
+    """Raise `Stopped` for the first of the signals; further ones are ignored, as they would interrupt the cleaning up.
+
+    Yields:
+        A list that receives the exception that stopped the process; empty until then.
+    """
+    stops: list[Stopped] = []
+
+    def stop(number: int, _frame: FrameType | None) -> None:
+        if not stops:
+            stops.append(Stopped(number))
+            raise stops[0]
+
+    if threading.current_thread() is not threading.main_thread():
+        yield stops  # only the main thread may say what happens at a signal
+        return
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    ours = [number for number, handler in before.items() if handler is not signal.SIG_IGN and handler is not None]
+    for number in ours:
+        signal.signal(number, stop)
+    try:
+        yield stops
+    finally:
+        for number in ours:
+            signal.signal(number, before[number])
+
+
+def interruption_in(error: BaseException | None) -> BaseException | None:
+    """Return the interruption that an error was made of, as Python does where it comes while a class is made."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__
+    return error
+
 
 COMPLETE = "_TRANSAXLE_COMPLETE"
 """Environment variable through which a shell requests completions."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import click
 
-from transaxle.cli.click_options import printing
-from transaxle.cli.command import Command
+from transaxle.cli.command import Command, printing
 from transaxle.cli.commands.convert import print_report
 from transaxle.cli.screen.screen import Screen
 from transaxle.engine.distribute.driver import begin_work, carry_out, commit_work, refuse_beyond

@@ -8,10 +8,12 @@ nothing else, so where a combination is missing the names need several rows.
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from itertools import product
 
 import msgspec
+
+from transaxle.axes.notation.name import natural
 
 _INDEX = re.compile(r"(?:(?<![^./#])|(?<=\.weight)(?=[0-9]+$)|(?<=\.bias)(?=[0-9]+$))(0|[1-9][0-9]*)(?![^./])")
 """An index is a whole segment (`layers.12.`), or counts the weights of one module (`linear_fc1.weight7`)."""
@@ -108,3 +110,9 @@ def fold(names: Iterable[str], keys: Iterable[Hashable] | None = None) -> list[F
                 FoldedRow(text, tuple(names_by_position[position] for position in product(*sets)), key, literals, sets)
             )
     return rows
+
+
+def folded(names: tuple[str, ...]) -> Iterator[str]:
+    """Yield names, folded into few rows."""
+    for row in fold(sorted(names, key=natural)):
+        yield f"{row.name}  {row.times}".rstrip()

@@ -12,9 +12,8 @@ from math import prod
 from typing import Any, NamedTuple
 
 from transaxle.errors import Code, Faults, TransaxleError
-from transaxle.formats.catalog import Checksum, Container, Draft, Entry, Extent, Fragment, Spec
+from transaxle.formats.catalog import ITEM_BITS, Checksum, Container, Draft, Entry, Extent, Fragment, Spec, nbytes
 from transaxle.formats.dcp.chunk_tiling import tiled
-from transaxle.formats.dtype import ITEM_BITS, nbytes
 from transaxle.formats.format import Format
 from transaxle.formats.registry import MANIFEST, STATE_FOLDER
 from transaxle.formats.storage.storage import checked_parts

@@ -30,8 +30,21 @@ from msgspec.structs import replace
 
 from transaxle.errors import LONGEST_NAME, Code, Faults, TransaxleError, refuse
 from transaxle.formats.builtin_formats import SAFETENSORS
-from transaxle.formats.catalog import DIGITS, Container, Draft, Entry, Extent, Fragment, Seal, Spec, seal_of
-from transaxle.formats.dtype import BITS, Shape, logical, nbytes
+from transaxle.formats.catalog import (
+    BITS,
+    DIGITS,
+    Container,
+    Draft,
+    Entry,
+    Extent,
+    Fragment,
+    Seal,
+    Shape,
+    Spec,
+    logical,
+    nbytes,
+    seal_of,
+)
 from transaxle.formats.registry import sort_sidecars
 from transaxle.formats.shards import Sized, has_state, lay_out_shards, read_files
 from transaxle.formats.storage.storage import Storage, too_long

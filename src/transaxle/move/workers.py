@@ -23,7 +23,7 @@ from msgspec.structs import replace
 from transaxle.arguments import Size, read_count, read_size
 from transaxle.axes.notation.computed import Steps, applied
 from transaxle.errors import refuse
-from transaxle.formats.dtype import numpy_dtype
+from transaxle.formats.catalog import numpy_dtype
 from transaxle.formats.storage.compiled import StepBatch
 from transaxle.move.endpoint import Bytes, NotingFiles, Readable
 from transaxle.move.strided_fill import Noting, Scratch, produce

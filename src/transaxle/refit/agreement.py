@@ -20,7 +20,7 @@ from transaxle.engine.checkpoint.checkpoint import Checkpoint, StoredTensor
 from transaxle.engine.checkpoint.settings import Settings, settings
 from transaxle.engine.plan.rank_parts import RANKS, for_ranks
 from transaxle.errors import Refusal, Where
-from transaxle.formats.dtype import nbytes
+from transaxle.formats.catalog import nbytes
 from transaxle.live.model.quantized_model import Sorted, Weights, stand_in
 from transaxle.live.model.source_view import View
 from transaxle.live.model.state_tensors import Leaves, State, shared_config, unsavable

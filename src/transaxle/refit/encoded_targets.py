@@ -22,7 +22,7 @@ from transaxle.encodings.conventions.convention import CONVENTIONS
 from transaxle.encodings.conventions.quantization import read
 from transaxle.encodings.encoding import ENCODINGS, Encoded, Encoding, Role
 from transaxle.engine.views.encode import METHODS
-from transaxle.formats.dtype import numpy_dtype
+from transaxle.formats.catalog import numpy_dtype
 from transaxle.live.sharding.global_tensors import Census, Global
 from transaxle.live.sharding.memory import container
 from transaxle.live.transport.world import World

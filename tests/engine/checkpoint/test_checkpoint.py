@@ -23,7 +23,7 @@ from tests.engine import law
 from tests.engine.counting import counted
 from tests.formats import files
 from transaxle.errors import Code
-from transaxle.formats.dtype import BITS
+from transaxle.formats.catalog import BITS
 
 Array = npt.NDArray[Any]
 

@@ -22,7 +22,7 @@ from torch.utils.dlpack import from_dlpack
 import transaxle as tx
 from tests import checkpoints
 from transaxle.engine.checkpoint.stored_tensor import check_elements, taken_apart
-from transaxle.formats.dtype import ITEM_BITS
+from transaxle.formats.catalog import ITEM_BITS
 
 TYPES = (
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from transaxle.engine.facts import tally
 from transaxle.engine.facts.exact_tally import EXACT_TYPES, Moments
 from transaxle.engine.facts.tally import tally_of
-from transaxle.formats.dtype import ITEM_BITS, numpy_dtype
+from transaxle.formats.catalog import ITEM_BITS, numpy_dtype
 
 _SMALL = {numpy_dtype(code): code for code, bits in reversed(ITEM_BITS.items()) if bits in {8, 16}}
 COUNTED = list(_SMALL.values())

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from transaxle.errors import Refused
-from transaxle.formats.catalog import Container, Entry, Extent
-from transaxle.formats.dtype import Shape
+from transaxle.formats.catalog import Container, Entry, Extent, Shape
 from transaxle.formats.megatron.torch_dist.flattened_ranges import in_whole_shapes
 from transaxle.formats.storage.local import LocalStorage
 

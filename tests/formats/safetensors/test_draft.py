@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 from tests.formats.files import FILE, INDEX, library
 from tests.formats.safetensors.test_reader import every_dtype, octets
 from transaxle.errors import Code, Refused
-from transaxle.formats.catalog import Draft, Spec
+from transaxle.formats.catalog import BITS, Draft, Spec, nbytes
 from transaxle.formats.detect import open_container
-from transaxle.formats.dtype import BITS, nbytes
 from transaxle.formats.safetensors import METADATA, draft, open_safetensors
 from transaxle.formats.torch_file.draft import draft as torch_draft
 

@@ -18,8 +18,7 @@ from safetensors import SafetensorError
 from tests.formats.files import FILE, header_of, info, library, made, raw
 from tests.work import peak
 from transaxle.errors import Code, Refused, TransaxleError
-from transaxle.formats.catalog import Spec
-from transaxle.formats.dtype import BITS
+from transaxle.formats.catalog import BITS, Spec
 from transaxle.formats.safetensors import MAX_DIMS, MAX_HEADER, METADATA, encode_header, parse_header
 from transaxle.formats.strict_json import MAX_PAIRS
 

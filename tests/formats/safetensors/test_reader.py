@@ -18,9 +18,8 @@ from hypothesis import strategies as st
 
 from tests.formats.files import FILE, INDEX, dense, info, made
 from transaxle.errors import Code, Refusal, TransaxleError
-from transaxle.formats.catalog import Container
+from transaxle.formats.catalog import BITS, Container
 from transaxle.formats.detect import open_container
-from transaxle.formats.dtype import BITS
 
 A, B, C = (f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3))
 ONE = info("F32", [1], 0, 4)

@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 from tests.formats.torch_file.made import octets
 from tests.formats.torch_file.test_reader import QUANTIZED, torch_dtypes
 from transaxle.errors import Code, TransaxleError
-from transaxle.formats.catalog import Draft, Spec
+from transaxle.formats.catalog import Draft, Spec, nbytes
 from transaxle.formats.detect import open_container
-from transaxle.formats.dtype import nbytes
 from transaxle.formats.pickled.descriptors import DType
 from transaxle.formats.pickled.interpreter import Bounds
 from transaxle.formats.torch_file.archive import ALIGNMENT, ZipItem, lay_out

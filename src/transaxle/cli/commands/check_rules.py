@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import click
 
-from transaxle.cli.click_options import printing
-from transaxle.cli.command import Command
-from transaxle.cli.screen.conversion_rows import folded
+from transaxle.cli.command import Command, printing
 from transaxle.cli.screen.screen import Screen
 from transaxle.engine.facts.rules_facts import JsonFacts, reads_any, rules_facts
+from transaxle.engine.fold import folded
 from transaxle.engine.number_text import plural
 from transaxle.errors import Refused
 

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 import click
 
-from transaxle.cli.click_options import printing
-from transaxle.cli.command import Command
+from transaxle.cli.command import Command, printing
 from transaxle.cli.screen.screen import Screen
 from transaxle.engine.number_text import plural, size
 from transaxle.formats.staging.leftovers import Leftover, clean, leftovers

@@ -10,8 +10,7 @@ import click
 
 from transaxle import verbs
 from transaxle.axes.notation.name import natural
-from transaxle.cli.click_options import options_of, printing, profiling
-from transaxle.cli.command import Command
+from transaxle.cli.command import Command, options_of, printing, profiling
 from transaxle.cli.commands.verify import print_across, print_comparison
 from transaxle.cli.screen.screen import Screen
 from transaxle.engine.compare.compare import Comparison, Difference, components

@@ -8,8 +8,7 @@ from typing import Any
 
 import click
 
-from transaxle.cli.click_options import completing, printing
-from transaxle.cli.command import Command
+from transaxle.cli.command import Command, completing, printing
 from transaxle.cli.screen.screen import Screen
 from transaxle.engine.explanations import EXPLANATIONS, Explanation
 from transaxle.errors import CODES, Code, refuse

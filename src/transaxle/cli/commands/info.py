@@ -12,10 +12,8 @@ from typing import Any
 import click
 
 from transaxle import __version__, verbs
-from transaxle.cli.click_options import options_of, printing
-from transaxle.cli.command import Command
+from transaxle.cli.command import Command, options_of, printing
 from transaxle.cli.program import COMMANDS
-from transaxle.cli.screen.conversion_rows import folded
 from transaxle.cli.screen.name_tree import Branch, name_tree, print_tree
 from transaxle.cli.screen.screen import Screen
 from transaxle.encodings.arithmetic.codec import active
@@ -23,6 +21,7 @@ from transaxle.engine.checkpoint.recognise import pick_family
 from transaxle.engine.checkpoint.settings import settings
 from transaxle.engine.facts.checkpoint_facts import JsonFacts
 from transaxle.engine.facts.legend import axis_facts, axis_rows, dialect_facts, dialect_rows
+from transaxle.engine.fold import folded
 from transaxle.engine.number_text import parameters, percent, plural, size, tensors_in_words
 from transaxle.families import builtin
 from transaxle.formats.registry import every_format, writable

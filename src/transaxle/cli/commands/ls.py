@@ -8,8 +8,7 @@ from typing import Any
 import click
 
 from transaxle import verbs
-from transaxle.cli.click_options import completing, dialects, options_of, printing
-from transaxle.cli.command import Command
+from transaxle.cli.command import Command, completing, dialects, options_of, printing
 from transaxle.cli.screen import summary
 from transaxle.cli.screen.screen import Screen
 from transaxle.engine.facts.checkpoint_facts import totals

@@ -9,9 +9,8 @@ import click
 from click.core import ParameterSource
 
 from transaxle import verbs
-from transaxle.cli.click_options import deriving, options_of, printing, profiling
-from transaxle.cli.command import Command, Seldom
-from transaxle.cli.screen.conversion_rows import print_counted, print_notes, print_others, print_recoded, print_stayed
+from transaxle.cli.command import Command, Seldom, deriving, options_of, printing, profiling
+from transaxle.cli.commands.convert import print_counted, print_notes, print_others, print_recoded, print_stayed
 from transaxle.cli.screen.refusals import error_document, print_refusals
 from transaxle.cli.screen.screen import Screen
 from transaxle.engine.checkpoint.settings import settings

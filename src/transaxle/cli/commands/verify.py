@@ -7,8 +7,7 @@ from typing import Any
 import click
 
 from transaxle import verbs
-from transaxle.cli.click_options import options_of, printing, profiling
-from transaxle.cli.command import Command
+from transaxle.cli.command import Command, options_of, printing, profiling
 from transaxle.cli.screen.refusals import print_refusals
 from transaxle.cli.screen.screen import Screen
 from transaxle.engine.compare.compare import Comparison

@@ -9,8 +9,7 @@ from typing import Any
 
 import click
 
-from transaxle.cli.click_options import given, options_of, printing
-from transaxle.cli.command import Command
+from transaxle.cli.command import Command, given, options_of, printing
 from transaxle.cli.screen.screen import Screen
 from transaxle.engine.number_text import size
 from transaxle.move.workers import unwatched

@@ -1,7 +1,8 @@
-"""Printing refusals: all of them at once, the most important first, and no wall of text."""
+"""Printing why a command ends: all refusals at once, the most important first, or the signal that stopped it."""
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -121,3 +122,28 @@ def error_of(exit_code: int, message: str, *refusals: Refusal) -> dict[str, Any]
     """Return the JSON document of any failure."""
     listed = [refusal.as_json() for refusal in refusals]
     return {"error": {"exit_code": exit_code, "message": message, "refusals": listed}}
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal that asks the process to end.
+
+    Args:
+        number: of the signal.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+    def __str__(self) -> str:
+        return f"stopped by {signal.Signals(self.number).name}"
+
+    @property
+    def exit_code(self) -> int:
+        """Exit code that a shell reports for a program that this signal ended: 143 for SIGTERM, 129 for SIGHUP."""
+        return 128 + self.number
+
+
+def outcome(stop: BaseException) -> tuple[int, str]:
+    """Return the exit code and the message for the exception that stopped a command."""
+    return (stop.exit_code, str(stop)) if isinstance(stop, Stopped) else (INTERRUPTED, "interrupted")

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from importlib import metadata
 
 from transaxle import __version__
-from transaxle.cli.command import NAME
+from transaxle.cli import NAME
 from transaxle.errors import without_secrets
 
 _PACKAGES = ("numpy", "ml_dtypes", "torch", "transformers")

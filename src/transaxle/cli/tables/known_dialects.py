@@ -7,8 +7,7 @@ from typing import Any
 
 import click
 
-from transaxle.cli.click_options import completing, families, printing
-from transaxle.cli.command import Command
+from transaxle.cli.command import Command, completing, families, printing
 from transaxle.cli.screen.screen import Screen
 from transaxle.engine.checkpoint.recognise import pick_family
 from transaxle.engine.facts.legend import axis_facts, axis_rows, dialect_facts, dialect_rows

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import click
 
-from transaxle.cli.click_options import printing
-from transaxle.cli.command import Command
+from transaxle.cli.command import Command, printing
 from transaxle.cli.screen.screen import Screen
 from transaxle.engine.number_text import plural
 from transaxle.families import Entry, builtin

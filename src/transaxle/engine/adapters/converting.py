@@ -23,8 +23,7 @@ from transaxle.engine.adapters.peft_files import Module, Saved, config_of, is_fl
 from transaxle.engine.copying.source import Source
 from transaxle.engine.views.decoded import RowMajorBytes
 from transaxle.errors import Refusal, TransaxleError, Where, gathered
-from transaxle.formats.catalog import Container, Entry, Extent
-from transaxle.formats.dtype import nbytes
+from transaxle.formats.catalog import Container, Entry, Extent, nbytes
 from transaxle.formats.storage.storage import InMemoryFile, VirtualFile, VirtualFiles
 from transaxle.move.hashing import digest
 

@@ -26,8 +26,7 @@ from transaxle.engine.views.decoded import RowMajorBytes
 from transaxle.engine.views.encoded import Catalog, View
 from transaxle.engine.views.merged import Change, Factors, Merger, Rebased, Replacement, Zeros, wide
 from transaxle.errors import Refusal, TransaxleError, Where, gathered
-from transaxle.formats.catalog import Container, Entry, Extent
-from transaxle.formats.dtype import nbytes
+from transaxle.formats.catalog import Container, Entry, Extent, nbytes
 from transaxle.formats.storage.storage import VirtualFile, VirtualFiles, close
 
 _CHANGE, _MERGED = "\0change of ", "\0merged "

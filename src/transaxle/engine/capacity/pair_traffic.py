@@ -25,7 +25,7 @@ from transaxle.engine.checkpoint.recognise import model_types, pick_dialect, pic
 from transaxle.engine.checkpoint.settings import Settings
 from transaxle.engine.plan.rank_parts import for_ranks
 from transaxle.errors import Code, refuse
-from transaxle.formats.dtype import ITEM_BITS
+from transaxle.formats.catalog import ITEM_BITS
 
 Matrix = NDArray[np.int64]
 _WIDE = "fp32"

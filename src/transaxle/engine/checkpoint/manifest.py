@@ -24,8 +24,7 @@ from transaxle.axes.layout.relayout import is_one_run, unchanged
 from transaxle.engine.checkpoint.settings import CONFIG
 from transaxle.engine.copying.source import Source
 from transaxle.errors import Refusal, StorageError, TransaxleError, Where, gathered, refuse
-from transaxle.formats.catalog import Container, Entry, Seal, read_digest, rest_of
-from transaxle.formats.dtype import Shape, nbytes
+from transaxle.formats.catalog import Container, Entry, Seal, Shape, nbytes, read_digest, rest_of
 from transaxle.formats.newest_step import listed
 from transaxle.formats.registry import MANIFEST, is_for_people, tells_of_use
 from transaxle.formats.storage.compiled import FileRange, StepBatch, read_ranges, read_strided

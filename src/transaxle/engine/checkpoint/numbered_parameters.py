@@ -23,8 +23,7 @@ from transaxle.axes.layout.bind import split_slot
 from transaxle.engine.checkpoint.settings import CONFIG, stored_config
 from transaxle.errors import Refusal, TransaxleError, Where, gathered
 from transaxle.formats.builtin_formats import TORCH
-from transaxle.formats.catalog import Container
-from transaxle.formats.dtype import Shape
+from transaxle.formats.catalog import Container, Shape
 from transaxle.formats.torch_file.reader import TIES
 from transaxle.formats.training_state.state_groups import GROUPS, PARAMS
 

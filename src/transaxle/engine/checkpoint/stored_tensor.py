@@ -32,8 +32,8 @@ from transaxle.engine.fold import FoldedRow, fold
 from transaxle.engine.number_text import notebook, plural, size
 from transaxle.engine.views.name_filter import chosen
 from transaxle.errors import TransaxleError, refuse, shortened
+from transaxle.formats.catalog import ITEM_BITS, nbytes, numpy_dtype, packed_width
 from transaxle.formats.checksums import Witness
-from transaxle.formats.dtype import ITEM_BITS, nbytes, numpy_dtype, packed_width
 from transaxle.formats.storage.storage import Storage, is_closed, layer
 from transaxle.move.endpoint import Bytes
 from transaxle.move.strided_fill import Scratch, produce

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from transaxle.encodings.encoding import Encoding
-from transaxle.formats.dtype import numpy_dtype
+from transaxle.formats.catalog import numpy_dtype
 
 if TYPE_CHECKING:
     from transaxle.engine.views.decoded import Decoder

@@ -30,9 +30,8 @@ from transaxle.engine.copying.duplicate_checks import plan_twins, unequal
 from transaxle.engine.copying.source import Source
 from transaxle.engine.number_text import notebook, plural, size
 from transaxle.errors import Code, Refusal, Where
-from transaxle.formats.catalog import NUMBERS, Checksum, Container, Entry, Seal, read_digest
+from transaxle.formats.catalog import NUMBERS, Checksum, Container, Entry, Seal, nbytes, read_digest
 from transaxle.formats.checksums import Witness
-from transaxle.formats.dtype import nbytes
 from transaxle.formats.registry import MANIFEST
 from transaxle.formats.storage.storage import files_in, layer
 from transaxle.move.hashing import WHOLE, HashingFiles, span_ends

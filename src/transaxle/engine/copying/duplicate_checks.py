@@ -19,8 +19,7 @@ from msgspec.structs import replace
 from transaxle.axes.layout.relayout import Check, unchanged, unlike
 from transaxle.engine.copying.source import Source
 from transaxle.errors import Refusal, TransaxleError, Where
-from transaxle.formats.catalog import Container
-from transaxle.formats.dtype import BITS, nbytes, numpy_dtype
+from transaxle.formats.catalog import BITS, Container, nbytes, numpy_dtype
 from transaxle.formats.storage.compiled import new_batch, same_bytes
 from transaxle.move.endpoint import Readable
 from transaxle.move.transfer import Transfer

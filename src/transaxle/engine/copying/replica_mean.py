@@ -15,8 +15,7 @@ from transaxle.encodings.error import Error
 from transaxle.encodings.value_steps import Recoded
 from transaxle.engine.copying.source import Source
 from transaxle.errors import refuse
-from transaxle.formats.catalog import Container, Entry, Extent, Twin
-from transaxle.formats.dtype import numpy_dtype
+from transaxle.formats.catalog import Container, Entry, Extent, Twin, numpy_dtype
 
 if TYPE_CHECKING:
     import numpy as np

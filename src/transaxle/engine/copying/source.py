@@ -29,8 +29,7 @@ from transaxle.axes.layout.relayout import Copier, Target, TargetPart, is_one_ru
 from transaxle.axes.notation.expression import Layout
 from transaxle.axes.translation.holdings import AlikePart
 from transaxle.errors import Code, TransaxleError, refuse
-from transaxle.formats.catalog import Container, Entry, Extent
-from transaxle.formats.dtype import ITEM_BITS, Shape, nbytes
+from transaxle.formats.catalog import ITEM_BITS, Container, Entry, Extent, Shape, nbytes
 from transaxle.move.endpoint import Bytes
 from transaxle.move.strided_fill import Scratch, produce
 from transaxle.move.transfer import Transfer, lower

@@ -43,7 +43,7 @@ from transaxle.engine.plan.conversion import SHARD_SIZE, Prepared, make_plan
 from transaxle.engine.plan.planned import Plan
 from transaxle.engine.views.encode import Encode
 from transaxle.errors import refuse, without_secrets
-from transaxle.formats.dtype import nbytes
+from transaxle.formats.catalog import nbytes
 from transaxle.formats.parts.part_layout import LEAST
 from transaxle.formats.remote.multipart import multipart
 from transaxle.formats.remote.service import Service

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from transaxle.formats.dtype import numpy_dtype
+from transaxle.formats.catalog import numpy_dtype
 
 _ABOVE_ALL, _BELOW_ALL = (1 << 63) - 1, -1 << 63
 _LIMB = 18

@@ -9,7 +9,7 @@ from math import prod
 from typing import Any
 
 from transaxle.engine.number_text import notebook, plural, size
-from transaxle.formats.dtype import nbytes
+from transaxle.formats.catalog import nbytes
 
 Share = tuple[tuple[tuple[int, int], ...], ...]
 """Per dim, the intervals of positions that a rank holds."""

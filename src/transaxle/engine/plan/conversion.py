@@ -31,10 +31,19 @@ from transaxle.engine.checkpoint.settings import CONFIG
 from transaxle.engine.copying.arithmetic import steps
 from transaxle.engine.copying.duplicate_checks import plan_checks
 from transaxle.engine.copying.source import Source
-from transaxle.engine.plan.hub_weights import published
-from transaxle.engine.plan.model_config import config_notes, lacking_note, rewritten
 from transaxle.engine.plan.planned import OutputTensor, Plan, PlannedTensor, routes
-from transaxle.engine.plan.recoding import buffers_of, computed, displaced, recoded, recoding, to_encode
+from transaxle.engine.plan.recoding import (
+    buffers_of,
+    computed,
+    config_notes,
+    displaced,
+    lacking_note,
+    published,
+    recoded,
+    recoding,
+    rewritten,
+    to_encode,
+)
 from transaxle.engine.plan.training_beside import (
     left_behind,
     misplaced_state,
@@ -52,8 +61,7 @@ from transaxle.errors import Refusal, TransaxleError, Where, gathered, in_both_l
 from transaxle.families import is_dialect
 from transaxle.formats import registry
 from transaxle.formats.builtin_formats import SAFETENSORS
-from transaxle.formats.catalog import Draft, Entry, Extent, Spec
-from transaxle.formats.dtype import ITEM_BITS, nbytes
+from transaxle.formats.catalog import ITEM_BITS, Draft, Entry, Extent, Spec, nbytes
 from transaxle.formats.format import Format, uncollected
 from transaxle.formats.registry import MANIFEST, SCRATCH, builtin, get, writable
 from transaxle.formats.storage.storage import as_text

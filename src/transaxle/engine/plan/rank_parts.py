@@ -24,8 +24,7 @@ from transaxle.axes.notation.family import Family, Line, Sizes
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.checkpoint.recognise import IDENTITY, pick_dialect
 from transaxle.errors import Refusal, TransaxleError, Where, gathered
-from transaxle.formats.catalog import Entry, Extent, NumbersInMemory
-from transaxle.formats.dtype import ITEM_BITS
+from transaxle.formats.catalog import ITEM_BITS, Entry, Extent, NumbersInMemory
 from transaxle.formats.storage.storage import layer
 
 Parts = Mapping[str, tuple[int, tuple[Intervals, ...]] | None]

@@ -25,8 +25,7 @@ from transaxle.engine.views.decoded import RowMajorBytes
 from transaxle.engine.views.encoded import Catalog
 from transaxle.engine.views.name_filter import chosen
 from transaxle.errors import Refusal, Where, gathered, refuse
-from transaxle.formats.catalog import Container, Entry, Extent
-from transaxle.formats.dtype import nbytes, numpy_dtype
+from transaxle.formats.catalog import Container, Entry, Extent, nbytes, numpy_dtype
 from transaxle.formats.training_state.state import OPTIMIZER
 from transaxle.move.endpoint import Readable
 

@@ -25,8 +25,7 @@ from transaxle.engine.copying.source import Source
 from transaxle.engine.views.encoded import Catalog, buffer_name
 from transaxle.engine.views.header_metadata import without_notes
 from transaxle.errors import refuse
-from transaxle.formats.catalog import Container, Entry, Extent
-from transaxle.formats.dtype import nbytes, numpy_dtype
+from transaxle.formats.catalog import Container, Entry, Extent, nbytes, numpy_dtype
 from transaxle.move.endpoint import Bytes, Readable
 from transaxle.move.strided_fill import Scratch, produce
 from transaxle.move.transfer import Transfer, clip

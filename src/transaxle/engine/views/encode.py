@@ -24,7 +24,7 @@ from transaxle.engine.number_text import plural
 from transaxle.engine.views.encoded import View
 from transaxle.engine.views.name_filter import chosen
 from transaxle.errors import Refusal, Where, refuse
-from transaxle.formats.dtype import nbytes, numpy_dtype
+from transaxle.formats.catalog import nbytes, numpy_dtype
 
 if TYPE_CHECKING:
     import numpy as np

@@ -19,8 +19,7 @@ from transaxle.encodings.arithmetic.wide import widened
 from transaxle.engine.copying.source import Source
 from transaxle.engine.views.cast import BAND, Caster
 from transaxle.engine.views.decoded import RowMajorBytes
-from transaxle.formats.catalog import Entry
-from transaxle.formats.dtype import numpy_dtype
+from transaxle.formats.catalog import Entry, numpy_dtype
 from transaxle.move.endpoint import Readable
 
 Wide = NDArray[np.float64]

@@ -17,8 +17,7 @@ from msgspec.structs import replace
 
 from transaxle.encodings.conventions.torchao_convention import Swizzled, swizzled
 from transaxle.engine.copying.source import Source
-from transaxle.formats.catalog import Container, Entry, Extent
-from transaxle.formats.dtype import ITEM_BITS
+from transaxle.formats.catalog import ITEM_BITS, Container, Entry, Extent
 from transaxle.formats.storage.storage import VirtualFiles, layer
 from transaxle.move.endpoint import Bytes
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from transaxle.errors import Faults
 from transaxle.formats.builtin_formats import DCP
-from transaxle.formats.catalog import Draft, Entry, Extent, Fragment, Spec
+from transaxle.formats.catalog import Draft, Entry, Extent, Fragment, Spec, code_of, logical, nbytes
 from transaxle.formats.dcp.metadata import METADATA, Payload, flat_path, path_of
 from transaxle.formats.dcp.written_chunks import (
     DTYPES,
@@ -27,7 +27,6 @@ from transaxle.formats.dcp.written_chunks import (
     cut,
     metadata_of,
 )
-from transaxle.formats.dtype import code_of, logical, nbytes
 from transaxle.formats.pickled.writer import write_pickle
 from transaxle.formats.torch_file.draft import saved, surround
 from transaxle.formats.training_state.flatten import as_numbered, group_path

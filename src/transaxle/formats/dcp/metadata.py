@@ -24,7 +24,7 @@ import msgspec
 
 from transaxle.errors import Faults, TransaxleError, refuse
 from transaxle.formats.builtin_formats import DCP_DATA, DCP_METADATA
-from transaxle.formats.dtype import Shape
+from transaxle.formats.catalog import Shape
 from transaxle.formats.format import uncollected
 from transaxle.formats.pickled.allowed_globals.allowed import ALLOWED, INERT, GlobalRule, Names
 from transaxle.formats.pickled.columns import Column, Run, filled

@@ -26,10 +26,9 @@ import numpy as np
 from msgspec.structs import replace
 
 from transaxle.errors import Faults, Refusal, TransaxleError, Where
-from transaxle.formats.catalog import Checksum, Entry, Extent, Twin, number
+from transaxle.formats.catalog import PACKED, Checksum, Entry, Extent, Shape, Twin, logical, nbytes, number
 from transaxle.formats.dcp.metadata import Payload, SavedChunk, SavedItem
 from transaxle.formats.dcp.stencil import Stencils
-from transaxle.formats.dtype import PACKED, Shape, logical, nbytes
 from transaxle.formats.pickled.descriptors import NOTHING, Quantized, Scalar, TensorRef
 from transaxle.formats.safetensors import part_starts, read_header
 from transaxle.formats.storage.storage import Storage

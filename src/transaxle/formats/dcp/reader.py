@@ -19,11 +19,21 @@ import msgspec
 
 from transaxle.errors import Faults, TransaxleError
 from transaxle.formats.builtin_formats import DCP, DCP_RANK
-from transaxle.formats.catalog import Container, Entry, Extent, Number, NumbersInMemory, Twin, number
+from transaxle.formats.catalog import (
+    ITEM_BITS,
+    Container,
+    Entry,
+    Extent,
+    Number,
+    NumbersInMemory,
+    Shape,
+    Twin,
+    logical,
+    number,
+)
 from transaxle.formats.dcp.chunk_tiling import ChunkBox, outside, tiled
 from transaxle.formats.dcp.metadata import METADATA, Payload, SavedChunk, SavedItem, paths_within, read_metadata
 from transaxle.formats.dcp.payload import AssembledTensor, Payloads, QuantizedChunk, assembled, buffers, copies
-from transaxle.formats.dtype import ITEM_BITS, Shape, logical
 from transaxle.formats.pickled.descriptors import NOTHING, Scalar
 from transaxle.formats.registry import sort_sidecars
 from transaxle.formats.storage.storage import Storage, checked_parts

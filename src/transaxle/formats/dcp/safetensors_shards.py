@@ -11,9 +11,8 @@ from collections.abc import Collection, Mapping
 
 from transaxle.errors import Faults, TransaxleError
 from transaxle.formats.builtin_formats import DCP, DCP_SHARD
-from transaxle.formats.catalog import Container, Entry, Extent
+from transaxle.formats.catalog import Container, Entry, Extent, Shape
 from transaxle.formats.dcp.chunk_tiling import ChunkBox, tiled
-from transaxle.formats.dtype import Shape
 from transaxle.formats.registry import sort_sidecars
 from transaxle.formats.safetensors import PART_NOTES, Header, part_starts, read_header
 from transaxle.formats.storage.storage import Storage

@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from transaxle.errors import Code
-from transaxle.formats.catalog import DIGITS, Checksum, Entry, Extent, Seal, seal_of
-from transaxle.formats.dtype import ITEM_BITS
+from transaxle.formats.catalog import DIGITS, ITEM_BITS, Checksum, Entry, Extent, Seal, seal_of
 from transaxle.formats.pickled.allowed_globals.allowed import ALLOWED, Names
 from transaxle.formats.pickled.descriptors import (
     DType,

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import msgspec
 
 from transaxle.errors import Faults, refuse
-from transaxle.formats.dtype import scalar
+from transaxle.formats.catalog import scalar
 from transaxle.formats.pickled.descriptors import NOTHING, Scalar
 from transaxle.formats.training_state.state_groups import (
     GROUPS,

@@ -15,8 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import isfinite
 from typing import Any
 
-from transaxle.formats.catalog import Entry
-from transaxle.formats.dtype import BITS, code_of, is_scalar, scalar
+from transaxle.formats.catalog import BITS, Entry, code_of, is_scalar, scalar
 from transaxle.formats.pickled.descriptors import NOTHING, Scalar
 from transaxle.formats.storage.storage import Storage
 from transaxle.formats.strict_json import parsed

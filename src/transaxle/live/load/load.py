@@ -21,7 +21,7 @@ from transaxle.arguments import Axes, Config, DType, PathLike, read_count, read_
 from transaxle.engine.checkpoint.checkpoint import CheckpointLike, StoredTensor
 from transaxle.engine.copying.duplicate_checks import PlannedCheck, plan_checks, unequal
 from transaxle.errors import Refusal, Where, gathered
-from transaxle.formats.dtype import nbytes
+from transaxle.formats.catalog import nbytes
 from transaxle.formats.storage.storage import Storage
 from transaxle.live.derived.settle import settle, untaken
 from transaxle.live.load.load_plan import LoadPlan, leaves_for

@@ -12,8 +12,7 @@ from msgspec.structs import replace
 from transaxle.arguments import Axes, Config, PathLike, read_flag, read_optional_text, suggests
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, StoredTensor
 from transaxle.engine.checkpoint.settings import Settings, model_config, settings
-from transaxle.formats.catalog import Container
-from transaxle.formats.dtype import nbytes
+from transaxle.formats.catalog import Container, nbytes
 from transaxle.live.derived.settle import settle
 from transaxle.live.model.destination import Landing, Rooms, check_filled, overlapping
 from transaxle.live.model.source_view import View, view

@@ -19,8 +19,7 @@ from msgspec.structs import replace
 
 from transaxle.axes.geometry.strided import lexicographic_boxes, row_major
 from transaxle.errors import refuse
-from transaxle.formats.catalog import Container, Entry, Extent
-from transaxle.formats.dtype import nbytes
+from transaxle.formats.catalog import Container, Entry, Extent, nbytes
 from transaxle.formats.storage.storage import Listing, Storage
 from transaxle.formats.training_state.state_groups import GROUPS, ParamGroup
 from transaxle.live.sharding.global_tensors import Census, Global

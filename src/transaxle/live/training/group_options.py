@@ -13,7 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 from transaxle.errors import Refusal, Where, gathered
-from transaxle.formats.dtype import numpy_dtype
+from transaxle.formats.catalog import numpy_dtype
 from transaxle.formats.pickled.descriptors import NOTHING
 from transaxle.formats.training_state.state_groups import NAMES, PARAMS, ParamGroup, plain, settings_of
 from transaxle.live.training.optimizers import Optimizers, inside

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from math import prod
 
 from transaxle.axes.geometry.strided import lexicographic_boxes
-from transaxle.formats.catalog import Extent
-from transaxle.formats.dtype import BITS
+from transaxle.formats.catalog import BITS, Extent
 
 Shape = tuple[int, ...]
 

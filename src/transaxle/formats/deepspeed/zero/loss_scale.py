@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 from transaxle.axes.geometry.strided import row_major
 from transaxle.errors import refuse
-from transaxle.formats.catalog import Entry, Extent, NumbersInMemory
-from transaxle.formats.dtype import numpy_dtype
+from transaxle.formats.catalog import Entry, Extent, NumbersInMemory, numpy_dtype
 
 if TYPE_CHECKING:
     import numpy as np

@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from transaxle.errors import refuse
-from transaxle.formats.catalog import Checksum, Entry, Extent, NumbersInMemory, number
+from transaxle.formats.catalog import BITS, Checksum, Entry, Extent, NumbersInMemory, number
 from transaxle.formats.deepspeed import keys
 from transaxle.formats.deepspeed.checked_value import CheckedValue
 from transaxle.formats.deepspeed.zero.flat import Shape, Vector
-from transaxle.formats.dtype import BITS
 from transaxle.formats.pickled.descriptors import NOTHING, Object, Scalar, TensorRef
 from transaxle.formats.torch_file.saved import ViewFault, place, read_saved
 from transaxle.formats.training_state.flatten import described

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 from transaxle.axes.geometry.strided import row_major
 from transaxle.errors import TransaxleError, refuse
-from transaxle.formats.catalog import Entry, Extent, Twin
+from transaxle.formats.catalog import BITS, Entry, Extent, Twin
 from transaxle.formats.deepspeed.metadata.spread import Owners, RankBlock, Shape, ShardBlock, Spread, owners, whole
-from transaxle.formats.dtype import BITS
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,7 @@ from math import prod
 from typing import NamedTuple
 
 from transaxle.axes.geometry.strided import lexicographic_boxes
-from transaxle.formats.catalog import Entry, Extent, Twin
-from transaxle.formats.dtype import BITS, Shape
+from transaxle.formats.catalog import BITS, Entry, Extent, Shape, Twin
 from transaxle.formats.megatron.flat_buckets.bucket_layout import Placed
 from transaxle.formats.megatron.flat_buckets.pipeline_stages import Held
 from transaxle.formats.megatron.flat_buckets.rank_parameters import Box, StoredParameter

@@ -14,8 +14,7 @@ from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
-from transaxle.formats.catalog import Entry
-from transaxle.formats.dtype import Shape
+from transaxle.formats.catalog import Entry, Shape
 from transaxle.formats.megatron.flat_buckets.parameter_order import (
     Key,
     Order,

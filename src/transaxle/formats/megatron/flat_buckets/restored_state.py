@@ -9,8 +9,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from transaxle.errors import Refusal, Where
-from transaxle.formats.catalog import Container, Entry, Twin
-from transaxle.formats.dtype import BITS, numpy_dtype
+from transaxle.formats.catalog import BITS, Container, Entry, Twin, numpy_dtype
 from transaxle.formats.megatron.flat_buckets.bucket_layout import FlatBuffer
 from transaxle.formats.megatron.flat_buckets.optimizer_tensors import tensors_by_parameter
 from transaxle.formats.megatron.flat_buckets.parameter_order import UnknownOrderError, orders

@@ -20,8 +20,7 @@ from transaxle.axes.geometry.strided import row_major
 from transaxle.axes.layout.bind import split_slot
 from transaxle.errors import Faults, TransaxleError, refuse
 from transaxle.formats.builtin_formats import MEGATRON_MODEL, MEGATRON_TORCH, MEGATRON_TRACKER
-from transaxle.formats.catalog import Draft, Entry, Extent, Fragment, Spec
-from transaxle.formats.dtype import ITEM_BITS, PACKED, stored_number
+from transaxle.formats.catalog import ITEM_BITS, PACKED, Draft, Entry, Extent, Fragment, Spec, stored_number
 from transaxle.formats.megatron.iterations import RELEASE, iteration_folder
 from transaxle.formats.megatron.legacy.joined_ranks import EMBEDDING, is_cut_by_rows
 from transaxle.formats.megatron.legacy.param_order import is_vocabulary

@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 
 from transaxle.errors import refuse
-from transaxle.formats.catalog import Checksum, Entry, NumbersInMemory
+from transaxle.formats.catalog import Checksum, Entry, NumbersInMemory, numpy_dtype
 from transaxle.formats.deepspeed.checked_value import CheckedValue
 from transaxle.formats.deepspeed.zero.flat import FlatRun, Vector, extents
 from transaxle.formats.deepspeed.zero.ranks import Tensors
 from transaxle.formats.deepspeed.zero.shard import RankShard
-from transaxle.formats.dtype import numpy_dtype
 from transaxle.formats.megatron.arguments_of_run import NAMES
 from transaxle.formats.megatron.legacy.param_order import (
     LOW,

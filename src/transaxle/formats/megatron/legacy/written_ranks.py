@@ -13,8 +13,8 @@ from typing import Any
 
 from transaxle.arguments import Degrees
 from transaxle.errors import TransaxleError, refuse
+from transaxle.formats.catalog import nbytes
 from transaxle.formats.deepspeed.checked_value import CheckedValue
-from transaxle.formats.dtype import nbytes
 from transaxle.formats.megatron.legacy.global_names import is_expert
 from transaxle.formats.megatron.legacy.joined_ranks import EMBEDDING, HEAD
 from transaxle.formats.megatron.legacy.param_order import LOW, OrderUnknown, Parameter, by_groups

@@ -14,8 +14,7 @@ from msgspec.structs import replace
 
 from transaxle.axes.geometry.strided import lexicographic_boxes
 from transaxle.errors import Faults
-from transaxle.formats.catalog import Container, Entry, Extent
-from transaxle.formats.dtype import BITS, Shape
+from transaxle.formats.catalog import BITS, Container, Entry, Extent, Shape
 
 
 def in_whole_shapes(container: Container, shapes: Mapping[str, Shape], file: str) -> Container:

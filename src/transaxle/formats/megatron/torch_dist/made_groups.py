@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from transaxle.errors import refuse
-from transaxle.formats.dtype import Shape
+from transaxle.formats.catalog import Shape
 from transaxle.formats.megatron.flat_buckets.parameter_order import has_experts, has_layers
 from transaxle.formats.training_state.state_groups import PARAMS, ParamGroup
 

@@ -14,8 +14,7 @@ from msgspec.structs import replace
 
 from transaxle.axes.geometry.strided import row_major
 from transaxle.axes.layout.bind import join_slot, split_slot
-from transaxle.formats.catalog import Container, Entry, Extent
-from transaxle.formats.dtype import ITEM_BITS, PACKED
+from transaxle.formats.catalog import ITEM_BITS, PACKED, Container, Entry, Extent
 
 _AHEAD = re.compile(r"((?:.+\.)?)mtp\.layers\.\d+\..+", re.DOTALL)
 _TOGETHER = re.compile(r"((?:.+\.)?)(decoder\.layers)\.(?!\d)(.+)", re.DOTALL)

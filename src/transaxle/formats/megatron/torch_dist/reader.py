@@ -19,10 +19,9 @@ from transaxle.arguments import Weights
 from transaxle.axes.layout.bind import split_slot
 from transaxle.errors import Refusal, TransaxleError, Where, refuse
 from transaxle.formats.builtin_formats import MEGATRON_TRACKER, TORCH_DIST
-from transaxle.formats.catalog import Container, Entry, Extent, NumbersInMemory, number
+from transaxle.formats.catalog import Container, Entry, Extent, NumbersInMemory, Shape, number
 from transaxle.formats.dcp.metadata import Payload, SavedChunk, SavedItem
 from transaxle.formats.dcp.reader import Conventions, metadata_files, read_folder
-from transaxle.formats.dtype import Shape
 from transaxle.formats.format import HERE
 from transaxle.formats.megatron.arguments_of_run import NAMES, RunState, run_state
 from transaxle.formats.megatron.flat_buckets.restored_state import LEAVE_OUT, with_state_of_parameters

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from transaxle.formats.dtype import Shape
+from transaxle.formats.catalog import Shape
 from transaxle.formats.megatron.torch_dist.made_groups import made_groups, refuse_other_optimizers
 from transaxle.formats.megatron.written_arguments import arguments
 from transaxle.formats.pickled.descriptors import Global, Object
