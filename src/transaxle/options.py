@@ -131,9 +131,14 @@ READING = ("format", "family", "dialect", "config", "axes", "rules", "weights", 
 """How a checkpoint is read."""
 OPENING = (*READING, "decode", "dtype", "merge", "only", "skip")
 """How a checkpoint is opened: how it is read, and which numbers are other ones then."""
+OF_FIRST = frozenset({"dialect", "format", "only", "skip", "dtype", "merge"})
+"""Options of names, files, casts and adapters: they hold for the first of two checkpoints only."""
+OF_ONE = frozenset({"decode", "weights", "average"})
+"""Options that need hold for one of two checkpoints only: the other may have nothing to decode or to choose."""
+SHAPING = ("shard_size", "allow_lossy", "strict")
+"""How a target is made, as far as that is said by plain data."""
 _DEGREES = ("tp", "pp", "ep", "make_vocab_size_divisible_by")
-_SHAPING = ("shard_size", "allow_lossy", "strict", "encode", *_DEGREES)
-_WRITING = (*OPENING, *_SHAPING, "jobs", "memory", "on", "items")
+_WRITING = (*OPENING, *SHAPING, "encode", *_DEGREES, "jobs", "memory", "on", "items")
 VERBS: Mapping[str, tuple[str, ...]] = {
     "open": OPENING,
     "info": OPENING,

@@ -36,7 +36,7 @@ from transaxle.engine.checkpoint.checkpoint import (
 )
 from transaxle.engine.checkpoint.settings import model_config
 from transaxle.errors import Refusal, Refused
-from transaxle.options import OPENING, READING, SHARD_SIZE, select
+from transaxle.options import OPENING, READING, SHAPING, SHARD_SIZE, select
 
 if TYPE_CHECKING:
     from transaxle.derivation.sources import Table
@@ -269,6 +269,7 @@ class _Conversion:
         self.target = read_path("dst", dst)
         encode = options.get("encode")
         self._encode = None if encode is None else Encode(encode, options.get("only", ()), options.get("skip", ()))
+        self._degrees, self._shaping = read_degrees(options), select(options, SHAPING)
         self.opening = select(options, OPENING)
         if encode is not None:
             self.opening = select(options, READING)
@@ -286,8 +287,8 @@ class _Conversion:
 
             if isinstance(src, Checkpoint):
                 raise TypeError("on needs the path of src: other processes open it themselves")
-            shaping = {**options, "encode": self._encode}
-            self.order = order(read_source("src", src), self.target, options["to"], self.opening, shaping)
+            how: dict[str, Any] = {"encode": self._encode, "degrees": self._degrees}
+            self.order = order(read_source("src", src), self.target, options["to"], self.opening, self._shaping, **how)
 
     @contextmanager
     def cleared(self, *, running: bool) -> Iterator[Cleared]:
@@ -306,8 +307,8 @@ class _Conversion:
                     self._options["to"],
                     target=self.target,
                     encode=self._encode,
-                    degrees=read_degrees(self._options),
-                    **select(self._options, ("shard_size", "allow_lossy", "strict")),
+                    degrees=self._degrees,
+                    **self._shaping,
                 )
                 target = self.target if self.order is None or not running else self.order.target
                 how: dict[str, Any] = {"running": running, "several": self.order is not None, "limit": self.limit}

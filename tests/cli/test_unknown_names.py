@@ -84,8 +84,6 @@ def test_item_7_a_format_that_is_only_read_is_no_slip(ck: Path, transaxle: Trans
             "the target is the second argument, and --to (to=) says what is written there",
         ),
         (("out", "--to", ":hf"), "Did you mean hf?"),
-        (("out", "--to", "hf", "--dialect", "hf"), "Did you mean '--from'?"),
-        (("out", "--to", "hf", "--axes", "g=2"), "Did you mean '--axis'?"),
         (("out", "--to", "hf", "--force"), "Did you mean '--overwrite'?"),
         (("out", "--to", "hf", "--axis", "num_experts=8"), "`transaxle info PATH` lists the axes"),
         (("out",), "For example --to hf, --to dcp:torchtitan"),

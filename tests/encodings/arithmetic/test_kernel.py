@@ -78,8 +78,8 @@ def test_a_wheel_holds_the_kernel_and_works_where_it_is_unpacked(copy: Path, tmp
     zipfile.ZipFile(made).extractall(installed)
     program = """from transaxle.encodings.arithmetic import codec
 from transaxle.engine.facts import tally
-from transaxle.formats.storage import strided_reads as strided
-print(codec.__file__, codec.active(), strided.load() is not None, tally.load() is not None)"""
+from transaxle.formats.storage import compiled as strided
+print(codec.__file__, codec.active(), strided.load_runs() is not None, tally.load() is not None)"""
     environment = os.environ | {"PYTHONPATH": str(installed)}
     command = [sys.executable, "-c", program]
     said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)

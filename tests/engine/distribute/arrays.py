@@ -8,17 +8,21 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from transaxle.arguments import read_degrees
 from transaxle.engine.distribute.item_work import do_item, let_go
 from transaxle.engine.distribute.work_plan import WorkPlan, order, work_plan
 from transaxle.engine.execute.execute import preflight
 from transaxle.engine.plan.conversion import ready
+from transaxle.options import SHAPING
 
 
 def planned(
     source: Path, target: Path | str, to: str, items: int, reading: dict[str, Any] | None = None, **shaping: Any
 ) -> WorkPlan:
     """Plan a conversion in so many items."""
-    asked = order(str(source), str(target), to, reading or {}, {"shard_size": 8000, **shaping})
+    shaped = {"shard_size": 8000, **{name: value for name, value in shaping.items() if name in SHAPING}}
+    how: dict[str, Any] = {"encode": shaping.get("encode"), "degrees": read_degrees(shaping)}
+    asked = order(str(source), str(target), to, reading or {}, shaped, **how)
     with asked.planned() as prepared:
         cleared = preflight(prepared, str(target), resume=True, several=True)
         ready(cleared)

@@ -13,16 +13,12 @@ from transaxle.engine.checkpoint.checkpoint import Checkpoint, CheckpointLike, o
 from transaxle.engine.views.encoded import nothing_encoded
 from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
 from transaxle.formats.detect import has_choices
-
-_OF_FIRST = frozenset({"dialect", "format", "only", "skip", "dtype", "merge"})
-"""Options of names, files, casts and adapters: they hold for the first checkpoint only."""
-_OF_ONE = frozenset({"decode", "weights", "average"})
-"""Options that need hold for one of the two only: the other may have nothing to decode or to choose."""
+from transaxle.options import OF_FIRST, OF_ONE
 
 
 def of_second(reading: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options that also hold for the second checkpoint of a comparison."""
-    return {name: value for name, value in reading.items() if name not in _OF_FIRST}
+    return {name: value for name, value in reading.items() if name not in OF_FIRST}
 
 
 @contextmanager
@@ -75,7 +71,7 @@ def opened_pair(
     decode = reading.get("decode")
     first: Mapping[str, Any] = {} if isinstance(a, Checkpoint) and not isinstance(b, Checkpoint) else reading
     second: Mapping[str, Any] = {} if isinstance(b, Checkpoint) else of_second(reading)
-    chosen = {name for name in _OF_ONE if reading.get(name)}
+    chosen = {name for name in OF_ONE if reading.get(name)}
     with_state = reading.get("optimizer") is True
     if chosen or with_state:
         first, second = ({**options, "lenient": True} if options else options for options in (first, second))

@@ -25,21 +25,14 @@ import msgspec
 
 from transaxle.arguments import (
     Degrees,
-    Size,
-    read_config,
     read_count,
-    read_degrees,
-    read_float_type,
-    read_path,
-    read_patterns,
-    read_size,
 )
 from transaxle.encodings.value_steps import MEASURED_BY_READING
 from transaxle.engine.checkpoint.checkpoint import open_checkpoint
 from transaxle.engine.checkpoint.settings import LONGEST_TABLE, model_config
 from transaxle.engine.execute.carry import Share
 from transaxle.engine.execute.execute import Cleared, source_files
-from transaxle.engine.plan.conversion import SHARD_SIZE, Prepared, make_plan
+from transaxle.engine.plan.conversion import Prepared, make_plan
 from transaxle.engine.plan.planned import Plan
 from transaxle.engine.views.encode import Encode
 from transaxle.errors import refuse, without_secrets
@@ -53,9 +46,8 @@ from transaxle.formats.storage.storage import Overlay, Storage, as_text, is_url,
 from transaxle.move.hashing import digest
 from transaxle.move.journal import Task
 from transaxle.move.transfer import Transfer
+from transaxle.options import OPTIONS
 
-_TEXTS = ("format", "family", "dialect", "weights", "optimizer", "average")
-"""Options of `open_checkpoint` that are data as they are."""
 _VERSION = 1
 """Of the form of the file."""
 _LONGEST = 1 << 28
@@ -86,12 +78,8 @@ class ConversionOrder(msgspec.Struct, frozen=True, kw_only=True):
     """Options of `open_checkpoint`, all of them data; a config is its content."""
     rules: str | None = None
     """Text of the table of one's own; None: there is none."""
-    shard_size: int = SHARD_SIZE
-    """Bytes of tensors per file."""
-    allow_lossy: bool = False
-    """Run a dialect's arithmetic."""
-    strict: bool = False
-    """Refuse tensors without a line in the target dialect."""
+    shaping: dict[str, Any] = {}
+    """Options of `make_plan` that are plain data."""
     encode: Encode | None = None
     """Which tensors are encoded, and how."""
     degrees: Degrees | None = None
@@ -112,68 +100,61 @@ class ConversionOrder(msgspec.Struct, frozen=True, kw_only=True):
                 reading["rules"] = str(table)
             checkpoint = open_checkpoint(self.source, **reading)
         with checkpoint:
-            yield make_plan(
-                checkpoint,
-                self.to,
-                shard_size=self.shard_size,
-                allow_lossy=self.allow_lossy,
-                strict=self.strict,
-                target=self.target,
-                encode=self.encode,
-                degrees=self.degrees,
-            )
+            how: dict[str, Any] = {"encode": self.encode, "degrees": self.degrees, **self.shaping}
+            yield make_plan(checkpoint, self.to, target=self.target, **how)
 
 
-def order(src: str, dst: str, to: str, reading: Mapping[str, Any], shaping: Mapping[str, Any]) -> ConversionOrder:
+def order(
+    src: str,
+    dst: str,
+    to: str,
+    reading: Mapping[str, Any],
+    shaping: Mapping[str, Any],
+    *,
+    encode: Encode | None = None,
+    degrees: Degrees | None = None,
+) -> ConversionOrder:
     """Return a conversion as data.
 
     Args:
         src: the source's path or URL.
         dst: the target's path or URL.
         to: `FORMAT[:DIALECT]`.
-        reading: options of `open_checkpoint`.
-        shaping: options of `make_plan`, beside these; `degrees`, or `tp` and the others.
+        reading: options of `open_checkpoint`, as `read_options` gives them.
+        shaping: those of `make_plan` that are plain data.
+        encode: which tensors are encoded.
+        degrees: the ranks of a target that has files for each of them.
 
     Raises:
         Refused: UNSUPPORTED for a target that several workers cannot write.
         TransaxleError: what reading config and rules raises.
     """
     here = local_path(dst) if is_url(dst) else dst
-    for path in (src, dst, str(reading.get("merge") or "")):
+    plain = {name: value for name, value in reading.items() if value is not None}
+    config, rules = model_config(plain.pop("config", None)), plain.pop("rules", None)
+    paths = [name for name in plain if OPTIONS[name].kind == "path"]
+    for path in (src, dst, *(plain[name] for name in paths)):
         if as_text(path) != path:
             message = "its name is not UTF-8, and workers are told of paths as UTF-8"
             raise refuse("UNSUPPORTED", message, file=path, hint="Rename it, or convert in this process: without --on.")
     if here is None:
         multipart(Service(dst))
-    plain: dict[str, Any] = {name: reading[name] for name in _TEXTS if reading.get(name) is not None}
-    config = model_config(read_config(reading.get("config")))
-    if config is not None:
-        plain["config"] = dict(config)
-    if reading.get("axes"):
-        plain["axes"] = dict(reading["axes"])
-    for name in ("decode", "dtype"):
-        if reading.get(name) is not None:
-            plain[name] = read_float_type(name, reading[name])
-    if reading.get("merge") is not None:
-        adapter = read_path("merge", reading["merge"])
-        plain["merge"] = adapter if is_url(adapter) else os.path.abspath(adapter)  # noqa: PTH100 - a link stays one
-    for name in ("only", "skip"):
-        if reading.get(name):
-            plain[name] = read_patterns(name, reading[name])
-    rules = reading.get("rules")
-    shard_size: Size = shaping.get("shard_size", SHARD_SIZE)
+    plain |= {name: _absolute(plain[name]) for name in paths} | ({} if config is None else {"config": dict(config)})
     return ConversionOrder(
-        source=src if is_url(src) else os.path.abspath(src),  # noqa: PTH100 - a link stays one
-        target=dst if here is None else os.path.abspath(here),  # noqa: PTH100
+        source=_absolute(src),
+        target=dst if here is None else _absolute(here),
         to=to,
         reading=plain,
         rules=None if rules is None else read_file(rules, LONGEST_TABLE).decode("utf-8"),
-        shard_size=read_size("shard_size", shard_size),
-        allow_lossy=bool(shaping.get("allow_lossy", False)),
-        strict=bool(shaping.get("strict", False)),
-        encode=shaping.get("encode"),
-        degrees=shaping.get("degrees") or read_degrees(shaping),
+        shaping=dict(shaping),
+        encode=encode,
+        degrees=degrees,
     )
+
+
+def _absolute(path: str) -> str:
+    """Return a path as other processes find it; a link stays one."""
+    return path if is_url(path) else os.path.abspath(path)  # noqa: PTH100
 
 
 class WorkItem(msgspec.Struct, frozen=True, kw_only=True):
