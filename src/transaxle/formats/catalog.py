@@ -239,6 +239,10 @@ class Recoding(msgspec.Struct, frozen=True):
     """The adapter that is merged into the weights."""
     notes: tuple[str, ...] = ()
     """What plans say of it."""
+    compact: Mapping[str, Entry] = msgspec.field(default_factory=dict)
+    """Scales that are stored in the order of a kernel -> the same in the order of rows, as tables need them."""
+    compact_notes: Mapping[str, str] = msgspec.field(default_factory=dict)
+    """What the container's metadata would say of their tensors, were they stored so."""
 
 
 class Container(msgspec.Struct, frozen=True):

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from transaxle.encodings.conventions.torchao_convention import Swizzled, swizzled
 from transaxle.engine.copying.source import Source
 from transaxle.formats.catalog import ITEM_BITS, Container, Entry, Extent
-from transaxle.formats.storage.storage import VirtualFiles, layer
+from transaxle.formats.storage.storage import VirtualFiles
 from transaxle.move.endpoint import Bytes
 
 _ROWS, _COLUMNS, _LANES = 128, 4, 32
@@ -49,34 +49,6 @@ class _CompactScales(msgspec.Struct, frozen=True):
         view.cast("B")[:] = self.compact(self.source.name)[offset : offset + view.nbytes].data
 
 
-class CompactedStorage(VirtualFiles):
-    """The files of a checkpoint, and a virtual file for each buffer that is reordered when it is read."""
-
-    def __init__(self, container: Container, described: Mapping[str, Swizzled]) -> None:
-        entries = container.entries
-        shapes = {
-            name: (entries[described_tensor.scale], shape)
-            for name, described_tensor in described.items()
-            if (shape := _shape(entries, described_tensor))
-        }
-        source = Source(container, {entry.name: entry for entry, _ in shapes.values()})
-        by_name = {entry.name: shape for entry, shape in shapes.values()}
-        cached_order = lru_cache(_KEPT)(lambda name: ordered(source.read(name), by_name[name]))
-        files = {_FILE + entry.name: _CompactScales(entry, shape, cached_order) for entry, shape in shapes.values()}
-        super().__init__(container.storage, files)
-        self.notes = {name: json.dumps(described[name].compact) for name in shapes}
-        """What the header would say of the tensors, were their scales compact."""
-        self.entries = {
-            described_tensor.source.name: replace(
-                described_tensor.source,
-                shape=described_tensor.shape,
-                extents=(Extent((0, 0), described_tensor.shape, file, 0),),
-            )
-            for file, described_tensor in files.items()
-        }
-        """The buffers in compact order, by stored name."""
-
-
 def ordered(stored: Bytes, shape: tuple[int, int]) -> Bytes:
     """Return scales in compact order, flat.
 
@@ -95,19 +67,36 @@ def ordered(stored: Bytes, shape: tuple[int, int]) -> Bytes:
 
 
 def ordering(container: Container) -> Container:
-    """Return the same container with a storage that can also read torchao's scales in compact order."""
-    described = swizzled(container.metadata)
-    return replace(container, storage=CompactedStorage(container, described)) if described else container
+    """Return the same container, which can also read torchao's scales in compact order; see `compacted`."""
+    entries = container.entries
+    described = {
+        name: (tensor, shape)
+        for name, tensor in swizzled(container.metadata).items()
+        if (shape := _shape(entries, tensor))
+    }
+    if not described:
+        return container
+    scales = {tensor.scale: shape for tensor, shape in described.values()}
+    source = Source(container, {name: entries[name] for name in scales})
+    reordered = lru_cache(_KEPT)(lambda name: ordered(source.read(name), scales[name]))
+    files = {_FILE + name: _CompactScales(entries[name], shape, reordered) for name, shape in scales.items()}
+    compact = {
+        tensor.source.name: replace(tensor.source, shape=tensor.shape, extents=(Extent((0, 0), tensor.shape, file, 0),))
+        for file, tensor in files.items()
+    }
+    notes = {name: json.dumps(tensor.compact) for name, (tensor, _) in described.items()}
+    recoding = replace(container.recoding, compact=compact, compact_notes=notes)
+    return replace(container, storage=VirtualFiles(container.storage, files), recoding=recoding)
 
 
 def compacted(container: Container) -> Container:
     """Return a container with compact scales, as tables need them; see `ordering`."""
-    storage = layer(container.storage, CompactedStorage)
-    if storage is None:
+    compact, notes = container.recoding.compact, container.recoding.compact_notes
+    if not compact:
         return container
-    entries = {name: storage.entries.get(name, entry) for name, entry in container.entries.items()}
-    notes = {key: storage.notes.get(key, value) for key, value in container.metadata.items()}
-    return replace(container, entries=entries, metadata=notes)
+    entries = {name: compact.get(name, entry) for name, entry in container.entries.items()}
+    metadata = {key: notes.get(key, value) for key, value in container.metadata.items()}
+    return replace(container, entries=entries, metadata=metadata)
 
 
 def _shape(entries: Mapping[str, Entry], description: Swizzled) -> tuple[int, int] | None:
