@@ -602,7 +602,8 @@ def verify(
         progress: called with the bytes of each block read.
         watch: sees what is done, `progress` included.
 
-    The other arguments are those of `open`; `dialect` and `format` apply to the first checkpoint only.
+    The other arguments are those of `open`; `dialect`, `format`, `dtype`, `merge`, `only` and `skip` apply to the first
+    checkpoint only.
 
     Returns:
         The verification. It is true if all is well, so `assert tx.verify(a, b)` fails if they differ; `.ok` is the same
@@ -663,7 +664,8 @@ def diff(
         progress: called with the bytes of each block read.
         watch: sees what is done, `progress` included.
 
-    The other arguments are those of `open`; `dialect` and `format` apply to the first checkpoint only.
+    The other arguments are those of `open`; `dialect`, `format`, `dtype`, `merge`, `only` and `skip` apply to the first
+    checkpoint only.
 
     Returns:
         The comparison. It is true if nothing differs; `.equal` is the same verdict.

@@ -8,6 +8,8 @@ Numpy at most, no torch, no files. One noun a module, from the small to the larg
     strided      nested loops: the place of a box in one dim, and how an interval cuts it
     expression   the right-hand side of a dialect's line: which axes lie in which dim
     name         the left-hand side: which axes live in the stored name
+    computed     the arithmetic between what a tensor means and what a framework stores
+    overlap      whether two lines of a dialect claim one stored name
     linear_regex regular expressions of a stranger's file, in linear time
     formula      the arithmetic over config keys in which a table gives sizes and conditions
     family       families, dialects, sizes and number formats as values; `tables` reads them from text
@@ -17,6 +19,7 @@ Numpy at most, no torch, no files. One noun a module, from the small to the larg
     ranges       which positions of a stored dim belong to some indices of its axes
     divide       how a stored tensor was cut, told by the table and the shards' shapes
     bind         the names of a checkpoint read through a dialect
+    model_tensors what a model has, by its config alone
     relayout     target tensors as box copies from stored tensors
     holdings     what a bound checkpoint has of each logical tensor, and which copies in it must prove equal
     unmatched    tensors and lines without a counterpart: missing, added, unplaced, undecided

@@ -273,7 +273,7 @@ class Container(msgspec.Struct, frozen=True):
     left: Mapping[str, Entry] = msgspec.field(default_factory=dict)
     """Tensors that exist but are not wanted."""
     training: tuple[TrainingItem, ...] = ()
-    """State beside model and optimizer; see `formats.training_items`."""
+    """State beside model and optimizer; see `TrainingItem`."""
     seals: tuple[Seal, ...] = ()
     """Places where files keep digests of all their bytes; `verify` checks them."""
     config: Mapping[str, Any] = msgspec.field(default_factory=dict)

@@ -35,7 +35,7 @@ _STATES = re.compile(r"optim|optimizer_\d+")
 _STATE_FILES = re.compile(r"optimizer(?:_\d+)?\.(?:pt|bin)")
 _SCHEDULES = re.compile(r"scheduler\.(?:pt|bin)")
 _SCHEDULER = "scheduler"
-"""What the state of a schedule is called, see `formats.training_items`."""
+"""What the state of a schedule is called, see `TrainingItem`."""
 _SETTINGS = "settings"
 _MODEL_METADATA = ".hf_metadata"
 """Folder in which Automodel keeps the files that travel with the model."""

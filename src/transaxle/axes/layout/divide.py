@@ -45,7 +45,7 @@ class ListedPositions(msgspec.Struct, frozen=True):
     """Intervals of each rank, in local order."""
 
     def __call__(self, intervals: Intervals, _parts: int, rank: int, /) -> Intervals:
-        """See `Rule`."""
+        """See `ChunkRule`."""
         return tuple(interval for start, stop in self.positions[rank] for interval in take(intervals, start, stop))
 
 

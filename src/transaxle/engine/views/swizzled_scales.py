@@ -41,11 +41,11 @@ class _CompactScales(msgspec.Struct, frozen=True):
 
     @property
     def nbytes(self) -> int:
-        """See `Virtual`."""
+        """See `VirtualFile`."""
         return self.shape[0] * self.shape[1]
 
     def read_into(self, offset: int, view: memoryview) -> None:
-        """See `Virtual`."""
+        """See `VirtualFile`."""
         view.cast("B")[:] = self.compact(self.source.name)[offset : offset + view.nbytes].data
 
 

@@ -63,7 +63,7 @@ class _TensorArchive(NamedTuple):
 
 
 class QuantizedChunk(NamedTuple):
-    """A part of a tensor whose archive holds codes and scales (see `formats.torch_file.quantized`)."""
+    """A part of a tensor whose archive holds codes and scales (see `formats.torch_file.quantized_tensors`)."""
 
     layout: PlainLayout
     """How the buffers make values."""

@@ -59,7 +59,7 @@ def draft(
         tensors: what to write; those called `optim/<parameter>/<state>` are optimizer state, others are weights.
         metadata: left out: the format has no place for free text.
         shard_size: left out: every tensor is a file.
-        run: counters and settings, as `run.facts_of` gives them.
+        run: counters and settings, as `training_run.run_of` gives them.
         read: returns the bytes of a small tensor; for steps, which ZeRO-3 reads from the settings.
 
     Raises:
