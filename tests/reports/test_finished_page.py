@@ -15,6 +15,7 @@ import transaxle as tx
 from tests.checkpoints import CONFIG, Tensors, shapes, tensors, tiny, write
 from tests.cli.conftest import here, transaxle  # noqa: F401 - fixtures
 from tests.cli.running import REFUSED, USAGE, Transaxle
+from tests.oracles import option_sources
 from tests.reports.embedded import data, table
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -78,6 +79,17 @@ def test_errors_are_what_numpy_says(tmp_path: Path) -> None:
     assert "times" not in data(path)["figures"]
     with pytest.raises(TypeError, match="already done"):
         tx.report(report, tmp_path / "other.html", family="llama")
+
+
+def test_what_is_averaged_and_then_cast_has_two_rows(tmp_path: Path, transaxle: Transaxle) -> None:  # noqa: F811
+    option_sources.write("replicas", "llama", tmp_path / "run")
+    command = ("convert", "run", "out", "--to", "hf", "--average", "--dtype", "bf16", "--report", "page.html", "--all")
+    printed = transaxle(*command).out
+    rows = table(data(tmp_path / "page.html"), "recoded")
+    norms = {row["action"]: row["tensors"] for row in rows if row["name"].endswith("input_layernorm.weight")}
+    assert norms == {"averaged": 2, "cast": 2}
+    assert "5 tensors averaged" in printed
+    assert "21 tensors cast" in printed
 
 
 def test_a_verification_is_said(tmp_path: Path) -> None:

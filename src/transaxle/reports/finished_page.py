@@ -106,12 +106,12 @@ def _own_sections(done: Finished) -> Iterator[Section]:
 
 
 def _recoded(recoded: Sequence[Measured]) -> Section:
-    named = {each.what.name: each for each in recoded}
     keys = [(each.what.action, each.what.encoding, each.what.convention, each.what.dtype) for each in recoded]
+    steps = {(each.what.name, key): each for each, key in zip(recoded, keys, strict=True)}  # some tensors have several
     rows: list[tuple[Any, ...]] = []
-    for row in fold(named, keys):
-        measured = [named[name] for name in row.names]
+    for row in fold([each.what.name for each in recoded], keys):
         assert isinstance(row.key, tuple)
+        measured = [steps[name, row.key] for name in row.names]
         largest, rms = (max(getattr(each.error, what) for each in measured) for what in ("max", "rms"))
         exact, infinite = sum(each.error.exact for each in measured), sum(each.infinite for each in measured)
         rows.append((row.name, *row.key, row.count, exact, largest, rms, infinite))

@@ -46,11 +46,11 @@ def print_recoded(screen: Screen, recoded: Sequence[Recoded]) -> None:
 
 def print_measured(screen: Screen, measured: Sequence[Measured]) -> None:
     """Print which tensors were decoded or encoded, and how far their values moved."""
-    named = {item.what.name: item for item in sorted(measured, key=lambda item: natural(item.what.name))}
-    for (action, change), count in _counts([item.what for item in named.values()]).items():
-        matching = [item for item in named.values() if (item.what.action, _how(item.what)) == (action, change)]
-        exact = sum(item.error.exact for item in matching)
-        rows = fold((item.what.name for item in matching), (item.error.exact for item in matching))
+    ordered = sorted(measured, key=lambda item: natural(item.what.name))
+    for (action, change), count in _counts([item.what for item in ordered]).items():
+        named = {item.what.name: item for item in ordered if (item.what.action, _how(item.what)) == (action, change)}
+        exact = sum(item.error.exact for item in named.values())
+        rows = fold(named, (item.error.exact for item in named.values()))
         widths = [max(map(len, column)) for column in zip(*((row.name, row.times) for row in rows), strict=True)]
         listed = [
             f"{row.name.ljust(widths[0])}  {row.times.ljust(widths[1])}  {_moved([named[name] for name in row.names])}"

@@ -331,6 +331,22 @@ def test_an_optimizer_without_copies(tmp_path: Path) -> None:
     assert (tmp_path / "out" / TRACKER).read_text() == "release"
 
 
+@pytest.mark.parametrize("low", [False, True])
+def test_codes_are_not_trained(low: bool, tmp_path: Path) -> None:
+    """Neither where the optimizer would go with copies of them, nor where weights are of full precision."""
+    write(Run(), tmp_path / "run")
+    given: dict[str, Any] = {"config": Run().config(), "to": "megatron_torch", "encode": "float8_block"}
+    source = tmp_path / ("run" if low else "fp32")
+    if not low:
+        tx.convert(tmp_path / "run", source, to="dcp:hf", config=Run().config(), weights="fp32")
+    with pytest.raises(TransaxleError, match="F8_E4M3 codes") as refused:
+        tx.convert(source, tmp_path / "out", **given)
+    coded = [refusal.where.tensor for refusal in refused.value.refusals]
+    assert len(coded) == len(set(coded)) == 4 * LAYERS
+    assert not (tmp_path / "out").exists()
+    assert tx.convert(source, tmp_path / "out", optimizer=False, verify=True, **given).recoded
+
+
 def test_files_with_an_optimizer_are_intact_without_it(tmp_path: Path) -> None:
     write(Run(), tmp_path / "run")
     _convert(tmp_path / "run", tmp_path / "out", Run(tp=2, pp=2))

@@ -23,7 +23,7 @@ from transaxle.formats.builtin_formats import MEGATRON_MODEL, MEGATRON_TORCH, ME
 from transaxle.formats.catalog import ITEM_BITS, PACKED, Draft, Entry, Extent, Fragment, Spec, stored_number
 from transaxle.formats.megatron.iterations import RELEASE, iteration_folder
 from transaxle.formats.megatron.legacy.joined_ranks import EMBEDDING, is_cut_by_rows
-from transaxle.formats.megatron.legacy.param_order import is_vocabulary
+from transaxle.formats.megatron.legacy.param_order import LOW, is_vocabulary
 from transaxle.formats.megatron.legacy.rank_grid import Mesh, Place, folder_of
 from transaxle.formats.megatron.legacy.written_ranks import STEP, Home, RankContents, Sharing, sharing
 from transaxle.formats.megatron.torch_dist.written_state import (
@@ -45,6 +45,8 @@ Parts = Mapping[str, tuple[int, tuple[Intervals, ...]] | None]
 """Parameter -> the dim that tensor-parallel ranks share out, and each one's positions in it; None: all have all."""
 _GLOBAL_STEPS = "global_steps"
 _EXPERT_GROUP = "is_expert_parallel"
+_TRAINED = frozenset({*LOW, "F32", "F64"})
+"""Types of weights that have state."""
 
 
 class _Box(NamedTuple):
@@ -91,6 +93,7 @@ def draft(
     facts = counted(run or {})
     weights = {spec.name: spec for spec in tensors if not spec.name.startswith(OPTIMIZER)}
     shared = sharing(list(weights), degrees)
+    _refuse_codes(tensors, weights)
     contents, boxes, copies = _held(tensors, weights, shared, parts or {})
     settings, notes = _settings(tensors, facts, (run or {}).get(GROUPS, ()), degrees, read)
     if settings is not None:
@@ -119,6 +122,22 @@ def draft(
         copies={name: extents(held) for name, held in copies.items() if held},
         notes=tuple(notes),
     )
+
+
+def _refuse_codes(tensors: Sequence[Spec], weights: Mapping[str, Spec]) -> None:
+    """Refuse weights that are codes beside state of the optimizer, which has a place for values alone.
+
+    Raises:
+        Refused: UNSUPPORTED for each of them.
+    """
+    trained = dict.fromkeys(split_slot(spec.name)[0] for spec in tensors if spec.name.startswith(OPTIMIZER))
+    faults = Faults()
+    for weight in (weights[name] for name in trained if name in weights):
+        if weight.dtype not in _TRAINED:
+            message = f"the optimizer has state of this weight, which would be {weight.dtype} codes; it needs values"
+            faults.add("UNSUPPORTED", message, None, weight.name, "Write the weights alone: --no-optimizer.")
+    if faults:
+        raise faults.error()
 
 
 def _extent(box: _Box, file: str, layout: ZipLayout) -> Extent:
