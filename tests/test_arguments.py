@@ -368,6 +368,9 @@ def test_a_flag_is_true_or_false(tmp_path: Path) -> None:
         "optimizer": lambda flag: tx.open(ck, optimizer=flag),
         "numeric": lambda flag: tx.diff(ck, ck, numeric=flag),
         "remove": lambda flag: tx.clean(tmp_path, remove=flag),
+        "overwrite": lambda flag: tx.report(ck, tmp_path / "page.html", overwrite=flag),
+        "check_copies": lambda flag: tx.save({}, tmp_path / "out", check_copies=flag),
+        "broadcast_replicated": lambda flag: tx.load({}, ck, broadcast_replicated=flag),
     }
     flags: tuple[object, ...] = ("false", 0, [], np.zeros(2))
     for name, call in calls.items():

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import click
 import pytest
@@ -186,8 +189,6 @@ def test_a_type_has_the_same_names_in_both_languages(name: str, tmp_path: Path, 
 
 def test_all_goes_together_in_python(tmp_path: Path) -> None:
     """A page, a verification, and a pool that does the work."""
-    from concurrent.futures import ThreadPoolExecutor
-
     source = tiny(tmp_path / "ck")
     with ThreadPoolExecutor(1) as pool:
         report = tx.convert(
@@ -208,6 +209,48 @@ def test_all_goes_together_in_python(tmp_path: Path) -> None:
     assert (tmp_path / "plan.html").exists()
     assert tx.diff(source, source, report=tmp_path / "diff.html").equal
     assert (tmp_path / "diff.html").exists()
+
+
+def test_a_choice_is_one_of_those_of_the_command_line(tmp_path: Path) -> None:
+    """In any case, and a type by any of its names; another text would quietly stand for the other choice."""
+    source = tiny(tmp_path / "ck")
+    for name in ("fp32", "FP32", "float32", "lp", "LP"):
+        with pytest.raises(tx.TransaxleError, match="stores its weights once"):
+            tx.open(source, weights=cast("Any", name))
+    for verb in (partial(tx.open, source), partial(tx.plan, source, tmp_path / "out", to="hf")):
+        with pytest.raises(tx.TransaxleError, match="Choose one of: fp32, lp") as caught:
+            verb(weights=cast("Any", "half"))
+        assert caught.value.code == "AMBIGUOUS"
+        with pytest.raises(TypeError, match=r"^weights must be one of fp32, lp; got 3"):
+            verb(weights=cast("Any", 3))
+
+
+def test_a_plan_refuses_whom_nobody_can_ask(tmp_path: Path) -> None:
+    source = tiny(tmp_path / "ck")
+    with pytest.raises(tx.TransaxleError, match="cannot convert on 'nope'"):
+        tx.plan(source, tmp_path / "out", to="hf", on="nope")
+    for other in (3, ThreadPoolExecutor):
+        with pytest.raises(TypeError, match=r'^on must be "ray", "torchrun", an executor or a pool'):
+            tx.plan(source, tmp_path / "out", to="hf", on=cast("Any", other))
+
+
+def test_a_watch_and_progress_both_count_the_bytes(tmp_path: Path) -> None:
+    counts = {"watch": 0, "progress": 0}
+
+    def count(who: str, size: int) -> None:
+        counts[who] += size
+
+    class Watching(verbs._Unwatched):
+        def progress(self, total: int, label: str = "", *, stays: bool = False) -> AbstractContextManager[Any]:
+            return nullcontext(partial(count, "watch"))
+
+    source = tiny(tmp_path / "ck")
+    watch, progress = Watching(), partial(count, "progress")
+    tx.convert(source, tmp_path / "out", to="torchtitan", watch=watch, progress=progress)
+    assert 0 < counts["watch"] == counts["progress"]
+    tx.verify(source, tmp_path / "out", watch=watch, progress=progress)
+    tx.diff(source, tmp_path / "out", watch=watch, progress=progress)
+    assert counts["watch"] == counts["progress"]
 
 
 def test_a_watch_sees_each_phase(tmp_path: Path) -> None:

@@ -141,8 +141,10 @@ def read_option(option: Option, given: Any) -> Any:
     """Return the value of an option as the verbs use it; raises as `read_options`."""
     if given is None and option.default is None and not option.required:
         return None
-    if option.kind in {"text", "choice"}:
+    if option.kind == "text":
         return read_text(option.name, given, option.example)
+    if option.kind == "choice":
+        return _read_choice(option, given)
     if option.kind in {"on", "overwrite"}:  # whoever looks at the target reads these, with all else against it
         return given
     if option.kind == "axes":
@@ -150,6 +152,23 @@ def read_option(option: Option, given: Any) -> Any:
     if option.kind == "config":
         return read_config(given)
     return _READERS[option.kind](option.name, given)
+
+
+def _read_choice(option: Option, given: Any) -> str:
+    """Return one of the values that an option may have: in any case, and a floating-point type by any of its names.
+
+    Raises:
+        TypeError: it is no text.
+        UsageError: AMBIGUOUS for another one.
+    """
+    accepted = ", ".join(option.choices)
+    if not isinstance(given, str) and type(given).__module__ != "torch":
+        raise wrong_type(option.name, f"one of {accepted}", given)
+    name = str(read_float_type(option.name, given)).lower()
+    if name not in option.choices:
+        message = f"{option.name} cannot be {given!r}"
+        raise refuse("AMBIGUOUS", message, hint=f"Choose one of: {accepted}.")
+    return name
 
 
 def _needs_keyword(function: str, given: object, keywords: Sequence[str]) -> str:

@@ -84,14 +84,7 @@ class Watch(Protocol):
 
 
 class _Unwatched:
-    """Watches nothing but the bytes.
-
-    Args:
-        progress: called with the bytes of each block.
-    """
-
-    def __init__(self, progress: Progress = unwatched) -> None:
-        self._progress = progress
+    """Watches nothing."""
 
     def state(self, consequence: str, way_on: str = "") -> None:
         """See `Watch`."""
@@ -108,11 +101,28 @@ class _Unwatched:
 
     def progress(self, total: int, label: str = "", *, stays: bool = False) -> AbstractContextManager[Progress]:  # noqa: ARG002
         """See `Watch`."""
-        return nullcontext(self._progress)
+        return nullcontext(unwatched)
 
     def workers(self) -> AbstractContextManager[Callable[[Event], None]]:
         """See `Watch`."""
         return nullcontext(lambda _: None)
+
+
+@contextmanager
+def _counted(
+    watch: Watch | None, progress: Progress, total: int, label: str, *, stays: bool = False
+) -> Iterator[Progress]:
+    """Give what is called with the bytes of each block, and calls both `watch` and `progress` with them."""
+    if watch is None or type(watch) is _Unwatched:
+        yield progress
+        return
+    with watch.progress(total, label, stays=stays) as shown:
+
+        def count(size: int) -> None:
+            shown(size)
+            progress(size)
+
+        yield count
 
 
 class Unverified(Refused):
@@ -277,18 +287,25 @@ class _Conversion:
         self._together = options.get("on") == "torchrun"
         self._leads = not self._together or _is_lead()
         self.page: ConversionPage | None = None
-        if "report" in options and self._leads:
-            from transaxle.reports.reporting import ConversionPage
-
-            self.page = ConversionPage(options["report"])
+        if "report" in options and not self._together:
+            self.page = self._new_page()
         self.order: ConversionOrder | None = None
         if "on" in options or "write" in options:
+            from transaxle.engine.distribute.driver import check_on
             from transaxle.engine.distribute.work_plan import order
 
+            if "on" in options:
+                check_on(options["on"])
             if isinstance(src, Checkpoint):
-                raise TypeError("on needs the path of src: other processes open it themselves")
+                needs = "on" if "on" in options else "write"
+                raise TypeError(f"{needs} needs the path of src: other processes open it themselves")
             how: dict[str, Any] = {"encode": self._encode, "degrees": self._degrees}
             self.order = order(read_source("src", src), self.target, options["to"], self.opening, self._shaping, **how)
+
+    def _new_page(self) -> ConversionPage:
+        from transaxle.reports.reporting import ConversionPage
+
+        return ConversionPage(self._options["report"])
 
     @contextmanager
     def cleared(self, *, running: bool) -> Iterator[Cleared]:
@@ -316,17 +333,15 @@ class _Conversion:
             self._watch.planned(cleared)
             yield cleared
 
-    def carry_out(self, progress: Progress, reading_back: Watch) -> Report:
+    def carry_out(self, progress: Progress) -> Report:
         """Convert, read the result back and write the page, as far as they are asked for.
 
         Args:
-            progress: called with the bytes that other processes have written.
-            reading_back: sees the bytes that are read back.
+            progress: called with the bytes that are written.
         """
         from transaxle.engine.plan.conversion import ready
 
-        page, resume = self.page, self._options.get("resume", False)
-        way_on = "run the same command again to continue" if resume else ""
+        way_on = "run the same command again to continue" if self._options.get("resume", False) else ""
         with ExitStack() as stack:
             prepared: Prepared | None = None
             if self._together:
@@ -336,17 +351,17 @@ class _Conversion:
                     prepared = stack.enter_context(self.order.planned())
             else:
                 prepared = cleared = stack.enter_context(self.cleared(running=True))
-                if page is not None:
-                    page.write_refused(cleared.plan)
+                if self.page is not None:
+                    self.page.write_refused(cleared.plan)
                 ready(cleared)
                 self._watch.state("nothing was written", way_on)
                 done = self._written(cleared, progress)
             if prepared is not None and self._options.get("verify", False):
                 self._watch.state(f"{self.target} is written, but not verified")
-                done = replace(done, verification=self._read_back(prepared, reading_back))
-            if prepared is not None and page is not None:
+                done = replace(done, verification=self._read_back(prepared))
+            if prepared is not None and self.page is not None:
                 self._watch.state(f"{self.target} is written, but not its report")
-                page.write(prepared.plan, done)
+                self.page.write(prepared.plan, done)
         return done
 
     def _written(self, cleared: Cleared, progress: Progress) -> Report:
@@ -362,7 +377,8 @@ class _Conversion:
         from transaxle.formats.staging.location import takes_parts
 
         how = select(self._options, ("overwrite", "resume", "sync"))
-        with self._watch.progress(sum(tensor.nbytes for tensor in cleared.plan.tensors), stays=True) as counted:
+        total = sum(tensor.nbytes for tensor in cleared.plan.tensors)
+        with _counted(self._watch, progress, total, "copying", stays=True) as counted:
             if takes_parts(self.target):
                 from transaxle.engine.distribute.driver import convert_in_parts
 
@@ -375,26 +391,32 @@ class _Conversion:
         from transaxle.live.conversion.torchrun import convert_together
 
         assert self.order is not None
-        if self.page is not None:
-            with self.cleared(running=False) as cleared:
-                self.page.write_refused(cleared.plan)
         if not self._leads:
             return convert_together(self.order, **self._how)
         with self._watch.workers() as events:
-            return convert_together(self.order, progress=progress, watch=events, **self._how)
+            return convert_together(self.order, progress=progress, watch=events, look=self._look, **self._how)
+
+    def _look(self, prepared: Prepared) -> None:
+        """Begin the page of a conversion by ranks, and write it where it is refused; on the first rank."""
+        if "report" not in self._options:
+            return
+        from transaxle.engine.execute.execute import preflight
+
+        self.page, how = self._new_page(), select(self._options, ("overwrite", "resume"))
+        self.page.write_refused(preflight(prepared, self.target, several=True, limit=self.limit, **how).plan)
 
     @property
     def _how(self) -> dict[str, Any]:
         return select(self._options, ("items", "overwrite", "resume", "sync", "jobs", "memory"))
 
-    def _read_back(self, prepared: Prepared, watch: Watch) -> Verification:
+    def _read_back(self, prepared: Prepared) -> Verification:
         """Read the result back, with what was said when the source was opened."""
         from transaxle.engine.execute.read_back import read_back
 
         known: Mapping[str, Any] = self.opening
         if isinstance(self._src, Checkpoint):
             known = self._src.reopening.options if self._src.reopening else {}
-        return read_back(prepared, self.target, known, self.limit, watch.progress)
+        return read_back(prepared, self.target, known, self.limit, self._watch.progress)
 
 
 @suggests
@@ -546,9 +568,9 @@ def convert(
             `verify`, `Unverified`, which has the report of what was written.
     """
     options = read_options("convert", locals())
-    seen = watch or _Unwatched(progress)
+    seen = watch or _Unwatched()
     seen.state("nothing was written")
-    done = _Conversion(src, dst, options, seen).carry_out(progress, watch or _Unwatched())
+    done = _Conversion(src, dst, options, seen).carry_out(progress)
     if done.verification is not None:
         _refuse_unverified(done, done.verification)
     return done
@@ -615,13 +637,16 @@ def verify(
     from transaxle.engine.compare.verification import verify_against
     from transaxle.move.workers import limits
 
-    seen, limit, opening = watch or _Unwatched(progress), limits(jobs, memory), select(options, OPENING)
+    limit, opening = limits(jobs, memory), select(options, OPENING)
     if b is None:
-        with opened("a", a, opening) as alone, seen.progress(alone.container.nbytes, "verifying") as counted:
+        with (
+            opened("a", a, opening) as alone,
+            _counted(watch, progress, alone.container.nbytes, "verifying") as counted,
+        ):
             return verify_alone(alone, limit, counted)
     with (
         opened_pair(a, b, opening) as (first, second),
-        seen.progress(first.container.nbytes, "comparing") as counted,
+        _counted(watch, progress, first.container.nbytes, "comparing") as counted,
     ):
         return verify_against(first, second, limit, counted)
 
@@ -675,7 +700,7 @@ def diff(
     from transaxle.engine.compare.pair import opened_pair
     from transaxle.move.workers import limits
 
-    seen = watch or _Unwatched(progress)
+    seen = watch or _Unwatched()
     measured = numeric or report is not None
     if report is not None:
         from transaxle.reports.html_page import check_destination, check_jinja
@@ -684,7 +709,7 @@ def diff(
         check_destination(options["report"], overwrite=None)
     with opened_pair(a, b, select(options, OPENING)) as (first, second):
         seen.opened(first, second)
-        with seen.progress(first.container.nbytes, "comparing") as counted:
+        with _counted(watch, progress, first.container.nbytes, "comparing") as counted:
             found = compare(first, second, numeric=measured, limit=limits(jobs, memory), progress=counted)
     if report is not None:
         from transaxle.reports.reporting import report as write_report

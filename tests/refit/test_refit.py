@@ -24,7 +24,7 @@ ROUNDS = 4
 TINY = "1MiB"
 PLANNING = (
     "axes/translation/", "axes/layout/", "engine/", "live/sharding/global_tensors.py", "live/model/source_view.py",
-    "live/model/matching.py", "live/reexpress/", "move/runs.py", "refit/agreement.py",
+    "live/reexpress/", "move/mover.py", "refit/agreement.py",
 )  # fmt: skip
 """Where plans are made; the patterns of `only=` are looked up in `engine/views/name_filter.py` alone."""
 Tensors = dict[str, torch.Tensor]

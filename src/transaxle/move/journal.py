@@ -223,8 +223,8 @@ def refuse_other(folder: Path, task: Task, file: str) -> None:
         f"{task.differs(left)}"
     )
     hint = (
-        "Resume it with the original options; without --resume it is removed, and the conversion starts from the "
-        "beginning."
+        "Resume it with the original options (--resume, resume=True), or begin anew with --overwrite (overwrite=True) "
+        "in its place: the unfinished work is then removed."
     )
     raise refuse("EXISTS", message, file=file, hint=hint)
 

@@ -15,6 +15,7 @@ from transaxle.arguments import (
     PathLike,
     Patterns,
     Weights,
+    check_flags,
     read_options,
     read_path,
     suggests,
@@ -88,9 +89,10 @@ def report(
             too, and shows every reason.
         StorageError: IO, NO_SPACE.
     """
+    check_flags(overwrite=overwrite)
     options = read_options("report", locals())
     reading = select(options, OPENING)
-    path, refused = reported(src, dst, reading, overwrite=bool(overwrite), values=values, progress=progress)
+    path, refused = reported(src, dst, reading, overwrite=overwrite is True, values=values, progress=progress)
     if refused is not None:
         raise refused
     return path

@@ -466,3 +466,18 @@ def test_arithmetic_that_cannot_be_done_is_refused_even_when_allowed(tmp_path: P
     for to in ("minus", "fused"):
         plan = prepared(source, to, rules=rules, family="shifted", allow_lossy=True).plan
         assert codes(plan) == ["UNSUPPORTED"], to
+
+
+@pytest.mark.parametrize("to", ["safetensors", "dcp", "torch"])
+def test_a_view_is_written_as_it_shows(to: str, tmp_path: Path) -> None:
+    """Under its names, which the manifest calls what they are; under the stored ones where these are asked for."""
+    source = checkpoints.tiny(tmp_path / "source")
+    with tx.open(source).as_dialect("torchtitan") as view:
+        names = set(view)
+        report = tx.convert(view, tmp_path / "out", to=to, verify=True)
+        stored = tx.convert(view, tmp_path / "stored", to=f"{to}:identity", verify=True)
+    with tx.open(tmp_path / "out") as written:
+        assert (report.dialect, written.dialect, set(written)) == ("torchtitan@0.3", "torchtitan@0.3", names)
+    with tx.open(tmp_path / "stored") as written:
+        assert (stored.dialect, written.dialect, set(written)) == ("hf", "hf", set(tx.open(source)))
+    assert tx.verify(source, tmp_path / "out").ok

@@ -117,3 +117,24 @@ def test_the_command_line_speaks_once(tmp_path: Path) -> None:
     refused = ran()
     assert refused.returncode != 0
     assert refused.stderr.count("the target already exists") == 1
+
+
+def _asks_for_a_page(_rank: int, _world: int, source: str, target: str, page: str) -> str:
+    try:
+        tx.convert(source, target, to="torchtitan", on="torchrun", report=page)
+    except tx.TransaxleError as error:
+        return error.code
+    return "done"
+
+
+def test_a_page_that_cannot_be_is_an_error_of_every_rank(tmp_path: Path) -> None:
+    """The first rank writes it, and the others do not wait for one that has given up."""
+    source, page = checkpoints.tiny(tmp_path / "source"), tmp_path / "page.html"
+    assert run(2, _asks_for_a_page, str(tmp_path / "none"), str(tmp_path / "out"), str(page)) == ["IO", "IO"]
+    assert run(2, _asks_for_a_page, str(source), str(tmp_path / "out"), str(page)) == ["done", "done"]
+    assert page.exists()
+    other = str(tmp_path / "other")
+    assert run(2, _asks_for_a_page, str(source), other, str(page)) == ["EXISTS", "EXISTS"]
+    page.unlink()
+    assert run(2, _asks_for_a_page, str(source), str(tmp_path / "out"), str(page)) == ["EXISTS", "EXISTS"]
+    assert "already exists" in page.read_text("utf-8")

@@ -225,4 +225,4 @@ def test_whatever_a_record_may_hold_can_be_told() -> None:
             lacking = {*_told_with(kind, name)} - {*wire.RECORDS.values(), Refusal}
             assert not lacking, f"{kind.__qualname__}.{name}"
             tried += 1
-    assert tried > 100
+    assert tried > 80

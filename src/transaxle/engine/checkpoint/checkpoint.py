@@ -400,6 +400,11 @@ class Checkpoint(TensorSet):
         return self if self._view is None else self._seen(None, None)
 
     @property
+    def shown_as(self) -> str | None:
+        """Label of the dialect in which this view shows other names than the stored ones; None if it shows these."""
+        return None if self._label in (None, IDENTITY, self.stored.dialect) else self._label
+
+    @property
     def checks(self) -> tuple[Check, ...]:
         """Pairs of stored copies that must be equal because this view has only one; none in the stored dialect."""
         return () if self._view is None else self._view.checks

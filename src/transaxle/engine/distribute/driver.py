@@ -558,23 +558,27 @@ def divided(
     return cleared, work_plan(order, cleared, items, overwrite=overwrite, sync=sync, jobs=jobs, memory=memory)
 
 
-def _executor(on: On, jobs: int | None) -> tuple[Executor, int | None]:
-    """Return what hands items out, and the threads of each of its workers where nobody says so."""
+def check_on(on: object) -> None:
+    """Refuse what nobody knows how to hand items to.
+
+    Raises:
+        TypeError: it is neither a name nor an executor nor a pool.
+        UsageError: AMBIGUOUS for another name.
+    """
     if isinstance(on, str):
-        if on == RAY or on.startswith(f"{RAY}://"):
-            return RayCluster(None if on == RAY else on, cpus=jobs or 1), 1
-        hint = "Name one of: ray, ray://HOST:PORT, torchrun."
-        raise refuse("AMBIGUOUS", f"cannot convert on {on!r}", hint=hint)
-    if isinstance(on, Executor):
-        return on, None
-    if isinstance(on, Submitting):
-        return Pool(on), 1
-    raise wrong_type("on", '"ray", "torchrun", an executor or a pool with submit()', on)
+        if on not in (RAY, TORCHRUN) and not on.startswith(f"{RAY}://"):
+            hint = "Name one of: ray, ray://HOST:PORT, torchrun."
+            raise refuse("AMBIGUOUS", f"cannot convert on {on!r}", hint=hint)
+    elif isinstance(on, type) or not isinstance(on, Executor | Submitting):
+        raise wrong_type("on", '"ray", "torchrun", an executor or a pool with submit()', on)
 
 
-def is_torchrun(on: object) -> bool:
-    """Tell whether all ranks of a job carry a conversion out together."""
-    return isinstance(on, str) and on == TORCHRUN
+def _executor(on: On, jobs: int | None) -> tuple[Executor, int | None]:
+    """Return what hands items out, and the threads of each of its workers by default; raises as `check_on`."""
+    check_on(on)
+    if isinstance(on, str):
+        return RayCluster(None if on == RAY else on, cpus=jobs or 1), 1
+    return (on, None) if isinstance(on, Executor) else (Pool(on), 1)
 
 
 def is_lead() -> bool:

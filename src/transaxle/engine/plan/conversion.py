@@ -69,13 +69,12 @@ from transaxle.formats.training_state.full_precision import with_full_precision
 from transaxle.formats.training_state.state import LEFT_BEHIND, MEGATRON, OPTIMIZER, ROOT, RUN
 from transaxle.formats.training_state.state_groups import GROUPS
 from transaxle.move.transfer import Transfer, lower
+from transaxle.options import SHARD_SIZE
 from transaxle.spans import stage
 
 _LARGEST = 1 << 44
 """Cap on the elements of a tensor."""
 _MISSHAPEN = "SHAPE_MISMATCH"
-SHARD_SIZE = 5_000_000_000
-"""Default bytes of tensors per file."""
 _READ_NO_CODES = frozenset({"automodel", "megatron", "megatron_dist", "megatron_layers", "torchtitan"})
 """Dialects of trainers that load their own checkpoints by DCP, or by name into parameters: both cast, and look for no
 scales. torchtitan and Automodel read codes from the hub's files only.
@@ -138,6 +137,7 @@ def make_plan(
     """
     if shard_size < 1:
         raise ValueError(f"shard_size must be positive, not {shard_size}")
+    to, checkpoint = _as_shown(checkpoint, to), checkpoint.stored
     checkpoint, form, wanted, hub_refusals, fitting = _aimed(checkpoint, to, degrees)
     view, names, problems, told = _viewed(checkpoint, (form, wanted), encode, fitting, bare=wanted == to)
     unknown = checkpoint.foreign(wanted) or checkpoint.half_converted(wanted, view)
@@ -255,6 +255,12 @@ def _loads(to: str) -> tuple[str, Sequence[str]]:
     others = {"torchtitan": ("torchtitan", f"dcp:{to}"), "automodel": ("Automodel", "hf"), "vllm": ("vLLM", "hf")}
     framework, *ways = others.get(name, (to,))
     return framework, ways
+
+
+def _as_shown(checkpoint: Checkpoint, to: str) -> str:
+    """Return `FORMAT[:DIALECT]` with the dialect of a view, where none is named and the format has none of its own."""
+    form, label = parse_to(to)
+    return f"{form}:{checkpoint.shown_as}" if label is None and checkpoint.shown_as and not get(form).dialects else to
 
 
 @stage("find tables")

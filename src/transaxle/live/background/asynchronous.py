@@ -29,7 +29,6 @@ import torch
 import torch.multiprocessing as mp
 
 from transaxle.arguments import Axes, Config, Overwrite, PathLike, Size, suggests
-from transaxle.engine.plan.conversion import SHARD_SIZE
 from transaxle.errors import TransaxleError, refuse
 from transaxle.live.background.save_process import (
     Answer,
@@ -57,6 +56,7 @@ from transaxle.live.training.optimizers import AnyOptimizer, Optimizers
 from transaxle.live.transport.rendezvous import Rendezvous
 from transaxle.live.transport.shared_memory import Region
 from transaxle.live.transport.world import World, is_loss
+from transaxle.options import SHARD_SIZE
 from transaxle.quant.modules.masters import MasterWeights
 from transaxle.torch_tensors.local_tensor import Bytes, copy_into, local_of
 from transaxle.torch_tensors.placement import local_parts

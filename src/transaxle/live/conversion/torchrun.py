@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -95,12 +95,16 @@ class _Lead:
 
     Args:
         order: what is converted.
+        look: called with the plan before anything is written.
         resume: continue an interrupted run.
         how: further options of `divided`.
     """
 
-    def __init__(self, order: ConversionOrder, how: Mapping[str, Any], *, resume: bool) -> None:
+    def __init__(
+        self, order: ConversionOrder, look: Callable[[Prepared], None], how: Mapping[str, Any], *, resume: bool
+    ) -> None:
         self._order = order
+        self._look = look
         self._resume = resume
         self._how = how
         self._prepared: Prepared | None = None
@@ -113,6 +117,7 @@ class _Lead:
     def begin(self, stack: ExitStack) -> tuple[bytes, list[int]]:
         """Plan, and create the files; return the plan, and the numbers of the items that are left to do."""
         prepared = stack.enter_context(self._order.planned())
+        self._look(prepared)
         cleared, work = divided(self._order, prepared, resume=self._resume, **self._how)
         if isinstance(work, Report):
             self._report = work
@@ -166,6 +171,7 @@ def convert_together(
     resume: bool = False,
     progress: Progress = unwatched,
     watch: Watch = unseen,
+    look: Callable[[Prepared], None] = lambda _: None,
     **how: Any,
 ) -> Report:
     """Carry a conversion out by all ranks of a job; collective.
@@ -175,6 +181,7 @@ def convert_together(
         resume: continue an interrupted run.
         progress: called on the first rank with the bytes of each item that is done.
         watch: called there with who has done it, and how much is left.
+        look: called there with the plan, before anything is written; what it raises, all ranks raise.
         **how: `items`, `overwrite`, `sync`, `jobs` and `memory` as for `divided`.
 
     Raises:
@@ -183,7 +190,7 @@ def convert_together(
     """
     begun = time.monotonic()
     with _job() as world, ExitStack() as stack:
-        lead = _Lead(order, how, resume=resume) if world.rank == world.ranks[0] else None
+        lead = _Lead(order, look, how, resume=resume) if world.rank == world.ranks[0] else None
         counter = f"transaxle/items/{secrets.token_hex(8)}"
         (text, numbers), counter = world.pool(lambda: (lead.begin(stack) if lead is not None else (b"", []), counter))[
             0

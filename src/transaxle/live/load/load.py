@@ -17,7 +17,17 @@ import msgspec
 import torch
 from torch import nn
 
-from transaxle.arguments import Axes, Config, DType, PathLike, read_count, read_float_type, read_optional_text, suggests
+from transaxle.arguments import (
+    Axes,
+    Config,
+    DType,
+    PathLike,
+    check_flags,
+    read_count,
+    read_float_type,
+    read_optional_text,
+    suggests,
+)
 from transaxle.engine.checkpoint.checkpoint import CheckpointLike, StoredTensor
 from transaxle.engine.copying.duplicate_checks import PlannedCheck, plan_checks, unequal
 from transaxle.errors import Refusal, Where, gathered
@@ -102,6 +112,7 @@ def load(
     """
     world, clock = World(group), Clock()
     with world.together():
+        check_flags(strict=strict, broadcast_replicated=broadcast_replicated)
         if jobs is not None:
             read_count("jobs", jobs)
         family = read_optional_text("family", family, "qwen3_moe")

@@ -33,7 +33,7 @@ from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.checkpoint.recognise import IDENTITY, check_dialect, pick_dialect, pick_family
 from transaxle.engine.checkpoint.settings import LONGEST_TABLE, model_config
 from transaxle.engine.checkpoint.settings import settings as reading_settings
-from transaxle.engine.plan.conversion import SHARD_SIZE, Prepared, for_hub, make_plan, parse_to, ready
+from transaxle.engine.plan.conversion import Prepared, for_hub, make_plan, parse_to, ready
 from transaxle.errors import gathered, refuse
 from transaxle.formats.registry import is_one_file
 from transaxle.formats.staging.location import on_this_machine
@@ -54,6 +54,7 @@ from transaxle.live.training.optimizers import AnyOptimizer
 from transaxle.live.transport import wire
 from transaxle.live.transport.world import Clock, World, comparable
 from transaxle.move.hashing import digest
+from transaxle.options import SHARD_SIZE
 from transaxle.torch_tensors.placement import local_parts
 from transaxle.torch_tensors.torch_arguments import Ranks
 
@@ -234,6 +235,7 @@ def read_settings(
         TypeError: an argument of a type that it cannot have.
         TransaxleError: a config that cannot be read.
     """
+    check_flags(sync=sync, check_copies=check_copies, verify=verify)
     return SaveSettings(
         dst=read_path("dst", dst),
         to=read_text("to", to, "safetensors:hf"),

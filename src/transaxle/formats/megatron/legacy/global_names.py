@@ -20,7 +20,6 @@ _GROUPED = re.compile(r".+\.experts\.weight[12]")
 _EXPERTS = "experts"
 _LAYOUT = re.compile(r"\(([^()]*)\)\*(\d{1,5})|([EtmL|])\*(\d{1,5})")
 _LONGEST_LAYOUT = 100_000
-_PER_CHUNK = "A virtual pipeline divides a stage's layers evenly."
 
 
 def is_expert(name: str) -> bool:
