@@ -157,18 +157,15 @@ def read_option(option: Option, given: Any) -> Any:
 def _read_choice(option: Option, given: Any) -> str:
     """Return one of the values that an option may have: in any case, and a floating-point type by any of its names.
 
+    Whoever acts on it refuses another text.
+
     Raises:
         TypeError: it is no text.
-        UsageError: AMBIGUOUS for another one.
     """
-    accepted = ", ".join(option.choices)
-    if not isinstance(given, str) and type(given).__module__ != "torch":
-        raise wrong_type(option.name, f"one of {accepted}", given)
+    if type(given).__module__ != "torch":
+        given = read_text(option.name, given, option.choices[0])
     name = str(read_float_type(option.name, given)).lower()
-    if name not in option.choices:
-        message = f"{option.name} cannot be {given!r}"
-        raise refuse("AMBIGUOUS", message, hint=f"Choose one of: {accepted}.")
-    return name
+    return name if name in option.choices else str(given)
 
 
 def _needs_keyword(function: str, given: object, keywords: Sequence[str]) -> str:

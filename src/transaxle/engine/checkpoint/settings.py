@@ -25,6 +25,7 @@ from transaxle.families import Families, builtin, with_rules
 from transaxle.formats.storage.local import read_file
 from transaxle.formats.storage.storage import Storage
 from transaxle.formats.strict_json import NotJsonError, parsed
+from transaxle.options import OPTIONS
 
 CONFIG = "config.json"
 LONGEST_CONFIG = 8 << 20
@@ -94,9 +95,12 @@ def settings(
         Refused: CORRUPT where the config or the rules do not parse, or are longer than 8 MiB and 256 KiB; UNSUPPORTED
             where they are no regular files.
         StorageError: IO where they cannot be read.
-        UsageError: UNKNOWN_AXIS where no family has an axis of that name.
+        UsageError: UNKNOWN_AXIS where no family has an axis of that name; AMBIGUOUS for other weights.
     """
     check_flags(average=average, **({} if optimizer is None else {"optimizer": optimizer}))
+    if weights not in (None, *OPTIONS["weights"].choices):
+        hint = f"Choose one of: {', '.join(OPTIONS['weights'].choices)}."
+        raise refuse("AMBIGUOUS", f"weights cannot be {weights!r}", hint=hint)
     said_config = _file_of(read_config(config))
     table = None if rules is None else read_path("rules", rules)
     families = builtin() if table is None else with_rules(_text(table, LONGEST_TABLE), table)
