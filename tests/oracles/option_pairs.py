@@ -27,7 +27,11 @@ DECODINGS = ("decode=bf16", "decode=fp32")
 TRAINED = ("dcp trained", "zero", "replicas", "universal")
 """Sources with the state of an optimizer."""
 DEEPSPEED = ("zero", "replicas", "universal")
+MEGATRON_RUNS = ("torch_dist", "ranks")
+"""Sources that may have replicas and several kinds of weights, and here have neither."""
 FP8 = "fp8"
+WITH_RANKS = ("megatron_torch", "torch_dist")
+"""Targets that depend on the ranks of a job."""
 
 FACTORS: dict[str, tuple[str, ...]] = {
     FAMILY: ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "phi3", "gemma3", "deepseek_v3"),
@@ -57,6 +61,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "overwrite": (NONE, "yes", "everything"),
     "sync": (NONE, "no"),
     "verify": (NONE, "yes"),
+    "report": (NONE, "yes"),
     "on": (NONE, "a pool", "a pool, items=3"),
     "config": (NONE, "path", "mapping"),
     "axes": (NONE, "given"),
@@ -172,14 +177,13 @@ def _complete(
     return {factor: row[factor] for factor in factors}
 
 
-_WITH_RANKS = ("megatron_torch", "torch_dist")
 _DENSE = ("llama", "qwen2", "qwen3")
 _MIXTURES = ("qwen3_moe", "mixtral", "deepseek_v3")
 _ANY_MEGATRON = ("phi3", "gemma3")
 CLASHES: tuple[Clash, ...] = (
     # There is no oracle, or no such program.
     Clash(FAMILY, _ANY_MEGATRON, SOURCE, ("megatron", "torch_dist", "ranks"), expressible=False),
-    Clash(FAMILY, _ANY_MEGATRON, TO, ("megatron", "safetensors:te", *_WITH_RANKS), expressible=False),
+    Clash(FAMILY, _ANY_MEGATRON, TO, ("megatron", "safetensors:te", *WITH_RANKS), expressible=False),
     Clash(FAMILY, ("qwen2", "mixtral", "phi3", "gemma3"), SOURCE, ("dcp titan",), expressible=False),
     Clash(FAMILY, ("qwen2", "mixtral", "phi3", "gemma3"), TO, ("dcp:torchtitan",), expressible=False),
     Clash(FAMILY, ("mixtral", "phi3", "gemma3"), TO, ("automodel",), expressible=False),
@@ -191,23 +195,19 @@ CLASHES: tuple[Clash, ...] = (
     Clash(INTERFACE, ("command line",), "on", ("a pool", "a pool, items=3"), expressible=False),
     Clash(INTERFACE, ("command line",), "config", ("mapping",), expressible=False),
     # Refused.
-    Clash(SOURCE, others(SOURCE, *DEEPSPEED), "weights", ("fp32", "lp")),
-    Clash(SOURCE, others(SOURCE, *DEEPSPEED), "average", ("yes",)),
+    Clash(SOURCE, others(SOURCE, *DEEPSPEED), "weights", ("fp32",)),
+    Clash(SOURCE, others(SOURCE, *DEEPSPEED, *MEGATRON_RUNS), "weights", ("lp",)),
+    Clash(SOURCE, others(SOURCE, *DEEPSPEED, *MEGATRON_RUNS), "average", ("yes",)),
     Clash(SOURCE, ("replicas",), "average", (NONE,)),
     Clash(SOURCE, others(SOURCE, *TRAINED), "optimizer", ("yes",)),
-    Clash(SOURCE, ("dcp trained", "universal"), TO, _WITH_RANKS),  # Megatron's optimizer needs more than they have
-    Clash("weights", ("lp",), TO, _WITH_RANKS),
-    Clash(SOURCE, (FP8,), "tp", ("2",)),
-    Clash(CHANGE, ENCODINGS, "tp", ("2",)),
     Clash(SOURCE, others(SOURCE, FP8), CHANGE, DECODINGS),
     Clash(SOURCE, (FP8,), CHANGE, ("merge", *ENCODINGS)),
     Clash(CHANGE, (NONE, "merge"), "chosen", others("chosen", NONE)),
-    Clash(TO, others(TO, *_WITH_RANKS), "tp", ("2",)),
+    Clash(TO, others(TO, *WITH_RANKS), "tp", ("2",)),
     Clash(TO, others(TO, "megatron_torch"), "pp", ("2",)),
     Clash(TO, others(TO, "megatron_torch"), "ep", ("2",)),
-    Clash(TO, others(TO, *_WITH_RANKS), "make_vocab_size_divisible_by", ("4",)),
+    Clash(TO, others(TO, *WITH_RANKS), "make_vocab_size_divisible_by", ("4",)),
     Clash(FAMILY, _DENSE, "ep", ("2",)),
-    Clash("verify", ("yes",), "on", ("a pool", "a pool, items=3")),
 )
 """What is left out of the arrays."""
 

@@ -18,14 +18,27 @@ from tests.oracles.hub import Tensors
 from tests.oracles.quiet import quiet
 
 STATE = "optim/"
-ALIASES = (
+_LOCAL = (
     (r"pre_mlp_layernorm\.weight", "mlp.linear_fc1.layer_norm_weight"),
-    (r"mlp\.linear_fc1\.layer_norm_weight", "pre_mlp_layernorm.weight"),
     (r"input_layernorm\.weight", "self_attention.linear_qkv.layer_norm_weight"),
     (r"self_attention\.(q|kv)_layernorm\.weight", r"self_attention.linear_\1_up_proj.layer_norm_weight"),
     (r"local_experts\.(\d+)\.linear_(fc\d)\.weight", r"linear_\2.weight\1"),
 )
-"""Second names in Megatron's folders -> first ones: those of Transformer Engine's modules, and of Megatron's own."""
+"""Names of Megatron's own modules -> those of Transformer Engine's."""
+_ALIASES = (
+    *_LOCAL,
+    (r"mlp\.linear_fc1\.layer_norm_weight", "pre_mlp_layernorm.weight"),
+    (r"self_attention\.linear_qkv\.layer_norm_weight", "input_layernorm.weight"),
+)
+"""Second names in Megatron's folders -> first ones. Local layers join every norm with what follows it."""
+_MODULES = ("embedding.", "decoder.layers.", "decoder.final_layernorm.", "output_layer.")
+_OF_LAYER = (
+    "input_layernorm", "self_attention.linear_proj", "self_attention.linear_qkv", "self_attention.q_layernorm",
+    "self_attention.k_layernorm", "pre_mlp_layernorm", "mlp.router", "mlp.experts.linear_fc1",
+    "mlp.experts.linear_fc2", "mlp.linear_fc1", "mlp.linear_fc2",
+)  # fmt: skip
+_OF_MODULE = ("layer_norm_weight", "weight", "bias")
+"""What megatron-core's modules register, in its order, which is that of the numbers in an optimizer's state."""
 
 
 def read(container: str, path: Path) -> Tensors:
@@ -101,15 +114,55 @@ def _ranks(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
         for name, value in contents["model"].items():
             if isinstance(value, torch.Tensor) and not name.endswith("_extra_state"):
                 yield f"{file.parent.name}/{name}", value
+        for name, value in _numbered(contents):
+            yield f"{STATE}{file.parent.name}/{name}", value
+
+
+def _numbered(contents: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The state of a rank's optimizer, or of two where experts have one: `get_megatron_optimizer` numbers parameters.
+
+    Each group has its parameters in the order of the modules: vectors without weight decay, and the rest.
+    """
+    if "optimizer" not in contents:
+        return
+    model, top = contents["model"], contents["optimizer"]
+    trained = sorted((name for name in model if not _is_local(name, model)), key=_module_order)
+    for part in top if isinstance(top, list) else [top]:
+        inner = part.get("optimizer", part)
+        for group in inner["param_groups"]:
+            members = [
+                name
+                for name in trained
+                if (model[name].ndim > 1) == (group["wd_mult"] > 0)
+                and (not isinstance(top, list) or (".experts." in name) == group["is_expert_parallel"])
+            ]
+            for name, number in zip(members, group["params"], strict=True):
+                states = {"step": torch.tensor(group.get("step", torch.nan)), **inner["state"][number]}
+                yield from ((f"{name}/{state}", value) for state, value in states.items())
+
+
+def _is_local(name: str, model: Mapping[str, Any]) -> bool:
+    """Whether a name is a second one, of Megatron's own modules, or no tensor's."""
+    return not isinstance(model[name], torch.Tensor) or any(
+        (other := re.sub(f"{second}$", first, name)) != name and other in model for second, first in _LOCAL
+    )
+
+
+def _module_order(name: str) -> tuple[int, ...]:
+    top = next(number for number, start in enumerate(_MODULES) if name.startswith(start))
+    match = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)\.([a-z_]+)(\d*)", name)
+    if match is None:
+        return (top,)
+    return top, int(match[1]), _OF_LAYER.index(match[2]), _OF_MODULE.index(match[3]), int(match[4] or 0)
 
 
 def without_aliases(tensors: Tensors, wanted: Tensors) -> Tensors:
     """Leave out second names of norms that hold what the first one holds."""
     left = dict(tensors)
     for name in tensors.keys() - wanted.keys():
-        for second, first in ALIASES:
-            other = re.sub(f"{second}$", first, name)
-            if other in wanted and same(tensors[name], wanted[other]):
+        for second, first in _ALIASES:
+            other = re.sub(f"{second}(?=$|/)", first, name)
+            if other in wanted and agree(name, tensors[name], wanted[other]):
                 left.pop(name, None)
     return left
 
@@ -166,7 +219,8 @@ def encoded(method: str, name: str, values: torch.Tensor) -> Tensors:
     multiplier = (1 / (blocks.float() * (1 / whole))).clamp(max=torch.finfo(torch.float32).max)
     codes = _e2m1(x * spread(multiplier, x, 1, 16))
     packed = codes[..., ::2] | codes[..., 1::2] << 4
-    return {f"{name}_packed": packed, f"{name}_scale": blocks, f"{name}_global_scale": whole.flatten()}
+    of_matrices = whole.reshape(x.shape[:-2] or (1,))
+    return {f"{name}_packed": packed, f"{name}_scale": blocks, f"{name}_global_scale": of_matrices}
 
 
 def _amax(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:

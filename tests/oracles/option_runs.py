@@ -34,7 +34,8 @@ from tests.oracles.option_models import (
     relaid,
 )
 from tests.oracles.option_pairs import NONE, Row
-from tests.oracles.option_sources import FORMATS, MEGATRON_DIST, TILE, Source, dialect, padded, rank_parts
+from tests.oracles.option_results import STATE
+from tests.oracles.option_sources import FORMATS, MEGATRON_DIST, STATES, TILE, Source, dialect, padded, rank_parts
 from transaxle.cli import main
 
 ST = "safetensors"
@@ -68,7 +69,10 @@ dialect hf
 VOCABULARY = "make_vocab_size_divisible_by"
 SCALES = {"_scale_inv": (128, 128), "_scale": (1, 32)}
 """End of a name -> rows and columns of a tile."""
+COPY = "/param"
+"""End of the names of Megatron's copies in full precision."""
 RANK = 2
+PAGE = "page.html"
 
 
 class Outcome(NamedTuple):
@@ -78,6 +82,8 @@ class Outcome(NamedTuple):
     """Of one that was done, as the command line prints it."""
     refusal: str = ""
     """Why it was not."""
+    code: str = ""
+    """Of the first reason against it; `TypeError` for options that exclude each other."""
     problem: str = ""
     """What is wrong with the refusal itself."""
 
@@ -152,8 +158,8 @@ def wanted(row: Row, source: Source, changes: Tensors) -> Wanted:
     values, changed = _values(row, source, changes)
     if row[names.TO] == "torch_dist" and _mixes(values, where, shapes):  # then layers are stored one by one
         where = places(row[names.FAMILY], BY_LAYER, source.wide)
-    if row[names.TO] == "torch_dist" and row[VOCABULARY] != NONE:
-        where = padded(where, int(row[VOCABULARY]) * tp)
+    if row[names.TO] == "torch_dist" and not row["tp"] == row[VOCABULARY] == NONE:
+        where = padded(where, _multiple(row) * tp)
     try:
         tensors = relaid(values, where, shapes)
     except MixedTypesError as error:
@@ -166,8 +172,11 @@ def wanted(row: Row, source: Source, changes: Tensors) -> Wanted:
                 raise MustRefuseError(f"{name} has tiles under two scales")
             tensors[f"{name}_scale_inv"] = grid
     encoded = _encode(row, source, tensors, where)
-    tensors |= _states(row, source, where, shapes)
-    total = len(tensors)
+    states = _states(row, source, where, values)
+    if states and row[names.TO] in names.WITH_RANKS and _lacks_copies(tensors, states):
+        raise MustRefuseError("Megatron's optimizer lacks copies in full precision")
+    tensors |= states
+    total = sum(not name.endswith(COPY) for name in tensors)  # the weights themselves, under a second name
     if row[names.TO] == "megatron_torch":
         tensors = _by_rank(row, source, tensors, where)
     return Wanted(tensors, frozenset(encoded), frozenset(changed), total)
@@ -243,23 +252,28 @@ def _float(kind: str) -> torch.dtype:
     return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[kind]
 
 
-def _states(row: Row, source: Source, where: Places, shapes: Mapping[str, torch.Size]) -> Tensors:
-    """The optimizer's state, which only a hub does without."""
+def _lacks_copies(tensors: Tensors, states: Tensors) -> bool:
+    """Whether a weight that has state is not of full precision, so that Megatron needs a copy that is."""
+    trained = {name.removeprefix(STATE).rpartition("/")[0] for name in states}
+    return any(name not in tensors or tensors[name].dtype != torch.float32 for name in trained)
+
+
+def _states(row: Row, source: Source, where: Places, weights: Tensors) -> Tensors:
+    """The optimizer's state, which only a hub does without; `weights` are the hub's as they are written."""
     default = "no" if row[names.TO] in ("hf", "one file") else "yes"
     if (default if row["optimizer"] == NONE else row["optimizer"]) == "no":
         return {}
     collected: Tensors = {}
     values_of = dict(source.states)
     if values_of and row[names.TO] == "torch_dist":  # Megatron keeps the weights in full precision there, too
-        weights = source.weights["fp32"] if "fp32" in source.weights else source.weights[NONE]
-        values_of["param"] = {name: value.float() for name, value in weights.items()}
-    where = (
-        _joined(where, source.model) if TORCHTITAN in (TARGETS[row[names.TO]][1], dialect(row[names.SOURCE])) else where
-    )
+        values_of[COPY.removeprefix("/")] = weights
+    where = {name: number for name, number in where.items() if bool((number >= 0).any())}  # constants are not trained
+    if TORCHTITAN in (TARGETS[row[names.TO]][1], dialect(row[names.SOURCE])):
+        where = _joined(where, source.model)
     for state, values in values_of.items():
-        moved = relaid(values, where, shapes)
-        collected |= {f"{results.STATE}{name}/{state}": value for name, value in moved.items()}
-        collected |= {f"{results.STATE}{name}/step": torch.tensor(float(built.STEP)) for name in moved}
+        moved = relaid(values, where, source.model.shapes)
+        collected |= {f"{STATE}{name}/{state}": value for name, value in moved.items()}
+        collected |= {f"{STATE}{name}/step": torch.tensor(float(built.STEP)) for name in moved}
     return collected
 
 
@@ -274,17 +288,27 @@ def _joined(where: Places, model: Truth) -> Places:
     return collected
 
 
+def _multiple(row: Row) -> int:
+    """Of how many rows the vocabulary is on each rank; Megatron's default is 128."""
+    return 128 if row[VOCABULARY] == NONE else int(row[VOCABULARY])
+
+
 def _by_rank(row: Row, source: Source, tensors: Tensors, where: Places) -> Tensors:
     """What each rank of Megatron's has; a dim is shared out as its elements' numbers are."""
     tp, pp, ep = (1 if row[degree] == NONE else int(row[degree]) for degree in ("tp", "pp", "ep"))
-    multiple = 128 if row[VOCABULARY] == NONE else int(row[VOCABULARY])
+    multiple = _multiple(row)
     tied = bool(source.model.config["tie_word_embeddings"])
     whole = {name: tensors[name] for name in where if name in tensors}
     numbers = {name: torch.arange(value.numel()).reshape(value.shape) for name, value in whole.items()}
     collected: Tensors = {}
     for place, mine in rank_parts(numbers, tp=tp, pp=pp, ep=ep, tied=tied, multiple=multiple).items():
         for name, (origin, number) in mine.items():
-            collected[f"{place}/{name}"] = torch.cat([whole[origin].flatten(), whole[origin].new_zeros(1)])[number]
+            collected[f"{place}/{name}"] = _taken(whole[origin], number)
+            if step := {f"{STATE}{origin}/step"} & tensors.keys():
+                collected[f"{STATE}{place}/{name}/step"] = tensors[step.pop()]
+                for state in STATES:
+                    value = tensors[f"{STATE}{origin}/{state}"]
+                    collected[f"{STATE}{place}/{name}/{state}"] = _taken(value, number)
             for end, tile in SCALES.items():
                 if f"{origin}{end}" in tensors:
                     scales = results.spread(tensors[f"{origin}{end}"], whole[origin], *tile).flatten()[number]
@@ -293,6 +317,11 @@ def _by_rank(row: Row, source: Source, tensors: Tensors, where: Places) -> Tenso
                         raise MustRefuseError(f"{place}/{name} has tiles under two scales")
                     collected[f"{place}/{name}{end}"] = grid
     return collected
+
+
+def _taken(value: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+    """Elements by their number; zero for -1."""
+    return torch.cat([value.flatten(), value.new_zeros(1)])[number]
 
 
 def options(row: Row, source: Source, work: Path) -> dict[str, Any]:
@@ -319,6 +348,8 @@ def options(row: Row, source: Source, work: Path) -> dict[str, Any]:
         "sync": False,
     }
     collected |= {key: value for key, value in given.items() if row[key] != NONE}
+    if row["report"] != NONE:
+        collected["report"] = work / PAGE
     return collected | _reading(row, source, work)
 
 
@@ -358,9 +389,10 @@ def convert(row: Row, source: Source, target: Path, asked: Mapping[str, Any]) ->
         try:
             report = tx.convert(source.path, target, to=to, **asked, **how)
         except tx.TransaxleError as error:
-            return Outcome(None, str(error), _faults([refusal_of(one) for one in error.refusals]))
+            refusals = [refusal_of(one) for one in error.refusals]
+            return Outcome(None, str(error), refusals[0]["code"], _faults(refusals))
         except TypeError as error:
-            return Outcome(None, str(error), "" if len(str(error).split()) > 2 else "no sentence")
+            return Outcome(None, str(error), "TypeError", "" if len(str(error).split()) > 2 else "no sentence")
     return Outcome(report.as_json())
 
 
@@ -406,8 +438,9 @@ def _typed(arguments: list[str]) -> Outcome:
         return Outcome(document, problem="" if code == 0 else f"exit code {code}")
     error = document["error"]
     if code != error["exit_code"] or not 2 <= code <= 4:
-        return Outcome(None, error["message"], f"exit code {code}")
-    return Outcome(None, error["message"], _faults(error["refusals"]))
+        return Outcome(None, error["message"], problem=f"exit code {code}")
+    refusals = error["refusals"]
+    return Outcome(None, error["message"], refusals[0]["code"] if refusals else "TypeError", _faults(refusals))
 
 
 def files_of(folder: Path) -> dict[str, str]:
@@ -419,11 +452,17 @@ def files_of(folder: Path) -> dict[str, str]:
     }
 
 
-def problems(row: Row, source: Source, work: Path) -> tuple[str, list[str]]:
+def problems(row: Row, source: Source, work: Path, *, clashes: bool = False) -> tuple[str, list[str]]:
     """Carry a row out and compare what it wrote.
 
+    Args:
+        row: the options.
+        source: what is converted.
+        work: a new folder.
+        clashes: two of the options do not go together, so that there may be nothing to write.
+
     Returns:
-        why it was refused, or nothing; and everything that is wrong.
+        the code of the refusal, or nothing; and everything that is wrong.
     """
     work.mkdir()
     changes = adapter(source.model, work / "adapter") if row[names.CHANGE] == "merge" else {}
@@ -441,20 +480,48 @@ def problems(row: Row, source: Source, work: Path) -> tuple[str, list[str]]:
     if outcome.report is None:
         if files_of(place) != older:
             wrong.append(f"refused, and left {files_of(place).keys() ^ older.keys()}")
-        return outcome.refusal, wrong
+        if not clashes and not _has_no_result(row, source, changes):
+            wrong.append(f"refused, though there is a result: {outcome.refusal}")
+        return outcome.code, wrong
     if {path.name for path in place.iterdir()} - {target.name, f"{target.name}.transaxle.json"}:
         wrong.append(f"left {sorted(path.name for path in place.iterdir())}")
+    if "report" in asked and outcome.report["format"] not in asked["report"].read_text("utf-8"):
+        wrong.append("the page does not say what was written")
     try:
         expected = wanted(row, source, changes)
     except MustRefuseError as error:
         return "", [*wrong, f"written, but {error}"]
     wrong += differences(row, target, expected, outcome.report)
     if row["resume"] == "again":
-        once = files_of(place)
-        again = convert(row, source, target, {key: value for key, value in asked.items() if key != "overwrite"})
-        if again.report is None or again.report["resumed"] != again.report["tensors"] or files_of(place) != once:
-            wrong.append(f"once more: {again.refusal or again.report}")
+        wrong += _once_more(row, source, target, asked)
     return "", wrong
+
+
+def _has_no_result(row: Row, source: Source, changes: Tensors) -> bool:
+    """Whether a conversion may be refused: nothing exact can be written, or it is one of the documented limits."""
+    try:
+        encoded = wanted(row, source, changes).encoded
+    except MustRefuseError:
+        return True
+    if row[names.CHANGE] in names.ENCODINGS and not encoded:
+        return True
+    latent = row[names.FAMILY] == "deepseek_v3"  # its parameters have no known order
+    if latent and row[names.TO] == "megatron_torch" and source.states and row["optimizer"] != "no":
+        return True
+    if row[names.TO] == "megatron_torch" and row["tp"] != NONE and (encoded or source.codes):
+        return True  # no table has lines for scales, and so nothing says how ranks share them out
+    # Automodel keeps experts with a layer's inputs in rows; blocks of these encodings are of inputs.
+    return row[names.TO] == "automodel" and row[names.CHANGE] in ("encode=mxfp8", "encode=nvfp4")
+
+
+def _once_more(row: Row, source: Source, target: Path, asked: Mapping[str, Any]) -> list[str]:
+    """What is wrong where a conversion that is complete is resumed."""
+    once = files_of(target.parent)
+    kept = {key: value for key, value in asked.items() if key not in ("overwrite", "report")}
+    again = convert(row, source, target, kept)
+    if again.report is None or again.report["resumed"] != again.report["tensors"] or files_of(target.parent) != once:
+        return [f"once more: {again.refusal or again.report}"]
+    return []
 
 
 def differences(row: Row, target: Path, expected: Wanted, report: Mapping[str, Any]) -> list[str]:

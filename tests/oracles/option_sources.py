@@ -184,10 +184,7 @@ def _universal(masters: Tensors, states: Mapping[str, Tensors], folder: Path) ->
             torch.save({"param": tensor}, place / f"{state}.pt")
         torch.save(float(built.STEP), place / "step.pt")
     group = {"lr": 1e-3, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "params": [0]}
-    torch.save(
-        {"optimizer_state_dict": {"base_optimizer_state": {"param_groups": [group]}, "zero_stage": 1}},
-        step / "zero/optimizer_state.pt",
-    )
+    torch.save({"param_groups": [group], "zero_stage": 1}, step / "zero/optimizer_state.pt")
     model = {
         "module": {name: value.bfloat16() for name, value in masters.items()}, "buffer_names": [], "optimizer": None,
         "param_shapes": [{name: value.shape for name, value in masters.items()}], "global_steps": built.STEP,
