@@ -183,9 +183,9 @@ def test_ranks_that_ask_for_different_things_are_told() -> None:
     assert "no tensor has a name like 'x*'" in first[2]
 
 
-def _misspelt(rank: int, world: int) -> list[str]:
-    """Give one rank a keyword that there is not."""
-    wrong: Any = {"strikt": True} if rank else {}
+def _mistyped(rank: int, world: int) -> list[str]:
+    """Give one rank a value of a type that its argument cannot have."""
+    wrong: Any = {"family": 3} if rank else {}
     calls: list[Callable[[], object]] = [
         lambda: tx.Refit({"w": torch.ones(4)}, {"w": torch.zeros(4)}, **wrong),
         lambda: tx.reshard({"w": torch.ones(4)}, {"w": torch.zeros(4)}, **wrong),
@@ -200,10 +200,10 @@ def _misspelt(rank: int, world: int) -> list[str]:
     return said
 
 
-def test_a_wrong_keyword_of_one_rank_is_told_to_all() -> None:
-    others, own = run(2, _misspelt)
+def test_a_wrong_type_on_one_rank_is_told_to_all() -> None:
+    others, own = run(2, _mistyped)
     assert all("rank 1 failed: TypeError" in each for each in others[:3])
-    assert all("unexpected keyword argument 'strikt'" in each for each in own[:3])
+    assert all("family must be a str" in each for each in own[:3])
     assert others[3] == own[3]
     assert "strict: rank 1 gave False, but rank 0 gave True" in own[3]
 

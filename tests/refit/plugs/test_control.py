@@ -7,9 +7,10 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from inspect import signature
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -19,7 +20,7 @@ import pytest
 import transaxle as tx
 from transaxle.refit.plugs import vllm_control, vllm_refit
 from transaxle.refit.plugs.vllm_control import control
-from transaxle.refit.plugs.vllm_refit import _Engines, _said
+from transaxle.refit.plugs.vllm_refit import _OPTIONS, VllmRefit, _Engines, _said
 
 USER, PASSWORD = "trainer", "s3cr/et+pass"
 ENCODED = "s3cr%2Fet+pass"
@@ -27,6 +28,8 @@ LOGIN = base64.b64encode(f"{USER}:{PASSWORD}".encode()).decode()
 SECRETS = (PASSWORD, ENCODED, LOGIN)
 FORMS = (PASSWORD, ENCODED, quote(PASSWORD, ""), quote(PASSWORD), LOGIN, f"http:\\/\\/{USER}:{ENCODED}@host")
 """As a server may repeat them."""
+DEFAULTS: Mapping[str, Any] = {name: signature(VllmRefit.__init__).parameters[name].default for name in _OPTIONS}
+"""How weights are moved into vLLM where nothing else is asked for."""
 
 
 class _Vllm(BaseHTTPRequestHandler):
@@ -247,8 +250,8 @@ class _Talkative:
 
 def test_each_meeting_has_a_secret_of_its_own_which_no_error_shows() -> None:
     clients = [_Talkative() for _ in range(2)]
-    engines = [_Engines(each, {"workers": 1}) for each in clients]
-    meetings = [each.prepare("127.0.0.1:1", 1, _said({})) for each in engines]
+    engines = [_Engines(each, {**DEFAULTS, "workers": 1}) for each in clients]
+    meetings = [each.prepare("127.0.0.1:1", 1, _said(DEFAULTS)) for each in engines]
     assert meetings[0] is not None
     assert meetings[1] is not None
     assert len(meetings[0].secret) == 64

@@ -20,6 +20,7 @@ import torch
 
 import transaxle as tx
 from tests.live.jobs import free_port
+from tests.refit.plugs.test_control import DEFAULTS
 from transaxle import vllm_plugin
 from transaxle.refit.plugs.vllm_control import control
 from transaxle.refit.plugs.vllm_engine import VERSION, VllmEngine
@@ -195,8 +196,8 @@ class Obedient:
 def test_an_update_is_open_in_all_engines_or_in_none() -> None:
     """What fails in one engine ends in those that had begun; what a lost trainer has left open is ended first."""
     clients = [Obedient(), Obedient("start")]
-    engines = _Engines(clients, {"workers": 2})
-    meeting = engines.prepare("127.0.0.1:1", 3, _said({}))
+    engines = _Engines(clients, {**DEFAULTS, "workers": 2})
+    meeting = engines.prepare("127.0.0.1:1", 3, _said(DEFAULTS))
     assert meeting is not None
     assert (meeting.size, meeting.address) == (3 + 2 * 2, "127.0.0.1:1")
     engines.left_open([False] * 3 + [False, False] + [False, True])
@@ -210,8 +211,8 @@ def test_an_update_is_open_in_all_engines_or_in_none() -> None:
 
 
 def test_other_ranks_speak_to_no_engine() -> None:
-    engines = _Engines([], {})
-    assert engines.prepare(None, 2, _said({})) is None
+    engines = _Engines([], {**DEFAULTS})
+    assert engines.prepare(None, 2, _said(DEFAULTS)) is None
     engines.left_open([False, False, True])
     engines.start()
     engines.switch("1")
@@ -227,8 +228,8 @@ def test_all_engines_switch_while_requests_are_stopped() -> None:
         yield
         entered.append("goes on")
 
-    engines = _Engines(clients, {"workers": 1, "pause": pause})
-    engines.prepare("127.0.0.1:1", 1, _said({}))
+    engines = _Engines(clients, {**DEFAULTS, "workers": 1, "pause": pause})
+    engines.prepare("127.0.0.1:1", 1, _said(DEFAULTS))
     engines.start()
     engines.switch("7")
     engines.abandon()  # nothing is open any more
