@@ -244,7 +244,8 @@ def check_rules(rules: PathLike, path: PathLike | None = None) -> dict[str, Any]
     return rules_facts(read_path("rules", rules), None if path is None else read_path("path", path))
 
 
-def _is_lead() -> bool:
+def is_lead() -> bool:
+    """Tell whether this process is the rank of a job that speaks for all, or in no job."""
     from transaxle.engine.distribute.driver import is_lead
 
     return is_lead()
@@ -285,7 +286,7 @@ class _Conversion:
             self.opening = select(options, READING)
         self.limit = limits(options.get("jobs"), options.get("memory"))
         self._together = options.get("on") == "torchrun"
-        self._leads = not self._together or _is_lead()
+        self._leads = not self._together or is_lead()
         self.page: ConversionPage | None = None
         if "report" in options and not self._together:
             self.page = self._new_page()

@@ -179,7 +179,7 @@ def command(screen: Screen, src: str, dst: str, options: dict[str, Any]) -> int:
             report = verbs.convert(src, dst, watch=screen, **options)
         except verbs.Unverified as error:
             report = error.report
-    if together and not _is_lead():
+    if together and not verbs.is_lead():
         return 0
     return _print(screen, report, options["report"])
 
@@ -190,18 +190,12 @@ def _one_voice(together: bool) -> Iterator[None]:
     try:
         yield
     except TransaxleError as error:
-        if together and not _is_lead():
+        if together and not verbs.is_lead():
             from transaxle.live.transport.world import is_loss
 
             if not is_loss(error):
                 raise click.exceptions.Exit(error.exit_code) from None
         raise
-
-
-def _is_lead() -> bool:
-    from transaxle.engine.distribute.driver import is_lead
-
-    return is_lead()
 
 
 def _print(screen: Screen, report: Report, page: str | None) -> int:

@@ -260,7 +260,6 @@ def check_options(to: str, options: Mapping[str, Any]) -> None:
         TypeError: an argument of a type that it cannot have.
         TransaxleError: a format, family or dialect that there is not; a config that cannot be read.
     """
-    check_flags(**{name: options[name] for name in ("sync", "check_copies", "verify")})
     asked = read_settings("", to, optimizer=False, overwrite=False, **options)
     families = reading_settings(rules=asked.rules, axes=asked.axes).families
     labels = [each for each in (parse_to(asked.to)[1], asked.dialect) if each and each != IDENTITY]
