@@ -189,7 +189,7 @@ def test_what_is_left_is_not_dropped_for_another_task(ck: Path, transaxle: Trans
             assert (outcome.code, outcome.codes) == (USAGE, ["EXISTS"]), outcome
             (refusal,) = outcome.json["error"]["refusals"]
             assert reason in refusal["message"]
-            assert "without --resume" in refusal["hint"]
+            assert "begin anew with --overwrite" in refusal["hint"]
             assert tree(Path(".out.transaxle-partial")) == left
     shutil.copytree(ck, "other")
     assert "which is another source" in transaxle("convert", "other", *CONVERT[2:], "--resume").err
