@@ -239,7 +239,7 @@ def _tried() -> Iterator[tuple[str, str]]:
     for function in PUBLIC.values():
         for name, annotation in _arguments(function).items():
             here = annotation.removesuffix(" | None") in READ | {"str"}
-            if name in WRONG and here and function.__module__ != "transaxle.nn.checkpoints.layouts":
+            if name in WRONG and here and function.__module__ != "transaxle.nn.checkpoint_layouts":
                 yield _name(function), name
 
 

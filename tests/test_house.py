@@ -76,17 +76,17 @@ HOUSE = {
 
 LAZY_EXTRAS = {
     "cli/demo.py": frozenset({"torch", "transformers"}),
-    "derivation/tracing/transformers_models.py": frozenset({"torch", "transformers"}),
+    "derivation/transformers_models.py": frozenset({"torch", "transformers"}),
     "engine/checkpoint/numbered_parameters.py": frozenset({"torch", "transformers"}),
     "engine/distribute/executors.py": frozenset({"ray"}),
     "engine/checkpoint/stored_tensor.py": frozenset({"torch"}),
     "formats/hub/hub_requests.py": frozenset({"httpx", "huggingface_hub"}),
-    "refit/plugs/vllm_control.py": frozenset({"httpx"}),
+    "refit/vllm_control.py": frozenset({"httpx"}),
     "formats/remote/web.py": frozenset({"aiohttp", "s3fs"}),
-    "quant/modules/torchao.py": frozenset({"torchao"}),
-    "refit/plugs/vllm_engine.py": frozenset({"vllm"}),
-    "refit/plugs/vllm_source.py": frozenset({"vllm"}),
-    "refit/plugs/vllm_weights.py": frozenset({"vllm"}),
+    "quant/torchao.py": frozenset({"torchao"}),
+    "refit/vllm_engine.py": frozenset({"vllm"}),
+    "refit/vllm_source.py": frozenset({"vllm"}),
+    "refit/vllm_weights.py": frozenset({"vllm"}),
     "reports/html_page.py": frozenset({"jinja2"}),
     "vllm_plugin.py": frozenset({"vllm"}),
 }
@@ -464,13 +464,13 @@ def test_names_say_what_they_hold() -> None:
 PRIMITIVES = {
     "as_strided": {
         "torch_tensors/local_tensor.py",  # copies and views of any tensor
-        "quant/tensor/dispatch.py",  # the operation itself, of a tensor class
+        "quant/dispatch.py",  # the operation itself, of a tensor class
     },
     "from_local": {"torch_tensors/local_tensor.py"},
     "all_to_all_single": {
         "live/transport/shared_store.py",  # proofs, before there is a world
         "live/transport/tensor_exchange.py",  # bytes of checkpoints
-        "nn/moe/token_exchange.py",  # activations, with their gradients
+        "nn/moe.py",  # activations, with their gradients
     },
     "os.pwrite": {"formats/staging/staging.py"},
 }

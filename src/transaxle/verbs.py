@@ -750,7 +750,7 @@ def derive(
         UsageError: UNKNOWN_FAMILY for a model type that transformers does not know.
     """
     from transaxle.derivation.sources import UNNAMED, are_dialects, family_name, from_function, from_transformers
-    from transaxle.derivation.writing.table import Labels
+    from transaxle.derivation.table import Labels
 
     family = read_optional_text("family", family, "glm4_moe")
     if isinstance(converter, str):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 
 BACKEND = "transaxle"
-_MODULE, _CLASS = "transaxle.refit.plugs.vllm_engine", "VllmEngine"
+_MODULE, _CLASS = "transaxle.refit.vllm_engine", "VllmEngine"
 
 
 def register() -> None:

@@ -126,7 +126,7 @@ def test_what_cannot_be_derived(
 def test_wrong_paths_are_named_before_the_peer_is_asked(
     words: tuple[str, ...], said: str, here: Path, transaxle: Transaxle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("transaxle.derivation.tracing.transformers_models.Peer", None)
+    monkeypatch.setattr("transaxle.derivation.transformers_models.Peer", None)
     Path("config.json").write_text("{}")
     Path("empty").mkdir()
     outcome = transaxle("derive", *words)

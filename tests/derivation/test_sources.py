@@ -15,9 +15,9 @@ from safetensors.torch import save_file as torch_file
 
 import transaxle as tx
 from transaxle.axes.notation import tables
-from transaxle.derivation.numbering import number_elements
 from transaxle.derivation.sources import from_folders
-from transaxle.derivation.writing.table import Labels
+from transaxle.derivation.table import Labels
+from transaxle.derivation.traces import number_elements
 
 CONFIGS = ({"layers": 2, "heads": 3, "width": 10, "ffn": 7}, {"layers": 3, "heads": 2, "width": 6, "ffn": 5})
 LAST = {"layers": 4, "heads": 5, "width": 14, "ffn": 9}
@@ -251,7 +251,7 @@ def test_nothing_is_left_of_a_copy_that_cannot_be_written(tmp_path: Path, monkey
         raise OSError(errno.ENOSPC, "no space")
 
     _save(tmp_path / "hub", _before(CONFIGS[0]))
-    monkeypatch.setattr("transaxle.derivation.numbering.save_file", full)
+    monkeypatch.setattr("transaxle.derivation.traces.save_file", full)
     with pytest.raises(tx.TransaxleError) as caught:
         number_elements(str(tmp_path / "hub"), str(tmp_path / "numbered"))
     assert caught.value.code == "NO_SPACE"

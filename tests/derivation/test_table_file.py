@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from transaxle.derivation.sources import Table
-from transaxle.derivation.table_file import check_place, write_table
+from transaxle.derivation.sources import Table, check_place, write_table
 from transaxle.errors import StorageError, UsageError
 
 TEXT = "# of mine\nfamily mine\n  axes d=width\n"
@@ -81,7 +80,7 @@ def test_places_where_no_file_can_be(tmp_path: Path) -> None:
 
 def test_a_file_that_appears_in_the_meantime_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "mine.rules"
-    monkeypatch.setattr("transaxle.derivation.table_file.check_place", lambda *_, **__: path.write_text("theirs"))
+    monkeypatch.setattr("transaxle.derivation.sources.check_place", lambda *_, **__: path.write_text("theirs"))
     with pytest.raises(UsageError, match="in the meantime"):
         write_table(TEXT, path)
     assert path.read_text() == "theirs"

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from transaxle.derivation.tracing.config_search import nearest
-from transaxle.derivation.tracing.tiny_configs import MORE_VARIANTS, OWN, PROPORTIONED, SMALL, VARIANTS, tiny
+from transaxle.derivation.tiny_configs import MORE_VARIANTS, OWN, PROPORTIONED, SMALL, VARIANTS, tiny
+from transaxle.derivation.transformers_models import nearest
 
 PICTURE: dict[str, Any] = {
     "model_type": "picture",

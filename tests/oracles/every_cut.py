@@ -29,9 +29,8 @@ from tests.oracles.every_type import built, installed_types
 from tests.oracles.quiet import quiet
 from tests.oracles.tiny_models import drawn
 from transaxle.errors import TransaxleError
-from transaxle.parallel.cuts.cutting import everything
-from transaxle.parallel.plans.proven_types import RECORD_NAME, proven_types
-from transaxle.parallel.tensor_parallel import tensor_parallel
+from transaxle.parallel.cutting import everything
+from transaxle.parallel.tensor_parallel import RECORD_NAME, proven_types, tensor_parallel
 from transaxle.torch_tensors.local_tensor import local_of
 
 RECORD = Path(__file__).parents[2] / "src/transaxle/parallel/plans" / RECORD_NAME

@@ -68,8 +68,8 @@ def outcome(model_type: str) -> tuple[str, str]:
 
 def built(model_type: str) -> list[Any]:
     """Two models of a type: one of sizes that no table follows from, one in the proportions of the default config."""
-    from transaxle.derivation.tracing.tiny_configs import PROPORTIONED, VARIANTS
-    from transaxle.derivation.tracing.transformers_models import Peer, variants
+    from transaxle.derivation.tiny_configs import PROPORTIONED, VARIANTS
+    from transaxle.derivation.transformers_models import Peer, variants
     from transaxle.errors import TransaxleError
 
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.oracles.every_cut import EXACT, WORLDS, WRONG, outcome
-from transaxle.parallel.plans.proven_types import proven_types
+from transaxle.parallel.tensor_parallel import proven_types
 
 SAMPLE = {"stablelm": EXACT, "diffllama": f"{WRONG}: logits", "apertus": f"{WRONG}: gradient of model.layers.0.mlp.act"}
 """Heads in pairs, and parameters between layers that are cut: right by the table, and another model."""

@@ -23,10 +23,9 @@ from transaxle.errors import TransaxleError
 from transaxle.formats.deepspeed.keys import INFO, RECORD
 from transaxle.formats.deepspeed.metadata.info_draft import collected
 from transaxle.formats.deepspeed.metadata.record import read as read_record
-from transaxle.parallel.cuts.cutting import everything
-from transaxle.parallel.plans.table_reading import read
-from transaxle.parallel.plans.tp_plan import make_plan
+from transaxle.parallel.cutting import everything
 from transaxle.parallel.tensor_parallel import tensor_parallel
+from transaxle.parallel.tp_plan import make_plan, read
 from transaxle.parallel.universal_metadata import record_of, universal_checkpoint_info
 
 pytestmark = [pytest.mark.peers, pytest.mark.slow]

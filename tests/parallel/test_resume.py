@@ -19,7 +19,7 @@ from torch.optim import AdamW
 import transaxle as tx
 from tests.live.ranks import run
 from tests.parallel.models import CONFIGS, EVEN, build, train
-from transaxle.parallel.cuts.cutting import everything
+from transaxle.parallel.cutting import everything
 from transaxle.torch_tensors.local_tensor import local_of
 
 STEPS, MORE = 2, 3

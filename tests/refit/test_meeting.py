@@ -23,7 +23,7 @@ import transaxle as tx
 from tests.live.jobs import SECRET, apart, free_port
 from tests.live.ranks import run
 from transaxle.live.transport.shared_store import _HELLO, _TAG, SharedStore, StoreServer
-from transaxle.refit.meeting import read_secret
+from transaxle.refit.hops import read_secret
 
 PATIENCE = timedelta(seconds=20)
 OTHER = "that only a stranger knows"

@@ -16,9 +16,16 @@ from transaxle.axes.notation import tables
 from transaxle.cli.command import Command, overwriting, printing
 from transaxle.cli.screen.screen import Screen
 from transaxle.cli.tracing import silence
-from transaxle.derivation.sources import UNNAMED, Table, are_dialects, family_name, from_folders, from_transformers
-from transaxle.derivation.table_file import check_place
-from transaxle.derivation.writing.table import Labels
+from transaxle.derivation.sources import (
+    UNNAMED,
+    Table,
+    are_dialects,
+    check_place,
+    family_name,
+    from_folders,
+    from_transformers,
+)
+from transaxle.derivation.table import Labels
 from transaxle.engine.checkpoint.settings import CONFIG, model_config
 from transaxle.engine.number_text import plural
 from transaxle.errors import TransaxleError, gathered, refuse
@@ -132,7 +139,7 @@ def model_of(source: str) -> tuple[str, dict[str, Any] | None]:
 
 
 def _number(screen: Screen, source: Sequence[str]) -> int:
-    from transaxle.derivation.numbering import number_elements
+    from transaxle.derivation.traces import number_elements
 
     if len(source) != 2:
         raise click.UsageError("--number takes two folders: FROM TO")

@@ -86,7 +86,7 @@ def check_dialect(to: str) -> None:
         UsageError: AMBIGUOUS for such a dialect.
         Refused: UNSUPPORTED for a format that cannot be written.
     """
-    from transaxle.derivation.writing.table import Labels
+    from transaxle.derivation.table import Labels
     from transaxle.engine.plan.conversion import parse_to
 
     label = parse_to(to)[1]

@@ -1,24 +1,214 @@
-"""What a table is derived from: a model type of transformers, a function, or folders of a user's."""
+"""What a table is derived from: a model type of transformers, a function, or folders of a user's.
+
+Proof: a table's conversions against a trace that it was not derived from, both ways, bit by bit.
+
+The file of a derived table: complete as soon as it is there, and never in place of anything that must stay.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from transaxle.arguments import Overwrite, PathLike
-from transaxle.axes.notation.statement import WORD
-from transaxle.derivation.fitting.trace import Shape, Trace, Underivable, told
-from transaxle.derivation.numbering import numbered
-from transaxle.derivation.proof import misfits, prove
-from transaxle.derivation.table_file import write_table
-from transaxle.derivation.tracing.tiny_configs import MORE_VARIANTS, PROPORTIONED, VARIANTS
-from transaxle.derivation.writing.from_traces import Derived, derive
-from transaxle.derivation.writing.table import Labels
+import numpy as np
+import numpy.typing as npt
+from safetensors.numpy import load_file, save_file
+
+from transaxle.arguments import EVERYTHING, Overwrite, PathLike, read_overwrite, read_path
+from transaxle.axes.layout.bind import bind
+from transaxle.axes.layout.solve import fill
+from transaxle.axes.notation import tables
+from transaxle.axes.notation.family import Sizes
+from transaxle.axes.notation.statement import BLOCK, DIALECT, FAMILY, WORD
+from transaxle.derivation.table import Derived, Labels, derive
+from transaxle.derivation.tiny_configs import MORE_VARIANTS, PROPORTIONED, VARIANTS
+from transaxle.derivation.traces import Shape, Trace, Underivable, numbered, told
+from transaxle.derivation.transformers_models import loaded
+from transaxle.engine.checkpoint.checkpoint import open_checkpoint
 from transaxle.engine.checkpoint.settings import CONFIG, stored_config
 from transaxle.engine.compare.pair import opened_pair
-from transaxle.errors import TransaxleError, refuse
+from transaxle.engine.execute.execute import execute
+from transaxle.engine.plan.conversion import make_plan
+from transaxle.errors import Code, TransaxleError, refuse
+from transaxle.formats.staging.access import opened_draft
+from transaxle.formats.staging.place import rename_new
+from transaxle.formats.storage.local import failed
+from transaxle.move.workers import limits
+
+Arrays = Mapping[str, npt.NDArray[Any]]
+_MISFIT: Code = "SHAPE_MISMATCH"
+_LISTED_NAMES = 3
+"""Names that a problem lists."""
+
+
+def prove(text: str, trace: Trace, labels: Labels) -> tuple[str, ...]:
+    """Convert the tensors of a trace with a table, in both directions, and compare with what the converter made.
+
+    Args:
+        text: the table.
+        trace: a run of the converter; the proof is worth most if the table was derived without it.
+        labels: names of the family and its dialects.
+
+    Returns:
+        What is wrong; nothing where both directions are exact.
+    """
+    sides = [_tensors(trace.hub, trace), _tensors(trace.memory, trace)]
+    problems = []
+    with tempfile.TemporaryDirectory(prefix="transaxle-proof-") as scratch:
+        rules = Path(scratch, "table.rules")
+        rules.write_text(text, "utf-8")
+        for source, target in ((0, 1), (1, 0)):
+            folder = Path(scratch, f"from-{source}")
+            folder.mkdir()
+            save_file(dict(sides[source]), folder / "model.safetensors")
+            (folder / "config.json").write_text(json.dumps(trace.config), "utf-8")
+            direction = f"{labels.dialects[source]} -> {labels.dialects[target]}"
+            try:
+                made = _converted(folder, Path(scratch, f"to-{target}"), rules, labels, source, target)
+            except TransaxleError as error:
+                problems.append(f"{direction}: {error}")
+                continue
+            problems += [f"{direction}: {fault}" for fault in differences(made, sides[target])]
+    return tuple(problems)
+
+
+def misfits(text: str, shapes: Mapping[str, Shape], config: Mapping[str, Any], labels: Labels) -> tuple[str, ...]:
+    """Hold a table against the shapes of a real model, whose sizes are in other ratios than those of tiny ones.
+
+    Args:
+        text: the table.
+        shapes: name in memory -> shape.
+        config: the model's config.
+        labels: names of the family and its dialects.
+
+    Returns:
+        What the table says of these shapes, and is not so.
+    """
+    (family,) = tables.read(text)
+    dialect = family.dialect(labels.dialects[1])
+    assert dialect is not None  # the table has it by this name
+    sizes, problems = Sizes(family, config), []
+    bound = bind(tuple(shapes), family, dialect, sizes) if shapes else None
+    for (line, _), names in bound.names.items() if bound else ():
+        for position, name in names.items():
+            try:
+                fill(line.expression, shapes[name], sizes.at(dict(zip(line.name.axes, position, strict=True))))
+            except TransaxleError as error:  # of sizes that nothing tells, nothing is said
+                if error.code == _MISFIT:
+                    problems.append(f"{name}: {error.refusals[0].message}")
+    return tuple(problems)
+
+
+def differences(made: Arrays, wanted: Arrays) -> list[str]:
+    """Return how two sets of tensors differ in names, shapes, dtypes or bytes; nothing where they are equal."""
+    missing, extra = sorted(wanted.keys() - made.keys()), sorted(made.keys() - wanted.keys())
+    unlike = [name for name in made.keys() & wanted.keys() if not _same(made[name], wanted[name])]
+    found = (("lacks", missing), ("has besides", extra), ("differs in", sorted(unlike)))
+    return [f"{word} {', '.join(names[:_LISTED])}{_more(names)}" for word, names in found if names]
+
+
+def _more(names: list[str]) -> str:
+    return f" and {len(names) - _LISTED} more" if len(names) > _LISTED_NAMES else ""
+
+
+def _same(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype and one.tobytes() == other.tobytes()
+
+
+def _tensors(numbers: Arrays, trace: Trace) -> dict[str, npt.NDArray[Any]]:
+    """Return the numbers as tensors: 32 bits hold them all."""
+    flags = {name: np.zeros(shape, np.bool_) for name, shape in trace.unnumbered.items()}
+    return {**{name: np.array(each, np.int32, order="C") for name, each in numbers.items()}, **flags}
+
+
+def _converted(folder: Path, out: Path, rules: Path, labels: Labels, source: int, target: int) -> Arrays:
+    first, second = labels.dialects[source], labels.dialects[target]
+    with open_checkpoint(str(folder), rules=str(rules), family=labels.family, dialect=first) as checkpoint:
+        prepared = make_plan(checkpoint, f"safetensors:{second}", target=str(out))
+        execute(prepared, str(out), sync=False, limit=limits(1, None))
+    return loaded(out, load_file)
+
+
+_TABLE = re.compile(rf"^\s*({FAMILY}|{BLOCK}|{DIALECT})\s".encode(), re.MULTILINE)
+_READ = 1 << 20
+"""Bytes of an existing file in which a table has its first statement."""
+_ELSEWHERE = "Choose another name, or replace it"
+
+
+def check_place(path: PathLike, *, overwrite: Overwrite = False) -> None:
+    """Refuse a place where no table can or may be put.
+
+    Args:
+        path: the file.
+        overwrite: an existing table there may be replaced; `everything`: any file.
+
+    Raises:
+        UsageError: EXISTS for what must stay; AMBIGUOUS for an invalid `overwrite`.
+        StorageError: IO where the folder is missing, or the existing file cannot be read.
+    """
+    target, overwrite = Path(read_path("path", path)), read_overwrite(overwrite)
+    shown = str(path)
+    if not target.parent.is_dir():
+        raise refuse("IO", f"the folder {target.parent} does not exist", file=shown, hint="Create it first.")
+    if not os.path.lexists(target):
+        return
+    if target.is_dir():
+        raise refuse("EXISTS", "this is a folder", file=shown, hint="Name a file in it.")
+    try:
+        is_other = overwrite != EVERYTHING and target.exists() and not (target.is_file() and _is_table(target))
+    except OSError as error:
+        if overwrite:
+            raise failed(error, "reading the file that is to be replaced", shown) from error
+        is_other = True
+    anyway = f'{_ELSEWHERE} anyway: --overwrite={EVERYTHING} (overwrite="{EVERYTHING}").'
+    if not overwrite:
+        hint = anyway if is_other else f"{_ELSEWHERE} with --overwrite (overwrite=True)."
+        raise refuse("EXISTS", "the file already exists", file=shown, hint=hint)
+    if is_other:
+        raise refuse("EXISTS", "the file is not replaced: it is no table", file=shown, hint=anyway)
+
+
+def write_table(text: str, path: PathLike, *, overwrite: Overwrite = False) -> None:
+    """Write a table.
+
+    Args:
+        text: the table.
+        path: the file; a link is followed.
+        overwrite: an existing table there may be replaced; `everything`: any file.
+
+    Raises:
+        UsageError: EXISTS for what must stay; AMBIGUOUS for an invalid `overwrite`.
+        StorageError: IO, NO_SPACE.
+    """
+    check_place(path, overwrite=overwrite)
+    target = Path(os.path.realpath(path))
+    partial = target.with_name(f".{target.name}.transaxle-partial")
+    try:
+        with opened_draft(partial, target) as file:
+            file.write(text.encode())
+        if overwrite:
+            partial.replace(target)
+        else:
+            rename_new(str(partial), str(target))
+    except OSError as error:
+        with suppress(OSError):
+            partial.unlink()
+        if isinstance(error, FileExistsError):
+            raise refuse("EXISTS", "something else created the file in the meantime", file=str(path)) from error
+        raise failed(error, "writing the table", str(path)) from error
+
+
+def _is_table(path: Path) -> bool:
+    with path.open("rb") as file:
+        return _TABLE.search(file.read(_READ)) is not None
+
 
 Tensors = Mapping[str, Any]
 """A state dict: numpy arrays or torch tensors."""
@@ -91,7 +281,7 @@ def from_transformers(model_type: str, config: Mapping[str, Any] | None = None, 
         Refused: UNSUPPORTED where no table says what transformers does, or torch or transformers are not installed.
         UsageError: UNKNOWN_FAMILY where transformers does not know the model type.
     """
-    from transaxle.derivation.tracing.transformers_models import Peer, shapes, traced_or_not, variants
+    from transaxle.derivation.transformers_models import Peer, shapes, traced_or_not, variants
 
     peer = Peer()
     complaints: list[str] = []
@@ -219,7 +409,7 @@ def from_function(
         ValueError: there is not one config for each sample.
         Refused: UNSUPPORTED where no table says what the function does.
     """
-    from transaxle.derivation.tracing.function_trace import check_samples, trace_function
+    from transaxle.derivation.function_trace import check_samples, trace_function
 
     labels = labels or Labels(UNNAMED, dialects=("hf", "converted"))
     check_samples(samples)

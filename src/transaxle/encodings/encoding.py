@@ -3,14 +3,20 @@
 An encoding is the one description that readers, the planner, the codecs and the training side share. The value of an
 element is its code times the scale of its tile, times the global factor if there is one. Tiles cover the trailing
 stored dims; every index along the dims before them has tiles of its own.
+
+Error: how far values are from the values they stand for.
+
+Plain types: the floating-point types of values that are not encoded, by their safetensors codes.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
+from typing import Literal
 
 import msgspec
 
@@ -101,3 +107,47 @@ class Encoded(msgspec.Struct, frozen=True):
     """Stored name of each buffer."""
     convention: str
     """Key of `CONVENTIONS`: how its buffers are named and shaped, and what its global scale means."""
+
+
+class Error(msgspec.Struct, frozen=True):
+    """Summed differences of two arrays of equal size. The errors of a tensor's parts add up to that of the whole.
+
+    Two NaN do not differ. A NaN differs from any number by infinity, and so does an infinity from anything else.
+    """
+
+    max: float = 0.0
+    """The largest absolute difference."""
+    square_sum: float = 0.0
+    """Sum of the squared differences. Its last digits depend on the order of summation, and so on the path."""
+    count: int = 0
+    """How many values there are."""
+    unequal: int = 0
+    """How many of them differ."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether no value differs."""
+        return self.unequal == 0
+
+    @property
+    def rms(self) -> float:
+        """Root of the mean squared difference; 0 for no values."""
+        return math.sqrt(self.square_sum / self.count) if self.count else 0.0
+
+    def __add__(self, other: Error) -> Error:
+        return Error(
+            max(self.max, other.max),
+            self.square_sum + other.square_sum,
+            self.count + other.count,
+            self.unequal + other.unequal,
+        )
+
+
+Wide = Literal["BF16", "F16", "F32"]
+"""Code of a type that values are encoded from, or decoded or cast to."""
+WIDE: tuple[str, ...] = ("BF16", "F16", "F32")
+"""All of them."""
+PLAIN = frozenset({"F64", *WIDE})
+"""Codes of the types that can be cast."""
+CASTS: Mapping[str, Wide] = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
+"""Types that users can cast to -> their codes."""

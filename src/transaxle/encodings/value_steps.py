@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
-from transaxle.encodings.error import Error
+from transaxle.encodings.encoding import Error
 
 Action = Literal["decoded", "encoded", "averaged", "cast", "merged"]
 STEPS: Mapping[Action, str] = {

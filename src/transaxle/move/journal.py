@@ -19,7 +19,7 @@ from typing import IO
 
 import msgspec
 
-from transaxle.encodings.error import Error
+from transaxle.encodings.encoding import Error
 from transaxle.errors import refuse
 from transaxle.formats.checksums import SummedRange
 from transaxle.formats.parts.part_layout import KeptShare, SentPart

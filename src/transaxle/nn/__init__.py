@@ -1,12 +1,11 @@
 """Grouped linear layers and mixtures of experts: N experts in one product, stored as one tensor or as N."""
 
-from transaxle.nn.checkpoints.layouts import accept_layouts, experts_as
-from transaxle.nn.checkpoints.whole_model import load_state_dict
-from transaxle.nn.gemm.grouped_tensor import GroupedTensor
-from transaxle.nn.gemm.kernel_choice import Path
-from transaxle.nn.linear.grouped_linear import GroupedLinear
-from transaxle.nn.linear.grouped_optimizer import optimizer_state_as
-from transaxle.nn.moe.moe import MoE
+from transaxle.nn.checkpoint_layouts import accept_layouts, experts_as, load_state_dict
+from transaxle.nn.grouped_linear import GroupedLinear
+from transaxle.nn.grouped_optimizer import optimizer_state_as
+from transaxle.nn.grouped_tensor import GroupedTensor
+from transaxle.nn.kernel_choice import Path
+from transaxle.nn.moe import MoE
 
 __all__ = [
     "GroupedLinear",

@@ -1,12 +1,29 @@
-"""Tensor parallelism: cut a model whose family has a table over the ranks of a mesh."""
+"""Tensor parallelism: cut a model whose family has a table over the ranks of a mesh.
+
+Guards against torch taking a rank's part of a parameter for the whole: tensors and hooks that refuse.
+
+DeepSpeed wants ordinary tensors in a state dict, and pickles them. `torch.distributed.checkpoint` would save such a
+tensor as if it were the whole parameter: one rank's part would be all that is saved. The moments that an optimizer
+keeps for a part are ordinary tensors too, and nothing on them says so. But torch's `get_optimizer_state_dict` asks the
+modules for their names before it returns, and there it is refused.
+
+Model types of transformers whose cut models were shown to compute what the whole ones do.
+
+A table says which axes may be cut. What a model does between its layers no table says: statistics over a cut axis, or
+heads that work in pairs, make a cut model another one, without an error. So each type is tried, and the list of those
+whose logits and gradients are the same is part of the package.
+"""
 
 from __future__ import annotations
 
+import json
+import sys
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from functools import partial
-from typing import Any, Literal
+from functools import cache, partial
+from importlib.resources import files
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -15,23 +32,128 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from transaxle.arguments import wrong_type
-from transaxle.errors import Refusal, Where, gathered, refuse
+from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
 from transaxle.live.sharding.dcp_chunks import Runs, runs
 from transaxle.live.transport.world import World
-from transaxle.nn.linear.grouped_linear import GroupedLinear
-from transaxle.parallel.cuts.cutting import Kept, keep, kept_by, replaced, tell_parts
-from transaxle.parallel.cuts.dropout import drop_alike, random_refusals
-from transaxle.parallel.cuts.tp_modules import count_heads, cut_module, is_cut
-from transaxle.parallel.plans.alone import ASKED, Alone, no_names, refuse_methods
-from transaxle.parallel.plans.proven_types import check_type
-from transaxle.parallel.plans.table_reading import read
-from transaxle.parallel.plans.tp_plan import Plan, Rules, make_plan
+from transaxle.nn.grouped_linear import GroupedLinear
+from transaxle.parallel.cutting import Kept, keep, kept_by, replaced, tell_parts
+from transaxle.parallel.tp_modules import count_heads, cut_module, drop_alike, is_cut, random_refusals
+from transaxle.parallel.tp_plan import Plan, Rules, make_plan, read
 from transaxle.parallel.universal_metadata import record_of, universal_checkpoint_info
-from transaxle.quant.frame.tp_share import misplaced
-from transaxle.quant.modules.entries import is_quantized, parts_of
-from transaxle.quant.tensor.tensor import QuantizedTensor
+from transaxle.quant.entries import is_quantized, parts_of
+from transaxle.quant.quantized_tensor import QuantizedTensor
+from transaxle.quant.tp_share import misplaced
 from transaxle.torch_tensors.local_tensor import local_of, placed_like
 from transaxle.torch_tensors.placement import Part, held_by, mark, mark_all, part_of, parts_in, take
+
+
+class Alone(torch.Tensor):
+    """A rank's part, or what is computed from it: `torch.distributed.checkpoint` is refused."""
+
+    def new_empty(self, *args: Any, **kwargs: Any) -> Alone:
+        """See torch; `deepcopy` calls this, and wants the same class."""
+        empty: Alone = super().new_empty(*args, **kwargs).as_subclass(Alone)
+        return empty
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle as an ordinary tensor."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
+
+    def __create_write_items__(self, name: str, value: Any) -> NoReturn:
+        """Refuse to be saved.
+
+        Raises:
+            Refused: UNSUPPORTED.
+        """
+        raise _refusal(name, self)
+
+    def __create_chunk_list__(self) -> NoReturn:
+        """Refuse to be loaded.
+
+        Raises:
+            Refused: UNSUPPORTED.
+        """
+        raise _refusal(None, self)
+
+
+ASKED = "_fqn_modifiers"
+"""Attribute of a module that only `torch.distributed.checkpoint.state_dict` looks for and calls."""
+_OPTIMIZER = "_get_optim_state_dict"
+"""Its function for the state of an optimizer."""
+_MODEL, _FULL = "_get_model_state_dict", "full_state_dict"
+"""Its function for the state of a model, and the option by which it would make whole tensors; it cannot here."""
+_METHODS = {
+    "save_pretrained": 'Call tx.save(model, path, to="hf") instead.',
+    "resize_token_embeddings": "Resize the embeddings before the model is cut.",
+}
+"""Methods of a transformers model that would take a rank's part for the whole -> what to do instead."""
+
+
+def no_names(name: str, *, always: bool) -> Mapping[str, str]:
+    """Take the place of a module's `ASKED`, where the module has parts.
+
+    Args:
+        name: of a part in it.
+        always: refuse weights too; otherwise the module's state dict says which parts they are.
+
+    Raises:
+        Refused: UNSUPPORTED.
+    """
+    caller = sys._getframe(2)  # of torch's function that calls this
+    asks = caller.f_code.co_name
+    whole = asks == _MODEL and getattr(caller.f_locals.get("info"), _FULL, False)
+    if not always and asks != _OPTIMIZER and not whole:
+        return {}
+    message = "it is this rank's part of a parameter; torch's state dicts would take it, or its moments, for the whole"
+    raise refuse("UNSUPPORTED", message, tensor=name, hint="Give model and optimizer to tx.save and tx.load.")
+
+
+def refuse_methods(model: nn.Module) -> None:
+    """Let a cut model refuse the methods of its class that do not know of parts."""
+    for name, hint in _METHODS.items():
+        if hasattr(model, name):
+            model.__dict__[name] = partial(_no_method, name, hint)
+
+
+def _no_method(name: str, hint: str, *_args: Any, **_kwargs: Any) -> NoReturn:
+    raise refuse("UNSUPPORTED", f"{name} would take this rank's part of a cut model for the whole", hint=hint)
+
+
+def _refusal(name: str | None, tensor: torch.Tensor) -> TransaxleError:
+    message = (
+        f"{list(tensor.shape)} is this rank's part of a parameter, which torch's checkpoint would take for the whole"
+    )
+    hint = "Use tx.save and tx.load, or cut the model with dtensor=True."
+    return refuse("UNSUPPORTED", message, tensor=name, hint=hint)
+
+
+RECORD_NAME = "proven_types.json"
+"""The list; `python -m tests.oracles.every_cut` writes it."""
+_OWNER = "transformers.models."
+
+
+@cache
+def proven_types() -> frozenset[str]:
+    """Return the model types that were tried, and are exact."""
+    return frozenset(json.loads(files(__package__).joinpath(RECORD_NAME).read_text("utf-8"))["types"])
+
+
+def check_type(model: nn.Module) -> None:
+    """Refuse a model of transformers of which nobody has shown that it can be cut; other models are their owners'.
+
+    Raises:
+        Refused: UNSUPPORTED.
+    """
+    if not any(type(module).__module__.startswith(_OWNER) for module in model.modules()):
+        return
+    model_type = getattr(getattr(model, "config", None), "model_type", None)
+    if model_type in proven_types():
+        return
+    known = "its logits or gradients differ from those of the whole model, or it was not possible to try"
+    hint = "Shard it with FSDP2 instead. The types that can be cut are in the how-to on tensor parallelism."
+    raise refuse("UNSUPPORTED", f"models of type {model_type} are not cut over ranks: {known}", hint=hint)
+
 
 _SAMPLE = 64
 """Elements of each parameter by which those of other values on some ranks are found."""

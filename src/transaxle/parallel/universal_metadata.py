@@ -18,9 +18,8 @@ from transaxle.formats.deepspeed.metadata.info_draft import collected
 from transaxle.formats.deepspeed.metadata.record import LayerKind, Record
 from transaxle.formats.deepspeed.metadata.spread import cut as spread_by
 from transaxle.formats.deepspeed.metadata.spread import same
-from transaxle.parallel.cuts.cutting import everything
-from transaxle.parallel.plans.shares import Shares
-from transaxle.parallel.plans.tp_plan import Cut
+from transaxle.parallel.cutting import everything
+from transaxle.parallel.tp_plan import Cut, Shares
 
 _MODEL_PARALLEL = ("tensor_model_parallel", "model_parallel")
 _PARSED = "ds_autotp_parsed"

@@ -1,6 +1,13 @@
 """Quantized training: tensors that live as codes and scales."""
 
-from transaxle.quant.frame.quantizers import (
+from transaxle.quant import dispatch as _dispatch  # noqa: F401 - it tells the tensor what operations do
+from transaxle.quant import quantized_linear as _functions  # noqa: F401 - and what functions do
+from transaxle.quant.masters import MasterWeights
+from transaxle.quant.nvfp4 import batch_over
+from transaxle.quant.quantized_linear import linear
+from transaxle.quant.quantized_modules import quantize_, quantized_init
+from transaxle.quant.quantized_tensor import QuantizedTensor, from_components
+from transaxle.quant.quantizers import (
     MXFP8,
     NVFP4,
     DelayedScaling,
@@ -9,14 +16,7 @@ from transaxle.quant.frame.quantizers import (
     NVFP4BlockScaling,
     Quantizer,
 )
-from transaxle.quant.modules.masters import MasterWeights
-from transaxle.quant.modules.quantized_modules import quantize_, quantized_init
-from transaxle.quant.modules.torchao import from_torchao, to_torchao
-from transaxle.quant.nvfp4.batch import batch_over
-from transaxle.quant.tensor import dispatch as _dispatch  # noqa: F401 - it tells the tensor what operations do
-from transaxle.quant.tensor import functions as _functions  # noqa: F401 - and what functions do
-from transaxle.quant.tensor.linear import linear
-from transaxle.quant.tensor.tensor import QuantizedTensor, from_components
+from transaxle.quant.torchao import from_torchao, to_torchao
 
 __all__ = [
     "MXFP8",

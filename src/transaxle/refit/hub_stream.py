@@ -1,6 +1,8 @@
 """The stream of whole tensors: what every rank holds a part of, put together bucket by bucket under a hub's names.
 
 For engines that cut what they are given themselves. Where both sides are known, `Refit` sends much less.
+
+Carrying a program out: what each rank holds is packed, sent, and laid where it belongs.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from transaxle.arguments import (
     read_text,
     suggests,
 )
-from transaxle.encodings.plain_types import CASTS, PLAIN
+from transaxle.encodings.encoding import CASTS, PLAIN
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.checkpoint.settings import Settings, settings
 from transaxle.engine.plan.conversion import for_hub, make_plan, ready
@@ -38,14 +40,45 @@ from transaxle.live.sharding.memory import Replicas, container, rank_of
 from transaxle.live.sharding.value_checks import check_zero
 from transaxle.live.transport.bucket_exchange import BucketExchange
 from transaxle.live.transport.world import World
+from transaxle.move.transport import Deferred
 from transaxle.move.workers import Item
 from transaxle.options import select
-from transaxle.refit.carrying import carry
 from transaxle.refit.endpoints import SourceValues, TargetRoom
-from transaxle.refit.hops import program, schedule
+from transaxle.refit.hops import Program, program, schedule
 from transaxle.torch_tensors.local_tensor import local_of
 from transaxle.torch_tensors.placement import local_parts
 from transaxle.torch_tensors.torch_arguments import Device, Ranks, read_device, torch_dtype
+
+
+def carry(program: Program, source: SourceValues, target: TargetRoom, exchange: BucketExchange) -> None:
+    """Give this rank's target everything that the program moves into it; collective.
+
+    Raises:
+        StorageError: IO where a rank is lost.
+        Exception: what an endpoint raised, on this rank alone, when all exchanges are over.
+    """
+    rounds = program.schedule.rounds
+
+    def copy_own() -> None:
+        for _, key, transfers in program.schedule.own:
+            for transfer in transfers:
+                source.copy(transfer, target.of(key))
+
+    def pack(number: int, parcel: int, buffer: torch.Tensor) -> None:
+        for packing, _ in rounds[number][parcel].steps:
+            source.copy(packing, buffer)
+
+    def take(number: int, parcel: int, buffer: torch.Tensor) -> None:
+        hop = rounds[number][parcel]
+        for _, spreading in hop.steps:
+            target.lay(hop.key, spreading, buffer)
+
+    # An error of this rank must not end the collective calls, or the others would wait for it.
+    later = Deferred()
+    later(copy_own)()
+    exchange.run(program.route, later(pack), later(take))
+    later.check()
+
 
 _BUCKET = 64_000_000
 """Bytes of the buckets in which parts travel."""

@@ -33,13 +33,12 @@ from transaxle.live.sharding.memory import rank_of
 from transaxle.live.sharding.value_checks import check_zero
 from transaxle.live.transport.bucket_exchange import BucketExchange
 from transaxle.live.transport.world import World, is_loss
-from transaxle.quant.modules.entries import begin_anew, put_values
+from transaxle.quant.entries import begin_anew, put_values
 from transaxle.refit.adapters import read_adapter, source_leaves, target_leaves
-from transaxle.refit.agreement import Agreement, Asked, agreed
-from transaxle.refit.carrying import carry
-from transaxle.refit.encoded_targets import Buffers, encode, largest, put
+from transaxle.refit.agreement import Agreement, Asked, Buffers, agreed, encode, largest, put
 from transaxle.refit.endpoints import Form, Overlaps, SourceValues, TargetRoom, check_forms, forms
 from transaxle.refit.hops import Program, program, schedule
+from transaxle.refit.hub_stream import carry
 from transaxle.torch_tensors.local_tensor import local_of
 from transaxle.torch_tensors.torch_arguments import Ranks
 

@@ -1,27 +1,329 @@
-"""The page of a checkpoint: where its bytes are, its layout in the notation, and what is unusual about it."""
+"""The page of a checkpoint: where its bytes are, its layout in the notation, and what is unusual about it.
+
+The tensors of a checkpoint on few rows, from which a figure knows each of them.
+
+A row stands for every combination of its indices, as in folded names, and its tensors are alike: 70,000 of them are
+some twenty rows, and the picture of their bytes is drawn from these, without a list of all.
+
+What somebody who looks at a checkpoint should look at first.
+"""
 
 from __future__ import annotations
 
 import json
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
-from typing import Any
+from statistics import median
+from typing import Any, Literal
 
+from transaxle.axes.layout.bind import WEIGHT
+from transaxle.axes.layout.solve import fill
 from transaxle.axes.notation.name import natural
+from transaxle.encodings.encoding import Encoded, Role
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.compare.survey import place_of, places
 from transaxle.engine.facts.checkpoint_facts import JsonFacts, checkpoint_facts
 from transaxle.engine.facts.legend import axes_of
 from transaxle.engine.facts.value_facts import CheckpointValues, TensorValues
-from transaxle.engine.fold import fold, ranges
+from transaxle.engine.fold import Indices, Position, fold, products, ranges
 from transaxle.engine.number_text import parameters, plural, size
-from transaxle.errors import shortened
+from transaxle.errors import TransaxleError, shortened
 from transaxle.formats.catalog import NUMBERS
 from transaxle.reports.html_page import MOST_ROWS, Column, Figure, Page, Section, Table, capped, shades
-from transaxle.reports.layout_rows import LayoutRow, layout_rows
-from transaxle.reports.unusual import looked_for, unusual
+
+Kind = Literal["table", "ignored", "unknown"]
+
+
+@dataclass(frozen=True, slots=True)
+class RowKey:
+    """What the tensors of a row have in common."""
+
+    kind: Kind
+    """Whether a line of the table reads them, the table lists them as none of the model, or it does not know them."""
+    rule: str
+    """The line as the table writes it; for other names the name, with `*` for its indices."""
+    component: str
+    """Logical tensors; of other names the rule."""
+    slot: str
+    """Name of the optimizer's state; empty for weights."""
+    role: str
+    """Which buffer of an encoded tensor; empty for plain ones."""
+    encoding: str
+    """Its encoding; empty for plain tensors."""
+    axes: tuple[str, ...]
+    """Axes in the names; empty texts where no table names them."""
+    dtype: str
+    """Safetensors code."""
+    shape: tuple[int, ...]
+    """Logical elements along each dim."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutRow:
+    """Tensors that differ in their indices only."""
+
+    key: RowKey
+    """What they have in common."""
+    sets: Indices
+    """The indices along each axis; the row has every combination."""
+    count: int
+    """How many they are."""
+    bytes: int
+    """Bytes of all of them."""
+    example: str
+    """Stored name of the first."""
+    misfit: str = ""
+    """Why their shape is not the one that the table says for the sizes of the config; empty if it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a table says that a stored tensor belongs."""
+
+    number: int
+    """Of the line, in table order."""
+    rule: str
+    component: str
+    slot: str
+    axes: tuple[str, ...]
+    index: Position
+    encoded: Encoded | None
+    role: Role | None
+
+
+def layout_rows(checkpoint: Checkpoint) -> list[LayoutRow]:
+    """Return the stored tensors of a checkpoint: those of the table in its order, then all others.
+
+    Args:
+        checkpoint: as it is stored.
+    """
+    places = _places(checkpoint) if checkpoint.family is not None else {}
+    groups: dict[tuple[int, RowKey], dict[Position, str]] = defaultdict(dict)
+    others: list[str] = []
+    for name, tensor in checkpoint.items():
+        place = places.get(name)
+        if place is None:
+            others.append(name)
+            continue
+        encoding = "" if place.encoded is None else place.encoded.encoding.name
+        role = "" if place.role is None else place.role.value
+        common = place.rule, place.component, place.slot, role, encoding, place.axes
+        groups[place.number, RowKey("table", *common, tensor.dtype, tensor.shape)][place.index] = name
+    rows = [
+        _row(checkpoint, key, sets, names_by_index[_first(sets)], _misfit(checkpoint, number, key, _first(sets)))
+        for (number, key), names_by_index in sorted(groups.items(), key=lambda item: item[0][0])
+        for sets in products(names_by_index)
+    ]
+    return [*rows, *_other_rows(checkpoint, others)]
+
+
+def _first(sets: Indices) -> Position:
+    return tuple(indices[0] for indices in sets)
+
+
+def _misfit(checkpoint: Checkpoint, line: int, key: RowKey, index: Position) -> str:
+    """Return what a conversion would refuse in the shape of plain weights, for the first one of a row."""
+    if key.slot != WEIGHT or key.encoding:
+        return ""
+    expression = checkpoint.bound.dialect.lines[line].expression
+    try:
+        fill(expression, key.shape, checkpoint.sizes.at(dict(zip(key.axes, index, strict=True))))
+    except TransaxleError as error:
+        return error.refusals[0].message.replace("\n", ": ") if error.code == "SHAPE_MISMATCH" else ""
+    return ""
+
+
+def _row(checkpoint: Checkpoint, key: RowKey, sets: Indices, example: str, misfit: str = "") -> LayoutRow:
+    count = 1
+    for indices in sets:
+        count *= len(indices)
+    return LayoutRow(key, sets, count, count * checkpoint[example].nbytes, example, misfit)
+
+
+def _places(checkpoint: Checkpoint) -> dict[str, _Place]:
+    """Return where the table puts each stored tensor that it reads."""
+    bound, encoded = checkpoint.bound, checkpoint.encoded
+    numbers = {line: number for number, line in enumerate(bound.dialect.lines)}
+    places: dict[str, _Place] = {}
+    for (line, slot), names in bound.names.items():
+        component = ", ".join(line.expression.components)
+        rule = f"{bound.prefix}{line.name.text} = {line.expression.text}"
+        common = numbers[line], rule, component, slot, line.name.axes
+        for index, name in names.items():
+            group = encoded.get(name)
+            if group is None:
+                places[name] = _Place(*common, index, None, None)
+            for role, stored in _parts(group):
+                places[stored] = _Place(*common, index, group, role)
+    return places
+
+
+def _parts(group: Encoded | None) -> Iterator[tuple[Role, str]]:
+    yield from () if group is None else group.parts.items()
+
+
+def _other_rows(checkpoint: Checkpoint, names: list[str]) -> Iterator[LayoutRow]:
+    """Yield rows of the tensors that no line reads; their indices are the numbers in their names."""
+    ignored = frozenset(checkpoint.bound.ignored) if checkpoint.family is not None else frozenset()
+    kinds: Mapping[bool, Kind] = {True: "ignored", False: "unknown"}
+    keys = [(kinds[name in ignored], checkpoint[name].dtype, checkpoint[name].shape) for name in names]
+    for folded in fold(names, keys):
+        kind, dtype, shape = _other_key(folded.key)
+        text, axes = "*".join(folded.literals), ("",) * len(folded.sets)
+        key = RowKey(kind, text, text, "", "", "", axes, dtype, shape)
+        yield _row(checkpoint, key, folded.sets, folded.names[0])
+
+
+def _other_key(key: object) -> tuple[Kind, str, tuple[int, ...]]:
+    assert isinstance(key, tuple)
+    kind, dtype, shape = key
+    return kind, dtype, shape
+
+
+_LOOKED_FOR = (
+    "Looked for: names outside the table, scales that do not fit, shapes that do not fit the config, files that "
+    "changed since they were written, files more than twice as large as usual, tensors that differ in type or shape "
+    "from the others of their rule, missing combinations of indices, and tensors without elements."
+)
+_NO_VALUES = "Values were not read; --values (values=True) looks for NaN and infinite ones."
+_MOST = 30
+"""Notices that are shown."""
+_LARGER = 2
+"""How many times as large as the median an unusual file is."""
+_FEW = 3
+"""Files of which none is unusual."""
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """One thing to look at."""
+
+    title: str
+    """What it is, in a few words."""
+    text: str
+    """What was seen."""
+
+
+def looked_for(values: CheckpointValues | None) -> str:
+    """Return what would be unusual, and was looked for."""
+    return f"{_LOOKED_FOR} {_NO_VALUES if values is None else 'And NaN and infinite values.'}"
+
+
+def unusual(
+    facts: JsonFacts,
+    rows: Sequence[LayoutRow],
+    tensor_bytes: Mapping[str, int],
+    values: CheckpointValues | None = None,
+) -> list[Notice]:
+    """Return what is unusual about a checkpoint; values that are no numbers come first.
+
+    Args:
+        facts: of the checkpoint.
+        rows: its tensors.
+        tensor_bytes: file -> bytes of tensors in it.
+        values: of its tensors, where they were measured.
+    """
+    of_values = [] if values is None else _of_values(values)
+    notices = [
+        *of_values,
+        *_of_names(facts, rows),
+        *_of_shapes(rows),
+        *_of_files(facts, tensor_bytes),
+        *_of_rules(rows),
+    ]
+    more = len(notices) - _MOST
+    return [*notices[:_MOST], *([Notice("And more", f"{plural(more, 'notice')} like these.")] if more > 0 else [])]
+
+
+def _of_values(values: CheckpointValues) -> Iterator[Notice]:
+    for title, counts in (
+        ("NaN values", {name: each.nans for name, each in values.tensors.items()}),
+        ("Infinite values", {name: each.infinite for name, each in values.tensors.items()}),
+    ):
+        counts = {name: count for name, count in counts.items() if count}
+        if counts:
+            most = max(counts, key=counts.__getitem__)
+            of_most = f"{counts[most]:,} of {values.tensors[most].elements:,}"
+            text = f"{plural(sum(counts.values()), 'element')} of {plural(len(counts), 'tensor')}, the most"
+            yield Notice(title, f"{text} in {most}: {of_most}.")
+
+
+def _of_names(facts: JsonFacts, rows: Sequence[LayoutRow]) -> Iterator[Notice]:
+    reason = facts["reason"]
+    if reason is not None:
+        yield Notice("No table reads these names", f"{reason['message']}. {reason['hint']}".strip())
+    else:
+        outside = [row for row in rows if row.key.kind == "unknown"]
+        count = sum(row.count for row in outside)
+        if count:
+            amount = size(sum(row.bytes for row in outside))
+            have = "has" if count == 1 else "have"
+            text = f"{plural(count, 'tensor')} ({amount}) {have} no line in dialect {facts['dialect']}"
+            yield Notice("Tensors outside the table", f"{text}, such as {outside[0].example}.")
+    if facts["misfits"]:
+        first = facts["misfits"][0]
+        more = f" And {len(facts['misfits']) - 1:,} more." if len(facts["misfits"]) > 1 else ""
+        place = first["tensor"] or first["file"] or ""
+        yield Notice("Scales that do not fit", f"{place} {first['message']}{more}".strip())
+
+
+def _of_shapes(rows: Sequence[LayoutRow]) -> Iterator[Notice]:
+    misfits = [row for row in rows if row.misfit]
+    if misfits:
+        amount, first = plural(sum(row.count for row in misfits), "tensor"), misfits[0]
+        text = f"{amount}, such as {first.example}, {first.misfit}. A conversion refuses them."
+        yield Notice("Shapes that do not fit the config", text)
+
+
+def _of_files(facts: JsonFacts, tensor_bytes: Mapping[str, int]) -> Iterator[Notice]:
+    problems = facts["manifest"]["problems"]
+    if problems:
+        file = problems[0]["file"] or ""
+        yield Notice("The manifest no longer matches", f"{file} {problems[0]['message']}".strip())
+    usual = median(tensor_bytes.values()) if len(tensor_bytes) > _FEW else 0
+    for file, count in tensor_bytes.items():
+        if usual and count > _LARGER * usual:
+            text = f"{file} has {size(count)} of tensors; half of the files have {size(int(usual))} or less."
+            yield Notice("A file much larger than the others", text)
+
+
+def _of_rules(rows: Sequence[LayoutRow]) -> Iterator[Notice]:
+    by_rule: defaultdict[tuple[str, str, str], list[LayoutRow]] = defaultdict(list)
+    for row in rows:
+        if row.key.kind == "table":
+            by_rule[row.key.rule, row.key.slot, row.key.role].append(row)
+    for (rule, _, _), alike in by_rule.items():
+        name = f"{alike[0].key.component} ({rule})"
+        yield from _different("types", name, [(row.key.dtype, row) for row in alike])
+        yield from _different("shapes", name, [(str(list(row.key.shape)), row) for row in alike])
+        combinations = prod(len(set().union(*places)) for places in zip(*(row.sets for row in alike), strict=True))
+        count_all = sum(row.count for row in alike)
+        if count_all != combinations:
+            axes = " x ".join(alike[0].key.axes)
+            yield Notice(
+                "Missing combinations of indices",
+                f"{name}: {count_all:,} tensors, but {combinations:,} combinations of {axes}.",
+            )
+    empty = [row for row in rows if row.bytes == 0]
+    if empty:
+        count_empty = sum(row.count for row in empty)
+        yield Notice("Tensors without elements", f"{plural(count_empty, 'tensor')}, such as {empty[0].example}.")
+
+
+def _different(what: str, name: str, valued: Sequence[tuple[str, LayoutRow]]) -> Iterator[Notice]:
+    """Yield a notice if the rows of a rule have different values: the usual first, an example of the rarest."""
+    count: Counter[str] = Counter()
+    for value, row in valued:
+        count[value] += row.count
+    if len(count) > 1:
+        listed = ", ".join(f"{number:,} of {value}" for value, number in count.most_common(_FEW))
+        rarest = count.most_common()[-1][0]
+        example = next(row.example for value, row in valued if value == rarest)
+        yield Notice(f"Different {what} in one rule", f"{name}: {listed}; {example} is of {rarest}.")
+
 
 _LONGEST_VALUE = 2000
 """Characters of a value of the config or of metadata."""

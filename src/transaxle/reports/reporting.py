@@ -126,8 +126,7 @@ class ConversionPage:
 
     def write(self, plan: Plan, report: Report | None = None) -> None:
         """Write the page of a plan, or of what was done."""
-        from transaxle.reports.conversion_page import conversion_page
-        from transaxle.reports.finished_page import Finished
+        from transaxle.reports.conversion_page import Finished, conversion_page
 
         done = None if report is None else Finished(report, self.times.files)
         write_page(as_html(conversion_page(plan, done)), self._path, overwrite=False)
@@ -194,9 +193,8 @@ def _made(src: Made, reading: Mapping[str, Any]) -> Page:
     from transaxle.engine.execute.carry import Report
     from transaxle.engine.facts.sharding_facts import Sharding
     from transaxle.engine.plan.planned import Plan
-    from transaxle.reports.conversion_page import conversion_page
+    from transaxle.reports.conversion_page import Finished, conversion_page, finished_page
     from transaxle.reports.difference_page import difference_page
-    from transaxle.reports.finished_page import Finished, finished_page
     from transaxle.reports.sharding_page import sharding_page
 
     if isinstance(src, Sharding):

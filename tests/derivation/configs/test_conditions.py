@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from transaxle.derivation.configs.conditions import INDEX, Seen, condition
-from transaxle.derivation.configs.config_values import Sizes
+from transaxle.derivation.configs import INDEX, Seen, Sizes, condition
 
 CASES: tuple[tuple[str, list[tuple[dict[str, Any], int, set[int]]]], ...] = (
     ("attention_bias", [({"attention_bias": True}, 0, {0}), ({"attention_bias": False}, 0, set())]),

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transaxle.derivation.fitting.element_moves import Move, moves, strides
-from transaxle.derivation.fitting.trace import Trace, Underivable, combined, digits, passes
+from transaxle.derivation.moved_parts import Move, moves, strides
+from transaxle.derivation.traces import Trace, Underivable, combined, digits, passes
 
 
 def _walked(move: Move) -> dict[int, int]:

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transaxle.derivation.fitting.element_numbers import FLOOR, Places, drawn, room, shuffled
+from transaxle.derivation.traces import FLOOR, Places, drawn, room, shuffled
 
 
 @given(st.integers(0, 3000), st.sampled_from([1 << 24, 1 << 52]))

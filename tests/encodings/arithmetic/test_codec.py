@@ -24,12 +24,9 @@ from transaxle.encodings.arithmetic.codec import (
     encode_error,
     encode_rows,
 )
-from transaxle.encodings.arithmetic.minifloat import MINIFLOATS
-from transaxle.encodings.arithmetic.tiling import tiling
-from transaxle.encodings.arithmetic.wide import LARGEST, wide_dtype
-from transaxle.encodings.encoding import FLOAT8, FLOAT8_BLOCK, MXFP4, MXFP8, NVFP4, WHOLE, Encoding
-from transaxle.encodings.error import Error
-from transaxle.encodings.plain_types import Wide
+from transaxle.encodings.arithmetic.minifloat import LARGEST, MINIFLOATS, wide_dtype
+from transaxle.encodings.arithmetic.vectorised import tiling
+from transaxle.encodings.encoding import FLOAT8, FLOAT8_BLOCK, MXFP4, MXFP8, NVFP4, WHOLE, Encoding, Error, Wide
 from transaxle.errors import TransaxleError
 
 PATHS: list[Path] = ["numpy", "compiled"] if kernel.load() else ["numpy"]

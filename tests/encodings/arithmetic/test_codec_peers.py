@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 
 from tests.oracles.quiet import quiet
 from transaxle.encodings.arithmetic.codec import amax, decode_box, encode_rows
-from transaxle.encodings.encoding import FLOAT8, FLOAT8_BLOCK, MXFP4, MXFP8, NVFP4, WHOLE, Encoding
-from transaxle.encodings.plain_types import Wide
+from transaxle.encodings.encoding import FLOAT8, FLOAT8_BLOCK, MXFP4, MXFP8, NVFP4, WHOLE, Encoding, Wide
 
 pytestmark = pytest.mark.peers
 

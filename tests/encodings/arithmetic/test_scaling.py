@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tests.encodings import walk
+from transaxle.encodings.arithmetic.minifloat import LARGEST
 from transaxle.encodings.arithmetic.scaling import TileScales, scales
-from transaxle.encodings.arithmetic.wide import LARGEST
 from transaxle.encodings.encoding import ENCODINGS, FLOAT8, FLOAT8_BLOCK, MXFP4, MXFP8, NVFP4, Encoding
 from transaxle.errors import TransaxleError
 

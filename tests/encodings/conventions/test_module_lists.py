@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.axes.notation.test_linear_regex import expressions, names
 from tests.oracles.quiet import quiet
-from transaxle.encodings.conventions.module_lists import compressed_modules, transformers_modules, wildcard_modules
+from transaxle.encodings.conventions.scheme import compressed_modules, transformers_modules, wildcard_modules
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 import transaxle as tx
 from tests import checkpoints
 from tests.engine import quantized
-from transaxle.encodings.arithmetic.casting import cast
-from transaxle.encodings.plain_types import CASTS
+from transaxle.encodings.arithmetic.scaling import cast
+from transaxle.encodings.encoding import CASTS
 from transaxle.errors import UsageError
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

@@ -117,9 +117,9 @@ _READ_ELSEWHERE = {
     "formats/safetensors.py": "counts keys",
     "formats/shards.py": "counts keys",
     "move/journal.py": "our own, with checksums",
-    "nn/checkpoints/whole_model.py": "what one rank tells the others",
-    "parallel/plans/proven_types.py": "shipped",
-    "refit/plugs/vllm_control.py": "answers of an engine, which name no tensors",
+    "nn/checkpoint_layouts.py": "what one rank tells the others",
+    "parallel/tensor_parallel.py": "shipped",
+    "refit/vllm_control.py": "answers of an engine, which name no tensors",
     "encodings/conventions/torchao_convention.py": "notes inside the text of a header; no key twice",
 }
 """Modules that may decode JSON by themselves, and why."""

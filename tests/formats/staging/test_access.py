@@ -12,7 +12,7 @@ import pytest
 
 import transaxle as tx
 from tests.checkpoints import tiny
-from transaxle.derivation.table_file import write_table
+from transaxle.derivation.sources import write_table
 from transaxle.formats.staging.access import Access, access_of, give
 from transaxle.formats.staging.staging import Staging
 from transaxle.reports.html_page import MARK, write_page

@@ -17,7 +17,7 @@ import transaxle as tx
 from tests.live.ranks import run
 from transaxle.errors import TransaxleError, refuse
 from transaxle.quant import MXFP8
-from transaxle.quant.modules.entries import entries
+from transaxle.quant.entries import entries
 
 SINGLE: dict[str, Any] = {"single_grouped_weight": True, "single_grouped_bias": True}
 State = dict[str, Any]

@@ -9,10 +9,10 @@ import torch
 
 from tests.nn.layers import ROWS, Unreadable, expected, layer, readable, rows, run
 from transaxle.errors import TransaxleError
-from transaxle.nn.gemm import kernel_choice as module
-from transaxle.nn.gemm.kernel_choice import Path, path
-from transaxle.nn.gemm.splits import read_back
-from transaxle.nn.linear import grouped_linear
+from transaxle.nn import grouped_linear
+from transaxle.nn import kernel_choice as module
+from transaxle.nn.grouped_tensor import read_back
+from transaxle.nn.kernel_choice import Path, path
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 H200, B200, A100, RTX = (9, 0), (10, 0), (8, 0), (12, 0)

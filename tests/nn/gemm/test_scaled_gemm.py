@@ -14,10 +14,9 @@ from tests.nn.layers import EXPERTS, SPLITS, Unreadable, expected, experts, laye
 from transaxle.encodings import encoding as encodings
 from transaxle.encodings.encoding import FLOAT8, Encoding
 from transaxle.errors import TransaxleError
-from transaxle.nn import GroupedLinear
-from transaxle.nn.gemm import kernel_choice as module
-from transaxle.nn.gemm.kernel_choice import Path, path
-from transaxle.nn.linear import grouped_linear
+from transaxle.nn import GroupedLinear, grouped_linear
+from transaxle.nn import kernel_choice as module
+from transaxle.nn.kernel_choice import Path, path
 from transaxle.quant import MXFP8, DelayedScaling, Float8Block, Float8CurrentScaling, QuantizedTensor, kernels
 
 SINGLE = {"single_grouped_weight": True, "single_grouped_bias": True}

@@ -11,7 +11,7 @@ from torch._subclasses import FakeTensorMode
 
 from tests.nn.layers import EXPERTS, SPLITS, Unreadable, expected, layer, readable, rows, run
 from transaxle.errors import TransaxleError
-from transaxle.nn.gemm.splits import splits
+from transaxle.nn.grouped_tensor import splits
 
 FORMS: dict[str, Callable[[list[int]], Any]] = {
     "list": list,

@@ -31,7 +31,7 @@ from tests.nn.layers import (
 from tests.quant.kinds import KINDS
 from transaxle.errors import TransaxleError
 from transaxle.nn import GroupedLinear
-from transaxle.nn.gemm.grouped_tensor import adjacent
+from transaxle.nn.grouped_tensor import adjacent
 from transaxle.quant import DelayedScaling, Float8Block, QuantizedTensor, Quantizer
 
 FORMS = [

@@ -24,7 +24,7 @@ from tests.live.ranks import run
 from tests.oracles import hub
 from transaxle.errors import TransaxleError
 from transaxle.nn import GroupedLinear, MoE, experts_as
-from transaxle.nn.moe.token_order import order
+from transaxle.nn.moe import order
 from transaxle.quant import MXFP8
 
 WIDTH, INNER, EXPERTS, CHOSEN, SHARED = 16, 12, 6, 2, 20

@@ -21,9 +21,9 @@ from tests.live.ranks import run
 from tests.oracles import hub
 from tests.parallel.models import tokens
 from transaxle.errors import TransaxleError
-from transaxle.nn.linear.grouped_linear import GroupedLinear
-from transaxle.nn.moe.moe import MoE
-from transaxle.parallel.cuts.cutting import everything
+from transaxle.nn.grouped_linear import GroupedLinear
+from transaxle.nn.moe import MoE
+from transaxle.parallel.cutting import everything
 from transaxle.parallel.tensor_parallel import tensor_parallel
 from transaxle.torch_tensors.local_tensor import local_of
 

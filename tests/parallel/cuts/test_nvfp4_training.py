@@ -34,11 +34,11 @@ from tests.parallel.cuts.test_quantized import (
 from tests.parallel.models import SIZES, build, tokens
 from tests.quant.nvfp4.statement import Quantized, product, quantized, transformed, words
 from tests.quant.nvfp4.test_products import key_of
-from transaxle.parallel.cuts.cutting import Kept, everything
-from transaxle.parallel.cuts.tp_modules import is_cut
+from transaxle.parallel.cutting import Kept, everything
 from transaxle.parallel.tensor_parallel import tensor_parallel
+from transaxle.parallel.tp_modules import is_cut
 from transaxle.quant import MasterWeights, NVFP4BlockScaling, quantize_
-from transaxle.quant.modules.entries import is_quantized
+from transaxle.quant.entries import is_quantized
 from transaxle.torch_tensors.local_tensor import local_of
 
 SEED, STEPS = 5, 2

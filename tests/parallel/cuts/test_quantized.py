@@ -26,26 +26,28 @@ from tests.parallel.models import SIZES, build, tokens, train
 from tests.quant.kinds import raw
 from tests.quant.training import SIX
 from transaxle.errors import TransaxleError
-from transaxle.nn.linear.grouped_linear import GroupedLinear
-from transaxle.nn.moe.moe import MoE
-from transaxle.parallel.cuts.cutting import Kept, everything
-from transaxle.parallel.cuts.tp_modules import is_cut
+from transaxle.nn.grouped_linear import GroupedLinear
+from transaxle.nn.moe import MoE
+from transaxle.parallel.cutting import Kept, everything
 from transaxle.parallel.tensor_parallel import tensor_parallel
-from transaxle.quant.frame.buffers import (
+from transaxle.parallel.tp_modules import is_cut
+from transaxle.quant.entries import is_quantized, whole_shape
+from transaxle.quant.masters import MasterWeights
+from transaxle.quant.quantized_modules import quantize_
+from transaxle.quant.quantized_tensor import QuantizedTensor
+from transaxle.quant.quantizers import (
     AMAX,
     COLUMN_DATA,
     COLUMN_SCALE,
     DATA,
     HISTORY,
+    MXFP8,
+    NVFP4,
     ROUNDING,
     SCALE,
     SCALED_FOR,
+    Float8Block,
 )
-from transaxle.quant.frame.quantizers import MXFP8, NVFP4, Float8Block
-from transaxle.quant.modules.entries import is_quantized, whole_shape
-from transaxle.quant.modules.masters import MasterWeights
-from transaxle.quant.modules.quantized_modules import quantize_
-from transaxle.quant.tensor.tensor import QuantizedTensor
 from transaxle.torch_tensors.local_tensor import local_of
 
 kinds = pytest.mark.parametrize("kind", [kind for kind, quantizer in SIX.items() if not quantizer.multiplies_codes])

@@ -12,10 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.live.ranks import run
 from tests.parallel.models import CONFIGS, EVEN, build
 from transaxle.errors import TransaxleError
-from transaxle.parallel.plans.proven_types import check_type
-from transaxle.parallel.plans.table_reading import read
-from transaxle.parallel.plans.tp_plan import Plan, Role, make_plan
-from transaxle.parallel.tensor_parallel import tensor_parallel
+from transaxle.parallel.tensor_parallel import check_type, tensor_parallel
+from transaxle.parallel.tp_plan import Plan, Role, make_plan, read
 
 QUERY, KEY, OUT = (f"model.layers.0.self_attn.{name}_proj" for name in "qko")
 ATTENTION = "model.layers.*.self_attn.*"

@@ -12,8 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from transaxle.encodings.arithmetic import codec
-from transaxle.encodings.encoding import FLOAT8, FLOAT8_BLOCK, MXFP4, MXFP8, NVFP4, Encoding
-from transaxle.encodings.plain_types import Wide
+from transaxle.encodings.encoding import FLOAT8, FLOAT8_BLOCK, MXFP4, MXFP8, NVFP4, Encoding, Wide
 from transaxle.quant.kernels import Components
 
 WEIGHTS = (16, 16)

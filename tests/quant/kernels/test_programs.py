@@ -37,8 +37,7 @@ from transaxle.encodings.arithmetic.minifloat import power_of_two
 from transaxle.encodings.encoding import FLOAT8, FLOAT8_BLOCK, MXFP4, MXFP8, NVFP4, Encoding
 from transaxle.quant import kernels
 from transaxle.quant.kernels import Components
-from transaxle.quant.kernels.components import columnwise_of
-from transaxle.quant.kernels.swizzle import swizzled_groups
+from transaxle.quant.kernels.components import columnwise_of, swizzled_groups
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"

@@ -28,7 +28,7 @@ from tests.oracles.te_pickles import (
 from tests.quant.kinds import raw
 from transaxle import quant
 from transaxle.quant import QuantizedTensor, Quantizer
-from transaxle.quant.modules.entries import give_entries
+from transaxle.quant.entries import give_entries
 
 NAME = "layer.weight"
 EQUAL: dict[str, tuple[Tensor, Quantizer]] = {

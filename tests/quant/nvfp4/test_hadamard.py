@@ -8,8 +8,7 @@ import numpy as np
 import torch
 
 from tests.quant.nvfp4 import statement
-from transaxle.quant.nvfp4.hadamard import matrix, transformed
-from transaxle.quant.nvfp4.operands import across
+from transaxle.quant.nvfp4 import across, matrix, transformed
 
 
 def test_the_matrix_is_orthogonal() -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.quant.nvfp4 import statement
-from transaxle.quant.nvfp4.philox import philox, words
+from transaxle.quant.nvfp4 import philox, words
 
 ANSWERS = [
     ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),

@@ -20,10 +20,10 @@ from tests.quant.nvfp4.test_products import drawn
 from tests.quant.training import bytes_of, equal
 from transaxle.errors import TransaxleError
 from transaxle.nn import GroupedLinear
-from transaxle.nn.moe.moe import MoE
+from transaxle.nn.moe import MoE
 from transaxle.quant import MasterWeights, NVFP4BlockScaling, batch_over, quantize_
-from transaxle.quant.frame.tp_share import Share
-from transaxle.quant.tensor.tensor import QuantizedTensor, quantized
+from transaxle.quant.quantized_tensor import QuantizedTensor, quantized
+from transaxle.quant.tp_share import Share
 
 worlds = pytest.mark.parametrize("world", [2, 4])
 EXPERTS = 7

@@ -12,8 +12,7 @@ from tests.quant.nvfp4 import statement
 from transaxle.encodings.encoding import NVFP4
 from transaxle.quant import kernels
 from transaxle.quant.kernels.components import Components
-from transaxle.quant.nvfp4.philox import words
-from transaxle.quant.nvfp4.stochastic_rounding import quantize
+from transaxle.quant.nvfp4 import quantize, words
 
 TOP = 2**32 - 1
 

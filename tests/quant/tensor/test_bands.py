@@ -25,7 +25,7 @@ from tests.quant.tensor.test_stack import stack
 from tests.quant.training import equal
 from transaxle.errors import TransaxleError
 from transaxle.quant import MasterWeights, QuantizedTensor
-from transaxle.quant.modules.entries import give_entries
+from transaxle.quant.entries import give_entries
 
 WORLD = 2
 ROWS, COLUMNS = 256, 256

@@ -11,8 +11,7 @@ from torch.nn import functional
 
 from tests.quant.kinds import KINDS, raw, values
 from transaxle.errors import TransaxleError
-from transaxle.quant import Float8CurrentScaling, QuantizedTensor, Quantizer
-from transaxle.quant.tensor import dispatch
+from transaxle.quant import Float8CurrentScaling, QuantizedTensor, Quantizer, dispatch
 
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "quantized-tensor.md"
 ROWS, COLUMNS = 256, 384

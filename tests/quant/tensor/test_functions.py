@@ -14,7 +14,7 @@ from tests.live.ranks import run
 from tests.quant.kinds import MORE, raw, same, values
 from transaxle.errors import TransaxleError
 from transaxle.quant import NVFP4BlockScaling, QuantizedTensor, Quantizer, quantize_
-from transaxle.quant.frame.buffers import ROUNDING
+from transaxle.quant.quantizers import ROUNDING
 
 kinds = pytest.mark.parametrize("quantizer", MORE.values(), ids=MORE.keys())
 

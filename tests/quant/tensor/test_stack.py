@@ -30,7 +30,7 @@ from transaxle.quant import (
     from_components,
     kernels,
 )
-from transaxle.quant.modules.entries import give_entries
+from transaxle.quant.entries import give_entries
 
 kinds = pytest.mark.parametrize("quantizer", MORE.values(), ids=MORE.keys())
 SHAPES = ((3, 70, 144), (2, 256, 128), (1, 33, 64))

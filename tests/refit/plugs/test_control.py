@@ -18,9 +18,9 @@ from urllib.parse import quote
 import pytest
 
 import transaxle as tx
-from transaxle.refit.plugs import vllm_control, vllm_refit
-from transaxle.refit.plugs.vllm_control import control
-from transaxle.refit.plugs.vllm_refit import _OPTIONS, VllmRefit, _Engines, _said
+from transaxle.refit import vllm_control, vllm_refit
+from transaxle.refit.vllm_control import control
+from transaxle.refit.vllm_refit import _OPTIONS, VllmRefit, _Engines, _said
 
 USER, PASSWORD = "trainer", "s3cr/et+pass"
 ENCODED = "s3cr%2Fet+pass"

@@ -5,7 +5,7 @@
 
 Such a layer may be anywhere in a model, so the table is built for the names at hand, and then used like any other.
 
-Which form is wanted, a layer says itself (`transaxle.nn.checkpoints.remap`); of a state dict the names do: `weight0`,
+Which form is wanted, a layer says itself (`transaxle.nn.expert_relayout`); of a state dict the names do: `weight0`,
 `weight1`, … and `bias0`, … are experts, and a stack of them is one where the other side has it in another form.
 `arranged` is the one place that tells another number of experts, a part of them, and both forms at once, for
 `load_state_dict`, `transaxle.load` and the DCP planners alike. It sees names and shapes only, and runs before anything

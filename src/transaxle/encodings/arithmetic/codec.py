@@ -19,13 +19,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transaxle.encodings.arithmetic import kernel, vectorised
-from transaxle.encodings.arithmetic.minifloat import E4M3, MINIFLOATS, Minifloat, power_of_two
+from transaxle.encodings.arithmetic.minifloat import (
+    E4M3,
+    LARGEST,
+    MINIFLOATS,
+    Minifloat,
+    power_of_two,
+    wide_code,
+    wide_dtype,
+    widened,
+)
 from transaxle.encodings.arithmetic.scaling import scales
-from transaxle.encodings.arithmetic.tiling import Tiling, tiling
-from transaxle.encodings.arithmetic.wide import LARGEST, wide_code, wide_dtype, widened
-from transaxle.encodings.encoding import Encoding
-from transaxle.encodings.error import Error
-from transaxle.encodings.plain_types import Wide
+from transaxle.encodings.arithmetic.vectorised import Tiling, tiling
+from transaxle.encodings.encoding import Encoding, Error, Wide
 from transaxle.errors import refuse
 
 __all__ = ["Path", "active", "amax", "decode_box", "decode_error", "encode_error", "encode_rows"]

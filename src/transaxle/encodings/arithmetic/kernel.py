@@ -15,12 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from transaxle.encodings.arithmetic.minifloat import MINIFLOATS, Minifloat
-from transaxle.encodings.arithmetic.tiling import Tiling
-from transaxle.encodings.arithmetic.vectorised import sizes
-from transaxle.encodings.arithmetic.wide import wide_code
-from transaxle.encodings.error import Error
-from transaxle.encodings.plain_types import WIDE
+from transaxle.encodings.arithmetic.minifloat import MINIFLOATS, Minifloat, wide_code
+from transaxle.encodings.arithmetic.vectorised import Tiling, sizes
+from transaxle.encodings.encoding import WIDE, Error
 
 SOURCE = Path(__file__).with_name("kernel.c")
 LIBRARY = Path(__file__).with_name("libkernel.so")

@@ -2,6 +2,8 @@
 
 Rows are worked on in groups that stay in a cache. Each function says in numpy what `kernel.c` says in C; the bits are
 the same.
+
+Tiling: how the tiles of an encoding lie over the rows at hand.
 """
 
 from __future__ import annotations
@@ -9,13 +11,52 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from transaxle.encodings.arithmetic.minifloat import F32_NAN, Minifloat
-from transaxle.encodings.arithmetic.tiling import Tiling
-from transaxle.encodings.arithmetic.wide import narrowed, widened, without_sign
-from transaxle.encodings.error import Error
+from transaxle.encodings.arithmetic.minifloat import F32_NAN, Minifloat, narrowed, widened, without_sign
+from transaxle.encodings.encoding import WHOLE, Encoding, Error
+from transaxle.errors import refuse
+
+
+class Tiling(msgspec.Struct, frozen=True):
+    """A matrix, part of a larger one, and its tiles. Along a dim, position `i` is in tile `(phase + i) // tile`."""
+
+    shape: tuple[int, int]
+    """Rows and columns, in elements."""
+    tile: tuple[int, int]
+    """Rows and columns of a tile."""
+    phase: tuple[int, int] = (0, 0)
+    """Where in its tile the first element lies."""
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Tiles that the matrix touches, along each dim."""
+        rows, columns = (
+            -(-(phase + size) // tile) if size else 0
+            for size, tile, phase in zip(self.shape, self.tile, self.phase, strict=True)
+        )
+        return rows, columns
+
+
+def tiling(encoding: Encoding, shape: tuple[int, int], phase: tuple[int, int] = (0, 0)) -> Tiling:
+    """Return how an encoding's tiles lie over a matrix. A tile without an end covers all that the matrix has.
+
+    Raises:
+        Refused: UNSUPPORTED for tiles over more than two dims, or a first element outside its tile.
+    """
+    if len(encoding.tile) > 2:
+        raise refuse("UNSUPPORTED", f"{encoding.name}: tiles over {len(encoding.tile)} dims")
+    matrix_tile = (1,) * (2 - len(encoding.tile)) + encoding.tile
+    rows, columns = (
+        max(phase_along + size, 1) if step == WHOLE else step
+        for step, size, phase_along in zip(matrix_tile, shape, phase, strict=True)
+    )
+    if not (0 <= phase[0] < rows and 0 <= phase[1] < columns):
+        raise refuse("UNSUPPORTED", f"{encoding.name}: element {phase} of a tile of {rows} x {columns}")
+    return Tiling(shape, (rows, columns), phase)
+
 
 _GROUP = 1 << 16
 """Approximate number of elements that are processed at a time, so that they stay in the cache."""

@@ -485,8 +485,7 @@ def _values(factors: list[float], encoding: Encoding, dtype: str) -> NDArray[Any
     """Return every value that an unsigned code and a block scale can stand for, decoded with each factor."""
     import numpy as np
 
-    from transaxle.encodings.arithmetic.minifloat import MINIFLOATS
-    from transaxle.encodings.arithmetic.wide import narrowed
+    from transaxle.encodings.arithmetic.minifloat import MINIFLOATS, narrowed
 
     blocks, codes = (MINIFLOATS[code] for code in (encoding.scale, encoding.code))
     sizes = blocks.values[: blocks.largest + 1]

@@ -21,13 +21,6 @@ import msgspec
 
 from transaxle.encodings.conventions.buffer_group import group
 from transaxle.encodings.conventions.convention import COMPRESSED_TENSORS, CONVENTIONS, DEEPSEEK, GPT_OSS, MODELOPT
-from transaxle.encodings.conventions.module_lists import (
-    EXPRESSION,
-    Modules,
-    compressed_modules,
-    transformers_modules,
-    wildcard_modules,
-)
 from transaxle.encodings.conventions.quantization import (
     CONFIG,
     NESTED,
@@ -40,6 +33,7 @@ from transaxle.encodings.conventions.scheme import (
     ALGORITHMS,
     CHANNEL,
     COMPRESSED,
+    EXPRESSION,
     FP8,
     GROUPS,
     LINEAR,
@@ -48,6 +42,10 @@ from transaxle.encodings.conventions.scheme import (
     MODELOPT_METHOD,
     MXFP4_METHOD,
     SECTION,
+    Modules,
+    compressed_modules,
+    transformers_modules,
+    wildcard_modules,
 )
 from transaxle.encodings.encoding import FLOAT8, FLOAT8_BLOCK, MXFP4, MXFP8, NVFP4, WHOLE, Encoded, Encoding, Role
 from transaxle.errors import TransaxleError, refuse

@@ -4,26 +4,109 @@ One function per method turns a config's section into groups of modules with an 
 those of transformers 5.23 (`fp8`, `mxfp4`, `torchao`), compressed-tensors 0.20 and ModelOpt's exports. A field of the
 wrong type is `CORRUPT`; a value of the right type that is unknown here is `UNSUPPORTED`, and so is a field that is
 neither read nor known to say nothing of the weights: it may rotate or scale them.
+
+Lists of modules in config files, each asked as the config's own reader would ask it.
+
+Three dialects are known: that of transformers (an expression that ends at a module's boundary, or any suffix), that of
+compressed-tensors (`re:` and an expression, or a whole name), and ModelOpt's wildcards.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import cached_property
 from types import MappingProxyType
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
+from transaxle.axes.notation.linear_regex import Expressions
 from transaxle.encodings.conventions.convention import COMPRESSED_TENSORS, DEEPSEEK, GPT_OSS, MODELOPT, TORCHAO
-from transaxle.encodings.conventions.module_lists import (
-    Modules,
-    compressed_modules,
-    transformers_modules,
-    wildcard_modules,
-)
 from transaxle.encodings.encoding import FLOAT8, FLOAT8_BLOCK, MXFP4, MXFP8, NVFP4, WHOLE, Encoding
 from transaxle.errors import Refusal, Where, gathered, refuse
+
+EXPRESSION = "re:"
+"""What a regular expression starts with where compressed-tensors lists modules."""
+
+
+class Modules(msgspec.Struct, frozen=True, dict=True):
+    """A list of modules as a config file gives it, to be asked as the config's own reader would."""
+
+    names: frozenset[str] = frozenset()
+    """Modules named whole."""
+    inside: bool = False
+    """Whether a name also stands for what is inside that module, and for every name that ends with it."""
+    expressions: Expressions | None = None
+    """What matches others."""
+    until: Literal["anywhere", "segment", "end"] = "anywhere"
+    """Where a match of an expression must end."""
+
+    def __contains__(self, module: str) -> bool:
+        """Tell whether the list holds a module.
+
+        Raises:
+            PatternError: for an expression that takes too long.
+        """
+        if self.names and (module in self.names or (self.inside and self._inside(module))):
+            return True
+        return self.expressions is not None and any(self._ends_well(module, at) for at in self.expressions.ends(module))
+
+    @cached_property
+    def _lengths(self) -> tuple[int, ...]:
+        return tuple(sorted({len(name) for name in self.names}))
+
+    def _inside(self, module: str) -> bool:
+        dots = (at for at, letter in enumerate(module) if letter == ".")
+        starts = (module[:end] for at in dots for end in (at, at + 1))
+        return any(start in self.names for start in starts) or any(module[-n:] in self.names for n in self._lengths)
+
+    def _ends_well(self, module: str, at: int) -> bool:
+        if self.until == "anywhere" or at == len(module):
+            return True
+        return self.until == "segment" and (module[at] == "." or module[at - 1 : at] == ".")
+
+
+def transformers_modules(texts: Iterable[str]) -> Modules:
+    """Return the modules of a list such as `modules_to_not_convert` (`should_convert_module` of transformers 5.23).
+
+    An entry is the name of a module, with all inside it, or the end of one; or else an expression. A dot in a name
+    is taken for a dot, where transformers takes it for any character.
+
+    Raises:
+        PatternError: for an entry that is malformed.
+    """
+    listed = frozenset(text for text in texts if text)
+    expressions = sorted(text for text in listed if set(text) & _SPECIAL)
+    return Modules(listed, inside=True, expressions=Expressions(expressions) if expressions else None, until="segment")
+
+
+def compressed_modules(texts: Iterable[str]) -> Modules:
+    """Return the modules of a list of compressed-tensors: whole names, and expressions after `re:`.
+
+    Raises:
+        PatternError: for an entry that is malformed.
+    """
+    listed = frozenset(texts)
+    expressions = sorted(text.removeprefix(EXPRESSION) for text in listed if text.startswith(EXPRESSION))
+    return Modules(listed, expressions=Expressions(expressions) if expressions else None)
+
+
+def wildcard_modules(texts: Iterable[str]) -> Modules:
+    """Return the modules of a list of ModelOpt's, in which `*` stands for any characters and `?` for one."""
+    listed = frozenset(texts)
+    wild = sorted(text for text in listed if set(text) & _WILD.keys())
+    expressions = ["".join(_WILD.get(letter) or _escaped(letter) for letter in text) for text in wild]
+    return Modules(listed, expressions=Expressions(expressions) if expressions else None, until="end")
+
+
+_SPECIAL = frozenset("\\^$*+?{}[]()|")
+_WILD = {"*": ".*", "?": "."}
+
+
+def _escaped(letter: str) -> str:
+    return letter if letter.isalnum() else "\\" + letter
+
 
 SECTION = "quantization_config"
 """Key of the section in config.json."""

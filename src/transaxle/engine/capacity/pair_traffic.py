@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from transaxle.axes.geometry.piece import Interval
 from transaxle.axes.layout.model_tensors import Index, Kind, Model
 from transaxle.axes.notation.family import Family, Sizes
-from transaxle.encodings.plain_types import CASTS
+from transaxle.encodings.encoding import CASTS
 from transaxle.engine.capacity.held_boxes import Cutter, HeldBoxes
 from transaxle.engine.capacity.rank_meshes import PP, TP, RankMesh, check_pairs
 from transaxle.engine.checkpoint.recognise import model_types, pick_dialect, pick_family

@@ -246,7 +246,7 @@ def _rounds_otherwise(pair: Pair, check: PlannedCheck) -> bool:
         return False
     import numpy as np
 
-    from transaxle.encodings.arithmetic.casting import cast
+    from transaxle.encodings.arithmetic.scaling import cast
 
     wide, narrow = check.rounded
     blocks = pair.blocks(check.first, check.second, check.nbytes, check.nbytes * BITS[narrow] // BITS[wide])

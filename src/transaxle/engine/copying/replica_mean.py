@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec.structs import replace
 
-from transaxle.encodings.error import Error
+from transaxle.encodings.encoding import Error
 from transaxle.encodings.value_steps import Recoded
 from transaxle.engine.copying.source import Source
 from transaxle.errors import refuse

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from transaxle.encodings.error import Error
+from transaxle.encodings.encoding import Error
 from transaxle.encodings.value_steps import MEASURED_BY_READING, Measured, Recoded
 from transaxle.engine.checkpoint.manifest import (
     IN_SPANS,

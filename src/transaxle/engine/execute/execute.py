@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, cast
 import msgspec
 
 from transaxle.arguments import Overwrite
-from transaxle.encodings.error import Error
+from transaxle.encodings.encoding import Error
 from transaxle.encodings.value_steps import Measured
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.checkpoint.manifest import hold, problems_of

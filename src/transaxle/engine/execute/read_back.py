@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transaxle.encodings.error import Error
+from transaxle.encodings.encoding import Error
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from transaxle.engine.checkpoint.manifest import encode
 from transaxle.engine.compare.compare import Comparison, Difference, compare

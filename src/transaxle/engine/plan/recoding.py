@@ -39,9 +39,7 @@ from transaxle.encodings.conventions.convention import (
 )
 from transaxle.encodings.conventions.quantization import MODELOPT_CONFIG, module_of, read
 from transaxle.encodings.conventions.rewriting import written
-from transaxle.encodings.encoding import ENCODINGS, FLOAT8_BLOCK, Encoded, Role
-from transaxle.encodings.error import Error
-from transaxle.encodings.plain_types import PLAIN
+from transaxle.encodings.encoding import ENCODINGS, FLOAT8_BLOCK, PLAIN, Encoded, Error, Role
 from transaxle.encodings.value_steps import CASTING, Recoded
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.checkpoint.recognise import IDENTITY

@@ -17,8 +17,7 @@ from transaxle.axes.layout.bind import WEIGHT, Bound, split_slot
 from transaxle.axes.layout.relayout import unchanged
 from transaxle.encodings.conventions.buffer_group import is_of_cache, may_be_codes, may_scale
 from transaxle.encodings.conventions.convention import training_only
-from transaxle.encodings.error import Error
-from transaxle.encodings.plain_types import CASTS, PLAIN, Wide
+from transaxle.encodings.encoding import CASTS, PLAIN, Error, Wide
 from transaxle.encodings.value_steps import Action, Recoded
 from transaxle.engine.copying.source import Source
 from transaxle.engine.views.decoded import RowMajorBytes
@@ -70,7 +69,7 @@ class Caster:
         """
         import numpy as np
 
-        from transaxle.encodings.arithmetic.casting import cast
+        from transaxle.encodings.arithmetic.scaling import cast
 
         out = np.frombuffer(view, np.uint8)
         item = numpy_dtype(self.dtype).itemsize
@@ -88,7 +87,7 @@ class Caster:
 
     def measure(self) -> tuple[Error, int]:
         """Return how far the cast values are from the originals, and how many finite ones became infinite."""
-        from transaxle.encodings.arithmetic.casting import cast, cast_error
+        from transaxle.encodings.arithmetic.scaling import cast, cast_error
 
         total, infinite = Error(), 0
         for start in range(0, self._count, BAND):

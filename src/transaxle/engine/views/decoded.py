@@ -17,9 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from transaxle.axes.layout.relayout import unchanged
 from transaxle.axes.notation.family import PLAIN, NumberFormat, Recode
 from transaxle.encodings.conventions.convention import CONVENTIONS, training_only
-from transaxle.encodings.encoding import Encoded, Role
-from transaxle.encodings.error import Error
-from transaxle.encodings.plain_types import Wide
+from transaxle.encodings.encoding import Encoded, Error, Role, Wide
 from transaxle.encodings.value_steps import Recoded
 from transaxle.engine.copying.source import Source
 from transaxle.engine.views.encoded import Catalog, buffer_name

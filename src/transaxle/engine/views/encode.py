@@ -17,9 +17,7 @@ import msgspec
 from transaxle.axes.layout.bind import WEIGHT, split_slot
 from transaxle.axes.layout.relayout import Target
 from transaxle.encodings.conventions.convention import CONVENTIONS
-from transaxle.encodings.encoding import ENCODINGS, Encoding, Role
-from transaxle.encodings.error import Error
-from transaxle.encodings.plain_types import WIDE
+from transaxle.encodings.encoding import ENCODINGS, WIDE, Encoding, Error, Role
 from transaxle.engine.number_text import plural
 from transaxle.engine.views.encoded import View
 from transaxle.engine.views.name_filter import chosen

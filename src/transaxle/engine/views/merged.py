@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transaxle.axes.layout.relayout import Target
-from transaxle.encodings.arithmetic.wide import widened
+from transaxle.encodings.arithmetic.minifloat import widened
 from transaxle.engine.copying.source import Source
 from transaxle.engine.views.cast import BAND, Caster
 from transaxle.engine.views.decoded import RowMajorBytes

@@ -19,7 +19,7 @@ import msgspec
 import torch.distributed as dist
 
 from transaxle.arguments import read_number_of_job
-from transaxle.encodings.error import Error
+from transaxle.encodings.encoding import Error
 from transaxle.encodings.value_steps import Measured, Recoded
 from transaxle.engine.compare.verification import Verification
 from transaxle.engine.distribute.driver import (

@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType
 from torch.distributed.tensor import DTensor
 
-from transaxle.quant.modules.entries import entries, is_quantized
+from transaxle.quant.entries import entries, is_quantized
 from transaxle.torch_tensors.local_tensor import TO_LOCAL, stored_local
 
 _SEPARATOR = "."

@@ -33,7 +33,7 @@ from transaxle.live.model.destination import decode_hint
 from transaxle.live.reexpress.state_dict_adapter import loadable_as, regroupable, state_dict_as
 from transaxle.live.sharding.dcp_chunks import as_runs
 from transaxle.live.sharding.dcp_experts import DualFormCheck, ExpertSlices, ParamGroupNames, without_other_forms
-from transaxle.quant.modules.entries import code_name
+from transaxle.quant.entries import code_name
 from transaxle.torch_tensors.local_tensor import local_of
 from transaxle.torch_tensors.torch_arguments import code_of
 

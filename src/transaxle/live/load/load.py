@@ -47,7 +47,7 @@ from transaxle.live.transport.tensor_exchange import RankExchange
 from transaxle.live.transport.world import Clock, World
 from transaxle.move.mover import Movement
 from transaxle.move.workers import Item, limits
-from transaxle.quant.modules.entries import begin_anew, put_values
+from transaxle.quant.entries import begin_anew, put_values
 from transaxle.torch_tensors.local_tensor import local_of
 from transaxle.torch_tensors.placement import Held, ShardGrid, local_parts, local_shape
 from transaxle.torch_tensors.torch_arguments import Device, Ranks, read_device

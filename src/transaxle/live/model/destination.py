@@ -19,7 +19,7 @@ from math import prod
 
 import torch
 
-from transaxle.encodings.plain_types import CASTS, PLAIN
+from transaxle.encodings.encoding import CASTS, PLAIN
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.errors import Refusal, Where, gathered, refuse
 from transaxle.move.endpoint import Sink

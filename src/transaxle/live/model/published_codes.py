@@ -40,9 +40,9 @@ from transaxle.errors import Refusal, gathered
 from transaxle.live.sharding.global_tensors import Census
 from transaxle.live.transport import wire
 from transaxle.live.transport.world import World
-from transaxle.quant.frame.buffers import AMAX, SCALE
-from transaxle.quant.modules.entries import suffix_of, whole_shape
-from transaxle.quant.tensor.tensor import QuantizedTensor
+from transaxle.quant.entries import suffix_of, whole_shape
+from transaxle.quant.quantized_tensor import QuantizedTensor
+from transaxle.quant.quantizers import AMAX, SCALE
 from transaxle.torch_tensors.local_tensor import local_of, placed_like
 from transaxle.torch_tensors.placement import mark, part_of
 from transaxle.torch_tensors.torch_arguments import code_of

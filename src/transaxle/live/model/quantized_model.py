@@ -23,8 +23,8 @@ from transaxle.live.model.source_view import View, view
 from transaxle.live.sharding.global_tensors import Census
 from transaxle.live.transport import wire
 from transaxle.live.transport.world import World
-from transaxle.quant.modules.entries import STATE_SUFFIXES, is_state, layout_of, whole_shape
-from transaxle.quant.tensor.tensor import QuantizedTensor
+from transaxle.quant.entries import STATE_SUFFIXES, is_state, layout_of, whole_shape
+from transaxle.quant.quantized_tensor import QuantizedTensor
 from transaxle.torch_tensors.local_tensor import local_of, placed_like
 from transaxle.torch_tensors.placement import mark, part_of
 from transaxle.torch_tensors.torch_arguments import code_of, torch_dtype

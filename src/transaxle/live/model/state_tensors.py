@@ -33,7 +33,7 @@ from transaxle.live.derived.keepers import (
 from transaxle.live.sharding.megatron_shards import MODULE as MEGATRON
 from transaxle.live.sharding.megatron_shards import Factory, is_sharded, megatron_state
 from transaxle.live.transport.world import World
-from transaxle.quant.modules.entries import is_quantized
+from transaxle.quant.entries import is_quantized
 from transaxle.torch_tensors.local_tensor import local_of
 from transaxle.torch_tensors.placement import local_parts, mark, mark_all, part_of
 from transaxle.torch_tensors.torch_arguments import innermost, unwrapped

@@ -28,7 +28,7 @@ from transaxle.arguments import (
     read_text,
     suggests,
 )
-from transaxle.encodings.plain_types import PLAIN
+from transaxle.encodings.encoding import PLAIN
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.checkpoint.recognise import IDENTITY, check_dialect, pick_dialect, pick_family
 from transaxle.engine.checkpoint.settings import LONGEST_TABLE, model_config

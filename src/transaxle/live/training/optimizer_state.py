@@ -33,7 +33,7 @@ from transaxle.live.model.destination import NamePair
 from transaxle.live.model.state_tensors import Leaves
 from transaxle.live.training.group_options import misordered, restore, settings_for, unlike_tied
 from transaxle.live.training.optimizers import CARRY, AnyOptimizer, Optimizers, apart
-from transaxle.quant.modules.masters import MASTER, MasterWeights
+from transaxle.quant.masters import MASTER, MasterWeights
 from transaxle.torch_tensors.local_tensor import local_of
 from transaxle.torch_tensors.placement import mark, part_of, whole_shape
 from transaxle.torch_tensors.torch_arguments import torch_dtype

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from transaxle.errors import Refusal, Where, gathered
 from transaxle.formats.training_state.state_groups import GROUPS, PARAMS, settings_of
-from transaxle.quant.modules.masters import MasterWeights
+from transaxle.quant.masters import MasterWeights
 
 AnyOptimizer = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer]
 """An optimizer, a wrapper or container of some, or several of them; each parameter is in one."""

@@ -12,7 +12,7 @@ import torch
 import triton
 
 from transaxle.encodings.encoding import WHOLE, Encoding
-from transaxle.quant.kernels import group_programs, programs
+from transaxle.quant.kernels import programs
 from transaxle.quant.kernels.components import Components
 
 MANTISSA = {"F8_E4M3": 3, "F8_E5M2": 2, "F4": 1}
@@ -163,7 +163,7 @@ def amax_groups(x: torch.Tensor, offsets: torch.Tensor, out: torch.Tensor) -> No
     out.zero_()
     block, groups = Block(16, 256, 4), offsets.shape[0]
     _launch(
-        group_programs.amax_groups_program, _group_blocks(x, groups, block), x.device,
+        programs.amax_groups_program, _group_blocks(x, groups, block), x.device,
         _raw(x), offsets, out.view(torch.int32), groups, *x.shape, *x.stride(), size=triton.next_power_of_2(groups),
         block_rows=block.rows, block_columns=block.columns, warps=block.warps,
     )  # fmt: skip
@@ -186,7 +186,7 @@ def quantize_groups(
     if swizzled and out.scale_inv is not None:
         out.scale_inv.view(torch.uint8).zero_()  # padding is read with zeros for codes, and must not be NaN
     _launch(
-        group_programs.quantize_groups_program, _group_blocks(x, groups, block), x.device,
+        programs.quantize_groups_program, _group_blocks(x, groups, block), x.device,
         _raw(x), offsets, _raw(out.data), _raw(scales[0]), _raw(out.columnwise_data), _raw(scales[1]), amax,
         groups, *x.shape, *(0 if each is None else each.shape[0] for each in scales), *x.stride(),
         _stride(out.data), _stride(scales[0]), _stride(out.columnwise_data), _stride(scales[1]),
@@ -201,7 +201,7 @@ def quantize_rows(
     """Write codes of rows, each scaled by its own amax, and their scales [M]; rows past the last offset are not."""
     block, groups = ROWS, offsets.shape[0]
     _launch(
-        group_programs.quantize_rows_program, triton.cdiv(x.shape[0], block.rows) if groups else 0, x.device,
+        programs.quantize_rows_program, triton.cdiv(x.shape[0], block.rows) if groups else 0, x.device,
         _raw(x), offsets, _raw(codes), scales, groups, *x.shape, *x.stride(), _stride(codes),
         block_rows=block.rows, block_columns=block.columns, mantissa=MANTISSA[encoding.code],
         largest=torch.finfo(x.dtype).max, even=encoding.power_of_two, native=_native(x.device), warps=block.warps,

@@ -17,12 +17,10 @@ from numpy.typing import NDArray
 from transaxle.encodings.arithmetic import codec, kernel, vectorised
 from transaxle.encodings.arithmetic.minifloat import MINIFLOATS
 from transaxle.encodings.arithmetic.scaling import scales
-from transaxle.encodings.arithmetic.tiling import tiling
-from transaxle.encodings.encoding import WHOLE, Encoding
-from transaxle.encodings.plain_types import Wide
+from transaxle.encodings.arithmetic.vectorised import tiling
+from transaxle.encodings.encoding import WHOLE, Encoding, Wide
 from transaxle.errors import refuse
-from transaxle.quant.kernels.components import Components, columnwise_of, first_tiles
-from transaxle.quant.kernels.swizzle import swizzled_groups
+from transaxle.quant.kernels.components import Components, columnwise_of, first_tiles, swizzled_groups
 from transaxle.torch_tensors.local_tensor import with_plain_bytes
 
 WIDE: dict[torch.dtype, Wide] = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}

@@ -1,0 +1,378 @@
+"""What a config says: numbers that may be sizes, and statements that may be conditions.
+
+Names: what a table calls its axes and tensors.
+
+Conditions: what in the configs says where a tensor is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import ChainMap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations, permutations
+from typing import Any
+
+from transaxle.axes.notation.family import WORDS
+from transaxle.axes.notation.formula import Formula
+from transaxle.errors import TransaxleError
+
+RESERVED = frozenset(
+    {
+        *WORDS,
+        "family",
+        "dialect",
+        "axes",
+        "axis",
+        "let",
+        "tie",
+        "cut",
+        "precise",
+        "added",
+        "wrapper",
+        "model_type",
+        "ignore",
+    }
+    | {
+        "alike",
+        "when",
+        "optional",
+        "lossy",
+        "like",
+        "of",
+        "len",
+        "and",
+        "or",
+        "not",
+        "in",
+        "if",
+        "else",
+        "is",
+        "None",
+        "True",
+        "False",
+    }
+)
+LETTERS = {
+    "num_hidden_layers": "l", "num_layers": "l", "n_layer": "l", "layers": "l", "blocks": "l", "block": "l",
+    "layer": "l", "h": "l", "hidden_size": "d", "d_model": "d", "n_embd": "d", "embed_dim": "d", "vocab_size": "n",
+    "intermediate_size": "f", "moe_intermediate_size": "f", "num_experts": "e", "num_local_experts": "e",
+    "n_routed_experts": "e", "experts": "e", "num_key_value_heads": "g", "num_attention_heads": "a", "head_dim": "c",
+    "out_channels": "o", "kernel_size": "k", "max_position_embeddings": "s", "patch_size": "p", "num_channels": "r",
+}  # fmt: skip
+"""What our own tables call the axes of these keys."""
+_WORD = re.compile(r"[a-z][a-z0-9_]*")
+
+
+def axis_letters(source: str) -> str:
+    """Return a short name for an axis: by its config key, by the word before its index, or by nothing but `x`."""
+    words = _WORD.findall(source.lower())
+    if not words:
+        return "x"
+    last = words[-1] if len(words) == 1 or "." in source else "_".join(words)
+    if last in LETTERS:
+        return LETTERS[last]
+    if len(words) == 1 or "." in source:
+        return "".join(part[0] for part in last.split("_") if part and part[0].isalpha())[:3] or "x"
+    return "".join(word.split("_")[-1][0] for word in words)[:3]
+
+
+def first_free(wanted: str, taken: Iterable[str]) -> str:
+    """Return a name with the smallest number that makes it free."""
+    taken = set(taken) | RESERVED
+    if wanted not in taken:
+        return wanted
+    return next(name for number in range(2, len(taken) + 3) if (name := f"{wanted}{number}") not in taken)
+
+
+def tensor_names(patterns: Sequence[tuple[str, str]]) -> list[str]:
+    """Name logical tensors after their stored names: as few of the last words as tell them apart.
+
+    Args:
+        patterns: names in hub and memory of each tensor.
+    """
+    stems = [_stem(hub, memory, patterns) for hub, memory in patterns]
+    names: list[str] = []
+    for at, words in enumerate(stems):
+        others = stems[:at] + stems[at + 1 :]
+        for count in range(min(2, len(words)), len(words) + 1):
+            end = words[-count:]
+            if all(other[-count:] != end for other in others):
+                break
+        else:
+            end = words
+        name = re.sub(r"\W+", "_", "_".join(end)).strip("_").lower() or "t"
+        names.append(first_free(name if name[0].isalpha() else f"t_{name}", names))
+    return names
+
+
+def _stem(hub: str, memory: str, patterns: Sequence[tuple[str, str]]) -> list[str]:
+    """Return the words of the side that names a tensor alone."""
+    chosen = hub if sum(pattern[0] == hub for pattern in patterns) == 1 else memory
+    if chosen == memory and sum(pattern[1] == memory for pattern in patterns) > 1:
+        chosen = f"{memory}.{hub.rpartition('.')[2]}"
+    words = [word for word in chosen.replace("{}", "").split(".") if word]
+    return words[:-1] if len(words) > 1 and words[-1] == "weight" else words
+
+
+_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_NAME = re.compile(r"(?!len\()[A-Za-z_][A-Za-z0-9_.]*")
+_OF_NO_SIZE = re.compile(r"(_token_id|_token_index|_id|_ids|version|seed|_class)$")
+"""Keys whose numbers are no sizes."""
+_DEEPEST = 4
+"""Levels of configs inside configs that are read."""
+
+
+def leaves(config: Mapping[str, Any], depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """Yield every value of a config with its dotted key."""
+    for key, value in config.items():
+        if not _KEY.fullmatch(str(key)) or key.startswith("_"):
+            continue
+        if isinstance(value, Mapping):
+            if depth < _DEEPEST:
+                yield from ((f"{key}.{inner}", leaf) for inner, leaf in leaves(value, depth + 1))
+        else:
+            yield key, value
+
+
+def numbers(config: Mapping[str, Any]) -> dict[str, int]:
+    """Return what may be a size: whole numbers, and how many entries a list has."""
+    found = {}
+    for key, value in leaves(config):
+        if _OF_NO_SIZE.search(key):
+            continue
+        if isinstance(value, int) and not isinstance(value, bool):
+            found[key] = value
+        elif isinstance(value, list) and value:
+            found[f"len({key})"] = len(value)
+    return found
+
+
+class Sizes:
+    """Formulas for sizes, by their values in all traces.
+
+    Args:
+        configs: the config of every trace.
+        aliases: key -> other keys under which configs have the same.
+    """
+
+    def __init__(self, configs: Sequence[Mapping[str, Any]], aliases: Mapping[str, Sequence[str]]) -> None:
+        found = [numbers(config) for config in configs]
+        common = [key for key in found[0] if all(key in each for each in found)] if found else []
+        self._values = {key: tuple(each[key] for each in found) for key in common}
+        self._aliases = aliases
+
+    def formula(self, size: Mapping[int, int], near: str = "", *, deep: bool = False) -> str | None:
+        """Return the formula of a size, None if none fits or none is better than others.
+
+        Args:
+            size: trace -> size there.
+            near: part of a config that the tensor belongs to; its keys come first.
+            deep: try products and sums of keys too, and take the best of several.
+        """
+        for level in (self._simple, self._of_two, self._of_three) if deep else (self._simple,):
+            fitting = sorted({text: self._rank(text, near) for text in level(size)}.items(), key=lambda item: item[1])
+            if not fitting:
+                continue
+            if not deep and len(fitting) > 1 and fitting[0][1][:2] == fitting[1][1][:2]:
+                return None
+            return self.spelled(fitting[0][0])
+        return None
+
+    @staticmethod
+    def _rank(text: str, near: str) -> tuple[int, int, int, str]:
+        """Return how far a formula is from a tensor: keys of its part of the config first, then those we know."""
+        keys = _NAME.findall(text)
+        far = sum(not key.startswith(f"{near}.") if near else "." in key for key in keys)
+        unknown = sum(key.rpartition(".")[2] not in LETTERS for key in keys) + text.count("len(")
+        return far, unknown, len(text), text
+
+    def spelled(self, formula: str) -> str:
+        """Return a formula with all spellings of its keys."""
+
+        def alternatives(match: re.Match[str]) -> str:
+            key = match[0]
+            scope, _, leaf = key.rpartition(".")
+            others = [f"{scope}.{alias}" if scope else alias for alias in self._aliases.get(leaf, ())]
+            both = "|".join([key, *others])
+            return both if not others or both == formula else f"({both})"
+
+        text = _NAME.sub(alternatives, formula)
+        return text.removeprefix("(").removesuffix(")") if text == f"({text[1:-1]})" and text.count("(") == 1 else text
+
+    def _fits(self, size: Mapping[int, int], values: Sequence[int | None]) -> bool:
+        return all(values[trace] == count for trace, count in size.items())
+
+    def _simple(self, size: Mapping[int, int]) -> Iterator[str]:
+        for key, values in self._values.items():
+            if self._fits(size, values):
+                yield key
+
+    def _candidates(self) -> dict[str, tuple[int, ...]]:
+        """Return one key for each vector of values that may be a factor."""
+        return {key: values for key, values in self._values.items() if min(values) > 0}
+
+    def _of_two(self, size: Mapping[int, int]) -> Iterator[str]:
+        keys = self._candidates()
+        for key, values in keys.items():
+            for factor in (2, 3, 4, 8):
+                if self._fits(size, [value * factor for value in values]):
+                    yield f"{key}*{factor}"
+                if self._fits(size, [value // factor if value % factor == 0 else None for value in values]):
+                    yield f"{key}/{factor}"
+        for (one, first), (other, second) in combinations(keys.items(), 2):
+            if self._fits(size, [a * b for a, b in zip(first, second, strict=True)]):
+                yield f"{one}*{other}"
+            if self._fits(size, [a + b for a, b in zip(first, second, strict=True)]):
+                yield f"{one}+{other}"
+        for (one, first), (other, second) in permutations(keys.items(), 2):
+            if self._fits(size, [a // b if a % b == 0 else None for a, b in zip(first, second, strict=True)]):
+                yield f"{one}/{other}"
+            if self._fits(size, [a - b for a, b in zip(first, second, strict=True)]):
+                yield f"{one}-{other}"
+
+    def _of_three(self, size: Mapping[int, int]) -> Iterator[str]:
+        keys = self._candidates()
+        by_value: dict[tuple[int, ...], str] = {}
+        for key, values in keys.items():
+            by_value.setdefault(tuple(values[trace] for trace in size), key)
+        few = list(by_value.items())
+        wanted = tuple(size.values())
+        for (first, one), (second, other) in combinations(few, 2):
+            for factor in (1, 2):
+                product = [factor * a * b for a, b in zip(first, second, strict=True)]
+                scale = "" if factor == 1 else f"{factor}*"
+                rest = tuple(w - p for w, p in zip(wanted, product, strict=True))
+                if rest in by_value:
+                    yield f"{scale}{one}*{other}+{by_value[rest]}"
+                if all(w % p == 0 for w, p in zip(wanted, product, strict=True)):
+                    quotient = tuple(w // p for w, p in zip(wanted, product, strict=True))
+                    if quotient in by_value:
+                        yield f"{scale}{one}*{other}*{by_value[quotient]}"
+                if all(p % w == 0 for w, p in zip(wanted, product, strict=True)):
+                    quotient = tuple(p // w for w, p in zip(wanted, product, strict=True))
+                    if quotient in by_value:
+                        yield f"{scale}{one}*{other}/{by_value[quotient]}"
+
+
+INDEX = "_index_"
+"""Stands for the index in a condition, until its axis has a name."""
+_OF_LAYERS = re.compile(r"dense|replace|first|step|offset|layer|interval|freq|period|every|start|skip|sparse|pattern")
+"""Keys that may say which layers are of a kind; other numbers are sizes, and fit by accident."""
+_PERIOD = re.compile(r"period|step|freq|interval")
+_KEY_IN_TEXT = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*")
+_NO_KEYS = frozenset({"not", "in", "and", "or", "len", "True", "False", "None", INDEX})
+SOMETIMES = "False"
+"""The condition of a tensor of which only its names tell where it is."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Where a tensor is in one trace."""
+
+    config: Mapping[str, Any]
+    """The trace's config."""
+    count: int
+    """Number of indices that there are; 0: the tensor has none."""
+    present: frozenset[int]
+    """Those at which it is; {0} for a tensor without index that is there."""
+    judged: frozenset[int] | None = None
+    """Those that count; None: all."""
+
+
+def condition(seen: Sequence[Seen], hints: Sequence[str] = (), *, careful: bool = False) -> str | None:
+    """Return the first statement over the config that is true exactly where a tensor is.
+
+    Args:
+        seen: where it is in each trace.
+        hints: words of the tensor's name: a statement about keys with such words comes first.
+
+        careful: only a statement that fits alone.
+
+    Returns:
+        The formula, the index written as `INDEX`; None if no statement fits.
+    """
+    fitting = [text for text in dict.fromkeys(_candidates(seen)) if all(_holds(text, each) for each in seen)]
+    fitting.sort(key=lambda text: (-sum(hint in text for hint in hints), *_unlikely(text)))
+    return fitting[0] if fitting and not (careful and len(fitting) > 1) else None
+
+
+def _unlikely(text: str) -> tuple[bool, bool, int]:
+    """Return what makes a statement less likely than another one: a flag of ties is about tied tensors."""
+    return "tie_word_embeddings" in text, text.startswith("not "), text.count(".")
+
+
+def negated(text: str) -> str:
+    """Return the statement that is true where another is false."""
+    inner = text.removeprefix("not ")
+    if inner != text and (" " not in inner or inner.startswith("(")):
+        return inner
+    return f"not ({text})" if " " in text else f"not {text}"
+
+
+def keys_of(text: str) -> frozenset[str]:
+    """Return the config keys that a statement speaks of."""
+    return frozenset(_KEY_IN_TEXT.findall(re.sub('"[^"]*"', "", text))) - _NO_KEYS
+
+
+def _holds(text: str, seen: Seen) -> bool:
+    formula = Formula(text)
+    for index in range(seen.count or 1) if seen.judged is None else seen.judged:
+        try:
+            value = formula(ChainMap({INDEX: index}, dict(seen.config)))
+        except TransaxleError:
+            return False
+        if value is None or bool(value) is not (index in seen.present):
+            return False
+    return True
+
+
+def _candidates(seen: Sequence[Seen]) -> Iterator[str]:
+    configs = [dict(leaves(each.config)) for each in seen]
+    common = [key for key in configs[0] if all(key in config for config in configs)]
+    yield from _of_flags(configs, common)
+    if not any(each.count for each in seen):
+        return
+    for period in (key for key in common if _PERIOD.search(key)):
+        for offset in (key for key in common if key.startswith(period[:4]) and "offset" in key):
+            if all(isinstance(c[period], int) and c[period] > 0 and isinstance(c[offset], int) for c in configs):
+                yield from (f"{INDEX} % {period} == {offset}", f"{INDEX} % {period} != {offset}")
+    for key in common:
+        values = [config[key] for config in configs]
+        if all(isinstance(value, list) for value in values):
+            yield from _of_lists(key, seen, values)
+        elif _OF_LAYERS.search(key) and all(isinstance(v, int) and not isinstance(v, bool) for v in values):
+            yield from (f"{INDEX} >= {key}", f"{INDEX} < {key}")
+            if all(value > 0 for value in values) and any(v != s.count for v, s in zip(values, seen, strict=True)):
+                yield from (f"({INDEX} + 1) % {key} == 0", f"{INDEX} % {key} == 0")
+                yield from (f"({INDEX} + 1) % {key} != 0", f"{INDEX} % {key} != 0")
+    yield from (f"{INDEX} == 0", f"{INDEX} > 0")
+
+
+def _of_flags(configs: Sequence[Mapping[str, Any]], common: Sequence[str]) -> Iterator[str]:
+    for key in dict.fromkeys(key for config in configs for key in config if key not in common):
+        if all(isinstance(config.get(key, True), bool) for config in configs):  # left out where it has its default
+            yield from (f"({key}|True)", f"({key}|False)", f"not ({key}|True)", f"not ({key}|False)")
+    for key in common:
+        values = [config[key] for config in configs]
+        if all(isinstance(value, bool) for value in values):
+            yield from (key, f"not {key}")
+        elif len({repr(value) for value in values}) > 1 and all(isinstance(value, str | None) for value in values):
+            yield from (f"{key} == {_quoted(value)}" for value in values if value is not None)
+
+
+def _of_lists(key: str, seen: Sequence[Seen], values: Sequence[list[Any]]) -> Iterator[str]:
+    if all(len(value) == each.count for value, each in zip(values, seen, strict=True) if each.count):
+        kinds = {repr(item): item for value in values for item in value if isinstance(item, str) or item in (0, 1)}
+        if all(isinstance(item, bool) for item in kinds.values()):
+            yield from (f"{key}[{INDEX}]", f"not {key}[{INDEX}]")
+        elif len(kinds) <= 8:  # other numbers are sizes
+            yield from (f"{key}[{INDEX}] == {_quoted(item)}" for item in kinds.values())
+            yield from (f"{key}[{INDEX}] != {_quoted(item)}" for item in kinds.values())
+    if all(isinstance(item, int) for value in values for item in value) and all(len({*v}) == len(v) for v in values):
+        yield from (f"{INDEX} in {key}", f"{INDEX} not in {key}")
+
+
+def _quoted(item: object) -> str:
+    return f'"{item}"' if isinstance(item, str) else repr(item)

@@ -1,1 +1,0 @@
-"""What configs and names say: sizes, conditions, and what to call things."""

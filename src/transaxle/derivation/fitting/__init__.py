@@ -1,1 +1,0 @@
-"""From numbered tensors to a table: numpy only, and nothing is known of any family."""

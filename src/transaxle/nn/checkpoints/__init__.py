@@ -1,1 +1,0 @@
-"""Packed or one by one: the forms that experts are stored in."""

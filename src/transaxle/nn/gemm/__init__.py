@@ -1,1 +1,0 @@
-"""Grouped matrix products: which kernel, and the products themselves."""

@@ -1,0 +1,267 @@
+"""Grouped tensors: the matrices of N experts as one tensor of three dims, in one buffer.
+
+The tensor itself is plain, a `QuantizedTensor`, or a DTensor of either, and is sharded, pickled, stacked and moved by
+those classes. This module gives the view of it as N members.
+
+How the rows of an input are divided among experts, without copying numbers from a device back to the host.
+
+Numbers on the host (a list, a CPU tensor) are checked. Numbers on a device are not, as the host would have to wait:
+negative ones count as zero, and rows past the end of the input are left out, so that no offset leads outside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from operator import index
+from typing import Any
+
+import torch
+
+from transaxle.arguments import DType
+from transaxle.errors import refuse
+from transaxle.quant import QuantizedTensor, Quantizer
+from transaxle.torch_tensors.local_tensor import stacked_view
+from transaxle.torch_tensors.torch_arguments import Device, read_device, read_optional_dtype
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedTensor:
+    """N matrices of equal shape in one buffer, seen as one tensor [N, rows, columns] or as N members."""
+
+    data: torch.Tensor
+    """[N, rows, columns]: plain, quantized, or this rank's and others' parts of such a one."""
+
+    def __post_init__(self) -> None:
+        if self.data.dim() != 3:
+            raise refuse("SHAPE_MISMATCH", f"expected a tensor [tensors, rows, columns], got {list(self.data.shape)}")
+
+    @classmethod
+    def make_grouped_tensor(
+        cls,
+        num_tensors: int,
+        shape: tuple[int, int],
+        *,
+        quantizer: Quantizer | None = None,
+        device: Device | None = None,
+        dtype: DType | None = None,
+    ) -> GroupedTensor:
+        """Make a grouped tensor of zeros.
+
+        Args:
+            num_tensors: N.
+            shape: rows and columns of each.
+            quantizer: how they are quantized; None: they are plain.
+            device: where; None: torch's default.
+            dtype: of the values; None: torch's default.
+        """
+        where, kind = read_device("device", device), read_optional_dtype("dtype", dtype)
+        data = torch.zeros((num_tensors, *shape), device=where, dtype=kind)
+        return cls(data if quantizer is None else quantizer.quantize(data))
+
+    @classmethod
+    def stack(cls, members: Sequence[torch.Tensor]) -> GroupedTensor:
+        """Copy matrices into one buffer; quantized ones keep their codes and scales."""
+        return cls(torch.stack(list(members)))
+
+    @property
+    def num_tensors(self) -> int:
+        """Number of members."""
+        return self.data.shape[0]
+
+    @property
+    def quantizer(self) -> Quantizer | None:
+        """The quantizer that made the codes; None for plain members."""
+        return self.data.quantizer if isinstance(self.data, QuantizedTensor) else None
+
+    @property
+    def quantized_tensors(self) -> list[torch.Tensor]:
+        """The members as views: writing into one changes the buffer. Quantized members have their own scales."""
+        return self.split_into_quantized_tensors()
+
+    def split_into_quantized_tensors(self) -> list[torch.Tensor]:
+        """Return the members, as views of the buffer."""
+        return [self.data[place] for place in range(self.num_tensors)]
+
+
+def stacked(parameters: Sequence[torch.Tensor], dims: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return the values of parameters as one plain tensor, without a copy where they lie so.
+
+    Args:
+        parameters: one with a dim of experts, or one per expert.
+        dims: of what is returned.
+        dtype: of the values.
+    """
+    first = parameters[0]
+    if first.dim() == dims:
+        return values(first.detach(), dtype)
+    if isinstance(first, QuantizedTensor):
+        codes = torch.stack([parameter.detach() for parameter in parameters])  # raw, to be dequantized in one go
+        if isinstance(codes, QuantizedTensor):
+            return codes.dequantize(dtype)
+    if isinstance(first, QuantizedTensor) or not adjacent(parameters):
+        return torch.stack([values(parameter.detach(), dtype) for parameter in parameters])
+    return stacked_view(first.detach(), len(parameters)).to(dtype)
+
+
+def values(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the values of a tensor, plain or quantized."""
+    return x.dequantize(dtype) if isinstance(x, QuantizedTensor) else x.to(dtype)
+
+
+def adjacent(parameters: Sequence[torch.Tensor]) -> bool:
+    """Tell whether plain tensors of one shape lie one after the other in one buffer, as members of a grouped one do."""
+    first = parameters[0]
+    if torch.compiler.is_compiling() or type(first.data) is not torch.Tensor:
+        return False  # nothing is known of addresses while a program is traced
+    start, step, storage = first.data_ptr(), first.numel() * first.element_size(), first.untyped_storage()
+    size = step * len(parameters)
+    if not step or start + size > storage.data_ptr() + storage.nbytes():
+        return False  # others may lie next to it in buffers of their own
+    places = [parameter.data_ptr() for parameter in parameters]
+    return places == list(range(start, start + size, step)) and all(
+        parameter.is_contiguous() for parameter in parameters
+    )
+
+
+INTEGERS = (torch.int32, torch.int64)
+"""Types of the numbers of rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Splits:
+    """The rows of each expert: consecutive, from the first row of the input on."""
+
+    offsets: torch.Tensor
+    """Row at which each expert ends; int32 [experts], on the device of the input."""
+    rows: int
+    """Rows of the input."""
+    counts: tuple[int, ...] | None
+    """Rows of each expert, where the host knows them."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether it is known that every row has an expert."""
+        return self.counts is not None and sum(self.counts) == self.rows
+
+    def experts(self) -> torch.Tensor:
+        """Return each row's expert, int64 [rows]; for rows past the last expert's the number of experts."""
+        rows = torch.arange(self.rows, dtype=torch.int32, device=self.offsets.device)
+        return torch.searchsorted(self.offsets, rows, right=True)
+
+    def past(self) -> torch.Tensor:
+        """Return a mask of the rows that belong to no expert, bool [rows, 1]."""
+        rows = torch.arange(self.rows, dtype=torch.int32, device=self.offsets.device)
+        return (rows >= self.offsets[-1:]).unsqueeze(1)
+
+    def empty(self) -> torch.Tensor:
+        """Return a mask of the experts without rows, bool [experts, 1, 1]."""
+        before = torch.nn.functional.pad(self.offsets[:-1], (1, 0))
+        return (self.offsets == before).view(-1, 1, 1)
+
+
+def on_host(m_splits: Sequence[int] | torch.Tensor) -> bool:
+    """Tell whether the numbers may be read: a list, or a CPU tensor outside of tracing.
+
+    Tensors of other classes (fake, traced) may have no numbers in them.
+    """
+    if not isinstance(m_splits, torch.Tensor):
+        return True
+    plain = type(m_splits) is torch.Tensor and m_splits.device.type == "cpu"
+    return plain and not torch.compiler.is_compiling()
+
+
+def splits(m_splits: Sequence[int] | torch.Tensor, experts: int, rows: int, device: torch.device) -> Splits:
+    """Return the offsets that follow from the number of rows of each expert.
+
+    Args:
+        m_splits: rows of each expert; a list or an int32 or int64 tensor on any device.
+        experts: number of experts.
+        rows: rows of the input.
+        device: device of the input.
+
+    Raises:
+        Refused: SHAPE_MISMATCH, DTYPE_MISMATCH for anything else; SHAPE_MISMATCH for numbers on the host that are
+            negative or sum to more than the rows; UNSUPPORTED for numbers on the host during capture of a CUDA graph.
+    """
+    if isinstance(m_splits, torch.Tensor):
+        if m_splits.dtype not in INTEGERS:
+            raise refuse("DTYPE_MISMATCH", f"m_splits must be {' or '.join(map(str, INTEGERS))}, not {m_splits.dtype}")
+        if tuple(m_splits.shape) != (experts,):
+            raise refuse(
+                "SHAPE_MISMATCH",
+                f"m_splits must have the shape [{experts}], one number per expert, not {list(m_splits.shape)}",
+            )
+        if not on_host(m_splits):
+            ends = m_splits.to(device).clamp(0, rows).cumsum(0).clamp(max=rows)  # int64; clamped first: no overflow
+            return Splits(ends.to(torch.int32), rows, None)
+    counts = _numbers(m_splits.tolist() if isinstance(m_splits, torch.Tensor) else m_splits)
+    _check(counts, experts, rows)
+    return Splits(_sent(list(accumulate(counts)), device), rows, counts)
+
+
+def _sent(ends: list[int], device: torch.device) -> torch.Tensor:
+    """Return numbers of the host as int32 on the device; nothing waits for the copy.
+
+    Raises:
+        Refused: UNSUPPORTED while a CUDA graph is captured, which would always have these numbers.
+    """
+    if device.type != "cuda" or torch.compiler.is_compiling():
+        return torch.tensor(ends, dtype=torch.int32, device=device)
+    if torch.cuda.is_current_stream_capturing():
+        message = (
+            "m_splits is on the host while a CUDA graph is being captured; the graph would always use these numbers"
+        )
+        raise refuse("UNSUPPORTED", message, hint="Give m_splits as a tensor on the device.")
+    return torch.tensor(ends, dtype=torch.int32, pin_memory=True).to(device, non_blocking=True)
+
+
+def _numbers(m_splits: Sequence[Any]) -> tuple[int, ...]:
+    """Return whole numbers as such; nothing is rounded to one, and truth is none.
+
+    Raises:
+        Refused: DTYPE_MISMATCH.
+    """
+    numbers: tuple[int, ...] = ()
+    try:
+        numbers = tuple(index(number) for number in m_splits)
+        whole = not any(
+            isinstance(number, bool) or (isinstance(number, torch.Tensor) and number.dtype == torch.bool)
+            for number in m_splits
+        )
+    except TypeError:
+        whole = False
+    if not whole:
+        raise refuse("DTYPE_MISMATCH", f"m_splits must be whole numbers, one per expert, not {m_splits!r}")
+    return numbers
+
+
+def _check(counts: tuple[int, ...], experts: int, rows: int) -> None:
+    if len(counts) != experts:
+        raise refuse("SHAPE_MISMATCH", f"m_splits must have {experts} numbers, one per expert, not {len(counts)}")
+    for expert, count in enumerate(counts):
+        if count < 0:
+            raise refuse("SHAPE_MISMATCH", f"m_splits must not be negative, but has {count} rows for expert {expert}")
+    if sum(counts) > rows:
+        raise refuse("SHAPE_MISMATCH", f"m_splits sums to {sum(counts)}, but the input has only {rows} rows")
+
+
+@torch.compiler.disable(reason="one product per expert needs m_splits on the host")  # type: ignore[untyped-decorator]
+def read_back(m_splits: torch.Tensor, rows: int) -> tuple[int, ...]:
+    """Copy the numbers from the device to the host, which waits for it, and clip them as the device would.
+
+    Raises:
+        Refused: UNSUPPORTED while a CUDA graph is captured, when the host cannot wait for the device.
+    """
+    if m_splits.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise refuse(
+            "UNSUPPORTED",
+            "one product per expert needs m_splits on the host, but a CUDA graph is being captured",
+            hint="Ask layer.path(x) why there is no grouped product, or give m_splits as a list.",
+        )
+    counts, left = [], rows
+    for count in m_splits.tolist():
+        counts.append(min(max(count, 0), left))
+        left -= counts[-1]
+    return tuple(counts)

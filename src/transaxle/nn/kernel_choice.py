@@ -1,0 +1,281 @@
+"""Chooses how a grouped linear layer multiplies: one grouped product, of values or of float8 codes, or one per expert.
+
+The whole decision is made here, and it can be printed with its reasons.
+
+Products of float8 codes in groups: `torch.nn.functional.scaled_grouped_mm`.
+
+Weights are multiplied as they are stored:
+
+- E4M3 codes with one scale for each expert, which every row of them shares: the same codes serve both directions. Rows
+  of inputs and of gradients are quantized here, each by its own amax (current scaling; torch multiplies no other).
+- MXFP8 codes. Each 32 elements along what is summed up share a scale, so each direction has codes of its own: those by
+  rows give the output, columnwise ones the gradient of the input. Inputs and gradients are quantized here likewise.
+
+Sums are float32, the result is bfloat16. The kernels want no multiples of rows: where scales are padded to blocks for
+them, that is by group, and on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+import torch
+from torch.nn import functional
+
+from transaxle.encodings.encoding import FLOAT8, MXFP8
+from transaxle.errors import refuse
+from transaxle.quant import QuantizedTensor, Quantizer, kernels
+from transaxle.quant.kernels.components import swizzled
+from transaxle.quant.quantizers import COLUMN_DATA, COLUMN_SCALE, DATA, SCALE
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Codes that a device multiplies in groups."""
+
+    what: str
+    """The codes, and what shares a scale."""
+    step: int
+    """Features are multiples of this."""
+    capabilities: tuple[tuple[int, int], ...]
+    """Compute capabilities of the devices that torch has a kernel for."""
+    builds: tuple[str, ...] = ()
+    """Words of `torch.__config__.show()`, one of which says that the kernel was built; none: it always is."""
+    chosen: bool = False
+    """Whether codes are multiplied wherever they can be; else where the user says so."""
+
+
+ROWS = Kind("E4M3 codes with one scale for each expert", 16, ((9, 0),))
+BLOCKS = Kind("MXFP8 codes (E4M3)", MXFP8.tile[1], ((10, 0),), ("USE_MSLK", "USE_FBGEMM_GENAI"), chosen=True)
+
+
+def kind_of(quantizer: Quantizer | None) -> Kind | None:
+    """Return what kind of codes a quantizer makes; None for those that nothing multiplies in groups."""
+    if quantizer is None:
+        return None
+    encoding = quantizer.encoding
+    kinds = {(each.name, each.code, each.tile): kind for each, kind in ((FLOAT8, ROWS), (MXFP8, BLOCKS))}
+    return kinds.get((encoding.name, encoding.code, encoding.tile))
+
+
+def together(parameters: Sequence[torch.Tensor]) -> QuantizedTensor:
+    """Return weights as one stack of codes, [experts, out, in]; one that is there is not copied.
+
+    Raises:
+        Refused: UNSUPPORTED for experts that are quantized in different ways, or some of them not.
+    """
+    first = parameters[0].detach()
+    stack = first if first.dim() == 3 else torch.stack([parameter.detach() for parameter in parameters])
+    if not isinstance(stack, QuantizedTensor):
+        hint = "Call force_path(None) to multiply values."
+        raise refuse(
+            "UNSUPPORTED",
+            "a scaled product is not possible: the experts are not all quantized in the same way",
+            hint=hint,
+        )
+    return stack
+
+
+def product(x: torch.Tensor, weight: QuantizedTensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Return rows [rows, in] times their experts' weights, [rows, out]; rows past the last offset are not written."""
+    buffers = weight.components
+    return _multiplied(x, buffers[DATA], buffers[SCALE], kind_of(weight.quantizer), offsets)
+
+
+def backwards(weight: QuantizedTensor) -> bool:
+    """Tell whether there are codes for the gradient of the input."""
+    return kind_of(weight.quantizer) is ROWS or weight.frame.columnwise
+
+
+def back(grad: torch.Tensor, weight: QuantizedTensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Return rows [rows, out] times the transposes, [rows, in]; rows past the last offset are not written."""
+    buffers, kind = weight.components, kind_of(weight.quantizer)
+    if kind is ROWS:
+        return _multiplied(grad, kernels.transposed(buffers[DATA]), buffers[SCALE], kind, offsets)
+    codes = kernels.transposed(buffers[COLUMN_DATA])
+    return _multiplied(grad, codes, buffers[COLUMN_SCALE].transpose(1, 2), kind, offsets)
+
+
+def _multiplied(
+    x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, kind: Kind | None, offsets: torch.Tensor
+) -> torch.Tensor:
+    """Return rows [rows, k] times the transposes of codes [experts, n, k]."""
+    codes = codes.contiguous()  # along what is summed up: the kernels take it in no other way
+    recipe, order = functional.ScalingType.RowWise, None
+    rows: torch.Tensor | None
+    of_rows: torch.Tensor | None
+    if kind is ROWS:
+        rows, of_rows = kernels.quantize_rows(x, offsets, FLOAT8)
+        of_codes = scales.view(-1, 1).expand(codes.shape[:2]).contiguous()
+    else:
+        quantized = kernels.quantize_groups(x, offsets, MXFP8, swizzled=True)
+        rows, of_rows, of_codes = quantized.data, quantized.scale_inv, swizzled(scales)
+        recipe, order = functional.ScalingType.BlockWise1x32, functional.SwizzleType.SWIZZLE_32_4_4
+    products: torch.Tensor = functional.scaled_grouped_mm(  # type: ignore[attr-defined]
+        rows,
+        codes.transpose(1, 2),
+        of_rows,
+        recipe,
+        of_codes,
+        recipe,
+        order,
+        order,
+        offs=offsets,
+        output_dtype=torch.bfloat16,
+    )
+    return products
+
+
+Way = Literal["grouped", "per_expert", "scaled"]
+GROUPED: Way = "grouped"
+PER_EXPERT: Way = "per_expert"
+SCALED: Way = "scaled"
+WAYS: tuple[Way, ...] = (GROUPED, PER_EXPERT, SCALED)
+
+ON_CPU = (torch.bfloat16, torch.float16, torch.float32)
+"""What a CPU multiplies in groups."""
+ON_CUDA = (torch.bfloat16,)
+"""What a CUDA device multiplies in groups without a copy of the offsets to the host."""
+CAPABLE = (9, 10)
+"""Major compute capabilities of those devices; on others torch reads the offsets back."""
+MOST = 1023
+"""Experts that a CUDA device takes at once: torch prepares a product in one block of threads."""
+SCALES = ("cuda",)
+"""Devices that multiply float8 codes in groups."""
+_BACK = "the gradient of the input multiplies values, since the weights have no columnwise codes"
+_ASKED = "values are multiplied; force_path('scaled') would multiply codes and round the inputs"
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """The way a layer multiplies, with the reasons against the other ways."""
+
+    way: Way
+    """`grouped`, `per_expert` or `scaled`."""
+    against: tuple[str, ...] = ()
+    """Reasons against one grouped product."""
+    forced: bool = False
+    """Whether the user said so."""
+    values: tuple[str, ...] = ()
+    """Why values are multiplied although weights are codes, in all products or in one of them."""
+
+    def __str__(self) -> str:
+        chosen_by = "forced" if self.forced else "chosen"
+        nothing = "no obstacle" if self.way == SCALED else "no obstacle to a grouped product"
+        return f"{self.way} ({chosen_by}): {'; '.join((*(self.against or (nothing,)), *self.values))}"
+
+
+def path(
+    dtype: torch.dtype,
+    device: torch.device,
+    features: tuple[int, int],
+    *,
+    capability: tuple[int, int] | None = None,
+    forced: Way | None = None,
+    quantizer: Quantizer | None = None,
+    columnwise: bool = False,
+    experts: int = 1,
+) -> Path:
+    """Choose how a layer multiplies.
+
+    Args:
+        dtype: dtype of the values that are multiplied.
+        device: device of the input.
+        features: output and input features.
+        capability: compute capability of the device; None: torch is asked.
+        forced: the way that the user wants; None: choose. MXFP8 codes are multiplied wherever possible, float8 codes
+            with one scale only with `scaled`; both round inputs and gradients.
+        quantizer: quantizer of the weights; None for plain weights.
+        columnwise: whether the weights have columnwise codes.
+        experts: number of weights.
+
+    Raises:
+        Refused: UNSUPPORTED if the forced way is not possible.
+    """
+    capability = capability_of(device.index) if capability is None and device.type == "cuda" else capability
+    kind = kind_of(quantizer)
+    against = tuple(_against(dtype, device, features, capability, experts))
+    if quantizer is not None and quantizer.multiplies_codes and experts:
+        against += (f"{quantizer} quantizes the rows of each expert by themselves",)
+    of_codes: tuple[str, ...] = ()
+    if experts and (quantizer is not None or forced == SCALED):
+        of_codes = tuple(_against_codes(dtype, device, features, capability, kind, quantizer))
+    if forced == SCALED:
+        against += of_codes
+    if forced in (GROUPED, SCALED) and against:
+        hint = "Call force_path(None) to let the layer choose."
+        raise refuse("UNSUPPORTED", f"a {forced} product is not possible: {'; '.join(against)}", hint=hint)
+    codes = kind is not None and kind.chosen and not against and not of_codes
+    way = forced or (SCALED if codes else PER_EXPERT if against else GROUPED)
+    if way == SCALED:
+        of_codes = (_BACK,) if kind is BLOCKS and not columnwise else ()
+    elif quantizer is not None and quantizer.multiplies_codes:
+        of_codes = ()
+    elif kind is not None and not of_codes:
+        of_codes = (_ASKED,)
+    return Path(way, against, forced is not None, of_codes)
+
+
+def _against(
+    dtype: torch.dtype,
+    device: torch.device,
+    features: tuple[int, int],
+    capability: tuple[int, int] | None,
+    experts: int,
+) -> Iterator[str]:
+    if not all(features):
+        yield f"weights of {features[0]} x {features[1]} have no elements"
+    if device.type not in ("cpu", "cuda"):
+        yield f"no grouped product on {device.type}"
+    known = ON_CUDA if device.type == "cuda" else ON_CPU
+    if dtype not in known:
+        yield f"{device.type} multiplies only {', '.join(map(str, known))} in groups, not {dtype}"
+    if capability is not None and capability[0] not in CAPABLE:
+        yield f"at compute capability {capability} torch copies the offsets to the host"
+    if device.type == "cuda" and experts > MOST:
+        yield f"{experts} experts are more than the {MOST} that torch multiplies at once"
+
+
+def _against_codes(
+    dtype: torch.dtype,
+    device: torch.device,
+    features: tuple[int, int],
+    capability: tuple[int, int] | None,
+    kind: Kind | None,
+    quantizer: Quantizer | None,
+) -> Iterator[str]:
+    """Yield the reasons against a product of codes, without those against any grouped product."""
+    if kind is None:
+        kind_of_weights = "plain" if quantizer is None else str(quantizer)
+        yield f"weights are {kind_of_weights}, and no device multiplies these in groups of codes"
+    if device.type not in SCALES:
+        yield f"no product of float8 codes on {device.type}"
+    if dtype != torch.bfloat16:
+        yield f"the result must be {torch.bfloat16}, not {dtype}"
+    if kind is None:
+        return
+    if capability is not None and capability not in kind.capabilities:
+        yield f"torch has no kernel for {kind.what} at compute capability {capability}"
+    if device.type in SCALES and kind.builds and not any(word in _build() for word in kind.builds):
+        yield f"torch was built without {kind.builds[0]}, which has the kernels for {kind.what}"
+    if any(size % kind.step for size in features):
+        yield f"weights of {features[0]} x {features[1]} are not multiples of {kind.step}"
+
+
+@cache
+def _build() -> str:
+    return torch.__config__.show()
+
+
+@cache
+def _capability(index: int | None) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def capability_of(index: int | None) -> tuple[int, int]:
+    """Return the compute capability of a CUDA device."""
+    return _capability(index)

@@ -1,1 +1,0 @@
-"""The grouped linear layer."""

@@ -1,1 +1,0 @@
-"""Parameters and modules cut, and what crosses ranks."""

@@ -1,0 +1,565 @@
+"""The plan: which parameter is cut along which axis, what each rank gets of it, and what each module does with it.
+
+The table decides which axes may be cut, which tensors have them, and in which dim; the user's rules only choose among
+these cuts. Modules between which activations of a cut axis flow (q, k, v and o of one layer) are one group: they are
+cut alike or not at all.
+
+Reads a model through its family's table: which logical tensors its parameters hold, and which axes may be cut.
+
+Divide a cut axis: which of its indices each tensor-parallel rank has.
+
+An index is never split: one of `g` is a group of query heads with the key and value head that they share. Where there
+are more ranks than groups, several ranks share a group: each has some of its query heads, and all of them its key and
+value head.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from types import UnionType
+from typing import Any, Literal
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from transaxle.axes.geometry.chunk import Intervals, count_positions, torch_chunk, whole
+from transaxle.axes.geometry.ranges import Ranges, axes_in, positions
+from transaxle.axes.layout.bind import bind
+from transaxle.axes.notation.expression import Expression, size
+from transaxle.axes.notation.family import Cuttable, Family, Sizes
+from transaxle.engine.checkpoint.recognise import recognise
+from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
+from transaxle.families import builtin
+from transaxle.nn.grouped_linear import GroupedLinear
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A way in which a parameter may be cut."""
+
+    axis: str
+    """The axis that ranks share out."""
+    dim: int
+    """The dim it lies in."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """One parameter of one module, as the table has it."""
+
+    module: str
+    """Path of the module that owns it."""
+    own: str
+    """Its name there."""
+    shape: tuple[int, ...]
+    """Of the whole parameter."""
+    expression: Expression
+    """What it holds."""
+    index: tuple[tuple[str, int], ...]
+    """Name axis -> index: the layer."""
+    sizes: Mapping[str, int]
+    """Axis -> size, of that layer."""
+    options: tuple[Option, ...]
+    """How it may be cut; `auto` takes the first."""
+
+    @property
+    def name(self) -> str:
+        """Its full name."""
+        return f"{self.module}.{self.own}" if self.module else self.own
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A model, read through its table."""
+
+    family: Family
+    """Its family."""
+    weights: tuple[Weight, ...]
+    """Every parameter of every module; a tied one once for each module."""
+
+
+def read(model: nn.Module) -> Reading:
+    """Read a model's parameters.
+
+    Args:
+        model: whole, on every rank, and of a family that has a table; its config tells the sizes.
+
+    Raises:
+        UsageError: UNKNOWN_FAMILY, AMBIGUOUS, UNKNOWN_AXIS.
+        Refused: UNSUPPORTED for parameters that are sharded or quantized already, and for tables without `cut`;
+            UNEXPECTED_TENSOR for parameters that the table does not have; SHAPE_MISMATCH.
+    """
+    config = _config(model)
+    owners = {f"{path}.{name}" if path else name: (path, name) for path, name in _parameters(model)}
+    recognised = recognise(list(owners), config, builtin())
+    if not recognised.family.cuts:
+        raise refuse(
+            "UNSUPPORTED",
+            f"the table of {recognised.family.name} has no `cut` statement, so it does not say how to cut the model",
+        )
+    sizes = Sizes(recognised.family, config)
+    bound = bind(list(owners), recognised.family, recognised.dialect, sizes, recognised.prefix)
+    problems = [
+        Refusal("UNEXPECTED_TENSOR", f"the table of {recognised.family.name} has no line for it", Where(None, name))
+        for name in (*bound.unknown, *bound.ignored)
+    ]
+    weights = []
+    for (line, _), names_by_position in bound.names.items():
+        for position, name in names_by_position.items():
+            index = dict(zip(line.name.axes, position, strict=True))
+            known = sizes.at(index)
+            module, own = owners[name]
+            parameter = model.get_submodule(module)._parameters[own]
+            assert parameter is not None
+            shape = tuple(parameter.shape)
+            if isinstance(parameter, DTensor) and not _is_shared_out(model.get_submodule(module), parameter):
+                message = f"it is already sharded, as {parameter.placements}"
+                problems.append(
+                    Refusal(
+                        "UNSUPPORTED", message, Where(None, name), "Call tensor_parallel before sharding the model."
+                    )
+                )
+                continue
+            problems += _check(name, parameter, line.expression, known)
+            options = tuple(_options(line.expression, recognised.family.cuts))
+            weights.append(Weight(module, own, shape, line.expression, tuple(index.items()), known, options))
+    if problems:
+        raise gathered(problems)
+    order = {name: number for number, name in enumerate(owners)}
+    return Reading(recognised.family, tuple(sorted(weights, key=lambda weight: order[weight.name])))
+
+
+def _config(model: nn.Module) -> Mapping[str, Any]:
+    config = getattr(model, "config", None)
+    if config is None:
+        return {}
+    mapping: Mapping[str, Any] = config if isinstance(config, Mapping) else config.to_dict()
+    return mapping
+
+
+def _parameters(model: nn.Module) -> Iterator[tuple[str, str]]:
+    for path, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                yield path, name
+
+
+def _is_shared_out(owner: nn.Module, parameter: DTensor) -> bool:
+    """Tell whether nothing but expert parallelism has cut a parameter."""
+    return isinstance(owner, GroupedLinear) and owner.ep is not None and parameter.device_mesh == owner.ep
+
+
+def _check(name: str, parameter: nn.Parameter, expression: Expression, sizes: Mapping[str, int]) -> Iterator[Refusal]:
+    """Yield the reasons why a parameter cannot be cut at all."""
+    where, shape = Where(None, name), list(parameter.shape)
+    lacking = sorted(axis for axis in expression.axes if axis not in sizes)
+    if lacking:
+        yield Refusal(
+            "UNKNOWN_AXIS",
+            f"{expression.text}: the model's config does not give the size of {', '.join(lacking)}",
+            where,
+        )
+    elif (wanted := list(expression.layout(sizes).shape)) != shape:
+        yield Refusal(
+            "SHAPE_MISMATCH", f"{expression.text}\nexpected {wanted} by the model's config, got {shape}", where
+        )
+
+
+def _options(expression: Expression, cuts: tuple[Cuttable, ...]) -> Iterator[Option]:
+    """Yield the ways in which a table lets a tensor be cut; a way that fits only a part of it does not count."""
+    for cut in cuts:
+        if len(cut.axes) > 1 or (cut.tensors is not None and not cut.tensors.issuperset(expression.components)):
+            continue
+        for dim, node in enumerate(expression.dims):
+            if cut.axes[0] in axes_in(node):
+                yield Option(cut.axes[0], dim)
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """How an axis is shared out."""
+
+    axis: str
+    """The axis."""
+    ranges: tuple[Ranges, ...]
+    """For each rank, its indices of the axis, and those of the axis within it where ranks share an index."""
+
+
+def share_out(
+    axis: str, sizes: Mapping[str, int], ranks: int, inner: str | None, widths: Sequence[int] | None = None
+) -> Shares:
+    """Share out an axis.
+
+    Args:
+        axis: the axis.
+        sizes: axis -> size.
+        ranks: tensor-parallel degree.
+        inner: the axis within it that several ranks may share out; None: there is none.
+        widths: how many indices each rank gets, where the user says so.
+
+    Returns:
+        What `torch.chunk` gives; where that leaves a rank nothing, shares that differ by one at most.
+
+    Raises:
+        Refused: SHAPE_MISMATCH where a rank would have nothing, or the widths do not sum to the axis.
+    """
+    count = sizes[axis]
+    if widths is not None:
+        return Shares(axis, tuple({axis: span} for span in _explicit(axis, count, ranks, widths)))
+    if count >= ranks:
+        return Shares(axis, tuple({axis: span} for span in _spans(count, ranks)))
+    if inner is None or count * sizes[inner] < ranks:
+        most = count if inner is None else count * sizes[inner]
+        what = f"{axis}={count}" if inner is None else f"({axis} {inner})={count}x{sizes[inner]}={most}"
+        raise refuse("SHAPE_MISMATCH", f"{what} cannot be divided over {ranks} ranks without cutting through one")
+    ranges: list[Ranges] = []
+    for index, (first, last) in enumerate(_spans(ranks, count)):
+        if sizes[inner] < last - first:
+            message = f"{last - first} ranks would share one of {axis}={count}, which has only {inner}={sizes[inner]}"
+            raise refuse("SHAPE_MISMATCH", f"{message} to divide")
+        ranges += [{axis: (index, index + 1), inner: span} for span in _spans(sizes[inner], last - first)]
+    return Shares(axis, tuple(ranges))
+
+
+def _spans(count: int, parts: int) -> list[tuple[int, int]]:
+    spans = [torch_chunk(count, parts, part) for part in range(parts)]
+    if spans[-1][0] < spans[-1][1]:
+        return spans
+    step, more = divmod(count, parts)
+    ends = [step * (part + 1) + min(part + 1, more) for part in range(parts)]
+    return list(zip([0, *ends], ends, strict=False))
+
+
+def _explicit(axis: str, count: int, ranks: int, widths: Sequence[int]) -> list[tuple[int, int]]:
+    if len(widths) != ranks or sum(widths) != count or min(widths, default=0) < 1:
+        message = f"widths {list(widths)} do not divide {axis}={count} over {ranks} ranks, with at least one for each"
+        raise refuse("SHAPE_MISMATCH", message)
+    ends = [sum(widths[: rank + 1]) for rank in range(ranks)]
+    return list(zip([0, *ends], ends, strict=False))
+
+
+Kind = Literal["column", "row", "vocabulary", "hidden", "replicate"]
+Rules = Mapping[str, "Kind | tuple[Kind, Sequence[int]]"]
+"""Path of a module (`*` matches one segment) -> how it is cut, with the rows of each rank where they are to differ."""
+_DIMS: Mapping[Kind, int | None] = {"column": 0, "vocabulary": 0, "row": 1, "hidden": 1, "replicate": None}
+Group = tuple[str, tuple[tuple[str, int], ...]]
+"""A cut axis, and the layer: an activation of one axis flows between the modules of a group."""
+
+
+class Role(Enum):
+    """What a cut module does in addition to its own forward."""
+
+    LOCAL = auto()
+    """Nothing: it computes with what it has."""
+    COLUMN = auto()
+    """Its input is whole on every rank, its output is this rank's part."""
+    GATHERED = auto()
+    """As `COLUMN`, and then the parts are joined."""
+    ROW = auto()
+    """Its input is this rank's part, and the ranks' results are summed."""
+    SLICED = auto()
+    """As `ROW`, of an input that is whole: each rank takes its part of it."""
+    VOCABULARY = auto()
+    """It looks up the words that it has, and the results are summed."""
+    HIDDEN = auto()
+    """It looks up its columns of every word, and these are joined."""
+    REGION = auto()
+    """The cut axis begins and ends in it: its input is whole, and the ranks' results are summed."""
+    GROUPED_COLUMN = auto()
+    """As `COLUMN`, for every expert's layer."""
+    GROUPED_ROW = auto()
+    """As `ROW`, for every expert's layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How one parameter is cut."""
+
+    weight: Weight
+    """The parameter."""
+    option: Option | None
+    """Along which axis; None: every rank holds all of it."""
+    held: tuple[Intervals, ...]
+    """For each rank the positions of the dim that it holds."""
+    shares: Shares | None
+    """How its axis is shared out."""
+    inside: bool
+    """Every rank holds all of it and uses it for its own heads, so the ranks' gradients are summed."""
+
+    @property
+    def dim(self) -> int:
+        """The dim that is cut; the first for a parameter that is not."""
+        return 0 if self.option is None else self.option.dim
+
+    @property
+    def replicas(self) -> bool:
+        """Whether several ranks hold one element and use it for different heads."""
+        cut = self.option is not None
+        return self.inside or (cut and sum(map(count_positions, self.held)) > self.weight.shape[self.dim])
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """An attention module, which counts its heads."""
+
+    module: str
+    """Its path."""
+    whole: tuple[int, int]
+    """Heads of queries, and of keys and values, in the whole model."""
+    local: tuple[tuple[int, int], ...]
+    """The same on every rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How a model is cut over some ranks."""
+
+    ranks: int
+    """Tensor-parallel degree."""
+    cuts: tuple[Cut, ...]
+    """Every parameter."""
+    roles: Mapping[str, Role]
+    """Module -> what it does."""
+    heads: tuple[Heads, ...]
+    """The attention modules."""
+
+
+def make_plan(model: nn.Module, reading: Reading, ranks: int, rules: Rules | None) -> Plan:
+    """Plan how a model is cut.
+
+    Args:
+        model: the model.
+        reading: its parameters as the table has them.
+        ranks: tensor-parallel degree.
+        rules: how the user wants modules cut; None: as the table's first option says.
+
+    Raises:
+        Refused: with every problem: MISSING_TENSOR for rules of modules that are not there, UNSUPPORTED for cuts that
+            the table does not allow or that go through a head, and for modules of which nothing is known.
+    """
+    return _Planner(model, reading, ranks, rules or {}).plan()
+
+
+class _Planner:
+    def __init__(self, model: nn.Module, reading: Reading, ranks: int, rules: Rules) -> None:
+        self._model, self._ranks = model, ranks
+        self._family = reading.family
+        self._weights = reading.weights
+        self._modules: dict[str, list[Weight]] = defaultdict(list)
+        for weight in reading.weights:
+            self._modules[weight.module].append(weight)
+        self._problems: list[Refusal] = []
+        self._rule_of = self._matched(rules)
+        self._chosen: dict[str, Option | None] = {weight.name: self._choose(weight) for weight in reading.weights}
+
+    def plan(self) -> Plan:
+        groups = self._groups()
+        shares = {group: self._shares(group, members) for group, members in groups.items()}
+        self._stop()
+        inner = self._inner(groups)
+        cuts = tuple(self._cut(weight, shares, inner) for weight in self._weights)
+        roles = {path: self._role(path, weights, groups) for path, weights in self._modules.items()}
+        heads = tuple(self._heads(groups, shares))
+        self._stop()
+        return Plan(self._ranks, cuts, roles, heads)
+
+    def _stop(self) -> None:
+        if self._problems:
+            raise gathered(self._problems)
+
+    def _refuse(self, where: str, message: str, code: Literal["UNSUPPORTED", "MISSING_TENSOR"] = "UNSUPPORTED") -> None:
+        self._problems.append(Refusal(code, message, Where(None, where)))
+
+    # The user's rules.
+
+    def _matched(self, rules: Rules) -> dict[str, tuple[str, Kind, tuple[int, ...] | None]]:
+        """Return module -> (rule, kind, rows); of several rules for a module the last holds."""
+        named = self._model.named_modules()
+        without = [path for path, module in named if isinstance(module, GroupedLinear) and not module.experts]
+        by_module: dict[str, tuple[str, Kind, tuple[int, ...] | None]] = {}
+        for pattern, rule in rules.items():
+            kind, rows = (rule, None) if isinstance(rule, str) else (rule[0], tuple(rule[1]))
+            regex = re.compile(r"\.".join("[^.]+" if part == "*" else re.escape(part) for part in pattern.split(".")))
+            matched = [path for path in (*self._modules, *without) if regex.fullmatch(path)]
+            if not matched:
+                close = difflib.get_close_matches(pattern, self._modules, 1)
+                hint = f"; the closest is {close[0]}" if close else ""
+                self._refuse(pattern, f"the model has no such module with parameters{hint}", "MISSING_TENSOR")
+            if kind not in _DIMS:
+                self._refuse(pattern, f"there is no kind of cut {kind!r}; known are {', '.join(_DIMS)}")
+                continue
+            by_module |= dict.fromkeys(matched, (pattern, kind, rows))
+        return by_module
+
+    def _choose(self, weight: Weight) -> Option | None:
+        """Return how a parameter is cut; a bias follows the weight beside it."""
+        if weight.module not in self._rule_of:
+            return weight.options[0] if weight.options else None
+        rule, kind, _ = self._rule_of[weight.module]
+        dim = _DIMS[kind]
+        if dim is None or (len(weight.shape) == 1 and dim == 1):
+            return None
+        for option in weight.options:
+            if option.dim == dim:
+                return option
+        allowed = ", ".join(f"{o.axis} in dim {o.dim}" for o in weight.options) or "none"
+        if len(weight.shape) > 1:
+            axes = " ".join(sorted(axes_in(weight.expression.dims[dim])))
+            message = f"{rule}: {kind} would cut dim {dim} of {list(weight.shape)} = {weight.expression.text}"
+            self._refuse(
+                weight.module,
+                f"{message}, axis {axes} of {weight.shape[dim]}; the table of {self._family.name} allows: {allowed}",
+            )
+        return None
+
+    # Groups.
+
+    def _groups(self) -> dict[Group, list[Weight]]:
+        """Return the parameters of each group; one of which only some are cut is refused."""
+        groups: dict[Group, list[Weight]] = defaultdict(list)
+        for weight in self._weights:
+            option = self._chosen[weight.name]
+            if option is not None:
+                groups[option.axis, weight.index].append(weight)
+        for (axis, index), members in groups.items():
+            if not self._flows(members):
+                continue
+            mine = {member.name for member in members}
+            for weight in self._weights:
+                could = any(option.axis == axis for option in weight.options) and weight.index == index
+                if could and weight.name not in mine:
+                    others = ", ".join(sorted(mine - {weight.name})[:4])
+                    self._refuse(
+                        weight.module,
+                        f"{axis}={weight.sizes[axis]} is cut in {others}, but not here; cut it in all or none",
+                    )
+        return dict(groups)
+
+    def _flows(self, members: Sequence[Weight]) -> bool:
+        """Tell whether an activation of the group's axis goes from one module to another."""
+        return self._takes(members) and self._gives(members)
+
+    def _takes(self, members: Sequence[Weight]) -> bool:
+        """Tell whether a layer takes activations of the axis."""
+        return any(self._is(member, nn.Linear | GroupedLinear) and self._inward(member) for member in members)
+
+    def _gives(self, members: Sequence[Weight]) -> bool:
+        """Tell whether a layer gives activations of the axis."""
+        return any(self._is(member, nn.Linear | GroupedLinear) and not self._inward(member) for member in members)
+
+    def _inward(self, weight: Weight) -> bool:
+        """Tell whether a layer's weight is cut along what it takes; the only dim of a bias is what it gives."""
+        return len(weight.shape) > 1 and self._dim(weight) == len(weight.shape) - 1
+
+    def _is(self, weight: Weight, kind: type[nn.Module] | UnionType) -> bool:
+        return isinstance(self._model.get_submodule(weight.module), kind)
+
+    def _dim(self, weight: Weight) -> int | None:
+        option = self._chosen[weight.name]
+        return None if option is None else option.dim
+
+    def _shares(self, group: Group, members: Sequence[Weight]) -> Shares | None:
+        """Return how a group's axis is shared out; None where that is refused."""
+        axis, _ = group
+        sizes = members[0].sizes
+        widths = {each.module: rows for each in members for rows in [self._indices(each, axis)] if rows is not None}
+        if len(set(widths.values())) > 1:
+            texts = ", ".join(f"{module} {list(rows)}" for module, rows in widths.items())
+            self._refuse(members[0].module, f"the rules divide {axis}={sizes[axis]} in different ways: {texts}")
+            return None
+        try:
+            return share_out(axis, sizes, self._ranks, self._family.within.get(axis), next(iter(widths.values()), None))
+        except TransaxleError as error:
+            self._refuse(members[0].module, error.refusals[0].message)
+            return None
+
+    def _indices(self, weight: Weight, axis: str) -> tuple[int, ...] | None:
+        """Return how many indices of the axis each rank gets by the rows that a rule gives for a module."""
+        rows = self._rule_of[weight.module][2] if weight.module in self._rule_of else None
+        option = self._chosen[weight.name]
+        if rows is None or option is None or len(weight.shape) < 2:
+            return None
+        unit = size(weight.expression.dims[option.dim], {**weight.sizes, axis: 1})
+        for rank, count in enumerate(rows):
+            if count % unit:
+                message = f"{count} rows on rank {rank} are {count / unit:g} times the {unit} rows of one {axis}"
+                self._refuse(weight.module, f"{message} in {weight.expression.text}; give a multiple")
+                return None
+        return tuple(count // unit for count in rows)
+
+    def _inner(self, groups: Mapping[Group, Sequence[Weight]]) -> frozenset[str]:
+        """Return the axes of which there is one set for each index of a cut axis: those of a head."""
+        inner_axes: set[str] = set()
+        for (axis, _), members in groups.items():
+            for member in members:
+                node = member.expression.dims[self._dim(member) or 0]
+                inner_axes |= axes_in(node) - {axis, self._family.within.get(axis)}
+        return frozenset(inner_axes)
+
+    # The cuts, the roles and the heads that follow.
+
+    def _cut(self, weight: Weight, shares: Mapping[Group, Shares | None], inner: frozenset[str]) -> Cut:
+        option = self._chosen[weight.name]
+        if option is None:
+            axes = weight.expression.axes
+            count = weight.shape[0] if weight.shape else 0
+            return Cut(weight, None, (whole(count),) * self._ranks, None, bool(axes) and axes <= inner)
+        node = weight.expression.dims[option.dim]
+        share = shares[option.axis, weight.index]
+        assert share is not None
+        ranges = [{a: span for a, span in each.items() if a in axes_in(node)} for each in share.ranges]
+        held_positions = tuple(positions(node, weight.sizes, each) for each in ranges)
+        return Cut(weight, option, held_positions, Shares(share.axis, tuple(ranges)), inside=False)
+
+    def _role(self, path: str, weights: Sequence[Weight], groups: Mapping[Group, Sequence[Weight]]) -> Role:
+        module = self._model.get_submodule(path)
+        dims = {self._dim(weight) for weight in weights}
+        if dims == {None}:
+            return Role.LOCAL
+        if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
+            main = next(weight for weight in weights if len(weight.shape) > 1)
+            option = self._chosen[main.name]
+            members = [] if option is None else groups[option.axis, main.index]
+            if option is not None and option.dim == 0:
+                return Role.COLUMN if self._takes(members) else Role.GATHERED
+            return Role.ROW if self._gives(members) else Role.SLICED
+        if isinstance(module, GroupedLinear) and len(inward := {self._inward(weight) for weight in weights}) == 1:
+            return Role.GROUPED_ROW if inward == {True} else Role.GROUPED_COLUMN
+        if isinstance(module, nn.Embedding):
+            return Role.VOCABULARY if dims == {0} else Role.HIDDEN
+        last = {len(weight.shape) - 1 == self._dim(weight) for weight in weights}
+        if None not in dims and last == {True, False}:
+            return Role.REGION
+        shapes = ", ".join(f"{weight.own} {list(weight.shape)}" for weight in weights)
+        self._refuse(path, f"it is not known how to cut a {type(module).__name__} with {shapes}")
+        return Role.LOCAL
+
+    def _heads(
+        self, groups: Mapping[Group, Sequence[Weight]], shares: Mapping[Group, Shares | None]
+    ) -> Iterator[Heads]:
+        """Yield the modules that have heads; what the heads of an axis are must be known."""
+        for group, members in groups.items():
+            axis, _ = group
+            nested = [m for m in members if len(axes_in(m.expression.dims[self._dim(m) or 0])) > 1]
+            if not nested:
+                continue
+            inner = self._family.within.get(axis)
+            parents = {member.module.rpartition(".")[0] for member in members}
+            share = shares[group]
+            if inner is None or len(parents) > 1 or share is None:
+                text = nested[0].expression.text
+                self._refuse(
+                    nested[0].module, f"{axis} counts heads ({text}), but the table has no `cut tp = … within {axis}`"
+                )
+                continue
+            sizes = members[0].sizes
+            local = []
+            for each in share.ranges:
+                few, many = (stop - start for start, stop in (each[axis], each.get(inner, (0, sizes[inner]))))
+                local.append((few * many, few))
+            yield Heads(parents.pop(), (sizes[axis] * sizes[inner], sizes[axis]), tuple(local))

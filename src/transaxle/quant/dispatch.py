@@ -1,0 +1,427 @@
+"""What torch operations do with quantized tensors: one table for all formats.
+
+An operation is *raw* (codes and scales are moved, and the result is quantized), *dequantizes* (it gets the values, and
+its result is a plain tensor) or *raises*. What the table does not name follows from its schema: an operation that
+writes into a quantized tensor, or returns a view of one, raises, because what is written would be lost; any other one
+dequantizes.
+
+Collectives on quantized tensors: codes, and scales that are cut with them, travel as bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from math import prod
+from types import MappingProxyType
+from typing import Any, Literal, cast
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from transaxle.errors import refuse
+from transaxle.quant.frame import begin, blank, state_of
+from transaxle.quant.joined_parts import cat, check_common, is_whole, refused, stack
+from transaxle.quant.quantized_tensor import OPERATIONS, QuantizedTensor
+from transaxle.quant.quantizers import ORIGIN, STATE
+from transaxle.quant.tp_share import Band, tile_of
+from transaxle.torch_tensors.local_tensor import with_plain_bytes
+
+
+def padded(tensor: QuantizedTensor, rows: int) -> QuantizedTensor:
+    """Return a copy with rows of zeros at the end, so that it has the rows asked for."""
+
+    def longer(buffer: torch.Tensor) -> torch.Tensor:
+        with_padding = torch.zeros((rows, *buffer.shape[1:]), dtype=buffer.dtype, device=buffer.device)
+        with_padding[: tensor.height].copy_(buffer)
+        return with_padding
+
+    frame = tensor.frame.taken(tensor.skip, tensor.height, torch.clone)
+    cut = {name: longer(buffer) for name, buffer in frame.cut.items()}
+    return QuantizedTensor(replace(frame, cut=cut, used=tensor.height), 0, rows, tensor.dtype)
+
+
+def all_gather(tensor: QuantizedTensor, group_size: int, group: Any) -> QuantizedTensor:
+    """Gather the rows of a matrix, or the matrices of a stack; every rank has equally many, padding is at the end.
+
+    Scales of tiles of several rows are already on every rank.
+
+    Raises:
+        Refused: `BLOCK_MISALIGNED` for a view of another shape, or some of the columns; `UNSUPPORTED` for a part that
+            tensor parallelism has cut.
+    """
+    frame = tensor.frame
+    if not is_whole(tensor) or frame.band is not None:
+        raise refused("all_gather", tensor, "it must be whole rows of a matrix")
+    if frame.share is not None:
+        raise refuse(
+            "UNSUPPORTED",
+            f"all_gather of {list(tensor.shape)}, which is a rank's part of {list(frame.share.shape)}",
+            hint="Call full_tensor() on the entries of state_dict(), which are plain tensors, or use tx.save.",
+        )
+    cut = {}
+    for name, buffer in frame.cut.items():
+        if name != ORIGIN:
+            own = buffer[tensor.skip : tensor.skip + tensor.height].contiguous().view(torch.uint8)
+            gathered = torch.ops._c10d_functional.wait_tensor(
+                torch.ops._c10d_functional.all_gather_into_tensor(own, group_size, group)
+            )
+            cut[name] = gathered.view(buffer.dtype)
+    shared = {name: buffer.clone() for name, buffer in frame.shared.items()}
+    gathered = replace(frame, cut=cut, shared=shared, start=0, blank=False, used=None, of=None)
+    return QuantizedTensor(gathered, 0, tensor.height * group_size, tensor.dtype)
+
+
+aten = torch.ops.aten
+collectives = torch.ops._c10d_functional
+_WAITS = ("wait_tensor", "_wrap_tensor_autograd")
+"""What follows a functional collective; the second one from torch 2.13 on."""
+Class = Literal["raw", "dequantizes", "raises"]
+"""What an operation does."""
+Handler = Callable[..., Any]
+_STACK = 3
+"""Dims of a stack of matrices."""
+
+
+def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Do an operation some of whose arguments are quantized.
+
+    Raises:
+        Refused: UNSUPPORTED for what cannot be done on codes and scales, and not on values either.
+    """
+    handler = TABLE.get(func)
+    if handler is not None:
+        return handler(*args, **kwargs)
+    if func not in COPIES and class_of(func, args, kwargs) == "raises":
+        raise refuse(
+            "UNSUPPORTED",
+            f"{func} writes into a quantized tensor, or returns a view of one",
+            hint="Call dequantize() first, and put values back with quantize_() or copy_().",
+        )
+    return _on_values(func, args, kwargs)
+
+
+def class_of(func: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Class:
+    """Return what an operation does, given the arguments that decide whether it writes into a quantized one."""
+    if func in TABLE:
+        return "raw"
+    if func in COPIES:
+        return "dequantizes"
+    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | dict(kwargs or {})
+    for argument in func._schema.arguments:
+        alias, value = argument.alias_info, given.get(argument.name)
+        if alias is not None and _quantized(value) and (alias.is_write or _returned(func, alias)):
+            return "raises"
+    return "dequantizes"
+
+
+def _returned(func: Any, alias: Any) -> bool:
+    results = (result.alias_info for result in func._schema.returns)
+    return any(result is not None and result.before_set & alias.before_set for result in results)
+
+
+def _quantized(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(isinstance(item, QuantizedTensor) for item in value)
+    return isinstance(value, QuantizedTensor)
+
+
+def _on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    plain = tree_map_only(QuantizedTensor, lambda tensor: tensor.dequantize(), (args, kwargs))
+    return func(*plain[0], **plain[1])
+
+
+def _rows(tensor: QuantizedTensor, first: int, rows: int) -> QuantizedTensor:
+    """Some rows of a matrix, as a view."""
+    return QuantizedTensor(tensor.frame, tensor.skip + first, rows, tensor.dtype)
+
+
+def _detach(tensor: QuantizedTensor) -> QuantizedTensor:
+    return QuantizedTensor(tensor.frame, tensor.skip, tensor.height, tensor.dtype, tuple(tensor.shape))
+
+
+def _view(tensor: QuantizedTensor, size: Sequence[int], **_: Any) -> QuantizedTensor:
+    """Another shape of the same elements in the same order."""
+    known = prod(step for step in size if step != -1)
+    shape = tuple(tensor.numel() // known if step == -1 and known else max(step, 0) for step in size)
+    if prod(shape) != tensor.numel():
+        raise refuse("SHAPE_MISMATCH", f"a tensor of shape {list(tensor.shape)} cannot be viewed as {list(size)}")
+    return QuantizedTensor(tensor.frame, tensor.skip, tensor.height, tensor.dtype, shape)
+
+
+def _as_strided(
+    tensor: QuantizedTensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
+) -> QuantizedTensor:
+    columns, offset = tensor.frame.columns, storage_offset or 0
+    adjacent = all(stride[dim] == prod(size[dim + 1 :]) or size[dim] <= 1 for dim in range(len(size)))
+    if not adjacent or not columns or offset % columns or prod(size) % columns:
+        raise refused(
+            "as_strided",
+            tensor,
+            f"size {list(size)} with strides {list(stride)} from {offset} does not select whole rows",
+        )
+    first, rows = offset // columns, prod(size) // columns
+    if first + rows > tensor.height:
+        raise refuse("SHAPE_MISMATCH", f"{prod(size)} elements from {offset} lie outside the tensor's {tensor.numel()}")
+    return QuantizedTensor(tensor.frame, tensor.skip + first, rows, tensor.dtype, tuple(size))
+
+
+def _slice(
+    tensor: QuantizedTensor,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
+) -> QuantizedTensor:
+    along = dim % max(tensor.dim(), 1)
+    first, last, _ = slice(start, end).indices(tensor.shape[along])
+    size = max(last - first, 0)
+    if step != 1:
+        raise refused("slice", tensor, f"the step must be 1, not {step}")
+    if size == tensor.shape[along]:
+        return _detach(tensor)
+    if tensor.dim() == 1 and tensor.height != 1 and tensor.frame.columns:
+        return _as_strided(tensor, (size,), (1,), first)
+    if not is_whole(tensor):
+        raise refused("slice", tensor, "it is a view of another shape")
+    if along == 0:
+        return _rows(tensor, first, size)
+    return _band(tensor, along, first, size)
+
+
+def _select(tensor: QuantizedTensor, dim: int, index: int) -> torch.Tensor:
+    """One matrix of a stack, as a view; of other dims, the values."""
+    matrix = tensor.frame.matrix
+    if matrix is None or dim % tensor.dim() or not is_whole(tensor):
+        return cast(torch.Tensor, _on_values(aten.select.int, (tensor, dim, index), {}))
+    if not -tensor.height <= index < tensor.height:
+        raise IndexError(f"index {index} is out of range for a stack of {tensor.height} matrices")
+    frame = tensor.frame.member(tensor.skip + index % tensor.height)
+    return QuantizedTensor(frame, 0, matrix[0], tensor.dtype)
+
+
+def _unbind(tensor: QuantizedTensor, dim: int = 0) -> list[torch.Tensor]:
+    """The matrices of a stack, as views."""
+    if tensor.frame.matrix is None or dim % tensor.dim() or not is_whole(tensor):
+        raise refused("unbind", tensor, "only the matrices of a stack have scales of their own")
+    return [_select(tensor, 0, place) for place in range(tensor.height)]
+
+
+def _band(tensor: QuantizedTensor, dim: int, first: int, size: int) -> QuantizedTensor:
+    """Some columns, or some rows of every matrix of a stack, as a view: they have to be whole tiles."""
+    frame, shape, last = tensor.frame, list(tensor.shape), first + size
+    what = "columns" if dim == tensor.dim() - 1 else "rows of each matrix"
+    step = tile_of(tensor.quantizer, shape, dim, columnwise=frame.columnwise)
+    if first % step or (last % step and last != shape[dim]):
+        raise refused("slice", tensor, f"{what} {first} to {last} would cut tiles of {step}")
+    other = frame.band
+    if other is not None and other.dim != dim:
+        raise refused("slice", tensor, f"it is {other.size} of {other.whole} along dim {other.dim} already")
+    cut = Band(dim, tensor.dim(), first, size, shape[dim])
+    shape[dim] = size
+    made = replace(
+        frame,
+        columns=prod(shape[1:]),
+        cut={name: cut.part(frame.quantizer, name, buffer) for name, buffer in frame.cut.items()},
+        shared={name: cut.part(frame.quantizer, name, buffer) for name, buffer in frame.shared.items()},
+        matrix=None if frame.matrix is None else (shape[1], shape[2]),
+        blank=False,
+        of=None,
+        band=cut if other is None else replace(cut, start=other.start + first, whole=other.whole),
+        used=frame.rows + 1,  # the others are under the same scales: no copy into these covers them
+    )
+    return QuantizedTensor(made, tensor.skip, tensor.height, tensor.dtype)
+
+
+def _split(tensor: QuantizedTensor, size: int | Sequence[int], dim: int = 0) -> list[QuantizedTensor]:
+    total = tensor.shape[dim]
+    sizes = list(size) if not isinstance(size, int) else [min(size, total - at) for at in range(0, total, size)] or [0]
+    found, first = [], 0
+    for step in sizes:
+        found.append(_slice(tensor, dim, first, first + step))
+        first += step
+    return found
+
+
+def _clone(tensor: QuantizedTensor, **_: Any) -> QuantizedTensor:
+    return _changed(tensor, lambda buffer: buffer.clone(memory_format=torch.contiguous_format))
+
+
+def _changed(tensor: QuantizedTensor, change: Callable[[torch.Tensor], torch.Tensor]) -> QuantizedTensor:
+    frame = tensor.frame.taken(tensor.skip, tensor.height, change)
+    return QuantizedTensor(frame, 0, tensor.height, tensor.dtype, tuple(tensor.shape))
+
+
+def _to_copy(
+    tensor: QuantizedTensor,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    pin_memory: bool | None = None,
+    non_blocking: bool = False,
+    **_: Any,
+) -> torch.Tensor:
+    """A move or copy stays quantized; another dtype makes it a plain tensor."""
+    target = tensor.device if device is None else torch.device(device)
+    if dtype is not None and dtype != tensor.dtype:
+        made = tensor.dequantize(dtype if dtype in (torch.bfloat16, torch.float16, torch.float32) else None)
+        return made.to(device=target, dtype=dtype, non_blocking=non_blocking)
+
+    def moved(buffer: torch.Tensor) -> torch.Tensor:
+        there = buffer.to(target, non_blocking=non_blocking, copy=True).contiguous()
+        return there.pin_memory() if pin_memory else there
+
+    copy = _changed(tensor, moved)
+    state = state_of(tensor.frame)
+    if state is not None and (tensor.device.type, target.type) == ("cpu", "cuda"):  # as FSDP2 does before it gathers
+        mine = state if tensor.frame.matrix is None else state[tensor.skip : tensor.skip + tensor.height]
+        copy.frame.echoes = (*tensor.frame.echoes, mine)
+    return copy
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    """Copy between tensors of which at least one is quantized."""
+    if not isinstance(target, QuantizedTensor):
+        assert isinstance(source, QuantizedTensor)
+        exact = target.dtype if target.dtype in (torch.bfloat16, torch.float16, torch.float32) else None
+        return target.copy_(source.dequantize(exact), non_blocking=non_blocking)
+    if not isinstance(source, QuantizedTensor):
+        return target.quantize_(source.expand(target.shape))
+    if target.quantizer.encoding != source.quantizer.encoding:
+        raise refuse(
+            "DTYPE_MISMATCH",
+            f"codes of {source.quantizer} cannot become codes of {target.quantizer}",
+            hint="Copy source.dequantize() to quantize it again.",
+        )
+    if target.shape != source.shape or target.frame.row != source.frame.row:
+        raise refuse(
+            "SHAPE_MISMATCH", f"a tensor of {list(source.shape)} cannot be copied into one of {list(target.shape)}"
+        )
+    check_common(target, source)
+    target.adopt(source.frame, source.skip, source.height)
+    return target
+
+
+def _zero(tensor: QuantizedTensor) -> QuantizedTensor:
+    """Zeros: of the codes, of scales that are cut with them, and of the others where nothing else is under them."""
+    for name, buffer in tensor.frame.cut.items():
+        if name in STATE:
+            continue
+        rows = buffer[tensor.skip : tensor.skip + tensor.height]
+        with_plain_bytes(rows).zero_()
+    if tensor.skip == 0 and tensor.height >= (tensor.frame.used or tensor.frame.rows):
+        fresh = blank(tensor.quantizer, (tensor.frame.whole, *tensor.frame.row), tensor.device)
+        for name, old in tensor.frame.shared.items():
+            if name not in STATE:
+                old.copy_(fresh.shared.get(name, old))
+    return tensor
+
+
+def _new(tensor: QuantizedTensor, size: Sequence[int], device: Any, pin_memory: bool | None) -> QuantizedTensor:
+    """A quantized tensor of zeros: a stack of three dims; else its last dim is the row, and no dims are one element.
+
+    With rows as this one's, and not more of them, it may be for a part of the same matrix. Then it knows the whole, as
+    it has to on ranks that FSDP2 leaves without rows and never copies any into.
+    """
+    shape = tuple(size) if len(size) == _STACK else (prod(size[:-1]), size[-1]) if size else (1, 1)
+    target = tensor.device if device is None else torch.device(device)
+    old = tensor.frame
+    frame = blank(tensor.quantizer, shape, target, columnwise=old.columnwise)
+    if frame.row == old.row and shape[0] <= old.whole:
+        shared = blank(tensor.quantizer, (old.whole, *old.row), target, columnwise=old.columnwise).shared
+        if old.device.type != "meta":
+            shared = {name: buffer.to(target, copy=True) for name, buffer in old.shared.items()}
+        start = old.start + tensor.skip if shape[0] == tensor.height else 0
+        frame = replace(frame, whole=old.whole, shared=shared, start=start, share=old.share, band=old.band)
+        frame.identity = old.identity
+    if old.device.type == "meta":
+        begin(frame)  # what a meta tensor has of it are no numbers
+    if pin_memory:
+        frame = replace(
+            frame,
+            cut={name: buffer.pin_memory() for name, buffer in frame.cut.items()},
+            shared={name: buffer.pin_memory() for name, buffer in frame.shared.items()},
+        )
+    return QuantizedTensor(frame, 0, shape[0], tensor.dtype, tuple(size))
+
+
+def _new_sized(
+    tensor: QuantizedTensor,
+    size: Sequence[int],
+    *,
+    dtype: torch.dtype | None = None,
+    device: Any = None,
+    pin_memory: bool | None = None,
+    **_: Any,
+) -> torch.Tensor:
+    if dtype is not None and dtype != tensor.dtype:
+        return torch.zeros(size, dtype=dtype, device=tensor.device if device is None else device)
+    return _new(tensor, size, device, pin_memory)
+
+
+def _empty_like(
+    tensor: QuantizedTensor,
+    *,
+    dtype: torch.dtype | None = None,
+    device: Any = None,
+    pin_memory: bool | None = None,
+    **_: Any,
+) -> torch.Tensor:
+    return _new_sized(tensor, tuple(tensor.shape), dtype=dtype, device=device, pin_memory=pin_memory)
+
+
+def _is_pinned(tensor: QuantizedTensor, *_: Any, **__: Any) -> bool:
+    return all(buffer.is_pinned() for buffer in tensor.frame.buffers(0, tensor.frame.rows).values())
+
+
+def _pin(tensor: QuantizedTensor, *_: Any, **__: Any) -> QuantizedTensor:
+    return _changed(tensor, lambda buffer: buffer.contiguous().pin_memory())
+
+
+def _pad(tensor: QuantizedTensor, pad: Sequence[int], value: float = 0) -> torch.Tensor:
+    """Rows of zeros after the others, as DTensor puts them there before it gathers; any other padding is of values."""
+    last = 2 * tensor.dim() - 1
+    if len(pad) != last + 1 or any(pad[:last]) or pad[last] < 0 or value or not is_whole(tensor):
+        return cast(torch.Tensor, _on_values(aten.constant_pad_nd.default, (tensor, pad, value), {}))
+    return padded(tensor, tensor.height + pad[last])
+
+
+def _waited(tensor: QuantizedTensor) -> QuantizedTensor:
+    """What a collective made, which has been waited for."""
+    return tensor
+
+
+TABLE: Mapping[Any, Handler] = MappingProxyType(
+    {
+        aten.detach.default: _detach,
+        aten.alias.default: _detach,
+        aten.view.default: _view,
+        aten._unsafe_view.default: _view,
+        aten.as_strided.default: _as_strided,
+        aten.slice.Tensor: _slice,
+        aten.split.Tensor: _split,
+        aten.split_with_sizes.default: _split,
+        aten.clone.default: _clone,
+        aten._to_copy.default: _to_copy,
+        aten.copy_.default: _copy,
+        aten.zero_.default: _zero,
+        aten.new_zeros.default: _new_sized,
+        aten.new_empty.default: _new_sized,
+        aten.empty_like.default: _empty_like,
+        aten.select.int: _select,
+        aten.unbind.int: _unbind,
+        aten.cat.default: cat,
+        aten.stack.default: stack,
+        aten.is_pinned.default: _is_pinned,
+        aten._pin_memory.default: _pin,
+        aten.constant_pad_nd.default: _pad,
+        collectives.all_gather_into_tensor.default: all_gather,
+        **{getattr(collectives, name).default: _waited for name in _WAITS if hasattr(collectives, name)},
+    }
+)
+"""Operations on codes and scales."""
+
+COPIES = frozenset({aten.t.default, aten.transpose.int, aten.permute.default, aten.expand.default})
+"""Operations that torch calls views and that give plain copies here: a write into one does not reach the codes."""
+
+OPERATIONS[:] = [run]

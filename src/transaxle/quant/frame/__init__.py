@@ -1,1 +1,0 @@
-"""The memory behind quantized tensors: buffers, frames, what ranks share."""

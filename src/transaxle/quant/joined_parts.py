@@ -1,0 +1,239 @@
+"""Putting quantized tensors together, raw: rows or columns of matrices, and matrices to stacks.
+
+A rank's part of a quantized tensor that tensor parallelism has cut: taken from the whole, and copied into.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from transaxle.errors import TransaxleError, refuse
+from transaxle.quant.frame import Frame, framed
+from transaxle.quant.global_scale import stacked
+from transaxle.quant.kernels.components import columnwise_of
+from transaxle.quant.quantized_tensor import QuantizedTensor, same_buffers
+from transaxle.quant.quantizers import COLUMN_SCALE, COMPONENTS, ORIGIN, SCALE, STATE
+from transaxle.quant.tp_share import Share
+
+
+def is_whole(tensor: QuantizedTensor) -> bool:
+    """Whether a tensor has the dims of its frame, so that it is not a view of another shape."""
+    return tuple(tensor.shape) == (tensor.height, *tensor.frame.row)
+
+
+def refused(what: str, tensor: QuantizedTensor, why: str) -> TransaxleError:
+    """Return the refusal of an operation whose result cannot be expressed in codes and scales."""
+    return refuse(
+        "BLOCK_MISALIGNED",
+        f"{what} of {tuple(tensor.shape)} in {tensor.quantizer}: {why}",
+        hint="Call dequantize() first.",
+    )
+
+
+def cat(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    """Concatenate along a dim, keeping codes where tiles stay whole; with plain tensors among them, use the values."""
+    parts = [tensor for tensor in tensors if isinstance(tensor, QuantizedTensor)]
+    if len(parts) < len(tensors):
+        return torch.cat([t.dequantize() if isinstance(t, QuantizedTensor) else t for t in tensors], dim)
+    first = parts[0]
+    if any(part.quantizer.encoding != first.quantizer.encoding for part in parts) or not all(map(is_whole, parts)):
+        raise refused("cat", first, "the tensors must be matrices, or stacks, with one encoding")
+    parts = [part for part in parts if part.numel()] or parts[:1]
+    first = parts[0]
+    if any(part.dim() != first.dim() for part in parts):
+        raise refuse(
+            "SHAPE_MISMATCH",
+            f"cat needs tensors with as many dims, not {', '.join(str(list(part.shape)) for part in parts)}",
+        )
+    if not dim % first.dim():
+        return _cat_rows(parts)
+    if first.frame.matrix is not None:
+        raise refused("cat", first, "stacks can only be joined along their first dim")
+    return _cat_columns(parts)
+
+
+def stack(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    """Stack matrices of one quantizer along dim 0, keeping codes; in any other case stack the values.
+
+    Raises:
+        Refused: `BLOCK_MISALIGNED` for rows of matrices that are not whole tiles.
+    """
+    parts = [tensor for tensor in tensors if isinstance(tensor, QuantizedTensor)]
+    first = parts[0]
+    alike = all(
+        (part.quantizer, part.dtype, part.shape) == (first.quantizer, first.dtype, first.shape)
+        and part.frame.matrix is None
+        and is_whole(part)
+        for part in parts
+    )
+    if dim % (first.dim() + 1) or len(parts) < len(tensors) or not alike:
+        plain = [tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor for tensor in tensors]
+        return torch.stack(plain, dim)
+    buffers_of_parts = [alone(part) for part in parts]
+    names = [name for name in buffers_of_parts[0] if all(name in of_part for of_part in buffers_of_parts)]
+    buffers = {name: stacked([of_part[name] for of_part in buffers_of_parts]) for name in names}
+    shape = (len(parts), *first.shape)
+    return QuantizedTensor(framed(first.quantizer, buffers, shape), 0, len(parts), first.dtype)
+
+
+def alone(part: QuantizedTensor) -> dict[str, torch.Tensor]:
+    """Return the buffers of some rows of a matrix as those of a separate matrix."""
+    frame, buffers = part.frame, part.frame.buffers(part.skip, part.height)
+    first = frame.start + part.skip
+    last = first + part.height
+    for name in (SCALE, COLUMN_SCALE):
+        buffer = frame.shared.get(name)
+        if buffer is not None and buffer.dim() > 1:
+            step = _step(frame, columnwise=name == COLUMN_SCALE)
+            if first % step or (last % step and last != frame.whole):
+                raise refused("stack", part, f"rows {first} to {last} would cut tiles of {step} rows")
+            buffers[name] = buffer[first // step : -(-last // step)]
+    return buffers
+
+
+def _cat_rows(parts: list[QuantizedTensor]) -> QuantizedTensor:
+    first = parts[0]
+    frame = first.frame
+    both = all(part.frame.columnwise for part in parts)
+    buffers_of_parts = [part.frame.buffers(part.skip, part.height) for part in parts]
+    names = [name for name in buffers_of_parts[0] if both or not name.startswith("columnwise")]
+    cut = {
+        name: torch.cat([of_part[name].view(torch.uint8) for of_part in buffers_of_parts])
+        for name in names
+        if name in frame.cut
+    }
+    cut = {name: buffer.view(buffers_of_parts[0][name].dtype) for name, buffer in cut.items()}
+    shared = {name: frame.shared[name] for name in names if name in frame.shared}
+    rows = sum(part.height for part in parts)
+    step = _step(frame, columnwise=both)
+    alike = all(
+        same_buffers({n: part.frame.shared[n] for n in shared if n in part.frame.shared}, shared) for part in parts
+    )
+    ends = [part.frame.start + part.skip + part.height for part in parts]
+    starts = [part.frame.start + part.skip for part in parts]
+    share = None
+    if alike and starts[1:] == ends[:-1] and all(part.frame.whole == frame.whole for part in parts):
+        start, whole, share = starts[0], frame.whole, frame.share
+    elif step > 1 and frame.matrix is None:
+        complete = all(part.height == part.frame.whole for part in parts)
+        if not complete or any(part.height % step for part in parts[:-1]):
+            raise refused("cat", first, f"tiles of {step} rows would not stay whole")
+        single = {name: buffer for name, buffer in shared.items() if buffer.dim() == 1}
+        if not all(same_buffers({name: part.frame.shared[name] for name in single}, single) for part in parts):
+            raise _differing(parts)
+        start, whole = 0, rows
+        shared |= {n: torch.cat([part.frame.shared[n] for part in parts]) for n in shared if n not in single}
+    elif not alike:
+        raise _differing(parts)
+    else:
+        start, whole = 0, rows
+    joined = replace(frame, cut=cut, shared={n: b.clone() for n, b in shared.items()}, start=start, whole=whole)
+    return QuantizedTensor(replace(joined, used=None, blank=False, of=None, share=share), 0, rows, first.dtype)
+
+
+def _step(frame: Frame, *, columnwise: bool) -> int:
+    """Rows of a tile, in codes of the other direction if those are asked for."""
+    encoding = columnwise_of(frame.encoding) if columnwise else frame.encoding
+    assert encoding is not None
+    return encoding.tile[0]
+
+
+def _differing(parts: list[QuantizedTensor]) -> TransaxleError:
+    return refuse(
+        "UNEQUAL_COPIES",
+        f"the {len(parts)} tensors of {parts[0].quantizer} have different global scales; the result can have only one",
+        hint="Quantize them with one amax: quantize(x, group=...).",
+    )
+
+
+def _cat_columns(parts: list[QuantizedTensor]) -> QuantizedTensor:
+    first = parts[0]
+    frame, step = first.frame, max(first.quantizer.grain[1], first.frame.encoding.tile[1])
+    place = (frame.start + first.skip, frame.whole, first.height)
+    if any((part.frame.start + part.skip, part.frame.whole, part.height) != place for part in parts):
+        raise refused("cat", first, "the tensors must be columns of the same rows")
+    if step and any(part.frame.columns % step for part in parts[:-1]):
+        raise refused("cat", first, f"tiles of {step} columns would not stay whole")
+    flat = [{n: b for n, b in part.frame.shared.items() if b.dim() == 1} for part in parts]
+    if not all(same_buffers(of_part, flat[0]) for of_part in flat):
+        raise refuse(
+            "UNEQUAL_COPIES",
+            f"the {len(parts)} tensors of {first.quantizer} have different global scales; the result can have only one",
+        )
+    both = all(part.frame.columnwise for part in parts)
+    buffers_of_parts = [part.frame.buffers(part.skip, part.height) for part in parts]
+    joined = {}
+    for name, buffer in buffers_of_parts[0].items():
+        if both or not name.startswith("columnwise"):
+            wide = buffer.dim() > 1
+            joined[name] = (
+                torch.cat([of_part[name].view(torch.uint8) for of_part in buffers_of_parts], 1).view(buffer.dtype)
+                if wide and buffer.dtype.itemsize == 1
+                else torch.cat([of_part[name] for of_part in buffers_of_parts], 1)
+                if wide
+                else buffer.clone()
+            )
+    frame_of_all = replace(
+        frame,
+        columns=(columns := sum(part.frame.columns for part in parts)),
+        band=None if frame.band is None or columns == frame.band.whole else replace(frame.band, size=columns),
+        cut={name: buffer for name, buffer in joined.items() if name in frame.cut},
+        shared={name: buffer for name, buffer in joined.items() if name in frame.shared},
+        start=frame.start + first.skip,
+        share=None if frame.band is None else frame.share,
+    )
+    return QuantizedTensor(replace(frame_of_all, used=None, blank=False, of=None), 0, first.height, first.dtype)
+
+
+def part_of(tensor: QuantizedTensor, share: Share) -> QuantizedTensor:
+    """Return a rank's part of a whole tensor, raw, as a copy."""
+    frame = tensor.frame
+    buffers = {n: share.part(frame.quantizer, n, buffer) for n, buffer in (frame.cut | frame.shared).items()}
+    origin = buffers.pop(ORIGIN, None)
+    made = framed(frame.quantizer, buffers, share.local, blank=frame.blank)
+    if origin is not None:
+        made.cut[ORIGIN] = origin
+    made.share = share
+    return QuantizedTensor(made, 0, share.local[0], tensor.dtype)
+
+
+def check_common(target: QuantizedTensor, source: QuantizedTensor) -> None:
+    """Refuse a copy into a part of a matrix that would replace the scale, amax or history it shares with other ranks.
+
+    Raises:
+        Refused: `UNEQUAL_COPIES`: the other ranks would keep the old ones.
+    """
+    frame, share = target.frame, target.frame.share
+    if target.is_meta or source.is_meta:
+        return
+    if share is None:
+        rows = frame.rows if frame.used is None else frame.used
+        known = frame.blank or rows >= frame.whole or source.frame.whole == frame.whole
+        common = [name for name in frame.shared if not known]
+        band = frame.band
+        if band is not None and source.frame.band != band and not frame.blank:
+            common = [name for name in (*COMPONENTS, *STATE) if not band.step(target.quantizer, name)]
+    else:
+        known = _is_of(share, source.frame)
+        common = [name for name in (*COMPONENTS, *STATE) if not known and not share.step(target.quantizer, name)]
+    mine, given = ({**one.components, **one.state} for one in (target, source))
+    names = [name for name in common if name in mine and name in given]
+    if not same_buffers({name: mine[name] for name in names}, {name: given[name] for name in names}):
+        raise refuse(
+            "UNEQUAL_COPIES",
+            f"the source {list(source.shape)} has its own {', '.join(names)}, which the parts on all ranks must share",
+            hint="Call copy_() with values on every rank that has a part, or use load_state_dict().",
+        )
+
+
+def _is_of(share: Share, frame: Frame) -> bool:
+    """Whether a frame is of the same part, or of the whole that the part is of."""
+    other = frame.share
+    if other is None:
+        band = frame.band
+        width = band.whole if band is not None and band.dim == 1 and band.dims == 2 else frame.columns
+        return (frame.whole, width) == share.shape
+    return (other.shape, other.dim, other.held) == (share.shape, share.dim, share.held)

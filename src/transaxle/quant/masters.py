@@ -1,0 +1,269 @@
+"""Master weights: the values that an optimizer updates while the model holds codes.
+
+Torch and `transaxle.save` see an ordinary optimizer of the model's parameters, whose state has a `master` beside the
+moments. So whatever finds an optimizer's state by its parameters finds the masters too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from transaxle.arguments import DType
+from transaxle.errors import Refusal, Where, gathered
+from transaxle.quant.entries import group_of
+from transaxle.quant.quantized_tensor import QuantizedTensor
+from transaxle.quant.quantizers import ORIGIN
+from transaxle.torch_tensors.local_tensor import placed_like, stored_local
+from transaxle.torch_tensors.torch_arguments import read_dtype
+
+MASTER = "master"
+"""Name of the state that a quantized parameter has beside those that its optimizer keeps."""
+_PARAMS = "params"
+_GROUPS = "param_groups"
+_STATE = "state"
+_RATE = "lr"
+Parameters = Iterable[torch.Tensor] | Iterable[Mapping[str, Any]]
+"""Parameters, or groups of them, as torch's optimizers take them."""
+
+
+class MasterWeights(Optimizer):
+    """A torch optimizer that updates high-precision masters of the quantized parameters, and other parameters directly.
+
+    Create it after `fully_shard`, and after loading the model, unless both are loaded together
+    (`transaxle.load(model, src, optimizer=masters)`). Each step ends by quantizing the masters into the parameters.
+    Amaxes are reduced over the ranks that share a matrix, so that the codes do not depend on how it is cut.
+
+    Args:
+        parameters: parameters of the model, or groups of them as torch's optimizers take them.
+        optimizer: makes the inner optimizer, given the parameters or groups with masters in place of quantized ones:
+            `functools.partial(torch.optim.AdamW, lr=1e-3)`.
+        dtype: dtype of the masters.
+    """
+
+    def __init__(
+        self, parameters: Parameters, optimizer: Callable[[Any], Optimizer], dtype: DType = torch.float32
+    ) -> None:
+        parameter_groups: list[Any] = list(parameters)
+        self._dtype = read_dtype("dtype", dtype)
+        if parameter_groups and isinstance(parameter_groups[0], Mapping):
+            parameters_of_groups = [list(group[_PARAMS]) for group in parameter_groups]
+            self._updated = [self._masters_of(group) for group in parameters_of_groups]
+            groups = [{**group, _PARAMS: own} for group, own in zip(parameter_groups, self._updated, strict=True)]
+            self.optimizer = optimizer(groups)
+        else:
+            parameters_of_groups, self._updated = [parameter_groups], [self._masters_of(parameter_groups)]
+            self.optimizer = optimizer(list(self._updated[0]))
+        with_own = zip(self.optimizer.param_groups, parameters_of_groups, strict=True)
+        super().__init__([{**group, _PARAMS: own} for group, own in with_own], self.optimizer.defaults)
+
+    def _masters_of(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Return what the optimizer updates: masters of quantized parameters, and the others themselves."""
+        return [_master(each, self._dtype) if _inner(each) is not None else each for each in parameters]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """See torch's optimizer."""
+        super().add_param_group(param_group)
+        if len(self.param_groups) > len(self.optimizer.param_groups):
+            added = self.param_groups[-1]
+            self._updated.append(self._masters_of(added[_PARAMS]))
+            self.optimizer.add_param_group({**added, _PARAMS: list(self._updated[-1])})
+
+    def _both(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield each parameter and what the optimizer updates in its place."""
+        mine = chain.from_iterable(group[_PARAMS] for group in self.param_groups)
+        return zip(mine, chain.from_iterable(self._updated), strict=True)
+
+    def _pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The quantized parameters, with their masters."""
+        return [(parameter, own) for parameter, own in self._both() if own is not parameter]
+
+    @property
+    def masters(self) -> list[torch.Tensor]:
+        """The masters as plain tensors, in the order of the quantized parameters, with their shapes and placements."""
+        return [master for _, master in self._pairs()]
+
+    @property
+    def states(self) -> dict[torch.Tensor, dict[str, Any]]:
+        """State of every parameter that has any, with the masters, which `state` does not contain."""
+        masters = {parameter: {MASTER: master} for parameter, master in self._pairs()}
+        return {
+            parameter: {**self.state.get(parameter, {}), **masters.get(parameter, {})}
+            for parameter, _ in self._both()
+            if parameter in self.state or parameter in masters
+        }
+
+    @contextmanager
+    def _lent(self) -> Iterator[Optimizer]:
+        """Lend the optimizer the settings and the state, under the parameters that it updates, and take them back."""
+        inner = self.optimizer
+        for mine, theirs, own in zip(self.param_groups, inner.param_groups, self._updated, strict=True):
+            theirs.update({**mine, _PARAMS: list(own)})
+        state_of_updated = {own: self.state[parameter] for parameter, own in self._both() if parameter in self.state}
+        inner.state.clear()
+        inner.state.update(state_of_updated)
+        yield inner
+        for mine, theirs in zip(self.param_groups, inner.param_groups, strict=True):
+            mine.update({**theirs, _PARAMS: mine[_PARAMS]})
+        self.state.clear()
+        self.state.update({parameter: inner.state[own] for parameter, own in self._both() if own in inner.state})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update the masters with the parameters' gradients, and quantize them into the parameters.
+
+        A parameter without a gradient, such as a frozen one, keeps its codes: quantizing its values again could change
+        them. So does a group with learning rate 0, since torch uses such a step to create missing state.
+
+        Args:
+            closure: recomputes the loss and the gradients, and returns the loss.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        pairs = self._pairs()
+        for parameter, master in pairs:
+            master.grad = None if parameter.grad is None else parameter.grad.to(master.dtype)
+        with self._lent() as inner:
+            inner.step()
+        for _, master in pairs:
+            master.grad = None
+        for group, updated in zip(self.param_groups, self._updated, strict=True):
+            if _moves(group):
+                both = zip(group[_PARAMS], updated, strict=True)
+                _requantize((each, master) for each, master in both if each.grad is not None)
+        return loss
+
+    @torch.no_grad()
+    def requantize(self) -> None:
+        """Quantize the masters into the parameters."""
+        _requantize(self._pairs())
+
+    @torch.no_grad()
+    def restart(self, values: Mapping[torch.Tensor, torch.Tensor | None] | None = None) -> None:
+        """Reset the masters after new codes were written into the parameters.
+
+        Args:
+            values: parameter -> this rank's part of the values from which its codes were made, or None to use the
+                dequantized codes; masters of other parameters stay. Without `values` all masters restart from codes.
+        """
+        for number, group in enumerate(self.param_groups):
+            for place, parameter in enumerate(group[_PARAMS]):
+                inner = _inner(parameter)
+                if inner is None or not (values is None or parameter in values):
+                    continue
+                original = None if values is None else values[parameter]
+                local = inner.dequantize(torch.float32) if original is None else original
+                self._put(number, place, placed_like(parameter, local.detach().to(self._dtype)))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return settings and state as torch's optimizers do; a quantized parameter's state includes its `master`."""
+        state_dict: dict[str, Any] = super().state_dict()
+        states = self.states
+        state_dict[_STATE] = {number: states.get(each, {}) for number, (each, _) in enumerate(self._both())}
+        return state_dict
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` returned. The parameters' codes do not change; they are loaded with the model.
+
+        Raises:
+            Refused: MISSING_TENSOR, UNEXPECTED_TENSOR, SHAPE_MISMATCH if the masters belong to other parameters.
+        """
+        keys = [key for group in state_dict[_GROUPS] for key in group[_PARAMS]]
+        states = {key: dict(state) for key, state in state_dict[_STATE].items()}
+        masters = [states.get(key, {}).pop(MASTER, None) for key in keys]
+        own = list(self._both())
+        problems = [
+            fault
+            for key, values, (parameter, master) in zip(keys, masters, own, strict=False)
+            for fault in _faults(key, values, None if master is parameter else master)
+        ]
+        if problems:
+            raise gathered(problems)
+        kept = {key: state for key, state in states.items() if state}
+        with self._lent() as inner:
+            inner.load_state_dict({**state_dict, _STATE: kept})
+        for values, (parameter, master) in zip(masters, own, strict=True):
+            if values is not None and master is not parameter:
+                master.copy_(values)
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {name: vars(self)[name] for name in ("_dtype", "_updated", "optimizer")}
+        return {**super().__getstate__(), **own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over state by parameter, in which masters may be."""
+        super().__setstate__(state)
+        for number, group in enumerate(self.param_groups):
+            for place, parameter in enumerate(group[_PARAMS]):
+                values = self.state[parameter].pop(MASTER, None) if parameter in self.state else None
+                if values is not None:
+                    self._put(number, place, values)
+        with self._lent() as inner:
+            inner.__setstate__({_STATE: inner.state, _GROUPS: inner.param_groups})
+
+    @torch.no_grad()
+    def _put(self, group: int, place: int, values: torch.Tensor) -> None:
+        """Give a master other values; one on the meta device is replaced."""
+        old = self._updated[group][place]
+        if old is values:
+            return
+        if old.is_meta:
+            self._updated[group][place] = values.detach().requires_grad_(old.requires_grad)
+        else:
+            old.copy_(values)
+
+
+def _inner(parameter: torch.Tensor) -> QuantizedTensor | None:
+    """The rows that this rank has; None of a parameter that is not quantized."""
+    local = stored_local(parameter)
+    return local if isinstance(local, QuantizedTensor) else None
+
+
+def _master(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    inner = _inner(parameter)
+    assert inner is not None
+    origin = inner.frame.cut.pop(ORIGIN, None)
+    kept = None if origin is None else origin[inner.skip : inner.skip + inner.height]
+    values = (inner.dequantize(torch.float32) if kept is None else kept).detach().to(dtype, copy=True)
+    return placed_like(parameter, values).requires_grad_(parameter.requires_grad)
+
+
+def _moves(group: Mapping[str, Any]) -> bool:
+    """Whether a step changes anything; one whose rate only the GPU knows may."""
+    rate = group.get(_RATE, 1.0)
+    return bool(rate != 0) if not isinstance(rate, torch.Tensor) or rate.device.type == "cpu" else True
+
+
+def _requantize(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for parameter, master in pairs:
+        inner = _inner(parameter)
+        if inner is not None:
+            values = stored_local(master)
+            # From the dtype of the weights, as if they had been stored so: the codes then say all there is to know.
+            inner.quantize_(values.to(inner.dtype), group=group_of(parameter))
+
+
+def _faults(key: Any, values: torch.Tensor | None, master: torch.Tensor | None) -> list[Refusal]:
+    """What is wrong with the values given for a master."""
+    where = Where(tensor=f"{key}.{MASTER}")
+    if master is None:
+        return (
+            []
+            if values is None
+            else [Refusal("UNEXPECTED_TENSOR", "the parameter is not quantized, so it has no master", where)]
+        )
+    if values is None:
+        hint = "In the state of an optimizer without masters, add the values of the parameter under this name."
+        return [Refusal("MISSING_TENSOR", "the parameter is quantized, so the state must have its master", where, hint)]
+    if tuple(values.shape) != tuple(master.shape):
+        message = f"expected {list(master.shape)}, got {list(values.shape)}"
+        return [Refusal("SHAPE_MISMATCH", message, where)]
+    return []

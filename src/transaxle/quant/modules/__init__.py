@@ -1,1 +1,0 @@
-"""Models with quantized parameters: state dicts, master weights, torchao."""

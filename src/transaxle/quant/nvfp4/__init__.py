@@ -1,1 +1,0 @@
-"""NVFP4 training: inputs, weights and gradients as they are multiplied."""

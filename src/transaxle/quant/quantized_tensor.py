@@ -1,0 +1,745 @@
+"""`QuantizedTensor`: a matrix, or a stack of them, stored as codes and scales and usable as a tensor of values.
+
+The wrapper has no memory of its own: its storage is empty and its data pointer 0. `transaxle.quant.dispatch`
+defines what operations do with it, `transaxle.quant.quantized_tensor` how FSDP2 gathers it.
+
+Rowwise and columnwise codes of one matrix, and when the latter follow from the former.
+
+Columnwise codes are stored in the same order as rowwise ones, so a cut between two rows cuts both; only their tiles run
+down the columns. A kernel reads them as rows of the transposed matrix, which is how TransformerEngine stores those of
+nvfp4: packed along the columns, with transposed scales. `turned` gives these bytes.
+
+Where square tiles share a scale (nvfp4 weights), an element has the same code and scale in both directions, and
+columnwise codes are copied from the rowwise ones. Elsewhere the two are rounded separately, which needs the values.
+
+How FSDP2 gathers quantized parameters: codes, and scales that are cut with them, as bytes.
+
+Scales that stand for tiles of several rows are on every rank already, and do not travel. Ranks with fewer rows than
+the first one send padding, which is dropped on arrival.
+
+Where FSDP2 cuts another dim than the first, torch puts together what it gathered as if it had the parameter's shape.
+That is right for codes of eight bits. Codes of four bits travel, with their scales, in a buffer of that many bytes,
+which is taken apart again. What is left is gathered here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from transaxle.arguments import DType
+from transaxle.encodings.encoding import WHOLE
+from transaxle.errors import Refusal, Where, gathered, refuse
+from transaxle.quant import kernels
+from transaxle.quant.frame import Frame, begin, framed
+from transaxle.quant.global_scale import frame_of, place
+from transaxle.quant.kernels.components import columnwise_of
+from transaxle.quant.quantizers import (
+    AMAX,
+    COLUMN_DATA,
+    COLUMN_SCALE,
+    COMPONENTS,
+    DATA,
+    ORIGIN,
+    QUANTIZERS,
+    ROUNDING,
+    SCALE,
+    STATE,
+    Quantizer,
+    buffers_of,
+    is_cut,
+    makes_tensors,
+)
+from transaxle.quant.tp_share import Band, Share
+from transaxle.torch_tensors.local_tensor import same_bytes, stored_local, with_plain_bytes
+from transaxle.torch_tensors.torch_arguments import Ranks, read_dtype, read_group
+
+_PACKED = 4
+"""Bits of a code that shares its byte."""
+
+
+def both_ways(frame: Frame, skip: int, rows: int) -> Frame:
+    """Return the frame with columnwise codes added where they follow from the rowwise ones; otherwise the frame itself.
+
+    They never follow for a shard: scales of its first and last squares are needed on ranks that are not asked here.
+    """
+    over, turned = frame.quantizer.over, columnwise_of(frame.encoding)
+    if over is None or turned is None or over != (turned.tile[0], frame.encoding.tile[1]):
+        return frame
+    # One row may be cut too: the other ranks of its matrix have none.
+    if frame.matrix is None and ((frame.start, skip, rows) != (0, 0, frame.whole) or rows == 1):
+        return frame
+    high, wide = over
+    kind, scale = frame.cut[SCALE].dtype, frame.cut[SCALE].view(torch.uint8)
+    squares = scale[..., ::high, :]
+    if scale.device.type != "meta":
+        same = squares.repeat_interleave(high, -2)[..., : scale.shape[-2], :]
+        if not torch.equal(same, scale):  # rows put together from several matrices, or codes of another rule
+            return frame
+    columnwise_buffers = {
+        COLUMN_DATA: frame.cut[DATA],
+        COLUMN_SCALE: squares.repeat_interleave(wide, -1)[..., : frame.row[-1]].view(kind),
+    }
+    cut = {name: buffer for name, buffer in columnwise_buffers.items() if frame.is_cut(name)}
+    return replace(
+        frame, cut=frame.cut | cut, shared=frame.shared | {n: b for n, b in columnwise_buffers.items() if n not in cut}
+    )
+
+
+def turned(frame: Frame, skip: int, shape: tuple[int, ...]) -> Frame:
+    """Return the frame of a matrix's transpose, or of the transposes of a stack's matrices, as a copy.
+
+    Its rowwise codes are the frame's columnwise ones. Where the frame has stored columnwise codes, its rowwise ones
+    become columnwise in turn. One nvfp4 amax serves both directions; only random Hadamard transforms need two.
+
+    Args:
+        frame: buffers of the matrix, or of the stack.
+        skip: first row to use; in a stack, the first matrix.
+        shape: shape of the tensor: [M, K] or [E, M, K].
+
+    Raises:
+        Refused: `UNSUPPORTED` without columnwise codes that are stored or can be derived; `BLOCK_MISALIGNED` for some
+            rows of a matrix, and for views of another shape; `SHAPE_MISMATCH` for an odd number of rows of 4-bit codes.
+    """
+    height = shape[0]
+    if shape != (height, *frame.row) or (frame.matrix is None and (frame.start + skip, height) != (0, frame.whole)):
+        raise refuse(
+            "BLOCK_MISALIGNED",
+            f"only a whole matrix can be transposed, not {height} of its {frame.whole} rows or another view",
+        )
+    source = frame if frame.columnwise else both_ways(frame, skip, height)
+    if not source.columnwise:
+        raise refuse(
+            "UNSUPPORTED",
+            f"this tensor of {frame.quantizer} has no columnwise codes, which the transpose needs",
+            hint="Quantize both ways (columnwise=True), or transpose the values that dequantize() gives.",
+        )
+    buffers, bits = source.buffers(skip, height), frame.encoding.code_bits
+    names = ((DATA, COLUMN_DATA), (SCALE, COLUMN_SCALE), (COLUMN_DATA, DATA), (COLUMN_SCALE, SCALE))
+    transposed = {
+        name: _turned(buffers[other], bits if other in (DATA, COLUMN_DATA) else 8)
+        for name, other in (names if frame.columnwise else names[:2])
+    }
+    if AMAX in buffers:
+        transposed[AMAX] = buffers[AMAX].clone()
+    *stack, rows, columns = shape
+    return framed(frame.quantizer, transposed, (*stack, columns, rows))
+
+
+def _turned(buffer: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return matrices of codes or scales transposed; codes of 4 bits are put two to a byte anew."""
+    raw = buffer.view(torch.uint8)
+    if bits == _PACKED:
+        if raw.shape[-2] % 2:
+            raise refuse(
+                "SHAPE_MISMATCH",
+                f"{raw.shape[-2]} rows of 4-bit codes do not fill whole bytes; the number of rows must be even",
+            )
+        raw = torch.stack([raw & 15, raw >> 4], -1).flatten(-2)
+    raw = raw.transpose(-1, -2)
+    if bits == _PACKED:
+        raw = raw[..., ::2] | (raw[..., 1::2] << 4)
+    return raw.contiguous().view(buffer.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """What a rank knows of the whole matrix when it sends its rows."""
+
+    shard: Frame
+    """Its own rows, and the shared buffers."""
+    buffers: tuple[tuple[str, torch.Tensor], ...]
+    """Name of each buffer that is sent, and what of it is."""
+    rest: torch.Tensor | None = None
+    """Bytes [ranks, bytes] of buffers of a band that torch does not gather."""
+    world: int = 1
+    """Ranks among which the matrix is cut."""
+
+
+def sent(frame: Frame, skip: int, height: int, mesh: DeviceMesh) -> tuple[tuple[torch.Tensor, ...], Sent]:
+    """Return the bytes to gather, padded to what the first rank has, and what to know on arrival.
+
+    Raises:
+        Refused: `UNSUPPORTED` for rows that are not those that FSDP2 cuts for this rank.
+    """
+    world = mesh.size()
+    if frame.band is not None:
+        return _sent_bands(frame, frame.band, skip, height, mesh)
+    padded = -(-frame.whole // world)
+    start = min(padded * mesh.get_local_rank(), frame.whole)
+    if height and frame.tall and frame.start + skip != start:
+        raise refuse(
+            "UNSUPPORTED",
+            f"this rank's rows start at {frame.start + skip} of {frame.whole}; FSDP2 on {world} ranks expects {start}",
+            hint="Call fully_shard so that it cuts dim 0, over one mesh dim.",
+        )
+    buffers = []
+    for name, buffer in frame.cut.items():
+        if name == ORIGIN:
+            continue
+        rows = buffer[skip : skip + padded].view(torch.uint8)
+        if len(rows) < padded:
+            rows = torch.cat([rows, rows.new_zeros((padded - len(rows), *rows.shape[1:]))])
+        buffers.append((name, rows.contiguous()))
+    return tuple(rows for _, rows in buffers), Sent(frame, tuple(buffers))
+
+
+def received(outputs: tuple[torch.Tensor, ...], knowledge: Sent) -> Frame:
+    """Return the frame of the whole matrix around the gathered bytes.
+
+    A world of one gets the first output only (torch copies no more); the others are its own.
+    """
+    shard = knowledge.shard
+    if shard.band is not None:
+        return _received_bands(outputs, knowledge, shard.band)
+    cut = {}
+    for place, (name, own) in enumerate(knowledge.buffers):
+        whole = outputs[place] if place < len(outputs) else own
+        cut[name] = whole[: shard.whole].view(shard.cut[name].dtype)
+    copied = () if ROUNDING not in shard.cut else (shard.cut[ROUNDING],)
+    return Frame(
+        shard.quantizer,
+        shard.columns,
+        shard.whole,
+        cut,
+        dict(shard.shared),
+        matrix=shard.matrix,
+        share=shard.share,
+        identity=shard.identity,
+        echoes=(*copied, *shard.echoes),
+    )
+
+
+def _sent_bands(
+    frame: Frame, band: Band, skip: int, height: int, mesh: DeviceMesh
+) -> tuple[tuple[torch.Tensor, ...], Sent]:
+    """Return what torch gathers of a band; the rest is gathered here.
+
+    Raises:
+        Refused: `UNSUPPORTED` for a band that is not the one that FSDP2 cuts for this rank.
+    """
+    world, rank = mesh.size(), mesh.get_local_rank()
+    wanted = (rank * band.size, band.size * world)
+    if (band.start, band.whole) != wanted or (skip, height) != (0, frame.rows):
+        raise refuse(
+            "UNSUPPORTED",
+            f"this rank has {band.size} of {band.whole} along dim {band.dim}, from {band.start} on; "
+            f"FSDP2 on {world} ranks expects {wanted[0]}",
+            hint="Call fully_shard on the whole parameter, over one mesh dim.",
+        )
+    shape = (frame.rows, *frame.row)
+    buffers = _bytes_of(frame, band)
+    direct = tuple(buffer for buffer in buffers.values() if buffer.shape == shape)
+    rest = torch.cat(
+        [buffer.flatten() for buffer in buffers.values() if buffer.shape != shape] or [direct[0][:0].flatten()]
+    )
+    carried = 0 if direct else prod(shape)
+    inputs = direct or (_padded(rest[:carried], carried).view(shape),)
+    others, gathered = rest[carried:], None
+    if others.numel():
+        gathered = others.new_empty((world, others.numel()))
+        dist.all_gather_into_tensor(gathered.view(-1), others, group=mesh.get_group())
+    return inputs, Sent(frame, (), gathered, world)
+
+
+def _padded(octets: torch.Tensor, size: int) -> torch.Tensor:
+    return octets if octets.numel() == size else torch.cat([octets, octets.new_zeros(size - octets.numel())])
+
+
+def _bytes_of(frame: Frame, band: Band) -> Mapping[str, torch.Tensor]:
+    """Return the buffers that are cut with a band, as bytes."""
+    names = [name for name in (*frame.cut, *frame.shared) if name != ORIGIN and band.step(frame.quantizer, name)]
+    buffers = {**frame.cut, **frame.shared}
+    return {name: buffers[name].contiguous().view(torch.uint8) for name in names}
+
+
+def _received_bands(outputs: tuple[torch.Tensor, ...], knowledge: Sent, band: Band) -> Frame:
+    """Return the frame of the whole matrix, or stack, around the gathered bytes."""
+    shard, world = knowledge.shard, knowledge.world
+    shape = (shard.rows, *shard.row)
+    whole = tuple(size * world if dim == band.dim else size for dim, size in enumerate(shape))
+    buffers = {**shard.cut, **shard.shared}
+    buffers.pop(ORIGIN, None)
+    own = _bytes_of(shard, band)
+    direct = [name for name, buffer in own.items() if buffer.shape == shape]
+    gathered = {name: output.view(whole) for name, output in zip(direct, outputs, strict=False)}
+    rest = [] if knowledge.rest is None else [knowledge.rest]
+    if not direct:
+        bands = outputs[0].view(whole).chunk(world, band.dim)
+        rest = [torch.stack([each.flatten() for each in bands]), *rest]
+    at, octets = 0, torch.cat(rest, 1) if rest else None
+    for name, buffer in own.items():
+        if name not in gathered:
+            assert octets is not None
+            parts = octets[:, at : at + buffer.numel()].reshape(world, *buffer.shape)
+            gathered[name], at = torch.cat(parts.unbind(0), band.dim), at + buffer.numel()
+    buffers |= {name: buffer.view(buffers[name].dtype) for name, buffer in gathered.items()}
+    return Frame(
+        shard.quantizer,
+        prod(whole[1:]),
+        shard.whole,
+        {name: buffers[name] for name in shard.cut if name in buffers},
+        {name: buffers[name] for name in shard.shared},
+        matrix=None if shard.matrix is None else (whole[1], whole[2]),
+        share=shard.share,
+        identity=shard.identity,
+        echoes=shard.echoes,
+    )
+
+
+FUNCTIONS: dict[Any, Callable[..., Any]] = {}
+"""Torch functions that quantized tensors carry out themselves: `transaxle.quant.quantized_linear` puts them here."""
+OPERATIONS: list[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = []
+"""What carries out an operation: `transaxle.quant.dispatch` puts it here."""
+
+
+class QuantizedTensor(torch.Tensor):
+    """A tensor stored as codes and scales: a matrix [M, K], some of its rows, or a stack [E, M, K] of matrices.
+
+    Each matrix of a stack has its own scales. A quantizer or `from_components` makes the tensor. Views of rows and of
+    matrices of a stack share its codes and scales. Most operations use the dequantized values and return plain tensors.
+    """
+
+    frame: Frame
+    """The buffers, which views share."""
+    skip: int
+    """Row of the frame that is the first one here; of a stack, matrix."""
+    height: int
+    """Rows; of a stack, matrices."""
+
+    @staticmethod
+    def __new__(
+        cls, frame: Frame, skip: int, height: int, dtype: torch.dtype, shape: tuple[int, ...] | None = None
+    ) -> QuantizedTensor:
+        """Make a wrapper without memory."""
+        return torch.Tensor._make_wrapper_subclass(
+            cls,
+            (height, *frame.row) if shape is None else shape,
+            dtype=dtype,
+            device=frame.device,
+            storage_size=0,
+        )
+
+    def __init__(
+        self,
+        frame: Frame,
+        skip: int,
+        height: int,
+        dtype: torch.dtype,  # noqa: ARG002 - `__new__` takes the same
+        shape: tuple[int, ...] | None = None,  # noqa: ARG002
+    ) -> None:
+        assert prod(self.shape) == height * frame.columns
+        self.frame, self.skip, self.height = frame, skip, height
+
+    @property
+    def quantizer(self) -> Quantizer:
+        """The quantizer that made the codes."""
+        return self.frame.quantizer
+
+    @property
+    def components(self) -> dict[str, torch.Tensor]:
+        """Codes and scales as plain tensors that share this tensor's memory: `data`, `scale_inv`; for nvfp4 `amax`.
+
+        If the quantizer makes columnwise codes, `columnwise_data` and `columnwise_scale_inv` follow. All are compact:
+        not padded and not swizzled. A shard has the whole matrix's scales where tiles span several rows. In a stack
+        each has a leading dim E: `scale_inv` of float8 is [E, 1].
+        """
+        buffers = self.frame.buffers(self.skip, self.height)
+        return {name: buffers[name] for name in COMPONENTS if name in buffers}
+
+    @property
+    def state(self) -> dict[str, torch.Tensor]:
+        """What the next values follow from: of delayed scaling `amax_history` and `scaled_for`, of NVFP4 training
+        `rounding_state`; else empty.
+        """
+        buffers = self.frame.buffers(self.skip, self.height)
+        return {name: buffers[name] for name in STATE if name in buffers}
+
+    def dequantize(self, dtype: DType | None = None, *, columnwise: bool = False) -> torch.Tensor:
+        """Return the values as a plain tensor, in this tensor's dtype or another: code times scale, rounded once.
+
+        Args:
+            dtype: dtype of the values: bfloat16, float16 or float32; None: this tensor's.
+            columnwise: read the columnwise codes instead of the rowwise ones.
+
+        Raises:
+            Refused: `DTYPE_MISMATCH` for any other dtype; `MISSING_TENSOR` without columnwise codes.
+        """
+        if columnwise and not self.frame.columnwise:
+            raise refuse("MISSING_TENSOR", f"{self.quantizer}: the tensor has no columnwise codes", tensor=COLUMN_DATA)
+        wanted = self.dtype if dtype is None else read_dtype("dtype", dtype)
+        if self.device.type == "meta":
+            return torch.empty(self.shape, dtype=wanted, device=self.device)
+        if self.frame.matrix is not None:
+            return values_of(self.frame, self.skip, self.height, wanted, columnwise=columnwise).view(self.shape)
+        parts, encoding = self.frame.operands(self.skip, self.height, columnwise=columnwise)
+        return kernels.dequantize(parts, encoding, wanted)[:, : self.frame.columns].view(self.shape)
+
+    def quantize_(self, values: torch.Tensor, *, group: Ranks | None = None) -> QuantizedTensor:
+        """Quantize new values into this tensor's buffers, with the same quantizer; return the tensor.
+
+        Args:
+            values: a plain tensor of this shape.
+            group: the ranks that hold the other rows of the matrix, or its other bands; all of them must call this.
+                None: there are none.
+
+        Raises:
+            Refused: `SHAPE_MISMATCH`; `UNSUPPORTED` for a shard without `group` whose scales depend on other rows.
+        """
+        group = read_group("group", group)
+        if values.shape != self.shape:
+            raise refuse("SHAPE_MISMATCH", f"expected values of shape {list(self.shape)}, got {list(values.shape)}")
+        frame = self.frame
+        alone = self.height == frame.whole
+        grain = frame.quantizer.grain[0]
+        reduced = frame.matrix is None and (frame.tall or grain != 1 or frame.encoding.has_global)
+        band = frame.band
+        banded = band is not None and (not grain or frame.encoding.has_global)
+        if group is None and (banded or (reduced and not (alone or frame.blank))):
+            part = f"{self.height} of {frame.whole} rows, and their scales depend on the other rows"
+            if band is not None and banded:
+                part = f"{band.size} of {band.whole} positions of dim {band.dim}, and its scales depend on the others"
+            raise refuse(
+                "UNSUPPORTED",
+                f"this tensor has {part}",
+                hint="Call quantize_(values, group=...) on every rank of the group, or use MasterWeights.",
+            )
+        wide = values.detach().reshape(self.height, *frame.row)
+        if wide.dtype not in kernels.VALUES:
+            wide = wide.to(self.dtype)
+        if frame.matrix is not None and frame.quantizer.state_sizes:  # a history for each matrix
+            for place_, matrix in enumerate(wide, self.skip):
+                own = QuantizedTensor(frame.member(place_), 0, frame.matrix[0], self.dtype)
+                own.quantize_(matrix, group=None if band is None else group)
+            frame.blank = False
+            return self
+        if frame.blank and group is None:
+            at = place(wide, None, 0, self.height, frame.share)
+        else:
+            start = frame.start + self.skip
+            at = place(wide, group, start, frame.whole, frame.share, banded=band is not None)
+        self.adopt(frame_of(frame.quantizer, wide.to(frame.device), at, frame), 0, self.height)
+        return self
+
+    def retyped(self, values: torch.Tensor) -> QuantizedTensor:
+        """Return this tensor in the dtype and on the device of `values`; values that differ from its own are quantized.
+
+        Raises:
+            Refused: `UNSUPPORTED` for differing values of a tensor-parallel part: other ranks might not get any.
+        """
+        here = cast(QuantizedTensor, self.detach().to(values.device))
+        if not values.is_meta and not torch.equal(values, here.dequantize(values.dtype)):
+            share = self.frame.share
+            if share is not None:
+                message = f"{list(self.shape)} is a rank's part of {list(share.shape)}; .data cannot give it new values"
+                raise refuse("UNSUPPORTED", message, hint="Call copy_() with them on every rank that has a part.")
+            here.quantize_(values)
+        return QuantizedTensor(here.frame, here.skip, here.height, values.dtype, tuple(self.shape))
+
+    def adopt(self, source: Frame, skip: int, rows: int) -> None:
+        """Copy codes and scales of another frame with the same encoding into this tensor's buffers.
+
+        Raises:
+            Refused: `BLOCK_MISALIGNED` or `UNEQUAL_COPIES` if other rows here would be left with wrong scales.
+        """
+        frame = self.frame
+        if frame.columnwise and not source.columnwise:
+            source = both_ways(source, skip, rows)
+        used = frame.rows if frame.used is None else frame.used
+        covers = frame.blank or (self.skip == 0 and self.height >= used)
+        here, there = frame.start + self.skip, source.start + skip
+        if frame.tall and not frame.blank and (here, frame.whole) != (there, source.whole):
+            raise refuse(
+                "BLOCK_MISALIGNED",
+                f"rows from {there} of {source.whole} cannot become rows from {here} of {frame.whole}: "
+                "their tiles begin elsewhere",
+                hint="Copy the values that source.dequantize() gives.",
+            )
+        if frame.tall and there < self.skip and frame.blank:
+            raise refuse(
+                "BLOCK_MISALIGNED",
+                f"rows from {there} of {source.whole} cannot begin at row {self.skip}: the rows above would be outside",
+                hint="Copy the values that source.dequantize() gives.",
+            )
+        here_common, there_common = (
+            one.common(first, rows, frame.band) for one, first in ((frame, self.skip), (source, skip))
+        )
+        if not covers and not same_buffers(here_common, there_common):
+            raise refuse(
+                "UNEQUAL_COPIES",
+                f"copying {self.height} of {used} rows would leave the other rows with scales that are not theirs",
+                hint="Copy the whole tensor.",
+            )
+        lengths = [name for name in STATE if name in frame.cut and name in source.cut]
+        if any(frame.cut[name].shape[1:] != source.cut[name].shape[1:] for name in lengths):
+            raise refuse("SHAPE_MISMATCH", f"a history of {source.quantizer} does not fit {frame.quantizer}")
+        if frame.blank:
+            _begin(frame, source, there - self.skip)
+        if frame.used is not None:
+            frame.used = max(frame.used, self.skip + self.height)
+        for name in list(frame.cut):
+            if name in source.cut:
+                frame.cut[name][self.skip : self.skip + rows].copy_(source.cut[name][skip : skip + rows])
+            elif name in (COLUMN_DATA, COLUMN_SCALE):  # not in the source: they would be stale
+                frame.drop(name)
+        _refresh(frame, source)
+
+    def transposed(self) -> QuantizedTensor:
+        """Return the transpose without requantizing: its codes are the columnwise ones."""
+        turned = turned(self.frame, self.skip, tuple(self.shape))
+        return QuantizedTensor(turned, 0, turned.rows, self.dtype)
+
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[torch.Tensor, ...], Any]:
+        """Called by FSDP2: return codes, and scales that are cut with the rows, as bytes to gather."""
+        return sent(self.frame, self.skip, self.height, mesh)
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: tuple[torch.Tensor, ...],
+        metadata: Any,
+        param_dtype: torch.dtype,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
+        """Called by FSDP2: return the whole matrix made of the gathered bytes, or put it into an earlier `out`."""
+        frame = received(all_gather_outputs, metadata)
+        if out is None:
+            return QuantizedTensor(frame, 0, frame.whole, param_dtype), ()
+        inner = stored_local(out)
+        if not isinstance(inner, QuantizedTensor) or inner.dtype != param_dtype:
+            message = f"out must be a quantized tensor of {param_dtype}, not {type(inner).__name__} of {inner.dtype}"
+            raise refuse("UNSUPPORTED", message)
+        inner.frame.cut, inner.frame.shared, inner.frame.echoes = frame.cut, frame.shared, frame.echoes
+        return None
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: tuple[type, ...], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return OPERATIONS[0](func, args, kwargs or {})
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: tuple[type, ...], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        own = FUNCTIONS.get(func)
+        if own is not None:
+            return own(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedTensor:
+        if id(self) not in memo:
+            memo[id(self)] = self._as(self.detach().clone())
+        return cast("QuantizedTensor", memo[id(self)])
+
+    def _as(self, other: torch.Tensor) -> torch.Tensor:
+        """Return the other, a parameter if this is one, with this one's `requires_grad`."""
+        if getattr(self, "_is_param", False):
+            return torch.nn.Parameter(other, requires_grad=self.requires_grad)
+        return other.requires_grad_(self.requires_grad)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return self.reduced(torch.clone)
+
+    def reduced(self, change: Callable[[torch.Tensor], torch.Tensor]) -> tuple[Any, ...]:
+        """Return what a pickle stores: a function of this module, plain numbers, and the buffers after `change`.
+
+        Raises:
+            Refused: `UNSUPPORTED` for a tensor-parallel part: its process group cannot be pickled.
+        """
+        if self.frame.share is not None:
+            message = (
+                f"{list(self.shape)} is a rank's part of {list(self.frame.share.shape)}, which a pickle cannot record"
+            )
+            raise refuse("UNSUPPORTED", message, hint="Save state_dict(), which has its codes and scales.")
+        frame = self.frame.taken(self.skip, self.height, change)
+        settings = {name: getattr(frame.quantizer, name) for name in _settings(frame.quantizer)}
+        # plain pickle cannot read float8 tensors back
+        buffers = {name: with_plain_bytes(buffer) for name, buffer in frame.buffers(0, self.height).items()}
+        flags = (self.requires_grad, bool(getattr(self, "_is_param", False)))
+        at = (frame.start, frame.whole)
+        return rebuilt, (type(frame.quantizer).__name__, settings, buffers, tuple(self.shape), self.dtype, at, flags)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return (
+            f"QuantizedTensor({self.quantizer!r}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+        )
+
+
+def _sent(tensor: QuantizedTensor) -> tuple[Any, ...]:
+    """What goes to another process: the buffers' shared memory, not copies of them."""
+    return tensor.reduced(lambda buffer: buffer)
+
+
+ForkingPickler.register(QuantizedTensor, _sent)
+
+
+def _settings(quantizer: Quantizer) -> tuple[str, ...]:
+    return tuple(name for kind in type(quantizer).__mro__ for name in getattr(kind, "__slots__", ()))
+
+
+def same_buffers(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> bool:
+    """Tell whether two sets of buffers have the same names and bytes."""
+    return first.keys() == second.keys() and all(same_bytes(first[name], second[name]) for name in first)
+
+
+def _begin(frame: Frame, source: Frame, start: int) -> None:
+    """Give a frame that nothing was written into its place in the whole, which another's buffers are copied from."""
+    frame.start, frame.whole, frame.blank, frame.used = start, source.whole, False, 0
+    frame.identity = source.identity
+    if source.band is not None:
+        frame.band, frame.share = source.band, frame.share or source.share
+    if ORIGIN in source.cut:
+        frame.cut[ORIGIN] = source.cut[ORIGIN].new_zeros((frame.rows, *frame.row))
+
+
+def _refresh(frame: Frame, source: Frame) -> None:
+    """Bring the shared buffers of a frame to what another's are, in place where they fit."""
+    for name in list(frame.shared):
+        if name not in source.shared and name not in STATE:
+            frame.drop(name)
+    for name, buffer in source.shared.items():
+        old = frame.shared.get(name)
+        if old is not None and old.shape == buffer.shape:
+            old.copy_(buffer)
+        elif old is not None or name != COLUMN_SCALE:
+            frame.shared[name] = buffer.to(frame.device, copy=True)
+
+
+def values_of(frame: Frame, first: int, count: int, dtype: torch.dtype, *, columnwise: bool = False) -> torch.Tensor:
+    """Return the values of matrices of a stack; in one go where matrices below each other have the same tiles."""
+    assert frame.matrix is not None
+    rows, columns = frame.matrix
+    encoding, last = frame.encoding, first + count
+    step = encoding.tile[0]
+    if step and not rows % step and not encoding.has_global and count and rows and not columnwise:
+        codes, scale = frame.cut[DATA][first:last].flatten(0, 1), frame.cut[SCALE][first:last].flatten(0, 1)
+        return kernels.dequantize(kernels.Components(codes, scale), encoding, dtype).view(count, rows, columns)
+    if encoding.tile == (WHOLE, WHOLE) and not encoding.has_global and count and rows:
+        codes, scale = frame.cut[DATA][first:last].flatten(1), frame.cut[SCALE][first:last].view(count, 1)
+        flat = replace(encoding, tile=(1, WHOLE))
+        return kernels.dequantize(kernels.Components(codes, scale), flat, dtype).view(count, rows, columns)
+    values = torch.empty((count, rows, columns), dtype=dtype, device=frame.device)
+    for place_ in range(count):
+        parts, encoding = frame.member(first + place_).operands(0, rows, columnwise=columnwise)
+        kernels.dequantize(parts, encoding, dtype, out=values[place_])
+    return values
+
+
+@makes_tensors
+def quantized(
+    quantizer: Quantizer,
+    x: torch.Tensor,
+    *,
+    group: dist.ProcessGroup | None = None,
+    start: int | None = None,
+    whole: int | None = None,
+    share: Share | None = None,
+    band: Band | None = None,
+) -> QuantizedTensor:
+    """Quantize a matrix, a stack of them or, with a group, this rank's part of one; see `Quantizer.quantize`.
+
+    With a share the matrix, or stack, is that part of a whole one, and every rank of the share's group calls this.
+    With a band it is that part of every row, and the ranks of the group have the others.
+    """
+    if x.dim() not in (2, 3):
+        raise refuse(
+            "SHAPE_MISMATCH", f"expected a matrix or a stack of matrices, not a tensor of shape {list(x.shape)}"
+        )
+    if isinstance(x, QuantizedTensor):
+        raise refuse(
+            "UNSUPPORTED",
+            f"the tensor is quantized already, by {x.quantizer}",
+            hint="Quantize x.dequantize() to do it again.",
+        )
+    plain = x.detach()
+    frame = frame_of(quantizer, plain, place(plain, group, start, whole, share, banded=band is not None))
+    frame.share, frame.band = share, band
+    begin(frame)
+    return QuantizedTensor(frame, 0, x.shape[0], x.dtype)
+
+
+def from_components(
+    quantizer: Quantizer,
+    components: Mapping[str, torch.Tensor],
+    shape: tuple[int, ...],
+    dtype: DType,
+    *,
+    start: int = 0,
+    whole: int | None = None,
+) -> QuantizedTensor:
+    """Make a quantized tensor from codes and scales; it shares their memory.
+
+    Args:
+        quantizer: the quantizer that made them.
+        components: the entries of `QuantizedTensor.components` and `.state`; missing state starts new.
+        shape: [M, K], or [E, M, K] for a stack, whose components all have a leading dim E.
+        dtype: dtype of the values: bfloat16, float16 or float32.
+        start: for a shard, the row of the whole matrix at which it begins; in a stack, the matrix.
+        whole: for a shard, the rows of the whole matrix; scales of tiles of several rows are those of the whole.
+
+    Raises:
+        Refused: `MISSING_TENSOR`, `UNEXPECTED_TENSOR`, `DTYPE_MISMATCH` or `SHAPE_MISMATCH`: every problem at once.
+    """
+    dtype = read_dtype("dtype", dtype)
+    if len(shape) not in (2, 3) or dtype not in kernels.VALUES:
+        expected = "a matrix of bfloat16, float16 or float32, or a stack of them"
+        raise refuse("SHAPE_MISMATCH", f"expected {expected}, not {dtype} {list(shape)}")
+    both = COLUMN_DATA in components
+    encoding, wrong = quantizer.encoding, []
+    here = buffers_of(quantizer, shape, columnwise=both)
+    everywhere = buffers_of(quantizer, (shape[0] if whole is None else whole, *shape[1:]), columnwise=both)
+    device = components[DATA].device if DATA in components else torch.device("cpu")
+    for name in here:
+        kind, size = here[name] if is_cut(encoding, name, len(shape)) else everywhere[name]
+        buffer = components.get(name)
+        if buffer is None:
+            if name not in STATE:
+                wrong.append(Refusal("MISSING_TENSOR", f"the buffer {name!r} is missing", Where(tensor=name)))
+        elif buffer.dtype != kind:
+            wrong.append(Refusal("DTYPE_MISMATCH", f"expected {kind}, got {buffer.dtype}", Where(tensor=name)))
+        elif tuple(buffer.shape) != size or buffer.device != device:
+            message = f"expected {list(size)} on {device}, got {list(buffer.shape)} on {buffer.device}"
+            wrong.append(Refusal("SHAPE_MISMATCH", message, Where(tensor=name)))
+    wrong += [
+        Refusal("UNEXPECTED_TENSOR", f"{quantizer} has no such buffer", Where(tensor=name))
+        for name in components
+        if name not in here
+    ]
+    if wrong:
+        raise gathered(wrong)
+    return QuantizedTensor(framed(quantizer, components, shape, start=start, whole=whole), 0, shape[0], dtype)
+
+
+def rebuilt(
+    kind: str,
+    settings: dict[str, Any],
+    buffers: dict[str, torch.Tensor],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    at: tuple[int, int],
+    flags: tuple[bool, bool],
+) -> torch.Tensor:
+    """Make a tensor from what was pickled: names, plain numbers and buffers.
+
+    Raises:
+        Refused: `UNSUPPORTED` for an unknown quantizer; what `from_components` refuses.
+    """
+    if kind not in QUANTIZERS:
+        raise refuse("UNSUPPORTED", f"the pickle names the quantizer {kind}; known are {', '.join(QUANTIZERS)}")
+    quantizer = QUANTIZERS[kind](**settings)
+    *leading, packed = buffers[DATA].shape
+    stored = (*leading, packed * (8 // quantizer.encoding.code_bits))
+    wanted = buffers_of(quantizer, stored, columnwise=COLUMN_DATA in buffers)
+    typed = {name: buffer.view(wanted[name][0]) if name in wanted else buffer for name, buffer in buffers.items()}
+    tensor: torch.Tensor = from_components(quantizer, typed, stored, dtype, start=at[0], whole=at[1])
+    tensor = tensor.view(shape)
+    return torch.nn.Parameter(tensor, requires_grad=flags[0]) if flags[1] else tensor.requires_grad_(flags[0])

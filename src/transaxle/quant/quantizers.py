@@ -1,0 +1,292 @@
+"""Quantizers: how a matrix becomes codes and scales, one description for each kind of scaling.
+
+A quantizer names an encoding of `transaxle.encodings` and what that leaves open: how many elements share an amax,
+whether there are codes for both directions, whether scales come from this tensor or from earlier ones. It holds no
+tensor, and arithmetic is the encodings'.
+
+The buffers of a quantized matrix: their names, types and shapes, and which of them are cut with rows.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from transaxle.encodings import encoding as encodings
+from transaxle.encodings.conventions.convention import ASIDE
+from transaxle.encodings.encoding import Encoding
+from transaxle.quant.kernels.components import columnwise_of, layout
+from transaxle.torch_tensors.torch_arguments import Ranks, read_group
+
+if TYPE_CHECKING:
+    from transaxle.quant.quantized_tensor import QuantizedTensor
+
+
+_MAKER: list[Callable[..., QuantizedTensor]] = []
+"""What makes tensors: `transaxle.quant.quantized_tensor`, which stands above this module, puts it here."""
+
+
+def makes_tensors(maker: Callable[..., QuantizedTensor]) -> Callable[..., QuantizedTensor]:
+    """Decorator: let `Quantizer.quantize` call this function."""
+    _MAKER[:] = [maker]
+    return maker
+
+
+Float8Code = Literal["F8_E4M3", "F8_E5M2"]
+"""Safetensors code of eight-bit codes."""
+
+
+class Quantizer(ABC):
+    """How a matrix is quantized: an encoding, and how its scales are found. Equal quantizers make equal codes."""
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def encoding(self) -> Encoding:
+        """What is made."""
+
+    @property
+    def over(self) -> tuple[int, int] | None:
+        """Rows and columns that share an amax, if that is more than one tile; None otherwise."""
+        return None
+
+    @property
+    def columnwise(self) -> bool:
+        """Whether codes are made for both directions."""
+        return False
+
+    @property
+    def state_sizes(self) -> Mapping[str, int]:
+        """Name -> length of each float32 buffer that a tensor keeps for scaling its next values; empty without any."""
+        return {}
+
+    @property
+    def multiplies_codes(self) -> bool:
+        """Whether inputs and gradients are quantized like the weights wherever they are multiplied with them."""
+        return False
+
+    @property
+    def rounding_seed(self) -> int | None:
+        """Seed of the random numbers by which gradients are rounded; None: they are not rounded at random."""
+        return None
+
+    @property
+    def grain(self) -> tuple[int, int]:
+        """Rows and columns that share an amax; 0 stands for all of them."""
+        rows, columns = self.encoding.tile if self.over is None else self.over
+        return rows, columns
+
+    def quantize(
+        self,
+        x: torch.Tensor,
+        *,
+        group: Ranks | None = None,
+        start: int | None = None,
+        whole: int | None = None,
+    ) -> QuantizedTensor:
+        """Quantize a matrix, or this rank's rows of one.
+
+        Args:
+            x: [M, K] of bfloat16, float16 or float32.
+            group: the ranks that hold the rows of one matrix, in order. Amaxes are reduced over them, so that codes and
+                scales are those of the matrix quantized in one piece, bit for bit. Each rank calls this.
+            start: row of the whole matrix at which `x` begins. Without it the ranks exchange their row counts.
+            whole: number of rows of the whole matrix; likewise.
+
+        Raises:
+            Refused: `DTYPE_MISMATCH`, `SHAPE_MISMATCH` or `UNSUPPORTED` for what cannot be quantized.
+        """
+        return _MAKER[0](self, x, group=read_group("group", group), start=start, whole=whole)
+
+
+@dataclass(frozen=True, slots=True)
+class Float8CurrentScaling(Quantizer):
+    """One float32 scale for the tensor, from its own amax."""
+
+    code: Float8Code = "F8_E4M3"
+    """Type of the codes."""
+    power_of_two: bool = False
+    """Whether scales are powers of two."""
+
+    @property
+    def encoding(self) -> Encoding:
+        """What is made."""
+        return replace(encodings.FLOAT8, code=self.code, power_of_two=self.power_of_two)
+
+
+@dataclass(frozen=True, slots=True)
+class DelayedScaling(Quantizer):
+    """One float32 scale for the tensor, from the largest amax of the last times it was quantized.
+
+    The first values are scaled by their own amax. Later ones are scaled by the largest amax in the history; then their
+    own amax enters the history, and the oldest leaves it. If the largest is zero, infinite or NaN, the scale stays.
+    """
+
+    code: Float8Code = "F8_E4M3"
+    """Type of the codes."""
+    length: int = 1024
+    """Amaxes in the history."""
+
+    @property
+    def encoding(self) -> Encoding:
+        """What is made."""
+        return replace(encodings.FLOAT8, code=self.code)
+
+    @property
+    def state_sizes(self) -> Mapping[str, int]:
+        """Lengths of the history, and of the amax from which the next scale is computed."""
+        return {"amax_history": self.length, "scaled_for": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Float8Block(Quantizer):
+    """One float32 scale for each block of 128 x 128 elements (weights) or 1 x 128 (activations)."""
+
+    block: tuple[int, int] = (128, 128)
+    """Rows and columns of a block."""
+    code: Float8Code = "F8_E4M3"
+    """Type of the codes."""
+    power_of_two: bool = True
+    """Whether scales are powers of two."""
+
+    @property
+    def encoding(self) -> Encoding:
+        """What is made."""
+        return replace(encodings.FLOAT8_BLOCK, tile=self.block, code=self.code, power_of_two=self.power_of_two)
+
+
+@dataclass(frozen=True, slots=True)
+class MXFP8(Quantizer):
+    """One E8M0 scale for every 32 elements of a row; with `columnwise`, also codes scaled along columns."""
+
+    code: Float8Code = "F8_E4M3"
+    """Type of the codes."""
+    columnwise: bool = False
+    """Whether to make codes for both directions."""
+
+    @property
+    def encoding(self) -> Encoding:
+        """What is made."""
+        return replace(encodings.MXFP8, code=self.code)
+
+
+@dataclass(frozen=True, slots=True)
+class NVFP4(Quantizer):
+    """4-bit codes with one E4M3 scale for every 16 elements of a row, and one amax for the tensor.
+
+    With `columnwise` there are also codes scaled along columns.
+    """
+
+    square: bool = False
+    """Whether 16 x 16 elements share an amax, so that the transpose has the same scales: the rule for weights."""
+    scale_max: int = 448
+    """Largest value of a block scale; 256 in the `4 over 6` variant."""
+    columnwise: bool = False
+    """Whether to make codes for both directions."""
+
+    @property
+    def encoding(self) -> Encoding:
+        """What is made."""
+        return replace(encodings.NVFP4, scale_max=self.scale_max)
+
+    @property
+    def over(self) -> tuple[int, int] | None:
+        """Rows and columns that share an amax, if that is more than one tile; None otherwise."""
+        return (16, 16) if self.square else None
+
+
+@dataclass(frozen=True, slots=True)
+class NVFP4BlockScaling(Quantizer):
+    """NVFP4 training: weights, inputs and gradients have 4-bit codes in all three products of a linear layer.
+
+    The options have the names and defaults of TransformerEngine's recipe. Weights are rounded to nearest, with scales
+    of 16 x 16 elements; inputs too, with scales of 16 along what is summed up. Both operands of the gradient of the
+    weights go through a random Hadamard transform before. Random numbers belong to the elements of a gradient: they
+    follow from the seed, the weight's name, how many gradients it has had, and the element's row and column.
+    """
+
+    disable_rht: bool = False
+    """Whether to leave out the random Hadamard transform."""
+    disable_stochastic_rounding: bool = False
+    """Whether to round gradients to nearest."""
+    disable_2d_quantization: bool = False
+    """Whether weights have scales of 16 elements, separate ones along rows and columns."""
+    seed: int = 0
+    """From which the random numbers follow."""
+
+    @property
+    def encoding(self) -> Encoding:
+        """What is made."""
+        return encodings.NVFP4
+
+    @property
+    def over(self) -> tuple[int, int] | None:
+        """Rows and columns that share an amax, if that is more than one tile; None otherwise."""
+        return None if self.disable_2d_quantization else (16, 16)
+
+    @property
+    def columnwise(self) -> bool:
+        """Whether codes are made for both directions."""
+        return self.disable_2d_quantization
+
+    @property
+    def multiplies_codes(self) -> bool:
+        """Whether inputs and gradients are quantized like the weights wherever they are multiplied with them."""
+        return True
+
+    @property
+    def rounding_seed(self) -> int | None:
+        """Seed of the random numbers by which gradients are rounded; None: they are not rounded at random."""
+        return None if self.disable_stochastic_rounding else self.seed
+
+
+QUANTIZERS: Mapping[str, type[Quantizer]] = MappingProxyType(
+    {
+        kind.__name__: kind
+        for kind in (Float8CurrentScaling, DelayedScaling, Float8Block, MXFP8, NVFP4, NVFP4BlockScaling)
+    }
+)
+"""The kinds of scaling by name, which is how a pickled tensor says what it is."""
+
+
+DATA = "data"
+SCALE = "scale_inv"
+AMAX = "amax"
+COLUMN_DATA, COLUMN_SCALE, HISTORY, SCALED_FOR, ROUNDING = ASIDE
+ORIGIN = "high_precision_init"
+"""Name of the values that the first codes were made of, where they are kept for master weights."""
+COMPONENTS = (DATA, SCALE, AMAX, COLUMN_DATA, COLUMN_SCALE)
+"""Names of buffers that make up values, in their order."""
+STATE = (HISTORY, SCALED_FOR, ROUNDING)
+"""Names of buffers that say how the next values are scaled (delayed scaling), or rounded (NVFP4 training)."""
+
+
+def is_cut(encoding: Encoding, name: str, dims: int = 2) -> bool:
+    """Whether a buffer has one row for each row of the matrix. In a stack (3 dims) every buffer has one per matrix."""
+    return dims > 2 or name in (DATA, COLUMN_DATA) or (name == SCALE and encoding.tile[0] == 1)
+
+
+def tall(encoding: Encoding, *, columnwise: bool) -> bool:
+    """Whether there are scales of tiles that a cut between two rows can run through."""
+    return encoding.tile[0] > 1 or columnwise
+
+
+def buffers_of(
+    quantizer: Quantizer, shape: tuple[int, ...], *, columnwise: bool | None = None
+) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Return dtype and shape of each buffer of a matrix or a stack, those of the state included."""
+    both = quantizer.columnwise if columnwise is None else columnwise
+    rows, columns = shape[-2:]
+    wanted = layout(
+        quantizer.encoding, (rows, columns), columnwise=both and columnwise_of(quantizer.encoding) is not None
+    )
+    wanted |= {name: (torch.float32, (size,)) for name, size in quantizer.state_sizes.items()}
+    if quantizer.rounding_seed is not None:
+        wanted[ROUNDING] = torch.int64, (2,)
+    return {name: (dtype, (*shape[:-2], *size)) for name, (dtype, size) in wanted.items()}
