@@ -26,10 +26,10 @@ from promises import Promises
 from transaxle.axes.geometry.chunk import Shard, whole
 from transaxle.axes.layout.relayout import Target
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
-from transaxle.engine.copying.source import Source
 from transaxle.engine.distribute.work_plan import Share, divide, keyed, parse_share, share_of
 from transaxle.engine.plan.conversion import make_plan
 from transaxle.engine.plan.planned import Plan
+from transaxle.engine.source import Source
 
 DIALECTS = ("transformers", "automodel", "torchtitan", "te", "megatron", "hf")
 FIRST = DIALECTS[0]

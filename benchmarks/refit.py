@@ -38,7 +38,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import transaxle as tx
-from transaxle.live.transport import shared_memory, shm_transport
+from transaxle.live.transport import shared_memory
 
 TRAINER, ENGINE = 4, 2
 SECRET = "of both jobs of this benchmark, on one machine"
@@ -148,7 +148,7 @@ def run(number: int, ports: tuple[int, int], folder: str, said: argparse.Namespa
         root = tx.refit.meet(f"127.0.0.1:{ports[1]}", *place, secret=SECRET, backend="gloo")
     model: Any = trainer(said.sizes) if trains else None
     weights: State = {} if trains else engine(said.sizes)
-    with patch.object(shm_transport, "seen", (lambda _: None) if said.network else shared_memory.seen):
+    with patch.object(shared_memory, "seen", (lambda _: None) if said.network else shared_memory.seen):
         begin = time.monotonic()
         refits = {
             name: tx.Refit({} if model is None else model, weights, group, bucket=BUCKET, in_place=name == "in place")

@@ -26,7 +26,7 @@ from transaxle.cli import NAME
 from transaxle.cli.command import with_all_options
 from transaxle.cli.program import COMMANDS, program
 from transaxle.engine.explanations import EXPLANATIONS
-from transaxle.engine.facts.legend import dialect_rows
+from transaxle.engine.moves import dialect_rows
 from transaxle.errors import CODES, refuse
 from transaxle.families import BLOCKS, INDEX, SPELLED, Entry, Tables, is_traced, read_all, spell_out
 

@@ -18,8 +18,8 @@ _LONG = [
     "deepspeed.runtime.zero.muon.muon_optimizer",
     "pytest",
     "torch.distributed.checkpoint.state_dict",
-    "transaxle.live.background.asynchronous",
-    "transaxle.live.load.load",
+    "transaxle.live.asynchronous",
+    "transaxle.live.load",
     *(f"transformers.models.{kind}.modeling_{kind}" for kind in ("llama", "mixtral", "phi3", "qwen2")),
     "tests.frozen",
 ]

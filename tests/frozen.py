@@ -9,7 +9,7 @@ The parent of all of them is the server. That the process which asked for them i
 import gc
 from typing import Any
 
-from transaxle.live.background.save_process import Parent
+from transaxle.live.save_process import Parent
 
 _parent: Any = Parent
 _parent._is_alive = lambda _: True

@@ -83,8 +83,8 @@ def test_another_name_is_not_there() -> None:
 
 
 def test_a_module_does_not_hide_the_function_of_its_name() -> None:
-    """`transaxle.live.load.load` is a module, `transaxle.load` a function, whichever is imported first."""
-    script = "import transaxle.live.load.load, transaxle as tx; assert callable(tx.load) and callable(tx.save)"
+    """`transaxle.live.load` is a module, `transaxle.load` a function, whichever is imported first."""
+    script = "import transaxle.live.load, transaxle as tx; assert callable(tx.load) and callable(tx.save)"
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
 
 

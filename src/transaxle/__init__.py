@@ -21,38 +21,38 @@ _LAZY = "transaxle.verbs"
 _ELSEWHERE = {
     "AccelerateHooks": "live.integrations.accelerate_hooks",
     "Checkpoint": "engine.checkpoint.checkpoint",
-    "Comparison": "engine.compare.compare",
+    "Comparison": "engine.compare",
     "Executor": "engine.distribute.executors",
     "Explanation": "engine.explanations",
     "Leftover": "formats.staging.leftovers",
     "LightningCheckpoints": "live.integrations.lightning_io",
     "LoadPlanner": "live.integrations.dcp_planners",
-    "LoadReport": "live.model.report",
+    "LoadReport": "live.model.destination",
     "Plan": "engine.plan.planned",
-    "Random": "live.training.extra_state",
+    "Random": "live.extra_state",
     "Refit": "refit.refitting",
     "RefitReport": "refit.refitting",
-    "Report": "engine.execute.carry",
-    "ReshardReport": "live.reexpress.reshard",
-    "SaveJob": "live.background.asynchronous",
+    "Report": "engine.carry",
+    "ReshardReport": "live.reshard",
+    "SaveJob": "live.asynchronous",
     "SavePlanner": "live.integrations.dcp_planners",
-    "SaveReport": "live.model.report",
-    "Sharding": "engine.facts.sharding_facts",
+    "SaveReport": "live.model.destination",
+    "Sharding": "engine.checkpoint_facts",
     "StoredTensor": "engine.checkpoint.stored_tensor",
     "Table": "derivation.sources",
     "TrainerCheckpoints": "live.integrations.trainer_callback",
-    "Verification": "engine.compare.verification",
-    "as_runs": "live.sharding.dcp_chunks",
-    "async_save": "live.background.asynchronous",
+    "Verification": "engine.verification",
+    "as_runs": "live.global_tensors",
+    "async_save": "live.asynchronous",
     "explain": "engine.explanations",
-    "load": "live.load.load",
-    "loadable_as": "live.reexpress.state_dict_adapter",
-    "prepare_async": "live.background.asynchronous",
+    "load": "live.load",
+    "loadable_as": "live.state_dict_adapter",
+    "prepare_async": "live.asynchronous",
     "report": "reports.reporting",
-    "reshard": "live.reexpress.reshard",
-    "save": "live.save.save",
-    "sharding": "live.reexpress.model_sharding",
-    "state_dict_as": "live.reexpress.state_dict_adapter",
+    "reshard": "live.reshard",
+    "save": "live.save",
+    "sharding": "live.reshard",
+    "state_dict_as": "live.state_dict_adapter",
 }
 """What is no verb of files -> its module: results, and what works on live models, which imports torch."""
 
@@ -62,29 +62,28 @@ _ROOMS = frozenset({"nn", "parallel", "quant", "refit"})
 if TYPE_CHECKING:
     from transaxle import nn, parallel, quant, refit
     from transaxle.derivation.sources import Table
+    from transaxle.engine.carry import Report
     from transaxle.engine.checkpoint.checkpoint import Checkpoint
     from transaxle.engine.checkpoint.stored_tensor import StoredTensor
-    from transaxle.engine.compare.compare import Comparison
-    from transaxle.engine.compare.verification import Verification
+    from transaxle.engine.checkpoint_facts import Sharding
+    from transaxle.engine.compare import Comparison
     from transaxle.engine.distribute.executors import Executor
-    from transaxle.engine.execute.carry import Report
     from transaxle.engine.explanations import Explanation, explain
-    from transaxle.engine.facts.sharding_facts import Sharding
     from transaxle.engine.plan.planned import Plan
+    from transaxle.engine.verification import Verification
     from transaxle.formats.staging.leftovers import Leftover
-    from transaxle.live.background.asynchronous import SaveJob, async_save, prepare_async
+    from transaxle.live.asynchronous import SaveJob, async_save, prepare_async
+    from transaxle.live.extra_state import Random
+    from transaxle.live.global_tensors import as_runs
     from transaxle.live.integrations.accelerate_hooks import AccelerateHooks
     from transaxle.live.integrations.dcp_planners import LoadPlanner, SavePlanner
     from transaxle.live.integrations.lightning_io import LightningCheckpoints
     from transaxle.live.integrations.trainer_callback import TrainerCheckpoints
-    from transaxle.live.load.load import load
-    from transaxle.live.model.report import LoadReport, SaveReport
-    from transaxle.live.reexpress.model_sharding import sharding
-    from transaxle.live.reexpress.reshard import ReshardReport, reshard
-    from transaxle.live.reexpress.state_dict_adapter import loadable_as, state_dict_as
-    from transaxle.live.save.save import save
-    from transaxle.live.sharding.dcp_chunks import as_runs
-    from transaxle.live.training.extra_state import Random
+    from transaxle.live.load import load
+    from transaxle.live.model.destination import LoadReport, SaveReport
+    from transaxle.live.reshard import ReshardReport, reshard, sharding
+    from transaxle.live.save import save
+    from transaxle.live.state_dict_adapter import loadable_as, state_dict_as
     from transaxle.refit.refitting import Refit, RefitReport
     from transaxle.reports.reporting import report
     from transaxle.verbs import check_rules, clean, convert, derive, diff, info, open, plan, verify  # noqa: A004

@@ -40,14 +40,14 @@ from transaxle.options import OPENING, READING, SHAPING, SHARD_SIZE, select
 
 if TYPE_CHECKING:
     from transaxle.derivation.sources import Table
-    from transaxle.engine.compare.compare import Comparison
-    from transaxle.engine.compare.verification import Verification
+    from transaxle.engine.carry import Report
+    from transaxle.engine.compare import Comparison
     from transaxle.engine.distribute.driver import Event, On
     from transaxle.engine.distribute.work_plan import ConversionOrder
-    from transaxle.engine.execute.carry import Report
-    from transaxle.engine.execute.execute import Cleared
+    from transaxle.engine.execute import Cleared
     from transaxle.engine.plan.conversion import Prepared
     from transaxle.engine.plan.planned import Plan
+    from transaxle.engine.verification import Verification
     from transaxle.formats.staging.leftovers import Leftover
     from transaxle.reports.reporting import ConversionPage
 
@@ -218,7 +218,7 @@ def info(
         `family`, `dialect`, `reason` (of a family that is not recognised), `axes`, `unknown` (names that no line
         reads), `tensors`, `bytes`, `dtypes`, `encodings`, `files`, `manifest` and others.
     """
-    from transaxle.engine.facts.checkpoint_facts import checkpoint_facts
+    from transaxle.engine.checkpoint_facts import checkpoint_facts
 
     with opened("src", src, read_options("info", locals())) as checkpoint:
         return checkpoint_facts(checkpoint)
@@ -239,7 +239,7 @@ def check_rules(rules: PathLike, path: PathLike | None = None) -> dict[str, Any]
         Refused: CORRUPT with every mistake in the table.
         UsageError: UNKNOWN_FAMILY where the table reads no name of the checkpoint.
     """
-    from transaxle.engine.facts.rules_facts import rules_facts
+    from transaxle.engine.checkpoint_facts import rules_facts
 
     return rules_facts(read_path("rules", rules), None if path is None else read_path("path", path))
 
@@ -315,7 +315,7 @@ class _Conversion:
         Args:
             running: it is about to be carried out; see `preflight`.
         """
-        from transaxle.engine.execute.execute import in_order, preflight
+        from transaxle.engine.execute import in_order, preflight
         from transaxle.engine.plan.conversion import make_plan
 
         with in_order(self._src, self.target), opened("src", self._src, self.opening) as checkpoint:
@@ -374,7 +374,7 @@ class _Conversion:
                 return convert_on(
                     self.order, cleared, self._options["on"], progress=progress, watch=events, **self._how
                 )
-        from transaxle.engine.execute.execute import execute
+        from transaxle.engine.execute import execute
         from transaxle.formats.staging.location import takes_parts
 
         how = select(self._options, ("overwrite", "resume", "sync"))
@@ -389,7 +389,7 @@ class _Conversion:
 
     def _by_ranks(self, progress: Progress) -> Report:
         """Convert together with the other ranks of a job; collective."""
-        from transaxle.live.conversion.torchrun import convert_together
+        from transaxle.live.torchrun import convert_together
 
         assert self.order is not None
         if not self._leads:
@@ -401,7 +401,7 @@ class _Conversion:
         """Begin the page of a conversion by ranks, and write it where it is refused; on the first rank."""
         if "report" not in self._options:
             return
-        from transaxle.engine.execute.execute import preflight
+        from transaxle.engine.execute import preflight
 
         self.page, how = self._new_page(), select(self._options, ("overwrite", "resume"))
         self.page.write_refused(preflight(prepared, self.target, several=True, limit=self.limit, **how).plan)
@@ -412,7 +412,7 @@ class _Conversion:
 
     def _read_back(self, prepared: Prepared) -> Verification:
         """Read the result back, with what was said when the source was opened."""
-        from transaxle.engine.execute.read_back import read_back
+        from transaxle.engine.read_back import read_back
 
         known: Mapping[str, Any] = self.opening
         if isinstance(self._src, Checkpoint):
@@ -583,7 +583,7 @@ def _refuse_unverified(report: Report, verification: Verification) -> None:
     Raises:
         Unverified: it is not what the source has.
     """
-    from transaxle.engine.execute.read_back import refuse_unequal
+    from transaxle.engine.read_back import refuse_unequal
 
     try:
         refuse_unequal(verification, report.path)
@@ -633,9 +633,8 @@ def verify(
         verdict, and `.problems` and `.differences` list what is wrong.
     """
     options = read_options("verify", locals())
-    from transaxle.engine.compare.pair import opened_pair
-    from transaxle.engine.compare.verification import verify as verify_alone
-    from transaxle.engine.compare.verification import verify_against
+    from transaxle.engine.verification import opened_pair, verify_against
+    from transaxle.engine.verification import verify as verify_alone
     from transaxle.move.workers import limits
 
     limit, opening = limits(jobs, memory), select(options, OPENING)
@@ -697,8 +696,8 @@ def diff(
         The comparison. It is true if nothing differs; `.equal` is the same verdict.
     """
     options = read_options("diff", locals())
-    from transaxle.engine.compare.compare import compare
-    from transaxle.engine.compare.pair import opened_pair
+    from transaxle.engine.compare import compare
+    from transaxle.engine.verification import opened_pair
     from transaxle.move.workers import limits
 
     seen = watch or _Unwatched()

@@ -21,8 +21,8 @@ from tests.engine import quantized
 from transaxle import families
 from transaxle.cli.program import COMMANDS
 from transaxle.cli.screen.screen import Screen
-from transaxle.engine.copying.duplicate_checks import PlannedCheck
 from transaxle.engine.distribute.driver import Event
+from transaxle.engine.duplicates import PlannedCheck
 
 _WAY = (
     "ls ck", "ls ck --all --as torchtitan", "info ck", "info", "info --family qwen3_moe", "families", "dialects",

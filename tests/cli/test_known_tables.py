@@ -11,7 +11,7 @@ import pytest
 from tests.cli.running import USAGE, Transaxle, lines, only, process
 from tests.cli.test_program import COUNTED
 from transaxle.axes.notation.tables import read
-from transaxle.engine.facts.legend import PEERS, axes_of
+from transaxle.engine.moves import PEERS, axes_of
 from transaxle.families import builtin
 from transaxle.options import OPTIONS, spelled
 

@@ -73,8 +73,8 @@ def test_a_damaged_result_of_an_encoding_is_found(bf16: Path, here: Path, transa
     quantized.store(here / "other", ({**held, DOWN: quantized.plain((128, 256), 77)}, config))
     transaxle("convert", "other", "out", "--to", "hf", "--encode", "mxfp8")
     from transaxle.engine.checkpoint.checkpoint import open_checkpoint
-    from transaxle.engine.execute.read_back import reproduced
     from transaxle.engine.plan.conversion import make_plan
+    from transaxle.engine.read_back import reproduced
     from transaxle.engine.views.encode import Encode
     from transaxle.move.workers import limits, unwatched
 

@@ -39,7 +39,7 @@ _LISTING = (
     "transaxle.families",
 )
 """Modules that help needs no more."""
-_OF_PLANS = ("transaxle.engine.plan", "transaxle.engine.execute", "transaxle.engine.compare.compare", "numpy.ma")
+_OF_PLANS = ("transaxle.engine.plan", "transaxle.engine.execute", "transaxle.engine.compare", "numpy.ma")
 """Modules that only plans, conversions and comparisons need, and numpy's masked arrays, which nothing does."""
 _OF_WORKERS = ("transaxle.engine.distribute", "secrets")
 """Modules that only work of several processes needs."""

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transaxle.engine.fold import fold, products, ranges
+from transaxle.engine.wording import fold, products, ranges
 
 _SETS = re.compile(r"\[([0-9,-]+)\]")
 

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import transaxle as tx
-from transaxle.live.background import asynchronous
+from transaxle.live import asynchronous
 
 SLOW = 1.0
 """Seconds that a slow save takes."""

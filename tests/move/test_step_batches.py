@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import transaxle as tx
 from tests.checkpoints import write
 from tests.engine.killed import one_by_one
-from transaxle.engine.copying.duplicate_checks import Compared, Pair
+from transaxle.engine.duplicates import Compared, Pair
 from transaxle.errors import Refused
 from transaxle.formats.catalog import NUMBERS, Checksum, NumbersInMemory
 from transaxle.formats.checksums import Witness

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transaxle.engine.copying.duplicate_checks import PlannedCheck, unequal
+from transaxle.engine.duplicates import PlannedCheck, unequal
 from transaxle.formats.storage.local import LocalStorage
 from transaxle.move.endpoint import Bytes, Sink
 from transaxle.move.hashing import HashingFiles

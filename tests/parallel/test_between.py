@@ -18,8 +18,8 @@ from tests.live.ranks import run
 from tests.parallel.models import CONFIGS, build
 from transaxle.formats.deepspeed.keys import UNIVERSAL
 from transaxle.live.model.state_tensors import leaves
-from transaxle.live.training.optimizer_state import names_of, states_of
-from transaxle.live.training.optimizers import apart
+from transaxle.live.optimizer_state import names_of, states_of
+from transaxle.live.optimizers import apart
 from transaxle.parallel.cutting import everything
 from transaxle.parallel.tensor_parallel import tensor_parallel
 from transaxle.torch_tensors.local_tensor import local_of

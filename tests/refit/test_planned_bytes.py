@@ -16,9 +16,8 @@ from tests.live.ranks import run
 from tests.live.topologies import LLAMA, MOE
 from tests.oracles import hub
 from transaxle.axes.geometry.chunk import Intervals, whole
-from transaxle.engine.capacity.pair_traffic import traffic
-from transaxle.engine.capacity.rank_meshes import read_mesh
 from transaxle.engine.plan.rank_parts import engine_parts
+from transaxle.engine.traffic import read_mesh, traffic
 from transaxle.families import builtin
 from transaxle.torch_tensors.placement import Part, mark
 

@@ -23,10 +23,10 @@ from transaxle.torch_tensors.local_tensor import local_of
 ROUNDS = 4
 TINY = "1MiB"
 PLANNING = (
-    "axes/translation/", "axes/layout/", "engine/", "live/sharding/global_tensors.py", "live/model/source_view.py",
+    "axes/translation/", "axes/layout/", "engine/", "live/global_tensors.py", "live/model/source_view.py",
     "live/reexpress/", "move/mover.py", "refit/agreement.py",
 )  # fmt: skip
-"""Where plans are made; the patterns of `only=` are looked up in `engine/views/name_filter.py` alone."""
+"""Where plans are made; the patterns of `only=` are looked up in `engine/views/encode.py` alone."""
 Tensors = dict[str, torch.Tensor]
 
 

@@ -25,7 +25,7 @@ from tests.reports.embedded import data
 from tests.reports.test_checkpoint_page import HOSTILE
 from tests.reports.test_refusal_page import cut_inside_a_tile, refusal_page
 from transaxle.cli.program import program
-from transaxle.engine.facts.sharding_facts import HeldTensor, Sharding
+from transaxle.engine.checkpoint_facts import HeldTensor, Sharding
 
 WIDTHS, SCHEMES = (1440, 390), ("light", "dark")
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome")

@@ -11,7 +11,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from tests.oracles.quiet import quiet
 from transaxle.axes.notation.name import CHECKPOINTED, COMPILED, FSDP1, own_name
-from transaxle.live.load.load import load
+from transaxle.live.load import load
 from transaxle.live.model.state_tensors import leaves, own_config
 from transaxle.torch_tensors.torch_arguments import innermost, unwrapped
 

@@ -16,8 +16,8 @@ import click
 import transaxle as tx
 from transaxle.cli.command import Command, printing
 from transaxle.cli.screen.screen import Screen
-from transaxle.engine.facts.moves import RENAMED, UNCHANGED, rules, words
-from transaxle.engine.number_text import parameters, plural
+from transaxle.engine.moves import RENAMED, UNCHANGED, rules, words
+from transaxle.engine.wording import parameters, plural
 from transaxle.errors import refuse
 from transaxle.extras import install
 from transaxle.formats.storage.local import failed

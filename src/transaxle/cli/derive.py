@@ -27,7 +27,7 @@ from transaxle.derivation.sources import (
 )
 from transaxle.derivation.table import Labels
 from transaxle.engine.checkpoint.settings import CONFIG, model_config
-from transaxle.engine.number_text import plural
+from transaxle.engine.wording import plural
 from transaxle.errors import TransaxleError, gathered, refuse
 from transaxle.families import builtin
 

@@ -12,7 +12,7 @@ from transaxle.engine.distribute.executors import Here
 from transaxle.engine.distribute.item_work import OpenedPlan
 from transaxle.engine.distribute.work_place import refuse_there
 from transaxle.engine.distribute.work_plan import WorkPlan, read_plan
-from transaxle.engine.number_text import duration, plural, size, speed
+from transaxle.engine.wording import duration, plural, size, speed
 from transaxle.move.journal import ItemResult
 
 

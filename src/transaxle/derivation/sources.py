@@ -33,9 +33,9 @@ from transaxle.derivation.traces import Shape, Trace, Underivable, numbered, tol
 from transaxle.derivation.transformers_models import loaded
 from transaxle.engine.checkpoint.checkpoint import open_checkpoint
 from transaxle.engine.checkpoint.settings import CONFIG, stored_config
-from transaxle.engine.compare.pair import opened_pair
-from transaxle.engine.execute.execute import execute
+from transaxle.engine.execute import execute
 from transaxle.engine.plan.conversion import make_plan
+from transaxle.engine.verification import opened_pair
 from transaxle.errors import Code, TransaxleError, refuse
 from transaxle.formats.staging.access import opened_draft
 from transaxle.formats.staging.place import rename_new

@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 
 from transaxle.arguments import wrong_type
 from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
-from transaxle.live.sharding.dcp_chunks import Runs, runs
+from transaxle.live.global_tensors import Runs, runs
 from transaxle.live.transport.world import World
 from transaxle.nn.grouped_linear import GroupedLinear
 from transaxle.parallel.cutting import Kept, keep, kept_by, replaced, tell_parts

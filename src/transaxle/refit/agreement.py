@@ -35,13 +35,13 @@ from transaxle.engine.plan.rank_parts import RANKS, for_ranks
 from transaxle.engine.views.encode import METHODS
 from transaxle.errors import Refusal, Where
 from transaxle.formats.catalog import nbytes, numpy_dtype
+from transaxle.live.global_tensors import Census, Global, census
+from transaxle.live.memory import Replicas, container
 from transaxle.live.model.quantized_model import Sorted, Weights, stand_in
 from transaxle.live.model.source_view import View
 from transaxle.live.model.state_tensors import Leaves, State, shared_config, unsavable
-from transaxle.live.reexpress.agreed_match import Match, matched
-from transaxle.live.reexpress.ties import Sides
-from transaxle.live.sharding.global_tensors import Census, Global, census
-from transaxle.live.sharding.memory import Replicas, container
+from transaxle.live.reshard import Match, matched
+from transaxle.live.ties import Sides
 from transaxle.live.transport.world import World
 from transaxle.move.workers import Item
 from transaxle.torch_tensors.local_tensor import as_bytes, byte_view

@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 
 from transaxle.axes.geometry.piece import Move
 from transaxle.errors import Refusal, Where, gathered
+from transaxle.live.memory import tensor_of
 from transaxle.live.model.destination import overlapping, unlike_overlap, view_of
 from transaxle.live.model.state_tensors import Leaves
-from transaxle.live.sharding.memory import tensor_of
 from transaxle.move.transfer import Transfer
 from transaxle.torch_tensors.local_tensor import (
     copy_box,

@@ -26,8 +26,8 @@ from torch.distributed import distributed_c10d
 
 from transaxle.arguments import read_count, read_text, wrong_type
 from transaxle.errors import refuse
-from transaxle.live.transport.bucket_exchange import SHARES, BucketExchange, Route
 from transaxle.live.transport.shared_store import SharedStore, StoreServer, check_connections
+from transaxle.live.transport.tensor_exchange import SHARES, BucketExchange, Route
 from transaxle.live.transport.world import World
 from transaxle.move.mover import batches, packed
 from transaxle.move.transfer import Transfer

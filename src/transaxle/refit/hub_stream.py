@@ -32,13 +32,12 @@ from transaxle.engine.plan.conversion import for_hub, make_plan, ready
 from transaxle.engine.plan.planned import PlannedTensor
 from transaxle.engine.views.cast import precise
 from transaxle.errors import gathered
+from transaxle.live.global_tensors import census
+from transaxle.live.memory import Replicas, check_zero, container, rank_of
 from transaxle.live.model.destination import check_dtype
-from transaxle.live.model.published_codes import published
+from transaxle.live.model.quantized_model import published
 from transaxle.live.model.state_tensors import Leaves, State, leaves, shared_config, unsavable
-from transaxle.live.sharding.global_tensors import census
-from transaxle.live.sharding.memory import Replicas, container, rank_of
-from transaxle.live.sharding.value_checks import check_zero
-from transaxle.live.transport.bucket_exchange import BucketExchange
+from transaxle.live.transport.tensor_exchange import BucketExchange
 from transaxle.live.transport.world import World
 from transaxle.move.transport import Deferred
 from transaxle.move.workers import Item

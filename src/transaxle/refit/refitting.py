@@ -23,15 +23,14 @@ from transaxle.arguments import (
     read_size,
     suggests,
 )
-from transaxle.engine.views.name_filter import chosen
+from transaxle.engine.views.encode import chosen
 from transaxle.errors import TransaxleError, refuse
-from transaxle.live.derived.settle import settle
+from transaxle.live.derived import settle
+from transaxle.live.memory import check_zero, rank_of
 from transaxle.live.model.destination import check_dtype
 from transaxle.live.model.quantized_model import stand_in
 from transaxle.live.model.state_tensors import Leaves, State
-from transaxle.live.sharding.memory import rank_of
-from transaxle.live.sharding.value_checks import check_zero
-from transaxle.live.transport.bucket_exchange import BucketExchange
+from transaxle.live.transport.tensor_exchange import BucketExchange
 from transaxle.live.transport.world import World, is_loss
 from transaxle.quant.entries import begin_anew, put_values
 from transaxle.refit.adapters import read_adapter, source_leaves, target_leaves

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from transaxle.arguments import Size
-from transaxle.engine.views.name_filter import chosen
+from transaxle.engine.views.encode import chosen
 from transaxle.errors import refuse
 from transaxle.live.transport import wire
 from transaxle.live.transport.world import World

@@ -24,7 +24,7 @@ from transaxle.arguments import (
     read_size,
     suggests,
 )
-from transaxle.engine.views.name_filter import chosen
+from transaxle.engine.views.encode import chosen
 from transaxle.errors import TransaxleError, refuse
 from transaxle.live.model.state_tensors import State
 from transaxle.live.transport.world import World, is_loss

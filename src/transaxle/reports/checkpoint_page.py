@@ -24,12 +24,11 @@ from transaxle.axes.layout.solve import fill
 from transaxle.axes.notation.name import natural
 from transaxle.encodings.encoding import Encoded, Role
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
-from transaxle.engine.compare.survey import place_of, places
-from transaxle.engine.facts.checkpoint_facts import JsonFacts, checkpoint_facts
-from transaxle.engine.facts.legend import axes_of
+from transaxle.engine.checkpoint_facts import JsonFacts, checkpoint_facts
 from transaxle.engine.facts.value_facts import CheckpointValues, TensorValues
-from transaxle.engine.fold import Indices, Position, fold, products, ranges
-from transaxle.engine.number_text import parameters, plural, size
+from transaxle.engine.distance import place_of, places
+from transaxle.engine.moves import axes_of
+from transaxle.engine.wording import Indices, Position, fold, parameters, plural, products, ranges, size
 from transaxle.errors import TransaxleError, shortened
 from transaxle.formats.catalog import NUMBERS
 from transaxle.reports.html_page import MOST_ROWS, Column, Figure, Page, Section, Table, capped, shades

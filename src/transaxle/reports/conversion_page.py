@@ -17,22 +17,21 @@ from msgspec.structs import asdict
 from transaxle.axes.layout.tile import SplitTile
 from transaxle.axes.notation.name import natural
 from transaxle.encodings.value_steps import Measured
-from transaxle.engine.execute.carry import Report
-from transaxle.engine.execute.execute import FileTime
-from transaxle.engine.facts.legend import axes_of
-from transaxle.engine.facts.moves import (
+from transaxle.engine.carry import Report
+from transaxle.engine.execute import FileTime
+from transaxle.engine.moves import (
     RENAMED,
     UNCHANGED,
     AxisMove,
     arrangements,
+    axes_of,
     axis_moves,
     divided,
     rules,
     words,
 )
-from transaxle.engine.fold import fold
-from transaxle.engine.number_text import duration, plural, size
 from transaxle.engine.plan.planned import Plan, Route
+from transaxle.engine.wording import duration, fold, plural, size
 from transaxle.errors import Refusal, TransaxleError
 from transaxle.families import builtin
 from transaxle.reports.html_page import SHADES, Column, Figure, Page, Section, capped, visible

@@ -10,11 +10,9 @@ from typing import Any
 import numpy as np
 
 from transaxle.axes.notation.name import natural
-from transaxle.engine.compare.compare import Comparison, Difference
-from transaxle.engine.compare.distance import EXPONENTS
-from transaxle.engine.compare.survey import Measure, Surveyed
-from transaxle.engine.fold import fold
-from transaxle.engine.number_text import plural
+from transaxle.engine.compare import Comparison, Difference
+from transaxle.engine.distance import EXPONENTS, Measure, Surveyed
+from transaxle.engine.wording import fold, plural
 from transaxle.reports.html_page import Column, Figure, Page, Section, Table, capped
 
 MOST_GROUPS, MOST_LAYERS = 60, 256

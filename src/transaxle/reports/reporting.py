@@ -28,9 +28,9 @@ from transaxle.options import OPENING, select
 from transaxle.reports.html_page import Page, as_html, check_destination, check_jinja, write_page
 
 if TYPE_CHECKING:
-    from transaxle.engine.compare.compare import Comparison
-    from transaxle.engine.execute.carry import Report
-    from transaxle.engine.facts.sharding_facts import Sharding
+    from transaxle.engine.carry import Report
+    from transaxle.engine.checkpoint_facts import Sharding
+    from transaxle.engine.compare import Comparison
     from transaxle.engine.plan.planned import Plan
 
 Made: TypeAlias = "Plan | Report | Comparison | Sharding"
@@ -112,7 +112,7 @@ class ConversionPage:
     """
 
     def __init__(self, path: str) -> None:
-        from transaxle.engine.execute.execute import FileTimes
+        from transaxle.engine.execute import FileTimes
 
         check_jinja()
         check_destination(path, overwrite=None)
@@ -180,9 +180,9 @@ def _is_made(src: CheckpointLike | Made) -> TypeGuard[Made]:
     """Tell whether another function has made it; what plans and conversions need is imported only then."""
     if isinstance(src, str | os.PathLike | Checkpoint):
         return False
-    from transaxle.engine.compare.compare import Comparison
-    from transaxle.engine.execute.carry import Report
-    from transaxle.engine.facts.sharding_facts import Sharding
+    from transaxle.engine.carry import Report
+    from transaxle.engine.checkpoint_facts import Sharding
+    from transaxle.engine.compare import Comparison
     from transaxle.engine.plan.planned import Plan
 
     return isinstance(src, Plan | Report | Comparison | Sharding)
@@ -190,8 +190,8 @@ def _is_made(src: CheckpointLike | Made) -> TypeGuard[Made]:
 
 def _made(src: Made, reading: Mapping[str, Any]) -> Page:
     """Return the page of what another function has made."""
-    from transaxle.engine.execute.carry import Report
-    from transaxle.engine.facts.sharding_facts import Sharding
+    from transaxle.engine.carry import Report
+    from transaxle.engine.checkpoint_facts import Sharding
     from transaxle.engine.plan.planned import Plan
     from transaxle.reports.conversion_page import Finished, conversion_page, finished_page
     from transaxle.reports.difference_page import difference_page

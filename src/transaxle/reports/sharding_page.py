@@ -6,9 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from transaxle.engine.facts.sharding_facts import HeldTensor, Sharding
-from transaxle.engine.fold import ranges, taken_apart
-from transaxle.engine.number_text import plural, size
+from transaxle.engine.checkpoint_facts import HeldTensor, Sharding
+from transaxle.engine.wording import plural, ranges, size, taken_apart
 from transaxle.reports.html_page import Column, Figure, Page, Section, capped, shades
 
 _MOST_GROUPS, _MOST_RANKS = 60, 256

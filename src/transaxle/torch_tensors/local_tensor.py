@@ -19,7 +19,7 @@ from transaxle.axes.geometry.piece import Move
 
 TO_LOCAL = "to_local"
 """Method that returns the part; DTensors have it, and so has a tensor that `torch.distributed.checkpoint` saves chunk
-by chunk (`transaxle.live.sharding.dcp_chunks`)."""
+by chunk (`transaxle.live.global_tensors`)."""
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:

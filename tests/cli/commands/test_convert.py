@@ -13,8 +13,8 @@ import pytest
 
 from tests.checkpoints import CONFIG, GATE, TENSORS, read, same, tensors, tiny, write
 from tests.cli.running import DIFFERENT, REFUSED, USAGE, Transaxle, flip, only, tree
-from transaxle.engine.execute import execute as execute_module
-from transaxle.engine.execute.carry import Report
+from transaxle.engine import execute as execute_module
+from transaxle.engine.carry import Report
 
 LIMITS = ("--jobs", "1", "--memory", "9MiB")
 
@@ -215,7 +215,7 @@ def test_verify_after_writing_can_fail(ck: Path, transaxle: Transaxle, monkeypat
         flip(only(list(Path("out").glob("*.safetensors"))), -1)
         return report
 
-    monkeypatch.setattr("transaxle.engine.execute.execute.execute", damaged)
+    monkeypatch.setattr("transaxle.engine.execute.execute", damaged)
     outcome = transaxle("convert", ck, "out", "--to", "torchtitan", "--verify", "--json")
     assert outcome.code == DIFFERENT
     assert (outcome.json["verification"]["ok"], outcome.json["comparison"]["equal"]) == (False, False)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from transaxle.arguments import parse_size
-from transaxle.engine import number_text as units
+from transaxle.engine import wording as units
 
 
 @pytest.mark.parametrize(

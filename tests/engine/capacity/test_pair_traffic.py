@@ -16,10 +16,8 @@ from safetensors.torch import save_file
 
 import transaxle as tx
 from tests.oracles import hub
-from transaxle.engine.capacity.held_boxes import Cutter
-from transaxle.engine.capacity.pair_traffic import Traffic, traffic
-from transaxle.engine.capacity.rank_meshes import read_mesh
 from transaxle.engine.plan.rank_parts import engine_parts
+from transaxle.engine.traffic import Cutter, Traffic, read_mesh, traffic
 from transaxle.errors import TransaxleError
 from transaxle.families import builtin
 

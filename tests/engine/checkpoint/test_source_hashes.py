@@ -203,7 +203,7 @@ def test_a_finished_target_of_a_damaged_source_is_not_called_right(
     source = form(tmp_path, "safetensors:hf")
     _damage(source)
     with monkeypatch.context() as patched:
-        patched.setattr("transaxle.engine.execute.execute.hold_source", lambda _: None)
+        patched.setattr("transaxle.engine.execute.hold_source", lambda _: None)
         tx.convert(source, tmp_path / "out", to="automodel")
     with pytest.raises(tx.TransaxleError, match="in the source, the bytes were changed"):
         tx.convert(source, tmp_path / "out", to="automodel", resume=True)

@@ -20,7 +20,7 @@ import transaxle as tx
 from tests import checkpoints
 from tests.engine import law, quantized
 from tests.formats import files
-from transaxle.engine.compare.compare import compare
+from transaxle.engine.compare import compare
 from transaxle.move.workers import limits
 
 GATE = checkpoints.GATE

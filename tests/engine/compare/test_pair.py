@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 import transaxle as tx
 from tests.checkpoints import write
 from tests.corpus.deepspeed import MODEL, run
-from transaxle.engine.compare.pair import opened_pair
+from transaxle.engine.verification import opened_pair
 from transaxle.errors import TransaxleError
 
 FILE = "model.safetensors"

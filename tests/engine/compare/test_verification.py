@@ -16,7 +16,7 @@ import transaxle as tx
 from tests import checkpoints
 from tests.engine.killed import contents
 from transaxle.engine.checkpoint.manifest import IN_SPANS, SCHEMA, decode, encode
-from transaxle.engine.compare.verification import Verification, verify
+from transaxle.engine.verification import Verification, verify
 from transaxle.move import hashing
 
 SIZES = {**checkpoints.SIZES, "num_hidden_layers": 1, "num_experts": 2}

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from tests.engine import synthetic
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
-from transaxle.engine.copying.source import AlikeStamps, Source
+from transaxle.engine.source import AlikeStamps, Source
 from transaxle.formats.catalog import Entry, Extent
 from transaxle.move.transfer import Transfer
 

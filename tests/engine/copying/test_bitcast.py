@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from transaxle.axes.geometry.piece import Interval
-from transaxle.engine.copying.source import positions, redescribed
+from transaxle.engine.source import positions, redescribed
 from transaxle.errors import Refused
 from transaxle.formats.catalog import Entry, Extent
 

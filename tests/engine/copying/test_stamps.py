@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from safetensors.numpy import load_file, save_file
 
 import transaxle as tx
-from transaxle.engine.copying.source import Source, Stamps
+from transaxle.engine.source import Source, Stamps
 from transaxle.formats import safetensors
 from transaxle.formats.catalog import Entry, Extent
 from transaxle.move.transfer import Transfer

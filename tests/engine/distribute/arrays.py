@@ -11,7 +11,7 @@ from typing import Any
 from transaxle.arguments import read_degrees
 from transaxle.engine.distribute.item_work import do_item, let_go
 from transaxle.engine.distribute.work_plan import WorkPlan, order, work_plan
-from transaxle.engine.execute.execute import preflight
+from transaxle.engine.execute import preflight
 from transaxle.engine.plan.conversion import ready
 from transaxle.options import SHAPING
 

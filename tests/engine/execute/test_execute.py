@@ -26,7 +26,7 @@ from tests.engine import killed
 from tests.engine.counting import Before, counted
 from tests.engine.killed import contents
 from transaxle.engine.checkpoint.checkpoint import open_checkpoint
-from transaxle.engine.execute.execute import execute
+from transaxle.engine.execute import execute
 from transaxle.engine.plan.conversion import make_plan
 from transaxle.errors import Code, refuse
 from transaxle.formats.storage import compiled

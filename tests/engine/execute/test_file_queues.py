@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transaxle.engine.execute.carry import file_queues, items_of
+from transaxle.engine.carry import file_queues, items_of
 from transaxle.engine.plan.planned import PlannedTensor
 from transaxle.move.mover import alone
 from transaxle.move.transfer import Transfer

@@ -15,7 +15,7 @@ from tests.cli import documents
 from tests.cli.running import flip
 from tests.engine import quantized
 from transaxle.engine.distribute.driver import convert_on
-from transaxle.engine.execute.execute import execute
+from transaxle.engine.execute import execute
 from transaxle.verbs import Unverified
 
 RULES = """family own
@@ -75,7 +75,7 @@ def test_item_3_a_result_that_is_wrong_is_an_error(tmp_path: Path, monkeypatch: 
         flip(Path(report.path) / "model.safetensors", -1)
         return report
 
-    monkeypatch.setattr("transaxle.engine.execute.execute.execute", damaging)
+    monkeypatch.setattr("transaxle.engine.execute.execute", damaging)
     with pytest.raises(tx.TransaxleError) as found:
         tx.convert(tmp_path / "ck", tmp_path / "out", to="torchtitan", verify=True)
     assert {refusal.code for refusal in found.value.refusals} == {"CORRUPT"}

@@ -12,9 +12,9 @@ import transaxle as tx
 from tests.cli.running import flip
 from tests.formats.deepspeed import made
 from tests.oracles import tiny_models
-from transaxle.engine.compare.verification import Verification
-from transaxle.engine.execute.read_back import read_back
 from transaxle.engine.plan.conversion import make_plan
+from transaxle.engine.read_back import read_back
+from transaxle.engine.verification import Verification
 from transaxle.families import builtin
 from transaxle.move.workers import limits
 

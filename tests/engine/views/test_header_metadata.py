@@ -14,7 +14,7 @@ import transaxle as tx
 from tests.oracles.quantized_peers import torchao
 from tests.oracles.quiet import quiet
 from transaxle.encodings.conventions.torchao_convention import NAMES
-from transaxle.engine.views.header_metadata import joined, without_notes
+from transaxle.engine.views.decoded import joined, without_notes
 
 WEIGHT = "model.layers.0.self_attn.q_proj.weight"
 

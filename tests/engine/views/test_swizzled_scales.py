@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 import transaxle as tx
 from tests import checkpoints
-from transaxle.engine.views.swizzled_scales import ordered
+from transaxle.engine.views.encoded import ordered
 
 QDATA, SCALE, NAME = "layer._weight_qdata", "layer._weight_scale", "layer.weight"
 

@@ -17,7 +17,7 @@ from tests.checkpoints import GATE, WHOLE, read, same, tensors, tiny, write
 from tests.formats.hub_server import SIGNATURE, TOKEN, Hub, files_of
 from transaxle.engine.checkpoint.checkpoint import open_checkpoint
 from transaxle.engine.distribute.work_plan import order, work_plan
-from transaxle.engine.execute.execute import preflight
+from transaxle.engine.execute import preflight
 from transaxle.engine.plan.conversion import make_plan
 from transaxle.errors import TransaxleError
 from transaxle.formats.remote.read_ahead import LEAST

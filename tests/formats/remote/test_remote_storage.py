@@ -20,7 +20,7 @@ import transaxle as tx
 from tests.checkpoints import GATE, INDEX, WHOLE, read, same, tiny, write
 from tests.formats.s3_server import Bucket
 from tests.formats.stores import Memory, Store, upload
-from transaxle.engine.compare.verification import Verification
+from transaxle.engine.verification import Verification
 from transaxle.errors import Refused, StorageError, TransaxleError
 from transaxle.formats.remote.read_ahead import LEAST
 from transaxle.formats.remote.remote_storage import RemoteStorage

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import transaxle as tx
-from transaxle.live.background import asynchronous
-from transaxle.live.background.asynchronous import SaveJob
+from transaxle.live import asynchronous
+from transaxle.live.asynchronous import SaveJob
 
 SLOW = 1.0
 """Seconds for which the background process stands still."""

@@ -17,8 +17,8 @@ from torch.distributed.fsdp import fully_shard
 import transaxle as tx
 from tests.live.ranks import run
 from transaxle.errors import refuse
-from transaxle.live.background import asynchronous
-from transaxle.live.background.asynchronous import SaveJob, Saver, foresee
+from transaxle.live import asynchronous
+from transaxle.live.asynchronous import SaveJob, Saver, foresee
 from transaxle.live.transport.shared_memory import Region
 from transaxle.torch_tensors.local_tensor import local_of
 

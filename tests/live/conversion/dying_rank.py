@@ -14,7 +14,7 @@ import time
 from tests.engine.killed import Death
 from transaxle.cli import main
 from transaxle.engine.distribute.item_work import do_item
-from transaxle.live.conversion import torchrun
+from transaxle.live import torchrun
 
 _PAUSE = 0.5
 """Seconds before each item of another rank."""

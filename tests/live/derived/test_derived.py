@@ -20,10 +20,10 @@ from tests.live.ranks import run
 from tests.live.topologies import full
 from tests.oracles.quiet import quiet
 from transaxle.errors import TransaxleError
-from transaxle.live.load.load import load
-from transaxle.live.reexpress.reshard import reshard
-from transaxle.live.reexpress.state_dict_adapter import loadable_as
-from transaxle.live.save.save import save
+from transaxle.live.load import load
+from transaxle.live.reshard import reshard
+from transaxle.live.save import save
+from transaxle.live.state_dict_adapter import loadable_as
 
 
 class Fused(nn.Module):

@@ -12,9 +12,9 @@ from torch import nn
 
 from tests.oracles.quiet import quiet
 from transaxle.errors import TransaxleError
-from transaxle.live.load.load import load
-from transaxle.live.reexpress.reshard import reshard
-from transaxle.live.save.save import save
+from transaxle.live.load import load
+from transaxle.live.reshard import reshard
+from transaxle.live.save import save
 
 with quiet():
     from accelerate import cpu_offload, disk_offload, dispatch_model

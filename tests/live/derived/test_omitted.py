@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import transaxle as tx
 from tests.live.ranks import ranks, run
 from transaxle.errors import TransaxleError
-from transaxle.live.sharding.global_tensors import census
+from transaxle.live.global_tensors import census
 from transaxle.live.transport.world import World
 
 SOURCE = {"a": torch.arange(64.0).reshape(8, 8), "b": torch.arange(24.0).reshape(8, 3), "c": torch.ones(4)}

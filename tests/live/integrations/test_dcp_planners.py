@@ -19,8 +19,8 @@ import transaxle as tx
 from tests.live.ranks import ranks, run
 from tests.live.reexpress.test_state_dict_adapter import CONFIG, automodel, hub
 from transaxle.errors import TransaxleError
+from transaxle.live.global_tensors import Runs, as_runs
 from transaxle.live.integrations.dcp_planners import LoadPlanner, SavePlanner
-from transaxle.live.sharding.dcp_chunks import Runs, as_runs
 
 FULL = {
     "packed": torch.arange(24 * 3, dtype=torch.float32).reshape(24, 3),

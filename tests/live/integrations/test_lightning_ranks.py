@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 import transaxle as tx
 from tests.live.ranks import run
 from tests.oracles.quiet import quiet
-from transaxle.live.integrations.lightning_strategies import take_part
+from transaxle.live.integrations.lightning_io import take_part
 
 pytestmark = pytest.mark.peers
 WIDTH, WIDER = 4, 6

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from tests.live.ranks import run
 from transaxle.engine.checkpoint.checkpoint import open_checkpoint
 from transaxle.errors import TransaxleError
-from transaxle.live.load.load import load
+from transaxle.live.load import load
 from transaxle.live.model.destination import Conversion
 
 

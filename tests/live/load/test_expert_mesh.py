@@ -21,8 +21,8 @@ from torch.nn import functional
 
 from tests.live.ranks import run
 from tests.live.topologies import Tensors, full, source
-from transaxle.live.load.load import load
-from transaxle.live.save.save import save
+from transaxle.live.load import load
+from transaxle.live.save import save
 
 WIDTH, INNER, HEADS, HEAD, EXPERTS, CHOSEN, LAYERS, WORDS = 12, 8, 2, 6, 10, 2, 4, 32
 CONFIG = {

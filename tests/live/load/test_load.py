@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.live.ranks import run
-from transaxle.live.load.load import load
+from transaxle.live.load import load
 
 FULL = {
     "rows": torch.arange(70, dtype=torch.float32).reshape(10, 7),

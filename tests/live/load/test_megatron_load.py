@@ -16,7 +16,7 @@ from tests.live.ranks import run
 from tests.oracles import hub
 from transaxle import convert
 from transaxle.errors import Refused, TransaxleError
-from transaxle.live.load.load import load
+from transaxle.live.load import load
 
 pytestmark = pytest.mark.peers
 

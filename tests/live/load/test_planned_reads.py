@@ -13,8 +13,8 @@ import transaxle as tx
 from tests import checkpoints
 from transaxle.axes.geometry.chunk import Shard, whole
 from transaxle.engine.checkpoint.checkpoint import StoredTensor
-from transaxle.live.load.load import PlannedReads, plan_reads
-from transaxle.live.sharding.global_tensors import Census, Global
+from transaxle.live.global_tensors import Census, Global
+from transaxle.live.load import PlannedReads, plan_reads
 from transaxle.move.strided_fill import Scratch, produce
 from transaxle.torch_tensors.placement import Held
 

@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 from tests.live.ranks import ranks, run
 from transaxle.errors import TransaxleError
-from transaxle.live.load.load import load
-from transaxle.live.reexpress.reshard import reshard
-from transaxle.live.save.save import save
+from transaxle.live.load import load
+from transaxle.live.reshard import reshard
+from transaxle.live.save import save
 
 
 def _bad(rank: int, world: int, source: str) -> None:

@@ -14,11 +14,11 @@ from tests.live.ranks import run
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from transaxle.errors import TransaxleError
 from transaxle.formats.registry import MANIFEST
-from transaxle.live.load import shared_source
-from transaxle.live.load.load import load
-from transaxle.live.load.shared_source import refuse_different
+from transaxle.live import load_plan
+from transaxle.live.load import load
+from transaxle.live.load_plan import refuse_different
 from transaxle.live.model.destination import Rooms
-from transaxle.live.save.save import save
+from transaxle.live.save import save
 from transaxle.live.transport.world import World
 
 
@@ -38,7 +38,7 @@ def _go(rank: int, world: int, target: str, replaced: bool) -> str:
             save(_state(2), target, to="safetensors", overwrite=True)
         return opened(path, **said) if found is None else found
 
-    setattr(shared_source, "open_checkpoint", late)  # noqa: B010
+    setattr(load_plan, "open_checkpoint", late)  # noqa: B010
     state = _state(0)
     try:
         load(state, target)
@@ -46,7 +46,7 @@ def _go(rank: int, world: int, target: str, replaced: bool) -> str:
         assert all(not tensor.any() for tensor in state.values())
         return str(error)
     finally:
-        setattr(shared_source, "open_checkpoint", opened)  # noqa: B010
+        setattr(load_plan, "open_checkpoint", opened)  # noqa: B010
     assert all(bool((tensor == 1).all()) for tensor in state.values())
     return ""
 

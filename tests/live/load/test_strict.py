@@ -16,8 +16,8 @@ from torch.optim.lr_scheduler import OneCycleLR
 from tests.live.topologies import LLAMA, MOE, source
 from tests.oracles import hub
 from transaxle.errors import TransaxleError
-from transaxle.live.load.load import load
-from transaxle.live.save.save import save
+from transaxle.live.load import load
+from transaxle.live.save import save
 
 SAFETENSORS = "safetensors"
 

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from tests.live.ranks import run
 from tests.live.topologies import FSDP, LLAMA, MOE, build, full, source
 from tests.oracles import hub
-from transaxle.live.load.load import load
-from transaxle.live.save.save import save
+from transaxle.live.load import load
+from transaxle.live.save import save
 
 TIED = {**LLAMA, "tie_word_embeddings": True}
 

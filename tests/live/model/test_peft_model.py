@@ -12,8 +12,8 @@ from torch import nn
 from tests.oracles.quiet import quiet
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.errors import TransaxleError
-from transaxle.live.load.load import load
-from transaxle.live.save.save import save
+from transaxle.live.load import load
+from transaxle.live.save import save
 from transaxle.verbs import open as opened
 
 with quiet():

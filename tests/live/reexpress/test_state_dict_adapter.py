@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import transaxle as tx
 from tests.live.ranks import run
 from transaxle.errors import TransaxleError
-from transaxle.live.reexpress.state_dict_adapter import state_dict_as
+from transaxle.live.state_dict_adapter import state_dict_as
 
 E, D, F, L = 10, 6, 8, 2
 CONFIG = {

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import transaxle as tx
 from tests.live.ranks import run
 from transaxle.errors import TransaxleError
-from transaxle.live.reexpress.reshard import reshard
+from transaxle.live.reshard import reshard
 
 EMBED, HEAD, NORM = "embed.weight", "head.weight", "norm.weight"
 

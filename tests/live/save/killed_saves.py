@@ -29,7 +29,7 @@ from tests.engine.killed import CHANGES, Death, contents
 from tests.parallel.models import EVEN, build
 from transaxle.formats.builtin_formats import LATEST_UNIVERSAL, MEGATRON_TRACKER
 from transaxle.live.integrations.step_checkpoints import StepCheckpoints
-from transaxle.live.save.save import save
+from transaxle.live.save import save
 
 ROTATION = "rotation"
 TRACKERS = {"torch_dist": MEGATRON_TRACKER, "megatron_torch": MEGATRON_TRACKER, "deepspeed-universal": LATEST_UNIVERSAL}

@@ -16,8 +16,8 @@ from tests.live.load.test_megatron_load import JOBS, MODELS, hubs
 from tests.live.ranks import run
 from tests.oracles import hub
 from transaxle.errors import TransaxleError
-from transaxle.live.load.load import load
-from transaxle.live.save.save import save
+from transaxle.live.load import load
+from transaxle.live.save import save
 
 __all__ = ["hubs"]
 pytestmark = pytest.mark.peers

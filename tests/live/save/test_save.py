@@ -16,7 +16,7 @@ import transaxle as tx
 from tests import checkpoints
 from tests.live.load.test_load import FULL, PLACEMENTS, WORLDS, _octets, on
 from tests.live.ranks import run
-from transaxle.live.save.save import save
+from transaxle.live.save import save
 
 
 def _save(rank: int, world: int, target: str, shape: tuple[int, ...]) -> dict[str, Any]:

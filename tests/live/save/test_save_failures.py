@@ -22,9 +22,9 @@ import transaxle as tx
 from tests.live.ranks import DIED, Ranks
 from transaxle.errors import TransaxleError
 from transaxle.formats.staging.staging import Writer
-from transaxle.live.background import asynchronous
-from transaxle.live.background.asynchronous import SaveJob, Saver, async_save
-from transaxle.live.save.save import save
+from transaxle.live import asynchronous
+from transaxle.live.asynchronous import SaveJob, Saver, async_save
+from transaxle.live.save import save
 
 WORLD = 2
 SHORT = timedelta(seconds=20)

@@ -19,8 +19,8 @@ from tests.live.ranks import ranks, run
 from tests.live.save.test_save import _save
 from transaxle.errors import TransaxleError, refuse
 from transaxle.formats.staging.upload import Upload
-from transaxle.live.load.load import load
-from transaxle.live.save.save import save
+from transaxle.live.load import load
+from transaxle.live.save import save
 from transaxle.torch_tensors.local_tensor import Bytes
 
 BIG = torch.arange(3 << 20, dtype=torch.float32).reshape(3 << 10, 1 << 10)
@@ -66,7 +66,7 @@ def _fails(rank: int, world: int, server: str, target: str) -> None:
     reach_s3(server)
     state = _state(world, 0)
     if rank == 1:
-        from transaxle.live.sharding.memory import Memory
+        from transaxle.live.memory import Memory
 
         def broken(self: Memory, name: str, offset: int, size: int) -> Bytes:
             raise refuse("IO", "rank 1 cannot read its memory", file=name)

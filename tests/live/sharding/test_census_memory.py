@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from transaxle.axes.geometry.chunk import Shard
-from transaxle.live.sharding import global_tensors
-from transaxle.live.sharding.global_tensors import Census, census
+from transaxle.live import global_tensors
+from transaxle.live.global_tensors import Census, census
 from transaxle.live.transport.world import _PAGE, World
 from transaxle.torch_tensors.placement import Placement, alone
 

@@ -16,9 +16,9 @@ from tests.checkpoints import WHOLE
 from tests.live.ranks import run
 from tests.oracles.quiet import quiet
 from transaxle.errors import Refused
-from transaxle.live.load.load import load
+from transaxle.live.load import load
 from transaxle.live.model.state_tensors import leaves
-from transaxle.live.save.save import save
+from transaxle.live.save import save
 
 pytestmark = pytest.mark.peers
 EXPERTS, WIDTH, ROWS = 3, 4, 5

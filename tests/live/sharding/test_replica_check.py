@@ -14,8 +14,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.live.ranks import ranks, run
 from transaxle.errors import TransaxleError
-from transaxle.live.background.asynchronous import async_save
-from transaxle.live.save.save import save
+from transaxle.live.asynchronous import async_save
+from transaxle.live.save import save
 
 CODE = "UNEQUAL_COPIES"
 

@@ -21,10 +21,10 @@ from tests.live.reexpress.test_state_dict_adapter import CONFIG, automodel
 from tests.live.reexpress.test_state_dict_adapter import hub as unstacked
 from tests.live.topologies import LLAMA, MOE, PP, build, gathered, same, source
 from tests.oracles import hub
-from transaxle.live.load.load import load
-from transaxle.live.reexpress.reshard import reshard
-from transaxle.live.save.save import save
-from transaxle.live.sharding.dcp_chunks import as_runs
+from transaxle.live.global_tensors import as_runs
+from transaxle.live.load import load
+from transaxle.live.reshard import reshard
+from transaxle.live.save import save
 from transaxle.torch_tensors.local_tensor import local_of
 
 

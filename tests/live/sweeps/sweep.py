@@ -19,9 +19,9 @@ from torch.nn.utils import parametrizations, parametrize, prune
 from torch.optim.swa_utils import AveragedModel
 
 from transaxle.errors import TransaxleError
-from transaxle.live.load.load import load
-from transaxle.live.reexpress.reshard import reshard
-from transaxle.live.save.save import save
+from transaxle.live.load import load
+from transaxle.live.reshard import reshard
+from transaxle.live.save import save
 from transaxle.torch_tensors.local_tensor import local_of
 
 EXACT = "exact"

@@ -22,9 +22,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from transaxle.errors import TransaxleError
-from transaxle.live.load.load import load
-from transaxle.live.save.save import save
-from transaxle.live.training.optimizers import apart
+from transaxle.live.load import load
+from transaxle.live.optimizers import apart
+from transaxle.live.save import save
 
 STEPS = 3
 

@@ -15,9 +15,9 @@ from torch import nn
 
 from tests.live.ranks import run
 from transaxle.errors import TransaxleError
-from transaxle.live.load.load import load
-from transaxle.live.save.save import save
-from transaxle.live.training.extra_state import FILE, Random
+from transaxle.live.extra_state import FILE, Random
+from transaxle.live.load import load
+from transaxle.live.save import save
 
 
 class Loader:

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from transaxle.errors import TransaxleError
-from transaxle.live.load.load import load
-from transaxle.live.save.save import save
+from transaxle.live.load import load
+from transaxle.live.save import save
 
 
 class Counted(torch.optim.Optimizer):

@@ -16,10 +16,10 @@ from torch.optim import SGD, AdamW, Muon, Optimizer
 from tests.live.ranks import run
 from tests.oracles.tiny_models import drawn
 from transaxle.errors import TransaxleError
-from transaxle.live.background.asynchronous import async_save
-from transaxle.live.load.load import load
-from transaxle.live.save.save import save
-from transaxle.live.training.optimizers import apart
+from transaxle.live.asynchronous import async_save
+from transaxle.live.load import load
+from transaxle.live.optimizers import apart
+from transaxle.live.save import save
 
 
 def model(seed: int = 0) -> nn.Sequential:

@@ -33,8 +33,8 @@ from tests.live.topologies import (
     train,
 )
 from tests.oracles import hub
-from transaxle.live.load.load import load
-from transaxle.live.save.save import save
+from transaxle.live.load import load
+from transaxle.live.save import save
 
 BEFORE, AFTER = 2, 3
 """Steps before the checkpoint, and after it."""

@@ -19,8 +19,8 @@ import transaxle as tx
 from tests.live.jobs import apart, free_port, joined
 from tests.live.ranks import run
 from transaxle.engine.distribute.work_plan import WorkItem, parse_plan, parse_share
+from transaxle.live.save_process import Rendezvous
 from transaxle.live.transport import wire
-from transaxle.live.transport.rendezvous import Rendezvous
 from transaxle.live.transport.shared_memory import Address, Region, seen
 from transaxle.live.transport.shared_store import SharedStore
 from transaxle.live.transport.world import World

@@ -16,8 +16,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import transaxle as tx
 from tests.live.ranks import run
-from transaxle.live.save.save import save
-from transaxle.live.transport import shm_transport as near
+from transaxle.live.save import save
+from transaxle.live.transport import shared_memory as near
 from transaxle.live.transport.shared_memory import Address, Region, seen
 from transaxle.live.transport.tensor_exchange import RankExchange
 from transaxle.live.transport.world import World

@@ -24,12 +24,12 @@ from hypothesis import strategies as st
 import transaxle as tx
 from transaxle.axes.geometry.chunk import Replicated, Shard, StridedShard
 from transaxle.encodings.encoding import FLOAT8, Encoded, Role
-from transaxle.engine.compare.verification import Verification
+from transaxle.engine.verification import Verification
 from transaxle.errors import Refusal, Where, gathered, refuse
 from transaxle.formats.catalog import Checksum
 from transaxle.formats.checksums import Tally
-from transaxle.live.load import shared_source  # noqa: F401 - puts its records on the list
-from transaxle.live.model import published_codes  # noqa: F401
+from transaxle.live import load_plan  # noqa: F401 - puts its records on the list
+from transaxle.live.model import quantized_model  # noqa: F401
 from transaxle.live.transport import wire
 from transaxle.live.transport.shared_memory import Address
 from transaxle.torch_tensors.placement import Placement

@@ -6,9 +6,8 @@ import click
 
 from transaxle.cli.command import Command, printing
 from transaxle.cli.screen.screen import Screen
-from transaxle.engine.facts.rules_facts import JsonFacts, reads_any, rules_facts
-from transaxle.engine.fold import folded
-from transaxle.engine.number_text import plural
+from transaxle.engine.checkpoint_facts import JsonFacts, reads_any, rules_facts
+from transaxle.engine.wording import folded, plural
 from transaxle.errors import Refused
 
 _SHOWN = 6

@@ -13,10 +13,9 @@ from transaxle.axes.notation.name import natural
 from transaxle.cli.command import Command, deriving, options_of, printing, profiling
 from transaxle.cli.screen.screen import Screen
 from transaxle.encodings.value_steps import Measured, Recoded
-from transaxle.engine.execute.carry import Report
-from transaxle.engine.fold import fold, folded
-from transaxle.engine.number_text import duration, plural, size, speed
+from transaxle.engine.carry import Report
 from transaxle.engine.plan.recoding import NO_CONFIG
+from transaxle.engine.wording import duration, fold, folded, plural, size, speed
 from transaxle.errors import TransaxleError
 from transaxle.formats.storage.storage import unpinned
 from transaxle.formats.training_state.state import OPTIMIZER

@@ -13,9 +13,8 @@ from transaxle.axes.notation.name import natural
 from transaxle.cli.command import Command, options_of, printing, profiling
 from transaxle.cli.commands.verify import print_across, print_comparison
 from transaxle.cli.screen.screen import Screen
-from transaxle.engine.compare.compare import Comparison, Difference, components
-from transaxle.engine.fold import fold
-from transaxle.engine.number_text import plural
+from transaxle.engine.compare import Comparison, Difference, components
+from transaxle.engine.wording import fold, plural
 
 _ROWS = 20
 _NO_TABLE = "(in no table)"

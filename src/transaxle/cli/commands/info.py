@@ -19,10 +19,9 @@ from transaxle.cli.screen.screen import Screen
 from transaxle.encodings.arithmetic.codec import active
 from transaxle.engine.checkpoint.recognise import pick_family
 from transaxle.engine.checkpoint.settings import settings
-from transaxle.engine.facts.checkpoint_facts import JsonFacts
-from transaxle.engine.facts.legend import axis_facts, axis_rows, dialect_facts, dialect_rows
-from transaxle.engine.fold import folded
-from transaxle.engine.number_text import parameters, percent, plural, size, tensors_in_words
+from transaxle.engine.checkpoint_facts import JsonFacts
+from transaxle.engine.moves import axis_facts, axis_rows, dialect_facts, dialect_rows
+from transaxle.engine.wording import folded, parameters, percent, plural, size, tensors_in_words
 from transaxle.families import builtin
 from transaxle.formats.registry import every_format, writable
 from transaxle.formats.torch_file.quantized_tensors import NOTE

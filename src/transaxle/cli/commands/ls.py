@@ -11,7 +11,7 @@ from transaxle import verbs
 from transaxle.cli.command import Command, completing, dialects, options_of, printing
 from transaxle.cli.screen import summary
 from transaxle.cli.screen.screen import Screen
-from transaxle.engine.facts.checkpoint_facts import totals
+from transaxle.engine.checkpoint_facts import totals
 from transaxle.formats.registry import is_one_file
 
 

@@ -14,10 +14,10 @@ from transaxle.cli.commands.convert import print_counted, print_notes, print_oth
 from transaxle.cli.screen.refusals import error_document, print_refusals
 from transaxle.cli.screen.screen import Screen
 from transaxle.engine.checkpoint.settings import settings
-from transaxle.engine.execute.execute import Cleared
-from transaxle.engine.facts.moves import UNCHANGED, rules, words
-from transaxle.engine.number_text import percent, plural, size
+from transaxle.engine.execute import Cleared
+from transaxle.engine.moves import UNCHANGED, rules, words
 from transaxle.engine.plan.planned import Plan
+from transaxle.engine.wording import percent, plural, size
 from transaxle.errors import gathered
 from transaxle.move.workers import Limits, limits
 from transaxle.options import select
@@ -155,8 +155,7 @@ def _plan_refit(
     """
     # No other command waits for these, of which some import this module.
     from transaxle.cli.screen.traffic_table import print_traffic
-    from transaxle.engine.capacity.pair_traffic import planned_traffic
-    from transaxle.engine.capacity.rank_meshes import read_mesh
+    from transaxle.engine.traffic import planned_traffic, read_mesh
 
     typed = {name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
     others = [option.opts[0] for option in context.command.params if option.name in typed - _OF_REFIT]

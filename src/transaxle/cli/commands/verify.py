@@ -10,9 +10,9 @@ from transaxle import verbs
 from transaxle.cli.command import Command, options_of, printing, profiling
 from transaxle.cli.screen.refusals import print_refusals
 from transaxle.cli.screen.screen import Screen
-from transaxle.engine.compare.compare import Comparison
-from transaxle.engine.compare.verification import Verification
-from transaxle.engine.number_text import parameters, plural, size
+from transaxle.engine.compare import Comparison
+from transaxle.engine.verification import Verification
+from transaxle.engine.wording import parameters, plural, size
 from transaxle.formats.newest_step import listed
 
 

@@ -11,7 +11,7 @@ import click
 
 from transaxle.cli.command import Command, given, options_of, printing
 from transaxle.cli.screen.screen import Screen
-from transaxle.engine.number_text import size
+from transaxle.engine.wording import size
 from transaxle.move.workers import unwatched
 from transaxle.options import OPENING
 from transaxle.reports.reporting import reported

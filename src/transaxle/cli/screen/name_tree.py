@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from transaxle.axes.notation.name import natural
 from transaxle.cli.screen.screen import printable
-from transaxle.engine.fold import fold
-from transaxle.engine.number_text import percent, plural, size
+from transaxle.engine.wording import fold, percent, plural, size
 
 if TYPE_CHECKING:
     from rich.text import Text

@@ -84,7 +84,7 @@ def _alike(refusals: Sequence[Refusal]) -> list[list[Refusal]]:
 
 def _lines(group: Sequence[Refusal], *, everything: bool) -> list[tuple[Text, ...]]:
     """Return the lines for refusals that say the same: code and place, the message, the hint."""
-    from transaxle.engine.fold import fold  # the help of commands waits for nothing of the engine
+    from transaxle.engine.wording import fold  # the help of commands waits for nothing of the engine
 
     model = group[0]
     rows = [

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from transaxle.engine.checkpoint.checkpoint import Checkpoint
     from transaxle.engine.distribute.driver import Event, Watch
-    from transaxle.engine.execute.execute import Cleared
+    from transaxle.engine.execute import Cleared
 
 _STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
 _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
@@ -257,7 +257,7 @@ class _Counted:
             self._tell(str(self))
 
     def __str__(self) -> str:
-        from transaxle.engine.number_text import percent, size, speed
+        from transaxle.engine.wording import percent, size, speed
 
         share = percent(self.count, self.total)
         pace = speed(self.count, time.monotonic() - self.began)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
-from transaxle.engine.facts.checkpoint_facts import totals
-from transaxle.engine.fold import FoldedRow
-from transaxle.engine.number_text import parameters, plural, size, tensors_in_words
+from transaxle.engine.checkpoint_facts import totals
+from transaxle.engine.wording import FoldedRow, parameters, plural, size, tensors_in_words
 
 UNKNOWN = "unknown family"
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from transaxle.cli.screen.screen import Screen
-from transaxle.engine.capacity.pair_traffic import Matrix, Traffic
-from transaxle.engine.number_text import parameters, plural, size
+from transaxle.engine.traffic import Matrix, Traffic
+from transaxle.engine.wording import parameters, plural, size
 
 _RUNS = 3
 """Runs of ranks that one cell lists."""

@@ -10,8 +10,8 @@ import click
 from transaxle.cli.command import Command, completing, families, printing
 from transaxle.cli.screen.screen import Screen
 from transaxle.engine.checkpoint.recognise import pick_family
-from transaxle.engine.facts.legend import axis_facts, axis_rows, dialect_facts, dialect_rows
-from transaxle.engine.number_text import plural
+from transaxle.engine.moves import axis_facts, axis_rows, dialect_facts, dialect_rows
+from transaxle.engine.wording import plural
 from transaxle.families import builtin
 
 

@@ -6,7 +6,7 @@ import click
 
 from transaxle.cli.command import Command, printing
 from transaxle.cli.screen.screen import Screen
-from transaxle.engine.number_text import plural
+from transaxle.engine.wording import plural
 from transaxle.families import Entry, builtin
 
 _TRACED, _WRITTEN = "tracing", "hand"

@@ -51,13 +51,12 @@ from transaxle.engine.checkpoint.stored_tensor import (
     reopened,
     table,
 )
-from transaxle.engine.copying.arithmetic import steps
-from transaxle.engine.copying.source import Source
-from transaxle.engine.number_text import plural
-from transaxle.engine.views.encoded import Catalog, View, describes_tensors, nothing_encoded, viewed
-from transaxle.engine.views.name_filter import chosen
-from transaxle.engine.views.param_groups import regrouped
-from transaxle.engine.views.swizzled_scales import ordering
+from transaxle.engine.duplicates import steps
+from transaxle.engine.source import Source
+from transaxle.engine.views.decoded import regrouped
+from transaxle.engine.views.encode import chosen
+from transaxle.engine.views.encoded import Catalog, View, describes_tensors, nothing_encoded, ordering, viewed
+from transaxle.engine.wording import plural
 from transaxle.errors import Code, Refusal, TransaxleError, Where, gathered, refuse
 from transaxle.formats.builtin_formats import UNIVERSAL
 from transaxle.formats.catalog import Container
@@ -383,7 +382,7 @@ class Checkpoint(TensorSet):
 
     def merge(self, adapter: PathLike) -> Checkpoint:
         """Return a view with a LoRA adapter of peft merged into the weights; closing it closes the adapter too."""
-        from transaxle.engine.adapters.merging import merged
+        from transaxle.engine.merging import merged
 
         files = open_checkpoint(adapter).container
         changed = merged(self.stored, files, adapter_config(files) or {}, self._with_files)
@@ -502,7 +501,7 @@ CheckpointLike: TypeAlias = PathLike | Checkpoint
 
 def _cut(said: Settings, storage: Storage, names: Sequence[str], config: Mapping[str, Any] | None = None) -> Any:
     """Ask the tables how ranks cut parameters; what that takes is imported when a checkpoint asks."""
-    from transaxle.engine.checkpoint.tp_from_tables import cutter
+    from transaxle.engine.checkpoint.stored_tensor import cutter
 
     return cutter(said)(storage, names, config or {})
 
@@ -564,7 +563,7 @@ def open_checkpoint(
     if describes_tensors(container.metadata):
         container = ordering(container)
     if user_settings.average:
-        from transaxle.engine.copying.replica_mean import averaged
+        from transaxle.engine.duplicates import averaged
 
         container = averaged(container)
     checkpoint = Checkpoint(container, user_settings, None, None)

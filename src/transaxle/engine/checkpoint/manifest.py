@@ -22,7 +22,7 @@ import xxhash
 from transaxle.axes.geometry.strided import Loop
 from transaxle.axes.layout.relayout import is_one_run, unchanged
 from transaxle.engine.checkpoint.settings import CONFIG
-from transaxle.engine.copying.source import Source
+from transaxle.engine.source import Source
 from transaxle.errors import Refusal, StorageError, TransaxleError, Where, gathered, refuse
 from transaxle.formats.catalog import Container, Entry, Seal, Shape, nbytes, read_digest, rest_of
 from transaxle.formats.newest_step import listed

@@ -12,7 +12,7 @@ from transaxle.formats.catalog import Container
 from transaxle.formats.registry import ADAPTER_CONFIG
 
 if TYPE_CHECKING:
-    from transaxle.engine.adapters.converting import Express
+    from transaxle.engine.adapter_files import Express
 
 ADAPTED = "base_model."
 """How the names of its tensors begin."""
@@ -68,7 +68,7 @@ def in_dialect(container: Container, config: Mapping[str, Any], dialect: str, ex
     Raises:
         TransaxleError: what `converted` raises; UNKNOWN_FAMILY where there is no config.
     """
-    from transaxle.engine.adapters.converting import converted
+    from transaxle.engine.adapter_files import converted
 
     said = ADAPTER_CONFIG, adapter_config(container) or {}
     if not config:

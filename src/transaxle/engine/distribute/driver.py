@@ -19,6 +19,7 @@ import msgspec
 
 from transaxle.arguments import Overwrite, read_number_of_job, read_overwrite, wrong_type
 from transaxle.encodings.value_steps import MEASURED_BY_READING
+from transaxle.engine.carry import Report, reported, seal, write_fragments
 from transaxle.engine.checkpoint.manifest import HashWitness
 from transaxle.engine.distribute.executors import Executor, Here, Pool, RayCluster, Submitting
 from transaxle.engine.distribute.item_work import Known, OpenedPlan, do_item, lent, write_shares
@@ -34,8 +35,7 @@ from transaxle.engine.distribute.work_plan import (
     share_of,
     work_plan,
 )
-from transaxle.engine.execute.carry import Report, reported, seal, write_fragments
-from transaxle.engine.execute.execute import Cleared, execute, hold_source, preflight, united
+from transaxle.engine.execute import Cleared, execute, hold_source, preflight, united
 from transaxle.engine.plan.conversion import Prepared, ready
 from transaxle.errors import Refusal, Where, gathered, refuse
 from transaxle.formats.checksums import Witness

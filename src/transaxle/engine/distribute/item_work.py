@@ -18,11 +18,11 @@ from typing import Self
 
 import msgspec
 
+from transaxle.engine.carry import Share, carry, prove
 from transaxle.engine.checkpoint.manifest import HashWitness
 from transaxle.engine.distribute.work_place import WorkPlace, work_place
 from transaxle.engine.distribute.work_plan import WorkItem, WorkPlan, numbers, parse_plan, share_of
-from transaxle.engine.execute.carry import Share, carry, prove
-from transaxle.engine.execute.execute import hold_source, state_of, task_of
+from transaxle.engine.execute import hold_source, state_of, task_of
 from transaxle.engine.plan.conversion import Prepared, ready
 from transaxle.errors import Refusal, gathered, refuse
 from transaxle.formats.catalog import Recoding

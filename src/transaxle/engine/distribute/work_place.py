@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
+from transaxle.engine.carry import Share
 from transaxle.engine.distribute.work_plan import WorkItem, WorkPlan, numbers, parse_share
-from transaxle.engine.execute.carry import Share
 from transaxle.engine.plan.conversion import Prepared
 from transaxle.errors import TransaxleError, refuse
 from transaxle.formats.parts.part_layout import FileParts, Fitting, laid_out, layout_digest

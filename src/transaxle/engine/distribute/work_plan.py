@@ -28,10 +28,10 @@ from transaxle.arguments import (
     read_count,
 )
 from transaxle.encodings.value_steps import MEASURED_BY_READING
+from transaxle.engine.carry import Share
 from transaxle.engine.checkpoint.checkpoint import open_checkpoint
 from transaxle.engine.checkpoint.settings import LONGEST_TABLE, model_config
-from transaxle.engine.execute.carry import Share
-from transaxle.engine.execute.execute import Cleared, source_files
+from transaxle.engine.execute import Cleared, source_files
 from transaxle.engine.plan.conversion import Prepared, make_plan
 from transaxle.engine.plan.planned import Plan
 from transaxle.engine.views.encode import Encode

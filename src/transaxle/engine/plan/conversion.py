@@ -28,9 +28,7 @@ from transaxle.engine.checkpoint.manifest import edited
 from transaxle.engine.checkpoint.peft_adapter import ADAPTER_STEM
 from transaxle.engine.checkpoint.recognise import IDENTITY, check_dialect, other_meaning, pick_dialect
 from transaxle.engine.checkpoint.settings import CONFIG
-from transaxle.engine.copying.arithmetic import steps
-from transaxle.engine.copying.duplicate_checks import plan_checks
-from transaxle.engine.copying.source import Source
+from transaxle.engine.duplicates import plan_checks, steps
 from transaxle.engine.plan.planned import OutputTensor, Plan, PlannedTensor, routes
 from transaxle.engine.plan.recoding import (
     buffers_of,
@@ -53,10 +51,10 @@ from transaxle.engine.plan.training_beside import (
     state_of_other_names,
     without_training,
 )
+from transaxle.engine.source import Source
+from transaxle.engine.views.decoded import joined, regrouped, without_notes
 from transaxle.engine.views.encode import Encode
 from transaxle.engine.views.encoded import View, describes_tensors
-from transaxle.engine.views.header_metadata import joined, without_notes
-from transaxle.engine.views.param_groups import regrouped
 from transaxle.errors import Refusal, TransaxleError, Where, gathered, in_both_languages, refuse
 from transaxle.families import is_dialect
 from transaxle.formats import registry

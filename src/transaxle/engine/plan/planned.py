@@ -16,9 +16,9 @@ from transaxle.axes.notation.computed import Steps
 from transaxle.encodings.encoding import Role
 from transaxle.encodings.value_steps import STEPS, Recoded
 from transaxle.engine.checkpoint.settings import CONFIG
-from transaxle.engine.copying.duplicate_checks import PlannedCheck
-from transaxle.engine.number_text import notebook, plural, size
+from transaxle.engine.duplicates import PlannedCheck
 from transaxle.engine.views.encode import Step
+from transaxle.engine.wording import notebook, plural, size
 from transaxle.errors import Refusal
 from transaxle.move.hashing import span_ends
 from transaxle.move.transfer import Transfer, active

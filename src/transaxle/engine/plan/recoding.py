@@ -44,11 +44,11 @@ from transaxle.encodings.value_steps import CASTING, Recoded
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.checkpoint.recognise import IDENTITY
 from transaxle.engine.checkpoint.settings import CONFIG, stored_config
-from transaxle.engine.copying.source import Source
-from transaxle.engine.number_text import plural
 from transaxle.engine.plan.planned import OutputTensor, PlannedTensor
+from transaxle.engine.source import Source
 from transaxle.engine.views.encode import Encode, Step, choose
 from transaxle.engine.views.encoded import View
+from transaxle.engine.wording import plural
 from transaxle.errors import Refusal, TransaxleError, Where, gathered
 from transaxle.formats.builtin_formats import SAFETENSORS
 from transaxle.formats.catalog import Container, Entry, Extent, Recoding

@@ -16,9 +16,9 @@ from msgspec.structs import replace
 from transaxle.axes.layout.bind import WEIGHT, split_slot
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.checkpoint.recognise import IDENTITY, pick_dialect
-from transaxle.engine.number_text import plural
+from transaxle.engine.views.decoded import regrouped
 from transaxle.engine.views.encoded import View
-from transaxle.engine.views.param_groups import regrouped
+from transaxle.engine.wording import plural
 from transaxle.errors import Refusal, Where
 from transaxle.formats.builtin_formats import DCP, TORCH, UNIVERSAL
 from transaxle.formats.format import Format

@@ -19,10 +19,10 @@ from transaxle.encodings.conventions.buffer_group import is_of_cache, may_be_cod
 from transaxle.encodings.conventions.convention import training_only
 from transaxle.encodings.encoding import CASTS, PLAIN, Error, Wide
 from transaxle.encodings.value_steps import Action, Recoded
-from transaxle.engine.copying.source import Source
+from transaxle.engine.source import Source
 from transaxle.engine.views.decoded import RowMajorBytes
+from transaxle.engine.views.encode import chosen
 from transaxle.engine.views.encoded import Catalog
-from transaxle.engine.views.name_filter import chosen
 from transaxle.errors import Refusal, Where, gathered, refuse
 from transaxle.formats.catalog import Container, Entry, Extent, nbytes, numpy_dtype
 from transaxle.formats.training_state.state import OPTIMIZER

@@ -2,28 +2,42 @@
 
 Reading a range of that file decodes the values of just that range, from the codes and scales of just that range. So
 planning, copying, resharding, comparing and loading need not know that anything was ever encoded.
+
+Header notes: what a container's metadata says about encoded tensors, removed where it is no longer true.
+
+torchao's files describe each tensor in the header's metadata, and list the names of all. The description of a tensor
+that was decoded or renamed must not be carried over.
+
+Parameter groups in another dialect: each group's settings follow its parameters to their new names.
+
+A tensor made of several parameters (a stack, a fused projection) is one parameter of the target, so all of them must be
+in one group: an optimizer cannot train parts of a parameter with different settings.
 """
 
 from __future__ import annotations
 
+import json
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from transaxle.axes.layout.relayout import unchanged
+from transaxle.axes.layout.bind import WEIGHT, split_slot
+from transaxle.axes.layout.relayout import Target, unchanged
 from transaxle.axes.notation.family import PLAIN, NumberFormat, Recode
 from transaxle.encodings.conventions.convention import CONVENTIONS, training_only
+from transaxle.encodings.conventions.torchao_convention import NAMES
 from transaxle.encodings.encoding import Encoded, Error, Role, Wide
 from transaxle.encodings.value_steps import Recoded
-from transaxle.engine.copying.source import Source
+from transaxle.engine.source import Source
 from transaxle.engine.views.encoded import Catalog, buffer_name
-from transaxle.engine.views.header_metadata import without_notes
-from transaxle.errors import refuse
+from transaxle.errors import Refusal, Where, refuse
 from transaxle.formats.catalog import Container, Entry, Extent, nbytes, numpy_dtype
+from transaxle.formats.strict_json import parsed
+from transaxle.formats.training_state.state_groups import ParamGroup, group_numbers, renamed
 from transaxle.move.endpoint import Bytes, Readable
 from transaxle.move.strided_fill import Scratch, produce
 from transaxle.move.transfer import Transfer, clip
@@ -31,6 +45,44 @@ from transaxle.move.transfer import Transfer, clip
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
+
+
+def without_notes(metadata: Mapping[str, Any], names: Collection[str] | None = None) -> dict[str, Any]:
+    """Return a container's metadata without the notes on some tensors.
+
+    Args:
+        metadata: of one file, or of all together, where a key on which they differ has `file:` before it.
+        names: the tensors; None: all.
+    """
+    remaining = dict(metadata)
+    for key in metadata:
+        if key != NAMES and not key.endswith(f":{NAMES}"):
+            continue
+        try:
+            listed = [str(name) for name in parsed(metadata[key])]
+        except (TypeError, ValueError):
+            continue
+        removed = listed if names is None else [name for name in listed if name in names]
+        still_listed = [name for name in listed if name not in set(removed)]
+        if still_listed:
+            remaining[key] = json.dumps(still_listed)
+        else:
+            del remaining[key]
+        for name in removed:
+            remaining.pop(name, None)
+    return remaining
+
+
+def joined(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a container's metadata with one joint list of tensors instead of one list per file."""
+    lists = [key for key in metadata if key.endswith(f":{NAMES}")]
+    try:
+        names = dict.fromkeys(str(name) for key in lists for name in parsed(metadata[key]))
+    except (TypeError, ValueError):
+        return dict(metadata)
+    joined_notes = {key: value for key, value in metadata.items() if key not in lists}
+    return {**joined_notes, NAMES: json.dumps(list(names))} if lists else joined_notes
+
 
 DTYPES: Mapping[str, Wide] = {"bf16": "BF16", "fp32": "F32"}
 """Types that users can decode to -> their safetensors codes."""
@@ -355,3 +407,61 @@ def decoded(catalog: Catalog, chosen: Collection[str], dtype: Wide) -> Container
     metadata = without_notes(container.metadata, tensors)
     left = {**container.left, **input_scales, **aside}
     return container.recoded(decoders, entries, metadata=metadata, left=left)
+
+
+_HINT = "--no-optimizer leaves the optimizer state and its settings out."
+
+
+def regrouped(groups: Iterable[ParamGroup], targets: Mapping[str, Target], problems: list[Refusal]) -> list[ParamGroup]:
+    """Return parameter groups under the target's names.
+
+    Args:
+        groups: under the source's names.
+        targets: the tensors of the target.
+        problems: receives UNSUPPORTED for every target tensor whose parameters are in different groups.
+
+    A parameter comes from those that its state is read from, where these are not those of its values: files may have
+        the parts of a fused parameter, with the state and the group of the whole.
+    A parameter with optimizer state but without a group takes the group of the parameters that it is fused with: where
+        ranks share out experts, torch's own checkpoints keep the groups of one rank only.
+    """
+    groups = list(groups)
+    group_of = group_numbers(groups)
+    names: dict[str, list[str]] = {}
+    made_of: dict[str, tuple[Target, dict[str, None]]] = {}
+    by_state: dict[str, tuple[Target, dict[str, None]]] = {}
+    trained: set[str] = set()
+    for target in targets.values() if groups else ():
+        parameter, slot = split_slot(target.name)
+        origins = (origin.name for target_part in target.parts for origin in target_part.origins)
+        sources = dict.fromkeys(split_slot(origin)[0] for origin in origins)
+        if slot == WEIGHT:
+            made_of[parameter] = target, sources
+        else:
+            trained.update(sources)
+            by_state.setdefault(parameter, (target, {}))[1].update(sources)
+    fused = {source for name, (_, sources) in by_state.items() if name not in made_of for source in sources}
+    for parameter, (target, sources) in by_state.items():
+        if parameter not in made_of or not sources.keys() <= made_of[parameter][1].keys():
+            made_of[parameter] = target, sources
+    for parameter, (target, sources) in made_of.items():
+        if parameter not in by_state and fused.issuperset(sources):
+            continue
+        memberships = {group_of.get(source) for source in sources if source in group_of or source not in trained}
+        if len(memberships) > 1:
+            problems.append(Refusal("UNSUPPORTED", _unlike(target, sources, group_of), Where(None, parameter), _HINT))
+            continue
+        for source in sources:
+            names.setdefault(source, []).append(parameter)
+    return renamed(groups, names)
+
+
+def _unlike(target: Target, sources: Iterable[str], group_of: Mapping[str, int]) -> str:
+    """Say which parameters of a target tensor are trained with other settings than the first."""
+    first, *other_sources = sources
+    unlike_source = next(name for name in other_sources if group_of.get(name) != group_of.get(first))
+    memberships: Sequence[str] = [
+        f"{name} is in {'no group' if name not in group_of else f'group {group_of[name]}'}"
+        for name in (first, unlike_source)
+    ]
+    return f"{target.rule}\nthe parts are trained with different settings: {', '.join(memberships)}"

@@ -3,12 +3,16 @@
 Values come in bands of whole tile rows, which is all that a codec needs at a time; every matrix of a stack is tiled by
 itself. Each buffer is a planned tensor of its own and reads the values by itself. Where a matrix has a global scale,
 its amax is computed before anything is written.
+
+Choosing tensors by patterns of their names.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -18,14 +22,44 @@ from transaxle.axes.layout.bind import WEIGHT, split_slot
 from transaxle.axes.layout.relayout import Target
 from transaxle.encodings.conventions.convention import CONVENTIONS
 from transaxle.encodings.encoding import ENCODINGS, WIDE, Encoding, Error, Role
-from transaxle.engine.number_text import plural
 from transaxle.engine.views.encoded import View
-from transaxle.engine.views.name_filter import chosen
-from transaxle.errors import Refusal, Where, refuse
+from transaxle.engine.wording import plural
+from transaxle.errors import Refusal, Where, gathered, refuse
 from transaxle.formats.catalog import nbytes, numpy_dtype
 
 if TYPE_CHECKING:
     import numpy as np
+
+
+def chosen(
+    names: Iterable[str], only: Sequence[str], skip: Sequence[str], noun: str, default: Sequence[str] | None = None
+) -> list[str]:
+    """Choose some of several names.
+
+    Args:
+        names: all of them; order is kept.
+        only: patterns of wanted names, in which `*` stands for any characters; none: those of `default`.
+        skip: patterns of those not wanted.
+        noun: what the names name, for the error.
+        default: names chosen where `only` has no patterns; None: all.
+
+    Raises:
+        UsageError: AMBIGUOUS for a pattern that no name has: nobody writes one for nothing.
+    """
+    all_names = list(names)
+    idle = [pattern for pattern in (*only, *skip) if not any(fnmatchcase(name, pattern) for name in all_names)]
+    if idle:
+        raise gathered(_idle(pattern, all_names, noun) for pattern in idle)
+    matched = [name for name in all_names if any(fnmatchcase(name, pattern) for pattern in only)]
+    wanted = matched if only else all_names if default is None else default
+    return [name for name in wanted if not any(fnmatchcase(name, pattern) for pattern in skip)]
+
+
+def _idle(pattern: str, names: Sequence[str], noun: str) -> Refusal:
+    close = get_close_matches(pattern, names, 1, 0.5) or names[:1]
+    hint = f"Names look like {close[0]}; * stands for any text." if close else f"There is no {noun}."
+    return Refusal("AMBIGUOUS", f"no {noun} has a name like {pattern!r}", hint=hint)
+
 
 METHODS = ("float8_block", "mxfp8", "nvfp4")
 """Encodings that can be written."""

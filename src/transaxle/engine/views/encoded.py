@@ -3,17 +3,26 @@
 A table speaks of a weight. Where that is stored as codes and scales, the tables see only the codes, under the weight's
 name and in its shape. After the translation each buffer follows: the scales by the tiles that they belong to, and all
 of them under the names and shapes of the convention. Nothing is decoded on the way.
+
+Compact scales: scales that torchao stores in the order of a matrix-multiply kernel, read in the order of rows.
+
+The kernel wants tiles of 128 x 4 scales, padded, and within a tile four rows of 32 side by side (cuBLAS, "1-D block
+scaling factors layout"). The tiles follow the order of the tensor's rows. Where such a tensor is decoded or moved to
+another dialect, its scales are read from a virtual file whose bytes are reordered on the fly. Under its own name it
+stays as it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import cached_property, partial
+import dataclasses
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 from msgspec import structs
+from msgspec.structs import replace
 
 from transaxle.axes.layout.relayout import Check, Target
 from transaxle.axes.layout.solve import Shape
@@ -23,14 +32,105 @@ from transaxle.encodings.conventions.convention import CONVENTIONS, PREFERRED, T
 from transaxle.encodings.conventions.quantization import SECTIONS, Quantization, read
 from transaxle.encodings.conventions.scheme import UNKNOWN_KEY
 from transaxle.encodings.conventions.torchao_convention import NAMES as TORCHAO_NAMES
+from transaxle.encodings.conventions.torchao_convention import Swizzled, swizzled
 from transaxle.encodings.encoding import WHOLE, Encoded, Encoding, Role
-from transaxle.engine.copying.source import redescribed
-from transaxle.engine.views.swizzled_scales import compacted
+from transaxle.engine.source import Source, redescribed
 from transaxle.errors import Refusal, TransaxleError, Where, refuse
-from transaxle.formats.catalog import Container, Entry
+from transaxle.formats.catalog import ITEM_BITS, Container, Entry, Extent
+from transaxle.formats.storage.storage import VirtualFiles
+from transaxle.move.endpoint import Bytes
 
 if TYPE_CHECKING:
     from transaxle.axes.layout.tile import Tile
+
+
+_ROWS, _COLUMNS, _LANES = 128, 4, 32
+"""Rows and columns of one kernel tile, and how many of its rows lie one below the other."""
+_KEPT = 8
+"""Reordered buffers that are cached, so that reading one piece by piece reorders it once."""
+_FILE = "\0compact "
+"""What the name of a file that does not exist begins with."""
+
+
+class _CompactScales(msgspec.Struct, frozen=True):
+    """One buffer in the kernel's order, readable as a file in compact order."""
+
+    source: Entry
+    """As it is stored."""
+    shape: tuple[int, int]
+    """Scales along both dims, padding left out."""
+    compact: Callable[[str], Bytes]
+    """Returns a stored buffer in compact order, by its name."""
+
+    @property
+    def nbytes(self) -> int:
+        """See `VirtualFile`."""
+        return self.shape[0] * self.shape[1]
+
+    def read_into(self, offset: int, view: memoryview) -> None:
+        """See `VirtualFile`."""
+        view.cast("B")[:] = self.compact(self.source.name)[offset : offset + view.nbytes].data
+
+
+def ordered(stored: Bytes, shape: tuple[int, int]) -> Bytes:
+    """Return scales in compact order, flat.
+
+    Args:
+        stored: one byte each, in the kernel's order, padding included.
+        shape: scales along both dims without padding.
+
+    Post-condition: scale `(r, c)` was at `512 t + 16 (r % 32) + 4 (r % 128 // 32) + c % 4`, with `t` its tile.
+    """
+    import numpy as np
+
+    rows, columns = (-(-size // step) for size, step in zip(shape, (_ROWS, _COLUMNS), strict=True))
+    tiles = stored.reshape(rows, columns, _LANES, _ROWS // _LANES, _COLUMNS)
+    padded = tiles.transpose(0, 3, 2, 1, 4).reshape(rows * _ROWS, columns * _COLUMNS)
+    return np.ascontiguousarray(padded[: shape[0], : shape[1]]).reshape(-1)
+
+
+def ordering(container: Container) -> Container:
+    """Return the same container, which can also read torchao's scales in compact order; see `compacted`."""
+    entries = container.entries
+    described = {
+        name: (tensor, shape)
+        for name, tensor in swizzled(container.metadata).items()
+        if (shape := _shape(entries, tensor))
+    }
+    if not described:
+        return container
+    scales = {tensor.scale: shape for tensor, shape in described.values()}
+    source = Source(container, {name: entries[name] for name in scales})
+    reordered = lru_cache(_KEPT)(lambda name: ordered(source.read(name), scales[name]))
+    files = {_FILE + name: _CompactScales(entries[name], shape, reordered) for name, shape in scales.items()}
+    compact = {
+        tensor.source.name: replace(tensor.source, shape=tensor.shape, extents=(Extent((0, 0), tensor.shape, file, 0),))
+        for file, tensor in files.items()
+    }
+    notes = {name: json.dumps(tensor.compact) for name, (tensor, _) in described.items()}
+    recoding = replace(container.recoding, compact=compact, compact_notes=notes)
+    return replace(container, storage=VirtualFiles(container.storage, files), recoding=recoding)
+
+
+def compacted(container: Container) -> Container:
+    """Return a container with compact scales, as tables need them; see `ordering`."""
+    compact, notes = container.recoding.compact, container.recoding.compact_notes
+    if not compact:
+        return container
+    entries = {name: compact.get(name, entry) for name, entry in container.entries.items()}
+    metadata = {key: notes.get(key, value) for key, value in container.metadata.items()}
+    return replace(container, entries=entries, metadata=metadata)
+
+
+def _shape(entries: Mapping[str, Entry], description: Swizzled) -> tuple[int, int] | None:
+    """Return the number of scales along both dims; None if the stored ones do not fill the kernel's tiles."""
+    codes, scale = entries.get(description.codes), entries.get(description.scale)
+    if codes is None or scale is None or len(codes.shape) != 2 or ITEM_BITS.get(scale.dtype) != 8:
+        return None
+    shape = codes.shape[0], -(-codes.shape[1] * description.per_byte // description.block)
+    tiles = -(-shape[0] // _ROWS) * -(-shape[1] // _COLUMNS)
+    return shape if scale.nbytes == tiles * _ROWS * _COLUMNS and scale.nbytes else None
+
 
 StoredForm = tuple[str, Shape]
 """Safetensors code and shape under which a target is stored, if they differ from the target's own."""
@@ -112,7 +212,9 @@ def catalog(container: Container, config: Mapping[str, Any], modelopt: Mapping[s
         groups = group(container.entries, quantization, container.metadata)
     except TransaxleError as error:
         return Catalog(container, container.entries, {}, None, _explained(error, container))
-    refusals = tuple(refusal if refusal.hint else replace(refusal, hint=_WAY_OUT) for refusal in groups.refusals)
+    refusals = tuple(
+        refusal if refusal.hint else dataclasses.replace(refusal, hint=_WAY_OUT) for refusal in groups.refusals
+    )
     if not groups.encoded:
         return Catalog(container, container.entries, {}, quantization, refusals)
     codes = {tensor.parts[Role.CODES]: tensor for tensor in groups.encoded.values()}
@@ -144,7 +246,7 @@ def _explained(error: TransaxleError, container: Container) -> tuple[Refusal, ..
         return error.refusals
     hint = "No tensor has codes: if that section is left over from before, remove it from {}."
     return tuple(
-        refusal if refusal.hint == UNKNOWN_KEY else replace(refusal, hint=hint.format(refusal.where.file))
+        refusal if refusal.hint == UNKNOWN_KEY else dataclasses.replace(refusal, hint=hint.format(refusal.where.file))
         for refusal in error.refusals
     )
 
@@ -249,7 +351,7 @@ class _BufferFollower:
     def _refuse(self, refusals: Iterable[Refusal], name: str) -> None:
         for refusal in refusals:
             where = Where(refusal.where.file, refusal.where.tensor or name)
-            self.problems.append(replace(refusal, where=where))
+            self.problems.append(dataclasses.replace(refusal, where=where))
 
     def _parts(self, name: str) -> Iterable[str]:
         tensor = self.encoded.get(name)

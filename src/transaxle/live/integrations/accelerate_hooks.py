@@ -17,6 +17,7 @@ from torch import nn
 
 from transaxle.arguments import Axes, Config, PathLike, Size, read_flag, read_path, suggests, wrong_type
 from transaxle.errors import refuse
+from transaxle.live.extra_state import Stateful
 from transaxle.live.integrations.step_checkpoints import (
     FOLDER,
     TICKET,
@@ -25,9 +26,8 @@ from transaxle.live.integrations.step_checkpoints import (
     read_place,
     text_beside,
 )
-from transaxle.live.load.load import load
-from transaxle.live.save.save import SAVING, check_options, save
-from transaxle.live.training.extra_state import Stateful
+from transaxle.live.load import load
+from transaxle.live.save import SAVING, check_options, save
 from transaxle.live.transport.world import World
 from transaxle.options import SHARD_SIZE, select
 from transaxle.torch_tensors.torch_arguments import Ranks, read_group, unwrapped

@@ -23,10 +23,10 @@ from transaxle.formats.staging.location import on_this_machine
 from transaxle.formats.staging.place import LocalFolder, RemoteFolder, strangers
 from transaxle.formats.staging.upload import turn
 from transaxle.formats.storage.storage import is_url
-from transaxle.live.background.asynchronous import SaveJob, async_save
-from transaxle.live.derived.keepers import kept_elsewhere, partitioned
-from transaxle.live.save.save import save
-from transaxle.live.training.extra_state import EXTRA, FILE, Extras
+from transaxle.live.asynchronous import SaveJob, async_save
+from transaxle.live.derived import kept_elsewhere, partitioned
+from transaxle.live.extra_state import EXTRA, FILE, Extras
+from transaxle.live.save import save
 from transaxle.live.transport.world import World
 from transaxle.torch_tensors.torch_arguments import Ranks
 

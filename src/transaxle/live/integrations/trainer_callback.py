@@ -23,7 +23,8 @@ from transaxle.formats.registry import MANIFEST
 from transaxle.formats.staging.location import on_this_machine, storage_at
 from transaxle.formats.storage.storage import is_url
 from transaxle.formats.strict_json import parsed
-from transaxle.live.background.asynchronous import SaveJob, async_save
+from transaxle.live.asynchronous import SaveJob, async_save
+from transaxle.live.extra_state import FILE, Random, Stateful
 from transaxle.live.integrations.step_checkpoints import (
     FOLDER,
     TICKET,
@@ -34,9 +35,8 @@ from transaxle.live.integrations.step_checkpoints import (
     states_beside,
     text_beside,
 )
-from transaxle.live.load.load import load
-from transaxle.live.save.save import SAVING, check_options, check_savable, save
-from transaxle.live.training.extra_state import FILE, Random, Stateful
+from transaxle.live.load import load
+from transaxle.live.save import SAVING, check_options, check_savable, save
 from transaxle.live.transport.world import World
 from transaxle.options import SHARD_SIZE, select
 from transaxle.torch_tensors.torch_arguments import Ranks, read_group

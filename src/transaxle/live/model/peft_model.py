@@ -17,7 +17,7 @@ from torch import nn
 
 from transaxle.axes.notation.name import own_name
 from transaxle.errors import Refusal, Where
-from transaxle.live.derived.derived import persistent
+from transaxle.live.derived import persistent
 from transaxle.live.model.state_tensors import Leaves
 from transaxle.torch_tensors.torch_arguments import unwrapped
 

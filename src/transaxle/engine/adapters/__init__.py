@@ -1,1 +1,0 @@
-"""Adapters: what the files of peft change of the weights of a model."""

@@ -1,1 +1,0 @@
-"""Capacity: how many bytes a refit would move between which ranks, from a config alone."""

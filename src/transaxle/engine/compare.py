@@ -1,0 +1,481 @@
+"""Comparison of two checkpoints across formats and dialects: bit by bit, or by values across number formats too."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+from transaxle.axes.layout.bind import WEIGHT, split_slot
+from transaxle.axes.layout.relayout import Check
+from transaxle.axes.notation.family import Dialect
+from transaxle.encodings.encoding import Encoded
+from transaxle.engine.checkpoint.checkpoint import Checkpoint, StoredTensor
+from transaxle.engine.checkpoint.recognise import IDENTITY
+from transaxle.engine.distance import Survey, Surveyed
+from transaxle.engine.duplicates import Compared, Pair, plan_checks, unequal
+from transaxle.engine.plan.training_beside import beside
+from transaxle.engine.wording import FoldedRow, fold, notebook, plural, size
+from transaxle.errors import Refusal, TransaxleError
+from transaxle.formats.catalog import ITEM_BITS
+from transaxle.formats.storage.compiled import same_bytes
+from transaxle.formats.training_state.state import OPTIMIZER
+from transaxle.move.workers import Limits, Progress, are_noted, grouped, largest_first, limits, share, unwatched
+from transaxle.spans import stage
+
+if TYPE_CHECKING:
+    from transaxle.engine.distance import Distance
+
+
+_STEP = "/step"
+"""How the names of an optimizer's counters end: a number, which some formats keep as a tensor of one element."""
+DifferenceKind = Literal["only_first", "only_second", "shape", "dtype", "encoding", "values", "copies"]
+"""How a tensor differs."""
+_SHOWN = 12
+"""Differences that a printed comparison shows."""
+_REALS = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
+"""Types whose values can be compared with those of each other."""
+_WIDEST = "fp32"
+"""What encoded tensors are decoded to where values are compared."""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Difference:
+    """One tensor that is not the same on both sides."""
+
+    name: str
+    """Name in the second checkpoint's dialect; for unequal copies, the first checkpoint's own name of one of them."""
+    component: str
+    """Logical tensors in it; empty where no table reads it."""
+    kind: DifferenceKind
+    """How it differs."""
+    detail: str
+    """Both sides in words."""
+    elements: int | None = None
+    """Elements that differ; None where they were not counted."""
+    max_abs: float | None = None
+    """Largest absolute difference of values; None where it was not asked for, or the type has no numbers."""
+    rms: float | None = None
+    """Root of the mean squared difference."""
+    relative: float | None = None
+    """Norm of the difference over the norm of the second."""
+
+    def __repr__(self) -> str:
+        measured = "" if self.max_abs is None else f", max |Δ| {self.max_abs:.1e}"
+        return f"<difference {self.name}: {self.detail or self.kind}{measured}>"
+
+
+@dataclass(frozen=True, repr=False)
+class Comparison:
+    """The result of comparing two checkpoints. True if nothing differs."""
+
+    first: str
+    """Path of the first, as typed."""
+    second: str
+    """Path of the second."""
+    dialect: str | None
+    """Dialect in which they were compared."""
+    stored: tuple[int, int]
+    """Tensors as stored on either side."""
+    compared: dict[str, int]
+    """Logical tensor -> number of tensors that both sides hold of it."""
+    parameters: int
+    """Elements compared."""
+    bytes_read: int
+    """Bytes compared, both sides together."""
+    differences: tuple[Difference, ...]
+    """Everything that differs, by name."""
+    across: Mapping[str, int] = field(default_factory=dict)
+    """Two number formats, as one text -> number of tensors whose values were compared across them."""
+    survey: Surveyed | None = None
+    """What was measured of every tensor, those that are equal too; None where values were not measured."""
+
+    @property
+    def tensors(self) -> int:
+        """Tensors compared."""
+        return sum(self.compared.values())
+
+    @property
+    def equal(self) -> bool:
+        """Whether nothing differs."""
+        return not self.differences
+
+    def __bool__(self) -> bool:
+        """Return whether nothing differs."""
+        return self.equal
+
+    @property
+    def optimizer_only(self) -> bool:
+        """Whether the only differences are optimizer states that one side lacks."""
+        return all(d.kind in {"only_first", "only_second"} and d.name.startswith(OPTIMIZER) for d in self.differences)
+
+    def __repr__(self) -> str:
+        return f"<comparison {self.first} and {self.second}: {self.verdict}>"
+
+    def __str__(self) -> str:
+        """Return what `print` shows: the verdict, and the first differences, layers and experts folded."""
+        keys = [each.kind if each.kind == "values" else each.detail for each in self.differences]
+        by_key = {(each.name, key): each for each, key in zip(self.differences, keys, strict=True)}
+        rows = fold([each.name for each in self.differences], keys)
+        lines = [f"{self.first} and {self.second}: {self.verdict}"]
+        for row in rows[:_SHOWN]:
+            group = [by_key[name, str(row.key)] for name in row.names]
+            lines.append(f"  {repr(group[0])[1:-1] if len(group) == 1 else _folded(row, group)}")
+        more = sum(row.count for row in rows[_SHOWN:])
+        return "\n".join([*lines, *([f"  … and {more:,} more: .differences"] if more > 0 else [])])
+
+    def _repr_html_(self) -> str:
+        return notebook(str(self))
+
+    @property
+    def verdict(self) -> str:
+        """What came out, in a few words."""
+        amount = f"{plural(self.tensors, 'tensor')}, {size(self.bytes_read)} compared"
+        return f"equal, {amount}" if self.equal else f"{plural(len(self.differences), 'difference')}, {amount}"
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as plain JSON data."""
+        return {
+            "equal": self.equal,
+            "first": self.first,
+            "second": self.second,
+            "dialect": self.dialect,
+            "tensors": self.tensors,
+            "stored": dict(zip(("first", "second"), self.stored, strict=True)),
+            "parameters": self.parameters,
+            "bytes_read": self.bytes_read,
+            "across": dict(self.across),
+            "differences": [asdict(difference) for difference in self.differences],
+        }
+
+
+def _folded(row: FoldedRow, group: Sequence[Difference]) -> str:
+    """Describe tensors that differ alike."""
+    detail = "the values differ" if row.key == "values" else group[0].detail
+    measured = [each.max_abs for each in group if each.max_abs is not None]
+    largest = f", max |Δ| {max(measured):.1e}" if measured else ""
+    return f"differences {row.name} {row.times}: {detail}{largest}"
+
+
+def in_common(first: Checkpoint, second: Checkpoint) -> tuple[Checkpoint, Checkpoint]:
+    """Return the first checkpoint in the second one's dialect if both are of one family; otherwise both unchanged.
+
+    Padding holds nothing of a model. Where they have more or less of it, both are seen in a dialect that has none, the
+    first one's if it is such.
+
+    Raises:
+        TransaxleError: what stands against the second one's dialect.
+    """
+    if first.family is None or second.dialect is None or second.family != first.family:
+        return first, second
+    wrapped = bool(first.bound.own or second.bound.own)
+    alike = first.dialect == second.dialect and first.recognised.prefix == second.recognised.prefix and not wrapped
+    # Names that a dialect reads and never writes are others of the same tensors, as are those of state in another one.
+    alike = alike and _other_names(first) == _other_names(second)
+    seen = first if alike and not first.decoded else first.with_state_of(_trained(second)).seen_as(second.dialect)
+    if second.bound.own or (not alike and (second.recognised.prefix or _other_names(second))):
+        second = second.seen_as(second.dialect)
+    if not _are_padded_otherwise(seen, second):
+        return seen, second
+    dialects = [each.label for each in first.recognised.family.dialects if not _has_padding(each)]
+    for label in sorted(dialects, key=lambda label: label != first.dialect):
+        try:
+            return first if label == first.dialect else first.seen_as(label), second.seen_as(label)
+        except TransaxleError:
+            continue
+    return seen, second  # then lengths that differ are told as they are
+
+
+def _trained(checkpoint: Checkpoint) -> frozenset[str] | None:
+    """Return the parameters that have optimizer state, by their names in the checkpoint's dialect; None: none has."""
+    states = (parameter for parameter, slot in map(split_slot, checkpoint) if slot != WEIGHT)
+    return frozenset(name.removeprefix(checkpoint.recognised.prefix) for name in states) or None
+
+
+def _other_names(checkpoint: Checkpoint) -> set[str]:
+    bound = checkpoint.bound
+    of_state = set() if bound.state_dialect is None else {bound.state_dialect.label}
+    return of_state | {line.text for line, _ in bound.names if line.read_only}
+
+
+def _has_padding(dialect: Dialect) -> bool:
+    return any(line.expression.padding for line in dialect.lines)
+
+
+def _are_padded_otherwise(first: Checkpoint, second: Checkpoint) -> bool:
+    """Tell whether a tensor whose line has padding has different shapes in two checkpoints in the second's dialect."""
+    named = [names for (line, _), names in second.bound.names.items() if line.expression.padding]
+    tensors = [name for names in named for name in names.values() if name in first and name in second]
+    return any(first[name].shape != second[name].shape for name in tensors)
+
+
+@stage("compare")
+def compare(
+    first: Checkpoint,
+    second: Checkpoint,
+    *,
+    numeric: bool = False,
+    limit: Limits | None = None,
+    progress: Progress = unwatched,
+) -> Comparison:
+    """Compare two checkpoints.
+
+    Args:
+        first: opened checkpoint; see `in_common` for the dialect in which they are compared.
+        second: opened checkpoint.
+        numeric: measure how far values are apart; what is encoded is decoded for it, and values are compared across
+            number formats. Otherwise a differing tensor is known by its first block, and by its encoding.
+        limit: workers and memory.
+        progress: told the bytes of each block compared.
+
+    Raises:
+        TransaxleError: where the first cannot be expressed in the second one's dialect.
+    """
+    limit = limit or limits()
+    counts = len(first), len(second)
+    if numeric:
+        first, second = (side.decode(_WIDEST) if side.catalog.encoded else side for side in (first, second))
+    if second.decoded and second.dialect is not None and second.family is not None:
+        second = second.seen_as(second.dialect)
+    view, second = in_common(first, second)
+    encoding_differences = list(_encodings(view, second))
+    differences = [difference for difference, _ in encoding_differences]
+    without_copies = [
+        _without_ties(first_side, second_side) for first_side, second_side in ((view, second), (second, view))
+    ]
+    explained = {name for _, names in encoding_differences for name in names}.union(
+        *(ties for ties, _ in without_copies)
+    )
+    explained |= beside(view, second) | beside(second, view)
+    explained |= {name for name in view if name not in second and not view[name].origins}  # zeros, the same as none
+    differences += _only_in_one(view, second, explained)
+    common = [name for name in view if name in second and name not in explained]
+    across: dict[str, int] = {}
+    survey = Survey(view, second) if numeric else None
+    if survey is None:
+        differences += _differing_bytes(view, second, common, limit, progress)
+    else:
+        differences += _differing_values(view, second, common, limit, progress, survey, across)
+    for _, deduplicated in without_copies:
+        differences += _differing_copies(deduplicated, limit)
+    differences += _nonzero(view, limit)
+    return Comparison(
+        first.path,
+        second.path,
+        view.dialect,
+        counts,
+        dict(Counter(view[name].component for name in common)),
+        sum(view[name].parameters for name in common),
+        sum(view[name].nbytes + second[name].nbytes for name in common),
+        tuple(sorted(_with_components(differences, view, second), key=lambda difference: difference.name)),
+        dict(sorted(across.items())),
+        None if survey is None else survey.surveyed(),
+    )
+
+
+def _with_components(differences: Sequence[Difference], first: Checkpoint, second: Checkpoint) -> list[Difference]:
+    """Return the differences with their logical tensors: sides in one dialect are compared without asking a table."""
+    if all(difference.component for difference in differences):
+        return list(differences)
+    known = components(first) | components(second)
+    return [each if each.component else replace(each, component=known.get(each.name, "")) for each in differences]
+
+
+def _only_in_one(first: Checkpoint, second: Checkpoint, explained: Collection[str]) -> Iterator[Difference]:
+    """Yield the tensors that only one side has, unless that is explained."""
+    for name, tensor in first.items():
+        if name not in second and name not in explained:
+            yield Difference(name, tensor.component, "only_first", f"only in {first.path}")
+    for name in second:
+        if name not in first and name not in explained:
+            yield Difference(name, "", "only_second", f"only in {second.path}")
+
+
+def _differing_copies(checkpoint: Checkpoint, limit: Limits) -> Iterator[Difference]:
+    """Yield the tensors of which one side holds two copies that differ."""
+    for problem in _unequal(checkpoint, [check for check in checkpoint.checks if not check.zero], limit):
+        what = f"{checkpoint.path} holds two copies of it that differ: {problem.message}"
+        yield Difference(problem.where.tensor or "", "", "copies", what)
+
+
+def _nonzero(view: Checkpoint, limit: Limits) -> Iterator[Difference]:
+    """Yield the tensors that a dialect has no place for and that are not zero: what they say is on one side alone."""
+    checks = [check for check in view.checks if check.zero]
+    for problem in _unequal(view, checks, limit) if checks else ():
+        yield Difference(problem.where.tensor or "", "", "only_first", f"only in {view.path}: {problem.message}")
+
+
+def _without_ties(checkpoint: Checkpoint, counterpart: Checkpoint) -> tuple[Collection[str], Checkpoint]:
+    """Return the names that one side has only because it stores tied tensors twice, and a view of it without them.
+
+    A dialect that leaves copies out does not differ, as long as they equal what they are tied to.
+    """
+    spare = {name for name in checkpoint if name not in counterpart}
+    if not spare or checkpoint.family is None or checkpoint.dialect in (None, IDENTITY):
+        return (), checkpoint
+    try:
+        deduplicated = checkpoint.seen_as(str(checkpoint.dialect))
+    except TransaxleError:
+        return (), checkpoint  # it cannot be read so: what is missing is told as it is
+    ties = (
+        spare.difference(deduplicated, deduplicated.view.ignored)
+        if all(name in checkpoint for name in deduplicated)
+        else ()
+    )
+    return (ties, deduplicated) if ties else ((), checkpoint)
+
+
+def _encodings(first: Checkpoint, second: Checkpoint) -> Iterator[tuple[Difference, Collection[str]]]:
+    """Yield the tensors that the two sides store in different encodings, each with all names that this explains."""
+    for name in dict.fromkeys([*first.encoded, *second.encoded]):
+        sides = [(side.encoded.get(name), side) for side in (first, second)]
+        words = [_stored_as(encoded_tensor, side, name) for encoded_tensor, side in sides]
+        if words[0] == words[1] or "" in words:
+            continue
+        parts = {
+            stored
+            for encoded_tensor, _ in sides
+            if encoded_tensor is not None
+            for stored in encoded_tensor.parts.values()
+        }
+        component = first[name].component if name in first else ""
+        yield Difference(name, component, "encoding", f"stored as {' and '.join(words)}"), {name, *parts}
+
+
+def components(checkpoint: Checkpoint) -> dict[str, str]:
+    """Return the logical tensors in each stored tensor that a table reads."""
+    if checkpoint.family is None:
+        return {}
+    bound_names = checkpoint.bound.names.items()
+    return {name: ", ".join(line.expression.components) for (line, _), names in bound_names for name in names.values()}
+
+
+def _stored_as(encoded_tensor: Encoded | None, checkpoint: Checkpoint, name: str) -> str:
+    """Return the encoding, or else the dtype, in which a checkpoint stores a tensor; empty if it has no such tensor."""
+    if encoded_tensor is not None:
+        return (
+            f"{encoded_tensor.encoding.name} ({encoded_tensor.convention}: {', '.join(sorted(encoded_tensor.parts))})"
+        )
+    return checkpoint[name].dtype if name in checkpoint else ""
+
+
+def _formats(checkpoint: Checkpoint, tensor: StoredTensor) -> str:
+    """Return the number formats in which a tensor is stored, even where it is seen decoded."""
+    decoded = {
+        origin: encoded_tensor.encoding.name
+        for origin in tensor.origins
+        if (encoded_tensor := checkpoint.decoded.get(origin))
+    }
+    return " and ".join(dict.fromkeys(decoded.values())) or tensor.dtype
+
+
+def _unequal(view: Checkpoint, checks: Sequence[Check], limit: Limits) -> list[Refusal]:
+    """Return the copies within one checkpoint that differ: only one of them was compared with the other side."""
+    problems: list[Refusal] = []
+    planned = plan_checks(view.source, checks, problems)
+    return problems + unequal(planned, view.container.storage, limit)
+
+
+def _differing_bytes(
+    first: Checkpoint, second: Checkpoint, names: Sequence[str], limit: Limits, progress: Progress
+) -> list[Difference]:
+    """Compare tensors bit by bit."""
+    found: list[Difference] = []
+
+    def look(pair: Pair, some: Sequence[str]) -> None:
+        tensors = []
+        for name in some:
+            one, two = first[name], second[name]
+            mismatch = _mismatch(one, two)
+            if mismatch is None:
+                tensors.append(Compared(name, one.transfers(), two.transfers(), one.nbytes))
+            else:
+                found.append(mismatch)
+        differing = pair.differing(tensors, progress)
+        found.extend(Difference(name, first[name].component, "values", "the values differ") for name in differing)
+
+    storages = first.container.storage, second.container.storage
+    sizes = largest_first((name, first[name].nbytes) for name in names)
+    work = grouped(sizes, noted=are_noted(*storages), fair=sum(size for _, size in sizes) // limit.jobs)
+    share(work, limit.jobs, partial(Pair, *storages, limit), look)
+    return found
+
+
+def _differing_values(
+    first: Checkpoint,
+    second: Checkpoint,
+    names: Sequence[str],
+    limit: Limits,
+    progress: Progress,
+    survey: Survey,
+    across: dict[str, int],
+) -> list[Difference]:
+    """Compare tensors by their values, and measure how far they are apart; counts what is compared `across` formats."""
+    found: list[Difference] = []
+
+    def look(pair: Pair, name: str) -> None:
+        one, two = first[name], second[name]
+        formats = _formats(first, one), _formats(second, two)
+        by_value = formats[0] != one.dtype or formats[1] != two.dtype or one.dtype != two.dtype
+        distance = survey.distance(name)
+        difference = _difference(one, two, pair, distance, by_value=by_value, progress=progress)
+        survey.add(name, distance, difference is not None)
+        if by_value:
+            both_formats = " and ".join(dict.fromkeys(formats))
+            across[both_formats] = across.get(both_formats, 0) + 1
+        if difference is not None:
+            found.append(difference)
+
+    share(names, limit.jobs, partial(Pair, first.container.storage, second.container.storage, limit), look)
+    return found
+
+
+def _mismatch(first: StoredTensor, second: StoredTensor, *, by_value: bool = False) -> Difference | None:
+    """Return how two tensors differ in what does not depend on their values; `by_value`: see `_difference`."""
+    if first.shape != second.shape and not (first.name.endswith(_STEP) and first.parameters == second.parameters == 1):
+        return Difference(first.name, first.component, "shape", f"{list(first.shape)} and {list(second.shape)}")
+    if first.dtype != second.dtype and not (by_value and {first.dtype, second.dtype} <= _REALS):
+        return Difference(first.name, first.component, "dtype", f"{first.dtype} and {second.dtype}")
+    return None
+
+
+def _difference(
+    first: StoredTensor, second: StoredTensor, pair: Pair, distance: Distance, *, by_value: bool, progress: Progress
+) -> Difference | None:
+    """Compare the values of two tensors.
+
+    Args:
+        first: a tensor.
+        second: its counterpart.
+        pair: does the reading.
+        distance: accumulates how far they are apart.
+        by_value: numbers are equal where they are the same number, whatever their bits.
+        progress: told the bytes of each block.
+    """
+    mismatch = _mismatch(first, second, by_value=by_value)
+    if mismatch is not None:
+        return mismatch
+    differs = False
+    measurable = ITEM_BITS.get(first.dtype, 8) >= 8
+    for first_block, second_block in pair.blocks(first.transfers(), second.transfers(), first.nbytes, second.nbytes):
+        progress(len(first_block))
+        same = first.dtype == second.dtype and same_bytes(first_block, second_block)
+        if same and not (differs or by_value):
+            distance.skip(second_block, second.dtype, measured=measurable)
+            continue
+        differs = differs or not same
+        if not measurable:
+            break
+        distance.add(first_block, second_block, first.dtype, second.dtype, by_value=by_value)
+    if not differs or (measurable and not distance.elements):
+        return None
+    if not measurable:
+        return Difference(first.name, first.component, "values", "the values differ")
+    apart = (
+        f", by at most {distance.largest:.3g}" if distance.largest else " in their bits, but not in double precision"
+    )
+    detail = f"{distance.elements:,} of {first.parameters:,} elements differ{apart}"
+    measured = distance.elements, distance.largest, distance.rms, distance.relative
+    return Difference(first.name, first.component, "values", detail, *measured)

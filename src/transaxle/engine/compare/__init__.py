@@ -1,1 +1,0 @@
-"""Two checkpoints compared; one checked against what it says of itself."""

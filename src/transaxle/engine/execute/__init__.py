@@ -1,1 +1,0 @@
-"""A plan carried out: work items, journal, resume."""

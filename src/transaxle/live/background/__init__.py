@@ -1,1 +1,0 @@
-"""Saves that go on while training does."""

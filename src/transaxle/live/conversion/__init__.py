@@ -1,1 +1,0 @@
-"""Conversions that the ranks of a job carry out together."""

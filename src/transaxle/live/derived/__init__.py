@@ -1,1 +1,0 @@
-"""Entries of a state dict that are no memory of their own, and modules that make them."""

@@ -1,1 +1,0 @@
-"""Tensors in memory re-expressed: another dialect, another mesh."""

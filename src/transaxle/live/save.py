@@ -1,0 +1,754 @@
+"""Saving: every rank writes its own byte ranges straight into the final files of the checkpoint, in one pass.
+
+All ranks compute the same plan from what they hold together; nothing is consolidated afterwards.
+
+What each rank of a group carries of a save: all ranks carry one plan out, each its own byte ranges.
+
+In a folder, rank 0 makes the files and everybody writes into them; a tensor that one rank writes is hashed on its way,
+any other one as it lies in the files. Rank 0 adds what is known beforehand and the manifest, and commits.
+
+A service takes a file from its beginning to its end: there every file has one rank that sends it, to which the others
+send what they hold of it. All files are sent before any appears. Then the others' appear, and at last those of rank 0,
+which has what makes them a checkpoint: index and manifest. Where a rank fails, each takes back what it has sent, unless
+the manifest is there by then.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from transaxle.arguments import (
+    EVERYTHING,
+    Axes,
+    Config,
+    Overwrite,
+    PathLike,
+    Size,
+    check_flags,
+    read_axes,
+    read_optional_text,
+    read_path,
+    read_size,
+    read_text,
+    suggests,
+)
+from transaxle.encodings.encoding import PLAIN
+from transaxle.engine.carry import carry, seal, write_fragments
+from transaxle.engine.checkpoint.checkpoint import Checkpoint
+from transaxle.engine.checkpoint.recognise import IDENTITY, check_dialect, pick_dialect, pick_family
+from transaxle.engine.checkpoint.settings import LONGEST_TABLE, model_config
+from transaxle.engine.checkpoint.settings import settings as reading_settings
+from transaxle.engine.duplicates import PlannedCheck
+from transaxle.engine.plan.conversion import Prepared, for_hub, make_plan, parse_to, ready
+from transaxle.engine.plan.planned import PlannedTensor
+from transaxle.errors import TransaxleError, gathered, refuse
+from transaxle.formats.registry import is_one_file
+from transaxle.formats.staging.location import on_this_machine, staging_at
+from transaxle.formats.staging.staging import Writer
+from transaxle.formats.staging.upload import Upload, opens
+from transaxle.formats.storage.local import LocalStorage, read_file
+from transaxle.formats.storage.storage import is_url
+from transaxle.formats.training_state.state_groups import ParamGroup
+from transaxle.live.extra_state import EXTRA, FILE, MODEL, STATE, state_of, written
+from transaxle.live.global_tensors import Census, census
+from transaxle.live.memory import Memory, compare_copies, container, memory_of, rank_of
+from transaxle.live.model.destination import SaveReport
+from transaxle.live.model.quantized_model import published
+from transaxle.live.model.state_tensors import State, leaves, shared_config, unsavable
+from transaxle.live.optimizer_state import all_groups, as_tensor, by_name, groups_of, states_of, untrained
+from transaxle.live.optimizers import AnyOptimizer
+from transaxle.live.transport import wire
+from transaxle.live.transport.tensor_exchange import RankExchange
+from transaxle.live.transport.world import Clock, World, comparable, is_loss
+from transaxle.move.hashing import HashingFiles, digest, digest_in
+from transaxle.move.journal import Done
+from transaxle.move.mover import Movement
+from transaxle.move.workers import Item, Load, Unions, is_long, limits
+from transaxle.options import SHARD_SIZE
+from transaxle.torch_tensors.placement import local_parts
+from transaxle.torch_tensors.torch_arguments import Ranks
+
+if TYPE_CHECKING:
+    from transaxle.engine.verification import Verification
+    from transaxle.formats.staging.location import Stage
+    from transaxle.move.endpoint import Writable
+
+
+_FOLDED = 16 << 20
+"""A tensor shorter than this may be one rank's where that leaves another one with less to write."""
+_Hashes = dict[str, str]
+
+
+def write(
+    prepared: Prepared, dst: str, world: World, clock: Clock, *, overwrite: Overwrite, sync: bool
+) -> tuple[int, int]:
+    """Carry a plan out from all ranks' memory, and commit the result whole or not at all; collective.
+
+    Args:
+        prepared: the plan, the same on all ranks.
+        dst: where.
+        world: the ranks.
+        clock: takes the time of the stages.
+        overwrite: replace the checkpoint at `dst`; `everything`: with whatever else is there.
+        sync: make everything durable before the commit.
+
+    Returns:
+        bytes received from other ranks, and bytes written by this one.
+
+    Raises:
+        TransaxleError: on every rank; the target is then as it was.
+    """
+    plan, share = prepared.plan, _RankShare(prepared, world, clock)
+    if plan.checks:
+        with clock.stage("check"), world.together():
+            _check_copies(plan.checks, memory_of(prepared.checkpoint.container), world)
+    with ExitStack() as stack:
+        stage: Stage | None = None
+
+        def begin() -> tuple[str, str, tuple[int, ...]]:
+            nonlocal stage
+            if world.rank != world.ranks[0]:
+                return "", "", ()
+            stage = staging_at(dst, overwrite=overwrite, sync=sync)
+            stack.enter_context(stage)
+            if isinstance(stage, Upload):
+                return "", "", world.ranks if stage.shared else world.ranks[:1]
+            stage.prepare(plan.files if stage.single is None else prepared.draft.files)
+            write_fragments(stage, prepared.draft.early())
+            return str(stage.path), stage.mark(), ()
+
+        with clock.stage("prepare"):
+            folder, run, ranks = world.pool(begin)[0]
+        if ranks:
+            share.send(dst, stage if isinstance(stage, Upload) else None, ranks, overwrite=overwrite)
+        else:
+            hashes = share.write(folder, run, sync=sync)
+            with clock.stage("commit"), world.together():
+                if stage is not None:
+                    share.seal(stage, hashes)
+                    stage.commit()
+    return share.received, share.written
+
+
+class _RankShare:
+    """What a rank does of a save.
+
+    Args:
+        prepared: the plan, the same on all ranks.
+        world: the ranks.
+        clock: takes the time of the stages.
+    """
+
+    def __init__(self, prepared: Prepared, world: World, clock: Clock) -> None:
+        self._prepared = prepared
+        self._world = world
+        self._clock = clock
+        self.received = 0
+        """Bytes received from other ranks."""
+        self.written = 0
+        """Bytes of tensors written, or sent to a service."""
+
+    def _move(self, takers: Sequence[tuple[int, ...]], files: Writable | None, *, ordered: bool) -> _Hashes:
+        """Carry the tensors of the plan; collective.
+
+        Args:
+            takers: for each tensor the rank that writes it; nobody: each rank what it holds of it.
+            files: where this rank's go; None: nowhere, they are only hashed.
+            ordered: the bytes of a file must be written in order, on all ranks; all tensors of a file have one taker.
+
+        Returns:
+            Hashes of the tensors that this rank has written whole.
+        """
+        exchange = RankExchange(self._world)
+        self.written = 0
+
+        def count(size: int) -> None:
+            self.written += size
+
+        tensors, memory = self._prepared.plan.tensors, memory_of(self._prepared.checkpoint.container)
+        limit = limits(jobs=1).holding_runs
+        done = carry(tensors, memory, files, limit, progress=count, ordered=ordered, takers=takers, exchange=exchange)
+        self.received = exchange.received
+        return {name: each.hash for name, each in done.items()}
+
+    def seal(self, stage: Stage, hashes: _Hashes, foretold: _Hashes | None = None) -> None:
+        """Write what is known now; on rank 0."""
+        seal(self._prepared, stage, limits(jobs=1), {name: Done(xxh3) for name, xxh3 in hashes.items()}, None, foretold)
+
+    def write(self, folder: str, run: str, *, sync: bool) -> _Hashes:
+        """Write every run of bytes from its owner into the files, and return all hashes; collective.
+
+        Args:
+            folder: the hidden folder.
+            run: the mark of this run in it.
+            sync: make everything durable.
+        """
+        world, clock, tensors = self._world, self._clock, self._prepared.plan.tensors
+        takers = owners(tensors, world)
+        scattered = [tensor for tensor, ranks in zip(tensors, takers, strict=True) if not ranks]
+        with clock.stage("prepare"), world.together():  # a machine may not see the folder, or a later one of its name
+            writer = Writer(folder, sync=sync, run=run)
+
+        def produce() -> _Hashes:
+            hashes = self._move(takers, writer, ordered=False)
+            writer.finish()
+            return hashes
+
+        with clock.stage("write"):
+            hashes = _merged(world.pool(produce))
+        with clock.stage("hash"):
+            if scattered:
+                hashes |= _merged(world.pool(lambda: _hashed(scattered, folder, world)))
+        return hashes
+
+    def send(self, dst: str, lead: Upload | None, ranks: tuple[int, ...], *, overwrite: Overwrite) -> None:
+        """Send the plan's files, and let them appear all or none; collective.
+
+        Args:
+            dst: URL.
+            lead: rank 0's upload, begun, on rank 0.
+            ranks: those that can send files.
+            overwrite: as `lead` has it.
+        """
+        plan, draft, world, clock = self._prepared.plan, self._prepared.draft, self._world, self._clock
+        owner = senders(self._prepared, ranks)
+        takers = [(owner[tensor.places[0].file],) if tensor.places else ranks[:1] for tensor in plan.tensors]
+        mine = {file: size for file, size in draft.files.items() if owner[file] == world.rank}
+        with ExitStack() as stack:
+            stage = lead
+
+            def begin() -> None:
+                nonlocal stage
+                if stage is None and mine:
+                    # Rank 0 has looked what is there.
+                    stage = stack.enter_context(Upload(dst, overwrite=EVERYTHING if overwrite else False))
+                if stage is not None:
+                    carried = plan.carried if lead is not None and lead.single is None else ()
+                    stage.prepare(mine | {name: plan.files[name] for name in carried})
+                    known = [*draft.early(), *(() if foretold is None else draft.late(foretold))]
+                    write_fragments(stage, (fragment for fragment in known if fragment.file in mine))
+
+            def send() -> _Hashes:
+                hashes = self._move(takers, stage, ordered=True)
+                if stage is not None and lead is None:
+                    stage.complete()
+                return hashes
+
+            def ready() -> None:
+                if lead is not None:
+                    self.seal(lead, hashes, foretold)
+                    lead.complete()
+                    lead.make_way()
+
+            with clock.stage("prepare"):
+                # a stream cannot go back to digests that stand before what they are of: everything is moved twice
+                foretold = (
+                    _merged(world.pool(lambda: self._move(takers, None, ordered=True))) if draft.sealed_first else None
+                )
+                world.pool(begin)
+            with clock.stage("write"):
+                hashes = _merged(world.pool(send))
+            with clock.stage("commit"):
+                world.pool(ready)
+                world.pool(lambda: stage.appear() if stage is not None and lead is None else None)
+                try:
+                    world.pool(lambda: lead.appear() if lead is not None else None)
+                    world.pool(lambda: stage.recheck(owner if stage is lead else None) if stage is not None else None)
+                except TransaxleError as error:
+                    if is_loss(error) and stage is not None and stage.is_whole:
+                        stage.keep()  # a rank was lost when everything was there already
+                    raise
+            if stage is not None:
+                stage.keep()
+
+
+def _merged(of_ranks: Iterable[Mapping[str, str]]) -> _Hashes:
+    return {name: xxh3 for hashes in of_ranks for name, xxh3 in hashes.items()}
+
+
+def owners(tensors: Sequence[PlannedTensor], world: World) -> list[tuple[int, ...]]:
+    """Give each tensor whose bytes must come together anyway to one rank, so that all have equally much to write.
+
+    Returns:
+        For each tensor its rank; nobody where several ranks hold long runs, which each writes for itself.
+    """
+    load = Load.of(world.ranks)
+    writers: dict[int, tuple[int, ...]] = {}
+    from_several: list[int] = []
+    for number, tensor in enumerate(tensors):
+        ranks = {rank_of(transfer.file) for transfer in tensor.transfers}
+        if len(ranks) == 1:
+            writers[number] = (load.add(ranks.pop(), tensor.nbytes),)
+        elif any(is_long(transfer) for transfer in tensor.transfers):
+            writers[number] = ()
+            for transfer in tensor.transfers:
+                load.add(rank_of(transfer.file), transfer.size)
+        else:
+            from_several.append(number)
+    fair = sum(tensor.nbytes for tensor in tensors) // world.size
+    for number in from_several:
+        size, rank = tensors[number].nbytes, load.least()
+        if size > _FOLDED and load[rank] + size > fair + _FOLDED:
+            writers[number] = ()  # one rank would be busy with it while the others wait
+            for each in world.ranks:
+                load.add(each, size // world.size)
+        else:
+            writers[number] = (load.add(rank, size),)
+    return [writers[number] for number in range(len(tensors))]
+
+
+def senders(prepared: Prepared, ranks: tuple[int, ...]) -> dict[str, int]:
+    """Give each file a rank that sends it, so that all have equally many bytes to send.
+
+    Files that share a tensor go together, and so do the ones that make the others a checkpoint: with the first rank.
+    """
+    files, together = prepared.draft.files, Unions[str]()
+    for tensor in prepared.plan.tensors:
+        for place in tensor.everywhere[1:]:
+            together.join(place.file, tensor.places[0].file)
+    with_tensors = {place.file for tensor in prepared.plan.tensors for place in tensor.everywhere}
+    of_first_rank = {together.first(file) for file in files if opens(file) or file not in with_tensors}
+    sizes: dict[str, int] = {}
+    for file, size in files.items():
+        sizes[together.first(file)] = sizes.get(together.first(file), 0) + size
+    load, sender = Load.of(ranks), dict[str, int]()
+    for file in sorted(sizes, key=lambda each: (each not in of_first_rank, -sizes[each], each)):
+        sender[file] = load.add(ranks[0] if file in of_first_rank else load.least(), sizes[file])
+    return {file: sender[together.first(file)] for file in files}
+
+
+def _hashed(tensors: Sequence[PlannedTensor], folder: str, world: World) -> _Hashes:
+    """Hash this rank's part of what was written, as it lies in the files."""
+    load, hashes = Load.of(world.ranks), _Hashes()
+    storage = LocalStorage(folder)
+    for tensor in tensors:
+        if load.add(load.least(), tensor.nbytes) == world.rank:
+            hashes[tensor.name] = digest_in(storage, tensor.places)
+    storage.close()
+    return hashes
+
+
+def _check_copies(checks: Sequence[PlannedCheck], memory: Memory, world: World) -> None:
+    """Prove tensors equal that are stored once for several names; each pair comes together at one rank.
+
+    Raises:
+        Refused: UNEQUAL_COPIES, UNEXPECTED_TENSOR, on the rank that compared.
+    """
+    items = []
+    for number, check in enumerate(checks):
+        taker = (world.ranks[number % world.size],)
+        items.append(Item(2 * number, check.nbytes, check.first, taker))
+        items.append(Item(2 * number + 1, check.nbytes, check.second, taker))
+    seen = HashingFiles(None, (), range(len(items)))
+    Movement(items, memory, seen, limits(jobs=1), RankExchange(world)).run()
+    problems = [
+        check.refusal
+        for number, check in enumerate(checks)
+        if 2 * number in seen.digests and seen.digests[2 * number] != seen.digests[2 * number + 1]
+    ]
+    if problems:
+        raise gathered(problems)
+
+
+SAVING = ("family", "dialect", "config", "axes", "rules", "shard_size", "sync", "check_copies", "verify")
+"""Options of `save` that whatever saves the steps of a run has, too."""
+_UNFINISHED: dict[tuple[int, str], Callable[[], object]] = {}
+"""By process and target, what waits for the last save there in the background; a forked process has none."""
+
+
+@dataclass(frozen=True)
+class SaveSettings:
+    """What is written and how: the arguments of `save`, checked, without the tensors."""
+
+    dst: str
+    """Folder or URL, as typed."""
+    to: str
+    """`FORMAT[:DIALECT]`."""
+    family: str | None
+    """Model family; None: recognised."""
+    dialect: str | None
+    """Dialect of the model's names; None: recognised."""
+    config: Mapping[str, Any] | None
+    """The model's config as the user gave it; None: the model's own."""
+    optimizer: bool
+    """Whether optimizer state is among the tensors."""
+    shard_size: int
+    """Bytes of tensors per file."""
+    overwrite: Overwrite
+    """Replace what is there."""
+    sync: bool
+    """Make everything durable first."""
+    check_copies: bool
+    """Compare what several ranks hold."""
+    verify: bool
+    """Read it back."""
+    axes: Mapping[str, int]
+    """Axis sizes that the user gave."""
+    rules: str | None
+    """A file with families and dialects of the user's own."""
+
+
+@dataclass(frozen=True)
+class CollectedState:
+    """What is saved, as all ranks hold it together."""
+
+    own: Mapping[str, torch.Tensor]
+    """This rank's tensors, by the names of the parts (`local_parts`); their local parts will do."""
+    global_tensors: Census
+    """The tensors of all ranks."""
+    config: Mapping[str, Any] | None
+    """The model's config, the same on all ranks."""
+    groups: Sequence[ParamGroup]
+    """The optimizers' groups, by the names of the parameters."""
+    files: Mapping[str, bytes]
+    """Files that travel along."""
+    left_out: tuple[str, ...]
+    """Names of entries that are not written."""
+    untrained: tuple[str, ...]
+    """Parameters of this rank that have gradients, and no optimizer."""
+
+
+@suggests
+def save(
+    state: State,
+    dst: PathLike,
+    *,
+    to: str = "hf",
+    optimizer: AnyOptimizer | None = None,
+    extra: Mapping[str, Any] | None = None,
+    overwrite: Overwrite = False,
+    group: Ranks | None = None,
+    family: str | None = None,
+    dialect: str | None = None,
+    config: Config | None = None,
+    axes: Axes | None = None,
+    rules: PathLike | None = None,
+    shard_size: Size = SHARD_SIZE,
+    sync: bool = True,
+    check_copies: bool = True,
+    verify: bool = False,
+) -> SaveReport:
+    """Save a model or state dict; collective over the group.
+
+    Args:
+        state: a model under any parallelism, or a state dict whose leaves are tensors, DTensors or numpy arrays.
+        dst: folder or URL; it must not exist unless `overwrite`, and then stays readable until the new one is complete.
+            To a service, one rank sends each file from beginning to end, and receives the other ranks' parts of it.
+        to: `FORMAT[:DIALECT]`; `hf` is short for `safetensors:hf`.
+        optimizer: the model's optimizer, whose state and groups are saved too, beside the weights. Also a list or dict
+            of several, or a wrapper or container (ZeRO, accelerate, torchtitan).
+        extra: other state that the run must remember, by name: plain data, or objects with `state_dict` and
+            `load_state_dict` whose state is plain data, such as `Random()`, a scheduler, a data loader.
+        overwrite: replace the checkpoint at `dst`. If its folder contains anything else, True refuses, and
+            `"everything"` removes that too.
+        group: the ranks that save together, a process group or a mesh of one dim; None: all.
+        family: the model's family, such as `qwen3_moe`; None: recognised.
+        dialect: dialect of the model's names, such as `hf`; None: recognised.
+        config: the model's config: a path, a mapping or an object with `to_dict()`; None: `model.config`, where it has
+            one.
+        axes: axis -> size, which overrides everything, such as `{"g": 8}`.
+        rules: path of a table of your own, with families and dialects.
+        shard_size: bytes of tensors per file, 5_000_000_000 or "5GB".
+        sync: make everything durable on disk before `dst` appears.
+        check_copies: compare copies that several ranks have and no mesh keeps equal, and refuse those that differ.
+        verify: read the checkpoint back on one rank once it is there, and compare every byte with what was written; the
+            report has the verification.
+
+    Raises:
+        TypeError: an argument of a type that it cannot have.
+        TransaxleError: on every rank; the target is then as it was, unless `verify` found the error.
+    """
+    world, clock = World(group), Clock()
+    settings_of = partial(
+        read_settings, dst, to, optimizer=optimizer is not None, family=family, dialect=dialect, config=config,
+        axes=axes, rules=rules, shard_size=shard_size, overwrite=overwrite, sync=sync, check_copies=check_copies,
+        verify=verify,
+    )  # fmt: skip
+    with clock.stage("plan"):
+        settings, collected = collect(settings_of, state, optimizer, extra, world)
+    return write_checkpoint(settings, collected, world, clock)
+
+
+def check_savable(
+    state: State,
+    dst: PathLike,
+    *,
+    to: str = "hf",
+    group: Ranks | None = None,
+    family: str | None = None,
+    dialect: str | None = None,
+    config: Config | None = None,
+    axes: Axes | None = None,
+    rules: PathLike | None = None,
+    shard_size: Size = SHARD_SIZE,
+    sync: bool = True,
+    check_copies: bool = True,
+    verify: bool = False,
+) -> None:
+    """Plan a save without optimizer, and write nothing: long before the first one, it shows what would be refused.
+
+    Collective. The arguments are those of `save`.
+
+    Raises:
+        TransaxleError: on every rank, as from `save`.
+    """
+    world = World(group)
+    settings_of = partial(
+        read_settings, dst, to, optimizer=False, family=family, dialect=dialect, config=config, axes=axes, rules=rules,
+        shard_size=shard_size, overwrite=False, sync=sync, check_copies=check_copies, verify=verify,
+    )  # fmt: skip
+    settings, collected = collect(settings_of, state, None, None, world)
+    with world.together():
+        ready(_planned(settings, collected, world.rank))
+
+
+def read_settings(
+    dst: PathLike,
+    to: str,
+    *,
+    optimizer: bool,
+    family: str | None,
+    dialect: str | None,
+    config: Config | None,
+    axes: Axes | None,
+    rules: PathLike | None,
+    shard_size: Size,
+    overwrite: Overwrite,
+    sync: bool,
+    check_copies: bool,
+    verify: bool,
+) -> SaveSettings:
+    """Check arguments of `save`, which has those of the same names; `optimizer`: whether one is given.
+
+    Raises:
+        TypeError: an argument of a type that it cannot have.
+        TransaxleError: a config that cannot be read.
+    """
+    check_flags(sync=sync, check_copies=check_copies, verify=verify)
+    return SaveSettings(
+        dst=read_path("dst", dst),
+        to=read_text("to", to, "safetensors:hf"),
+        family=read_optional_text("family", family, "qwen3_moe"),
+        dialect=read_optional_text("dialect", dialect, "hf"),
+        optimizer=optimizer,
+        shard_size=read_size("shard_size", shard_size),
+        overwrite=overwrite,
+        sync=sync,
+        check_copies=check_copies,
+        verify=verify,
+        axes=read_axes(axes),
+        rules=None if rules is None else read_path("rules", rules),
+        config=model_config(config),
+    )
+
+
+def check_options(to: str, options: Mapping[str, Any]) -> None:
+    """Refuse arguments of a save before there is anything to be saved.
+
+    Raises:
+        TypeError: an argument of a type that it cannot have.
+        TransaxleError: a format, family or dialect that there is not; a config that cannot be read.
+    """
+    asked = read_settings("", to, optimizer=False, overwrite=False, **options)
+    families = reading_settings(rules=asked.rules, axes=asked.axes).families
+    labels = [each for each in (parse_to(asked.to)[1], asked.dialect) if each and each != IDENTITY]
+    if asked.family is not None:
+        family = pick_family(asked.family, families)
+        for label in labels:
+            pick_dialect(family, label)
+        return
+    for label in labels:
+        check_dialect(label, families)
+
+
+def collect(
+    settings_of: Callable[[], SaveSettings],
+    state: State,
+    optimizer: AnyOptimizer | None,
+    extra: Mapping[str, Any] | None,
+    world: World,
+) -> tuple[SaveSettings, CollectedState]:
+    """Collect what all ranks hold; collective.
+
+    Args:
+        settings_of: returns what this rank asks for; where it raises, the other ranks do not wait for this one.
+        state: see `save`.
+        optimizer: see `save`.
+        extra: see `save`.
+        world: the ranks.
+
+    Raises:
+        TypeError: an argument of a type that it cannot have.
+        TransaxleError: on every rank.
+    """
+    groups: list[ParamGroup] = []
+    states: dict[str, torch.Tensor] = {}
+    without_optimizer: tuple[str, ...] = ()
+    with world.together():
+        settings = settings_of()
+        contents = _contents(settings)
+        wait_for(settings.dst)
+        state_leaves = leaves(state, sharded=True)
+        if problems := unsavable(state_leaves.tensors):
+            raise gathered(problems)
+        if optimizer is not None:
+            optimizers, parameters = by_name(optimizer, state_leaves)
+            groups, states = groups_of(optimizers, parameters), states_of(optimizers, parameters)
+            without_optimizer = untrained(parameters, state_leaves.parameters)
+        numbers, others = _numbers(state, state_leaves.others)
+        own = {**state_leaves.tensors, **states, **numbers}
+        owner = MODEL if isinstance(state, nn.Module) else STATE
+        extra_states = {f"{owner}/{name}": value for name, value in others.items()}
+        extra_states |= {f"{EXTRA}/{name}": state_of(value) for name, value in (extra or {}).items()}
+    world.require_alike({**{field.name: getattr(settings, field.name) for field in fields(settings)}, **contents})
+    extra_file = written(extra_states, world)
+    global_tensors, config = census(own, world), shared_config(state, settings.config, world)
+    left_out = state_leaves.untouched
+    if for_hub(settings.to) and any(tensor.dtype not in PLAIN for tensor in global_tensors.values()):
+        of_hub = published(own, global_tensors, state_leaves.weights, config, world)
+        own, global_tensors, config = dict(of_hub.tensors), of_hub.everything, of_hub.config
+        left_out = (*of_hub.left, *left_out)
+    return settings, CollectedState(
+        own={part: tensor for _, part, tensor in local_parts(own)},
+        global_tensors=global_tensors,
+        config=config,
+        groups=all_groups(groups, world) if settings.optimizer else [],
+        files={} if extra_file is None else {FILE: extra_file},
+        left_out=left_out,
+        untrained=without_optimizer,
+    )
+
+
+def _contents(settings: SaveSettings) -> dict[str, str | None]:
+    """Return hashes of a table and of a config, by the arguments' names: ranks may have copies under several paths.
+
+    Raises:
+        Refused: UNSUPPORTED for a table that is no regular file or too long.
+        StorageError: IO where it cannot be read.
+    """
+    table = None if settings.rules is None else read_file(settings.rules, LONGEST_TABLE)
+    contents = {"rules": table, "config": None if settings.config is None else comparable(settings.config)}
+    return {
+        name: None if octets is None else f"one with the hash {digest(octets)}" for name, octets in contents.items()
+    }
+
+
+def _numbers(state: State, others: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Divide entries that are no tensors into numbers, which are saved as tensors without dims, and the rest."""
+    if isinstance(state, nn.Module):
+        return {}, dict(others)
+    tensors = {name: as_tensor(value) for name, value in others.items()}
+    numbers = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    return numbers, {name: value for name, value in others.items() if name not in numbers}
+
+
+def write_checkpoint(settings: SaveSettings, state: CollectedState, world: World, clock: Clock) -> SaveReport:
+    """Write what all ranks hold; collective.
+
+    Args:
+        settings: what is written and how; the same on all ranks.
+        state: what all ranks hold.
+        world: the ranks.
+        clock: takes the time of the stages.
+
+    Raises:
+        TransaxleError: on every rank; the target is then as it was, unless it was read back and is wrong.
+    """
+    with clock.stage("plan"), world.together():
+        prepared = _planned(settings, state, world.rank)
+        plan = ready(prepared)
+    if settings.check_copies and world.size > 1:
+        with clock.stage("check"):
+            compare_copies(state.global_tensors, state.own, world)
+    received, own = write(prepared, settings.dst, world, clock, overwrite=settings.overwrite, sync=settings.sync)
+    verification = None
+    if settings.verify:
+        with clock.stage("verify"):
+            verification = _read_back(settings.dst, world)
+    return SaveReport(
+        path=settings.dst,
+        format=plan.format,
+        dialect=plan.dialect,
+        tensors=len(plan.tensors),
+        bytes_written=sum(plan.files.values()),
+        bytes_own=own,
+        bytes_received=received,
+        kept=plan.kept,
+        ignored=(*plan.ignored, *state.left_out),
+        notes=plan.notes,
+        untrained=state.untrained,
+        verification=verification,
+        seconds=clock.total,
+        stages=clock.stages,
+    )
+
+
+def _planned(settings: SaveSettings, state: CollectedState, rank: int) -> Prepared:
+    """Plan the target's files, with the memory of all ranks as the source."""
+    if is_one_file(settings.dst) and state.files:
+        message = "states that are not tensors need separate files, but the target is a single file"
+        raise refuse("UNSUPPORTED", message, file=settings.dst, hint="Give a folder.")
+    memory = container(state.global_tensors, state.own, rank, state.config, groups=state.groups, files=state.files)
+    reading = reading_settings(
+        family=settings.family,
+        dialect=settings.dialect,
+        optimizer=settings.optimizer,
+        axes=settings.axes,
+        rules=settings.rules,
+    )
+    checkpoint = Checkpoint(memory, reading, None, None)
+    return make_plan(checkpoint, settings.to, shard_size=settings.shard_size, target=settings.dst)
+
+
+def _read_back(target: str, world: World) -> Verification:
+    """Read on the first rank what all have written; collective.
+
+    Raises:
+        Refused: CORRUPT, on every rank.
+    """
+    from transaxle.engine.read_back import check_saved
+    from transaxle.engine.verification import Verification
+
+    wire.tellable(Verification)
+
+    def read() -> Verification | None:
+        return check_saved(target) if world.rank == world.ranks[0] else None
+
+    verification = world.pool(read)[0]
+    assert verification is not None  # of the first rank
+    return verification
+
+
+def add_unfinished(target: str, wait: Callable[[], object]) -> None:
+    """Let later saves to a target wait for one that has begun in the background.
+
+    Otherwise the earlier one could be committed last, and its older values would take the place of the newer ones.
+
+    Args:
+        target: folder or URL, as typed.
+        wait: returns when the save has ended, successfully or not.
+    """
+    _UNFINISHED[_key(target)] = wait
+
+
+def wait_for(target: str) -> None:
+    """Return when no save of this process to a target, a folder or URL as typed, goes on any more."""
+    key = _key(target)
+    wait = _UNFINISHED.get(key)
+    if wait is not None:
+        wait()  # what Ctrl-C ends is waited for the next time
+        if _UNFINISHED.get(key) is wait:
+            del _UNFINISHED[key]
+
+
+def _key(target: str) -> tuple[int, str]:
+    place = on_this_machine(target)
+    return os.getpid(), place.rstrip("/") if is_url(place) else os.path.abspath(place)  # noqa: PTH100 - links stay

@@ -1,1 +1,0 @@
-"""From memory into files."""

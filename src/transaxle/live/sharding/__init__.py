@@ -1,1 +1,0 @@
-"""What each rank holds of each tensor."""

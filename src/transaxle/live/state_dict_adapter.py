@@ -1,0 +1,501 @@
+"""The adapter: a live state dict under another dialect's names and shapes, its placements worked out, not copied along.
+
+For every tensor of the target dialect the placement is looked for under which each rank's part is made of what that
+rank holds already; then nothing is sent.
+
+Placement search: how a tensor of another dialect lies on its mesh, so that each rank makes its part alone.
+
+Placements are tried, and each trial is decided by the box copies that will fill the tensor: no rule per framework
+could be wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+from math import prod
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Placement as TorchPlacement
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from transaxle.arguments import Config, read_optional_text, read_text
+from transaxle.axes.geometry.piece import Move
+from transaxle.axes.layout.solve import Shape
+from transaxle.axes.translation.grouped import Stem
+from transaxle.engine.checkpoint.checkpoint import LACKING, Checkpoint, StoredTensor
+from transaxle.engine.checkpoint.settings import Settings, model_config
+from transaxle.engine.source import Source
+from transaxle.engine.wording import plural
+from transaxle.errors import Code, Refusal, TransaxleError, Where, gathered, refuse
+from transaxle.live.derived import settle, untaken
+from transaxle.live.global_tensors import Census, own_census
+from transaxle.live.memory import check_zero, container, own_entry, rank_of, tensor_of
+from transaxle.live.model.source_view import left_out, seen
+from transaxle.live.model.state_tensors import Leaves, State, leaves, own_config
+from transaxle.live.transport.world import World
+from transaxle.move.transfer import Transfer
+from transaxle.torch_tensors.local_tensor import as_dtensor, byte_view, copy_box, copy_box_back, filled, flat, local_of
+from transaxle.torch_tensors.placement import Held, Placement, cut_of, local_shape
+from transaxle.torch_tensors.torch_arguments import torch_dtype
+
+ABSENT: Code = "INCOMPLETE"
+"""A rank lacks some of what a part is made of."""
+Coordinate = tuple[int, ...]
+"""A rank's place in a mesh."""
+Choice = TorchPlacement | int
+"""How one mesh dim places a tensor; a number: only ranks at this coordinate have it."""
+
+
+def is_present(choices: tuple[Choice, ...], coordinate: Coordinate) -> bool:
+    """Tell whether a rank has a part of a tensor."""
+    return all(not isinstance(choice, int) or choice == at for choice, at in zip(choices, coordinate, strict=True))
+
+
+class PlacementSearch:
+    """Finds placements of the tensors of one view.
+
+    Args:
+        view: the state in the dialect that is wanted.
+        global_tensors: what this rank knows that all ranks hold.
+    """
+
+    def __init__(self, view: Checkpoint, global_tensors: Census) -> None:
+        self._view = view
+        self._global_tensors = global_tensors
+        self._sources: dict[int, Source] = {}
+        self._worked: dict[tuple[object, ...], tuple[Choice, ...]] = {}
+        """What worked for another tensor of the same rule, shape and placements: layers are alike."""
+
+    def find(
+        self,
+        name: str,
+        mesh: DeviceMesh,
+        coordinates: Mapping[int, Coordinate],
+        placements: tuple[tuple[TorchPlacement, ...], ...],
+    ) -> tuple[Choice, ...] | None:
+        """Return, per mesh dim, how a tensor is placed; None where every choice would need bytes to be sent.
+
+        Args:
+            name: the tensor.
+            mesh: that of what it is made of.
+            coordinates: each rank's place in the mesh.
+            placements: of what it is made of.
+        """
+        stored = self._view[name]
+        owners = [coordinates[rank_of(transfer.file)] for transfer in stored.transfers()]
+        only = tuple(places.pop() if len(places := set(column)) == 1 else None for column in zip(*owners, strict=True))
+        key = self._view.targets[name].rule, stored.shape, placements, mesh
+        worked = self._worked.get(key)
+        if worked is not None:
+            moved = tuple(
+                at if isinstance(choice, int) and at is not None else choice
+                for choice, at in zip(worked, only, strict=True)
+            )
+            if self._works(name, mesh, coordinates, moved):
+                return moved
+        for choices in _candidates(len(stored.shape), mesh, only):
+            if self._works(name, mesh, coordinates, choices):
+                self._worked[key] = choices
+                return choices
+        return None
+
+    def held(self, shape: Shape, mesh: DeviceMesh, choices: tuple[Choice, ...], name: str) -> Mapping[int, Held]:
+        """Return what each rank of a mesh holds of a tensor that is placed so."""
+        ranks = tuple(mesh.mesh.flatten().tolist())
+        cuts = tuple(cut_of(Replicate() if isinstance(choice, int) else choice, name) for choice in choices)
+        return Placement(tuple(mesh.mesh.shape), ranks, cuts).held(shape)
+
+    def transfers(self, name: str, held: Held, rank: int) -> list[Transfer] | None:
+        """Return what makes a part of a tensor out of one rank's memory; None where something is missing there."""
+        source = self._sources.get(rank)
+        if source is None:
+            entries = {n: own_entry(t, rank) for n, t in self._global_tensors.items() if rank in t.held}
+            source = self._sources[rank] = Source(self._view.container, entries)
+        stored = self._view[name]
+        part = StoredTensor(name, stored.dtype, stored.shape, self._view.targets[name], source)
+        try:
+            return part.transfers(held)
+        except KeyError:
+            return None
+        except TransaxleError as error:
+            if error.code != ABSENT:
+                raise
+            return None
+
+    def _works(
+        self, name: str, mesh: DeviceMesh, coordinates: Mapping[int, Coordinate], choices: tuple[Choice, ...]
+    ) -> bool:
+        """Tell whether every rank holds all that its part is made of."""
+        held = self.held(self._view[name].shape, mesh, choices, name)
+        return all(
+            self.transfers(name, held[rank], rank) is not None
+            for rank, coordinate in coordinates.items()
+            if is_present(choices, coordinate)
+        )
+
+
+def _candidates(dims: int, mesh: DeviceMesh, only: tuple[int | None, ...]) -> Iterator[tuple[Choice, ...]]:
+    """Yield the placements that a tensor may have, those that hold most first.
+
+    Args:
+        dims: of the tensor.
+        mesh: its mesh.
+        only: per mesh dim the one coordinate that has anything of the tensor; None: several have.
+    """
+    sizes = tuple(mesh.mesh.shape)
+    factors = sorted({size for size in (*sizes, prod(sizes)) if size > 1})
+    cuts: list[Choice] = [Shard(dim) for dim in range(dims)]
+    cuts += [_StridedShard(dim, split_factor=factor) for dim in range(dims) for factor in factors]
+    per_dim: list[list[Choice]] = []
+    for size, coordinate in zip(sizes, only, strict=True):
+        alone: list[Choice] = [coordinate] if coordinate is not None and size > 1 else []
+        per_dim.append([Replicate(), *alone, *cuts] if size > 1 else [Replicate()])
+    yield from product(*per_dim)
+
+
+def state_dict_as(
+    state: State,
+    dialect: str,
+    *,
+    family: str | None = None,
+    source: str | None = None,
+    config: Config | None = None,
+) -> dict[str, torch.Tensor]:
+    """Return a model's or state dict's tensors in another dialect, without a disk or messages between ranks.
+
+    Args:
+        state: a model, or a state dict whose leaves are tensors or DTensors; it may lack names that other ranks have.
+        dialect: the dialect wanted, such as `hf`.
+        family: model family; None: recognised.
+        source: dialect of the names as they are; None: recognised.
+        config: the model's config, a path, a mapping or an object with `to_dict()`; None: that of the
+            model, where it has one.
+
+    This function cannot notice that another rank of a tensor's mesh omits the tensor, because it sends no messages. Nor
+    that another rank alone refuses its values, as those of a bias that the dialect has no place for.
+    `save`, `load` and `reshard` check that, and refuse such a tensor.
+
+    Ranks may get different names: if a cut goes through a tensor with gate and up, one half of the mesh gets gate and
+    the other half up, and no rank knows both. For the way back, use `loadable_as`, which remembers this.
+
+    Returns:
+        Names of which this rank has any part -> tensor or DTensor. A DTensor is on the mesh of its sources, or on the
+        part of the mesh whose ranks have the name, with global shape and stride. Tensors that need no rearrangement
+        share storage.
+
+    Raises:
+        TypeError: an argument of a type that it cannot have.
+        Refused: UNSUPPORTED, MISSING_TENSOR if a rank would need data of another; every refusal of the translation.
+        UsageError: UNKNOWN_FAMILY, AMBIGUOUS, UNKNOWN_AXIS.
+    """
+    adapter = _adapter(state, dialect, family, source, config)
+    adapter.check_zero()
+    return adapter.tensors()
+
+
+def loadable_as(
+    state: State,
+    dialect: str,
+    *,
+    family: str | None = None,
+    source: str | None = None,
+    config: Config | None = None,
+) -> tuple[dict[str, torch.Tensor], Callable[[], None]]:
+    """Return tensors of another dialect to fill, and a function that copies their values back into the state.
+
+        state, give_back = tx.loadable_as(model, "hf")
+        dcp.load(state, checkpoint_id="in-hf")
+        give_back()
+
+    The arguments are those of `state_dict_as`, whose result is the first part.
+
+    Raises:
+        Refused: as `state_dict_as`; INCOMPLETE for a tensor of the state that the returned ones do not cover.
+    """
+    return _to_be_filled(_adapter(state, dialect, family, source, config))
+
+
+def regroupable(state: State, given: Sequence[Stem]) -> tuple[dict[str, torch.Tensor], Callable[[], None]]:
+    """Do the same with grouped parameters in their other form (`transaxle.live.model.source_view`)."""
+    return _to_be_filled(_adapted(state, None, Settings(partial=True), lambda state_view: seen(state_view, given)))
+
+
+def _to_be_filled(adapter: _Adapter) -> tuple[dict[str, torch.Tensor], Callable[[], None]]:
+    made = adapter.tensors()
+    adapter.check_complete(made)
+    adapter.check_taken()
+    made = adapter.apart(made)
+    return made, lambda: adapter.give_back(made)
+
+
+def _adapter(state: State, dialect: str, family: str | None, source: str | None, config: Config | None) -> _Adapter:
+    wanted = read_text("dialect", dialect, "hf")
+    family = read_optional_text("family", family, "qwen3_moe")
+    source = read_optional_text("source", source, "torchtitan")
+    content = own_config(state) if config is None else model_config(config)
+    settings = Settings(family=family, dialect=source, partial=True)
+    return _adapted(state, content, settings, lambda state_view: _expressed(state_view, wanted))
+
+
+def _expressed(state_view: Checkpoint, dialect: str) -> Checkpoint:
+    """Return a state in another dialect; where it lacks something, name the call that knows the way back.
+
+    Raises:
+        TransaxleError: what stands against it.
+    """
+    try:
+        return state_view.as_dialect(dialect)
+    except TransaxleError as error:
+        if not LACKING.issuperset(refusal.code for refusal in error.refusals):
+            raise
+        call = f'state, give_back = tx.loadable_as(model, "{state_view.dialect}")'
+        hint = (
+            f"If another rank holds it, build the state with  {call}  from the one in {dialect}, and then call "
+            "give_back()."
+        )
+        raise gathered(replace(refusal, hint=hint) for refusal in error.refusals) from None
+
+
+def _adapted(
+    state: State, config: Mapping[str, Any] | None, settings: Settings, change: Callable[[Checkpoint], Checkpoint]
+) -> _Adapter:
+    rank = World().rank
+    own = leaves(state)
+    global_tensors = own_census(own.tensors, rank)
+    view = change(Checkpoint(container(global_tensors, own.tensors, rank, config), settings, None, None))
+    return _Adapter(view, PlacementSearch(view, global_tensors), own, rank)
+
+
+class _Adapter:
+    """Makes the tensors of one view out of this rank's tensors.
+
+    Args:
+        view: the state in the dialect that is wanted.
+        search: finds the placements of its tensors.
+        own: what this rank holds.
+        rank: this rank.
+    """
+
+    def __init__(self, view: Checkpoint, search: PlacementSearch, own: Leaves, rank: int) -> None:
+        self._view = view
+        self._search = search
+        self._own = own
+        self._rank = rank
+        self._transfers: dict[str, list[Transfer]] = {}
+        """What this rank's part of each tensor was made of."""
+        self._followers: dict[str, str] = {}
+        """Numbers that have no place in the other dialect, each with the one that stands for it there."""
+        self._shared: frozenset[str] = frozenset()
+        """Tensors of the state of which several others are made."""
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return every tensor of which this rank has anything.
+
+        Raises:
+            Refused: UNSUPPORTED, INCOMPLETE.
+        """
+        made = {name: self._make(name) for name in self._view}
+        return {name: tensor for name, tensor in made.items() if tensor is not None}
+
+    def check_zero(self) -> None:
+        """Refuse values of this rank that have no place in the dialect and are not zero.
+
+        Raises:
+            Refused: UNEXPECTED_TENSOR.
+        """
+        check_zero(self._view.checks, self._own.tensors)
+
+    def check_complete(self, made: Mapping[str, torch.Tensor]) -> None:
+        """Refuse tensors of the state of which some bytes went nowhere.
+
+        Raises:
+            Refused: INCOMPLETE.
+        """
+        used = dict.fromkeys(self._own.tensors, 0)
+        for name in made:
+            for transfer in self._transfers[name]:
+                used[tensor_of(transfer.file)] += transfer.size
+        problems = []
+        self._followers = {name: first for name, first in self._numbers().items() if not used[name]}
+        sizes = {name: local_of(tensor).nbytes for name, tensor in self._own.tensors.items()}
+        sizes |= {check.first.name: 0 for check in self._view.checks if check.zero}
+        for name, size in used.items():
+            if name not in self._followers and size < sizes[name]:
+                message = f"only {size} of this rank's {sizes[name]} bytes are in the other dialect"
+                problems.append(Refusal("INCOMPLETE", message, Where(None, name)))
+        if problems:
+            raise gathered(problems)
+        self._shared = frozenset(name for name, size in used.items() if size > sizes[name])
+
+    def check_taken(self) -> None:
+        """Refuse entries of a model that are copies and whose values its own `load_state_dict` does not take.
+
+        Raises:
+            Refused: UNSUPPORTED, MISSING_TENSOR.
+        """
+        kept = self._own.kept
+        problems, omitted = untaken(() if kept else self._own.islands)
+        if problems or omitted or kept:
+            raise gathered([*kept, *problems, *left_out(omitted)])
+
+    def apart(self, made: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the tensors; those made of the same bytes get memory of their own, since they may be filled unlike."""
+        return {name: tensor.clone() if self._is_shared(name) else tensor for name, tensor in made.items()}
+
+    def give_back(self, made: Mapping[str, torch.Tensor]) -> None:
+        """Write the values of made tensors into those that they were made of.
+
+        Raises:
+            Refused: UNEQUAL_COPIES where one value is to be made of several that differ; UNEXPECTED_TENSOR for values
+                of a tensor that the state has not.
+        """
+        own = self._own.tensors
+        message = "it is not all zero, and the state has no such tensor"
+        unplaced = (name for name in made if not self._transfers[name])
+        problems = [
+            Refusal("UNEXPECTED_TENSOR", message, Where(None, name))
+            for name in unplaced
+            if local_of(made[name]).count_nonzero()
+        ]
+        if problems:
+            raise gathered(problems)
+        flat_own = {name: flat(tensor) for name, tensor in own.items()}
+        with torch.no_grad():
+            self._check_alike(made)
+            for name, tensor in made.items():
+                self._copy_back(name, tensor, flat_own)
+            for name, tensor in own.items():
+                local = local_of(tensor)
+                if local.numel() and not local.is_contiguous():
+                    local.copy_(flat_own[name].view(local.shape))
+            for name, first in self._followers.items():
+                own[name].copy_(own[first])
+            for name in (check.first.name for check in self._view.checks if check.zero):
+                own[name].zero_()
+        settle(self._own.islands, own)
+
+    def _is_shared(self, name: str) -> bool:
+        return any(tensor_of(transfer.file) in self._shared for transfer in self._transfers[name])
+
+    def _copy_back(self, name: str, tensor: torch.Tensor, sources: Mapping[str, torch.Tensor]) -> None:
+        """Write a made tensor into the flat tensors that it was made of."""
+        values = flat(tensor)
+        for transfer in self._transfers[name]:
+            copy_box_back(_in_elements(transfer, values.element_size()), sources[tensor_of(transfer.file)], values)
+
+    def _check_alike(self, made: Mapping[str, torch.Tensor]) -> None:
+        """Refuse values of which one has to become of several, such as a step, where these differ.
+
+        All are written into copies, one over the other; what then reads back otherwise was overwritten.
+
+        Raises:
+            Refused: UNEQUAL_COPIES.
+        """
+        shared = [name for name in made if self._is_shared(name)]
+        needed = {tensor_of(transfer.file) for name in shared for transfer in self._transfers[name]}
+        merged = {name: flat(self._own.tensors[name]).clone() for name in needed}
+        for name in shared:
+            self._copy_back(name, made[name], merged)
+        problems = []
+        for name in shared:
+            values = flat(made[name])
+            read_back = values.clone()
+            for transfer in self._transfers[name]:
+                move = _in_elements(transfer, values.element_size())
+                copy_box(move, merged[tensor_of(transfer.file)], read_back)
+            if not torch.equal(byte_view(read_back), byte_view(values)):
+                sources = ", ".join(dict.fromkeys(tensor_of(transfer.file) for transfer in self._transfers[name]))
+                message = f"the tensors to be joined ({sources}) have unequal values"
+                problems.append(Refusal("UNEQUAL_COPIES", message, Where(None, name)))
+        if problems:
+            raise gathered(problems)
+
+    def _numbers(self) -> dict[str, str]:
+        """Return the numbers (a step) that are one in the other dialect, each with the one that is taken for all."""
+        checks = [check for check in self._view.checks if not check.zero]
+        pairs = [[side.parts[0].origins[0].name for side in (c.first, c.second)] for c in checks]
+        return {second: first for first, second in pairs if self._own.tensors[second].numel() == 1}
+
+    def _make(self, name: str) -> torch.Tensor | None:
+        """Return one tensor, or None where this rank has nothing of it.
+
+        Raises:
+            Refused: UNSUPPORTED, INCOMPLETE.
+        """
+        stored = self._view[name]
+        origins = sorted(stored.origins)
+        tensors = [self._own.tensors[origin] for origin in origins]
+        distributed = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
+        meshes = {tensor.device_mesh for tensor in distributed}
+        if not meshes:
+            return self._local(name, tuple(((0, size),) for size in stored.shape))
+        if len(meshes) > 1 or len(distributed) < len(tensors):
+            message = f"it joins tensors on different meshes: {', '.join(origins)}"
+            raise refuse("UNSUPPORTED", message, tensor=name, hint="Redistribute them to one mesh first.")
+        mesh = meshes.pop()
+        ranks = mesh.mesh.flatten().tolist()
+        if self._rank not in ranks:
+            return None
+        coordinates = {rank: tuple((mesh.mesh == rank).nonzero()[0].tolist()) for rank in ranks}
+        choices = self._search.find(name, mesh, coordinates, tuple(t.placements for t in distributed))
+        if choices is None:
+            placed = ", ".join(f"{o} {list(t.placements)}" for o, t in zip(origins, distributed, strict=True))
+            message = f"no placement matches the parts that the ranks already hold; its sources are {placed}"
+            hint = "Use tx.reshard to move parts between ranks, or redistribute the sources."
+            raise refuse("UNSUPPORTED", message, tensor=name, hint=hint)
+        if not is_present(choices, coordinates[self._rank]):
+            return None
+        held = self._search.held(stored.shape, mesh, choices, name)[self._rank]
+        return _distributed(self._local(name, held), mesh, choices, stored.shape, name)
+
+    def _local(self, name: str, held: Held) -> torch.Tensor:
+        """Make this rank's part of a tensor; a part that is one run of one source shares its storage.
+
+        Raises:
+            Refused: INCOMPLETE where this rank has some of what it is made of only, as of experts that ranks share out.
+        """
+        stored = self._view[name]
+        transfers = self._search.transfers(name, held, self._rank)
+        if transfers is None:
+            message = f"this rank has {plural(len(stored.origins), 'tensor')} of it, but needs more"
+            raise refuse(
+                ABSENT, message, tensor=name, hint="Use tx.save and tx.load, which join the parts of all ranks."
+            )
+        self._transfers[name] = transfers
+        dtype, shape = torch_dtype(stored.dtype, tensor=name), local_shape(held)
+        own = self._own.tensors
+        if len(transfers) == 1 and not transfers[0].loops and transfers[0].size == prod(shape) * dtype.itemsize:
+            start = transfers[0].source // dtype.itemsize
+            return flat(own[tensor_of(transfers[0].file)])[start : start + prod(shape)].view(shape)
+        sources = {file: flat(own[tensor_of(file)]) for file in {each.file for each in transfers}}
+        boxes = [(_in_elements(each, dtype.itemsize), sources[each.file]) for each in transfers]
+        like = local_of(own[min(stored.origins or own)])
+        return filled(shape, dtype, like.device, boxes)
+
+
+def _in_elements(transfer: Transfer, itemsize: int) -> Move:
+    """Return a transfer between tensors of one type as a move of elements."""
+    loops = [(count, source // itemsize, target // itemsize) for count, source, target in transfer.loops]
+    run = (transfer.width // itemsize, 1, 1)
+    return Move(transfer.source // itemsize, transfer.target // itemsize, (*loops, run))
+
+
+def _distributed(
+    local: torch.Tensor, mesh: DeviceMesh, choices: tuple[Choice, ...], shape: tuple[int, ...], name: str
+) -> torch.Tensor:
+    """Wrap a local part; on the part of the mesh that has the tensor, if that is not all of it."""
+    placements = [choice for choice in choices if not isinstance(choice, int)]
+    if not placements:
+        return local
+    if len(placements) < len(choices):
+        names = mesh.mesh_dim_names
+        if names is None:
+            message = "only some ranks of the mesh have it, and without names the mesh dims do not say which"
+            raise refuse("UNSUPPORTED", message, tensor=name, hint="Give init_device_mesh the argument mesh_dim_names.")
+        mesh = mesh[tuple(n for n, choice in zip(names, choices, strict=True) if not isinstance(choice, int))]
+    return as_dtensor(local, mesh, placements, shape)

@@ -1,1 +1,0 @@
-"""Optimizers, parameter groups and extra state."""
