@@ -21,18 +21,17 @@ from target import run
 
 from transaxle.errors import TransaxleError, refuse
 from transaxle.formats.catalog import NUMBERS, Container, Entry, nbytes
-from transaxle.formats.deepspeed import keys
-from transaxle.formats.deepspeed.metadata.info_draft import collected
-from transaxle.formats.deepspeed.metadata.record import Record
+from transaxle.formats.deepspeed import keys, rank_files
 from transaxle.formats.deepspeed.reader import HERE, open_deepspeed
 from transaxle.formats.deepspeed.universal import reader as universal
-from transaxle.formats.deepspeed.zero import ranks
+from transaxle.formats.deepspeed.universal_record import Record
 from transaxle.formats.pickled.descriptors import Global, Object, OrderedMap
 from transaxle.formats.pickled.interpreter import Bounds, read_pickle
 from transaxle.formats.pickled.writer import write_pickle
 from transaxle.formats.storage.storage import Storage
 from transaxle.formats.torch_file.draft import reference
 from transaxle.formats.torch_file.saved import Saved, Storages
+from transaxle.parallel.universal_metadata import collected
 
 _LENGTH = 2
 _ROOM = bytes(1 << 16)
@@ -71,7 +70,7 @@ def opened(data: bytes) -> bool:
         return read_one[file](file)
 
     storage = HeldFolder(dict.fromkeys(folder, _ROOM))
-    with patch.object(ranks, READ, read_saved), patch.object(universal, READ, read_saved):
+    with patch.object(rank_files, READ, read_saved), patch.object(universal, READ, read_saved):
         try:
             container = _open(kind)(storage, storage.path, HERE)
         except TransaxleError:

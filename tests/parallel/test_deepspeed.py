@@ -21,12 +21,11 @@ from tests.oracles.deepspeed_peer.resumes import CUT_BY_US, OWN, Resume
 from tests.parallel.models import CONFIGS, build
 from transaxle.errors import TransaxleError
 from transaxle.formats.deepspeed.keys import INFO, RECORD
-from transaxle.formats.deepspeed.metadata.info_draft import collected
-from transaxle.formats.deepspeed.metadata.record import read as read_record
+from transaxle.formats.deepspeed.universal_record import read as read_record
 from transaxle.parallel.cutting import everything
 from transaxle.parallel.tensor_parallel import tensor_parallel
 from transaxle.parallel.tp_plan import make_plan, read
-from transaxle.parallel.universal_metadata import record_of, universal_checkpoint_info
+from transaxle.parallel.universal_metadata import collected, record_of, universal_checkpoint_info
 
 pytestmark = [pytest.mark.peers, pytest.mark.slow]
 OURS = [case.name for case in CASES if case.ours]

@@ -257,7 +257,6 @@ class Survey:
 
     def distance(self, name: str) -> Distance:
         """Return what measures a tensor."""
-
         first, second = self._sides
         found = _rounding(second, name)
         if found is not None:

@@ -157,7 +157,7 @@ DEEPSPEED = Format(
     title="a DeepSpeed checkpoint",
     clues=(
         Clue(
-            "transaxle.formats.deepspeed.step_folders:of_run",
+            "transaxle.formats.deepspeed.files:of_run",
             20,
             hint=rf"{LATEST}|global_step\d+|.*_states\.pt",
         ),
@@ -175,7 +175,7 @@ UNIVERSAL = Format(
     title="a DeepSpeed universal checkpoint",
     clues=(
         Clue(
-            "transaxle.formats.deepspeed.step_folders:universal",
+            "transaxle.formats.deepspeed.files:universal",
             30,
             hint=rf"{LATEST_UNIVERSAL}|{DEEPSPEED_ZERO}|global_step.*",
         ),

@@ -23,7 +23,6 @@ from transaxle.formats.builtin_formats import DCP, DCP_DATA, DCP_METADATA, SAFET
 from transaxle.formats.catalog import Container
 from transaxle.formats.checksums import witnessed
 from transaxle.formats.format import INDEX, Clue, Folder, Format
-from transaxle.formats.newest_step import check_newest, listed
 from transaxle.formats.registry import (
     MANIFEST,
     SCRATCH,
@@ -37,10 +36,11 @@ from transaxle.formats.registry import (
     unread_end,
 )
 from transaxle.formats.staging.location import storage_at
+from transaxle.formats.step_parts import check_newest, listed
 from transaxle.formats.storage.storage import Storage, SubFolder, is_url, too_long
 
 if TYPE_CHECKING:
-    from transaxle.formats.deepspeed.table_cuts import Cutter
+    from transaxle.formats.deepspeed.spread import Cutter
     from transaxle.formats.step_parts import Naming
 
 _SHARD = re.compile(r".*-(\d+)-of-(\d+)")

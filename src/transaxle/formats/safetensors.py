@@ -49,8 +49,16 @@ from transaxle.formats.registry import sort_sidecars
 from transaxle.formats.shards import Sized, has_state, lay_out_shards, read_files
 from transaxle.formats.storage.storage import Storage, too_long
 from transaxle.formats.strict_json import MAX_PAIRS, NotJsonError, members, pairs_in, parsed_as, repeated
-from transaxle.formats.training_state.state import KEPT_RUN, facts_as_text, facts_in
-from transaxle.formats.training_state.state_groups import GROUPS, KEPT, ParamGroup, decode, encode
+from transaxle.formats.training_state.state import (
+    GROUPS,
+    KEPT,
+    KEPT_RUN,
+    ParamGroup,
+    decode,
+    encode,
+    facts_as_text,
+    facts_in,
+)
 
 if TYPE_CHECKING:
     import numpy as np

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from transaxle.axes.geometry.chunk import Intervals, count_positions, torch_chunk, whole
 from transaxle.errors import Refusal
-from transaxle.formats.deepspeed.metadata.record import Record
+from transaxle.formats.deepspeed.universal_record import Record
 from transaxle.quant.joined_parts import part_of
 from transaxle.quant.quantized_modules import CUTS
 from transaxle.quant.quantized_tensor import QuantizedTensor

@@ -200,8 +200,8 @@ def received(outputs: tuple[torch.Tensor, ...], knowledge: Sent) -> Frame:
     if shard.band is not None:
         return _received_bands(outputs, knowledge, shard.band)
     cut = {}
-    for place, (name, own) in enumerate(knowledge.buffers):
-        whole = outputs[place] if place < len(outputs) else own
+    for number, (name, own) in enumerate(knowledge.buffers):
+        whole = outputs[number] if number < len(outputs) else own
         cut[name] = whole[: shard.whole].view(shard.cut[name].dtype)
     copied = () if ROUNDING not in shard.cut else (shard.cut[ROUNDING],)
     return Frame(
@@ -493,8 +493,8 @@ class QuantizedTensor(torch.Tensor):
 
     def transposed(self) -> QuantizedTensor:
         """Return the transpose without requantizing: its codes are the columnwise ones."""
-        turned = turned(self.frame, self.skip, tuple(self.shape))
-        return QuantizedTensor(turned, 0, turned.rows, self.dtype)
+        transpose = turned(self.frame, self.skip, tuple(self.shape))
+        return QuantizedTensor(transpose, 0, transpose.rows, self.dtype)
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[torch.Tensor, ...], Any]:
         """Called by FSDP2: return codes, and scales that are cut with the rows, as bytes to gather."""

@@ -25,8 +25,8 @@ from transaxle.axes.notation.name import natural
 from transaxle.encodings.encoding import Encoded, Role
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.checkpoint_facts import JsonFacts, checkpoint_facts
-from transaxle.engine.facts.value_facts import CheckpointValues, TensorValues
 from transaxle.engine.distance import place_of, places
+from transaxle.engine.facts.value_facts import CheckpointValues, TensorValues
 from transaxle.engine.moves import axes_of
 from transaxle.engine.wording import Indices, Position, fold, parameters, plural, products, ranges, size
 from transaxle.errors import TransaxleError, shortened

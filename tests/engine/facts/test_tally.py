@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transaxle.engine.facts.exact_tally import EXACT_TYPES, Moments
-from transaxle.engine.facts.tally import tally_of
 
 from transaxle.engine.checkpoint_facts import tally
+from transaxle.engine.facts.exact_tally import EXACT_TYPES, Moments
+from transaxle.engine.facts.tally import tally_of
 from transaxle.formats.catalog import ITEM_BITS, numpy_dtype
 
 _SMALL = {numpy_dtype(code): code for code, bits in reversed(ITEM_BITS.items()) if bits in {8, 16}}

@@ -10,8 +10,8 @@ import pytest
 import transaxle as tx
 from tests.oracles.deepspeed_peer.farm import Farm
 from transaxle.formats.deepspeed import keys
-from transaxle.formats.deepspeed.checked_value import CheckedValue
-from transaxle.formats.deepspeed.zero.ranks import plain
+from transaxle.formats.deepspeed.keys import CheckedValue
+from transaxle.formats.deepspeed.rank_files import plain
 
 pytestmark = pytest.mark.peers
 

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from transaxle.errors import Refused
 from transaxle.formats.catalog import Container, Entry, Extent, Shape
-from transaxle.formats.megatron.torch_dist.flattened_ranges import in_whole_shapes
+from transaxle.formats.megatron.torch_dist.reader import in_whole_shapes
 from transaxle.formats.storage.local import LocalStorage
 
 NAME, FILE = "optim/decoder.layers.mlp.linear_fc1.weight/exp_avg", ".metadata"

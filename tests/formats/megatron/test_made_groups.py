@@ -12,8 +12,7 @@ import torch
 
 import transaxle as tx
 from transaxle.errors import Refused
-from transaxle.formats.megatron.torch_dist.made_groups import made_groups
-from transaxle.formats.megatron.torch_dist.written_state import groups_in, optimizer_settings
+from transaxle.formats.megatron.torch_dist.written_state import groups_in, made_groups, optimizer_settings
 
 NORM, BIAS, MATRIX = (
     f"decoder.layers.self_attention.{name}"

@@ -24,8 +24,7 @@ from tests.formats.dcp.damage import MARKER, Evil
 from tests.oracles import hub
 from transaxle.cli import main
 from transaxle.errors import Refused, UsageError
-from transaxle.formats.megatron.settings_of_run import arguments_of
-from transaxle.formats.megatron.settings_text import NotUnderstood, read_settings
+from transaxle.formats.megatron.run_arguments import NotUnderstood, arguments_of, read_settings
 
 SIZES = {
     "model_type": "qwen3_moe",

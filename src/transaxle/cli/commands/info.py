@@ -25,8 +25,7 @@ from transaxle.engine.wording import folded, parameters, percent, plural, size, 
 from transaxle.families import builtin
 from transaxle.formats.registry import every_format, writable
 from transaxle.formats.torch_file.quantized_tensors import NOTE
-from transaxle.formats.training_state.state import LEFT_BEHIND, MEGATRON
-from transaxle.formats.training_state.state_groups import GROUPS, PARAMS, ParamGroup
+from transaxle.formats.training_state.state import GROUPS, LEFT_BEHIND, MEGATRON, PARAMS, ParamGroup
 
 _TOLD = frozenset({GROUPS, NOTE, MEGATRON, LEFT_BEHIND})
 """Metadata keys that have lines of their own: `groups`, `encodings`, `run`, `left`."""

@@ -13,7 +13,7 @@ from transaxle.cli.screen.screen import Screen
 from transaxle.engine.compare import Comparison
 from transaxle.engine.verification import Verification
 from transaxle.engine.wording import parameters, plural, size
-from transaxle.formats.newest_step import listed
+from transaxle.formats.step_parts import listed
 
 
 @click.command(

@@ -40,7 +40,7 @@ from transaxle.engine.wording import FoldedRow, fold, notebook, plural, size
 from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse, shortened
 from transaxle.formats.catalog import ITEM_BITS, nbytes, numpy_dtype, packed_width
 from transaxle.formats.checksums import Witness
-from transaxle.formats.deepspeed.table_cuts import HINT, UNTOLD, Cutter, Divider
+from transaxle.formats.deepspeed.spread import HINT, UNTOLD, Cutter, Divider
 from transaxle.formats.storage.storage import Storage, is_closed, layer
 from transaxle.move.endpoint import Bytes
 from transaxle.move.strided_fill import Scratch, produce

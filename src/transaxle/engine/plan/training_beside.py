@@ -25,18 +25,19 @@ from transaxle.formats.format import Format
 from transaxle.formats.pickled.descriptors import NOTHING
 from transaxle.formats.pickled.writer import is_writable
 from transaxle.formats.training_state.flatten import Nesting
-from transaxle.formats.training_state.full_precision import MASTER
 from transaxle.formats.training_state.state import (
     EXTRA_STATE,
+    GROUPS,
     LEFT_BEHIND,
+    MASTER,
     OPTIMIZER,
     ROOT,
     TRAINING,
     KeyPath,
+    group_numbers,
     is_extra_state,
     joined,
 )
-from transaxle.formats.training_state.state_groups import GROUPS, group_numbers
 
 _MODEL = "model"
 """Container of the model where the source is no state dict, which would show another, or none."""

@@ -37,7 +37,7 @@ from transaxle.engine.views.encoded import Catalog, buffer_name
 from transaxle.errors import Refusal, Where, refuse
 from transaxle.formats.catalog import Container, Entry, Extent, nbytes, numpy_dtype
 from transaxle.formats.strict_json import parsed
-from transaxle.formats.training_state.state_groups import ParamGroup, group_numbers, renamed
+from transaxle.formats.training_state.state import ParamGroup, group_numbers, renamed
 from transaxle.move.endpoint import Bytes, Readable
 from transaxle.move.strided_fill import Scratch, produce
 from transaxle.move.transfer import Transfer, clip

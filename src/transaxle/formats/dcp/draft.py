@@ -30,8 +30,7 @@ from transaxle.formats.dcp.written_chunks import (
 from transaxle.formats.pickled.writer import write_pickle
 from transaxle.formats.torch_file.draft import saved, surround
 from transaxle.formats.training_state.flatten import as_numbered, group_path
-from transaxle.formats.training_state.state import KeyPath, joined
-from transaxle.formats.training_state.state_groups import PARAMS, ParamGroup
+from transaxle.formats.training_state.state import PARAMS, KeyPath, ParamGroup, joined
 
 _MOST_FLAT = 200_000
 """Cap on the flattened settings of single parameters; beyond it, only those of groups are written."""

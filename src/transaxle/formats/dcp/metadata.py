@@ -33,8 +33,7 @@ from transaxle.formats.pickled.interpreter import Bounds, read_pickle
 from transaxle.formats.pickled.repeats import bare, described, elements, keys
 from transaxle.formats.storage.storage import Storage
 from transaxle.formats.training_state.flatten import optimizer_path
-from transaxle.formats.training_state.state import KeyPath, joined
-from transaxle.formats.training_state.state_groups import GROUPS
+from transaxle.formats.training_state.state import GROUPS, KeyPath, joined
 
 MODULES = ("torch.distributed.checkpoint", "torch.distributed._shard.checkpoint")
 """Package of torch's classes, and its name before 2.0."""

@@ -37,8 +37,7 @@ from transaxle.formats.dcp.payload import AssembledTensor, Payloads, QuantizedCh
 from transaxle.formats.pickled.descriptors import NOTHING, Scalar
 from transaxle.formats.registry import sort_sidecars
 from transaxle.formats.storage.storage import Storage, checked_parts
-from transaxle.formats.training_state.state import ROOT, KeyPath, Leaf, arrange
-from transaxle.formats.training_state.state_groups import single
+from transaxle.formats.training_state.state import ROOT, KeyPath, Leaf, arrange, single
 
 _RANK = re.compile(DCP_RANK)
 _WHY = "{} and {} both claim to hold this part of {!r}; only one of them is read"

@@ -1,4 +1,7 @@
-"""The files of a checkpoint's folder by rank: none is missing, and no two claim the same rank."""
+"""The files of a checkpoint's folder by rank: none is missing, and no two claim the same rank.
+
+Which folders hold DeepSpeed checkpoints: of a run, and universal ones.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,8 @@ from typing import TypeVar
 from transaxle.errors import Faults, refuse
 from transaxle.formats.builtin_formats import RANK_FILES
 from transaxle.formats.deepspeed import keys
+from transaxle.formats.format import HERE, Folder
+from transaxle.formats.step_parts import newest_step
 
 _ZERO, _MODEL, _LAYER, _EXPERT, _NUMBERED = map(re.compile, RANK_FILES)
 _MODEL_STATES = "_model_states"
@@ -123,3 +128,36 @@ def _complete(
             if dp_rank not in optimizer.get(rank, {}):
                 name = f"*zero_pp_rank_{dp_rank}_mp_rank_{rank:02d}{keys.OPTIM_END}"
                 faults.add("INCOMPLETE", "the file of this rank is missing", name, hint=_HINT)
+
+
+_STEP = "global_step"
+_STEP_FOLDER = re.compile(rf"{_STEP}\d+")
+
+
+def of_run(folder: Folder) -> tuple[str, ...]:
+    """Return the step that `latest` names; without one, every `global_step` folder, or the folder itself."""
+    newest = newest_step(folder, keys.LATEST)
+    if newest is not None and not _is_universal(folder, newest):
+        return (newest,)
+    if keys.ZERO_FOLDER not in folder.folders and any(map(is_rank_file, folder.names)):
+        return (HERE,)
+    steps = (name for name in folder.folders if _STEP_FOLDER.fullmatch(name))
+    return tuple(name for name in steps if not _is_universal(folder, name))
+
+
+def universal(folder: Folder) -> tuple[str, ...]:
+    """Return the step that `latest_universal` names; without one, every folder like it, or the folder itself."""
+    newest = newest_step(folder, keys.LATEST_UNIVERSAL)
+    if newest is not None:
+        return (newest,)
+    if keys.ZERO_FOLDER in folder.folders and _is_universal(folder, HERE):
+        return (HERE,)
+    return tuple(name for name in folder.folders if name.startswith(_STEP) and _is_universal(folder, name))
+
+
+def _is_universal(folder: Folder, name: str) -> bool:
+    """Tell whether a folder holds a universal checkpoint."""
+    inside = f"{folder.inside}" if name == HERE else f"{folder.inside}{name}/"
+    zero = keys.ZERO_FOLDER
+    there = folder.folders if name == HERE else folder.storage.listing(inside.rstrip("/")).folders
+    return zero in there and keys.OPTIMIZER_FILE in folder.storage.listing(f"{inside}{zero}").everything()

@@ -12,11 +12,11 @@ from typing import Any
 
 from transaxle.errors import refuse
 from transaxle.formats.deepspeed import keys
-from transaxle.formats.deepspeed.checked_value import CheckedValue
-from transaxle.formats.deepspeed.metadata.categories import Categories, size_of
-from transaxle.formats.deepspeed.metadata.record import resolved
-from transaxle.formats.deepspeed.metadata.spread import Shape
-from transaxle.formats.deepspeed.zero.ranks import RankModel
+from transaxle.formats.deepspeed.categories import Categories, size_of
+from transaxle.formats.deepspeed.keys import CheckedValue
+from transaxle.formats.deepspeed.rank_files import RankModel
+from transaxle.formats.deepspeed.spread import Shape
+from transaxle.formats.deepspeed.universal_record import resolved
 from transaxle.formats.pickled.descriptors import Global, Object
 
 HINTS = "cuts"

@@ -2,6 +2,17 @@
 
 A plain name is a weight in full precision, `optim/<parameter>/<state>` its optimizer state. Nothing is guessed:
 lengths, maps, shapes and metadata of all files must agree, and what several ranks hold must be equal.
+
+Parameters that every rank stores multiplied by a number: divided again, where that reproduces exactly what was
+stored.
+
+Row-parallel layers divide a bias that all ranks hold by their number, so that the sum of their outputs has it once.
+Such a parameter is small; it is read and divided when the checkpoint is opened.
+
+The optimizer of a run without ZeRO: its state is whole in the model file, under the numbers of the parameters.
+
+The file does not state which parameter has which number, and nothing is paired by shape or order: the state keeps its
+numbers, `optim/#<i>/<state>`. The full-precision copies of low-precision weights are the state `fp32`.
 """
 
 from __future__ import annotations
@@ -10,32 +21,151 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transaxle.arguments import Weights
+from transaxle.axes.geometry.strided import row_major
 from transaxle.errors import Faults, TransaxleError, refuse
-from transaxle.formats.catalog import Checksum, Container, Entry, NumbersInMemory, Twin
+from transaxle.formats.catalog import Checksum, Container, Entry, Extent, NumbersInMemory, Twin, numpy_dtype
 from transaxle.formats.deepspeed import keys
 from transaxle.formats.deepspeed.files import ModelRank as Rank
 from transaxle.formats.deepspeed.files import RankFiles, sort_files
 from transaxle.formats.deepspeed.hints import hints_entry, hints_of
-from transaxle.formats.deepspeed.metadata.universal_info import UniversalInfo
-from transaxle.formats.deepspeed.table_cuts import Cutter, TableCuts, untold
-from transaxle.formats.deepspeed.zero.experts import ExpertShares, with_experts
-from transaxle.formats.deepspeed.zero.flat import shard_width
-from transaxle.formats.deepspeed.zero.loss_scale import unscaled
-from transaxle.formats.deepspeed.zero.numbered import read_numbered
-from transaxle.formats.deepspeed.zero.ranks import RankModel, RankState, read_layer, read_model, read_state
-from transaxle.formats.deepspeed.zero.shard import RankShard, merge_shards, unspread
-from transaxle.formats.deepspeed.zero.stage import ModelRank, Stage, assemble
-from transaxle.formats.deepspeed.zero.trained import OF_ONE_RUN, trained
-from transaxle.formats.deepspeed.zero.training_run import DEGREES, run_of, state_groups
+from transaxle.formats.deepspeed.keys import CheckedValue
+from transaxle.formats.deepspeed.rank_files import (
+    DEGREES,
+    RankModel,
+    RankShard,
+    RankState,
+    Tensors,
+    merge_shards,
+    read_layer,
+    read_model,
+    read_state,
+    run_of,
+    shard_width,
+    state_groups,
+    unspread,
+)
+from transaxle.formats.deepspeed.spread import Cutter, TableCuts, untold
+from transaxle.formats.deepspeed.trained_state import (
+    OF_ONE_RUN,
+    ExpertShares,
+    ModelRank,
+    Stage,
+    assemble,
+    trained,
+    with_experts,
+)
+from transaxle.formats.deepspeed.universal_record import UniversalInfo
 from transaxle.formats.format import HERE
 from transaxle.formats.registry import sort_sidecars
 from transaxle.formats.storage.storage import Storage
 from transaxle.formats.torch_file.saved import copied
-from transaxle.formats.training_state.state import LEFT_BEHIND, OPTIMIZER, RUN
-from transaxle.formats.training_state.state_groups import ParamGroup
+from transaxle.formats.training_state.flatten import flatten
+from transaxle.formats.training_state.state import LEFT_BEHIND, OPTIMIZER, RUN, Leaf, ParamGroup, arrange, joined
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+_LARGEST = 64 << 20
+
+
+def unscaled(entry: Entry, factor: float, inline: NumbersInMemory) -> Entry:
+    """Return a tensor divided by a number.
+
+    Raises:
+        Refused: LOSSY where multiplying it again would not give what is stored; UNSUPPORTED for a large tensor, or one
+            that is no floating-point numbers.
+    """
+    import numpy as np
+
+    dtype = numpy_dtype(entry.dtype)
+    if entry.nbytes > _LARGEST or entry.dtype not in ("F32", "F16", "BF16", "F64"):
+        message = f"it is stored multiplied by {factor}; {entry.nbytes} bytes of {entry.dtype} cannot be divided again"
+        raise refuse("UNSUPPORTED", message, tensor=entry.name)
+    stored = _values(entry, dtype, inline)
+    with np.errstate(all="ignore"):
+        # In extended precision, then rounded to the stored dtype.
+        divided = (stored.astype(np.longdouble) / np.longdouble(factor)).astype(dtype)
+        rescaled = (divided.astype(np.longdouble) * np.longdouble(factor)).astype(dtype)
+        # Rounding back to the same bits is not enough: the division itself must have been exact.
+        exact = divided.astype(np.longdouble) * np.longdouble(factor) == stored.astype(np.longdouble)
+    if rescaled.tobytes() != stored.tobytes() or not bool(np.all(exact | np.isnan(stored.astype(np.float64)))):
+        count = int(np.count_nonzero(~exact))
+        message = f"it is stored multiplied by {factor}, and dividing would round {count} of its values"
+        raise refuse("LOSSY", message, tensor=entry.name)
+    place = inline.add(divided.tobytes())
+    extent = Extent((0,) * len(entry.shape), entry.shape, place.file, place.offset)
+    return Entry(entry.name, entry.dtype, entry.shape, (extent,))
+
+
+def _values(entry: Entry, kind: np.dtype, inline: NumbersInMemory) -> np.ndarray:
+    """Read a small tensor whole."""
+    import numpy as np
+
+    out = np.zeros(entry.shape, kind)
+    for extent in entry.extents:
+        box = tuple(slice(s, s + n) for s, n in zip(extent.start, extent.shape, strict=True))
+        strides = extent.strides or row_major(extent.shape)
+        out[box] = _strided(extent, strides, kind, inline)
+    return out
+
+
+def _strided(extent: Extent, strides: tuple[int, ...], kind: np.dtype, inline: NumbersInMemory) -> np.ndarray:
+    import numpy as np
+
+    span = 1 + sum((size - 1) * step for size, step in zip(extent.shape, strides, strict=True))
+    data = inline.read(extent.file, extent.offset, span * kind.itemsize)
+    steps = [step * kind.itemsize for step in strides]
+    return np.ndarray(extent.shape, kind, data, 0, steps)
+
+
+def read_numbered(
+    model: RankModel, inline: NumbersInMemory
+) -> tuple[Mapping[str, Entry], Mapping[str, str], Sequence[ParamGroup]]:
+    """Read the optimizer's state out of a model file.
+
+    Args:
+        model: the model file.
+        inline: keeps its numbers.
+
+    Returns:
+        the state by name, what is left behind (path -> what it is), and the settings.
+
+    Raises:
+        Refused: CORRUPT; UNSUPPORTED for tensors that are no plain views.
+    """
+    node = model.root.get(keys.OPTIMIZER)
+    if node is None:
+        return {}, {}, ()
+    reader = Tensors(inline, model.file)
+    leaves = flatten({keys.OPTIMIZER: node.value}, model.file)
+    state = arrange(leaves, file=model.file)
+    entries: dict[str, Entry] = {}
+    left_behind = dict(state.left_behind)
+    masters = 0
+    for name, leaf in state.leaves.items():
+        if leaf.path[1:2] in ((keys.MASTERS,), (keys.MASTERS_FLAT,)):
+            name = f"{OPTIMIZER}#{masters}/{keys.FP32}"
+            masters += 1
+        elif not name.startswith(OPTIMIZER):
+            left_behind[joined(leaf.path)] = "a setting" if leaf.kind == "number" else "a tensor"
+            continue
+        entries[name] = _entry(reader, name, leaf)
+    return entries, left_behind, state.groups
+
+
+def _entry(reader: Tensors, name: str, leaf: Leaf) -> Entry:
+    node = CheckedValue(leaf.value, reader.file, tuple(map(str, leaf.path)))
+    if leaf.kind == "tensor":
+        return reader.tensor(name, node)
+    number = reader.number(name, node)
+    if number is None:
+        raise node.fault("expected a number")
+    return number
+
 
 TIES = "ties"
 """Key of the metadata: name -> name of the tensor that it shares."""

@@ -20,7 +20,7 @@ from transaxle.formats.builtin_formats import (
     TORCH_DIST,
 )
 from transaxle.formats.format import HERE, Folder
-from transaxle.formats.newest_step import listed
+from transaxle.formats.step_parts import listed
 from transaxle.formats.storage.storage import Storage
 from transaxle.formats.strict_json import NotJsonError, parsed
 

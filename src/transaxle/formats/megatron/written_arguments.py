@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from transaxle.formats.megatron.arguments_of_run import KEYS
+from transaxle.formats.megatron.run_arguments import KEYS
 
 _ROUTER = re.compile(r"decoder\.layers\.(?:(\d+)\.)?mlp\.router\.weight")
 _DEGREES = {

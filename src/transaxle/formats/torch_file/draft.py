@@ -26,7 +26,7 @@ from transaxle.formats.shards import Sized, lay_out_shards
 from transaxle.formats.torch_file.archive import ALIGNMENT, ZipItem, ZipLayout, lay_out
 from transaxle.formats.torch_file.saved import BYTE_ORDER, DATA, LITTLE, PICKLE, SEALED, STORAGE, VERSION, item_bytes
 from transaxle.formats.training_state.flatten import Nesting, listed, nested
-from transaxle.formats.training_state.state_groups import KEPT, ParamGroup
+from transaxle.formats.training_state.state import KEPT, ParamGroup
 
 _STEM, _ENDING = "pytorch_model", ".bin"
 _FOLDER = "archive"

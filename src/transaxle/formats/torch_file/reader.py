@@ -19,8 +19,17 @@ from transaxle.formats.storage.storage import Storage
 from transaxle.formats.torch_file.quantized_tensors import NOTE, TAKEN, PlainLayout, layout
 from transaxle.formats.torch_file.saved import REPEATED, ViewFault, identity, place, read_saved
 from transaxle.formats.training_state.flatten import Odd, flatten
-from transaxle.formats.training_state.state import LEFT_BEHIND, TRAINING, KeyPath, Leaf, TrainingItem, arrange, tops
-from transaxle.formats.training_state.state_groups import GROUPS, single
+from transaxle.formats.training_state.state import (
+    GROUPS,
+    LEFT_BEHIND,
+    TRAINING,
+    KeyPath,
+    Leaf,
+    TrainingItem,
+    arrange,
+    single,
+    tops,
+)
 
 TIES = "ties"
 """Key of a container's metadata: name -> name of the tensor that is the same view of the same storage."""

@@ -22,8 +22,7 @@ from transaxle.errors import refuse
 from transaxle.formats.catalog import number
 from transaxle.formats.pickled.allowed_globals.allowed import TENSORS
 from transaxle.formats.pickled.descriptors import Global, Object, OrderedMap, Quantized, Scalar, TensorRef
-from transaxle.formats.training_state.state import OPTIMIZER, KeyPath, Leaf
-from transaxle.formats.training_state.state_groups import GROUPS, PARAMS, ParamGroup
+from transaxle.formats.training_state.state import GROUPS, OPTIMIZER, PARAMS, KeyPath, Leaf, ParamGroup
 
 _MOST = 2_000_000
 """Cap on leaves and containers."""

@@ -10,31 +10,162 @@ the same dict as the model (torchtitan: `train_state`, `lr_scheduler`, `dataload
 its place beside the model's container, or as a Python number (`epoch`), which no parameter is. Its tensors and numbers
 are ordinary tensors of the catalog; a `TrainingItem` records which these are, and keeps the other values as far as they
 are plain data. Formats without a place for counters and schedules keep them beside the optimizer's state (`KEPT_RUN`).
+
+Parameter groups: an optimizer's settings, with the names of the parameters that they apply to.
+
+Every format keeps them in its own way; here they are plain data, under one key of a container's metadata:
+
+      ck.metadata["param_groups"] == [{"lr": 0.001, "betas": (0.9, 0.95), "params": ["model.norm.weight", ...]}, ...]
+  |A setting keeps its type: numbers, texts, None, and tuples, lists and dicts of them stay as they are; a number with a
+      dtype of its own (a tensor without dims, a numpy number) is a numpy scalar. Parameters have the names of their
+      state, `optim/<parameter>/<state>`.
+
+Full-precision weights: the copies of low-precision weights that an optimizer updates, `optim/<parameter>/fp32`.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+import json
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from math import isfinite
 from typing import Any, Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from transaxle.errors import Faults, refuse
-from transaxle.formats.catalog import scalar
+from transaxle.formats.catalog import BITS, Container, Entry, code_of, is_scalar, scalar
 from transaxle.formats.pickled.descriptors import NOTHING, Scalar
-from transaxle.formats.training_state.state_groups import (
-    GROUPS,
-    KEPT,
-    NAMES,
-    PARAMS,
-    ParamGroup,
-    decode,
-    encode,
-    groups_of_equal_settings,
-    plain,
-    settings_of,
-)
+from transaxle.formats.storage.storage import Storage
+from transaxle.formats.strict_json import parsed
+
+ParamGroup = Mapping[str, Any]
+"""Settings of one group, and its parameters' names under `PARAMS`."""
+
+GROUPS = "param_groups"
+"""Key of a container's metadata, and of the list of groups in torch's own states."""
+PARAMS, NAMES = "params", "param_names"
+KEPT = "optim/param_groups"
+"""Key for groups in formats that have no place for them: beside the tensors, or in a header."""
+_DEEPEST_SETTINGS, _MOST = 8, 1_000_000
+"""Caps on the depth of a setting, and on its values."""
+_TUPLE, _DICT, _FLOAT, _TYPED = "tuple", "dict", "float", "dtype"
+_VALUE = "hex"
+
+
+def plain(value: object) -> object:
+    """Return a setting as plain data; `NOTHING` if a group cannot hold it, or it exceeds the caps."""
+    return _plain_settings(value, _DEEPEST_SETTINGS, [_MOST])
+
+
+def _plain_settings(value: object, depth: int, budget: list[int]) -> object:
+    budget[0] -= 1
+    if depth < 0 or budget[0] < 0:
+        return NOTHING
+    if value is None or type(value) in (bool, int, float, str) or is_scalar(value):
+        return value
+    if type(value) is Scalar:
+        return scalar(value.data, value.code)
+    if type(value) in (list, tuple):
+        items = []
+        for item in value:  # type: ignore[attr-defined]
+            items.append(_plain_settings(item, depth - 1, budget))
+            if items[-1] is NOTHING:
+                break  # a list that is shared again and again has no end
+        return NOTHING if any(item is NOTHING for item in items) else type(value)(items)  # type: ignore[call-arg]
+    if isinstance(value, dict):
+        pairs = {key: _plain_settings(item, depth - 1, budget) for key, item in value.items() if budget[0] >= 0}
+        odd = any(type(key) is not str or item is NOTHING for key, item in pairs.items())
+        return NOTHING if odd or len(pairs) < len(value) else pairs
+    return NOTHING
+
+
+def single(storage: Storage, entry: Entry) -> object:
+    """Return a stored tensor without dims as a numpy scalar; `NOTHING` for any other tensor."""
+    if entry.shape or entry.dtype not in BITS or len(entry.extents) != 1:
+        return NOTHING
+    (extent,) = entry.extents
+    return scalar(storage.read(extent.file, extent.offset, entry.nbytes), entry.dtype)
+
+
+def groups_of_equal_settings(settings: Mapping[str, Mapping[str, Any]]) -> list[ParamGroup]:
+    """Return groups from settings given by parameter: parameters with equal settings form a group.
+
+    Args:
+        settings: parameter -> its settings.
+
+    Post-condition: groups and parameters are in the order in which they first appear.
+    """
+    by_settings: dict[str, tuple[Mapping[str, Any], list[str]]] = {}
+    for parameter, parameter_settings in settings.items():
+        by_settings.setdefault(repr(sorted(parameter_settings.items())), (parameter_settings, []))[1].append(parameter)
+    return [{**parameter_settings, PARAMS: parameters} for parameter_settings, parameters in by_settings.values()]
+
+
+def settings_of(group: ParamGroup) -> dict[str, Any]:
+    """Return a group's settings without its parameters."""
+    return {key: value for key, value in group.items() if key not in (PARAMS, NAMES)}
+
+
+def group_numbers(groups: Iterable[ParamGroup]) -> dict[str, int]:
+    """Return the number of the group that each parameter is in: parameters of one group have the same settings."""
+    return {name: number for number, group in enumerate(groups) for name in group[PARAMS]}
+
+
+def renamed(groups: Iterable[ParamGroup], names: Mapping[str, Sequence[str]]) -> list[ParamGroup]:
+    """Return groups with renamed parameters; duplicates are dropped, and a name without a new one stays."""
+    return [
+        {**group, PARAMS: list(dict.fromkeys(new for old in group[PARAMS] for new in names.get(old, (old,))))}
+        for group in groups
+    ]
+
+
+def encode(groups: Iterable[ParamGroup]) -> str:
+    """Return groups as JSON; values that JSON cannot express are tagged.  Inverse: `decode`."""
+    return json.dumps([{key: _tagged(value) for key, value in group.items()} for group in groups], allow_nan=False)
+
+
+def decode(text: str) -> list[ParamGroup] | None:
+    """Read what `encode` returned; None for any other text."""
+    try:
+        listed = parsed(text)
+        groups = [{key: _untagged(value) for key, value in group.items()} for group in listed]
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError):
+        return None
+    return list[ParamGroup](groups) if all(_is_group(group) for group in groups) else None
+
+
+def _is_group(group: ParamGroup) -> bool:
+    names = group.get(PARAMS)
+    return isinstance(names, list) and all(isinstance(name, str) for name in names)
+
+
+def _tagged(value: Any) -> Any:
+    if is_scalar(value):
+        return {_TYPED: code_of(value.dtype), _VALUE: value.tobytes().hex()}
+    if isinstance(value, tuple):
+        return {_TUPLE: [_tagged(item) for item in value]}
+    if isinstance(value, dict):
+        return {_DICT: {key: _tagged(item) for key, item in value.items()}}
+    if isinstance(value, list):
+        return [_tagged(item) for item in value]
+    return {_FLOAT: repr(value)} if isinstance(value, float) and not isfinite(value) else value
+
+
+def _untagged(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_untagged(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if _TUPLE in value:
+        return tuple(_untagged(item) for item in value[_TUPLE])
+    if _DICT in value:
+        return {key: _untagged(item) for key, item in value[_DICT].items()}
+    if _FLOAT in value:
+        return float(value[_FLOAT])
+    return scalar(bytes.fromhex(value[_VALUE]), value[_TYPED])
+
 
 _NAMES = frozenset(
     {
@@ -80,10 +211,10 @@ class TrainingItem(msgspec.Struct, frozen=True):
 
     def plain(self) -> object:
         """Return the value as plain data; `NOTHING` where some of it is not, or it was saved as a tensor."""
-        return NOTHING if self.is_tensor else _plain(self.value, _DEEPEST)
+        return NOTHING if self.is_tensor else _plain_value(self.value, _DEEPEST)
 
 
-def is_training(path: tuple[str | int, ...], kind: str, root: str | None, holding: Container[str | int]) -> bool:
+def is_training(path: tuple[str | int, ...], kind: str, root: str | None, holding: Collection[str | int]) -> bool:
     """Tell whether a leaf outside of model and optimizer is training state.
 
     Args:
@@ -141,7 +272,7 @@ def _listed(tree: dict[str | int, Any]) -> Any:
     return [inner[key] for key in sorted(numbers)] if inner and sorted(numbers) == list(range(len(inner))) else inner
 
 
-def _plain(value: Any, depth: int) -> object:
+def _plain_value(value: Any, depth: int) -> object:
     """Return a value as plain data; `NOTHING` where some of it is not."""
     if depth < 0:
         return NOTHING
@@ -150,10 +281,10 @@ def _plain(value: Any, depth: int) -> object:
     if type(value) is Scalar:
         return scalar(value.data, value.code)
     if type(value) in (list, tuple, set):
-        items = [_plain(item, depth - 1) for item in value]
+        items = [_plain_value(item, depth - 1) for item in value]
         return NOTHING if any(item is NOTHING for item in items) else type(value)(items)
     if isinstance(value, Mapping):
-        pairs = {key: _plain(item, depth - 1) for key, item in value.items()}
+        pairs = {key: _plain_value(item, depth - 1) for key, item in value.items()}
         odd = any(not isinstance(key, str | int | float | bytes | tuple) or v is NOTHING for key, v in pairs.items())
         return NOTHING if odd else pairs
     return NOTHING
@@ -532,3 +663,36 @@ def facts_in(text: str) -> dict[str, Any]:
     whole = [*facts.get(RUN, {}).values(), *(counts.values() if isinstance(counts, dict) else [None])]
     whole += [facts[MEGATRON]["iteration"]] if "iteration" in facts.get(MEGATRON, {}) else []
     return facts if all(type(count) is int and count >= 0 for count in whole) else {}
+
+
+MASTER = "fp32"
+"""State: the full-precision copy of a low-precision weight."""
+_FULL = frozenset({"F32", "F64"})
+
+
+def with_full_precision(container: Container, *, strict: bool) -> Container:
+    """Return a container whose weights are the copies in full precision that the optimizer keeps.
+
+    Args:
+        container: with optimizer state by parameter.
+        strict: refuse weights of low precision that have no such copy, instead of keeping them.
+
+    Raises:
+        Refused: UNSUPPORTED for each of these.
+    """
+    faults = Faults()
+    entries: dict[str, Entry] = {}
+    for name, entry in container.entries.items():
+        if name.startswith(OPTIMIZER):
+            parameter, _, state = name.removeprefix(OPTIMIZER).rpartition("/")
+            if state != MASTER or parameter not in container.entries:
+                entries[name] = entry
+            continue
+        master = container.entries.get(f"{OPTIMIZER}{name}/{MASTER}")
+        entries[name] = entry if master is None else replace(master, name=name)
+        if strict and master is None and entry.dtype not in _FULL:
+            message = "the checkpoint holds no full-precision copy of this tensor"
+            faults.add("UNSUPPORTED", message, container.path, name, "Omit --weights fp32.")
+    if faults:
+        raise faults.error()
+    return replace(container, entries=entries)

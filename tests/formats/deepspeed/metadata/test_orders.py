@@ -13,7 +13,7 @@ from transaxle.axes.geometry.chunk import ChunkRule, whole
 from transaxle.axes.layout.divide import divide
 from transaxle.axes.notation import tables
 from transaxle.errors import TransaxleError
-from transaxle.formats.deepspeed.metadata.spread import cut, owners
+from transaxle.formats.deepspeed.spread import cut, owners
 
 pytestmark = pytest.mark.peers
 (ORDERS,) = tables.read(Path(__file__).with_name("orders.rules").read_text("utf-8"), file="orders.rules")

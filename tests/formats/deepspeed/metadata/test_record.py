@@ -20,13 +20,11 @@ from hypothesis import strategies as st
 from tests.formats.deepspeed.metadata.test_spread import rebuilt
 from transaxle.errors import TransaxleError
 from transaxle.formats.deepspeed import keys
-from transaxle.formats.deepspeed.checked_value import CheckedValue
-from transaxle.formats.deepspeed.metadata import affine
-from transaxle.formats.deepspeed.metadata.info_draft import Vocabulary, collected
-from transaxle.formats.deepspeed.metadata.name_patterns import escaped
-from transaxle.formats.deepspeed.metadata.record import Record, read
-from transaxle.formats.deepspeed.metadata.spread import Spread, by_widths, folded, same, whole
-from transaxle.formats.deepspeed.metadata.universal_info import UniversalInfo
+from transaxle.formats.deepspeed.categories import escaped
+from transaxle.formats.deepspeed.keys import CheckedValue
+from transaxle.formats.deepspeed.spread import Spread, by_widths, folded, same, whole, write_affine
+from transaxle.formats.deepspeed.universal_record import Record, UniversalInfo, read
+from transaxle.parallel.universal_metadata import Vocabulary, collected
 
 pytest.importorskip("deepspeed")
 torch = pytest.importorskip("torch")
@@ -392,9 +390,9 @@ def test_what_is_said_twice_must_agree(key: str, value: object, said: str) -> No
 
 def test_an_affine_map_of_another_cut_is_refused() -> None:
     record = fused()
-    record[keys.CONVERSION][keys.AFFINE] = affine.write(by_widths((16, 3), 0, [[8, 8]]))
+    record[keys.CONVERSION][keys.AFFINE] = write_affine(by_widths((16, 3), 0, [[8, 8]]))
     assert "describe different cuts" in str(refused(record))
-    record[keys.CONVERSION][keys.AFFINE] = affine.write(by_widths((3, 16), 1, [[8, 8]]))
+    record[keys.CONVERSION][keys.AFFINE] = write_affine(by_widths((3, 16), 1, [[8, 8]]))
     assert "[3, 16]" in str(refused(record))
 
 

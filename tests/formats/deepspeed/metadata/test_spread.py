@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 
 from transaxle.errors import TransaxleError
 from transaxle.formats.deepspeed import keys
-from transaxle.formats.deepspeed.checked_value import CheckedValue
-from transaxle.formats.deepspeed.metadata import affine
-from transaxle.formats.deepspeed.metadata.name_patterns import Patterns, escaped
-from transaxle.formats.deepspeed.metadata.spread import Spread, by_widths, folded, owners, same, whole
-from transaxle.formats.deepspeed.metadata.universal_info import UniversalInfo
+from transaxle.formats.deepspeed.categories import Patterns, escaped
+from transaxle.formats.deepspeed.keys import CheckedValue
+from transaxle.formats.deepspeed.spread import Spread, by_widths, folded, owners, same, whole, write_affine
+from transaxle.formats.deepspeed.universal_record import UniversalInfo
 
 FILE = "mp_rank_00_model_states.pt"
 NAME = "layers.0.qkv.weight"
@@ -29,7 +28,7 @@ def node(info: dict[str, Any]) -> CheckedValue:
 
 
 def described(spread: Spread, version: int = 1) -> dict[str, Any]:
-    return {keys.AFFINE: {keys.AFFINE_VERSION: version, keys.AFFINE_PARAMS: {PATTERN: affine.write(spread)}}}
+    return {keys.AFFINE: {keys.AFFINE_VERSION: version, keys.AFFINE_PARAMS: {PATTERN: write_affine(spread)}}}
 
 
 def listed(sizes: Sequence[int], widths: Sequence[Sequence[int]], dim: int, dims: int) -> dict[str, Any]:

@@ -19,9 +19,9 @@ from tests.engine.killed import contents
 from transaxle.errors import Code
 from transaxle.formats.deepspeed import keys
 from transaxle.formats.deepspeed.keys import UNIVERSAL
-from transaxle.formats.deepspeed.metadata.info_draft import collected
-from transaxle.formats.deepspeed.metadata.record import Record
+from transaxle.formats.deepspeed.universal_record import Record
 from transaxle.formats.storage import compiled
+from transaxle.parallel.universal_metadata import collected
 
 torch = pytest.importorskip("torch")
 

@@ -18,8 +18,8 @@ import transaxle as tx
 from tests.formats.deepspeed.zero.test_truth import differing
 from tests.oracles.deepspeed_peer.case import FP32, STATES, TAG
 from tests.oracles.deepspeed_peer.farm import Farm
+from transaxle.formats.deepspeed.categories import escaped
 from transaxle.formats.deepspeed.keys import INFO, LATEST_UNIVERSAL, UNIVERSAL, UNSUPPORTED_PATTERNS
-from transaxle.formats.deepspeed.metadata.name_patterns import escaped
 from transaxle.formats.training_state.state import OPTIMIZER
 
 pytestmark = pytest.mark.peers

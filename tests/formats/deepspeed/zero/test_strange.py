@@ -16,12 +16,11 @@ from tests.engine.execute.test_execute import names_in
 from tests.formats.deepspeed.universal.test_interruption import NAME, NORM, RECORD, folder
 from transaxle.errors import TransaxleError
 from transaxle.formats.deepspeed import keys
+from transaxle.formats.deepspeed.categories import Patterns
 from transaxle.formats.deepspeed.keys import UNIVERSAL
-from transaxle.formats.deepspeed.metadata import affine
-from transaxle.formats.deepspeed.metadata.info_draft import collected
-from transaxle.formats.deepspeed.metadata.name_patterns import Patterns
-from transaxle.formats.deepspeed.metadata.spread import by_widths, folded
+from transaxle.formats.deepspeed.spread import by_widths, folded, write_affine
 from transaxle.formats.training_state.state import OPTIMIZER
+from transaxle.parallel.universal_metadata import collected
 
 torch = pytest.importorskip("torch")
 
@@ -188,7 +187,7 @@ def test_metadata_about_other_shapes_is_refused(source: Path) -> None:
     info = collected({NAME: RECORD, NORM: (4,)}, 2)
     params = info[keys.AFFINE][keys.AFFINE_PARAMS]
     first = next(iter(params))
-    params[first] = affine.write(by_widths((1 << 40, 4), 0, [[1 << 39, 1 << 39]]))
+    params[first] = write_affine(by_widths((1 << 40, 4), 0, [[1 << 39, 1 << 39]]))
     edit(source, MODELS, lying(info))
     error = refused(source, "SHAPE_MISMATCH")
     assert error.where.tensor == NAME

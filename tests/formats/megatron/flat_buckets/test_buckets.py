@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 
 from transaxle.formats.catalog import Entry, Extent
 from transaxle.formats.megatron.flat_buckets.bucket_layout import Bucket, FlatBuffer, laid_out
-from transaxle.formats.megatron.flat_buckets.parameter_order import Order, UnknownOrderError
 from transaxle.formats.megatron.flat_buckets.pipeline_stages import NoFitError, shared_out
 from transaxle.formats.megatron.flat_buckets.rank_parameters import (
     Box,
     LocalParameter,
     Model,
+    Order,
     StoredParameter,
+    UnknownOrderError,
     model_of,
 )
 

@@ -15,18 +15,16 @@ from typing import Any
 from transaxle.arguments import Weights
 from transaxle.errors import Faults, TransaxleError, refuse
 from transaxle.formats.catalog import Checksum, Container, Entry, Extent, NumbersInMemory
-from transaxle.formats.deepspeed import keys
-from transaxle.formats.deepspeed.checked_value import CheckedValue
+from transaxle.formats.deepspeed import keys, spread
+from transaxle.formats.deepspeed.categories import Patterns
 from transaxle.formats.deepspeed.files import sort_files
 from transaxle.formats.deepspeed.hints import Hint, check_hint, hint_in, hints_entry
-from transaxle.formats.deepspeed.metadata import affine
-from transaxle.formats.deepspeed.metadata.name_patterns import Patterns
-from transaxle.formats.deepspeed.metadata.universal_info import UniversalInfo
+from transaxle.formats.deepspeed.keys import CheckedValue
+from transaxle.formats.deepspeed.rank_files import RankModel, Tensors, groups_of, read_model, run_of
 from transaxle.formats.deepspeed.reader import SCRIPTS, TIES, check_one_save, degrees
-from transaxle.formats.deepspeed.zero.flat import Shape
-from transaxle.formats.deepspeed.zero.ranks import RankModel, Tensors, read_model
-from transaxle.formats.deepspeed.zero.stage import ModelRank, Stage, assemble
-from transaxle.formats.deepspeed.zero.training_run import groups_of, run_of
+from transaxle.formats.deepspeed.spread import Shape
+from transaxle.formats.deepspeed.trained_state import ModelRank, Stage, assemble
+from transaxle.formats.deepspeed.universal_record import UniversalInfo
 from transaxle.formats.format import HERE
 from transaxle.formats.registry import sort_sidecars
 from transaxle.formats.storage.storage import Storage
@@ -149,7 +147,7 @@ def _beside(models: Sequence[RankModel], faults: Faults) -> tuple[_Shapes, Stage
     node = models[0].root.get(keys.INFO)
     logical: dict[str, Shape] = {}
     if tp > 1 and node is not None:
-        maps = affine.maps_of(node)
+        maps = spread.maps_of(node)
         patterns = Patterns(maps)
         for name in [*shapes_by_name, *models[0].module, *models[0].frozen]:
             patterns_found = patterns.match(name)

@@ -21,17 +21,26 @@ from transaxle.formats.builtin_formats import (
     MEGATRON_TRACKER,
 )
 from transaxle.formats.catalog import Container, Entry, NumbersInMemory
-from transaxle.formats.deepspeed.table_cuts import Cutter, TableCuts, untold
-from transaxle.formats.deepspeed.zero.shard import RankShard
+from transaxle.formats.deepspeed.rank_files import RankShard
+from transaxle.formats.deepspeed.spread import Cutter, TableCuts, untold
 from transaxle.formats.format import HERE
-from transaxle.formats.megatron.legacy.global_names import Numbering, experts_of, is_expert, stage_layers
-from transaxle.formats.megatron.legacy.joined_ranks import EMBEDDING, HEAD, Held, Joining, Whole
-from transaxle.formats.megatron.legacy.param_order import OrderUnknown, Parameter
-from transaxle.formats.megatron.legacy.rank_file import OPTIMIZER_KEY, RankFile, read_rank
-from transaxle.formats.megatron.legacy.rank_grid import Mesh, Place, placed
+from transaxle.formats.megatron.legacy.global_names import (
+    Numbering,
+    OrderUnknown,
+    Parameter,
+    experts_of,
+    is_expert,
+    stage_layers,
+)
+from transaxle.formats.megatron.legacy.rank_grid import OPTIMIZER_KEY, Mesh, Place, RankFile, placed, read_rank
 from transaxle.formats.megatron.legacy.rank_optimizer import (
+    EMBEDDING,
+    HEAD,
+    Held,
+    Joining,
     ParameterState,
     RankOptimizer,
+    Whole,
     check_copies,
     optimizer_settings,
     read_optimizer,
@@ -39,9 +48,7 @@ from transaxle.formats.megatron.legacy.rank_optimizer import (
 from transaxle.formats.registry import sort_sidecars
 from transaxle.formats.storage.storage import Storage
 from transaxle.formats.torch_file.saved import copied
-from transaxle.formats.training_state.full_precision import MASTER
-from transaxle.formats.training_state.state import LEFT_BEHIND, MEGATRON, OPTIMIZER
-from transaxle.formats.training_state.state_groups import GROUPS, PARAMS, ParamGroup
+from transaxle.formats.training_state.state import GROUPS, LEFT_BEHIND, MASTER, MEGATRON, OPTIMIZER, PARAMS, ParamGroup
 
 _RANK = re.compile(MEGATRON_RANK)
 _ROUTER, _ROUTER_PARAMETERS = "router", ("weight", "bias")

@@ -20,7 +20,7 @@ from transaxle.axes.layout.bind import split_slot
 from transaxle.errors import Faults
 from transaxle.formats.catalog import Container, Entry, Twin
 from transaxle.formats.dcp.metadata import Payload
-from transaxle.formats.megatron.arguments_of_run import NAMES, RunState, run_state
+from transaxle.formats.megatron.run_arguments import NAMES, RunState, run_state
 from transaxle.formats.storage.storage import Storage
 from transaxle.formats.torch_file.saved import read_saved
 from transaxle.formats.training_state.state import OPTIMIZER, KeyPath

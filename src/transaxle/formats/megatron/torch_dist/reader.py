@@ -3,38 +3,60 @@
 Layers, and experts, are axes of the tensors; the tables know that. Here the names of the optimizer's state are turned
 round (Megatron: state first, then parameter), and the pickled objects are told apart by their names: the arguments of
 the run are read by the restricted interpreter, everything else is left behind unread.
+
+Optimizer state that ranks saved as ranges of their flattened tensors (`fully_sharded_model_space`, up to 0.15).
+
+Every rank of a data-parallel group has a range of each parameter as the ranks of the model cut it. Such a tensor is
+stored with an axis for every axis of the model's, as long as there are parts along it, and one for the elements of a
+part. The shape that it has in the model is in the metadata.
+
+Settings of the optimizer's parameter groups: where a folder has them, and which parameters each is for.
+
+Megatron does not store which parameters are in a group. It forms groups by what their settings say: experts that are
+not on every rank, weight decay or none, which vectors and biases have, and another learning rate for embeddings.
+
+Layers that are one tensor, as numbered tensors: where a model has layers that predict ahead, too.
+
+Megatron numbers these, `mtp.layers.0.…`, also where it keeps the model's own layers in one tensor. In tables both are
+layers of one kind, so that all of them have to be numbered.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from math import prod
 from typing import Any
 
+import msgspec
 import numpy as np
 from msgspec.structs import replace
 
 from transaxle.arguments import Weights
-from transaxle.axes.layout.bind import split_slot
-from transaxle.errors import Refusal, TransaxleError, Where, refuse
+from transaxle.axes.geometry.strided import lexicographic_boxes, row_major
+from transaxle.axes.layout.bind import join_slot, split_slot
+from transaxle.errors import Faults, Refusal, TransaxleError, Where, refuse
 from transaxle.formats.builtin_formats import MEGATRON_TRACKER, TORCH_DIST
-from transaxle.formats.catalog import Container, Entry, Extent, NumbersInMemory, Shape, number
+from transaxle.formats.catalog import BITS, ITEM_BITS, PACKED, Container, Entry, Extent, NumbersInMemory, Shape, number
 from transaxle.formats.dcp.metadata import Payload, SavedChunk, SavedItem
 from transaxle.formats.dcp.reader import Conventions, metadata_files, read_folder
 from transaxle.formats.format import HERE
-from transaxle.formats.megatron.arguments_of_run import NAMES, RunState, run_state
+from transaxle.formats.megatron.flat_buckets.pipeline_stages import Objects, is_of_groups, object_name
+from transaxle.formats.megatron.flat_buckets.rank_parameters import has_experts, has_layers
 from transaxle.formats.megatron.flat_buckets.restored_state import LEAVE_OUT, with_state_of_parameters
-from transaxle.formats.megatron.flat_buckets.stored_buckets import is_of_groups, object_name
 from transaxle.formats.megatron.iterations import BACKEND_FILE, COMMON_FILE, check_backend, check_complete
-from transaxle.formats.megatron.settings_of_run import (
+from transaxle.formats.megatron.run_arguments import (
     LATEST_TRAIN_STATE,
+    NAMES,
     RUN_CONFIG,
     TRAIN_STATE,
+    RunState,
+    plain_data,
+    run_state,
     settings_files,
     with_settings_of_run,
 )
-from transaxle.formats.megatron.torch_dist.flattened_ranges import in_whole_shapes
 from transaxle.formats.megatron.torch_dist.fsdp_names import (
     fsdp_path,
     is_fact,
@@ -43,16 +65,228 @@ from transaxle.formats.megatron.torch_dist.fsdp_names import (
     short_key,
     with_whole_gates,
 )
-from transaxle.formats.megatron.torch_dist.group_settings import with_groups, with_settings
-from transaxle.formats.megatron.torch_dist.numbered_layers import with_numbered_layers
 from transaxle.formats.pickled.descriptors import TensorRef
 from transaxle.formats.registry import sort_sidecars
 from transaxle.formats.step_parts import moved_out
 from transaxle.formats.storage.storage import Storage, SubFolder, layer
 from transaxle.formats.torch_file.saved import StoredStorage, read_saved
-from transaxle.formats.training_state.full_precision import MASTER, with_full_precision
-from transaxle.formats.training_state.state import LEFT_BEHIND, MEGATRON, OPTIMIZER, KeyPath, Leaf, joined
-from transaxle.formats.training_state.state_groups import single
+from transaxle.formats.training_state.state import (
+    GROUPS,
+    LEFT_BEHIND,
+    MASTER,
+    MEGATRON,
+    OPTIMIZER,
+    PARAMS,
+    KeyPath,
+    Leaf,
+    ParamGroup,
+    joined,
+    single,
+    with_full_precision,
+)
+
+
+def in_whole_shapes(container: Container, shapes: Mapping[str, Shape], file: str) -> Container:
+    """Return a container in which flattened tensors have the shapes that they have in the model.
+
+    Args:
+        container: with tensors as they are stored.
+        shapes: name of a flattened tensor -> its shape.
+        file: the metadata, for errors.
+
+    Raises:
+        Refused: CORRUPT where the parts are not those of a tensor of that shape.
+    """
+    faults = Faults()
+    entries = dict(container.entries)
+    for name, shape in shapes.items():
+        entry = entries.get(name)
+        if entry is None:
+            continue
+        parts = entry.shape[:-1]
+        if len(parts) != len(shape) or any(not part or size % part for size, part in zip(shape, parts, strict=True)):
+            message = f"{list(parts)} parts of {entry.shape[-1:]} elements do not make the shape {list(shape)}"
+            faults.add("CORRUPT", message, file, name)
+            continue
+        part = tuple(size // count for size, count in zip(shape, parts, strict=True))
+        if prod(part) != entry.shape[-1]:
+            message = f"its parts have {entry.shape[-1]} elements each; those of the shape {list(shape)} {prod(part)}"
+            faults.add("CORRUPT", message, file, name)
+            continue
+        if any(extent.strides is not None or prod(extent.shape[:-1]) != 1 for extent in entry.extents):
+            faults.add("UNSUPPORTED", "a chunk of it is not a range of one part", file, name)
+            continue
+        extents = sorted(_unfolded(entry, part), key=lambda extent: extent.start)
+        entries[name] = Entry(name, entry.dtype, shape, tuple(extents))
+    if faults:
+        raise faults.error()
+    return replace(container, entries=entries)
+
+
+def _unfolded(entry: Entry, part: Shape) -> Iterator[Extent]:
+    """Yield the chunks of a flattened tensor as boxes of the whole.
+
+    Args:
+        entry: the tensor as it is stored.
+        part: shape of each part.
+    """
+    for extent in entry.extents:
+        *number, low = extent.start
+        offset = extent.offset
+        for box in lexicographic_boxes(part, low, low + extent.shape[-1]):
+            bounds = zip(number, part, box, strict=True)
+            start = tuple(at * length + begin for at, length, (begin, _) in bounds)
+            shape = tuple(end - begin for begin, end in box)
+            yield Extent(start, shape, extent.file, offset)
+            offset += prod(shape) * BITS[entry.dtype] // 8
+
+
+SETTINGS = "optimizer"
+"""What groups of data-parallel ranks, and the state beside the tensors, call the settings."""
+_LISTED = "param_groups"
+_DECAY, _EXPERTS, _DECOUPLED = "wd_mult", "is_expert_parallel", "is_decoupled_lr"
+_KINDS = ("lr_mult", "pre_lr_mult", "pre_wd_mult", _DECAY, _EXPERTS, _DECOUPLED)
+_OWN = frozenset({*_KINDS, "default_config"})
+"""Settings by which Megatron forms groups, which mean nothing to other programs."""
+_BIAS = ".bias"
+_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
+_HEAD_NORMS = (".q_layernorm.", ".k_layernorm.")
+
+
+def with_settings(state: RunState, objects: Objects) -> tuple[RunState, list[str]]:
+    """Return the state of a run with the settings that groups of data-parallel ranks have each for itself.
+
+    Args:
+        state: beside the tensors.
+        objects: what the groups have, see `flat_buckets.stored_buckets`.
+
+    Returns:
+        the state, and what contradicts each other.
+    """
+    found: dict[int, dict[str, Any]] = {}
+    problems: list[str] = []
+    for (chain, group, what), value in sorted(objects.items()):
+        settings = plain_data(value)
+        if what != SETTINGS or not isinstance(settings, dict) or not isinstance(settings.get(_LISTED), list):
+            continue
+        known = found.setdefault(chain, {**settings, _LISTED: []})[_LISTED]
+        new = [each for each in settings[_LISTED] if each not in known]
+        if any(_kind(each) == _kind(other) for each in new for other in known):
+            problems.append(f"the optimizer of group {group} of ranks has other settings than those before it")
+        known.extend(new)
+    if not found:
+        return state, problems
+    chained = {str(chain): {SETTINGS: settings} for chain, settings in found.items()}
+    optimizer = chained if len(chained) > 1 else next(iter(chained.values()))
+    return replace(state, facts={**state.facts, SETTINGS: optimizer}), problems
+
+
+def _kind(group: object) -> object:
+    """Return by what Megatron tells a group from others."""
+    return [group.get(key) for key in _KINDS] if isinstance(group, Mapping) else group
+
+
+def with_groups(container: Container, state: RunState) -> Container:
+    """Return a container whose metadata have the optimizer's settings by parameter, where these can be told."""
+    groups = _named(container, state)
+    return container if not groups else replace(container, metadata={**container.metadata, GROUPS: groups})
+
+
+def _named(container: Container, state: RunState) -> list[ParamGroup]:
+    """Return the groups with the names of their parameters; none where it is not known which is in which."""
+    groups = list(settings_of_groups(state.facts.get(SETTINGS)))
+    parameters = dict.fromkeys(
+        parameter for name in container.entries if name.startswith(OPTIMIZER) for parameter in split_slot(name)[:1]
+    )
+    names: list[list[str]] = [[] for _ in groups]
+    for name in parameters:
+        entry = container.entries.get(name)
+        if entry is None:
+            return []
+        dims = len(entry.shape) - has_layers(name) - has_experts(name)
+        fitting = _fitting(name, dims, groups, state.args)
+        if len(fitting) != 1:
+            return []
+        names[fitting[0]].append(name)
+    return [
+        {**{key: _torch_value(key, value) for key, value in group.items() if key not in _OWN}, PARAMS: listed}
+        for group, listed in zip(groups, names, strict=True)
+        if listed
+    ]
+
+
+def settings_of_groups(optimizer: object) -> Iterator[Mapping[str, Any]]:
+    """Yield the settings of all groups of an optimizer, which may be a chain of several."""
+    if isinstance(optimizer, Mapping):
+        listed = optimizer.get(_LISTED)
+        inner: Iterable[Any] = listed if isinstance(listed, list) else ()
+        yield from (group for group in inner if isinstance(group, Mapping))
+        if not isinstance(listed, list):
+            for value in optimizer.values():
+                yield from settings_of_groups(value)
+
+
+def _fitting(name: str, dims: int, groups: Sequence[Mapping[str, Any]], args: Mapping[str, Any]) -> list[int]:
+    """Return the numbers of the groups that a parameter may be in."""
+    of_experts = has_experts(name) and any(group.get(_EXPERTS) for group in groups)
+    found = [number for number, group in enumerate(groups) if bool(group.get(_EXPERTS)) == of_experts]
+    if any(groups[number].get(_DECOUPLED) for number in found):
+        decoupled = name in _VOCABULARY
+        found = [number for number in found if bool(groups[number].get(_DECOUPLED)) == decoupled]
+    if len(found) < 2:
+        return found
+    bare = dims < 2 or name.endswith(_BIAS)
+    if args.get("apply_wd_to_qk_layernorm") and any(norm in name for norm in _HEAD_NORMS):
+        bare = False
+    return [number for number in found if (groups[number].get(_DECAY) == 0) == bare]
+
+
+def _torch_value(key: str, value: Any) -> Any:
+    return tuple(value) if key == "betas" and isinstance(value, list) else value
+
+
+_AHEAD = re.compile(r"((?:.+\.)?)mtp\.layers\.\d+\..+", re.DOTALL)
+_TOGETHER = re.compile(r"((?:.+\.)?)(decoder\.layers)\.(?!\d)(.+)", re.DOTALL)
+_MOST = 100_000
+
+
+def with_numbered_layers(container: Container) -> Container:
+    """Return a container in which all layers are numbered, if it has layers that predict ahead."""
+    models = {match[1] for name in container.entries if (match := _AHEAD.fullmatch(split_slot(name)[0]))}
+    if not models:
+        return container
+    entries: dict[str, Entry] = {}
+    for name, entry in container.entries.items():
+        parameter, state = split_slot(name)
+        match = _TOGETHER.fullmatch(parameter)
+        if (
+            match is None
+            or match[1] not in models
+            or not entry.shape
+            or entry.shape[0] > _MOST
+            or entry.dtype in PACKED
+        ):
+            entries[name] = entry
+            continue
+        for number in range(entry.shape[0]):
+            numbered = join_slot(f"{match[1]}{match[2]}.{number}.{match[3]}", state)
+            entries[numbered] = Entry(numbered, entry.dtype, entry.shape[1:], tuple(_of_layer(entry, number)))
+    return replace(container, entries=entries)
+
+
+def _of_layer(entry: Entry, layer: int) -> Iterator[Extent]:
+    """Yield the parts of one layer of a tensor."""
+    item = ITEM_BITS[entry.dtype] // 8
+    for each in entry.extents:
+        row = layer - each.start[0]
+        if 0 <= row < each.shape[0]:
+            strides = each.strides or row_major(each.shape)
+            inside = None if each.strides is None else each.strides[1:]
+            offset = each.offset + row * strides[0] * item
+            yield msgspec.structs.replace(
+                each, start=each.start[1:], shape=each.shape[1:], offset=offset, strides=inside
+            )
+
 
 COMMON = "common_state/shard_0_1"
 """The state beside the sharded tensors from megatron-core 0.19 on: an item of the folder."""

@@ -2,17 +2,36 @@
 
 They are a pickled `argparse.Namespace` of some eight hundred entries, with members of Megatron's own enums among them.
 The interpreter describes these without importing anything; only numbers, texts and lists of them are kept.
+
+Settings that programs write as YAML, read as data.
+
+A tag such as `!!python/object` is passed over, and an alias stands for the value of its anchor.
+
+What Megatron-Bridge and NeMo keep beside a distributed checkpoint in place of Megatron's arguments.
+
+    iter_0000007/run_config.yaml      Megatron-Bridge: `model`, the settings of what makes the model
+    iter_0000007/train_state.pt       what the run has read
+    CHECKPOINT/context/model.yaml     NeMo 2: `config`, the same settings; the checkpoint itself is CHECKPOINT/weights
+
+The classes that they name are never looked for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
+from transaxle.formats.format import HERE
+from transaxle.formats.megatron.iterations import WEIGHTS
 from transaxle.formats.pickled.allowed_globals.allowed import ALLOWED, INERT, GlobalRule, Names
 from transaxle.formats.pickled.descriptors import Object, TensorRef
+from transaxle.formats.storage.storage import Storage
+from transaxle.formats.torch_file.saved import read_saved
 
 _DEEPEST = 8
 """Levels of nested settings at most."""
@@ -206,3 +225,158 @@ def _plain(value: object, number: Callable[[TensorRef], float | None], depth: in
         pairs = ((str(key), _plain(item, number, depth - 1)) for key, item in value.items())
         return {key: item for key, item in pairs if item is not None}
     return None
+
+
+_DEEPEST_TEXT, _MOST = 60, 50_000
+"""Levels, and values, an alias counted as what it stands for."""
+_PLAIN = frozenset(f"tag:yaml.org,2002:{word}" for word in ("null", "bool", "int", "float"))
+"""Tags of what is no text."""
+
+
+class NotUnderstood(ValueError):
+    """A text is not YAML, or of no use as settings."""
+
+
+def read_settings(text: str) -> Any:
+    """Return what a text says, as dicts, lists, texts and numbers.
+
+    Raises:
+        NotUnderstood: with the number of the line.
+    """
+    import yaml
+
+    try:
+        loader = yaml.SafeLoader(text)
+        return _Reading(loader).value(loader.get_single_node(), 0)
+    except yaml.MarkedYAMLError as error:
+        line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
+        raise NotUnderstood(f"{line}{error.problem}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise NotUnderstood(" ".join(str(error).split())) from None
+
+
+class _Reading:
+    """Makes data of parsed nodes."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        self._left = _MOST
+
+    def value(self, node: Any, depth: int) -> Any:
+        self._left -= 1
+        if depth > _DEEPEST_TEXT or self._left < 0:
+            raise NotUnderstood(f"line {node.start_mark.line + 1}: too many values, or nested too deep")
+        if node is None:
+            return None
+        if node.id == "scalar":
+            return self._loader.construct_object(node) if node.tag in _PLAIN else node.value
+        if node.id == "sequence":
+            return [self.value(each, depth + 1) for each in node.value]
+        found: dict[str, Any] = {}
+        for key, value in node.value:
+            if key.id != "scalar" or key.value in found:
+                raise NotUnderstood(f"line {key.start_mark.line + 1}: a key is no text, or is there again")
+            found[key.value] = self.value(value, depth + 1)
+        return found
+
+
+RUN_CONFIG, TRAIN_STATE, LATEST_TRAIN_STATE = "run_config.yaml", "train_state.pt", "latest_train_state.pt"
+MODEL_SETTINGS = "context/model.yaml"
+_LONGEST = 1 << 20
+_SECTIONS, _INNER = ("model", "config"), "transformer"
+"""Keys below which the settings of a model are, and below these those that Megatron calls a transformer's."""
+_STEP = "step"
+_NAMED = {"num_moe_experts": "num_experts", "hybrid_layer_pattern": "hybrid_override_pattern"}
+"""Setting -> Megatron's argument, where it has another name."""
+_SHARED, _GROUPS = "share_embeddings_and_output_weights", "num_query_groups"
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """A file of settings."""
+
+    file: str
+    args: Mapping[str, Any]
+    fault: str = ""
+    """Why it was not read."""
+
+
+def with_settings_of_run(
+    state: RunState, storage: Storage, member: str, number: Callable[[Storage, str, TensorRef], float | None]
+) -> tuple[RunState, dict[str, str]]:
+    """Return the state of a run with what settings beside it say, and files that were not understood, with the reason.
+
+    Megatron's own arguments are preferred.
+
+    Args:
+        state: from the checkpoint itself.
+        storage: where the files are.
+        member: the folder of the checkpoint in it.
+        number: returns the value of a tensor without dims, of a file.
+
+    Raises:
+        Refused: UNSAFE_PICKLE, CORRUPT.
+        StorageError: IO.
+    """
+    inside = "" if member == HERE else f"{member}/"
+    args = dict(state.args)
+    left: dict[str, str] = {}
+    for file in settings_files(storage, member):
+        if args:
+            continue
+        found = _read(storage, file)
+        args |= found.args
+        left |= {file: found.fault} if found.fault else {}
+    facts = dict(state.facts)
+    file = f"{inside}{TRAIN_STATE}"
+    if _has(storage, file):
+        read = plain_data(read_saved(storage, file, allowed=NAMES).value, partial(number, storage, file))
+        counted = {key: int(value) for key, value in (read or {}).items() if isinstance(value, int | float)}
+        args |= {key: counted[key] for key in COUNTERS if key in counted}
+        facts |= {"iteration": counted[_STEP]} if _STEP in counted and "iteration" not in facts else {}
+    return replace(state, args=args, facts=facts), left
+
+
+def settings_files(storage: Storage, member: str) -> list[str]:
+    """Return the files with the settings of a run that are there, beside a checkpoint and above it."""
+    inside = "" if member == HERE else f"{member}/"
+    above = inside.removesuffix(f"{WEIGHTS}/")
+    files = [f"{inside}{RUN_CONFIG}", *([f"{above}{MODEL_SETTINGS}"] if above != inside else [])]
+    return [file for file in files if _has(storage, file)]
+
+
+def _has(storage: Storage, file: str) -> bool:
+    folder, _, name = file.rpartition("/")
+    above, _, last = folder.rpartition("/")
+    if folder and last not in storage.listing(above).folders:
+        return False
+    return name in storage.listing(folder).names
+
+
+def _read(storage: Storage, file: str) -> _Settings:
+    size = storage.size(file)
+    if size > _LONGEST:
+        return _Settings(file, {}, f"not read: it has more than {_LONGEST} bytes")
+    try:
+        settings = read_settings(storage.read(file, 0, size).decode())
+    except (NotUnderstood, UnicodeDecodeError, RecursionError) as error:
+        return _Settings(file, {}, f"not understood: {error}")
+    return _Settings(file, arguments_of(settings))
+
+
+def arguments_of(settings: object) -> dict[str, Any]:
+    """Return Megatron's arguments for the settings of a model."""
+    sections = [settings.get(key) for key in _SECTIONS] if isinstance(settings, dict) else []
+    model = next((each for each in sections if isinstance(each, dict)), {})
+    inner = model.get(_INNER)
+    known = {**(inner if isinstance(inner, dict) else {}), **model}
+    args = {
+        _NAMED.get(key, key): value
+        for key, value in plain_data(known).items()
+        if not isinstance(value, dict) and not key.startswith("_")
+    }
+    if isinstance(args.get(_SHARED), bool):
+        args["untie_embeddings_and_output_weights"] = not args[_SHARED]
+    if _GROUPS in known and known[_GROUPS] is None:
+        args["group_query_attention"] = False
+    return args

@@ -1,20 +1,73 @@
-"""The pattern form of the metadata (up to 0.4): lists of name patterns, each saying how its parameters are cut.
+r"""The pattern form of the metadata (up to 0.4): lists of name patterns, each saying how its parameters are cut.
 
 A parameter that no list names is cut along its first dim: that is the schema's own rule, and it holds only where there
 is such a schema. Widths are those of the shards themselves, or, for fused parameters, those the metadata gives.
+
+Name patterns of DeepSpeed's metadata, looked up by name.
+
+DeepSpeed's own patterns are escaped names; those of training frameworks have `.`, `\d+` and the like. As DeepSpeed uses
+them, a pattern need only match the beginning of a name, unless it ends in `$`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
+from transaxle.axes.notation.linear_regex import Expressions, PatternError
 from transaxle.errors import Code, TransaxleError, refuse
 from transaxle.formats.deepspeed import keys
-from transaxle.formats.deepspeed.checked_value import CheckedValue
-from transaxle.formats.deepspeed.metadata.name_patterns import Patterns
-from transaxle.formats.deepspeed.metadata.spread import Shape, Spread, by_widths, clipped, folded, whole
+from transaxle.formats.deepspeed.keys import CheckedValue
+from transaxle.formats.deepspeed.spread import Shape, Spread, by_widths, clipped, folded, whole
+
+_WHOLE_NAME = re.compile(r"\^?((?:\\[^a-zA-Z0-9]|[^\\.^$*+?{}\[\]()|])*)\$")
+_ESCAPE = re.compile(r"\\(.)", re.DOTALL)
+
+
+class Patterns:
+    """Many patterns: those that are whole names are found without trying the others.
+
+    Raises:
+        Refused: UNSUPPORTED for a pattern that is malformed, or that no automaton matches.
+    """
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        self._of_name: dict[str, str] = {}
+        self._others: list[str] = []
+        for text in dict.fromkeys(texts):
+            if found := _WHOLE_NAME.fullmatch(text):
+                self._of_name[_ESCAPE.sub(r"\1", found[1])] = text
+            else:
+                self._others.append(text)
+        try:
+            self._expressions = Expressions(self._others)
+        except PatternError as error:
+            raise _unsupported(error) from None
+
+    def match(self, name: str) -> tuple[str, ...]:
+        """Return the patterns that match a name.
+
+        Raises:
+            Refused: UNSUPPORTED where that takes far longer than with any real patterns.
+        """
+        whole = [self._of_name[name]] if name in self._of_name else []
+        try:
+            return (*whole, *(self._others[number] for number in self._expressions.matching(name)))
+        except PatternError as error:
+            raise _unsupported(error) from None
+
+
+def _unsupported(error: PatternError) -> TransaxleError:
+    hint = "Write the patterns as escaped names, or as regular expressions without `\\1`, `\\b` and `(?=`."
+    return refuse("UNSUPPORTED", f"name patterns: {error}", hint=hint)
+
+
+def escaped(name: str) -> str:
+    """Return the pattern that matches this name alone, as DeepSpeed writes it."""
+    return f"^{re.escape(name)}$"
+
 
 Widths = tuple[tuple[int, ...], ...]
 """Part -> rank -> rows."""

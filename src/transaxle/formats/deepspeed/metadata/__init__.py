@@ -1,1 +1,0 @@
-"""Universal-checkpoint metadata: how ranks cut each parameter."""

@@ -1,0 +1,711 @@
+"""The trained parameters of one model rank, read from its data-parallel ranks' flat buffers.
+
+Every length is checked against the others: the sizes of buffers, paddings and parameters must add up to the last
+element, and the map of fragments that a rank stores beside them must be the same map.
+
+DeepSpeed's own mixtures of experts over expert-parallel ranks.
+
+Each of these ranks counts its experts from zero. Their module tensors are in files of their own, numbered over the
+whole model. In the optimizer's files a group of expert parameters is cut only over the ranks that hold the same
+experts, under each rank's own numbers; `partition_count` states their number.
+
+One pipeline stage: all of its tensors, assembled from its tensor-parallel ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from math import prod
+
+from transaxle.errors import Code, Faults, TransaxleError, refuse
+from transaxle.formats.catalog import Entry, Extent, Twin
+from transaxle.formats.deepspeed import keys
+from transaxle.formats.deepspeed.keys import CheckedValue
+from transaxle.formats.deepspeed.rank_files import (
+    FlatRun,
+    Position,
+    RankModel,
+    RankShard,
+    RankState,
+    Vector,
+    extents,
+    merge_shards,
+    positions,
+    runs,
+    scaled,
+    scaled_moment,
+    shard_width,
+    unspread,
+)
+from transaxle.formats.deepspeed.spread import HINT, UNTOLD, Shape, Spread, TableCuts
+from transaxle.formats.deepspeed.universal_record import UniversalInfo
+from transaxle.formats.pickled.descriptors import Object
+
+
+class ExpertShares:
+    """Which data-parallel ranks share each group of parameters, and what its parameters are called in the whole model.
+
+    Args:
+        model: the model file.
+        states: the optimizer files, in the order of data-parallel ranks.
+    """
+
+    def __init__(self, model: RankModel, states: Sequence[RankState]) -> None:
+        self._model, self._states = model, states
+        self._strided = _strided(model)
+        self._local: dict[str, int] = {}
+        for shapes in model.shapes:
+            for name in shapes:
+                head, number, _ = _split_name(name)
+                if number is not None:
+                    self._local[head] = max(self._local.get(head, 0), number + 1)
+
+    def of(self, group: int) -> list[Sequence[RankState]]:
+        """Return, for each expert-parallel rank, the optimizer files that share its group; one list for a dense group.
+
+        Raises:
+            Refused: CORRUPT where the counts do not fit; UNSUPPORTED for parameters that are not known to be experts'.
+        """
+        total = len(self._states)
+        counts = self._states[0].root.get(keys.PARTITION_COUNT)
+        listed = [] if counts is None or not counts.is_list else counts.list()
+        sharing = listed[group].natural() if group < len(listed) else total
+        if sharing == total:
+            return [self._states]
+        if not 0 < sharing < total or total % sharing:
+            message = (
+                f"group {group} is cut over {sharing} ranks, which does not divide the {total} ranks that have files"
+            )
+            raise refuse("CORRUPT", message, file=self._states[0].file)
+        for name in self._model.shapes[group]:
+            if _split_name(name)[1] is None:
+                message = f"it is cut over {sharing} of {total} ranks, but is not an expert of DeepSpeed's MoE layer"
+                raise refuse("UNSUPPORTED", message, file=self._model.file, tensor=name)
+        # Number of expert-parallel ranks; each has `sharing` data-parallel ranks with the same experts.
+        ranks = total // sharing
+        # By default expert-parallel ranks are neighbours, so ranks with the same experts are `ranks` apart; with data
+        # parallelism first they are neighbours themselves.
+        if self._strided:
+            return [self._states[rank::ranks] for rank in range(ranks)]
+        return [self._states[rank * sharing : (rank + 1) * sharing] for rank in range(ranks)]
+
+    def name(self, name: str, rank: int) -> str:
+        """Return a parameter's name in the whole model.
+
+        Args:
+            name: its name on its own rank.
+            rank: the expert-parallel rank.
+        """
+        head, number, tail = _split_name(name)
+        return name if number is None else f"{head}{number + rank * self._local[head]}{tail}"
+
+    def named(self) -> RankModel:
+        """Return the model file with the experts of all ranks in its groups."""
+        shapes = tuple(
+            {
+                self.name(name, rank): shape
+                for rank in range(len(self.of(group)))
+                for name, shape in shapes_of_group.items()
+            }
+            for group, shapes_of_group in enumerate(self._model.shapes)
+        )
+        return replace(self._model, shapes=shapes)
+
+
+def _strided(model: RankModel) -> bool:
+    """Tell whether neighbouring ranks hold different experts, which is the default."""
+    config = model.root.get(keys.CONFIG)
+    data_first = None if config is None else config.get(keys.DATA_BEFORE_EXPERTS)
+    return data_first is None or not data_first.flag()
+
+
+def _split_name(name: str) -> tuple[str, int | None, str]:
+    """Split an expert's parameter name into the text before its number, the number, and the text after it."""
+    head, mark, tail = name.partition(keys.EXPERTS)
+    number = tail.partition(".")[0]
+    if not mark or not number.isdecimal() or not number.isascii() or len(number) > len(str(1 << 20)):
+        return name, None, ""
+    return head + mark, int(number), tail[len(number) :]
+
+
+def with_experts(
+    model: RankModel, files: Mapping[tuple[int, int], str], read: Mapping[str, Mapping[str, Entry]], faults: Faults
+) -> RankModel:
+    """Return a model file with the tensors of its experts.
+
+    Args:
+        model: the model file.
+        files: (layer, expert) -> its file.
+        read: file -> its tensors.
+        faults: experts without a file, and tensors that are there twice, are added.
+    """
+    counts = model.root.get(keys.NUM_EXPERTS)
+    wanted = [] if counts is None or not counts.is_list else list(enumerate(counts.naturals()))
+    if any(layer < 0 for layer, _ in files):  # earlier versions: one file per expert, of all layers
+        wanted = [(-1, max(count for _, count in wanted))] if wanted else []
+    for layer, count in wanted:
+        missing = [expert for expert in range(min(count, 1 << 16)) if (layer, expert) not in files]
+        if missing:
+            message = f"the files of the experts {missing[:8]} of mixture {layer} are missing"
+            faults.add("INCOMPLETE", message, model.file)
+    module = dict(model.module)
+    for file in files.values():
+        for name, entry in read.get(file, {}).items():
+            if module.setdefault(name, entry) is not entry:
+                faults.add("NAME_COLLISION", "another file has the same tensor", file, name)
+    return replace(model, module=module)
+
+
+OF_ONE_RUN = "The folder mixes files of two runs; keep those of one."
+"""What to do where files contradict each other."""
+_SLACK = 16
+"""Elements per rank by which a vector may exceed its parameters: it is padded for alignment."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """A trained parameter on one model rank."""
+
+    group: int
+    """Number of its flat buffer."""
+    shape: Shape
+    states: Mapping[str, RankShard]
+    """State -> the rank's shard; `fp32` is the weights."""
+    numbers: Mapping[str, Entry]
+    """State -> a number, such as `step`."""
+
+
+def trained(model: RankModel, states: Sequence[RankState]) -> tuple[dict[str, Trained], list[Twin]]:
+    """Read the trained parameters of one model rank.
+
+    Args:
+        model: its model file.
+        states: its optimizer files, in the order of data-parallel ranks.
+
+    Returns:
+        the parameters in the order of the buffers, and the numbers that all ranks must agree on.
+
+    Raises:
+        Refused: CORRUPT where lengths contradict each other; INCOMPLETE where a state is missing on a rank;
+            NAME_COLLISION for a parameter that is there twice.
+    """
+    stages = {state.stage for state in states}
+    if len(stages) > 1:
+        raise refuse(
+            "CORRUPT",
+            f"its ranks were saved with different ZeRO stages: {sorted(stages)}",
+            file=states[0].file,
+            hint=OF_ONE_RUN,
+        )
+    counts = {len(state.groups) for state in states}
+    if len(counts) > 1:
+        raise refuse(
+            "CORRUPT", f"its ranks have different numbers of parameter groups: {sorted(counts)}", file=states[0].file
+        )
+    _check_counts(states)
+    parameters: dict[str, Trained] = {}
+    for group, name, shape, intervals, buffers in _placed_parameters(model, states, zero3=stages == {3}):
+        if name in parameters:
+            raise refuse("NAME_COLLISION", "it is in two parameter groups", file=model.file, tensor=name)
+        shards = {
+            state: RankShard(_dtype(state, vectors, states), shape, extents(shape, intervals, vectors), states[0].file)
+            for state, vectors in buffers.items()
+        }
+        parameters[name] = Trained(group, shape, shards, states[0].groups[group].numbers)
+    return parameters, list(_steps(parameters, states))
+
+
+def _check_counts(states: Sequence[RankState]) -> None:
+    """Check that all ranks state the same partition counts, one for each group."""
+    first_counts, *other_counts = [_counts(state) for state in states]
+    for state, counts in zip(states[1:], other_counts, strict=True):
+        if counts != first_counts:
+            message = (
+                f"{keys.PARTITION_COUNT} is {list(counts or ())}, but {list(first_counts or ())} in {states[0].file}"
+            )
+            raise refuse("CORRUPT", message, file=state.file, hint=OF_ONE_RUN)
+    if first_counts is not None and len(first_counts) != len(states[0].groups):
+        message = f"{keys.PARTITION_COUNT} has {len(first_counts)} numbers for {len(states[0].groups)} groups"
+        raise refuse("CORRUPT", message, file=states[0].file)
+
+
+def _counts(state: RankState) -> tuple[int, ...] | None:
+    """Return over how many ranks each group is cut; None if the file does not state it."""
+    counts = state.root.get(keys.PARTITION_COUNT)
+    if counts is None or state.stage == 3:
+        return None
+    return counts.naturals() if counts.is_list else (counts.natural(),) * len(state.groups)
+
+
+_PlacedParameter = tuple[int, str, Shape, list[FlatRun], Mapping[str, list[Vector]]]
+
+
+def _placed_parameters(model: RankModel, states: Sequence[RankState], *, zero3: bool) -> Iterator[_PlacedParameter]:
+    """Yield each parameter with its intervals, and the buffers that they count in."""
+    if zero3:
+        yield from _zero3(model, states)
+        return
+    if len(model.shapes) != len(states[0].groups):
+        message = f"there are {len(model.shapes)} groups of parameters, but {len(states[0].groups)} of flat buffers"
+        raise refuse("CORRUPT", message, file=model.file)
+    shares = ExpertShares(model, states)
+    dealt = _is_dealt(model)
+    for group, shapes in enumerate(model.shapes):
+        for rank, sharing in enumerate(shares.of(group)):
+            buffers = _buffers(sharing, group)
+            for place, intervals in _placed(sharing, group, shapes, buffers[keys.FP32], dealt=dealt):
+                _check_inside(place, intervals, buffers, sharing)
+                yield group, shares.name(place.name, rank), place.shape, intervals, buffers
+
+
+def _is_dealt(model: RankModel) -> bool:
+    """Tell whether the parameters of each group were dealt out to its ranks in turn: `round_robin_gradients`."""
+    config = model.root.get(keys.CONFIG)
+    zero = None if config is None else config.get(keys.ZERO_CONFIG)
+    dealt = None if zero is None else zero.get(keys.ROUND_ROBIN)
+    return dealt is not None and dealt.flag()
+
+
+def _placed(
+    states: Sequence[RankState], group: int, shapes: Mapping[str, Shape], masters: Sequence[Vector], *, dealt: bool
+) -> Iterator[tuple[Position, list[FlatRun]]]:
+    """Yield the parameters of a group with their intervals in the buffers of the ranks that share it."""
+    width = _width(states, group, masters)
+    places, used = positions(shapes, _paddings(states[0], group, len(shapes)))
+    # What is left over must be the padding for alignment: more would mean that shapes and buffers are of different
+    # runs.
+    slack = width * len(states) - used
+    if not 0 <= slack < _SLACK * len(states) or not _adds_up(states, group, slack, _sum(masters) - used):
+        message = f"group {group}: its parameters need {used} elements, but its buffers have {width * len(states)}"
+        raise refuse("CORRUPT", message, file=states[0].file)
+    cut = {place.name: list(runs(place, width, len(states))) for place in places}
+    # The shapes are in the order of the buffers. The map of DeepSpeed 0.19.8 is in the order before parameters were
+    # dealt out, which its buffers never had.
+    places_before, _ = positions(_before_dealing(shapes, len(states)), (0,) * len(shapes)) if dealt else ((), 0)
+    cut_before = {place.name: list(runs(place, width, len(states))) for place in places_before}
+    _check_map(states, group, cut, cut_before)
+    for place in places:
+        yield place, cut[place.name]
+
+
+def _before_dealing(shapes: Mapping[str, Shape], ranks: int) -> dict[str, Shape]:
+    """Return parameters in the order that they had before they were dealt out to so many ranks in turn."""
+    numbers = [number for rank in range(ranks) for number in range(rank, len(shapes), ranks)]
+    return dict(shape for _, shape in sorted(zip(numbers, shapes.items(), strict=True)))
+
+
+def _buffers(states: Sequence[RankState], group: int) -> dict[str, list[Vector]]:
+    """Return state -> every rank's buffer; a rank without one has an empty one."""
+    names = dict.fromkeys(name for state in states for name in state.groups[group].vectors)
+    nothing = Vector("", 0, "", 0)
+    return {name: [state.groups[group].vectors.get(name, nothing) for state in states] for name in names}
+
+
+def _width(states: Sequence[RankState], group: int, masters: Sequence[Vector]) -> int:
+    """Return the elements of each rank's part of a group's vector; the files may have dropped its padding."""
+    lengths = [vector.length for vector in masters]
+    # Elastic checkpoints store the buffers without their padding. With it added, all parts must be equal again.
+    padded = {length + _padding(state, group) for length, state in zip(lengths, states, strict=True)}
+    if len(padded) == 1:
+        return padded.pop()
+    if len(set(lengths)) == 1:
+        return lengths[0]
+    message = f"group {group}: the ranks' buffers have {lengths[:8]} elements, which are not equal parts"
+    raise refuse("CORRUPT", message, file=states[0].file)
+
+
+def _sum(vectors: Sequence[Vector]) -> int:
+    return sum(vector.length for vector in vectors)
+
+
+def _adds_up(states: Sequence[RankState], group: int, slack: int, more: int) -> bool:
+    """Tell whether the elements beyond a group's parameters are its padding; earlier versions record none.
+
+    Args:
+        states: the ranks' files.
+        group: its number.
+        slack: elements of the ranks' equal parts that belong to no parameter.
+        more: elements of the stored buffers beyond the parameters.
+    """
+    if any(state.root.get(keys.GROUP_PADDINGS) is None for state in states):
+        return True
+    # The recorded paddings must equal what is left over of the equal parts, or of the buffers as they are stored.
+    return sum(_padding(state, group) for state in states) in (slack, more)
+
+
+def _padding(state: RankState, group: int) -> int:
+    paddings = state.root.get(keys.GROUP_PADDINGS)
+    return 0 if paddings is None else _nth(paddings, group).natural()
+
+
+def _paddings(state: RankState, group: int, count: int) -> Sequence[int]:
+    """Return the padding after each parameter; files of earlier versions have none."""
+    listed = state.root.get(keys.PARAM_PADDINGS)
+    if listed is None:
+        return (0,) * count
+    paddings = _nth(listed, group).naturals()
+    if len(paddings) != count:
+        raise listed.fault(f"there are {len(paddings)} paddings for the {count} parameters of group {group}")
+    return paddings
+
+
+def _nth(node: CheckedValue, index: int) -> CheckedValue:
+    items = node.list()
+    if index >= len(items):
+        raise node.fault(f"it has only {len(items)} items, so none for group {index}")
+    return items[index]
+
+
+def _check_inside(
+    place: Position, intervals: Sequence[FlatRun], buffers: Mapping[str, Sequence[Vector]], states: Sequence[RankState]
+) -> None:
+    """Check that a parameter's intervals lie in the buffers that are there."""
+    for state, vectors in buffers.items():
+        for run in intervals:
+            vector, end = vectors[run.part], run.at + run.stop - run.start
+            if end > vector.length:
+                code: Code = "CORRUPT" if vector.length else "INCOMPLETE"
+                message = f"its {state} ends at element {end}, but the buffer has only {vector.length}"
+                raise refuse(code, message, file=states[run.part].file, tensor=place.name)
+
+
+def _check_map(
+    states: Sequence[RankState],
+    group: int,
+    cut: Mapping[str, Sequence[FlatRun]],
+    cut_before: Mapping[str, Sequence[FlatRun]],
+) -> None:
+    """Check the ranks' own maps of fragments, where they exist, against the lengths.
+
+    Args:
+        states: the ranks' files.
+        group: its number.
+        cut: parameter -> its intervals.
+        cut_before: the same in another order that a map may have; empty where there is none.
+    """
+    for dp_rank, state in enumerate(states):
+        listed = state.root.get(keys.MAPPINGS)
+        if listed is None:
+            continue
+        expected = _fragments(cut, dp_rank)
+        recorded = {name: _fragment(node) for name, node in _nth(listed, group).named()}
+        # A parameter that a rank does not hold is either absent or recorded with zero elements.
+        if cut_before and {name: at for name, at in recorded.items() if at[1]} == _fragments(cut_before, dp_rank):
+            continue
+        for name in [*expected, *recorded]:
+            if expected.get(name, (0, 0)) != recorded.get(name, (0, 0)):
+                start, count = expected.get(name, (0, 0))
+                said = recorded.get(name)
+                message = f"by the lengths it has {count} elements from {start}, but {keys.MAPPINGS} says {said}"
+                raise refuse("CORRUPT", message, file=state.file, tensor=name)
+
+
+def _fragments(cut: Mapping[str, Sequence[FlatRun]], dp_rank: int) -> dict[str, tuple[int, int]]:
+    """Return parameter -> where it begins in the buffer of a rank that holds some of it, and how many elements."""
+    return {
+        name: (run.at, run.stop - run.start)
+        for name, intervals in cut.items()
+        for run in intervals
+        if run.part == dp_rank
+    }
+
+
+def _fragment(node: CheckedValue) -> tuple[int, int]:
+    value = node.value
+    fragment_fields = value.state if isinstance(value, Object) else value
+    fields = CheckedValue(fragment_fields, node.file, node.path)
+    count = fields["numel"].natural()
+    return (fields["start"].natural(), count) if count else (0, 0)
+
+
+def _zero3(model: RankModel, states: Sequence[RankState]) -> Iterator[_PlacedParameter]:
+    """Yield the parameters of ZeRO-3: every rank holds an equal run of each, one after the other in its buffers."""
+    parts, groups = len(states), len(states[0].groups)
+    names = dict.fromkeys(name for state in states for group in state.groups for name in group.vectors)
+    nothing = Vector("", 0, "", 0)
+    # Flattened to one list, rank by rank and group by group: buffer number rank * groups + group.
+    buffers = {name: [group.vectors.get(name, nothing) for state in states for group in state.groups] for name in names}
+    lengths = [vector.length for vector in buffers[keys.FP32]]
+    if any(lengths[dp_rank * groups : (dp_rank + 1) * groups] != lengths[:groups] for dp_rank in range(parts)):
+        raise refuse("CORRUPT", "the buffers of its ranks differ in length", file=states[0].file)
+    ends = list(accumulate(lengths[:groups]))
+    shapes = [(name, shape) for group in model.shapes for name, shape in group.items()]
+    used = sum(shard_width(prod(shape), parts) for _, shape in shapes)
+    if used != (ends[-1] if ends else 0):
+        message = f"its parameters need {used} elements on each rank, but the buffers have {ends[-1] if ends else 0}"
+        raise refuse("CORRUPT", message, file=states[0].file)
+    at = 0
+    for name, shape in shapes:
+        size = prod(shape)
+        width = shard_width(size, parts)
+        intervals = [
+            run
+            for dp_rank in range(parts)
+            # The buffers of a rank follow one another: an interval may lie in any of them, or continue in the next.
+            for run in _split_run(
+                min(dp_rank * width, size), min((dp_rank + 1) * width, size), at, ends, dp_rank * groups
+            )
+        ]
+        place = Position(name, shape, at)
+        _check_inside(place, intervals, buffers, [state for state in states for _ in state.groups])
+        group = next((number for number, end in enumerate(ends) if at < end), 0)
+        yield group, name, shape, intervals, buffers
+        # Every rank reserves the same width for a parameter, also where its run is shorter or empty.
+        at += width
+
+
+def _split_run(start: int, stop: int, at: int, ends: Sequence[int], base: int) -> Iterator[FlatRun]:
+    """Yield an interval of a parameter as intervals in the consecutive buffers of its rank."""
+    begin = 0
+    for number, end in enumerate(ends):
+        low, high = max(at, begin), min(at + stop - start, end)
+        if low < high:
+            yield FlatRun(start + low - at, start + high - at, base + number, low - begin)
+        begin = end
+
+
+def _dtype(state: str, vectors: Sequence[Vector], states: Sequence[RankState]) -> str:
+    dtypes = dict.fromkeys(vector.dtype for vector in vectors if vector.dtype)
+    if len(dtypes) > 1:
+        raise refuse(
+            "DTYPE_MIXED", f"its ranks store {state} in different dtypes: {', '.join(dtypes)}", file=states[0].file
+        )
+    return next(iter(dtypes), "F32")
+
+
+def _steps(parameters: Mapping[str, Trained], states: Sequence[RankState]) -> Iterator[Twin]:
+    """Yield the numbers of each group that every rank keeps, as copies of the first rank's."""
+    # Reversed, so that of several parameters of a group the first one remains.
+    first = {item.group: name for name, item in reversed(list(parameters.items()))}
+    for group, name in first.items():
+        for state in states[1:]:
+            for key, entry in states[0].groups[group].numbers.items():
+                entry_elsewhere = state.groups[group].numbers.get(key)
+                if entry_elsewhere is not None:
+                    why = f"{key} of the group of {name} is one number on all ranks"
+                    yield Twin(entry, entry_elsewhere, why, dates=key == keys.STEP)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRank:
+    """One tensor-parallel rank of a stage."""
+
+    models: Sequence[RankModel]
+    """Its model files: one, or with ZeRO-3 one per data-parallel rank."""
+    trained: Mapping[str, Trained]
+
+
+@dataclass(slots=True)
+class Stage:
+    """The tensors of a stage."""
+
+    weights: dict[str, Entry] = field(default_factory=dict)
+    """Trained weights in full precision, and everything that is not trained."""
+    low: dict[str, Entry] = field(default_factory=dict)
+    """The module's own tensors."""
+    states: dict[str, dict[str, Entry]] = field(default_factory=dict)
+    """Parameter -> state -> tensor."""
+    twins: list[Twin] = field(default_factory=list)
+    compared: set[tuple[tuple[Extent, ...], tuple[Extent, ...]]] = field(default_factory=set)
+    """Pairs of numbers on two ranks that are compared already: all parameters of a group share one."""
+    scaled: dict[str, float] = field(default_factory=dict)
+    """Weights that every rank stores multiplied by a number -> the number."""
+
+
+def assemble(
+    ranks: Sequence[ModelRank], info: UniversalInfo | TableCuts | None, faults: Faults, without: Collection[str] = ()
+) -> Stage:
+    """Put the tensors of a stage together.
+
+    Args:
+        ranks: its tensor-parallel ranks.
+        info: the metadata, or what a table says instead; None where there is neither.
+        faults: whatever stands against it is added.
+        without: tensors to leave out: the empty placeholders of what is elsewhere.
+    """
+    stage = Stage()
+    spreads = _Spreads(info, len(ranks), faults)
+    for name in _names(ranks):
+        if name in without:
+            continue
+        shards = [_untrained(rank, name) for rank in ranks]
+        if any(name in rank.trained for rank in ranks):
+            _trained(stage, name, ranks, spreads, faults)
+        # Frozen parameters and buffers: they must be on every tensor-parallel rank.
+        elif all(shard is not None for shard in shards):
+            present = [shard for shard in shards if shard is not None]
+            buffer = name in ranks[0].models[0].buffers
+            _put(stage.weights, name, present, spreads.of(name, present, buffer=buffer), stage, faults)
+        if all(name in rank.models[0].module for rank in ranks):
+            low = [_dense(rank.models[0].module[name], rank.models[0].file) for rank in ranks]
+            # What is not trained exists once, in the module: it is both the full and the low precision weight.
+            if name not in ranks[0].trained and name in stage.weights:
+                stage.low[name] = stage.weights[name]
+            # Under ZeRO-3 the module holds empty placeholders of its trained parameters, which are no weights.
+            elif any(prod(shard.shape) for shard in low) or not any(name in rank.trained for rank in ranks):
+                _put(stage.low, name, low, spreads.of(name, low), stage, faults)
+    return stage
+
+
+def _names(ranks: Sequence[ModelRank]) -> list[str]:
+    """Return the stage's tensors in the module's order, without the second names of shared ones."""
+    shared = {alias for rank in ranks for model in rank.models for alias in model.shared}
+    names: dict[str, None] = {}
+    for rank in ranks:
+        first_model = rank.models[0]
+        names |= dict.fromkeys([*first_model.module, *rank.trained, *first_model.frozen, *first_model.fragments])
+    return [name for name in names if name not in shared]
+
+
+class _Spreads:
+    """The spread of each parameter; one that was refused is not requested again."""
+
+    def __init__(self, info: UniversalInfo | TableCuts | None, ranks: int, faults: Faults) -> None:
+        self._info, self._ranks, self._faults = info, ranks, faults
+        self._known: dict[tuple[str, tuple[Shape, ...]], Spread | None] = {}
+        self._lacking = False
+
+    def of(self, name: str, shards: Sequence[RankShard], *, buffer: bool = False) -> Spread | None:
+        """Return the spread; None where there is none, which has been noted."""
+        shapes = tuple(shard.shape for shard in shards)
+        # Buffers of equal shape are taken as copies: the metadata lists parameters only.
+        if self._ranks == 1 or (buffer and len(set(shapes)) == 1):
+            return unspread(shards)
+        key = name, shapes
+        if key not in self._known:
+            self._known[key] = self._ask(name, shapes, shards[0].file)
+        return self._known[key]
+
+    def _ask(self, name: str, shapes: Sequence[Shape], file: str) -> Spread | None:
+        if self._info is None:
+            if not self._lacking:
+                self._faults.add("UNSUPPORTED", UNTOLD, file, name, HINT)
+            self._lacking = True
+            return None
+        try:
+            return self._info.spread(name, shapes)
+        except TransaxleError as error:
+            self._faults.extend(*error.refusals)
+            return None
+
+
+def _trained(stage: Stage, name: str, ranks: Sequence[ModelRank], spreads: _Spreads, faults: Faults) -> None:
+    """Add a trained parameter: its weights, its states and its numbers."""
+    first = next(rank.trained[name] for rank in ranks if name in rank.trained)
+    for state in first.states:
+        shards = []
+        for rank in ranks:
+            item = rank.trained.get(name)
+            shard = _empty(rank, name, first.states[state].dtype) if item is None else item.states.get(state)
+            if shard is None:
+                file = rank.models[0].file
+                faults.add("INCOMPLETE", f"this rank has no {state} of it, but other ranks do", file, name)
+                return
+            shards.append(shard)
+        spread = spreads.of(name, shards)
+        if spread is None:
+            return
+        if state == keys.FP32:
+            _put(stage.weights, name, shards, spread, stage, faults)
+            continue
+        block = scaled(spread)
+        if block is not None:
+            faults.extend(*scaled_moment(f"{name}/{state}", block, shards[0].file).refusals)
+            continue
+        _put(stage.states.setdefault(name, {}), state, shards, spread, stage, faults, shown=f"{name}/{state}")
+    stage.states.setdefault(name, {}).update(first.numbers)
+    for rank in ranks:
+        item = rank.trained.get(name)
+        for key, entry in () if item is None or item is first else item.numbers.items():
+            first_entry = first.numbers.get(key, entry)
+            # A step belongs to a group, so all its parameters refer to the same bytes: one comparison is enough.
+            if (first_entry.extents, entry.extents) not in stage.compared and first_entry is not entry:
+                stage.compared.add((first_entry.extents, entry.extents))
+                why = f"{key} of {name} is one number on all tensor-parallel ranks"
+                stage.twins.append(Twin(first_entry, entry, why, dates=key == keys.STEP))
+
+
+def _put(
+    into: dict[str, Entry], name: str, shards: Sequence[RankShard], spread: Spread | None, stage: Stage, faults: Faults,
+    *, shown: str = "",
+) -> None:  # fmt: skip
+    """Merge shards and add the tensor, with the copies that must be equal."""
+    if spread is None:
+        return
+    try:
+        entry, twins = merge_shards(shown or name, shards, spread)
+    except TransaxleError as error:
+        faults.extend(*error.refusals)
+        return
+    into[name] = entry
+    stage.twins.extend(twins)
+    block = scaled(spread)
+    if block is not None:
+        if any(other_block.scale != block.scale for blocks in spread.blocks for other_block in blocks):
+            faults.add("UNSUPPORTED", "its ranks store it multiplied by different numbers", shards[0].file, name)
+        stage.scaled[name] = block.scale
+
+
+def _empty(rank: ModelRank, name: str, dtype: str) -> RankShard | None:
+    """Return the shard of a rank that owns no element of a parameter; None where it should."""
+    model = rank.models[0]
+    shape = model.frozen.get(name)
+    if shape is None and name in model.module:
+        shape = model.module[name].shape
+    if shape is None or 0 not in shape:
+        return None
+    return RankShard(dtype, shape, (), model.file)
+
+
+def _untrained(rank: ModelRank, name: str) -> RankShard | None:
+    """Return a frozen parameter or a buffer; None where this rank has none."""
+    first_model = rank.models[0]
+    shape = first_model.frozen.get(name)
+    if len(rank.models) > 1 and shape is not None:
+        return _gathered(rank.models, name, shape)
+    entry = first_model.module.get(name)
+    if shape is not None and (entry is None or entry.shape != shape):
+        entry = first_model.fragments.get(name, entry)
+    if entry is None:
+        return None
+    if shape is not None and entry.shape != shape:
+        size = prod(shape)
+        if len(rank.models) == 1 and entry.shape == (size,):  # ZeRO-3 on one data-parallel rank
+            return _gathered(rank.models, name, shape)
+        raise refuse(
+            "CORRUPT",
+            f"it has the shape {list(entry.shape)}, but the file lists {list(shape)}",
+            file=first_model.file,
+            tensor=name,
+        )
+    return _dense(entry, first_model.file)
+
+
+def _dense(entry: Entry, file: str) -> RankShard:
+    return RankShard(entry.dtype, entry.shape, entry.extents if prod(entry.shape) else (), file)
+
+
+def _gathered(models: Sequence[RankModel], name: str, shape: Shape) -> RankShard:
+    """Return a frozen parameter that ZeRO-3 keeps as equal runs, the last one padded."""
+    size, parts = prod(shape), len(models)
+    width = shard_width(size, parts)
+    vectors, intervals = [], []
+    for dp_rank, model in enumerate(models):
+        entry = model.fragments.get(name)
+        low, high = min(dp_rank * width, size), min((dp_rank + 1) * width, size)
+        length = 0 if entry is None else prod(entry.shape)
+        if entry is None or length < high - low or (len(entry.shape) != 1 and length):
+            message = f"this rank must hold {high - low} of its {size} elements, but has {length}"
+            raise refuse("INCOMPLETE", message, file=model.file, tensor=name)
+        extent = entry.extents[0] if entry.extents else Extent((0,), (0,), model.file, 0)
+        vectors.append(Vector(entry.dtype, length, extent.file, extent.offset))
+        if low < high:
+            intervals.append(FlatRun(low, high, dp_rank, 0))
+    kinds = {vector.dtype for vector in vectors}
+    if len(kinds) > 1:
+        raise refuse(
+            "DTYPE_MIXED", f"its ranks store it in different dtypes: {sorted(kinds)}", file=models[0].file, tensor=name
+        )
+    return RankShard(vectors[0].dtype, shape, extents(shape, intervals, vectors), models[0].file)
