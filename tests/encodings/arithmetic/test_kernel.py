@@ -19,7 +19,7 @@ import pytest
 
 from transaxle.encodings.arithmetic import codec, kernel
 from transaxle.encodings.encoding import MXFP8
-from transaxle.engine.checkpoint_facts import tally
+from transaxle.engine.facts import tally
 from transaxle.formats.storage import compiled
 
 ROOT = Path(__file__).parents[3]
@@ -77,7 +77,7 @@ def test_a_wheel_holds_the_kernel_and_works_where_it_is_unpacked(copy: Path, tmp
     installed = tmp_path / "installed"
     zipfile.ZipFile(made).extractall(installed)
     program = """from transaxle.encodings.arithmetic import codec
-from transaxle.engine.checkpoint_facts import tally
+from transaxle.engine.facts import tally
 from transaxle.formats.storage import compiled as strided
 print(codec.__file__, codec.active(), strided.load_runs() is not None, tally.load() is not None)"""
     environment = os.environ | {"PYTHONPATH": str(installed)}

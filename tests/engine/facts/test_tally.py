@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transaxle.engine.checkpoint_facts import tally
+from transaxle.engine.facts import tally
 from transaxle.engine.facts.exact_tally import EXACT_TYPES, Moments
 from transaxle.engine.facts.tally import tally_of
 from transaxle.formats.catalog import ITEM_BITS, numpy_dtype

@@ -107,8 +107,8 @@ def quantize_groups(
         columnwise: make codes whose tiles run down columns, as for `quantize`, in the same pass.
         over: as for `quantize`.
         swizzled: write the scales of tiles in the order that `transaxle.quant.kernels.components` describes,
-            each group's padded by themselves: for codes by rows alone, of mxfp8 and mxfp4. Codes of rows that belong to no group may
-            be written then, and offsets are not looked at.
+            each group's padded by themselves: for codes by rows alone, of mxfp8 and mxfp4. Codes of rows that belong to
+            no group may be written then, and offsets are not looked at.
         out: buffers to write; made here if not given.
 
     Returns:

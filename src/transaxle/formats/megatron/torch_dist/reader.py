@@ -268,9 +268,9 @@ def with_numbered_layers(container: Container) -> Container:
         ):
             entries[name] = entry
             continue
-        for number in range(entry.shape[0]):
-            numbered = join_slot(f"{match[1]}{match[2]}.{number}.{match[3]}", state)
-            entries[numbered] = Entry(numbered, entry.dtype, entry.shape[1:], tuple(_of_layer(entry, number)))
+        for layer_number in range(entry.shape[0]):
+            numbered = join_slot(f"{match[1]}{match[2]}.{layer_number}.{match[3]}", state)
+            entries[numbered] = Entry(numbered, entry.dtype, entry.shape[1:], tuple(_of_layer(entry, layer_number)))
     return replace(container, entries=entries)
 
 
