@@ -11,8 +11,8 @@ import pytest
 
 from tests.cli.running import BUG, DIFFERENT, MACHINE, USAGE, Transaxle, flip, on_terminal, only
 from transaxle import __version__
-from transaxle.cli.screen import screen as screen_module
-from transaxle.cli.screen.screen import Screen
+from transaxle.cli import screen as screen_module
+from transaxle.cli.screen import Screen
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import pytest
 import transaxle as tx
 from tests import checkpoints
 from tests.cli.running import Transaxle
-from transaxle.cli.shell.bug_report import write_report
+from transaxle.cli.shell import write_report
 from transaxle.engine.distribute.work_plan import WorkPlan, write_plan
 
 SECRET = "s3cr/et"

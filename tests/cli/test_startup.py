@@ -39,16 +39,16 @@ _LISTING = (
     "transaxle.families",
 )
 """Modules that help needs no more."""
-_OF_PLANS = ("transaxle.engine.plan", "transaxle.engine.execute", "transaxle.engine.compare", "numpy.ma")
+_OF_PLANS = ("transaxle.engine.plan.conversion", "transaxle.engine.execute", "transaxle.engine.compare", "numpy.ma")
 """Modules that only plans, conversions and comparisons need, and numpy's masked arrays, which nothing does."""
 _OF_WORKERS = ("transaxle.engine.distribute", "secrets")
 """Modules that only work of several processes needs."""
-_OF_VALUES = ("numpy", "ml_dtypes", "transaxle.encodings.arithmetic")
+_OF_VALUES = ("ml_dtypes", "transaxle.encodings.arithmetic")
 """Modules that nobody needs who moves values as they are."""
 BLAS = "OPENBLAS_NUM_THREADS"
 COMMANDS = {
     "--help": (("--help",), (*NEVER, *_READING, *_LISTING)),
-    "ls": (("ls", "ck"), (*NEVER, *_READING, *_OF_VALUES)),
+    "ls": (("ls", "ck"), ("numpy", *NEVER, *_READING, *_OF_VALUES)),
     "plan": (("plan", "ck", "out", "--to", "torchtitan"), (*NEVER, *_OF_WORKERS, *_OF_VALUES)),
     "convert": (("convert", "ck", "out", "--to", "torchtitan"), (*NEVER, *_OF_WORKERS, *_OF_VALUES)),
     "diff": (("diff", "ck", "ck"), (*NEVER, *_OF_WORKERS, *_OF_VALUES)),

@@ -30,7 +30,7 @@ from transaxle.formats.registry import (
 
 PACKAGE = Path(transaxle.__file__).parent
 SPELLED_ELSEWHERE = {
-    "cli/commands/info.py": "a package that may be installed",
+    "cli/info.py": "a package that may be installed",
     "engine/checkpoint/settings.py": "an example in an error",
     "options.py": "an example of a value, for errors",
     "formats/training_state/state.py": "a key of the metadata",

@@ -1,19 +1,24 @@
 """What commands are made of: help that begins with examples, click's options from the table of the verbs' options, and
 the screen on which a command prints.
+
+The file of `--profile`: a trace of the command, as `transaxle.spans` records it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import json
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 import click
 from click.shell_completion import CompletionItem
 
-from transaxle.arguments import EVERYTHING, Overwrite, parse_size, read_axes, read_float_type
-from transaxle.cli.screen.refusals import failed, interrupted, outcome
-from transaxle.cli.screen.screen import Screen
+from transaxle.arguments import EVERYTHING, Overwrite, parse_size, read_axes, read_float_type, read_number_of_job
+from transaxle.cli.refusals import failed, interrupted, outcome
+from transaxle.cli.screen import Screen
 from transaxle.errors import TransaxleError, refuse
 from transaxle.options import OPENING, OPTIONS, SECTIONS, VERBS, Option, refused, select, spelled
 
@@ -410,7 +415,6 @@ def printing(body: _Body) -> _Body:
         try:
             if profile is None:
                 return body(screen, *args, **options)
-            from transaxle.cli.shell.profile_file import profiled
 
             with profiled(profile):
                 return body(screen, *args, **options)
@@ -455,3 +459,37 @@ def _with(options: Sequence[Callable[[_Body], _Body]], body: _Body) -> _Body:
     for option in reversed(options):
         body = option(body)
     return body
+
+
+@contextmanager
+def profiled(typed: str) -> Iterator[None]:
+    """Record what the block does, and write it into a file at its end, also where it fails.
+
+    Args:
+        typed: a file that is not there yet. Ranks of a job other than the first write into
+            files of their own beside it, `trace.rank1.json`.
+
+    Raises:
+        UsageError: EXISTS, before the block.
+        StorageError: IO, NO_SPACE.
+    """
+    from transaxle.formats.storage.local import failed as storage_failed
+    from transaxle.spans import recording
+
+    rank = read_number_of_job("RANK", 0)
+    path = Path(typed) if rank == 0 else Path(typed).with_suffix(f".rank{rank}{Path(typed).suffix}")
+    try:
+        file = path.open("x", encoding="utf-8")
+    except FileExistsError:
+        raise refuse("EXISTS", "the file for the trace already exists", file=str(path), hint="Name another.") from None
+    except OSError as error:
+        raise storage_failed(error, "creating the trace", str(path)) from error
+    with recording() as trace:
+        try:
+            yield
+        finally:
+            try:
+                with file:
+                    json.dump(trace.document(), file)
+            except OSError as error:
+                raise storage_failed(error, "writing the trace", str(path)) from error

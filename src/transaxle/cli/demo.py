@@ -15,7 +15,7 @@ import click
 
 import transaxle as tx
 from transaxle.cli.command import Command, printing
-from transaxle.cli.screen.screen import Screen
+from transaxle.cli.screen import Screen
 from transaxle.engine.moves import RENAMED, UNCHANGED, rules, words
 from transaxle.engine.wording import parameters, plural
 from transaxle.errors import refuse
@@ -72,7 +72,7 @@ JsonFacts = dict[str, Any]
 )
 @click.option("--keep", metavar="DIR", type=click.Path(readable=False), help="Keep the checkpoints in this new folder.")
 @printing
-def command(screen: Screen, keep: str | None) -> int:
+def demo_command(screen: Screen, keep: str | None) -> int:
     """Run the demo."""
     with _quiet():
         _needed()
@@ -194,11 +194,11 @@ def _make(folder: Path) -> tuple[Any, Any, Any]:
 
 def _describe(screen: Screen, folder: Path, name: str) -> JsonFacts:
     """Print the size of a checkpoint, with its attention query and experts."""
-    from transaxle.cli.screen.summary import cells, rows
+    from transaxle.cli.ls import cells, folded_rows
 
     with tx.open(folder / name) as checkpoint:
         amount = sum(tensor.parameters for tensor in checkpoint.values())
-        shown_rows = [cells(row) for row in rows(checkpoint) if _is_shown(row.names[0])]
+        shown_rows = [cells(row) for row in folded_rows(checkpoint) if _is_shown(row.names[0])]
         facts: JsonFacts = {
             "folder": name,
             "dialect": checkpoint.dialect,

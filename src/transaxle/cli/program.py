@@ -26,8 +26,8 @@ from click.shell_completion import add_completion_class, shell_complete
 from transaxle import __version__
 from transaxle.cli import NAME
 from transaxle.cli.command import write_examples
-from transaxle.cli.screen.refusals import Stopped, error_of, outcome
-from transaxle.cli.screen.screen import Screen
+from transaxle.cli.refusals import Stopped, error_of, outcome
+from transaxle.cli.screen import Screen
 from transaxle.errors import without_secrets
 
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
@@ -72,23 +72,23 @@ COMPLETE = "_TRANSAXLE_COMPLETE"
 """Environment variable through which a shell requests completions."""
 
 _LOADERS: dict[str, tuple[str, str]] = {
-    "ls": ("List the tensors, layers and experts folded.", "transaxle.cli.commands.ls"),
-    "info": ("Describe a checkpoint, or this installation.", "transaxle.cli.commands.info"),
-    "report": ("Write a page to look at in a browser.", "transaxle.cli.pages.write_report"),
-    "families": ("List the families of models that tables are known for.", "transaxle.cli.tables.known_families"),
-    "dialects": ("List the layouts that tables know, by framework.", "transaxle.cli.tables.known_dialects"),
-    "plan": ("Show what a conversion would do; write nothing.", "transaxle.cli.commands.plan"),
-    "convert": ("Convert a checkpoint, exactly or not at all.", "transaxle.cli.commands.convert"),
-    "work": ("Carry out a conversion in parts, on many machines.", "transaxle.cli.work"),
-    "verify": ("Check a checkpoint against its manifest, or compare two.", "transaxle.cli.commands.verify"),
-    "diff": ("Show where two checkpoints differ, across dialects.", "transaxle.cli.commands.diff"),
-    "clean": ("Remove what killed runs left behind.", "transaxle.cli.commands.clean"),
-    "check-rules": ("Check a table of families and dialects.", "transaxle.cli.commands.check_rules"),
+    "ls": ("List the tensors, layers and experts folded.", "transaxle.cli.ls"),
+    "info": ("Describe a checkpoint, or this installation.", "transaxle.cli.info"),
+    "report": ("Write a page to look at in a browser.", "transaxle.cli.report"),
+    "families": ("List the families of models that tables are known for.", "transaxle.cli.known"),
+    "dialects": ("List the layouts that tables know, by framework.", "transaxle.cli.known"),
+    "plan": ("Show what a conversion would do; write nothing.", "transaxle.cli.convert"),
+    "convert": ("Convert a checkpoint, exactly or not at all.", "transaxle.cli.convert"),
+    "work": ("Carry out a conversion in parts, on many machines.", "transaxle.cli.jobs"),
+    "verify": ("Check a checkpoint against its manifest, or compare two.", "transaxle.cli.comparison"),
+    "diff": ("Show where two checkpoints differ, across dialects.", "transaxle.cli.comparison"),
+    "clean": ("Remove what killed runs left behind.", "transaxle.cli.jobs"),
+    "check-rules": ("Check a table of families and dialects.", "transaxle.cli.derive"),
     "derive": ("Derive a table from what a converter does.", "transaxle.cli.derive"),
-    "explain": ("Explain a refusal code.", "transaxle.cli.commands.explain"),
+    "explain": ("Explain a refusal code.", "transaxle.cli.explain"),
     "demo": ("Show a conversion there and back on a tiny model.", "transaxle.cli.demo"),
 }  # fmt: skip
-"""Command -> its summary, and the module that is imported when it is used."""
+"""Command -> its summary, and the module with its `…_command`, which is imported when it is used."""
 COMMANDS = tuple(_LOADERS)
 
 _EXAMPLES = (
@@ -119,7 +119,8 @@ class Program(click.Group):
         """Import a command."""
         if cmd_name not in _LOADERS:
             return None
-        loaded: click.Command = import_module(_LOADERS[cmd_name][1]).command
+        module = import_module(_LOADERS[cmd_name][1])
+        loaded: click.Command = getattr(module, f"{cmd_name.replace('-', '_')}_command")
         return loaded
 
     def resolve_command(
@@ -187,7 +188,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     _repair_streams()
     if COMPLETE in os.environ:
-        from transaxle.cli.shell.completion import Bash
+        from transaxle.cli.shell import Bash
 
         add_completion_class(Bash)
         return shell_complete(program, {}, NAME, COMPLETE, os.environ[COMPLETE])
@@ -232,7 +233,7 @@ def _run_command(arguments: Sequence[str]) -> int:
     except Exception as error:  # noqa: BLE001 - the one place where a bug becomes a message
         if (interruption := interruption_in(error)) is not None:
             return _failed(screen, *outcome(interruption))
-        from transaxle.cli.shell.bug_report import write_report
+        from transaxle.cli.shell import write_report
 
         if os.environ.get(DEBUG) == "1":
             import traceback

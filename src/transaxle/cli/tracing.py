@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from transaxle.arguments import Overwrite
-from transaxle.cli.screen.screen import Screen
+from transaxle.cli.screen import Screen
 from transaxle.engine.checkpoint.checkpoint import open_checkpoint
 from transaxle.engine.checkpoint.recognise import IDENTITY
 from transaxle.engine.checkpoint.settings import CONFIG

@@ -22,7 +22,7 @@ from transaxle.errors import LONGEST_NAME, Refusal, TransaxleError, Where, gathe
 from transaxle.formats.builtin_formats import DCP, DCP_DATA, DCP_METADATA, SAFETENSORS, TORCH
 from transaxle.formats.catalog import Container
 from transaxle.formats.checksums import witnessed
-from transaxle.formats.format import INDEX, Clue, Folder, Format
+from transaxle.formats.format import INDEX, Clue, Folder, Format, check_newest, listed
 from transaxle.formats.registry import (
     MANIFEST,
     SCRATCH,
@@ -36,7 +36,6 @@ from transaxle.formats.registry import (
     unread_end,
 )
 from transaxle.formats.staging.location import storage_at
-from transaxle.formats.step_parts import check_newest, listed
 from transaxle.formats.storage.storage import Storage, SubFolder, is_url, too_long
 
 if TYPE_CHECKING:

@@ -6,8 +6,6 @@
     epoch_0_step_3/model/                optim/           NeMo Automodel, with the model's config in model/.hf_metadata
 
 The step folder opens as one checkpoint, whose files have their paths in it. A part alone opens as what it is.
-
-The file beside the folders of training steps that names the newest of them.
 """
 
 from __future__ import annotations
@@ -20,12 +18,12 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from transaxle.errors import Faults, Refusal, Refused, TransaxleError, Where, gathered, refuse
+from transaxle.errors import Faults, Refusal, Refused, TransaxleError, Where, gathered
 from transaxle.formats.builtin_formats import TORCH
 from transaxle.formats.catalog import NUMBERS, Container, Entry, Extent, NumbersInMemory, Twin
 from transaxle.formats.format import Folder
 from transaxle.formats.registry import ADAPTER_CONFIG, SidecarFiles, is_of_model, sort_sidecars
-from transaxle.formats.storage.storage import LiftedFiles, Renaming, Storage, is_plain, layer
+from transaxle.formats.storage.storage import LiftedFiles, Renaming, Storage, layer
 from transaxle.formats.torch_file.saved import read_saved
 from transaxle.formats.training_state.state import GROUPS, LEFT_BEHIND, OPTIMIZER, TRAINING, TrainingItem, renamed
 
@@ -309,46 +307,3 @@ def in_part(part: str, path: str, opening: Callable[[], Container]) -> Container
             file = f"{part}/{one.where.file}" if inside else f"{path.rstrip('/')}/{part}"
             refusals.append(replaced(one, where=Where(file, one.where.tensor)))
         raise gathered(refusals) from None
-
-
-_LONGEST_TAG = 4096
-_SHOWN = 10
-
-
-def newest_step(folder: Folder, file: str) -> str | None:
-    """Return the sub-folder that a file names; None where the file, or the sub-folder, is not there."""
-    if file not in folder.names or not folder.folders:
-        return None
-    tag = _tag_in(folder, file)
-    return tag if tag in folder.folders else None
-
-
-def check_newest(folder: Folder, file: str) -> None:
-    """Refuse a file that names no sub-folder of the checkpoint: another step is not what was asked for.
-
-    Raises:
-        Refused: PATH_ESCAPE where it leads out; CORRUPT where it is empty; INCOMPLETE where the folder is not there.
-    """
-    if not file or file not in folder.names or newest_step(folder, file) is not None:
-        return
-    tag = _tag_in(folder, file)
-    if not is_plain(tag):
-        message = f"the file names the step {tag!r}, which is not a folder of the checkpoint"
-        hint = "Give the folder of a step itself."
-        raise refuse("PATH_ESCAPE" if tag else "CORRUPT", message, file=f"{folder.inside}{file}", hint=hint)
-    if folder.folders:
-        message = f"the file names the step {tag!r}, whose folder is missing; present: {listed(folder.folders)}"
-        hint = "Copy that folder, or give the folder of a step itself."
-        raise refuse("INCOMPLETE", message, file=f"{folder.inside}{file}", hint=hint)
-
-
-def listed(names: Sequence[str]) -> str:
-    """Return names as errors show them: the first ten."""
-    shown = ", ".join(names[:_SHOWN])
-    return f"{shown} and {len(names) - _SHOWN} more" if len(names) > _SHOWN else shown
-
-
-def _tag_in(folder: Folder, file: str) -> str:
-    whole = f"{folder.inside}{file}"
-    size = min(folder.storage.size(whole), _LONGEST_TAG)
-    return folder.storage.read(whole, 0, size).decode("utf-8", "replace").strip()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.cli.running import USAGE, Transaxle
-from transaxle.cli.screen.traffic_table import ranks_text
+from transaxle.cli.convert import ranks_text
 
 CONFIG: dict[str, Any] = {
     "model_type": "qwen3_moe", "vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,

@@ -11,7 +11,7 @@ import transaxle as tx
 from tests.checkpoints import TENSORS, tensors, tiny, write
 from tests.cli.conftest import here, transaxle  # noqa: F401 - fixtures
 from tests.cli.running import USAGE, Transaxle
-from transaxle.cli.screen.name_tree import Branch, name_tree
+from transaxle.cli.info import Branch, name_tree
 
 
 def _leaves(branch: Branch) -> Iterator[Branch]:

@@ -51,7 +51,6 @@ from transaxle.engine.checkpoint.stored_tensor import (
     reopened,
     table,
 )
-from transaxle.engine.duplicates import steps
 from transaxle.engine.source import Source
 from transaxle.engine.views.decoded import regrouped
 from transaxle.engine.views.encode import chosen
@@ -295,6 +294,8 @@ class Checkpoint(TensorSet):
 
     def _expressed(self, view: View, dialect: str) -> Checkpoint:
         """Return the same checkpoint under another view, or raise the view's refusals."""
+        from transaxle.engine.duplicates import steps
+
         problems = list(view.refusals)
         for target in filter(attrgetter("computed"), view.targets.values()):
             try:
@@ -500,7 +501,7 @@ CheckpointLike: TypeAlias = PathLike | Checkpoint
 
 def _cut(said: Settings, storage: Storage, names: Sequence[str], config: Mapping[str, Any] | None = None) -> Any:
     """Ask the tables how ranks cut parameters; what that takes is imported when a checkpoint asks."""
-    from transaxle.engine.checkpoint.stored_tensor import cutter
+    from transaxle.engine.checkpoint.tp_from_tables import cutter
 
     return cutter(said)(storage, names, config or {})
 

@@ -25,8 +25,8 @@ from transaxle.engine.checkpoint.settings import CONFIG
 from transaxle.engine.source import Source
 from transaxle.errors import Refusal, StorageError, TransaxleError, Where, gathered, refuse
 from transaxle.formats.catalog import Container, Entry, Seal, Shape, nbytes, read_digest, rest_of
+from transaxle.formats.format import listed
 from transaxle.formats.registry import MANIFEST, is_for_people, tells_of_use
-from transaxle.formats.step_parts import listed
 from transaxle.formats.storage.compiled import FileRange, StepBatch, read_ranges, read_strided
 from transaxle.formats.storage.storage import Overlay, Storage, layer
 from transaxle.formats.strict_json import NotJsonError, parsed

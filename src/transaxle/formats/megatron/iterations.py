@@ -19,8 +19,7 @@ from transaxle.formats.builtin_formats import (
     MEGATRON_TRACKER,
     TORCH_DIST,
 )
-from transaxle.formats.format import HERE, Folder
-from transaxle.formats.step_parts import listed
+from transaxle.formats.format import HERE, Folder, listed
 from transaxle.formats.storage.storage import Storage
 from transaxle.formats.strict_json import NotJsonError, parsed
 

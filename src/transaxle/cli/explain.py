@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from transaxle.cli.command import Command, completing, printing
-from transaxle.cli.screen.screen import Screen
+from transaxle.cli.screen import Screen
 from transaxle.engine.explanations import EXPLANATIONS, Explanation
 from transaxle.errors import CODES, Code, refuse
 
@@ -40,7 +40,7 @@ def _known(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ...]
 )
 @click.argument("codes", metavar="[CODE]...", nargs=-1, callback=_known, shell_complete=completing(lambda: CODES))
 @printing
-def command(screen: Screen, codes: tuple[Code, ...]) -> int:
+def explain_command(screen: Screen, codes: tuple[Code, ...]) -> int:
     """Explain codes, or list them."""
     if screen.as_json:
         screen.document({code: _as_json(code) for code in codes or CODES})

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from transaxle.cli.command import Command, given, options_of, printing
-from transaxle.cli.screen.screen import Screen
+from transaxle.cli.screen import Screen
 from transaxle.engine.wording import size
 from transaxle.move.workers import unwatched
 from transaxle.options import OPENING
@@ -46,7 +46,9 @@ from transaxle.reports.reporting import reported
 @click.option("--open", "shows", is_flag=True, help="Show it in the browser.")
 @options_of("report", but=("overwrite",))
 @printing
-def command(screen: Screen, src: str, output: str | None, overwrite: bool, shows: bool, options: dict[str, Any]) -> int:
+def report_command(
+    screen: Screen, src: str, output: str | None, overwrite: bool, shows: bool, options: dict[str, Any]
+) -> int:
     """Report on a checkpoint."""
     with screen.working("writing the report"):
         how: dict[str, bool] = {"overwrite": overwrite, "values": options["values"]}

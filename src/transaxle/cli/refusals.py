@@ -6,7 +6,7 @@ import signal
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from transaxle.cli.screen.screen import Screen, Text
+from transaxle.cli.screen import Screen, Text
 from transaxle.errors import Refusal, StorageError, TransaxleError, UsageError
 
 MOST = 5

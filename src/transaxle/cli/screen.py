@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from transaxle.engine.distribute.driver import Event, Watch
     from transaxle.engine.execute import Cleared
 
+
 _STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
 _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 _LONGEST = 20_000

@@ -1,1 +1,0 @@
-"""One file a command: options parsed, the engine called, the result printed."""

@@ -1,0 +1,574 @@
+"""`transaxle convert`: converts a checkpoint; and the rows that it prints as `transaxle plan` does.
+
+`transaxle plan`: shows what a conversion would do.
+
+How much a refit would move, as text: totals, and pairs of ranks, alike ones folded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import click
+import numpy as np
+from click.core import ParameterSource
+
+from transaxle import verbs
+from transaxle.axes.notation.name import natural
+from transaxle.cli.command import Command, Seldom, deriving, options_of, printing, profiling
+from transaxle.cli.refusals import error_document, print_refusals
+from transaxle.cli.screen import Screen
+from transaxle.encodings.value_steps import Measured, Recoded
+from transaxle.engine.carry import Report
+from transaxle.engine.checkpoint.settings import settings
+from transaxle.engine.execute import Cleared
+from transaxle.engine.moves import UNCHANGED, rules, words
+from transaxle.engine.plan.planned import Plan
+from transaxle.engine.plan.recoding import NO_CONFIG
+from transaxle.engine.wording import duration, fold, folded, parameters, percent, plural, size, speed
+from transaxle.errors import TransaxleError, gathered
+from transaxle.formats.storage.storage import unpinned
+from transaxle.formats.training_state.state import OPTIMIZER
+from transaxle.move.workers import Limits, limits
+from transaxle.options import select
+
+if TYPE_CHECKING:
+    from transaxle.engine.traffic import Matrix, Traffic
+
+
+def _how(recoded: Recoded) -> str:
+    """Describe the change of number format, or what was averaged."""
+    if recoded.action == "averaged":
+        return f"replicas that differ, {recoded.dtype}"
+    if recoded.action == "merged":
+        return f"with the adapter, {recoded.dtype}"
+    if recoded.action == "cast":
+        return f"{recoded.encoding} -> {recoded.dtype}"
+    encoded = f"{recoded.encoding} ({recoded.convention})"
+    before, after = (encoded, recoded.dtype) if recoded.action == "decoded" else (recoded.dtype, encoded)
+    return f"{before} -> {after}"
+
+
+def print_recoded(screen: Screen, recoded: Sequence[Recoded]) -> None:
+    """Print which tensors a plan decodes or encodes."""
+    by_name = sorted(recoded, key=lambda tensor: natural(tensor.name))
+    rows = fold((tensor.name for tensor in by_name), ((tensor.action, _how(tensor)) for tensor in by_name))
+    for (action, change), count in _counts(by_name).items():
+        matching_rows = [f"{row.name}  {row.times}".rstrip() for row in rows if row.key == (action, change)]
+        screen.some(f"  {plural(count, 'tensor')} will be {action}, {change}", matching_rows)
+
+
+def print_measured(screen: Screen, measured: Sequence[Measured]) -> None:
+    """Print which tensors were decoded or encoded, and how far their values moved."""
+    ordered = sorted(measured, key=lambda item: natural(item.what.name))
+    for (action, change), count in _counts([item.what for item in ordered]).items():
+        named = {item.what.name: item for item in ordered if (item.what.action, _how(item.what)) == (action, change)}
+        exact = sum(item.error.exact for item in named.values())
+        rows = fold(named, (item.error.exact for item in named.values()))
+        widths = [max(map(len, column)) for column in zip(*((row.name, row.times) for row in rows), strict=True)]
+        listed = [
+            f"{row.name.ljust(widths[0])}  {row.times.ljust(widths[1])}  {_moved([named[name] for name in row.names])}"
+            for row in rows
+        ]
+        screen.some(f"  {plural(count, 'tensor')} {action}, {change}; {exact:,} exactly", listed)
+
+
+def _moved(measured: Sequence[Measured]) -> str:
+    """Describe how far the values of tensors moved at most."""
+    if all(measurement.error.exact for measurement in measured):
+        return "exact"
+    largest, rms = (
+        max(measurement.error.max for measurement in measured),
+        max(measurement.error.rms for measurement in measured),
+    )
+    infinite = sum(measurement.infinite for measurement in measured)
+    return f"max |Δ| {largest:.1e}, RMS {rms:.1e}" + (
+        f", {infinite:,} finite values became infinite" if infinite else ""
+    )
+
+
+def print_stayed(screen: Screen, stayed: tuple[str, ...]) -> None:
+    """Print which plain tensors keep their type where others are cast."""
+    if stayed:
+        rows = [f"{row.name}  {row.times}".rstrip() for row in fold(sorted(stayed, key=natural))]
+        screen.some(f"  {plural(len(stayed), 'plain tensor')} not cast (--only PATTERN chooses what is)", rows)
+
+
+def _counts(recoded: Sequence[Recoded]) -> dict[tuple[str, str], int]:
+    counts: dict[tuple[str, str], int] = {}
+    for tensor in recoded:
+        key = tensor.action, _how(tensor)
+        counts[key] = counts.get(key, 0) + 1
+    return counts
+
+
+def print_counted(screen: Screen, counted: Mapping[str, int]) -> None:
+    """Print the axis sizes that only the names show, because no config states them."""
+    for axis, count in counted.items():
+        screen.line(
+            f"  size of {axis} unknown: counted {count} from the names (with --axis {axis}=N or --config FILE a "
+            "missing one is noticed)"
+        )
+
+
+def print_others(screen: Screen, kept: tuple[str, ...], ignored: tuple[str, ...], carried: tuple[str, ...]) -> None:
+    """Print what is not converted: tensors that keep their names, and files that are copied or left behind."""
+    if kept:
+        count = plural(len(kept), "tensor")
+        screen.some(
+            f"  {count} without a line in the target dialect, names unchanged (--strict refuses them)",
+            list(folded(kept)),
+        )
+    state = () if screen.everything else tuple(name for name in ignored if name.startswith(OPTIMIZER))
+    if state:
+        count = plural(len(state), "entry", "entries")
+        screen.line(f"  left behind: state of the optimizer, {count} (--all lists them)")
+    extra = () if screen.everything else tuple(name for name in ignored if name.endswith(_EXTRA))
+    if extra:
+        screen.line(f"  left behind: {_EXTRA[1:]} of {plural(len(extra), 'module')} (--all lists them)")
+    if others := tuple(sorted({*ignored}.difference(state, extra))):
+        screen.some("  left behind", list(folded(others)))
+    if carried:
+        shown = ", ".join(carried) if screen.everything or len(carried) <= 8 else f"{', '.join(carried[:8])} …"
+        screen.line(f"  carried along: {shown}")
+
+
+def print_notes(screen: Screen, notes: tuple[str, ...]) -> None:
+    """Print what programs that go on with the target must be told."""
+    for note in notes:
+        if note.startswith(NO_CONFIG):  # the target does not serve its purpose as it is
+            screen.note(f"warning: {note}")
+        else:
+            screen.line(f"  note: {note}")
+
+
+_EXTRA = "._extra_state"
+"""End of the names under which Megatron's modules save what is no tensor."""
+
+
+@click.command(
+    "convert",
+    cls=Command,
+    examples=(
+        ("transaxle convert Qwen3-30B-A3B/ out/ --to dcp:torchtitan", ""),
+        ("transaxle convert out/ back/ --to hf --verify", "read the result back and compare"),
+        ("transaxle convert Qwen3-30B-A3B/ out/ --to hf --shard-size 10GB", "change only the file sizes"),
+        ("transaxle convert Qwen3-30B-A3B/ out/ --to megatron --resume", "continue after an interruption"),
+        ("transaxle convert DeepSeek-V3/ out/ --to hf --decode bf16", "dequantize"),
+        ("transaxle convert Qwen3-30B-A3B/ out/ --to hf --encode float8_block", "quantize"),
+        ("transaxle convert run/step-100/ out/ --to hf --dtype bf16", "cast"),
+        ("transaxle convert Qwen3-8B/ out/ --to hf --merge adapter/", "merge a LoRA adapter"),
+    ),
+    help="""Convert a checkpoint, exactly or not at all.
+
+    SRC is a folder or a file; it is never changed. DST is a folder, or a single file if it ends in .safetensors, .pt,
+    .pth or .bin. DST must not exist unless you give --overwrite or --resume, and it appears only when it is complete.
+    Every reason against the conversion is listed before the first byte is written.
+
+    Quantized tensors keep their codes and scales. --decode turns them into plain tensors, --encode quantizes plain
+    ones, --dtype casts plain ones, and --merge adds the changes of a LoRA adapter to the weights. The report then lists
+    every tensor whose values changed, with its largest and its RMS error. Finite values that would become infinite are
+    refused; --allow-lossy allows them.
+
+    --overwrite replaces a checkpoint and nothing else: if the folder at DST also holds files that belong to no
+    checkpoint (notes, adapters, a repository), the conversion is refused and lists them. --overwrite=everything
+    deletes them too.
+
+    --resume keeps finished work if it is interrupted, and continues it. If there is nothing to continue it starts from
+    the beginning. Unfinished work with other options or from another source is refused, and left as it is. Without
+    --resume unfinished work beside DST is refused, too: `transaxle clean` removes it, or --overwrite.
+
+    --report FILE writes an HTML page of what was done, or, if it is refused, of every reason against it.""",
+)
+@click.argument("src", type=click.Path(readable=False))
+@click.argument("dst", type=click.Path(readable=False))
+@options_of("convert")
+@profiling
+@printing
+@deriving
+def convert_command(screen: Screen, src: str, dst: str, options: dict[str, Any]) -> int:
+    """Convert a checkpoint."""
+    with _one_voice(together := options["on"] == "torchrun"):
+        try:
+            report = verbs.convert(src, dst, watch=screen, **options)
+        except verbs.Unverified as error:
+            report = error.report
+    if together and not verbs.is_lead():
+        return 0
+    return _print_result(screen, report, options["report"])
+
+
+@contextmanager
+def _one_voice(together: bool) -> Iterator[None]:
+    """Let the first rank of a job say what all of them raise."""
+    try:
+        yield
+    except TransaxleError as error:
+        if together and not verbs.is_lead():
+            from transaxle.live.transport.world import is_loss
+
+            if not is_loss(error):
+                raise click.exceptions.Exit(error.exit_code) from None
+        raise
+
+
+def _print_result(screen: Screen, report: Report, page: str | None) -> int:
+    """Print what was done, and the file that shows it; return the exit code."""
+    verification = report.verification
+    code = 0 if verification is None or verification.ok else 1
+    if screen.as_json:
+        screen.document(report.as_json())
+        return code
+    for note in report.leftovers:
+        screen.note(note)
+    print_report(screen, report)
+    if verification is not None:
+        from transaxle.cli.comparison import print_comparison, print_verification
+
+        print_verification(screen, verification)
+        if verification.comparison is not None:
+            print_comparison(screen, verification.comparison)
+    if page is not None:
+        screen.line(f"  shown in {page}")
+    return code
+
+
+def print_report(screen: Screen, report: Report) -> None:
+    """Print what is said of a conversion that is done."""
+    if unpinned(report.source) != report.source:
+        screen.line(f"read {report.source}")
+    parts = [
+        report.path,
+        report.format,
+        report.dialect,
+        plural(report.tensors, "tensor"),
+        size(report.bytes_written),
+    ]
+    if report.resumed < report.tensors or not report.tensors:
+        rate = speed(report.bytes_written, report.seconds)
+        parts += [f"{duration(report.seconds)} ({rate})", "hashed while written (xxh3-128)"]
+    screen.line((" · ".join(parts), "bold"))
+    if report.resumed:
+        screen.line(f"  {plural(report.resumed, 'tensor')} had been written by an earlier run")
+    if report.workers:
+        print_workers(screen, report.workers)
+    if report.checks:
+        screen.line(f"  {plural(report.checks, 'copy', 'copies')} proved equal")
+    print_measured(screen, report.recoded)
+    print_stayed(screen, report.stayed)
+    print_counted(screen, report.counted)
+    print_others(screen, report.kept, report.ignored, report.carried)
+    print_notes(screen, report.notes)
+    if not report.synced:
+        screen.line("  not synced (--no-sync): a power cut in the next minutes may damage the checkpoint")
+
+
+def print_workers(screen: Screen, workers: Mapping[str, int]) -> None:
+    """Print who wrote how much: by machine where there are several, and otherwise, or where all is asked for, each."""
+    from transaxle.engine.distribute.driver import node_of
+
+    nodes: dict[str, list[int]] = {}
+    for worker, written in workers.items():
+        nodes.setdefault(node_of(worker), []).append(written)
+    label = f"  written by {plural(len(workers), 'process', 'processes')}"
+    if len(nodes) > 1:
+        rows = [
+            f"{node} {size(sum(shares))} by {plural(len(shares), 'process', 'processes')}"
+            for node, shares in nodes.items()
+        ]
+        screen.some(f"{label} on {plural(len(nodes), 'machine')}", rows)
+        if not screen.everything:
+            return
+        label = "  each process"
+    screen.some(label, [f"{worker} {size(written)}" for worker, written in workers.items()])
+
+
+_GAP = "  "
+_OF_REFIT = frozenset({
+    "src", "dst", "meshes", "together", "ranks_per_node", "config", "family", "axes", "rules", "dtype", "as_json",
+    "everything", "quiet", "verbose",
+})  # fmt: skip
+"""Parameters that planning a refit takes."""
+
+
+@click.command(
+    "plan",
+    cls=Command,
+    examples=(
+        ("transaxle plan Qwen3-30B-A3B/ out/ --to dcp:torchtitan", ""),
+        ("transaxle plan my-moe/ out/ --to safetensors:joined --rules my.rules", "use a table of your own"),
+        ("transaxle plan Qwen3-30B-A3B/ out/ --to hf --json", "print every tensor and every number"),
+        ("transaxle plan hf vllm --mesh fsdp=64,ep=8 --mesh tp=8 --config Kimi-K2/", "plan a refit"),
+        ("transaxle plan Qwen3-30B-A3B/ out/ --to hf --items 100 --write PLAN", "divide it for `transaxle work`"),
+    ),
+    help="""Show what a conversion would do, without writing anything.
+
+    Prints, rule by rule, which axes move between names and shapes, how many bytes are read and written, and every
+    reason against the conversion: in the tensors, in the files of SRC, and at DST. Takes the options of convert. Exits
+    with 0 if the conversion can run, and otherwise with the exit code that convert would return.
+
+    --report FILE also writes the plan as an HTML page to look at in a browser: what becomes what, and how axes move.
+
+    --write PLAN also writes the plan into a file, divided into items, which any number of processes carry out: see
+    `transaxle work --help`. They read SRC and write DST under the paths that these have here.
+
+    With --mesh, twice, it tells instead how many bytes a refit of live weights (`tx.Refit`) would send between which
+    ranks, from a config.json alone: SRC is then the dialect of the trainer, DST that of the engine, and --to is left
+    out. A mesh of a trainer has the dims replicate, pp, fsdp, ep, tp, outermost first as you write them (expert_dim=1:
+    FSDP divides experts along dim 1); that of vllm has replicas, dp, pp, tp, and ep=N where its ranks share out the
+    experts.""",
+)
+@click.option(
+    "--mesh",
+    "meshes",
+    metavar="DIM=SIZE,…",
+    multiple=True,
+    help="Plan a refit: the trainer's mesh, then, given again, the engine's.",
+)
+@click.option("--same-ranks", "together", cls=Seldom, is_flag=True, help="With --mesh: both are on the same ranks.")
+@click.option(
+    "--ranks-per-node",
+    cls=Seldom,
+    metavar="N",
+    type=click.IntRange(1, 1 << 20),
+    help="With --mesh: tell what is sent inside machines of so many ranks, and between them.",
+)
+@click.argument("src", type=click.Path(readable=False))
+@click.argument("dst", type=click.Path(readable=False))
+@options_of("plan")
+@profiling
+@printing
+@deriving
+def plan_command(
+    screen: Screen,
+    src: str,
+    dst: str,
+    options: dict[str, Any],
+    meshes: tuple[str, ...],
+    together: bool,
+    ranks_per_node: int | None,
+) -> int:
+    """Plan a conversion, or a refit."""
+    context = click.get_current_context()
+    if meshes or together or ranks_per_node:
+        return _plan_refit(screen, context, (src, dst), options, (meshes, together, ranks_per_node))
+    if options["to"] is None:
+        raise click.MissingParameter(
+            ctx=context, param=next(each for each in context.command.params if each.name == "to")
+        )
+    plans: list[Cleared] = []
+    screen.on_planned = plans.append
+    verbs.plan(src, dst, watch=screen, **options)
+    return _show(screen, plans[0], dst, options)
+
+
+def _show(screen: Screen, prepared: Cleared, dst: str, options: Mapping[str, Any]) -> int:
+    """Print a plan.
+
+    Args:
+        screen: where it is printed.
+        prepared: what is planned.
+        dst: the target, as typed.
+        options: those of the verb.
+    """
+    plan, limit = prepared.plan, limits(options["jobs"], options["memory"])
+    error = gathered(plan.refusals) if plan.refusals else None
+    if screen.as_json:
+        shown = {
+            "target": dst,
+            "finished": prepared.finished,
+            **plan.as_json(copies=False),
+            "buffers": limit.holding(plan.band).peak,
+        }
+        screen.document(shown if error is None else {**error_document(error), **shown})
+    else:
+        _print_plan(screen, plan, limit)
+        if (path := options["write"]) is not None and error is None:
+            screen.line(f"  written into {path}: next  transaxle work {path} --begin")
+        if options["report"] is not None:
+            screen.line(f"  shown in {options['report']}")
+        if prepared.finished:
+            screen.line(f"  {dst} already holds exactly this: nothing is left to do")
+        if error is not None:
+            print_refusals(screen, "  the conversion would be refused", error.refusals, screen.line)
+    return 0 if error is None else error.exit_code
+
+
+# `--to` is left out where a refit is planned.
+next(each for each in plan_command.params if each.name == "to").required = False
+
+
+def _plan_refit(
+    screen: Screen,
+    context: click.Context,
+    dialects: tuple[str, str],
+    options: Mapping[str, Any],
+    refit: tuple[tuple[str, ...], bool, int | None],
+) -> int:
+    """Tell what a refit would send.
+
+    Args:
+        screen: where it is told.
+        context: of the command.
+        dialects: of both sides.
+        options: those of the verb.
+        refit: meshes, whether they are of the same ranks, and the ranks of a machine.
+    """
+    # No other command waits for these, of which some import this module.
+    from transaxle.engine.traffic import planned_traffic, read_mesh
+
+    typed = {name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
+    others = [option.opts[0] for option in context.command.params if option.name in typed - _OF_REFIT]
+    if others:
+        raise click.UsageError(f"{', '.join(others)}: not with --mesh, which plans a refit")
+    meshes, together, ranks_per_node = refit
+    if len(meshes) != 2:
+        raise click.UsageError("a refit has two meshes: --mesh of the trainer, and --mesh of the engine")
+    if options["config"] is None:
+        raise click.UsageError("a refit is planned from a config.json: --config FILE")
+    model = settings(**select(options, ("family", "config", "axes", "rules")))
+    with screen.working("planning"):
+        sides = read_mesh(dialects[0], meshes[0]), read_mesh(dialects[1], meshes[1])
+        traffic = planned_traffic(model, sides, dtype=options["dtype"], together=together)
+    if screen.as_json:
+        screen.document(traffic.as_json(ranks_per_node))
+    else:
+        print_traffic(screen, traffic, ranks_per_node)
+    return 0
+
+
+def _print_plan(screen: Screen, plan: Plan, limit: Limits) -> None:
+    before = f"{plan.source_format}:{plan.from_dialect or 'own names'}"
+    head = [plan.family or "", f"{before} -> {plan.format}:{plan.dialect}"]
+    screen.line((" · ".join(text for text in head if text), "bold"))
+    _print_routes(screen, plan)
+    print_stayed(screen, plan.stayed)
+    print_counted(screen, plan.counted)
+    print_others(screen, plan.kept, plan.ignored, plan.carried)
+    print_notes(screen, plan.notes)
+    print_recoded(screen, plan.recoded)
+    if plan.aliases:
+        screen.line(f"  tied: {', '.join(f'{name} = {of}' for name, of in plan.aliases.items())}")
+    if plan.compared:
+        screen.line(f"  {plural(plan.compared, 'copy', 'copies')} will be checked for equality first")
+    amount = [
+        f"read {size(plan.bytes_read)}",
+        f"write {size(plan.bytes_written)} in {plural(len(plan.files), 'file')}",
+        f"{plural(plan.copies, 'copy', 'copies')}, {percent(plan.contiguous, plan.copies)} contiguous",
+        f"peak memory {size(limit.holding(plan.band).peak)} of buffers",
+    ]
+    screen.line(_GAP + _GAP.join(amount if plan.refusals else [*amount, "nothing refused"]))
+
+
+def _print_routes(screen: Screen, plan: Plan) -> None:
+    """Print one row per rule; rules that move nothing are only counted."""
+    moving = [(route, words(route, plan.axes)) for route in plan.routes]
+    unchanged = [route.component for route, movement in moving if movement == UNCHANGED]
+    moving = [(route, movement) for route, movement in moving if movement != UNCHANGED]
+    moving.sort(key=lambda item: " " not in item[1] and item[1] == "renamed")
+    if moving:
+        widths = [
+            max(len(cell) for cell in column) for column in zip(*((r.component, w) for r, w in moving), strict=True)
+        ]
+        for route, movement in moving:
+            lead = f"  {route.component.ljust(widths[0])}  {movement.ljust(widths[1])}  "
+            sources, target = rules(route)
+            one_line = f"{lead}{' + '.join(sources) or '(tied)'} -> {target}"
+            if screen.width is None or len(one_line) <= screen.width:
+                screen.line(one_line)
+                continue
+            screen.line(lead.rstrip())
+            for source in sources:
+                screen.line(f"      {source}")
+            screen.line(f"   -> {target}")
+    if unchanged:
+        screen.line(f"  {plural(len(unchanged), 'rule')} unchanged: {', '.join(unchanged)}")
+    if not plan.routes and plan.tensors:
+        screen.line(f"  {plural(len(plan.tensors), 'tensor')} with names and shapes unchanged")
+
+
+_RUNS = 3
+"""Runs of ranks that one cell lists."""
+
+
+def print_traffic(screen: Screen, found: Traffic, ranks_per_node: int | None) -> None:
+    """Print what a refit would move.
+
+    Args:
+        screen: where.
+        found: what it would move.
+        ranks_per_node: how many ranks a machine has; None: not known.
+    """
+    trainer, engine = found.trainer, found.engine
+    screen.line((f"{found.family} · {trainer.dialect} -> {engine.dialect}", "bold"))
+    screen.line(f"  {parameters(found.parameters)}, sent as {found.dtype}")
+    screen.line(f"  trainer: {plural(trainer.ranks, 'rank')}, {trainer.text}")
+    screen.line(f"  engine: {plural(engine.ranks, 'rank')}, {engine.text}{', the same' if found.together else ''}")
+    if found.stays:
+        screen.some("  the engine does not have", found.stays)
+    if found.undecided:
+        screen.some("  the config does not say whether the model has these; counted as absent", found.undecided)
+    own = f"; {size(found.own)} more are on the right rank already" if found.together else ""
+    screen.line(f"  {size(found.total)} are sent in one push{own}")
+    if ranks_per_node is not None:
+        inside = found.within(ranks_per_node)
+        screen.line(f"    {size(inside)} inside machines, {size(found.total - inside)} between them")
+    rows = [
+        ("", "least", "median", "most"),
+        ("a rank of the trainer sends", *_spread(found.sent.sum(axis=1))),
+        ("a rank of the engine receives", *_spread(found.sent.sum(axis=0))),
+    ]
+    screen.table(rows)
+    screen.line("  bytes per pair of ranks:")
+    pairs = _folded(found.sent)
+    left = screen.table(
+        [(f"{a} -> {b}", f"{size(count)} each", plural(times, "pair")) for count, times, a, b in pairs],
+        indent="    ",
+        most=20,
+    )
+    if left:
+        screen.line(f"    … and {left:,} more (--all shows them, --json the whole matrix)")
+
+
+def _spread(counts: Matrix) -> tuple[str, str, str]:
+    return size(int(counts.min())), size(int(np.median(counts))), size(int(counts.max()))
+
+
+def _folded(matrix: Matrix) -> list[tuple[int, int, str, str]]:
+    """Return bytes, number of pairs, and the ranks of both sides; the largest first, those without any left out."""
+    sources, columns = _alike(matrix), _alike(matrix.T)
+    found = []
+    for source in sources:
+        targets: dict[int, list[int]] = {}
+        for column in columns:
+            targets.setdefault(int(matrix[source[0], column[0]]), []).extend(column)
+        found += [
+            (count, len(source) * len(ranks), ranks_text(source), ranks_text(sorted(ranks)))
+            for count, ranks in targets.items()
+            if count
+        ]
+    return sorted(found, key=lambda row: -row[0])
+
+
+def _alike(matrix: Matrix) -> list[list[int]]:
+    """Return the numbers of equal rows together."""
+    groups: dict[bytes, list[int]] = {}
+    for number, row in enumerate(np.ascontiguousarray(matrix)):
+        groups.setdefault(row.tobytes(), []).append(number)
+    return list(groups.values())
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Write ascending numbers of ranks: `0-7`, `0-3, 8-11`, `0, 8, … 248 (32 ranks)`."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and runs[-1][1] + 1 == rank:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    words = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
+    if len(words) <= _RUNS:
+        return ", ".join(words)
+    return f"{words[0]}, {words[1]}, … {words[-1]} ({len(ranks):,} ranks)"

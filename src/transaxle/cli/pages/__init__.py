@@ -1,1 +1,0 @@
-"""The command that writes pages to look at in a browser."""

@@ -1,1 +1,0 @@
-"""What people read: numbers, folded names, tables, refusals."""

@@ -1,1 +1,0 @@
-"""What the program and the shell around it tell each other: completions, reports of bugs."""

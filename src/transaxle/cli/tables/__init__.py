@@ -1,1 +1,0 @@
-"""The tables that there are: families, their dialects, what their axes stand for."""
