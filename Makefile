@@ -40,7 +40,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 QUICK := -m 'not oracle and not journey and not megatron and not vllm and not golden and not peers and not slow and not gpu' --quick --examples 10
 
-.PHONY: help demo check test golden oracle journeys megatron vllm gpu fuzz bench bench-compare docs charts wheel lint format clean
+.PHONY: help demo check test golden tables oracle journeys megatron vllm gpu fuzz bench bench-compare docs charts wheel lint format clean
 .DELETE_ON_ERROR:
 
 help:
@@ -48,6 +48,7 @@ help:
 	@echo 'make check   lint, types and the quick tests: a minute, for every change'
 	@echo 'make test    lint, types, tests and docs: what CI runs'
 	@echo 'make golden  whether conversions, loads, saves and refusals are what they were, byte by byte: a minute'
+	@echo 'make tables  the tables by tracing derived anew from transformers (to raise its version)'
 	@echo 'make oracle  the whole sweeps over what the peers ship (make test runs a sample)'
 	@echo 'make journeys  whole ways through the peers'"'"' own programs and back (make test runs a sample)'
 	@echo 'make megatron  Megatron itself and Megatron-Bridge, in an environment of their own'
@@ -79,6 +80,11 @@ test: lint
 # Before and after a change that must not change results. REWRITE=--rewrite-golden keeps what they are now.
 golden: $(VENV)/.all
 	$(BIN)/python -m pytest -q -m golden --numprocesses $(JOBS) --dist worksteal $(REWRITE) tests/golden
+
+# What was derived from transformers, anew; then what follows from all tables.
+tables: $(VENV)/.all
+	$(BIN)/python -m tests.oracles.traced_tables
+	$(BIN)/python docs/generate.py
 
 oracle: $(VENV)/.all
 	$(BIN)/python -m pytest -q -m 'oracle and not vllm' --numprocesses $(JOBS) --dist worksteal

@@ -83,7 +83,7 @@ def more_families(site: Path, count: int) -> None:
         (copy / "families" / f"{name}.rules").write_text(changed, "utf-8")
     environment = os.environ | {"PYTHONPATH": str(site)}
     index = subprocess.run([sys.executable, "-c", INDEX], env=environment, capture_output=True, check=True).stdout
-    (copy / "families" / "index.json").write_bytes(index)
+    (copy / "families" / "generated" / "index.json").write_bytes(index)
 
 
 def once(words: Sequence[str], environment: Mapping[str, str]) -> tuple[float, float]:

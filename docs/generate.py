@@ -28,7 +28,7 @@ from transaxle.cli.program import COMMANDS, program
 from transaxle.engine.explanations import EXPLANATIONS
 from transaxle.engine.moves import dialect_rows
 from transaxle.errors import CODES, refuse
-from transaxle.families import BLOCKS, INDEX, SPELLED, Entry, Tables, is_traced, read_all, spell_out
+from transaxle.families import BLOCKS, GENERATED, INDEX, Entry, Tables, is_traced, read_all, spell_out, table_text
 
 REFERENCE = Path(__file__).parent / "reference"
 FAMILIES = Path(families.__file__).parent
@@ -81,7 +81,7 @@ def known_families() -> Iterator[str]:
     """Yield the table of families: what each is, its dialects, its length, and what it was compared with."""
     yield "| family | model types | dialects | lines | made | compared with |\n|---|---|---|---|---|---|\n"
     for name, entry in _index().items():
-        text = (FAMILIES / entry.file).read_text("utf-8")
+        text = table_text(entry.file)
         peer = _PEER.search(text)
         made = (
             ("by tracing", f"transformers {peer[1]}") if entry.traced and peer else ("by hand", "[oracles](#oracles)")
@@ -292,7 +292,7 @@ def _data() -> dict[Path, str]:
     found = {FAMILIES / file: _json(msgspec.json.encode(content)) for file, content in indices.items()}
     for name, (family, file) in _tables().families.items():
         if not is_traced(file):
-            found[FAMILIES / SPELLED / f"{name}.json"] = _json(spell_out(family))
+            found[FAMILIES / GENERATED / f"{name}.json"] = _json(spell_out(family))
     return found
 
 
@@ -303,7 +303,7 @@ def main() -> int:
     written = _data()
     written |= {page: _page(page.read_text("utf-8")) for page in sorted(REFERENCE.glob("*.md"))}
     written |= dict(figures.drawn())
-    for path in sorted({*written, *(FAMILIES / SPELLED).glob("*.json"), *figures.FOLDER.glob("*.svg")}):
+    for path in sorted({*written, *(FAMILIES / GENERATED).glob("*.json"), *figures.FOLDER.glob("*.svg")}):
         if path not in written:
             stale.append(path)
             if not check:

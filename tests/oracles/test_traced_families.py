@@ -1,4 +1,4 @@
-"""The tables in `families/traced/` against the installed transformers: derived anew, and held against its own bytes.
+"""The tables in `families/generated/` against the installed transformers: derived anew, and held against its own bytes.
 
 A model of a size that no table follows from, and one in the proportions of the default config, get random weights. What
 `save_pretrained` writes and what the model holds are converted into each other with the shipped table; both must be the
@@ -14,7 +14,7 @@ import pytest
 from tests.oracles.every_type import built
 from tests.oracles.peer_bytes import both_ways
 from tests.oracles.test_full_families import ABSENT
-from tests.oracles.traced_tables import path_of, statements
+from tests.oracles.traced_tables import shipped_text, statements
 from transaxle.derivation.sources import from_transformers
 from transaxle.families import builtin
 
@@ -43,7 +43,7 @@ def test_a_shipped_table_is_what_transformers_does(model_type: str, tmp_path: Pa
 
 @pytest.mark.peers
 def test_a_shipped_table_is_what_is_derived() -> None:
-    assert statements(from_transformers("recurrent_gemma").text) == statements(path_of("recurrent_gemma").read_text())
+    assert statements(from_transformers("recurrent_gemma").text) == statements(shipped_text("recurrent_gemma"))
 
 
 @pytest.mark.oracle
@@ -56,4 +56,4 @@ def test_every_table_is_what_transformers_does(model_type: str, tmp_path: Path) 
 @pytest.mark.parametrize("model_type", TYPES)
 def test_every_table_is_what_is_derived(model_type: str) -> None:
     (family,) = (f for f in builtin().of_types([model_type]) if builtin().entries[f.name].traced)
-    assert statements(from_transformers(model_type).text) == statements(path_of(family.name).read_text("utf-8"))
+    assert statements(from_transformers(model_type).text) == statements(shipped_text(family.name))

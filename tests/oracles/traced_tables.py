@@ -1,19 +1,21 @@
-"""The tables in `families/traced/`, derived anew from the installed transformers.
+"""The tables by tracing in `families/generated/`, derived anew from the installed transformers.
 
-    python -m tests.oracles.traced_tables [FAMILY ...]
+    make tables
 
-writes those that differ; where no table can be derived any more, the shipped one stays, and why is said.
+or, for some of them, `python -m tests.oracles.traced_tables FAMILY ...`: it writes those that differ. Where no table can
+be derived any more, the shipped one stays, and the reason is printed.
 """
 
 from __future__ import annotations
 
+import gzip
 import multiprocessing
 import re
 import sys
 from pathlib import Path
 
 from transaxle import families
-from transaxle.families import builtin
+from transaxle.families import builtin, table_text
 
 _SECONDS = 600
 
@@ -21,6 +23,11 @@ _SECONDS = 600
 def path_of(family: str) -> Path:
     """Return the file of a shipped table."""
     return Path(families.__file__).parent / builtin().entries[family].file
+
+
+def shipped_text(family: str) -> str:
+    """Return the shipped table."""
+    return table_text(builtin().entries[family].file)
 
 
 def statements(text: str) -> list[str]:
@@ -38,7 +45,7 @@ def derived(family: str) -> tuple[str, list[str]]:
     from tests.oracles.quiet import quiet
     from transaxle.derivation.sources import from_transformers
 
-    shipped = path_of(family).read_text("utf-8")
+    shipped = shipped_text(family)
     first, *others = builtin().entries[family].model_types
     with quiet():
         text = from_transformers(first).text
@@ -60,9 +67,9 @@ def main(names: list[str]) -> int:
                 sys.stdout.write(f"{family}: {type(error).__name__}: {' '.join(str(error).split())[:400]}\n")
                 continue
             path = path_of(family)
-            same = statements(text) == statements(path.read_text("utf-8"))
+            same = statements(text) == statements(shipped_text(family))
             if not same:
-                path.write_text(text, "utf-8")
+                path.write_bytes(gzip.compress(text.encode(), 9, mtime=0))
             besides = f"; not the table of {', '.join(differ)}" if differ else ""
             sys.stdout.write(f"{family}: {'as it is' if same else 'written'}{besides}\n")
             sys.stdout.flush()

@@ -1,14 +1,19 @@
-"""The families that ship with Transaxle: one `.rules` file each, read by `transaxle.axes.notation.tables`.
+"""The families that ship with Transaxle: tables that people write, and `generated/`, which nobody edits.
 
-Adding a family is adding a file here, or passing it with `--rules`. Those in `traced/` were derived from a peer by
-tracing (`transaxle derive`) and know two dialects; those in `typed/` are by hand. Both answer to a `model_type` or to
-their own name, never to names of tensors alone. A family is read when it is needed. What there is to choose from,
-`index.json` says: which file a family is in, the values of `model_type` that mean it, its dialects, its axes, and the
-skeletons of the names that each dialect reads. `blocks.json` says which file a block is in: a part that families take
-over, and no family itself. Tables by hand take parts over from each other; `spelled/` has each of their families whole,
-as data, so that it need not be checked and spelled out again: what is read builds the same family from names, formulas
-and expressions as they are in it. All this follows from the tables: `python docs/generate.py` writes it, and a test
-compares.
+Adding a family is adding a `.rules` file here, or passing it with `--rules`; `transaxle.axes.notation.tables` reads it.
+Tables in `typed/` answer to a `model_type` or to their own name, never to names of tensors alone.
+
+`generated/` has, in one folder, all that programs write:
+
+- `NAME.rules.gz`, a table that was derived from a peer by tracing, with two dialects; it answers to a `model_type` or
+  to its own name. `make tables` derives them anew, and `transaxle info --family NAME` prints one.
+- `NAME.json`, a family of the tables by hand, whole: these take parts over from each other, and as data a family need
+  not be checked and spelled out again. What is read builds the same family.
+- `index.json`: which file a family is in, the values of `model_type` that mean it, its dialects, its axes, and the
+  skeletons of the names that each dialect reads. A family is read when it is needed.
+- `blocks.json`: which file a block is in, a part that families take over, and no family itself.
+
+The JSON follows from the tables: `python docs/generate.py` writes it, and a test compares.
 """
 
 from __future__ import annotations
@@ -37,17 +42,17 @@ if TYPE_CHECKING:
 
 GROUP = "transaxle.families"
 """Entry points of packages that add families: each names a Python package that has `.rules` files in it."""
-INDEX = "index.json"
-BLOCKS = "blocks.json"
-TRACED = "traced"
-"""Folder of the tables that were derived by tracing."""
+GENERATED = "generated"
+"""Folder of what programs write: the indices, families spelled out, tables derived by tracing."""
+INDEX = f"{GENERATED}/index.json"
+BLOCKS = f"{GENERATED}/blocks.json"
 TYPED = "typed"
 """Folder of tables by hand that answer to a `model_type` or to their own name only: many models have names like theirs,
 and another layout.
 """
-SPELLED = "spelled"
-"""Folder of the other families, spelled out."""
 _SUFFIX = ".rules"
+TRACED_SUFFIX = ".rules.gz"
+"""Ending of a table that was derived by tracing."""
 _DECLARES = re.compile(rf"^({FAMILY}|{BLOCK})\s+({WORD})", re.MULTILINE)
 
 
@@ -61,8 +66,8 @@ class Entry(msgspec.Struct, frozen=True):
     axes: tuple[str, ...]
     """Its axes."""
     dialects: dict[str, tuple[str, ...]]
-    """Label of each dialect, in table order -> skeletons of the names by which it is found. Tables in `traced/` and
-    `typed/` have none, nor has a family that is `alike` another.
+    """Label of each dialect, in table order -> skeletons of the names by which it is found. Tables by
+    tracing and in `typed/` have none, nor has a family that is `alike` another.
     """
 
     @property
@@ -73,7 +78,7 @@ class Entry(msgspec.Struct, frozen=True):
 
 def is_traced(file: str) -> bool:
     """Tell whether the families of a table were derived by tracing."""
-    return file.startswith(f"{TRACED}/")
+    return file.endswith(TRACED_SUFFIX)
 
 
 class Families(Mapping[str, Family]):
@@ -144,8 +149,8 @@ class Families(Mapping[str, Family]):
     def that_may_read(self, skeletons: Mapping[str, int]) -> Iterator[tuple[int, Family]]:
         """Yield each family with an upper bound of the names that one of its dialects reads, the largest bound first.
 
-        Families that do not answer to names take no part: the index has no skeletons of tables in `traced/` and
-        `typed/`, nor of families that are `alike` another.
+        Families that do not answer to names take no part: the index has no skeletons of tables by tracing
+        and in `typed/`, nor of families that are `alike` another.
 
         Args:
             skeletons: skeleton -> number of names at hand with it. A prefix may precede the names of a table.
@@ -181,7 +186,7 @@ def entry_of(family: Family, file: str = "", *, by_type: bool = False) -> Entry:
         file: file of its table; empty for a user's.
         by_type: it answers to a `model_type` or to its own name only, wherever its table is.
     """
-    by_type = by_type or bool(family.alike) or file.startswith((f"{TRACED}/", f"{TYPED}/"))
+    by_type = by_type or bool(family.alike) or is_traced(file) or file.startswith(f"{TYPED}/")
     skeletons = {dialect.label: () if by_type else tuple(dialect.by_skeleton) for dialect in family.dialects}
     return Entry(file, family.model_types, tuple(family.axes), skeletons)
 
@@ -223,12 +228,12 @@ def read_all() -> Tables:
     from transaxle.axes.notation.written import WrittenTables
 
     top = files(__name__)
-    found = [(item.name, item) for item in top.iterdir()]
-    found += [(f"{folder}/{item.name}", item) for folder in (TRACED, TYPED) for item in (top / folder).iterdir()]
+    names = [item.name for item in top.iterdir()]
+    names += [f"{folder}/{item.name}" for folder in (GENERATED, TYPED) for item in (top / folder).iterdir()]
     texts = {
-        file: item.read_text("utf-8")
-        for file, item in sorted(found, key=lambda each: ("/" in each[0], each[0]))
-        if file.endswith(_SUFFIX)
+        file: table_text(file)
+        for file in sorted(names, key=lambda file: ("/" in file, file))
+        if file.endswith((_SUFFIX, TRACED_SUFFIX))
     }
     declared = [(word, name, file) for file, text in texts.items() for word, name in _DECLARES.findall(text)]
     find = WrittenTables({name: file for _, name, file in declared}, texts.__getitem__).base
@@ -256,10 +261,10 @@ def blocks() -> Mapping[str, str]:
 def _shipped_family(name: str, file: str) -> Family:
     """Return a family that ships; it is not checked again, as writing the index has done that."""
     if not is_traced(file):
-        return replace(read_spelled(_shipped(f"{SPELLED}/{name}.json")), text=partial(base, name))
+        return replace(read_spelled(_shipped(f"{GENERATED}/{name}.json")), text=partial(base, name))
     from transaxle.axes.notation import tables
 
-    (family,) = tables.read(_shipped(file).decode("utf-8"), file=file, checked=True, bases=base)
+    (family,) = tables.read(table_text(file), file=file, checked=True, bases=base)
     return family
 
 
@@ -269,12 +274,26 @@ def _written() -> WrittenTables:
     from transaxle.axes.notation.written import WrittenTables
 
     homes = {**blocks(), **{name: entry.file for name, entry in builtin().entries.items()}}
-    return WrittenTables(homes, lambda file: _shipped(file).decode("utf-8"))
+    return WrittenTables(homes, table_text)
 
 
 def base(name: str) -> Written | None:
     """Return a family or a block that ships as it is written, with all that it takes over; None where there is none."""
     return _written().base(name)
+
+
+def table_text(file: str) -> str:
+    """Return the text of a table that ships.
+
+    Args:
+        file: as the index names it.
+    """
+    content = _shipped(file)
+    if is_traced(file):
+        from gzip import decompress
+
+        content = decompress(content)
+    return content.decode("utf-8")
 
 
 def _shipped(file: str) -> bytes:
