@@ -2,8 +2,8 @@
 
     make tables
 
-or, for some of them, `python -m tests.oracles.traced_tables FAMILY ...`: it writes those that differ. Where no table can
-be derived any more, the shipped one stays, and the reason is printed.
+or, for some of them, `python -m tests.oracles.traced_tables FAMILY ...`: it writes those that differ. Where no table
+can be derived any more, the shipped one stays, and the reason is printed.
 """
 
 from __future__ import annotations
