@@ -6,13 +6,13 @@ compressed-tensors (`re:` and an expression, or a whole name), and ModelOpt's wi
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import Literal
 
 import msgspec
 
-from transaxle.axes.notation.linear_regex import Expressions
+from transaxle.encodings.conventions.linear_regex import Expressions
 
 EXPRESSION = "re:"
 """What a regular expression starts with where compressed-tensors lists modules."""
@@ -38,7 +38,9 @@ class Modules(msgspec.Struct, frozen=True, dict=True):
         """
         if self.names and (module in self.names or (self.inside and self._inside(module))):
             return True
-        return self.expressions is not None and any(self._ends_well(module, at) for at in self.expressions.ends(module))
+        if self.expressions is None or not self.expressions.match(module):
+            return False
+        return self.until == "anywhere" or any(self.expressions.ends_at(module, at) for at in self._ends(module))
 
     @cached_property
     def _lengths(self) -> tuple[int, ...]:
@@ -49,10 +51,13 @@ class Modules(msgspec.Struct, frozen=True, dict=True):
         starts = (module[:end] for at in dots for end in (at, at + 1))
         return any(start in self.names for start in starts) or any(module[-n:] in self.names for n in self._lengths)
 
-    def _ends_well(self, module: str, at: int) -> bool:
-        if self.until == "anywhere" or at == len(module):
-            return True
-        return self.until == "segment" and (module[at] == "." or module[at - 1 : at] == ".")
+    def _ends(self, module: str) -> Iterator[int]:
+        """Yield where a match may end."""
+        yield len(module)
+        if self.until == "segment":
+            for at, letter in enumerate(module):
+                if letter == ".":
+                    yield from (at, at + 1)
 
 
 def transformers_modules(texts: Iterable[str]) -> Modules:

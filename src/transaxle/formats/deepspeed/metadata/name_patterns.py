@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from transaxle.axes.notation.linear_regex import Expressions, PatternError
+from transaxle.encodings.conventions.linear_regex import Expressions, PatternError
 from transaxle.errors import TransaxleError, refuse
 
 _WHOLE_NAME = re.compile(r"\^?((?:\\[^a-zA-Z0-9]|[^\\.^$*+?{}\[\]()|])*)\$")
@@ -20,7 +20,7 @@ class Patterns:
     """Many patterns: those that are whole names are found without trying the others.
 
     Raises:
-        Refused: UNSUPPORTED for a pattern that is malformed, or that no automaton matches.
+        Refused: UNSUPPORTED for a pattern that is malformed, or that RE2 cannot run.
     """
 
     def __init__(self, texts: Iterable[str]) -> None:
