@@ -21,7 +21,7 @@ PACKAGE = ROOT / "src" / "transaxle"
 NAME = PACKAGE.name
 DOORWAY = "__init__"
 
-CORE = frozenset({"numpy", "ml_dtypes", "msgspec", "safetensors", "fsspec", "xxhash", "yaml"})
+CORE = frozenset({"numpy", "ml_dtypes", "msgspec", "safetensors", "fsspec", "re2", "xxhash", "yaml"})
 TERMINAL = frozenset({"click", "rich"})
 TRAINING = frozenset({"torch"})
 

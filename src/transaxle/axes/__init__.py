@@ -10,7 +10,6 @@ Numpy at most, no torch, no files. One noun a module, from the small to the larg
     name         the left-hand side: which axes live in the stored name
     computed     the arithmetic between what a tensor means and what a framework stores
     overlap      whether two lines of a dialect claim one stored name
-    linear_regex regular expressions of a stranger's file, in linear time
     formula      the arithmetic over config keys in which a table gives sizes and conditions
     family       families, dialects, sizes and number formats as values; `tables` reads them from text
     solve        sizes that shapes imply, and which axes need one: those that a conversion separates

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.axes.notation.test_linear_regex import expressions, names
+from tests.encodings.conventions.test_linear_regex import expressions, names
 from tests.oracles.quiet import quiet
 from transaxle.encodings.conventions.scheme import compressed_modules, transformers_modules, wildcard_modules
 

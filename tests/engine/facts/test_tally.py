@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,9 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transaxle.engine.facts import tally
-from transaxle.engine.facts.exact_tally import EXACT_TYPES, Moments
-from transaxle.engine.facts.tally import tally_of
+from transaxle.engine.facts.tally import Moments, tally_of
 from transaxle.formats.catalog import ITEM_BITS, numpy_dtype
 
 _SMALL = {numpy_dtype(code): code for code, bits in reversed(ITEM_BITS.items()) if bits in {8, 16}}
@@ -25,8 +20,7 @@ COUNTED = list(_SMALL.values())
 WIDE = ["F32", "F64", "I32", "U32", "I64", "U64"]
 EXACT = [*COUNTED, *WIDE]
 LONG = 9001
-"""Elements of more than two pieces that the compiled loops look at together."""
-needs_compiled = pytest.mark.skipif(tally.load() is None, reason="the loops are not built here")
+"""Elements of blocks that end anywhere."""
 
 
 def numbers(codes: np.ndarray, code: str) -> list[float | int]:
@@ -84,18 +78,17 @@ def unaligned(codes: np.ndarray, offset: int) -> memoryview:
     return room[start : start + codes.nbytes].data
 
 
-def tallied(codes: np.ndarray, code: str, width: int, cuts: list[int], offset: int, *, compiled: bool) -> Any:
-    found = tally_of(numpy_dtype(code), width, compiled=compiled)
+def tallied(codes: np.ndarray, code: str, width: int, cuts: list[int], offset: int) -> Any:
+    found = tally_of(numpy_dtype(code), width)
     ends = sorted({0, *(min(cut, len(codes)) for cut in cuts), len(codes)})
     for start, stop in pairwise(ends):
         found.add(unaligned(codes[start:stop], offset))
     return found
 
 
-@pytest.mark.parametrize("compiled", [pytest.param(True, marks=needs_compiled), False])
 @pytest.mark.parametrize("code", EXACT)
 @given(data=st.data())
-def test_any_codes_in_any_blocks(code: str, compiled: bool, data: st.DataObject) -> None:
+def test_any_codes_in_any_blocks(code: str, data: st.DataObject) -> None:
     """NaN of every payload, both zeros, blocks that end within rows, odd addresses."""
     bits = ITEM_BITS[code]
     seed, count = data.draw(st.integers(0, 1 << 30)), data.draw(st.integers(0, 300))
@@ -104,7 +97,7 @@ def test_any_codes_in_any_blocks(code: str, compiled: bool, data: st.DataObject)
     codes[: len(few)] = list(few)[: len(codes)]
     width, offset = data.draw(st.integers(0, 40)), data.draw(st.integers(0, 7))
     cuts = data.draw(st.lists(st.integers(0, 300), max_size=4))
-    found = tallied(codes, code, width, cuts, offset, compiled=compiled)
+    found = tallied(codes, code, width, cuts, offset)
     values = numbers(codes, code)
     assert same(found.found(), expected(values))
     assert found.channels().tolist() == largest(values, width)
@@ -115,19 +108,17 @@ def test_every_code_once(code: str) -> None:
     bits = ITEM_BITS[code]
     codes = np.arange(1 << bits, dtype=f"u{bits // 8}")
     values = numbers(codes, code)
-    for compiled in (True, False):
-        found = tallied(codes, code, len(codes), [], 0, compiled=compiled)
-        assert same(found.found(), expected(values))
-        assert found.channels().tolist() == largest(values, len(codes))
+    found = tallied(codes, code, len(codes), [], 0)
+    assert same(found.found(), expected(values))
+    assert found.channels().tolist() == largest(values, len(codes))
 
 
-@pytest.mark.parametrize("compiled", [pytest.param(True, marks=needs_compiled), False])
 @pytest.mark.parametrize("value", [1.9999999, -3.4028235e38, 1e-45, -0.0])
-def test_many_equal_values_are_added_without_loss(compiled: bool, value: float) -> None:
+def test_many_equal_values_are_added_without_loss(value: float) -> None:
     """More than any part of a sum holds at once, if it were not gathered on the way."""
     count = (1 << 21) + 12345
     codes = np.full(count, value, np.float32).view(np.uint32)
-    found = tallied(codes, "F32", 7, [1 << 20, 1 << 21], 1, compiled=compiled).found()
+    found = tallied(codes, "F32", 7, [1 << 20, 1 << 21], 1).found()
     exact = float(np.float32(value))
     assert found.total == math.fsum([exact] * count)
     assert found.squares == math.fsum([exact * exact] * count)
@@ -139,23 +130,21 @@ def as_codes(values: np.typing.NDArray[Any], code: str) -> np.typing.NDArray[Any
     return (abs(values) if code[0] == "U" else values).astype(numpy_dtype(code)).view(f"u{ITEM_BITS[code] // 8}")
 
 
-@needs_compiled
 @pytest.mark.parametrize("code", ["BF16", "F16", *WIDE, "F8_E4M3", "I8", "U8"])
-def test_what_is_compiled_finds_what_numpy_finds(code: str) -> None:
+def test_weights(code: str) -> None:
     """Of weights: fifty thousand, some of them large, in blocks of odd sizes."""
     random = np.random.default_rng(7)
     values = random.standard_normal(50_003).astype(np.float32) * 3
     values[::1000] *= 20
     codes = as_codes(values, code)
-    one, other = (tallied(codes, code, 641, [9_999, 40_000], 3, compiled=each) for each in (True, False))
-    assert one.found() == other.found() == expected(numbers(codes, code))
-    assert np.array_equal(one.channels(), other.channels())
+    found = tallied(codes, code, 641, [9_999, 40_000], 3)
+    assert found.found() == expected(numbers(codes, code))
+    assert found.channels().tolist() == largest(numbers(codes, code), 641)
 
 
-@pytest.mark.parametrize("compiled", [pytest.param(True, marks=needs_compiled), False])
 @pytest.mark.parametrize("code", ["BF16", "F32", "F64"])
 @pytest.mark.parametrize("span", [3, 13, 22, 45, 270])
-def test_sums_are_exact_however_far_apart_values_are(code: str, compiled: bool, span: int) -> None:
+def test_sums_are_exact_however_far_apart_values_are(code: str, span: int) -> None:
     """Values over so many powers of two, with NaN, infinite ones, zeros and subnormal ones among them, and without."""
     random = np.random.default_rng(span)
     single = np.exp2(random.uniform(-min(span, 149), max(0, span - 149), LONG)) * random.choice([-1.0, 1.0], LONG)
@@ -165,74 +154,18 @@ def test_sums_are_exact_however_far_apart_values_are(code: str, compiled: bool, 
         values[-len(odd) or LONG :] = odd
         codes = values.view(f"u{values.itemsize}")
         for offset in (0, 1):
-            found = tallied(codes, code, 77, [5000], offset, compiled=compiled)
+            found = tallied(codes, code, 77, [5000], offset)
             assert same(found.found(), expected(numbers(codes, code)))
             assert found.channels().tolist() == largest(numbers(codes, code), 77)
 
 
-@needs_compiled
-@pytest.mark.parametrize("code", ["BF16", "F16", "F32"])
-@pytest.mark.parametrize("rare", [0, 1, 200])
-def test_small_values_are_added_once(code: str, rare: int) -> None:
-    """The values of a few exponents are added together, from the largest on; the last of these ranges begins at the
-    smallest normal exponent, and so goes beyond where the one before ended. Few small values, and many."""
-    least = {"F16": -14}.get(code, -126)
-    random = np.random.default_rng(rare)
-    for above in (8, 12, 14, 21, 30, 43):
-        exponents = random.integers(least + above - 4, least + above, LONG)
-        exponents[random.permutation(LONG)[: rare * 3]] = random.integers(least, least + above, rare * 3)
-        values = np.ldexp(random.uniform(1, 2, LONG), np.minimum(exponents, 14 if code == "F16" else 126))
-        codes = as_codes(values * random.choice([-1.0, 1.0], LONG), code)
-        found = tallied(codes, code, 0, [5000], 0, compiled=True).found()
-        assert same(found, expected(numbers(codes, code)))
-
-
-@pytest.mark.parametrize("compiled", [pytest.param(True, marks=needs_compiled), False])
 @pytest.mark.parametrize("sign", [-1.0, 1.0])
-def test_all_values_of_a_sign_and_the_largest_there_are(sign: float, compiled: bool) -> None:
+def test_all_values_of_a_sign_and_the_largest_there_are(sign: float) -> None:
     """No sum holds the squares of the largest values; where none is negative, or none positive, extremes are right."""
     for code in ("F32", "F64"):
         kind = numpy_dtype(code)
         values = np.full(LONG, sign * np.finfo(kind).max, kind)
         values[3] /= 2
         codes = values.view(f"u{kind.itemsize}")
-        found = tallied(codes, code, 0, [], 0, compiled=compiled).found()
+        found = tallied(codes, code, 0, [], 0).found()
         assert same(found, expected(numbers(codes, code)))
-
-
-@needs_compiled
-def test_bins_are_emptied_before_they_are_full(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counts, and sums in double precision, of less than what they hold at once."""
-    monkeypatch.setattr(tally, "_PENDING", 1000)
-    kind = numpy_dtype("F64")
-    monkeypatch.setitem(EXACT_TYPES, kind, replace(EXACT_TYPES[kind], capacity=1000))
-    random = np.random.default_rng(1)
-    for code in ("U8", "BF16", "F64"):
-        codes = as_codes(random.standard_normal(LONG), code)
-        found = tallied(codes, code, 11, [1, 700, 1400, 1402], 0, compiled=True)
-        assert same(found.found(), expected(numbers(codes, code)))
-        assert found.channels().tolist() == largest(numbers(codes, code), 11)
-
-
-@needs_compiled
-def test_runs_of_the_same_values() -> None:
-    values = np.repeat(np.array([0.0, 1.5, -3.0, 0.0], np.float32), [4097, 5, 1003, 2]).astype(numpy_dtype("BF16"))
-    codes = values.view(np.uint16)
-    assert same(tallied(codes, "BF16", 3, [8], 1, compiled=True).found(), expected(numbers(codes, "BF16")))
-
-
-@pytest.fixture
-def reloaded() -> Iterator[None]:
-    tally.load.cache_clear()
-    yield
-    tally.load.cache_clear()
-
-
-@needs_compiled
-def test_loops_of_another_source_are_not_used(reloaded: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    changed = tmp_path / tally.SOURCE.name
-    changed.write_bytes(tally.SOURCE.read_bytes() + b"\n")
-    monkeypatch.setattr(tally, "SOURCE", changed)
-    assert tally.load() is None
-    codes = np.arange(100, dtype=np.uint16)
-    assert tallied(codes, "U16", 10, [], 0, compiled=True).found().total == 4950

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from transaxle.axes.notation.linear_regex import PatternError
+from transaxle.encodings.conventions.linear_regex import PatternError
 from transaxle.encodings.conventions.scheme import (
     CACHE,
     COMPRESSED,

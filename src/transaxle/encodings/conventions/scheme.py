@@ -13,7 +13,7 @@ compressed-tensors (`re:` and an expression, or a whole name), and ModelOpt's wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from types import MappingProxyType
@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
-from transaxle.axes.notation.linear_regex import Expressions
+from transaxle.encodings.conventions.linear_regex import Expressions
 from transaxle.encodings.conventions.convention import COMPRESSED_TENSORS, DEEPSEEK, GPT_OSS, MODELOPT, TORCHAO
 from transaxle.encodings.encoding import FLOAT8, FLOAT8_BLOCK, MXFP4, MXFP8, NVFP4, WHOLE, Encoding
 from transaxle.errors import Refusal, Where, gathered, refuse
@@ -50,7 +50,9 @@ class Modules(msgspec.Struct, frozen=True, dict=True):
         """
         if self.names and (module in self.names or (self.inside and self._inside(module))):
             return True
-        return self.expressions is not None and any(self._ends_well(module, at) for at in self.expressions.ends(module))
+        if self.expressions is None or not self.expressions.match(module):
+            return False
+        return self.until == "anywhere" or any(self.expressions.ends_at(module, at) for at in self._ends(module))
 
     @cached_property
     def _lengths(self) -> tuple[int, ...]:
@@ -61,10 +63,13 @@ class Modules(msgspec.Struct, frozen=True, dict=True):
         starts = (module[:end] for at in dots for end in (at, at + 1))
         return any(start in self.names for start in starts) or any(module[-n:] in self.names for n in self._lengths)
 
-    def _ends_well(self, module: str, at: int) -> bool:
-        if self.until == "anywhere" or at == len(module):
-            return True
-        return self.until == "segment" and (module[at] == "." or module[at - 1 : at] == ".")
+    def _ends(self, module: str) -> Iterator[int]:
+        """Yield where a match may end."""
+        yield len(module)
+        if self.until == "segment":
+            for at, letter in enumerate(module):
+                if letter == ".":
+                    yield from (at, at + 1)
 
 
 def transformers_modules(texts: Iterable[str]) -> Modules:

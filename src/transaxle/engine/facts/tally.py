@@ -1,42 +1,57 @@
 """Tallies of values: how often each code of a small type occurs, exact sums of others, and the largest of each channel.
 
 All that is added are whole numbers: counts of codes, and the mantissas, and their squares, of larger types. So the sums
-are exact until they are rounded once, at the end, and no order of blocks, threads or additions changes them. `tally.c`
-says the same in C, where it was built, and gives the same numbers; bfloat16 and half precision it adds, numpy counts.
+are exact until they are rounded once, at the end, and no order of blocks, threads or additions changes them.
 """
 
 from __future__ import annotations
 
-import ctypes
 import math
-import zlib
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from transaxle.engine.facts.exact_tally import (
-    EXACT_TYPES,
-    Channels,
-    Codes,
-    Doubles,
-    ExactTally,
-    Extremes,
-    Moments,
-    rounded_once,
-)
+from transaxle.formats.catalog import numpy_dtype
 
-SOURCE = Path(__file__).with_name("tally.c")
-LIBRARY = Path(__file__).with_name("libtally.so")
+_AT_ONCE = 1 << 16
+"""Elements that are looked at together: they stay in the cache, and sums of as many limbs are exact in doubles."""
+_COUNTED_AT_ONCE = 1 << 18
+_LIMB = 32
+"""Bits of the parts in which mantissas and their squares are added."""
 _COUNTED = 2
 """Bytes of the types of which every code is counted."""
 _DIGITS = 16
 """Bits of a value's mantissa in such types, at most: integers of two bytes have as many."""
-_PENDING = (1 << 32) - 1
-"""Codes that the compiled loops count before their counts are added to the others."""
+_ABOVE_ALL, _BELOW_ALL = (1 << 63) - 1, -1 << 63
+Doubles = npt.NDArray[np.float64]
+Codes = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """What was found of values; only finite ones enter into the first four."""
+
+    least: float
+    """The smallest; NaN where there is none."""
+    largest: float
+    """The largest."""
+    total: float
+    """Their sum."""
+    squares: float
+    """The sum of their squares."""
+    elements: int
+    """How many there are, whatever they are."""
+    zeros: int
+    """Those that are 0 or -0."""
+    nans: int
+    """Those that are NaN."""
+    infinite: int
+    """Those that are infinite."""
 
 
 class Tally(Protocol):
@@ -52,20 +67,54 @@ class Tally(Protocol):
         """Return the largest absolute value of each channel, of finite ones; 0 where there is none."""
 
 
-def tally_of(kind: np.dtype[Any], width: int = 0, *, compiled: bool = True) -> Tally:
+def tally_of(kind: np.dtype[Any], width: int = 0) -> Tally:
     """Return an empty tally.
 
     Args:
         kind: the type of the elements.
         width: channels, which are the positions along the last dim; 0 where they are not looked at.
-        compiled: use the compiled loops where they are there; without, numpy finds the same.
     """
-    library = load() if compiled else None
-    exact = EXACT_TYPES.get(kind)
-    # numpy counts the codes of two bytes sooner than it adds their values; the compiled loops add sooner.
-    if exact is None or (library is None and kind.itemsize <= _COUNTED):
-        return _Counted(kind, width, library)
-    return ExactTally(exact, width, library.loops[exact.code] if library is not None else None)
+    return _Counted(kind, width) if kind.itemsize <= _COUNTED else _Summed(_WIDE[kind], width)
+
+
+class _Channels:
+    """The largest of each channel, as rows pass by, whole or not.
+
+    Args:
+        width: channels.
+        kind: type of the sizes that are compared.
+    """
+
+    def __init__(self, width: int, kind: npt.DTypeLike) -> None:
+        self.largest: npt.NDArray[Any] = np.zeros(width, kind)
+        self._column = 0
+        """The channel of the next element."""
+
+    def add(self, sizes: npt.NDArray[Any]) -> None:
+        """Add the next elements, as sizes that order as their absolute values do."""
+        width = len(self.largest)
+        if not width:
+            return
+        first = min(-self._column % width, len(sizes))
+        rows = (len(sizes) - first) // width
+        self._merge(self._column, sizes[:first])
+        if rows:
+            self._merge(0, sizes[first : first + rows * width].reshape(rows, width).max(0))
+        self._merge(0, sizes[first + rows * width :])
+        self._column = (self._column + len(sizes)) % width
+
+    def _merge(self, at: int, sizes: npt.NDArray[Any]) -> None:
+        into = self.largest[at : at + len(sizes)]
+        np.maximum(into, sizes, out=into)
+
+
+def _rounded_once(parts: Mapping[int, int], grain: int) -> float:
+    """Return a sum of whole numbers, each times two to an exponent, times two to the grain: rounded once."""
+    total = sum(part << exponent for exponent, part in parts.items())
+    try:
+        return float(total << grain) if grain > 0 else total / (1 << -grain)
+    except OverflowError:
+        return math.inf if total > 0 else -math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,46 +165,25 @@ def _type(kind: np.dtype[Any]) -> _Type:
 class _Counted:
     """A tally of a small type: it is counted how often there is each code."""
 
-    def __init__(self, kind: np.dtype[Any], width: int, library: _Library | None) -> None:
+    def __init__(self, kind: np.dtype[Any], width: int) -> None:
         self._type = _type(kind)
         self._codes = np.dtype(f"u{kind.itemsize}")
         self._counts = np.zeros(len(self._type.values), np.int64)
-        by_code = self._type.last is not None or self._type.whole
-        self._channels = Channels(width, self._codes if by_code else np.float64)
-        self._by_code = by_code
-        self._library = library
-        self._recent = np.zeros(1 << 16 if library is not None else 0, np.uint32)
-        """Counts of the compiled loops; of small codes, those of pairs."""
-        self._pending = 0
+        self._by_code = self._type.last is not None or self._type.whole
+        self._channels = _Channels(width, self._codes if self._by_code else np.float64)
+        self._indices = np.empty(0, np.intp)
 
     def add(self, block: memoryview) -> None:
         """See `Tally`."""
         codes = np.frombuffer(block, self._codes)
-        if self._library is None:
-            self._counts += np.bincount(codes, minlength=len(self._counts))
-        for start in range(0, len(codes) if self._library is not None else 0, _PENDING):
-            self._add_compiled(codes[start : start + _PENDING])
-        if self._channels.width and (self._library is None or not self._by_code):
-            self._channels.add(self._sizes(codes))
-
-    def _add_compiled(self, codes: Codes) -> None:
-        assert self._library is not None
-        if self._pending + len(codes) > _PENDING:
-            self._settle()
-        self._pending += len(codes)
-        self._library.add_codes(codes, self._recent, self._channels if self._by_code else None, self._type)
-        if self._codes.itemsize == 1 and len(codes) % 2:
-            self._counts[codes[-1]] += 1
-
-    def _settle(self) -> None:
-        """Add what the compiled loops have counted."""
-        if self._codes.itemsize == 1:
-            pairs = self._recent.reshape(256, 256)
-            self._counts += pairs.sum(0, dtype=np.int64) + pairs.sum(1, dtype=np.int64)
-        else:
-            self._counts += self._recent
-        self._recent[...] = 0
-        self._pending = 0
+        self._indices = _grown(self._indices, min(len(codes), _COUNTED_AT_ONCE))
+        for start in range(0, len(codes), _COUNTED_AT_ONCE):
+            part = codes[start : start + _COUNTED_AT_ONCE]
+            indices = self._indices[: len(part)]
+            indices[...] = part
+            self._counts += np.bincount(indices, minlength=len(self._counts))
+            if len(self._channels.largest):
+                self._channels.add(self._sizes(part))
 
     def _sizes(self, codes: Codes) -> npt.NDArray[Any]:
         if self._type.whole:
@@ -168,8 +196,6 @@ class _Counted:
 
     def found(self) -> Moments:
         """See `Tally`."""
-        if self._pending:
-            self._settle()
         there = np.flatnonzero(self._counts)
         counts, values = self._counts[there], self._type.values[there]
         nans, infinite = int(counts[np.isnan(values)].sum()), int(counts[np.isinf(values)].sum())
@@ -178,8 +204,8 @@ class _Counted:
         grain, squares = self._type.lowest, mantissas**2
         return Moments(
             *((float(finite.min()) + 0.0, float(finite.max()) + 0.0) if len(finite) else (math.nan, math.nan)),
-            total=rounded_once(_by_exponent(exponents, counts, mantissas), grain),
-            squares=rounded_once(_squares(exponents, counts, squares), 2 * grain),
+            total=_rounded_once(_by_exponent(exponents, counts, mantissas), grain),
+            squares=_rounded_once(_squares(exponents, counts, squares), 2 * grain),
             elements=int(counts.sum()),
             zeros=int(counts[values == 0].sum()),
             nans=nans,
@@ -206,40 +232,185 @@ def _squares(exponents: Codes, counts: Codes, squares: Codes) -> dict[int, int]:
     return {2 * each: low.get(each, 0) + (high.get(each, 0) << 16) for each in low.keys() | high.keys()}
 
 
-_LONG, _INT, _AT, _CODE = ctypes.c_int64, ctypes.c_int, ctypes.c_void_p, ctypes.c_uint32
-_OF_CODES = (_AT, _LONG, _AT, _LONG, _LONG, _INT, _CODE, _CODE, _AT)
-_OF_VALUES = (_AT, _LONG, ctypes.POINTER(Extremes), _AT, _AT, _LONG, _LONG, _AT)
-_CODE_SIZES = ("codes_8", "codes_16")
+@dataclass(frozen=True, slots=True)
+class _WideType:
+    """How the codes of a type are read."""
+
+    dtype: np.dtype[Any]
+    """The type of values."""
+    mantissa: int = 0
+    """Bits of a mantissa that are stored; 0: whole numbers."""
+    grain: int = 0
+    """Power of two that the smallest value is."""
+    signed: bool = True
+    """Whether there are negative ones."""
+
+    @property
+    def bits(self) -> int:
+        """Bits of an element."""
+        return 8 * self.dtype.itemsize
+
+    @property
+    def size_mask(self) -> int:
+        """A code without its sign."""
+        return (1 << (self.bits - 1)) - 1
+
+    @property
+    def infinity(self) -> int:
+        """The code of the infinite value."""
+        return self.size_mask >> self.mantissa << self.mantissa
 
 
-class _Library:
-    """The compiled loops. Calls release the interpreter's lock, so threads count side by side."""
-
-    def __init__(self, library: ctypes.CDLL) -> None:
-        self.loops: dict[str, Any] = {}
-        for name in (*_CODE_SIZES, *(kind.code for kind in EXACT_TYPES.values())):
-            function = library[f"transaxle_{name}"]
-            function.argtypes, function.restype = _OF_CODES if name in _CODE_SIZES else _OF_VALUES, None
-            self.loops[name] = function
-
-    def add_codes(self, codes: Codes, counts: npt.NDArray[np.uint32], channels: Channels | None, kind: _Type) -> None:
-        """Count codes, and take the largest of each channel."""
-        function, whole = self.loops[_CODE_SIZES[codes.itemsize - 1]], int(kind.whole)
-        given = codes.ctypes.data, len(codes), counts.ctypes.data
-        if channels is None:
-            function(*given, 0, 0, whole, 0, 0, None)
-            return
-        function(*given, channels.width, channels.column, whole, kind.mask, kind.last or 0, channels.address)
-        channels.passed(len(codes))
+_WIDE = {
+    kind.dtype: kind
+    for kind in (
+        _WideType(numpy_dtype("F32"), 23, -149),
+        _WideType(numpy_dtype("F64"), 52, -1074),
+        _WideType(numpy_dtype("I32")),
+        _WideType(numpy_dtype("U32"), signed=False),
+        _WideType(numpy_dtype("I64")),
+        _WideType(numpy_dtype("U64"), signed=False),
+    )
+}
 
 
-@cache
-def load() -> _Library | None:
-    """Return the compiled loops, or None where they were not built, cannot be loaded here, or are of another source."""
-    try:
-        library = ctypes.CDLL(str(LIBRARY))
-        stamp = library.transaxle_stamp
-        stamp.restype = ctypes.c_uint32
-        return _Library(library) if stamp() == zlib.crc32(SOURCE.read_bytes()) else None
-    except (OSError, AttributeError):
-        return None
+class _Summed:
+    """A tally of a large type: parts of mantissas and of their squares are added, by exponent."""
+
+    def __init__(self, kind: _WideType, width: int) -> None:
+        self._type = kind
+        self._word = np.dtype(f"<u{kind.bits // 8}")
+        self._elements = self._zeros = self._nans = self._infinite = 0
+        self._least, self._most = _ABOVE_ALL, _BELOW_ALL
+        self._channels = _Channels(width, self._word)
+        self._sums, self._squares = Counter[int](), Counter[int]()
+        """Power of two, counted from the grain on -> how often."""
+        self._mantissas = self._products = np.empty(0, np.uint64)
+        self._exponents, self._weights = np.empty(0, np.intp), np.empty(0)
+
+    def add(self, block: memoryview) -> None:
+        """See `Tally`."""
+        codes = np.frombuffer(block, self._word)
+        self._elements += len(codes)
+        for start in range(0, len(codes), _AT_ONCE):
+            self._add(codes[start : start + _AT_ONCE])
+
+    def _add(self, codes: Codes) -> None:
+        kind = self._type
+        sizes, negative = self._sizes(codes)
+        places = self._places(codes, negative)
+        if kind.mantissa and not (finite := sizes < kind.infinity).all():
+            infinite = int(np.count_nonzero(sizes == kind.infinity))
+            self._infinite += infinite
+            self._nans += int(np.count_nonzero(~finite)) - infinite
+            sizes, places = np.where(finite, sizes, self._word.type(0)), places[finite]
+            self._zeros -= len(codes) - len(places)
+        self._zeros += len(codes) - int(np.count_nonzero(sizes))
+        if len(places):
+            self._least, self._most = min(self._least, int(places.min())), max(self._most, int(places.max()))
+        self._channels.add(sizes)
+        if kind.mantissa:
+            self._add_floats(sizes, codes.view(kind.dtype))
+        else:
+            self._add_integers(sizes.astype(np.uint64), negative)
+
+    def _add_floats(self, sizes: Codes, signs: npt.NDArray[Any]) -> None:
+        """Add mantissas and their squares, of each exponent those that have it."""
+        kind, count = self._type, len(sizes)
+        self._exponents, self._mantissas = (_grown(a, count) for a in (self._exponents, self._mantissas))
+        self._products, self._weights = _grown(self._products, count), _grown(self._weights, count)
+        exponents, mantissas = self._exponents[:count], self._mantissas[:count]
+        np.right_shift(sizes, kind.mantissa, out=exponents, casting="unsafe")
+        np.minimum(exponents, 1, out=mantissas, casting="unsafe")
+        mantissas <<= kind.mantissa
+        np.bitwise_and(sizes, (1 << kind.mantissa) - 1, out=self._products[:count], casting="unsafe")
+        mantissas |= self._products[:count]
+        limbs = list(_limbs(mantissas, kind.mantissa + 1))
+        for at, limb in enumerate(limbs):
+            self._gather(self._sums, 1, limb, _LIMB * at, signs)
+            for other in range(at, len(limbs)):
+                product = np.multiply(limb, limbs[other], out=self._products[:count])
+                for half, part in enumerate(_limbs(product, 2 * _LIMB)):
+                    self._gather(self._squares, 2, part, _LIMB * (at + other + half) + (other != at))
+
+    def _gather(
+        self, into: Counter[int], step: int, parts: Codes, shift: int, signs: npt.NDArray[Any] | None = None
+    ) -> None:
+        """Add parts of the numbers of each exponent; one more of it is `step` in the sum."""
+        weights = self._weights[: len(parts)]
+        weights[...] = parts
+        if signs is not None:
+            with np.errstate(invalid="ignore"):  # NaN of the kind that signals
+                np.copysign(weights, signs, out=weights)
+        sums = np.bincount(self._exponents[: len(parts)], weights=weights)
+        for exponent in np.flatnonzero(sums).tolist():
+            # Subnormal numbers have the grain of the smallest normal ones.
+            into[step * max(exponent - 1, 0) + shift] += int(sums[exponent])
+
+    def _add_integers(self, sizes: npt.NDArray[np.uint64], negative: npt.NDArray[np.bool_]) -> None:
+        """Add whole numbers and their squares."""
+        limbs = list(_limbs(sizes, self._type.bits))
+        for at, limb in enumerate(limbs):
+            signed = limb.astype(np.int64)
+            self._sums[_LIMB * at] += int(np.where(negative, -signed, signed).sum())
+            for other in range(at, len(limbs)):
+                for half, part in enumerate(_limbs(limb * limbs[other], 2 * _LIMB)):
+                    self._squares[_LIMB * (at + other + half) + (other != at)] += int(part.sum())
+
+    def _sizes(self, codes: Codes) -> tuple[Codes, npt.NDArray[np.bool_]]:
+        """Return sizes as codes, and which are negative."""
+        kind = self._type
+        negative = codes > kind.size_mask if kind.signed else np.zeros(len(codes), bool)
+        if kind.mantissa:
+            return codes & self._word.type(kind.size_mask), negative
+        return np.where(negative, ~codes + self._word.type(1), codes), negative
+
+    def _places(self, codes: Codes, negative: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+        """Return whole numbers in the order of values."""
+        kind = self._type
+        if kind.mantissa:
+            codes = np.where(negative, codes ^ self._word.type(kind.size_mask), codes)
+        elif not kind.signed:
+            return (codes.astype(np.uint64) ^ np.uint64(1 << 63 if kind.bits == 64 else 0)).view(np.int64)
+        places: npt.NDArray[np.int64] = codes.view(f"<i{kind.bits // 8}")
+        return places
+
+    def _value(self, place: int) -> float:
+        """Return the value at a place."""
+        kind = self._type
+        if not kind.mantissa:
+            return float(place if kind.signed or kind.bits < 64 else place + (1 << 63))
+        code = place if place >= 0 else (place & 2 * kind.size_mask + 1) ^ kind.size_mask
+        return float(np.array([code], self._word).view(kind.dtype)[0]) + 0.0
+
+    def found(self) -> Moments:
+        """See `Tally`."""
+        grain, some = self._type.grain, self._least <= self._most
+        extremes = (self._value(self._least), self._value(self._most)) if some else (math.nan, math.nan)
+        return Moments(
+            *extremes,
+            total=_rounded_once(self._sums, grain),
+            squares=_rounded_once(self._squares, 2 * grain),
+            elements=self._elements,
+            zeros=self._zeros,
+            nans=self._nans,
+            infinite=self._infinite,
+        )
+
+    def channels(self) -> Doubles:
+        """See `Tally`."""
+        largest = self._channels.largest
+        values: Doubles = (largest.view(self._type.dtype) if self._type.mantissa else largest).astype(float)
+        return values
+
+
+def _limbs(numbers: Codes, bits: int) -> Iterator[Codes]:
+    """Yield the parts of whole numbers of so many bits, the lowest first."""
+    for at in range(0, bits, _LIMB):
+        low = numbers if at + _LIMB >= bits else numbers & numbers.dtype.type((1 << _LIMB) - 1)
+        yield low >> numbers.dtype.type(at) if at else low
+
+
+def _grown(buffer: npt.NDArray[Any], count: int) -> npt.NDArray[Any]:
+    """Return a buffer of at least so many elements: the same one if it has them."""
+    return buffer if len(buffer) >= count else np.empty(count, buffer.dtype)

@@ -10,8 +10,7 @@ from functools import partial
 import numpy as np
 
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, StoredTensor
-from transaxle.engine.facts.exact_tally import Doubles, Moments
-from transaxle.engine.facts.tally import tally_of
+from transaxle.engine.facts.tally import Doubles, Moments, tally_of
 from transaxle.formats.catalog import ITEM_BITS, numpy_dtype
 from transaxle.move.workers import Limits, Progress, Worker, share, unwatched
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from transaxle.axes.notation.linear_regex import Expressions, PatternError
+from transaxle.encodings.conventions.linear_regex import Expressions, PatternError
 from transaxle.errors import Code, TransaxleError, refuse
 from transaxle.formats.deepspeed import keys
 from transaxle.formats.deepspeed.keys import CheckedValue
@@ -30,7 +30,7 @@ class Patterns:
     """Many patterns: those that are whole names are found without trying the others.
 
     Raises:
-        Refused: UNSUPPORTED for a pattern that is malformed, or that no automaton matches.
+        Refused: UNSUPPORTED for a pattern that is malformed, or that RE2 cannot run.
     """
 
     def __init__(self, texts: Iterable[str]) -> None:

@@ -1,0 +1,120 @@
+"""Expressions match as in `re`, in time that is linear in the name."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from transaxle.encodings.conventions.linear_regex import Expressions, PatternError
+
+LETTERS = "ab.0-"
+names = st.text(LETTERS, max_size=9)
+_atoms = st.sampled_from(["a", "b", r"\.", ".", "0", r"\d", r"\w", r"\S", "[ab]", "[^a]", "[a-b0]", "[.-]", r"[\d-]"])
+
+
+def _larger(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
+    counts = st.sampled_from(["*", "+", "?", "*?", "+?", "{2}", "{1,2}", "{0,1}", "{2,}", "{,2}", "{0}"])
+    return st.one_of(
+        st.tuples(inner, inner).map("".join),
+        st.tuples(inner, inner).map(lambda pair: f"({pair[0]}|{pair[1]})"),
+        st.tuples(inner, counts).map(lambda pair: f"(?:{pair[0]}){pair[1]}"),
+        inner.map(lambda text: f"{text}$"),
+        inner.map(lambda text: f"(|{text})"),
+    )
+
+
+expressions = st.recursive(_atoms, _larger, max_leaves=8)
+
+
+def ends(expressions: Expressions, name: str) -> list[int]:
+    return [at for at in range(len(name) + 1) if expressions.ends_at(name, at)]
+
+
+@given(expressions, names)
+def test_expressions_match_as_in_re(text: str, name: str) -> None:
+    compiled = Expressions([text])
+    assert compiled.match(name) == (re.match(text, name) is not None)
+    assert compiled.ends_at(name, len(name)) == (re.fullmatch(text, name) is not None)
+    wanted = [end for end in range(len(name) + 1) if re.match(f"(?:{text})(?<=^.{{{end}}})", name, re.DOTALL)]
+    assert ends(compiled, name) == wanted
+
+
+@given(st.lists(expressions, min_size=1, max_size=3), names)
+def test_of_several_each_matches_as_alone(texts: list[str], name: str) -> None:
+    together = Expressions(texts)
+    assert ends(together, name) == sorted({end for text in texts for end in ends(Expressions([text]), name)})
+    assert together.matching(name) == [number for number, text in enumerate(texts) if re.match(text, name)]
+
+
+@pytest.mark.parametrize("text", ["(a*)*b", "(a|a)*b", "(.*)*(.*)*x", "a?" * 60 + "a" * 60, "(a+)+$", "(?:$$)*b"])
+def test_no_expression_backtracks(text: str) -> None:
+    began = time.process_time()
+    assert ends(Expressions([text]), "a" * 50 + "!") == []
+    assert time.process_time() - began < 2
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *["(", ")", "[a", "a)b", "*a", "a**", "(?=a)", "(?!a)", r"(a)\1", r"\b", "\\", "a{3,2}", "a{2000}", "[b-a]"],
+        *[r"[\b]", r"\pL", r"\C", "(?i)a", "(?", "a*+", "a++", "a{1,2}+", "\ud800"],
+        *["(" * 200 + ")" * 200, "(a|" * 500_000 + "a" + ")" * 500_000, "a?" * 100_000, "((a{1000}){1000}){1000}"],
+    ],
+)
+def test_what_has_no_automaton_is_refused(text: str) -> None:
+    with pytest.raises(PatternError):
+        Expressions([text])
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("a^", "a"),
+        ("^a|^b", "b"),
+        (r"\_\-\é", "_-é"),
+        (r"[\]\[^-]", "["),
+        ("[[:a]", ":"),
+        ("[[:a]", "["),
+        ("[]a]", "]"),
+        ("[^]a]", "a"),
+        ("[^[a]", "["),
+        ("[^^a]", "^"),
+        ("a{,}", "aaa"),
+        (r"a\Z", "ab"),
+        ("é+", "éé"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Possible nested set:FutureWarning")
+def test_what_re_writes_in_another_way(text: str, name: str) -> None:
+    assert Expressions([text]).match(name) == (re.match(text, name) is not None)
+
+
+def test_classes_of_characters_are_those_of_ascii() -> None:
+    """RE2 has no others, and would silently not match."""
+    assert Expressions([r"model\.\d+"]).match("model.5")
+    with pytest.raises(PatternError, match="ASCII"):
+        Expressions([r"model\.\w+"]).match("model.größe")
+    assert Expressions(["model.*"]).match("model.größe")
+
+
+def test_work_is_bounded() -> None:
+    """Names of which each needs new sets of states: what would take hours is refused after seconds."""
+    heavy = Expressions(["(" + "|".join(f".{{{n}}}x" for n in range(80)) + ")*y"])
+    with pytest.raises(PatternError, match="too long"):
+        [heavy.match(f"{number * 7919:020b}".replace("1", "x") * 40) for number in range(100_000)]
+
+
+def test_of_very_many_none_is_told_from_another() -> None:
+    many = Expressions([f"a{number}" for number in range(5000)])
+    assert many.match("a17")
+    assert not many.match("b")
+    with pytest.raises(PatternError, match="more than"):
+        many.matching("a17")
+
+
+def test_braces_that_are_no_count_are_letters() -> None:
+    assert ends(Expressions(["a{b}"]), "a{b}") == [4]
