@@ -17,7 +17,7 @@ from tests.cli.conftest import here, transaxle  # noqa: F401 - fixtures
 from tests.cli.running import Transaxle
 from tests.engine import quantized
 from tests.reports.embedded import data, table
-from transaxle.engine.facts.value_facts import measure_values
+from transaxle.engine.values import measure_values
 from transaxle.move.workers import limits
 
 KINDS = ("float16", "float32", "float64", "int8", "int16", "int32", "uint8", "bool", "bfloat16", "float8_e4m3fn")

@@ -26,8 +26,8 @@ from transaxle.encodings.encoding import Encoded, Role
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.checkpoint_facts import JsonFacts, checkpoint_facts
 from transaxle.engine.distance import place_of, places
-from transaxle.engine.facts.value_facts import CheckpointValues, TensorValues
 from transaxle.engine.moves import axes_of
+from transaxle.engine.values import CheckpointValues, TensorValues
 from transaxle.engine.wording import Indices, Position, fold, parameters, plural, products, ranges, size
 from transaxle.errors import TransaxleError, shortened
 from transaxle.formats.catalog import NUMBERS

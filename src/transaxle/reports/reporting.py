@@ -21,7 +21,7 @@ from transaxle.arguments import (
     suggests,
 )
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, CheckpointLike, opened
-from transaxle.engine.facts.value_facts import measure_values
+from transaxle.engine.values import measure_values
 from transaxle.errors import Refused, TransaxleError
 from transaxle.move.workers import Progress, limits, unwatched
 from transaxle.options import OPENING, select

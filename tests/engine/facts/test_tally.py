@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transaxle.engine.facts.tally import Moments, tally_of
+from transaxle.engine.values import Moments, tally_of
 from transaxle.formats.catalog import ITEM_BITS, numpy_dtype
 
 _SMALL = {numpy_dtype(code): code for code, bits in reversed(ITEM_BITS.items()) if bits in {8, 16}}

@@ -21,8 +21,8 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
-from transaxle.encodings.conventions.linear_regex import Expressions
 from transaxle.encodings.conventions.convention import COMPRESSED_TENSORS, DEEPSEEK, GPT_OSS, MODELOPT, TORCHAO
+from transaxle.encodings.conventions.linear_regex import Expressions
 from transaxle.encodings.encoding import FLOAT8, FLOAT8_BLOCK, MXFP4, MXFP8, NVFP4, WHOLE, Encoding
 from transaxle.errors import Refusal, Where, gathered, refuse
 
