@@ -5,7 +5,7 @@ What a state dict has to hold for a grouped layer: how many experts, of what sha
 Rename and restack grouped parameters in state dicts: N tensors and one stack are two dialects of one table.
 
 One implementation for the module, for containers of modules, and for optimizer state; `transaxle.load` and the DCP
-planners use the same (`transaxle.axes.translation.grouped`, `transaxle.axes.translation.grouped`) on what is in
+planners use the same (`transaxle.axes.translation.grouped`) on what is in
 files. Quantized parameters are several plain entries, each of which is stacked or taken apart by itself: no value is
 computed.
 """

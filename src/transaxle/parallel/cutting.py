@@ -2,12 +2,12 @@
 
 Collectives between what all ranks compute alike and what each computes for itself; each has its transpose.
 
-enter     identity             gradients are summed      before a column-parallel layer
-leave     values are summed    identity                  after a row-parallel layer
-gather    parts are joined     own part of the gradient  after what is alone in its cut: logits, hidden embeddings
-scatter   own part             gradients are joined      before a row-parallel layer whose input is whole
-summed    identity             gradients are summed,     parameters that several ranks hold and use for different
-each at its place         heads
+    enter     identity             gradients are summed      before a column-parallel layer
+    leave     values are summed    identity                  after a row-parallel layer
+    gather    parts are joined     own part of the gradient  after what is alone in its cut: logits, hidden embeddings
+    scatter   own part             gradients are joined      before a row-parallel layer whose input is whole
+    summed    identity             gradients are summed,     parameters that several ranks hold and use for different
+                                   each at its place         heads
 """
 
 from __future__ import annotations

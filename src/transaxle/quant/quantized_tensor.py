@@ -1,7 +1,7 @@
 """`QuantizedTensor`: a matrix, or a stack of them, stored as codes and scales and usable as a tensor of values.
 
 The wrapper has no memory of its own: its storage is empty and its data pointer 0. `transaxle.quant.dispatch`
-defines what operations do with it, `transaxle.quant.quantized_tensor` how FSDP2 gathers it.
+defines what operations do with it.
 
 Rowwise and columnwise codes of one matrix, and when the latter follow from the former.
 

@@ -5,9 +5,10 @@ A record states the same facts many times: sizes of parts, widths per rank, a sh
 converter, the same cut once more as an affine map. `Record` holds each fact once. It writes the whole dict from them,
 and reads one by deriving everything again and refusing any contradiction.
 
-      Record.cut("column", (48, 32), 0, [[8, 8], [8, 8], [8, 8]], view=(3, -1)).as_dict()
-  |gives the record of a `Linear(32, 48)` with three parts of 16 rows on two ranks. All of it is plain data; nothing
-      here knows torch.
+    Record.cut("column", (48, 32), 0, [[8, 8], [8, 8], [8, 8]], view=(3, -1)).as_dict()
+
+gives the record of a `Linear(32, 48)` with three parts of 16 rows on two ranks. All of it is plain data; nothing here
+knows torch.
 
 The metadata of one model, `universal_checkpoint_info`: its statements on each parameter, in either of its forms.
 

@@ -15,10 +15,11 @@ Parameter groups: an optimizer's settings, with the names of the parameters that
 
 Every format keeps them in its own way; here they are plain data, under one key of a container's metadata:
 
-      ck.metadata["param_groups"] == [{"lr": 0.001, "betas": (0.9, 0.95), "params": ["model.norm.weight", ...]}, ...]
-  |A setting keeps its type: numbers, texts, None, and tuples, lists and dicts of them stay as they are; a number with a
-      dtype of its own (a tensor without dims, a numpy number) is a numpy scalar. Parameters have the names of their
-      state, `optim/<parameter>/<state>`.
+    ck.metadata["param_groups"] == [{"lr": 0.001, "betas": (0.9, 0.95), "params": ["model.norm.weight", ...]}, ...]
+
+A setting keeps its type: numbers, texts, None, and tuples, lists and dicts of them stay as they are; a number with a
+dtype of its own (a tensor without dims, a numpy number) is a numpy scalar. Parameters have the names of their state,
+`optim/<parameter>/<state>`.
 
 Full-precision weights: the copies of low-precision weights that an optimizer updates, `optim/<parameter>/fp32`.
 """
