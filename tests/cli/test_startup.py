@@ -48,7 +48,7 @@ _OF_VALUES = ("ml_dtypes", "transaxle.encodings.arithmetic")
 BLAS = "OPENBLAS_NUM_THREADS"
 COMMANDS = {
     "--help": (("--help",), (*NEVER, *_READING, *_LISTING)),
-    "ls": (("ls", "ck"), ("numpy", *NEVER, *_READING, *_OF_VALUES)),
+    "ls": (("ls", "ck"), (*NEVER, *_READING, *_OF_VALUES)),
     "plan": (("plan", "ck", "out", "--to", "torchtitan"), (*NEVER, *_OF_WORKERS, *_OF_VALUES)),
     "convert": (("convert", "ck", "out", "--to", "torchtitan"), (*NEVER, *_OF_WORKERS, *_OF_VALUES)),
     "diff": (("diff", "ck", "ck"), (*NEVER, *_OF_WORKERS, *_OF_VALUES)),

@@ -266,8 +266,6 @@ class Survey:
 
     def add(self, name: str, distance: Distance, differs: bool) -> None:
         """Add what was measured of a tensor."""
-        import numpy as np
-
         place = self._places.get(name) or place_of(name)
         elements = self._sides[1][name].parameters
         measure = Measure(place, elements, differs, distance.elements, distance.largest, distance.squares)

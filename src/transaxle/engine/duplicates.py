@@ -20,9 +20,11 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple
+from typing import Any, Generic, NamedTuple
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 from msgspec.structs import replace
 
 from transaxle.axes.layout.bind import WEIGHT, split_slot
@@ -51,10 +53,6 @@ from transaxle.move.workers import (
     unwatched,
 )
 from transaxle.spans import stage
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
 
 
 class Compared(NamedTuple, Generic[Task]):
@@ -261,7 +259,6 @@ def _rounds_otherwise(pair: Pair, check: PlannedCheck) -> bool:
     """Tell whether one is the other in lower precision, and some of its values, rounded, are not that one's bits."""
     if check.rounded is None:
         return False
-    import numpy as np
 
     from transaxle.encodings.arithmetic.scaling import cast
 
@@ -363,8 +360,6 @@ def averaged(container: Container) -> Container:
     Raises:
         Refused: UNSUPPORTED for replicas of more than 256 MiB, or of numbers that have no mean.
     """
-    import numpy as np
-
     replicas = _replicas(container)
     read = [pair for pairs in replicas.values() for pair in pairs]
     entries, twins = dict(container.entries), [twin for twin in container.twins if not twin.replica or twin in read]
@@ -409,7 +404,6 @@ def _read(container: Container, copy: Entry) -> npt.NDArray[np.generic]:
 
 
 def _error(copy: npt.NDArray[np.generic], mean: npt.NDArray[np.generic]) -> Error:
-    import numpy as np
 
     apart = np.abs(copy.astype(np.float64) - mean.astype(np.float64))
     return Error(float(apart.max(initial=0.0)), float(np.square(apart).sum()), apart.size, int(np.count_nonzero(apart)))

@@ -21,6 +21,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 from msgspec.structs import replace
 
 from transaxle.axes.geometry.piece import Interval, Move
@@ -418,8 +419,6 @@ class Source:
 
     def read(self, name: str) -> Bytes:
         """Return the row-major bytes of an entry as it lies; worth it for small ones."""
-        import numpy as np
-
         entry = self.entries[name]
         out = np.empty(entry.nbytes, np.uint8)
         produce(self.container.storage, self.transfers(unchanged(name, entry)), 0, out, Scratch(_SCRATCH))

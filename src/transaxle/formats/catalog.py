@@ -26,6 +26,7 @@ from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 import xxhash
 from msgspec.structs import replace
 
@@ -43,8 +44,6 @@ from transaxle.formats.storage.compiled import (
 from transaxle.formats.storage.storage import Overlay, Storage, VirtualFiles
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from transaxle.errors import Refusal
     from transaxle.formats.training_state.state import TrainingItem
 
@@ -71,7 +70,6 @@ Shape = tuple[int, ...]
 def _numpy() -> Mapping[str, np.dtype]:
     """Return the numpy types by code; `ml_dtypes` is imported by the first who reads values."""
     import ml_dtypes
-    import numpy as np
 
     return {
         "BOOL": np.dtype(np.bool_), "U8": np.dtype("u1"), "I8": np.dtype("i1"), "I16": np.dtype("<i2"),
@@ -87,8 +85,6 @@ def _numpy() -> Mapping[str, np.dtype]:
 
 def numpy_dtype(code: str) -> np.dtype:
     """Return the numpy type for reading: the real one, or U8 for packed types (F4, F6) and for bare bits."""
-    import numpy as np
-
     return _numpy().get(code, np.dtype("u1"))
 
 
@@ -105,8 +101,6 @@ def is_scalar(value: object) -> bool:
 
 def scalar(data: bytes, code: str) -> np.generic:
     """Return the numpy scalar of these bytes."""
-    import numpy as np
-
     found: np.generic = np.frombuffer(data, numpy_dtype(code))[0]
     return found
 

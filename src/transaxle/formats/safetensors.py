@@ -23,9 +23,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, repeat
 from operator import attrgetter, le
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 from msgspec.structs import replace
 
 from transaxle.errors import LONGEST_NAME, Code, Faults, TransaxleError, refuse
@@ -59,11 +61,6 @@ from transaxle.formats.training_state.state import (
     facts_as_text,
     facts_in,
 )
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
 
 METADATA = "__metadata__"
 """The one key of a header that is not a tensor."""
@@ -362,7 +359,6 @@ class _HeaderRows:
         return array("q", (0, *ends)) == array("q", (*begins, data_size)) and all(map(le, begins, ends))
 
     def layout(self) -> _DataLayout:
-        import numpy as np
 
         pairs = np.array(self._offsets, np.int64).reshape(-1, 2)
         begins, ends = pairs[:, 0], pairs[:, 1]
@@ -398,8 +394,6 @@ def _misfit(code: str, shape: _CheckedShape, begin: int, end: int) -> str:
 
 def _add_layout(rows: _HeaderRows, layout: _DataLayout, data_size: int, faults: Faults) -> None:
     """Check that the tensors tile the data: from its first byte to its last, no gaps, no overlaps."""
-    import numpy as np
-
     begins, ends, order = layout
     file, names = rows.file, rows.names
     if (ends < begins).any():

@@ -6,14 +6,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 from transaxle.axes.geometry.chunk import Intervals
 from transaxle.axes.notation.expression import PADDING, Axis, Expression, Layout, Merge, Node, Sum, size, walk
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 Indices: TypeAlias = "NDArray[np.int64]"
 Ranges = Mapping[str, tuple[int, int]]
@@ -65,8 +64,6 @@ def positions_of(
     Returns:
         Intervals in the order of the smaller dim.
     """
-    import numpy as np
-
     local_layout, full_layout = (_layout(node, axis_sizes) for axis_sizes in (local, sizes))
     full_positions = np.empty(local_layout.shape[0], np.int64)
     for component, (share,) in local_layout.shares.items():

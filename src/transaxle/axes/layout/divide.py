@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 
 import msgspec
+import numpy as np
 
 from transaxle.axes.geometry.chunk import ChunkRule, Intervals, Replicated, take
 from transaxle.axes.geometry.ranges import Indices, Ranges, axes_in, positions, positions_of
@@ -349,8 +350,6 @@ def _along(
         sizes: axis -> size.
         rows: length of the dim on every rank.
     """
-    import numpy as np
-
     # Cut along its outermost axis, each rank has one run of rows, even where the rows do not divide into whole indices.
     if _leads(node, axes):
         if sum(rows) != size(node, sizes):
@@ -379,8 +378,6 @@ def _positions(node: Node, axes: Sequence[str], sizes: Mapping[str, int], start:
 
     The rank's dim is the same expression with a smaller last axis; its shared axes count from the rank's first.
     """
-    import numpy as np
-
     shape = tuple(sizes[axis] for axis in axes)
 
     def moved(index: Mapping[str, Indices]) -> Mapping[str, Indices]:

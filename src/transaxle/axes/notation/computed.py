@@ -13,12 +13,10 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable
 from math import isfinite
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
+import numpy as np
+from numpy.typing import NDArray
 
 Step = tuple[str, float, float]
 """What is done to a value: `("affine", a, b)` makes it a * value + b, `("exp", 0, 0)` and `("log", 0, 0)` that
@@ -120,8 +118,6 @@ def applied(values: NDArray[Any], steps: Steps) -> NDArray[Any]:
     Raises:
         ValueError: a finite value has no finite result.
     """
-    import numpy as np
-
     functions = {EXP: np.exp, LOG: np.log}
     before = values.astype(np.float64)
     after = before
@@ -137,8 +133,6 @@ def applied(values: NDArray[Any], steps: Steps) -> NDArray[Any]:
 
 def rounded(values: NDArray[np.float64], dtype: np.dtype[Any]) -> NDArray[Any]:
     """Round float64 values once to another floating-point type: to the nearest, ties to even."""
-    import numpy as np
-
     if dtype.kind == "f":  # numpy's own types
         return values.astype(dtype)
     # bfloat16 is rounded from float32. An inexact step to that must not make a tie: its last bit is odd then.

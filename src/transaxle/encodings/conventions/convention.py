@@ -19,17 +19,14 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from transaxle.encodings.encoding import ENCODINGS, FLOAT8, MXFP8, WHOLE, Encoded, Encoding, Role
 from transaxle.errors import Refusal, Where, refuse
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
 
 WEIGHT = "weight"
 """The parameter that a linear layer's buffers are named after."""
@@ -240,8 +237,6 @@ class Convention(msgspec.Struct, frozen=True, eq=False):
         or the quotient is 0 or infinite; a convention that multiplies stores its reciprocal, `amax / (448 x 6)`.
         TransformerEngine itself stores `amax`. NaN gives NaN: block scales made for it saturate, and mean nothing.
         """
-        import numpy as np
-
         if self.meaning == "amax":
             return np.float32(amax)
         top = np.float32(encoding.scale_max * encoding.code_max)
@@ -450,8 +445,6 @@ def restated(
     Post-condition: where the second says so, every product of a code, a block scale and the first decodes to the value
     that it has with the amax.
     """
-    import numpy as np
-
     numbers = amax.reshape(-1)
     global_scales = np.array([to.global_from_amax(float(size), encoding) for size in numbers], np.float32)
     unchanged = np.ones(len(numbers), np.bool_)
@@ -483,8 +476,6 @@ def hub_global_scales(
 
 def _values(factors: list[float], encoding: Encoding, dtype: str) -> NDArray[Any]:
     """Return every value that an unsigned code and a block scale can stand for, decoded with each factor."""
-    import numpy as np
-
     from transaxle.encodings.arithmetic.minifloat import MINIFLOATS, narrowed
 
     blocks, codes = (MINIFLOATS[code] for code in (encoding.scale, encoding.code))

@@ -21,7 +21,9 @@ from types import EllipsisType
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, TypeAlias
 
 import msgspec
+import numpy as np
 from msgspec.structs import replace
+from numpy.typing import DTypeLike
 
 from transaxle.arguments import Patterns, Size, read_patterns, read_size, wrong_type
 from transaxle.axes.geometry.piece import Interval
@@ -41,9 +43,7 @@ from transaxle.move.transfer import Transfer
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-    import numpy as np
     import torch
-    from numpy.typing import DTypeLike
 
 
 One: TypeAlias = SupportsIndex | slice | EllipsisType | None
@@ -187,8 +187,6 @@ class StoredTensor(msgspec.Struct, frozen=True, eq=False):
 
     def _bytes(self, spans: Sequence[Interval]) -> Bytes:
         """Read the bytes of a box."""
-        import numpy as np
-
         shape = tuple(stop - start for start, stop in spans)
         count = nbytes(self.dtype, shape)
         out = np.empty(count, np.uint8)
@@ -498,8 +496,6 @@ def as_torch(name: str, dtype: str, values: np.ndarray) -> torch.Tensor:
         Refused: UNSUPPORTED for a type that torch has not.
         ImportError: torch is not installed.
     """
-    import numpy as np
-
     try:
         import torch
     except ModuleNotFoundError as error:

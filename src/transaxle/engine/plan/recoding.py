@@ -15,8 +15,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Container as Holding
 from functools import cache
 from math import isinf, prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
 from msgspec.structs import replace
 
 from transaxle.axes.layout.bind import WEIGHT, split_slot
@@ -54,10 +55,6 @@ from transaxle.formats.builtin_formats import SAFETENSORS
 from transaxle.formats.catalog import Container, Entry, Extent, Recoding
 from transaxle.formats.storage.storage import InMemoryFile, VirtualFiles, is_url
 from transaxle.move.workers import Limits, share
-
-if TYPE_CHECKING:
-    import numpy as np
-
 
 _FILE = "\0restated "
 """Prefix of the names of virtual files."""
@@ -111,7 +108,6 @@ def published(checkpoint: Checkpoint) -> tuple[Checkpoint, list[Refusal]]:
 
 
 def _amaxes(container: Container, tensor: Encoded) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
-    import numpy as np
 
     name = tensor.parts[Role.GLOBAL]
     return Source(container).read(name).view("<f4").astype(np.float32)

@@ -11,7 +11,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
+
+import numpy as np
 
 from transaxle.axes.layout.bind import WEIGHT, Bound, split_slot
 from transaxle.axes.layout.relayout import unchanged
@@ -27,9 +29,6 @@ from transaxle.errors import Refusal, Where, gathered, refuse
 from transaxle.formats.catalog import Container, Entry, Extent, nbytes, numpy_dtype
 from transaxle.formats.training_state.state import OPTIMIZER
 from transaxle.move.endpoint import Readable
-
-if TYPE_CHECKING:
-    import numpy as np
 
 _FILE = "\0cast "
 """Prefix of the names of virtual files."""
@@ -67,8 +66,6 @@ class Caster:
         Raises:
             TransaxleError: what the reader raises.
         """
-        import numpy as np
-
         from transaxle.encodings.arithmetic.scaling import cast
 
         out = np.frombuffer(view, np.uint8)

@@ -23,7 +23,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from transaxle.axes.layout.bind import WEIGHT, split_slot
 from transaxle.axes.layout.relayout import Target, unchanged
@@ -41,10 +44,6 @@ from transaxle.formats.training_state.state import ParamGroup, group_numbers, re
 from transaxle.move.endpoint import Bytes, Readable
 from transaxle.move.strided_fill import Scratch, produce
 from transaxle.move.transfer import Transfer, clip
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
 
 
 def without_notes(metadata: Mapping[str, Any], names: Collection[str] | None = None) -> dict[str, Any]:
@@ -108,8 +107,6 @@ class RowMajorBytes:
 
     def read(self, start: int, stop: int) -> Bytes:
         """Return a range of bytes."""
-        import numpy as np
-
         out: Bytes = np.empty(stop - start, np.uint8)
         if start == stop:
             return out
@@ -162,7 +159,6 @@ class Decoder:
     """
 
     def __init__(self, tensor: Encoded, source: Source, reader: Readable, dtype: Wide, cache: _ScaleCache) -> None:
-        import numpy as np
 
         self.tensor = tensor
         self.dtype = dtype
@@ -198,8 +194,6 @@ class Decoder:
         Raises:
             TransaxleError: what the reader raises.
         """
-        import numpy as np
-
         out = np.frombuffer(view, np.uint8)
         item = self._item
         first_element, last_element = offset // item, -(-(offset + len(out)) // item)
@@ -213,8 +207,6 @@ class Decoder:
 
     def scales(self, first: int, last: int) -> npt.NDArray[np.float64]:
         """Return the scale of each of a range of elements: that of its tile, times the global one if there is one."""
-        import numpy as np
-
         out = np.empty(last - first, np.float64)
         at = 0
         for row, rows, column, columns in self._boxes(first, last):
@@ -318,8 +310,6 @@ class Decoder:
 
     def _scales(self, first: int, last: int) -> ScaleArray:
         """Return rows of the grid of scales; they are read in chunks, which are cached."""
-        import numpy as np
-
         width = self._grid_columns * self._scale_dtype.itemsize
         rows_per_chunk = max(1, _CHUNK // width)
         chunks = []
@@ -342,8 +332,6 @@ class Decoder:
     @cached_property
     def _factors(self) -> list[float]:
         """Per matrix, the factor of its products: its global scale."""
-        import numpy as np
-
         count = len(self._grids)
         if Role.GLOBAL not in self.tensor.parts:
             return [1.0] * count

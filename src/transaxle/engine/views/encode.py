@@ -14,9 +14,9 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from math import prod
-from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
 
 from transaxle.axes.layout.bind import WEIGHT, split_slot
 from transaxle.axes.layout.relayout import Target
@@ -26,9 +26,6 @@ from transaxle.engine.views.encoded import View
 from transaxle.engine.wording import plural
 from transaxle.errors import Refusal, Where, gathered, refuse
 from transaxle.formats.catalog import nbytes, numpy_dtype
-
-if TYPE_CHECKING:
-    import numpy as np
 
 
 def chosen(
@@ -190,8 +187,6 @@ def buffer_blocks(
         room: bytes of values at once, unless one row of tiles takes more.
         measured: told the error of each band of codes.
     """
-    import numpy as np
-
     if step.role == Role.GLOBAL:
         yield np.array([step.global_scale(size) for size in sizes], np.float32).view(np.uint8).data
         return
@@ -214,8 +209,6 @@ def buffer_blocks(
 
 def largest(step: Step, values: Values, *, room: int) -> tuple[float, ...]:
     """Return the amax of each matrix of a tensor; arguments as of `buffer_blocks`."""
-    import numpy as np
-
     from transaxle.encodings.arithmetic.codec import amax
 
     kind = numpy_dtype(step.dtype)

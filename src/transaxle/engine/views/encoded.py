@@ -21,6 +21,7 @@ from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 from msgspec import structs
 from msgspec.structs import replace
 
@@ -81,8 +82,6 @@ def ordered(stored: Bytes, shape: tuple[int, int]) -> Bytes:
 
     Post-condition: scale `(r, c)` was at `512 t + 16 (r % 32) + 4 (r % 128 // 32) + c % 4`, with `t` its tile.
     """
-    import numpy as np
-
     rows, columns = (-(-size // step) for size, step in zip(shape, (_ROWS, _COLUMNS), strict=True))
     tiles = stored.reshape(rows, columns, _LANES, _ROWS // _LANES, _COLUMNS)
     padded = tiles.transpose(0, 3, 2, 1, 4).reshape(rows * _ROWS, columns * _COLUMNS)

@@ -21,7 +21,9 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from transaxle.arguments import Weights
 from transaxle.axes.geometry.strided import row_major
@@ -65,10 +67,6 @@ from transaxle.formats.torch_file.saved import copied
 from transaxle.formats.training_state.flatten import flatten
 from transaxle.formats.training_state.state import LEFT_BEHIND, OPTIMIZER, RUN, Leaf, ParamGroup, arrange, joined
 
-if TYPE_CHECKING:
-    import numpy as np
-
-
 _LARGEST = 64 << 20
 
 
@@ -79,8 +77,6 @@ def unscaled(entry: Entry, factor: float, inline: NumbersInMemory) -> Entry:
         Refused: LOSSY where multiplying it again would not give what is stored; UNSUPPORTED for a large tensor, or one
             that is no floating-point numbers.
     """
-    import numpy as np
-
     dtype = numpy_dtype(entry.dtype)
     if entry.nbytes > _LARGEST or entry.dtype not in ("F32", "F16", "BF16", "F64"):
         message = f"it is stored multiplied by {factor}; {entry.nbytes} bytes of {entry.dtype} cannot be divided again"
@@ -103,8 +99,6 @@ def unscaled(entry: Entry, factor: float, inline: NumbersInMemory) -> Entry:
 
 def _values(entry: Entry, kind: np.dtype, inline: NumbersInMemory) -> np.ndarray:
     """Read a small tensor whole."""
-    import numpy as np
-
     out = np.zeros(entry.shape, kind)
     for extent in entry.extents:
         box = tuple(slice(s, s + n) for s, n in zip(extent.start, extent.shape, strict=True))
@@ -114,7 +108,6 @@ def _values(entry: Entry, kind: np.dtype, inline: NumbersInMemory) -> np.ndarray
 
 
 def _strided(extent: Extent, strides: tuple[int, ...], kind: np.dtype, inline: NumbersInMemory) -> np.ndarray:
-    import numpy as np
 
     span = 1 + sum((size - 1) * step for size, step in zip(extent.shape, strides, strict=True))
     data = inline.read(extent.file, extent.offset, span * kind.itemsize)

@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
+import numpy as np
+
 from transaxle.errors import Faults, TransaxleError
 from transaxle.formats.catalog import Draft, Entry, Extent, Fragment, Spec, nbytes, stored_number
 from transaxle.formats.deepspeed import keys
@@ -249,8 +251,6 @@ def _agree(groups: Sequence[Mapping[str, Any]], key: str, value: object) -> bool
 
 def _plain(value: object) -> object:
     """Return a setting as DeepSpeed has it: numbers without a dtype, also where torch's optimizer has a tensor."""
-    import numpy as np
-
     if isinstance(value, np.generic):
         return value.item()
     return tuple(map(_plain, value)) if isinstance(value, list | tuple) else value
