@@ -1,10 +1,11 @@
 """Builds the compiled parts when the package is installed or packed, where there is a C compiler.
 
-There are three: the kernel of the encodings, the loops that read the runs of a file, transpose and sum up, and those
-that count values. Without a compiler the install still succeeds: encodings are then computed with numpy, to the same
-bits, and `transaxle info` says so; runs are read one by one, numpy transposes and counts, and zlib sums up. What is
-built is found beside its source, so that it serves an editable install too; it is rebuilt when it is not of this source
-or cannot be loaded here, and replaced in one step, because a running process may have it open.
+There are four: the kernel of the encodings, the loops that read the runs of a file, transpose and sum up, the scan of
+pickles, and the loops that count values. Without a compiler the install still succeeds: encodings are then computed
+with numpy, to the same bits, and `transaxle info` says so; runs are read one by one, numpy transposes and counts, zlib
+sums up, and pickles are read in Python. What is built is found beside its source, so that it serves an editable install
+too; it is rebuilt when it is not of this source or cannot be loaded here, and replaced in one step, because a running
+process may have it open.
 
 The README is also the page of the package, from where its links to files of this repository would lead nowhere: there
 they lead to `[project.urls] Source`, and without it they are text.
@@ -31,6 +32,7 @@ PACKAGE = Path("src/transaxle")
 PARTS = {
     "encodings/arithmetic/kernel.c": "encodings will be computed with numpy, to the same bits",
     "formats/storage/runs.c": "the runs of a file will be read one by one, numpy will transpose, and zlib sum up",
+    "formats/pickled/scan.c": "the metadata of DCP folders will be read in Python, in ten times the time",
     "engine/facts/tally.c": "values will be counted with numpy, to the same numbers",
 }
 """Sources, and what happens without them; `libNAME.so` is built beside `NAME.c`."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from transaxle.formats.pickled.allowed_globals.allowed import ALLOWED, INERT, GlobalRule, Names
+from transaxle.formats.pickled.allowed import ALLOWED, INERT, GlobalRule, Names
 from transaxle.formats.pickled.descriptors import Object, TensorRef
 
 _DEEPEST = 8
