@@ -1,8 +1,8 @@
 """Builds the compiled parts when the package is installed or packed, where there is a C compiler.
 
-There are two: the kernel of the encodings, and the loops that read the runs of a file, transpose and sum up. Without a
-compiler the install still succeeds: encodings are then computed with numpy, to the same bits, and `transaxle info` says
-so; runs are read one by one, numpy transposes, and zlib sums up. What is built is found beside its source, so that it
+There are three: the kernel of the encodings, the loops that read the runs of a file, transpose and sum up, and the scan
+of pickles. Without a compiler the install still succeeds: encodings are then computed with numpy, to the same bits, and
+`transaxle info` says so; runs are read one by one, numpy transposes, zlib sums up, and pickles are read in Python. What is built is found beside its source, so that it
 serves an editable install too; it is rebuilt when it is not of this source or cannot be loaded here, and replaced at
 once, because a running process may have it open.
 
@@ -31,6 +31,7 @@ PACKAGE = Path("src/transaxle")
 PARTS = {
     "encodings/arithmetic/kernel.c": "encodings will be computed with numpy, to the same bits",
     "formats/storage/runs.c": "the runs of a file will be read one by one, numpy will transpose, and zlib sum up",
+    "formats/pickled/scan.c": "the metadata of DCP folders will be read in Python, in ten times the time",
 }
 """Sources, and what happens without them; `libNAME.so` is built beside `NAME.c`."""
 

@@ -24,7 +24,7 @@ NEVER = (
 _READING = (
     "transaxle.engine.plan", "transaxle.engine.execute", "transaxle.engine.compare",
     "transaxle.formats.staging.staging", "transaxle.formats.staging.upload", "transaxle.formats.pickled.interpreter",
-    "transaxle.formats.pickled.steps",
+    "transaxle.formats.pickled.scan",
     "transaxle.encodings.arithmetic", "transaxle.axes.layout.divide", "transaxle.move.workers", "ml_dtypes",
     "concurrent.futures", "logging",
 )  # fmt: skip

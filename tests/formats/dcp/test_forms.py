@@ -19,7 +19,7 @@ from tests.formats.dcp.peers.truth import hold, truth_of
 from tests.formats.dcp.peers.world import CHECKPOINT
 from tests.formats.pickled.assemble import call, name
 from transaxle.formats.dcp.metadata import NAMES
-from transaxle.formats.pickled.allowed_globals.allowed import ALLOWED
+from transaxle.formats.pickled.allowed import ALLOWED
 
 MODULE = "torch.distributed.checkpoint.metadata"
 OLD_PROPERTIES = "torch.distributed._shard.sharded_tensor.metadata"

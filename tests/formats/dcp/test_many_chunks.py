@@ -1,4 +1,4 @@
-"""Descriptions of many chunks, read as columns: what is read, and what is refused, is the same as one by one."""
+"""Descriptions of many chunks: the scan reads and refuses what the interpreter does."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ import pytest
 from transaxle.errors import Faults, Refusal
 from transaxle.formats.catalog import Spec
 from transaxle.formats.dcp import metadata
-from transaxle.formats.dcp.metadata import METADATA, NAMES, Payload, SavedItem, read_metadata
+from transaxle.formats.dcp.metadata import METADATA, Payload, SavedItem, read_metadata
 from transaxle.formats.dcp.written_chunks import ChunksByTensor, PlacedChunk, PlacedObjects, TorchTensor, metadata_of
-from transaxle.formats.pickled.allowed_globals.allowed import INERT
 from transaxle.formats.pickled.descriptors import DType, Global, Object
-from transaxle.formats.pickled.repeats import Run, bare, elements, keys
+from transaxle.formats.pickled.scan import Unread
 from transaxle.formats.pickled.writer import write_pickle
 from transaxle.formats.storage.local import LocalStorage
 
@@ -58,36 +57,43 @@ def read(folder: Path, made: Object) -> tuple[list[SavedItem] | None, list[Refus
     return items, list(faults.error().refusals) if faults else []
 
 
+def by_the_interpreter(patch: pytest.MonkeyPatch) -> None:
+    """Let metadata be read as where there was no compiler."""
+
+    def unread(*_: object) -> None:
+        raise Unread
+
+    patch.setattr(metadata, "scanned", unread)
+
+
+def by_the_scan(patch: pytest.MonkeyPatch) -> None:
+    """Let metadata be read by the scan, or not at all."""
+
+    def refused(*_: object, **__: object) -> None:
+        raise AssertionError("the scan does not read it")
+
+    patch.setattr(metadata, "read_pickle", refused)
+
+
 def both(folder: Path, monkeypatch: pytest.MonkeyPatch, change: Change) -> tuple[list[SavedItem] | None, list[Refusal]]:
     made = described()
     assert isinstance(made.state, dict)
     change(made.state)
     fast = read(folder, made)
     with monkeypatch.context() as patch:
-        one_by_one = {name: INERT if rule.build in (elements, keys, bare) else rule for name, rule in NAMES.items()}
-        patch.setattr(metadata, "NAMES", one_by_one)
+        by_the_interpreter(patch)
         assert fast == read(folder, made)
     return fast
 
 
-def test_they_are_read_as_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[int] = []
-    boxes = metadata._boxes
-
-    def counting(value: object) -> Any:
-        found = boxes(value)
-        if isinstance(value, Run) and found is not None:
-            starts, _ = found
-            seen.append(len(starts))
-        return found
-
-    monkeypatch.setattr(metadata, "_boxes", counting)
-    items, refusals = read(tmp_path, described())
+@pytest.mark.parametrize("with_paths", [False, True])
+def test_they_are_read_by_the_scan(with_paths: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    by_the_scan(monkeypatch)
+    items, refusals = read(tmp_path, described(with_paths=with_paths))
     assert not refusals
     assert items is not None
     chunks = [chunk for item in items for chunk in item.chunks]
     assert len(chunks) == 4 * LAYERS * EXPERTS
-    assert sum(seen) > 0.9 * len(chunks)
     assert all(chunk.payload is not None for chunk in chunks)
     assert sum(item.payload is not None for item in items) == EXPERTS
 
@@ -167,7 +173,7 @@ CHANGES: dict[str, tuple[Change, bool]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_the_same_as_one_by_one(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_as_by_the_interpreter(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     change, is_refused = CHANGES[name]
     _, refusals = both(tmp_path, monkeypatch, change)
     assert bool(refusals) == is_refused

@@ -1,4 +1,4 @@
-"""Descriptions of many tensors of few chunks each, as torch writes them: read as columns, they are what they say."""
+"""Descriptions of many tensors of few chunks each, as torch writes them: read by the scan, they are what they say."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from tests.formats.dcp.test_torchs_own_pickles import both, key, share_of_runs
-from transaxle.formats.dcp.metadata import NAMES, Payload, SavedChunk
+from tests.formats.dcp.test_many_chunks import by_the_scan
+from tests.formats.dcp.test_torchs_own_pickles import both, key, read
+from transaxle.formats.dcp.metadata import Payload, SavedChunk
 from transaxle.formats.pickled.descriptors import DType
-from transaxle.formats.pickled.interpreter import read_pickle
 
 RANKS = 4
 NAME = "layers.{}.experts.{}.{}.weight"
@@ -82,10 +82,8 @@ def test_they_are_what_was_described(
         )
         assert tensors[name].chunks == chunks
         assert (tensors[name].shape, tensors[name].dtype, tensors[name].path) == (shape, DType("bfloat16"), (name,))
-    top = read_pickle(data, file="x", allowed=NAMES).value.state
-    if protocol > 3:
-        assert share_of_runs(list(top["storage_data"].values())) > (0.6 if objects else 0.9)
-        assert objects or share_of_runs(list(top["state_dict_metadata"].values())) > 0.9
+    by_the_scan(monkeypatch)
+    assert read(tmp_path, data)[0] == found
 
 
 def items(made: Metadata) -> dict[Any, Any]:
@@ -133,7 +131,7 @@ CHANGES: dict[str, tuple[Change, bool]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_what_is_odd_is_said_as_it_is_one_by_one(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_odd_is_said_by_the_interpreter(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     change, is_refused = CHANGES[name]
     made = model()
     change(made)
@@ -143,7 +141,7 @@ def test_what_is_odd_is_said_as_it_is_one_by_one(name: str, tmp_path: Path, monk
 
 @pytest.mark.parametrize("objects", [False, True])
 def test_a_key_twice(objects: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No dict has one, but a pickle may: inside of a run, in two runs, and in a run and beside it."""
+    """No dict has one, but a pickle may."""
     data = pickle.dumps(model(objects=objects), 4)
     for first, second in [((1, 50), (1, 51)), ((1, 10), (12, 10)), ((1, 0), (1, 9)), ((12, 118), (12, 119))]:
         one, other = (NAME.format(*each, "gate").encode() for each in (first, second))
@@ -157,7 +155,7 @@ def test_a_key_twice(objects: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("seed", range(8))
 def test_damage(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is changed in such a pickle: it reads, or is refused, as it does step by step."""
+    """Whatever is changed in such a pickle: it reads, or is refused, as it does without the scan."""
     chosen = random.Random(seed)
     with monkeypatch.context() as patch:
         patch.setitem(globals(), "MODEL", dict(list(MODEL.items())[:75]))

@@ -1,4 +1,4 @@
-"""Descriptions of many chunks as torch and Megatron write them: read as columns, they are what they are one by one."""
+"""Descriptions of many chunks as torch and Megatron write them: the scan reads them as the interpreter does."""
 
 from __future__ import annotations
 
@@ -27,12 +27,9 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from tests.formats.dcp.conftest import Saved
-from tests.formats.dcp.test_many_chunks import CHANGES, described
+from tests.formats.dcp.test_many_chunks import CHANGES, by_the_interpreter, by_the_scan, described
 from transaxle.errors import Faults, Refusal, TransaxleError
-from transaxle.formats.dcp import metadata
-from transaxle.formats.dcp.metadata import METADATA, NAMES, ONE_BY_ONE, SavedItem, read_metadata
-from transaxle.formats.pickled.interpreter import Bounds, read_pickle
-from transaxle.formats.pickled.repeats import Run
+from transaxle.formats.dcp.metadata import METADATA, SavedItem, read_metadata
 from transaxle.formats.pickled.writer import write_pickle
 from transaxle.formats.storage.local import LocalStorage
 
@@ -122,15 +119,9 @@ def read(folder: Path, data: bytes) -> tuple[list[SavedItem] | None, list[Refusa
 def both(folder: Path, monkeypatch: pytest.MonkeyPatch, data: bytes) -> tuple[list[SavedItem] | None, list[Refusal]]:
     fast = read(folder, data)
     with monkeypatch.context() as patch:
-        patch.setattr(metadata, "NAMES", ONE_BY_ONE)
+        by_the_interpreter(patch)
         assert fast == read(folder, data)
     return fast
-
-
-def share_of_runs(found: list[Any]) -> float:
-    """Return how many of the elements of a list, or of the values of a dict, are parts of runs."""
-    inside = sum(len(each.columns) for each in found if isinstance(each, Run))
-    return inside / (inside + len(found))
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
@@ -141,32 +132,35 @@ def test_megatrons_own(protocol: int, tmp_path: Path, monkeypatch: pytest.Monkey
     assert items is not None
     assert len(items) == 2 + 2 * EXPERTS
     assert all(chunk.payload is not None for item in items for chunk in item.chunks)
-    top = read_pickle(data, file="x", bounds=Bounds(memory=1 << 30), allowed=NAMES).value.state
-    if protocol > 3:
-        (_, tensor), *_ = top["state_dict_metadata"].items()
-        plans = [plan.state["items"] for plan in top["all_local_plans"]]
-        parts = [tensor.state["chunks"], list(top["storage_data"].values()), *plans]
-        assert min(map(share_of_runs, parts)) > 0.8
+    by_the_scan(monkeypatch)
+    assert read(tmp_path, data)[0] == items
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_torchs_own(protocol: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    items, refusals = both(tmp_path, monkeypatch, pickle.dumps(torchs(), protocol))
+    data = pickle.dumps(torchs(), protocol)
+    items, refusals = both(tmp_path, monkeypatch, data)
     assert not refusals
     assert items is not None
     assert sum(len(item.chunks) for item in items) == 2 * LAYERS * EXPERTS + EXPERTS
+    by_the_scan(monkeypatch)
+    assert read(tmp_path, data)[0] == items
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_saved_by_torch(world: int, saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for file in saved(world).rglob("*" + METADATA):
+    files = list(saved(world).rglob("*" + METADATA))
+    for file in files:
         both(tmp_path, monkeypatch, file.read_bytes())
+    by_the_scan(monkeypatch)
+    for file in files:
+        read(tmp_path, file.read_bytes())
 
 
 @pytest.mark.parametrize("protocol", [4, 5])
 @pytest.mark.parametrize("name", CHANGES)
 def test_damaged(name: str, protocol: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is wrong is said as it is one by one."""
+    """What is wrong is said as the interpreter says it."""
     change, is_refused = CHANGES[name]
     made = described()
     assert isinstance(made.state, dict)

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from tests.formats.pickled.assemble import FILE, program, read
 from tests.formats.pickled.test_interpreter import plain
 from transaxle.errors import TransaxleError
-from transaxle.formats.pickled.interpreter import Bounds
-from transaxle.formats.pickled.steps import OPCODES
+from transaxle.formats.pickled.interpreter import OPCODES, Bounds
 from transaxle.formats.training_state.flatten import flatten
 from transaxle.formats.training_state.state import arrange
 
@@ -66,7 +65,7 @@ def _saved() -> list[bytes]:
     tensor = torch.arange(6.0).reshape(2, 3)
     what = {"w": tensor, "t": tensor.t(), "p": torch.nn.Parameter(tensor), "n": {"a": 1, "b": [1.5, None]}}
     made = []
-    for protocol in (0, 2, 4, 5):
+    for protocol in (1, 2, 4, 5):
         file = io.BytesIO()
         _Pickler(file, protocol).dump(what)
         made.append(file.getvalue())

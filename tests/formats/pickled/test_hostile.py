@@ -106,6 +106,7 @@ UNSAFE: dict[str, tuple[Made, str]] = {
     ),
     "INST": (lambda folder: b"(" + value(touches(folder)) + b"ios\nsystem\n.", "os.system"),
     "OBJ": (lambda folder: b"(" + name("os", "system") + value(touches(folder)) + b"o.", "os.system"),
+    "protocol 0": (lambda folder: f"cos\nsystem\n(S'{touches(folder)}'\ntR.".encode(), "os.system"),
     "NEWOBJ_EX": (
         lambda folder: program(name("subprocess", "Popen"), value((touches(folder),)), value({"shell": True}), b"\x92"),
         "subprocess.Popen",
@@ -169,7 +170,7 @@ def test_what_would_run(tmp_path: Path, made: Made, said: str) -> None:
 def test_the_marker_would_be_there(tmp_path: Path) -> None:
     """The test above would pass on anything if the payloads were harmless: Python's own unpickler leaves the marker."""
     file = tmp_path / "payload"
-    for case in ("os.system", "eval", "STACK_GLOBAL", "INST", "OBJ"):
+    for case in ("os.system", "eval", "STACK_GLOBAL", "INST", "OBJ", "protocol 0"):
         file.write_bytes(UNSAFE[case][0](tmp_path))
         script = f"import pickle; pickle.load(open({str(file)!r}, 'rb'))"
         subprocess.run([sys.executable, "-c", script], check=False, timeout=60, capture_output=True)
@@ -194,9 +195,9 @@ CORRUPT: dict[str, tuple[bytes, str]] = {
     "underflow behind a mark": (HEAD + b"N(\x85.", "stack"),
     "a mark that is not there": (HEAD + b"Nt.", "mark"),
     "a memo that is not there": (HEAD + b"h\x07.", "not built"),
-    "a memo that is not there, in text": (b"g7\n.", "not built"),
-    "a memo out of range": (b"Np99999999999999\n.", "out of range"),
-    "a negative memo": (b"Np-1\n.", "out of range"),
+    "a memo that is not there, in text": (b"g7\n.", "protocol 0"),
+    "a memo out of range": (b"Np99999999999999\n.", "protocol 0"),
+    "a negative memo": (b"Np-1\n.", "protocol 0"),
     "a memo of nothing": (HEAD + b"q\0.", "stack"),
     "a number without its bytes": (HEAD + b"J\0\0", "ends"),
     "a text without its bytes": (HEAD + b"X\xff\0\0\0ab.", "announces 255 bytes"),
@@ -209,17 +210,17 @@ CORRUPT: dict[str, tuple[bytes, str]] = {
     "an integer of a megabyte": (HEAD + b"\x8b" + struct.pack("<i", 1 << 20) + b"\x7f" * (1 << 20) + b".", "integer"),
     "an integer of a million digits": (b"I" + b"9" * 1_000_000 + b"\n.", "number"),
     "a long of a million digits": (b"L" + b"9" * 1_000_000 + b"L\n.", "number"),
-    "a float of a million digits": (b"F" + b"9" * 1_000_000 + b"\n.", "number"),
+    "a float of a million digits": (b"F" + b"9" * 1_000_000 + b"\n.", "protocol 0"),
     "a negative integer length": (HEAD + b"\x8b\xff\xff\xff\xff.", "negative"),
     "no number": (b"Iseven\n.", "number"),
     "an empty number": (b"I\n.", "number"),
     "a number with underscores": (b"I1_0\n.", "number"),
     "a line that never ends": (b"I1", "line"),
     "no UTF-8": (HEAD + b"X\x01\0\0\0\xff.", "Unicode"),
-    "a bad escape": (b"S'\\x4'\n.", "malformed"),
-    "a text without quotes": (b"Sab\n.", "quotes"),
-    "a text with one quote": (b"S'\n.", "quotes"),
-    "a bad raw escape": (b"V\\ud\n.", "Unicode"),
+    "a bad escape": (b"S'\\x4'\n.", "protocol 0"),
+    "a text without quotes": (b"Sab\n.", "protocol 0"),
+    "a text with one quote": (b"S'\n.", "protocol 0"),
+    "a bad raw escape": (b"V\\ud\n.", "protocol 0"),
     "a name that is no UTF-8": (HEAD + b"c\xff\nx\n.", "Unicode"),
     "a name that is a number": (b"\x80\x04K\x01K\x02\x93.", "not text"),
     "a call of a number": (HEAD + b"K\x01)R.", "calls a int"),
@@ -227,7 +228,7 @@ CORRUPT: dict[str, tuple[bytes, str]] = {
     "a call of an object": (program(call("argparse", "Namespace"), b")R"), "calls a Object"),
     "a call of a dtype": (program(name("torch", "float32"), b")R"), "calls a DType"),
     "a call without a tuple": (program(name("torch", "Size"), b"]R"), "arguments"),
-    "OBJ of nothing": (HEAD + b"(o.", "stack"),
+    "OBJ of nothing": (HEAD + b"(o.", "protocol 0"),
     "named arguments in a list": (program(name("argparse", "Namespace"), b")]\x92"), "named arguments"),
     "named arguments of a builder": (program(name("torch", "Size"), b")", value({"x": 1}), b"\x92"), "named arguments"),
     "attributes of a list": (HEAD + b"]Nb.", "attributes to a list"),
@@ -239,7 +240,7 @@ CORRUPT: dict[str, tuple[bytes, str]] = {
     "a key in a list": (HEAD + b"]NNs.", "key of a list"),
     "keys in a tuple": (HEAD + b")(NNu.", "key of a tuple"),
     "a key without a value": (HEAD + b"}(Nu.", "without a value"),
-    "a dict with a key only": (HEAD + b"(Nd.", "without a value"),
+    "a dict with a key only": (HEAD + b"(Nd.", "protocol 0"),
     "a list as key": (HEAD + b"}]Ns.", "list as a key"),
     "a dict as key": (HEAD + b"}}Ns.", "dict as a key"),
     "the same key twice": (HEAD + b"}(K\x01NK\x01Nu.", "same key"),

@@ -27,7 +27,7 @@ from tests.oracles.te_pickles import (
 )
 from transaxle.errors import Code, TransaxleError
 from transaxle.formats.pickled.descriptors import DType, Global, Object, Quantized, TensorRef
-from transaxle.formats.pickled.machine import Bounds
+from transaxle.formats.pickled.interpreter import Bounds
 from transaxle.formats.training_state.flatten import described, flatten
 
 BF16 = name("torch", "bfloat16")

@@ -20,7 +20,7 @@ from tests.formats.torch_file.made import FILE, octets
 from transaxle.errors import Code, TransaxleError
 from transaxle.formats.catalog import ITEM_BITS
 from transaxle.formats.detect import open_container
-from transaxle.formats.pickled.allowed_globals.allowed import DTYPES
+from transaxle.formats.pickled.allowed import DTYPES
 from transaxle.formats.pickled.descriptors import CODES, DType
 from transaxle.formats.torch_file.saved import read_saved
 

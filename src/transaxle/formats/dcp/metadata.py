@@ -17,20 +17,22 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, ValuesView
 from contextlib import suppress
 from functools import partial
-from itertools import chain, repeat
+from itertools import compress, repeat
+from operator import not_
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
-from transaxle.errors import Faults, TransaxleError, refuse
+from transaxle.errors import Faults, refuse
 from transaxle.formats.builtin_formats import DCP_DATA, DCP_METADATA
 from transaxle.formats.catalog import Shape
 from transaxle.formats.format import uncollected
-from transaxle.formats.pickled.allowed_globals.allowed import ALLOWED, INERT, GlobalRule, Names
-from transaxle.formats.pickled.columns import Column, Run, filled
+from transaxle.formats.pickled.allowed import ALLOWED, INERT, GlobalRule, Names
 from transaxle.formats.pickled.descriptors import DType, Global, Key, Object
 from transaxle.formats.pickled.interpreter import Bounds, read_pickle
-from transaxle.formats.pickled.repeats import bare, described, elements, keys
+from transaxle.formats.pickled.scan import NONE, Graph, Sizes, Unread, scanned
 from transaxle.formats.storage.storage import Storage
 from transaxle.formats.training_state.flatten import optimizer_path
 from transaxle.formats.training_state.state import GROUPS, KeyPath, joined
@@ -74,27 +76,13 @@ def _names() -> Iterator[tuple[str, str]]:
                 yield module, f"{formats}.{member}"
 
 
-_BUILDERS = {
-    "ChunkStorageMetadata": elements, "MetadataIndex": keys, "BytesStorageMetadata": bare,
-    "TensorStorageMetadata": described,
-}  # fmt: skip
 NAMES: Names = {
     **ALLOWED,
     **dict.fromkeys(_names(), INERT),
     # A name that stands for the one object of `GLOBALS` is found there by its identity, in a tenth of the time.
-    **{
-        (each.module, each.name): GlobalRule(each, _BUILDERS.get(name))
-        for name, possible in GLOBALS.items()
-        for each in possible
-    },
-    (f"{MODULES[0]}.planner", "WriteItem"): GlobalRule(build=elements),
+    **{(each.module, each.name): GlobalRule(each) for possible in GLOBALS.values() for each in possible},
 }
 """Globals that this file may name; the files that hold tensors may not."""
-ONE_BY_ONE = {
-    name: GlobalRule(rule.value) if rule.build in (bare, described, elements, keys) else rule
-    for name, rule in NAMES.items()
-}
-"""The same, without runs."""
 
 
 MAX_DIMS = 64
@@ -174,7 +162,6 @@ _MEMORY_PER_BYTE, _MOST_MEMORY = 64, 8 << 30
 """
 _SPARSE = "a {} layout is not supported; only dense tensors are"
 
-_TWICE = "a dict has the same key twice"
 _FLATTENED = "nd_reformulated_orig_global_shape"
 """What Megatron notes of a tensor whose flattened parts are saved."""
 
@@ -245,18 +232,17 @@ def read_metadata(storage: Storage, file: str, faults: Faults) -> list[SavedItem
     if size > bounds.size:
         raise refuse("CORRUPT", f"the metadata has {size} bytes; at most {bounds.size} are read", file=file)
     bounds = Bounds(memory=max(bounds.memory, min(_MEMORY_PER_BYTE * size, _MOST_MEMORY)))
-    data = storage.read(file, 0, size)
     with uncollected():
-        pickled = read_pickle(data, file=file, bounds=bounds, allowed=NAMES)
-        if pickled.has_runs:
-            found = Faults()
-            with suppress(TransaxleError):
-                items = _items(pickled.value, file, found)
-                if not found:
-                    return items
-            # Whatever is wrong is said as it is said of single records.
-            pickled = read_pickle(data, file=file, bounds=bounds, allowed=ONE_BY_ONE)
-    return _items(pickled.value, file, faults)
+        with suppress(Unread):
+            return _items_of_columns(_scanned_columns(storage.read(file, 0, size), bounds.memory), file)
+        # Whatever is wrong is said by the interpreter, and as it is said of its objects.
+        pickled = read_pickle(storage.read(file, 0, size), file=file, bounds=bounds, allowed=NAMES)
+        return _items(pickled.value, file, faults)
+
+
+def _scanned_columns(data: bytes, memory: int) -> _Columns:
+    with scanned(data, NAMES, memory) as graph:
+        return _columns(graph)
 
 
 def _items(top: object, file: str, faults: Faults) -> list[SavedItem]:
@@ -294,21 +280,6 @@ class _Places:
         """The keys of all items that have a place."""
         return {*self.objects, *self.chunks}
 
-    def add(self, objects: Mapping[str, Payload], chunks: Mapping[str, dict[Shape, Payload]]) -> bool:
-        """Note further places, if none of them is noted already; tell whether they are noted."""
-        known = self.chunks
-        if not self.objects.keys().isdisjoint(objects) or any(
-            key in known and not known[key].keys().isdisjoint(places) for key, places in chunks.items()
-        ):
-            return False
-        self.objects.update(objects)
-        for key, places in chunks.items():
-            if key in known:
-                known[key].update(places)
-            else:
-                known[key] = places
-        return True
-
 
 class _ItemReader:
     """Reads the items of one metadata file."""
@@ -322,36 +293,16 @@ class _ItemReader:
     def items(self, described: Mapping[Any, Any], paths: object) -> list[SavedItem]:
         items: list[SavedItem] = []
         known: set[str] = set()
-        keys, values = list(described), list(described.values())
-        at = 0
-        while at < len(keys):
-            key, value, first = keys[at], values[at], at
-            at += 1
-            if isinstance(key, Key) and isinstance(value, Run) and key.value is value:
-                items += self._tensors(value, paths, known)
+        for key, value in described.items():
+            if not isinstance(key, str):
+                self._faults.add("CORRUPT", f"the key of an item is {kind_of(key)}, not text", self._file)
                 continue
-            is_object = fields_of(value, "BytesStorageMetadata", bare=True) is not None
-            while is_object and at < len(keys) and values[at] is value:  # one stands for all alike: see `repeats.bare`
-                at += 1
-            alike = keys[first:at]
-            if is_object and not paths and self._are_plain_objects(alike, known):
-                known.update(alike)
-                places = map(self._places.objects.__getitem__, alike)
-                items += map(SavedItem, alike, zip(alike, strict=False), repeat(None), repeat(()), repeat(()), places)
-                continue
-            for each in alike:
-                if each in known:
-                    self._fault(str(each), _TWICE)
-                known.add(each)
-                if not isinstance(each, str):
-                    message = f"the key of an item is {kind_of(each)}, not text"
-                    self._faults.add("CORRUPT", message, self._file)
-                    continue
-                item = self._item(each, value, paths, is_object=is_object)
-                if item is not None:
-                    items.append(item)
-                if self._faults.full:
-                    return items
+            known.add(key)
+            item = self._item(key, value, paths)
+            if item is not None:
+                items.append(item)
+            if self._faults.full:
+                return items
         for key in sorted(self._places.keys - known):
             self._faults.add(
                 "CORRUPT",
@@ -361,64 +312,19 @@ class _ItemReader:
             )
         return items
 
-    def _are_plain_objects(self, keys: Sequence[Any], known: set[str]) -> bool:
-        """Tell whether keys are those of objects, each with a place of its own, as Megatron has for every expert."""
-        places = self._places
-        return (
-            known.isdisjoint(keys)
-            and all(map(places.objects.__contains__, keys))
-            and places.chunks.keys().isdisjoint(keys)
-        )
-
-    def _tensors(self, run: Run, paths: object, known: set[str]) -> list[SavedItem]:
-        """Return the tensors of a run; a key that was there before is a fault.
-
-        Args:
-            run: keys with what describes them.
-            paths: see `_path`.
-            known: the keys before; it grows.
-        """
-        text, template = run.templates if len(run.templates) == 2 else (None, None)
-        keys = run.values(text.number) if isinstance(text, Column) else []
-        if len(set(keys)) < len(run.columns) or not known.isdisjoint(keys):
-            self._faults.add("CORRUPT", _TWICE, self._file)
-            return []
-        known.update(keys)
-        fields = fields_of(template, "TensorStorageMetadata") or {}
-        shape, chunks, properties = fields.get("size"), fields.get("chunks"), fields.get("properties")
-        columns = list(map(_box, chunks)) if isinstance(chunks, list) else [None]
-        counts = counts_of(shape)
-        if counts is None or None in columns or not run.is_one(properties):
-            read = (self._item(key, value, paths, is_object=False) for key, value in run.records())
-            return [item for item in read if item is not None]
-        dtype = self._dtype(keys[0], filled(properties, run.row(0), {}), counts)
-        if dtype is None:
-            return []
-        starts, shapes = (
-            list(zip(*(run.rows(box[side]) for box in columns if box is not None), strict=True)) or [()] * len(keys)
-            for side in (0, 1)
-        )
-        found = []
-        for key, size, starts_of_key, shapes_of_key in zip(keys, run.rows(counts), starts, shapes, strict=True):
-            path = self._path(key, paths)
-            item = None if path is None else self._placed_tensor(key, path, dtype, size, starts_of_key, shapes_of_key)
-            if item is not None:
-                found.append(item)
-        return found
-
-    def _item(self, key: str, value: object, paths: object, *, is_object: bool) -> SavedItem | None:
-        path = self._path(key, paths)
+    def _item(self, key: str, value: object, paths: object) -> SavedItem | None:
+        path = self.path(key, paths)
         if path is None:
             return None
-        if is_object:
-            return self._object(key, path)
+        if fields_of(value, "BytesStorageMetadata", bare=True) is not None:
+            return self.located_object(key, path)
         fields = fields_of(value, "TensorStorageMetadata")
         if fields is None:
             self._fault(key, f"it is described by {kind_of(value)}")
             return None
         return self._tensor(key, path, fields)
 
-    def _object(self, key: str, path: KeyPath) -> SavedItem | None:
+    def located_object(self, key: str, path: KeyPath) -> SavedItem | None:
         place = self._places.objects.get(key)
         if place is None:
             self._faults.add("INCOMPLETE", "the metadata gives no file for it", self._file, key)
@@ -431,21 +337,22 @@ class _ItemReader:
     def _tensor(self, key: str, path: KeyPath, fields: Mapping[str, Any]) -> SavedItem | None:
         listed = fields.get("chunks")
         shape = counts_of(fields.get("size")) if isinstance(listed, list) else None
-        dtype = self._dtype(key, fields.get("properties"), shape)
+        dtype = self.dtype(key, fields.get("properties"), shape)
         if dtype is None or shape is None or not isinstance(listed, list):
             return None
         starts: list[Shape] = []
         shapes: list[Shape] = []
-        for chunk_value in listed:
-            boxes = _boxes(chunk_value)
-            if boxes is None:
+        for chunk in listed:
+            box = fields_of(chunk, "ChunkStorageMetadata") or {}
+            start, size = counts_of(box.get("offsets")), counts_of(box.get("sizes"))
+            if start is None or size is None:
                 self._fault(key, "a chunk's offsets or sizes are malformed")
                 return None
-            starts += boxes[0]
-            shapes += boxes[1]
-        return self._placed_tensor(key, path, dtype, shape, starts, shapes)
+            starts.append(start)
+            shapes.append(size)
+        return self.placed_tensor(key, path, dtype, shape, starts, shapes)
 
-    def _dtype(self, key: str, properties: object, shape: Shape | None) -> DType | None:
+    def dtype(self, key: str, properties: object, shape: Shape | None) -> DType | None:
         """Return the dtype of a tensor; None where that, its layout or its shape is a problem."""
         dtype, layout = properties_of(properties)
         if dtype is None:
@@ -462,7 +369,7 @@ class _ItemReader:
             return dtype
         return None
 
-    def _placed_tensor(
+    def placed_tensor(
         self, key: str, path: KeyPath, dtype: DType, shape: Shape, starts: Sequence[Shape], shapes: Iterable[Shape]
     ) -> SavedItem | None:
         places = self._places.chunks.get(key, {})
@@ -484,7 +391,7 @@ class _ItemReader:
             return None
         return SavedItem(key, path, dtype, shape, chunks, unflattened=unflattened)
 
-    def _path(self, key: str, paths: object) -> KeyPath | None:
+    def path(self, key: str, paths: object) -> KeyPath | None:
         """Return the path of a key; what is no mapping of paths is private to another planner."""
         if not paths or not isinstance(paths, dict):
             return (key,)
@@ -512,7 +419,7 @@ class _ItemReader:
 def _placed(stored: Mapping[Any, Any], file: str, faults: Faults) -> _Places:
     """Return the places of all parts, by key and first index."""
     places = _Places()
-    for index, info in _each(stored, places):
+    for index, info in stored.items():
         if faults.full:
             break
         index_fields = fields_of(index, "MetadataIndex")
@@ -540,74 +447,6 @@ def _placed(stored: Mapping[Any, Any], file: str, faults: Faults) -> _Places:
     return places
 
 
-def _each(stored: Mapping[Any, Any], places: _Places) -> Iterator[tuple[object, object]]:
-    """Yield each index with its place, those in runs too; but of a run without any problem the places are noted."""
-    for index, info in stored.items():
-        if not isinstance(index, Key) or not isinstance(info, Run) or index.value is not info:
-            yield index, info
-        elif not _noted(info, places):
-            for record in info.records():
-                yield from zip(record[::2], record[1::2], strict=False)
-
-
-def _noted(run: Run, places: _Places) -> bool:
-    """Note the places in a run, if there is nothing wrong with them; tell whether they are noted."""
-    found = _Places()
-    for index, info in zip(run.templates[::2], run.templates[1::2], strict=False):
-        if not _noted_columns(run, index, info, found):
-            return False
-    return places.add(found.objects, found.chunks)
-
-
-def _noted_columns(run: Run, index: object, info: object, found: _Places) -> bool:
-    """Note the places that one item of each record of a run tells, if there is nothing wrong with them."""
-    index_fields, info_fields = fields_of(index, "MetadataIndex") or {}, fields_of(info, "_StorageInfo") or {}
-    key, file, start = index_fields.get("fqn"), info_fields.get("relative_path"), index_fields.get("offset")
-    spans = counts_of((info_fields.get("offset"), info_fields.get("length")))
-    if not isinstance(key, str | Column) or not isinstance(file, str) or spans is None:
-        return False
-    if info_fields.get("transform_descriptors") or (start is not None and counts_of(start) is None):
-        return False
-    offsets, lengths = (run.columns[:, column].tolist() for column in spans)
-    payloads = map(_new_payload, zip(repeat(file), offsets, lengths, strict=False))
-    count = len(run.columns)
-    if start is None:
-        objects = (
-            {key: next(payloads)} if isinstance(key, str) else dict(zip(run.values(key.number), payloads, strict=True))
-        )
-        return len(objects) == count and found.add(objects, {})
-    if isinstance(key, str):
-        chunks = dict(zip(run.rows(start), payloads, strict=True))
-        return len(chunks) == count and found.add({}, {key: chunks})
-    for key_of_row, start_of_row, payload in zip(run.values(key.number), run.rows(start), payloads, strict=True):
-        known = found.chunks[key_of_row]
-        if start_of_row in known:
-            return False
-        known[start_of_row] = payload
-    return True
-
-
-def _boxes(value: object) -> tuple[Sequence[Shape], Sequence[Shape]] | None:
-    """Return first indices and sizes of a chunk, or of a run of them; None if one is malformed."""
-    if not isinstance(value, Run):
-        box = _box(value)
-        return None if box is None else ([box[0]], [box[1]])
-    columns = [_box(template) for template in value.templates]
-    if None in columns:  # they are references, or malformed
-        boxes = [_box(each) for record in value.records() for each in record]
-        found = [box for box in boxes if box is not None]
-        return None if len(found) < len(boxes) else ([start for start, _ in found], [sizes for _, sizes in found])
-    starts, shapes = ([value.rows(box[side]) for box in columns if box is not None] for side in (0, 1))
-    return list(chain.from_iterable(zip(*starts, strict=True))), list(chain.from_iterable(zip(*shapes, strict=True)))
-
-
-def _box(value: object) -> tuple[Shape, Shape] | None:
-    """Return first index and size of a chunk; None if it is malformed."""
-    fields = fields_of(value, "ChunkStorageMetadata") or {}
-    start, sizes = counts_of(fields.get("offsets")), counts_of(fields.get("sizes"))
-    return None if start is None or sizes is None else (start, sizes)
-
-
 def _payload(info: Mapping[str, Any] | None, file: str, key: str, faults: Faults) -> Payload | None:
     """Return one place; an impossible byte range is a fault."""
     if info is None or not isinstance(info.get("relative_path"), str):
@@ -630,6 +469,135 @@ def _payload(info: Mapping[str, Any] | None, file: str, key: str, faults: Faults
         faults.add("CORRUPT", "the offset or the length of its bytes is not a count", file, key)
         return None
     return Payload(info["relative_path"], *spans)
+
+
+_FIELDS = "state_dict_metadata", "storage_data", "planner_data", "mcore_data"
+
+
+class _Columns(NamedTuple):
+    """What a file describes, column by column; the memory of the scan is given back before it becomes items."""
+
+    keys: list[str]
+    """Keys of all items."""
+    are_objects: list[bool]
+    paths: object
+    notes: object
+    properties: list[object]
+    """Properties of each tensor, and so on."""
+    shapes: Sizes
+    chunk_counts: list[int]
+    chunk_starts: Sizes
+    chunk_shapes: Sizes
+    part_keys: list[str]
+    """Key of the item of each part that has a place, and so on."""
+    are_chunks: list[bool]
+    part_starts: Sizes
+    """First index of each part that is a chunk."""
+    part_files: list[str]
+    part_offsets: NDArray[np.int64]
+    part_lengths: NDArray[np.int64]
+
+
+def _columns(graph: Graph) -> _Columns:
+    """Return what a file describes.
+
+    Raises:
+        Unread: something is wrong, or is there in a form that torch does not write today.
+    """
+    top = np.array([graph.root], np.uint32)
+    described, stored, paths, notes = (int(column[0]) for column in graph.fields(top, GLOBALS["Metadata"], *_FIELDS))
+    keys, values = graph.items(described)
+    are_objects = graph.are_of(values, GLOBALS["BytesStorageMetadata"])
+    properties, shapes, lists = graph.fields(
+        values[~are_objects], GLOBALS["TensorStorageMetadata"], "properties", "size", "chunks"
+    )
+    chunks = graph.lists(lists)
+    starts, extents = graph.fields(
+        np.concatenate([np.empty(0, np.uint32), *chunks]), GLOBALS["ChunkStorageMetadata"], "offsets", "sizes"
+    )
+    indices, places = graph.items(stored)
+    part_keys, part_starts = graph.fields(indices, GLOBALS["MetadataIndex"], "fqn", "offset")
+    files, offsets, lengths, transforms = graph.fields(
+        places, GLOBALS["_StorageInfo"], "relative_path", "offset", "length", "transform_descriptors"
+    )
+    if transforms.any():
+        raise Unread
+    are_chunks = part_starts != NONE
+    return _Columns(
+        graph.texts(keys),
+        are_objects.tolist(),
+        graph.value(paths),
+        graph.value(notes),
+        graph.values_alike(properties),
+        graph.sizes(shapes),
+        list(map(len, chunks)),
+        graph.sizes(starts),
+        graph.sizes(extents),
+        graph.texts(part_keys),
+        are_chunks.tolist(),
+        graph.sizes(part_starts[are_chunks]),
+        graph.texts(files),
+        graph.integers(offsets),
+        graph.integers(lengths),
+    )
+
+
+def _items_of_columns(columns: _Columns, file: str) -> list[SavedItem]:
+    """Return the items that a file describes, if there is nothing wrong with any of them.
+
+    Raises:
+        Unread: something is wrong.
+    """
+    faults = Faults()
+    places = _places_of_columns(columns)
+    reader = _ItemReader(file, faults, places, columns.notes if isinstance(columns.notes, dict) else {})
+    starts, shapes = columns.chunk_starts.rows(), columns.chunk_shapes.rows()
+    are_objects = columns.are_objects
+    described = zip(columns.properties, columns.shapes.rows(), columns.chunk_counts, strict=True)
+    tensors: list[SavedItem | None] = []
+    begin = 0
+    tensor_keys = compress(columns.keys, map(not_, are_objects))
+    for key, (properties, shape, count) in zip(tensor_keys, described, strict=True):
+        path, dtype = reader.path(key, columns.paths), reader.dtype(key, properties, shape)
+        if path is None or dtype is None:
+            raise Unread
+        own = slice(begin, begin + count)
+        begin += count
+        tensors.append(reader.placed_tensor(key, path, dtype, shape, starts[own], shapes[own]))
+    objects = _objects_of_columns(columns, places, reader)
+    of_tensors = iter(tensors)
+    items = [next(objects if is_object else of_tensors) for is_object in are_objects]
+    if faults or None in tensors or not places.keys <= set(columns.keys):
+        raise Unread
+    return items  # type: ignore[return-value]  # none of them is None
+
+
+def _objects_of_columns(columns: _Columns, places: _Places, reader: _ItemReader) -> Iterator[SavedItem]:
+    """Return the items that are objects, of which Megatron has one for every expert."""
+    keys = list(compress(columns.keys, columns.are_objects))
+    paths = [reader.path(key, columns.paths) for key in keys] if columns.paths else zip(keys, strict=True)
+    if not (places.objects.keys() >= set(keys) and places.chunks.keys().isdisjoint(keys)):
+        raise Unread
+    located = map(places.objects.__getitem__, keys)
+    return map(SavedItem, keys, paths, repeat(None), repeat(()), repeat(()), located)
+
+
+def _places_of_columns(columns: _Columns) -> _Places:
+    """Return the places of all parts."""
+    offsets, lengths = columns.part_offsets.tolist(), columns.part_lengths.tolist()
+    payloads = list(map(_new_payload, zip(columns.part_files, offsets, lengths, strict=True)))
+    places = _Places()
+    are_objects = list(map(not_, columns.are_chunks))
+    places.objects.update(zip(compress(columns.part_keys, are_objects), compress(payloads, are_objects), strict=True))
+    own, last = dict[Shape, Payload](), None
+    keys, own_payloads = compress(columns.part_keys, columns.are_chunks), compress(payloads, columns.are_chunks)
+    for key, start, payload in zip(keys, columns.part_starts.rows(), own_payloads, strict=True):
+        if key is not last:
+            own, last = places.chunks[key], key
+        own[start] = payload
+    if len(places.objects) + sum(map(len, places.chunks.values())) < len(payloads):  # a part has two places
+        raise Unread
+    return places
 
 
 _OPTIMIZER = "optimizer"

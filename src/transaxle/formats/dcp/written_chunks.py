@@ -15,7 +15,7 @@ from transaxle.axes.geometry.strided import row_major
 from transaxle.errors import Faults, TransaxleError
 from transaxle.formats.catalog import PACKED, Fragment, Shape, Spec, logical, nbytes
 from transaxle.formats.dcp.metadata import DATA_FILE, MODULES, Payload
-from transaxle.formats.pickled.allowed_globals.allowed import STORAGES
+from transaxle.formats.pickled.allowed import STORAGES
 from transaxle.formats.pickled.descriptors import CODES, DType, Global, Object, Persistent, StorageType, TensorRef
 from transaxle.formats.pickled.writer import Streamed, write_pickle
 from transaxle.formats.shards import refuse_many

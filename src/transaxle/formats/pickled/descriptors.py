@@ -2,15 +2,18 @@
 
 Numbers, texts, bytes, lists, tuples and dicts are themselves. A class or function that a pickle names is a `Global`,
 and what would come of calling it is an `Object`: the name, the arguments and the state, side by side. Objects that a
-pickle shares are shared here too, and may hold themselves: whoever walks them keeps count.
+pickle shares are shared here too, and may hold themselves: whoever walks them keeps count. Faults of a pickle, before
+the file that holds it is known, are here too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
+
+from transaxle.errors import Code
 
 CODES: Mapping[str, str] = {
     "bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "uint16": "U16", "int32": "I32", "uint32": "U32",
@@ -91,11 +94,6 @@ class Object(msgspec.Struct, eq=False):
     new: bool = False
     """Made by the class's `__new__`, not by a call."""
 
-    @property
-    def is_bare(self) -> bool:
-        """Whether nothing was given to it."""
-        return self.state is NOTHING and not (self.args or self.kwargs or self.items or self.pairs)
-
 
 class Persistent(msgspec.Struct, eq=False):
     """A reference to something outside the pickle, which no reader has resolved."""
@@ -150,3 +148,56 @@ class Scalar(msgspec.Struct, frozen=True):
     """Safetensors code."""
     data: bytes
     """Its bytes, little-endian."""
+
+
+class PickleFault(Exception):
+    """A malformed pickle, or one that this package does not read."""
+
+    def __init__(self, message: str, code: Code = "CORRUPT") -> None:
+        super().__init__(message)
+        self.message = message
+        self.code: Code = code
+
+
+class PickleEnds(PickleFault):
+    """The bytes end before the pickle does."""
+
+
+def malformed(message: str) -> PickleFault:
+    """Build (not raise) the fault of a pickle that is CORRUPT."""
+    return PickleFault(message)
+
+
+_PLAIN = frozenset(
+    {str, bytes, bool, float, type(None), Global, DType, StorageType, Object, Persistent, TensorRef, Key}
+)
+_KEPT = frozenset({tuple, int, complex})
+_SMALL = 2**64
+
+
+def put(target: dict[Any, Any], flat: Sequence[Any]) -> None:
+    """Add key, value, key, value, … to a dict whose keys a stranger chose.
+
+    Hashing nested tuples takes time that doubles with each level, and integers can be chosen so that all hashes are
+    equal. So only plain scalars are hashed; any other key is kept as a `Key`, which is equal only to itself.
+
+    Raises:
+        PickleFault: CORRUPT for a key without a value, a key that no dict can have, and one that is there already.
+    """
+    if len(flat) % 2:
+        raise malformed("a key without a value")
+    expected = len(target) + len(flat) // 2
+    keys, values = flat[::2], flat[1::2]
+    if _PLAIN.issuperset(map(type, keys)):  # the usual case
+        target.update(zip(keys, values, strict=True))
+    else:
+        for key, value in zip(keys, values, strict=True):
+            kind = type(key)
+            if kind in _PLAIN or (kind is int and -_SMALL < key < _SMALL):
+                target[key] = value
+            elif kind in _KEPT:
+                target[Key(key)] = value
+            else:
+                raise malformed(f"a {kind.__name__} as a key of a dict")
+    if len(target) != expected:
+        raise malformed("a dict has the same key twice")

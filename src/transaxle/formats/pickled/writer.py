@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from typing import Any, NamedTuple
 
-from transaxle.formats.pickled.allowed_globals.allowed import STORAGES
+from transaxle.formats.pickled.allowed import STORAGES
 from transaxle.formats.pickled.descriptors import (
     NOTHING,
     DType,

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from transaxle.errors import Faults, TransaxleError, refuse
 from transaxle.formats.builtin_formats import TORCH
 from transaxle.formats.catalog import DIGITS, PACKED, Draft, Entry, Extent, Fragment, Spec, code_of, nbytes, seal_of
-from transaxle.formats.pickled.allowed_globals.allowed import DTYPES, STORAGES
+from transaxle.formats.pickled.allowed import DTYPES, STORAGES
 from transaxle.formats.pickled.descriptors import DType, Persistent, StorageType, TensorRef
 from transaxle.formats.pickled.interpreter import Bounds
 from transaxle.formats.pickled.writer import write_pickle

@@ -15,7 +15,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from transaxle.formats.pickled.allowed_globals import transformer_engine as te
+from transaxle.formats.pickled import transformer_engine as te
 from transaxle.formats.pickled.descriptors import Quantized, TensorRef
 from transaxle.formats.torch_file.saved import ViewFault
 

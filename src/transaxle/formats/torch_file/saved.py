@@ -21,16 +21,17 @@ import msgspec
 
 from transaxle.errors import Code
 from transaxle.formats.catalog import DIGITS, ITEM_BITS, Checksum, Entry, Extent, Seal, seal_of
-from transaxle.formats.pickled.allowed_globals.allowed import ALLOWED, Names
+from transaxle.formats.pickled.allowed import ALLOWED, Names
 from transaxle.formats.pickled.descriptors import (
     DType,
     Object,
     Persistent,
+    PickleFault,
     Quantized,
     StorageType,
     TensorRef,
+    malformed,
 )
-from transaxle.formats.pickled.fault import PickleFault, malformed
 from transaxle.formats.pickled.interpreter import Bounds, PersistentId, PickleEnds, read_pickle
 from transaxle.formats.storage.storage import Storage, is_plain
 from transaxle.formats.torch_file.archive import LOCAL, Archive, FileWindow, read_archive, window

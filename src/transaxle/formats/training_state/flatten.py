@@ -20,7 +20,7 @@ import msgspec
 
 from transaxle.errors import refuse
 from transaxle.formats.catalog import number
-from transaxle.formats.pickled.allowed_globals.allowed import TENSORS
+from transaxle.formats.pickled.allowed import TENSORS
 from transaxle.formats.pickled.descriptors import Global, Object, OrderedMap, Quantized, Scalar, TensorRef
 from transaxle.formats.training_state.state import GROUPS, OPTIMIZER, PARAMS, KeyPath, Leaf, ParamGroup
 

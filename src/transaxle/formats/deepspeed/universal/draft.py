@@ -24,7 +24,7 @@ from transaxle.formats.catalog import Draft, Entry, Extent, Fragment, Spec, nbyt
 from transaxle.formats.deepspeed import keys
 from transaxle.formats.deepspeed.hints import HINTS, Hint, written
 from transaxle.formats.deepspeed.rank_files import CLASS, CLIENT, FIELDS
-from transaxle.formats.pickled.allowed_globals.allowed import ALLOWED
+from transaxle.formats.pickled.allowed import ALLOWED
 from transaxle.formats.pickled.descriptors import Global, Object, OrderedMap
 from transaxle.formats.storage.storage import is_plain
 from transaxle.formats.torch_file.draft import reference, surround

@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-from transaxle.formats.pickled.allowed_globals import builders, transformer_engine
-from transaxle.formats.pickled.allowed_globals.builders import Build
+from transaxle.formats.pickled import builders, transformer_engine
+from transaxle.formats.pickled.builders import Build
 from transaxle.formats.pickled.descriptors import NOTHING, DType, StorageType
 
 

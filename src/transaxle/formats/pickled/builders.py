@@ -19,9 +19,9 @@ from transaxle.formats.pickled.descriptors import (
     Quantized,
     Scalar,
     TensorRef,
+    malformed,
+    put,
 )
-from transaxle.formats.pickled.fault import malformed
-from transaxle.formats.pickled.mapping import put
 
 Args = tuple[Any, ...]
 Tensor = TensorRef | Object | Quantized
@@ -40,7 +40,7 @@ class Caller(Protocol):
 Build = Callable[[Global, Args, Caller], Any]
 """(the function, its arguments, the machine) -> its result."""
 
-_MAX_DIMS = 64
+MAX_DIMS = 64
 _MAX_COUNT = 2**63 - 1
 _PLAIN_TENSORS = frozenset(
     {("torch", "Tensor"), ("torch.nn.parameter", "Parameter"), ("torch.nn.parameter", "Buffer"), ("torch", "Parameter")}
@@ -158,8 +158,8 @@ def counts(function: Global, noun: str, values: Any) -> tuple[int, ...]:
     """Return sizes or strides; anything but a short row of counts refuses the pickle."""
     if type(values) not in (tuple, list):
         raise malformed(f"{function}: the {noun} must be a list of counts, not a {type(values).__name__}")
-    if len(values) > _MAX_DIMS:
-        raise malformed(f"{function}: {len(values)} {noun}, and at most {_MAX_DIMS} are allowed")
+    if len(values) > MAX_DIMS:
+        raise malformed(f"{function}: {len(values)} {noun}, and at most {MAX_DIMS} are allowed")
     for item in values:
         if type(item) is not int or not 0 <= item <= _MAX_COUNT:
             _count(function, noun, item)

@@ -16,9 +16,8 @@ from typing import Any
 
 import msgspec
 
-from transaxle.formats.pickled.allowed_globals.builders import Args, Caller, counts, fits, tensor_of
-from transaxle.formats.pickled.descriptors import NOTHING, DType, Global, Object, Quantized, TensorRef
-from transaxle.formats.pickled.fault import malformed
+from transaxle.formats.pickled.builders import Args, Caller, counts, fits, tensor_of
+from transaxle.formats.pickled.descriptors import NOTHING, DType, Global, Object, Quantized, TensorRef, malformed
 
 FLOAT8, MXFP8, BLOCKWISE, NVFP4 = "Float8Tensor", "MXFP8Tensor", "Float8BlockwiseQTensor", "NVFP4Tensor"
 

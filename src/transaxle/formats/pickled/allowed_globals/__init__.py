@@ -1,1 +1,0 @@
-"""The globals that the restricted interpreter builds, and nothing else."""

@@ -1,1 +1,0 @@
-"""Records of a pickle that are alike: what may differ from one to the next, and reading many of them at once."""
