@@ -4,17 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from functools import partial
+from typing import Protocol
 
 from transaxle.axes.geometry.strided import Loop
-from transaxle.formats.storage.compiled import StepBatch
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
-Bytes: TypeAlias = "npt.NDArray[np.uint8]"
-"""One-dimensional."""
+from transaxle.formats.storage.copier import WRITING, Bytes, Steps
 
 
 class Readable(Protocol):
@@ -26,17 +20,10 @@ class Readable(Protocol):
     def read_into(self, name: str, offset: int, view: memoryview) -> None:
         """Fill `view` with the bytes of a file from `offset`."""
 
-
-class NotingFiles(Readable, Protocol):
-    """Files that are read in batches too."""
-
-    def note_read(self, batch: StepBatch, name: str, offset: int, view: memoryview) -> None:
-        """Fill `view` as `read_into`, together with the rest of a batch."""
-
-    def note_strided(
-        self, batch: StepBatch, name: str, offset: int, view: memoryview, width: int, loops: Sequence[Loop]
+    def note_read(
+        self, steps: Steps, name: str, offset: int, view: memoryview, width: int = 0, loops: Sequence[Loop] = ()
     ) -> None:
-        """Read runs as `compiled.read_strided`, together with the rest of a batch."""
+        """List that a view is filled with the bytes of a file from `offset`, or runs are read into it."""
 
 
 class Memory(Readable, Protocol):
@@ -57,10 +44,10 @@ class Writable(Protocol):
 
 
 class NotingWritable(Writable, Protocol):
-    """Files that take bytes in batches too."""
+    """Files of this machine: what is written into them can be listed."""
 
-    def note_write(self, batch: StepBatch, file: str, offset: int, view: memoryview) -> None:
-        """Write bytes as `pwrite`, together with the rest of a batch."""
+    def note_write(self, steps: Steps, file: str, offset: int, view: memoryview) -> None:
+        """List that bytes are written as `pwrite`."""
 
 
 class Sink(ABC):
@@ -73,7 +60,7 @@ class Sink(ABC):
     """Spans of an item of so many bytes each may come in any order, from several threads."""
 
     takes_notes = False
-    """Whether it has `note`."""
+    """Whether many steps are worth one call: nobody waits for another machine."""
 
     def room(self, _key: int, _start: int, _stop: int) -> Bytes | None:
         """Return the memory in which an item's bytes `[start, stop)` belong; None: they are given to `take`."""
@@ -86,10 +73,9 @@ class Sink(ABC):
     def take(self, key: int, start: int, data: memoryview) -> None:
         """Take an item's bytes from `start` on, which are neither written to nor kept."""
 
-    def note(self, batch: StepBatch, key: int, start: int, data: memoryview) -> None:
-        """Take an item's bytes as `take`, when a batch is carried out: what lies there then."""
-        batch.run()
-        self.take(key, start, data)
+    def note(self, steps: Steps, key: int, start: int, data: memoryview) -> None:
+        """List that an item's bytes are taken: what lies there then."""
+        steps.call(partial(self.take, key, start, data), WRITING)
 
     def end(self, _key: int) -> None:  # noqa: B027 - as above
         """Note that these were the last bytes of an item; of an empty one, that it is there."""

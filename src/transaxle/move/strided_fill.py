@@ -2,63 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from functools import partial
-from math import gcd, prod
-from typing import TYPE_CHECKING, Any
+from math import prod
 
-from transaxle.axes.geometry.strided import Loop
-from transaxle.formats.storage.compiled import FileRange, StepBatch, of_transpose, read_ranges, read_strided, transposed
-from transaxle.move.endpoint import Bytes, NotingFiles, Readable
+from transaxle.formats.storage.copier import READING, Bytes, Steps, scatter
+from transaxle.move.endpoint import Readable
 from transaxle.move.transfer import Transfer
 
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-_WIDE = 16
-"""Bytes of a run that is copied as such; numpy is faster with shorter ones."""
 _TOGETHER = 1 << 20
 """Bytes that are read side by side into the scratch, of several transfers: no more than stays in the cache."""
-
-
-class Noting:
-    """Files whose reads are noted in a batch, and so is what becomes of the bytes, as far as it can be.
-
-    Args:
-        files: what is read.
-        batch: where it is noted.
-    """
-
-    def __init__(self, files: NotingFiles, batch: StepBatch) -> None:
-        self.batch = batch
-        self._files = files
-
-    def read_into(self, name: str, offset: int, view: memoryview) -> None:
-        """See `Readable`."""
-        self._files.note_read(self.batch, name, offset, view)
-
-    def read_ranges(self, ranges: Sequence[FileRange]) -> None:
-        """See `formats.storage.compiled.read_ranges`."""
-        for name, offset, view in ranges:
-            self._files.note_read(self.batch, name, offset, view)
-
-    def read_strided(self, name: str, offset: int, view: memoryview, width: int, loops: Sequence[Loop]) -> None:
-        """See `formats.storage.compiled.read_strided`."""
-        self._files.note_strided(self.batch, name, offset, view, width, loops)
-
-    def lays(self, held: Bytes, transfer: Transfer, out: Bytes, at: int) -> bool:
-        """Note that the runs of a transfer are copied as `scatter` does; if that cannot be noted, do what is."""
-        width, loops, again = transfer.width, transfer.loops, partial(scatter, held, transfer, out, at)
-        found = of_transpose(held, out, at, width, loops)
-        if found is not None:
-            self.batch.transpose(*found, again)
-            return True
-        ends = [width + sum((loop[0] - 1) * loop[side] for loop in loops) for side in (1, 2)]
-        if width >= _WIDE and ends[0] <= len(held) and 0 <= at <= len(out) - ends[1] and held.flags.c_contiguous:
-            self.batch.copy(held.ctypes.data, out.ctypes.data + at, width, loops, again)
-            return True
-        self.batch.run()
-        return False
 
 
 class Scratch:
@@ -128,149 +81,102 @@ def produce(reader: Readable, parts: Collection[Transfer], start: int, out: Byte
     Raises:
         TransaxleError: what the reader raises.
     """
+    with Steps() as steps:
+        note_parts(steps, reader, parts, start, out, scratch)
+        steps.run()
+
+
+def note_parts(
+    steps: Steps, reader: Readable, parts: Collection[Transfer], start: int, out: Bytes, scratch: Scratch
+) -> None:
+    """List what makes the bytes of a target from `start` on; otherwise as `produce`."""
     # Parts never overlap, so their sizes show whether there is padding. Zeroing only then saves a pass over the buffer.
     if sum(part.size for part in parts) != len(out):
-        if isinstance(reader, Noting):
-            reader.batch.run()
-        out[:] = 0
-    if len(parts) < 2 or getattr(reader, "lend", None) is not None:
-        for part in parts:
-            fill(reader, part, out, start, scratch)
-        return
+        steps.call(partial(out.fill, 0))
     # What needs one read is read together: straight into place, or side by side into the scratch.
-    ranges: list[FileRange] = []
     spread: list[tuple[Bytes, Transfer]] = []
     used = 0
     for part in parts:
-        at, size = part.target - start, part.source_span
-        if not part.loops:
-            ranges.append((part.file, part.source, out.data[at : at + size]))
+        size = part.source_span
+        if not part.loops or hasattr(reader, "lend"):
+            note_fill(steps, reader, part, out, start, scratch)
             continue
-        if used + size > min(_TOGETHER, len(scratch.array)) or not scratch.takes(part):
-            _read_and_scatter(reader, ranges, spread, out, start)
+        fits = scratch.takes(part)
+        if used + size > min(_TOGETHER, len(scratch.array)) or not fits:
+            _spread(steps, spread, out, start)
             used = 0
-        if scratch.takes(part):
-            held = scratch.array[used : used + size]
-            used += size
-            ranges.append((part.file, part.source, held.data))
-            spread.append((held, part))
-        else:
-            fill(reader, part, out, start, scratch)
-    _read_and_scatter(reader, ranges, spread, out, start)
+        if not fits:
+            note_fill(steps, reader, part, out, start, scratch)
+            continue
+        held = scratch.array[used : used + size]
+        used += size
+        reader.note_read(steps, part.file, part.source, held.data)
+        spread.append((held, part))
+    _spread(steps, spread, out, start)
 
 
-def _read_and_scatter(
-    reader: Readable, ranges: list[FileRange], spread: list[tuple[Bytes, Transfer]], out: Bytes, start: int
-) -> None:
-    """Read ranges, and scatter those of them that a transfer spreads over the target; both lists are emptied."""
-    read_ranges(reader, ranges)
-    for held, transfer in spread:
-        _lay(reader, held, transfer, out, transfer.target - start)
-    ranges.clear()
+def _spread(steps: Steps, spread: list[tuple[Bytes, Transfer]], out: Bytes, start: int) -> None:
+    """List that what is read side by side goes to its places in the target; the list is emptied."""
+    for held, part in spread:
+        steps.lay(held, out, part.target - start, part.width, part.loops)
     spread.clear()
 
 
-def fill(reader: Readable, transfer: Transfer, out: Bytes, start: int, scratch: Scratch) -> None:
-    """Carry a transfer out into a buffer that holds the target's bytes from `start` on.
+def note_fill(steps: Steps, reader: Readable, transfer: Transfer, out: Bytes, start: int, scratch: Scratch) -> None:
+    """List what carries a transfer out into a buffer that holds the target's bytes from `start` on.
 
     Args:
+        steps: the list.
         reader: the source files.
         transfer: it must lie inside the buffer.
         out: the buffer.
         start: byte of the target at which `out` begins.
         scratch: room for strided reads; what does not fit at once is done in parts.
-
-    Raises:
-        TransaxleError: what the reader raises.
     """
-    at = transfer.target - start
-    if not transfer.loops:
-        reader.read_into(transfer.file, transfer.source, out.data[at : at + transfer.width])
-        return
+    file, at, width, loops = transfer.file, transfer.target - start, transfer.width, transfer.loops
     # Memory needs no read: the runs are copied straight from where they lie.
     lend = getattr(reader, "lend", None)
     if lend is not None:
-        scatter(lend(transfer.file, transfer.source, transfer.source_span), transfer, out, at)
+        steps.call(lambda: scatter(lend(file, transfer.source, transfer.source_span), out, at, width, loops), READING)
+        return
+    if not loops:
+        reader.note_read(steps, file, transfer.source, out.data[at : at + width])
         return
     if scratch.takes(transfer):
         held = scratch.array[: transfer.source_span]
-        reader.read_into(transfer.file, transfer.source, held.data)
-        _lay(reader, held, transfer, out, at)
+        reader.note_read(steps, file, transfer.source, held.data)
+        steps.lay(held, out, at, width, loops)
         return
     if scratch.apart(transfer):
         end = transfer.target_end - start
-        read_strided(reader, transfer.file, transfer.source, out.data[at:end], transfer.width, transfer.loops)
+        reader.note_read(steps, file, transfer.source, out.data[at:end], width, loops)
         return
     # The whole transfer does not fit the scratch. Take the loop with the widest source step apart, and read as many of
     # its rounds at once as fit.
-    widest = max(range(len(transfer.loops)), key=lambda i: transfer.loops[i][1])
-    count, step, into = transfer.loops[widest]
-    before, after = transfer.loops[:widest], transfer.loops[widest + 1 :]
+    widest = max(range(len(loops)), key=lambda i: loops[i][1])
+    count, step, into = loops[widest]
+    before, after = loops[:widest], loops[widest + 1 :]
 
     def part(first: int, taken: int) -> Transfer:
-        loops = (*before, (taken, step, into), *after) if taken > 1 else before + after
-        source, target = transfer.source + first * step, transfer.target + first * into
-        return Transfer(transfer.file, source, target, transfer.width, loops)
+        taken_loops = (*before, (taken, step, into), *after) if taken > 1 else before + after
+        return Transfer(file, transfer.source + first * step, transfer.target + first * into, width, taken_loops)
 
     one, room = part(0, 1), len(scratch.array)
     span = one.source_span
     at_once = min(count, (room - span) // step + 1) if step else 1
     if at_once > 1 and scratch.takes(part(0, at_once)):
         for first in range(0, count, at_once):
-            fill(reader, part(first, min(at_once, count - first)), out, start, scratch)
+            note_fill(steps, reader, part(first, min(at_once, count - first)), out, start, scratch)
     # Rounds cannot be read together, as they lie too far apart. Each is read alone, but several are laid side by side
-    # in the scratch, so that one scatter serves them all.
+    # in the scratch, so that one step puts them all into place.
     elif one.loops and scratch.takes(one):
         for first in range(0, count, room // span):
             taken = min(room // span, count - first)
-            loops = (*before, (taken, span, into), *after)
-            side_by_side = Transfer(one.file, 0, one.target + first * into, one.width, loops)
             for slot in range(taken):
                 view = scratch.array.data[slot * span : (slot + 1) * span]
-                reader.read_into(one.file, one.source + (first + slot) * step, view)
-            _lay(reader, scratch.array[: taken * span], side_by_side, out, side_by_side.target - start)
+                reader.note_read(steps, file, one.source + (first + slot) * step, view)
+            side_by_side = (*before, (taken, span, into), *after)
+            steps.lay(scratch.array[: taken * span], out, at + first * into, width, side_by_side)
     else:
         for first in range(count):
-            fill(reader, part(first, 1), out, start, scratch)
-
-
-def _lay(reader: Readable, held: Bytes, transfer: Transfer, out: Bytes, at: int) -> None:
-    """Copy the runs of a transfer that is read, as `scatter`."""
-    if not (isinstance(reader, Noting) and reader.lays(held, transfer, out, at)):
-        scatter(held, transfer, out, at)
-
-
-_WORDS = frozenset({1, 2, 4, 8})
-"""Bytes of the words that elements can be copied as."""
-
-
-def scatter(held: Bytes, transfer: Transfer, out: Bytes, at: int) -> None:
-    """Copy the runs of a transfer from one buffer to the other: one at once, several as the widest words that fit.
-
-    Args:
-        held: the source's bytes from the transfer's first one on.
-        transfer: its loops and width.
-        out: the target buffer.
-        at: where the transfer's first byte goes.
-    """
-    import numpy as np
-
-    width = transfer.width
-    if not transfer.loops:
-        out[at : at + width] = held[:width]
-        return
-    if width in _WORDS and len(transfer.loops) > 1 and transposed(held, out, at, width, transfer.loops):
-        return
-    shape = [count for count, _, _ in transfer.loops]
-    sources = [source for _, source, _ in transfer.loops]
-    targets = [target for _, _, target in transfer.loops]
-    # Every offset, width and step is a multiple of the word; then numpy moves 8 bytes at a time instead of one.
-    word = gcd(8, at, width, *sources, *targets)
-    if width > word:
-        shape.append(width // word)
-        sources.append(word)
-        targets.append(word)
-    kind = np.dtype(f"u{word}")
-    view: npt.NDArray[Any] = np.ndarray(shape, kind, held.data, 0, sources)
-    into: npt.NDArray[Any] = np.ndarray(shape, kind, out.data, at, targets)
-    into[...] = view
+            note_fill(steps, reader, part(first, 1), out, start, scratch)

@@ -11,7 +11,7 @@ from typing import ParamSpec, Protocol
 
 import msgspec
 
-from transaxle.move.endpoint import Bytes
+from transaxle.formats.storage.copier import Bytes
 
 Fill = Callable[[int, Bytes], None]
 """`fill(parcel, buffer)`: put the parcel's bytes into the buffer."""

@@ -15,20 +15,20 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from functools import cached_property
 from itertools import pairwise
 from mmap import MAP_PRIVATE, mmap
-from typing import Generic, Self, TypeVar, cast
+from typing import Generic, Self, TypeVar
 
 import msgspec
 from msgspec.structs import replace
 
 from transaxle.arguments import Size, read_count, read_size
-from transaxle.axes.notation.computed import Steps, applied
+from transaxle.axes.notation.computed import Steps as Arithmetic
+from transaxle.axes.notation.computed import applied
 from transaxle.errors import refuse
 from transaxle.formats.catalog import numpy_dtype
-from transaxle.formats.storage.compiled import StepBatch
-from transaxle.move.endpoint import Bytes, NotingFiles, Readable
-from transaxle.move.strided_fill import Noting, Scratch, produce
+from transaxle.formats.storage.copier import Bytes, Steps
+from transaxle.move.endpoint import Readable
+from transaxle.move.strided_fill import Scratch, note_parts
 from transaxle.move.transfer import Transfer, active, clip
-from transaxle.spans import span
 
 BLOCK = 1 << 20
 """Bytes of a block of what is one range of a file."""
@@ -260,11 +260,21 @@ class Worker:
         reader: the source files; safe to share.
         limit: how large the buffers are.
         stop: set when the work is no longer wanted.
-        batch: collects what is done to items; None: each block is made at once.
+        steps: the list of steps; None: one of its own.
+        together: carry out many steps in one call; otherwise those of each block.
     """
 
-    def __init__(self, reader: Readable, limit: Limits, stop: threading.Event, batch: StepBatch | None = None) -> None:
-        self.batch = batch
+    def __init__(
+        self,
+        reader: Readable,
+        limit: Limits,
+        stop: threading.Event,
+        steps: Steps | None = None,
+        *,
+        together: bool = False,
+    ) -> None:
+        self.steps = steps or Steps()
+        self._most = _BATCH if together else 0
         self._reader = reader
         self._stop = stop
         # Pages that nobody has written to take no memory: few blocks are as large as the largest may be.
@@ -294,72 +304,58 @@ class Worker:
         if self._stop.is_set():
             raise StoppedError
 
+    def note_fill(self, parts: Collection[Transfer], start: int, out: Bytes) -> None:
+        """List what makes bytes of a target where they belong; see `produce`."""
+        self.go_on()
+        note_parts(self.steps, self._reader, parts, start, out, self.scratch)
+        self.breathe()
+
     def fill(self, parts: Collection[Transfer], start: int, out: Bytes) -> None:
         """Make bytes of a target where they belong; see `produce`."""
-        self.go_on()
-        with span("read", len(out)):
-            produce(self._reader, parts, start, out, self.scratch)
+        self.note_fill(parts, start, out)
+        self.steps.run()
+
+    def breathe(self) -> None:
+        """Carry out what is listed, if it is enough for one call."""
+        if self.steps.size >= self._most:
+            self.steps.run()
 
     def block(self, parts: Sequence[Transfer], start: int, stop: int) -> Bytes:
-        """Return the bytes `[start, stop)` of a target in the block: memory that is lent is read once, here.
-
-        Somebody may write to it meanwhile, and what is written to a file must be what is hashed.
-        """
+        """Return the bytes `[start, stop)` of a target in the block."""
         out = self._block[: stop - start]
-        if self._lend is not None and is_whole(parts, stop - start):
-            out[:] = self._lend(parts[0].file, parts[0].source, parts[0].width)
-        else:
-            self.fill(parts, start, out)
+        self.fill(parts, start, out)
         return out
 
-    def stream(self, item: Item, start: int, stop: int) -> Iterator[memoryview]:
-        """Make bytes of an item in order; each block is valid until the next one is asked for.
+    def note(self, item: Item, start: int, stop: int) -> Iterator[tuple[int, memoryview]]:
+        """List how bytes of an item are made, in order.
 
-        Args:
-            item: one that has `blocks`, or is lent, is made whole.
-            start: the first byte.
-            stop: one past the last.
-        """
-        if item.blocks is not None:
-            return item.blocks(self)
-        if self._lend is not None:  # whole ranges are cut where they begin, and into pieces that stay in the cache
-            return self.cut(item.transfers, [end for cut in pairwise(item.cuts) for end in _cut(*cut, BLOCK)])
-        return self.blocks(_between(item, start, stop), stop - start)
-
-    def note_fill(self, batch: StepBatch, parts: Collection[Transfer], start: int, out: Bytes) -> None:
-        """Note how bytes of a target are made where they belong; see `fill`."""
-        self.go_on()
-        produce(Noting(cast("NotingFiles", self._reader), batch), parts, start, out, self.scratch)
-
-    def note(self, batch: StepBatch, item: Item, start: int, stop: int) -> Iterator[tuple[int, memoryview]]:
-        """Note how bytes of an item are made, in order.
+        Memory that is lent is copied into the block, and read once: somebody may write to it meanwhile, and what is
+        written to a file must be what is hashed.
 
         Yields:
-            `(byte of the item, the block that its bytes will be in)`: what is noted next finds them there.
+            `(byte of the item, the block that its bytes will be in)`: what is listed next finds them there.
         """
         transfers = _between(item, start, stop)
-        for at, block in self.noted(batch, transfers, block_ends(transfers, stop - start, self.room)):
+        if self._lend is not None:  # whole ranges are cut where they begin, and into pieces that stay in the cache
+            ends = [end for cut in pairwise(item.cuts) for end in _cut(*cut, BLOCK)]
+        else:
+            ends = block_ends(transfers, stop - start, self.room)
+        for at, block in self.noted(transfers, ends):
             yield start + at, block
 
-    def noted(
-        self, batch: StepBatch, transfers: Sequence[Transfer], ends: Iterable[int]
-    ) -> Iterator[tuple[int, memoryview]]:
-        """Note how a tensor is made in order, in blocks that end at these bytes; otherwise as `note`."""
-        files = cast("NotingFiles", self._reader)
-        for low, high, some in active(transfers, ends):
+    def noted(self, transfers: Sequence[Transfer], ends: Iterable[int]) -> Iterator[tuple[int, memoryview]]:
+        """List how a tensor is made in order, in blocks that end at these bytes; otherwise as `note`."""
+        for low, high, parts in active(transfers, ends):
             self.go_on()
             out = self._memory[: high - low]
-            if not some:
-                batch.run()  # what is noted may yet be read into the block
-                out[:] = bytes(high - low)
-            elif not any(part.loops for part in some) and sum(part.width for part in some) == high - low:
-                for part in some:
-                    files.note_read(batch, part.file, part.source, out[part.target - low : part.target_end - low])
-            else:
-                produce(Noting(files, batch), some, low, self._block[: high - low], self.scratch)
+            if self._lend is not None or any(part.loops for part in parts) or sum(p.width for p in parts) != high - low:
+                note_parts(self.steps, self._reader, parts, low, self._block[: high - low], self.scratch)
+            else:  # without numpy, which plain ranges do not need
+                for part in parts:
+                    room = out[part.target - low : part.target_end - low]
+                    self._reader.note_read(self.steps, part.file, part.source, room)
             yield low, out
-            if batch.size >= _BATCH:
-                batch.run()
+            self.breathe()
 
     def blocks(
         self,
@@ -368,7 +364,7 @@ class Worker:
         *,
         length: int | None = None,
         dtype: str = "U8",
-        arithmetic: Steps | None = None,
+        arithmetic: Arithmetic | None = None,
     ) -> Iterator[memoryview]:
         """Produce a tensor in order; each block is valid until the next one is asked for.
 
@@ -379,39 +375,33 @@ class Worker:
             dtype: the tensor's type, where there is arithmetic.
             arithmetic: what is done to every value.
         """
-        ends = block_ends(transfers, size, self.room, length)
-        if arithmetic is None and self._lend is None and is_whole(transfers, size):
-            return self._read(transfers[0], ends)
-        return self.cut(transfers, ends, dtype=dtype, arithmetic=arithmetic)
-
-    def _read(self, whole: Transfer, ends: Iterable[int]) -> Iterator[memoryview]:
-        """Read one range of a file as it lies there, in blocks: what `cut` yields, sooner."""
-        start = 0
-        for stop in ends:
-            self.go_on()
-            out = self._memory[: stop - start]
-            with span("read", stop - start):
-                self._reader.read_into(whole.file, whole.source + start, out)
-            yield out
-            start = stop
+        return self.cut(transfers, block_ends(transfers, size, self.room, length), dtype=dtype, arithmetic=arithmetic)
 
     def cut(
-        self, transfers: Sequence[Transfer], ends: Iterable[int], *, dtype: str = "U8", arithmetic: Steps | None = None
+        self,
+        transfers: Sequence[Transfer],
+        ends: Iterable[int],
+        *,
+        dtype: str = "U8",
+        arithmetic: Arithmetic | None = None,
     ) -> Iterator[memoryview]:
         """Produce a tensor in order, in blocks that end at these bytes; otherwise as `blocks`."""
-        for start, stop, parts in active(transfers, ends):
-            if arithmetic is None:
-                yield self.block(parts, start, stop).data
-                continue
-            out = self._block[: stop - start]
-            self.fill(parts, start, out)
-            # In place: the block belongs to this worker, and its old values are not needed again.
-            values = out.view(numpy_dtype(dtype))
-            try:
-                values[...] = applied(values, arithmetic)
-            except ValueError as error:
-                raise refuse("LOSSY", f"the arithmetic has no finite result for the value {error}") from None
-            yield out.data
+        for _, block in self.noted(transfers, ends):
+            self.steps.run()
+            if arithmetic is not None:
+                _apply(block, dtype, arithmetic)
+            yield block
+
+
+def _apply(block: memoryview, dtype: str, arithmetic: Arithmetic) -> None:
+    """Change values in place: the block is a worker's own, and its old values are not needed again."""
+    import numpy as np
+
+    values = np.frombuffer(block, numpy_dtype(dtype))
+    try:
+        values[...] = applied(values, arithmetic)
+    except ValueError as error:
+        raise refuse("LOSSY", f"the arithmetic has no finite result for the value {error}") from None
 
 
 def _between(item: Item, start: int, stop: int) -> Sequence[Transfer]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any, Generic, NamedTuple
 
@@ -20,7 +19,7 @@ from transaxle.axes.layout.relayout import Check, unchanged, unlike
 from transaxle.engine.copying.source import Source
 from transaxle.errors import Refusal, TransaxleError, Where
 from transaxle.formats.catalog import BITS, Container, nbytes, numpy_dtype
-from transaxle.formats.storage.compiled import new_batch, same_bytes
+from transaxle.formats.storage.copier import Steps
 from transaxle.move.endpoint import Readable
 from transaxle.move.transfer import Transfer
 from transaxle.move.workers import (
@@ -64,8 +63,9 @@ class Pair:
     """
 
     def __init__(self, first: Readable, second: Readable, limit: Limits, stop: threading.Event) -> None:
-        self._workers = Worker(first, limit.halved, stop), Worker(second, limit.halved, stop)
-        self._batch = new_batch() if are_noted(first, second) else None
+        self._steps, together = Steps(), are_noted(first, second)
+        one, two = (Worker(each, limit.halved, stop, self._steps, together=together) for each in (first, second))
+        self._workers = one, two
 
     def blocks(
         self, first: Sequence[Transfer], second: Sequence[Transfer], size: int, other: int | None = None
@@ -97,37 +97,28 @@ class Pair:
             the keys of those that differ.
         """
         found: set[Task] = set()
-        with self._batch or nullcontext():
+        with self._steps as steps:
             for tensor in tensors:
                 self._compare(tensor, found, progress)
-            if self._batch is not None:
-                self._batch.run()
+            steps.run()
         return found
 
     def _compare(self, tensor: Compared[Task], found: set[Task], progress: Progress) -> None:
-        """Compare two tensors, in a batch if there is one; the key is added to what is `found` where they differ."""
+        """List that two tensors are compared; the key is added to what is `found` where they differ."""
         key, first, second, size = tensor
         for one, other in self._noted(first, second, size):
-            if self._batch is None:
-                if not same_bytes(one, other):
-                    found.add(key)
-                progress(len(one))
-            else:
-                self._batch.compare(one, other, partial(found.add, key))
-                self._batch.then(partial(progress, len(one)))
+            self._steps.compare(one, other, partial(found.add, key))
+            self._steps.then(partial(progress, len(one)))
             if key in found:
                 break
 
     def _noted(
         self, first: Sequence[Transfer], second: Sequence[Transfer], size: int
     ) -> Iterator[tuple[memoryview, memoryview]]:
-        """Yield blocks with the bytes of two tensors, which are in them when the batch is carried out."""
+        """Yield blocks with the bytes of two tensors, which are in them when the steps are carried out."""
         one, two = self._workers
-        if self._batch is None:
-            yield from self.blocks(first, second, size)
-            return
         ends = block_ends(second if is_whole(first, size) else first, size, one.room)
-        sides = (worker.noted(self._batch, made_of, ends) for worker, made_of in ((one, first), (two, second)))
+        sides = (worker.noted(made_of, ends) for worker, made_of in ((one, first), (two, second)))
         for (_, block), (_, other) in zip(*sides, strict=True):
             yield block, other
 

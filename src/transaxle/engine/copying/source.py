@@ -30,7 +30,7 @@ from transaxle.axes.notation.expression import Layout
 from transaxle.axes.translation.holdings import AlikePart
 from transaxle.errors import Code, TransaxleError, refuse
 from transaxle.formats.catalog import ITEM_BITS, Container, Entry, Extent, Shape, nbytes
-from transaxle.move.endpoint import Bytes
+from transaxle.formats.storage.copier import Bytes
 from transaxle.move.strided_fill import Scratch, produce
 from transaxle.move.transfer import Transfer, lower
 

@@ -26,7 +26,8 @@ from transaxle.engine.views.encoded import Catalog, buffer_name
 from transaxle.engine.views.header_metadata import without_notes
 from transaxle.errors import refuse
 from transaxle.formats.catalog import Container, Entry, Extent, nbytes, numpy_dtype
-from transaxle.move.endpoint import Bytes, Readable
+from transaxle.formats.storage.copier import Bytes
+from transaxle.move.endpoint import Readable
 from transaxle.move.strided_fill import Scratch, produce
 from transaxle.move.transfer import Transfer, clip
 

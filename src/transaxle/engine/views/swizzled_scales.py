@@ -18,8 +18,8 @@ from msgspec.structs import replace
 from transaxle.encodings.conventions.torchao_convention import Swizzled, swizzled
 from transaxle.engine.copying.source import Source
 from transaxle.formats.catalog import ITEM_BITS, Container, Entry, Extent
+from transaxle.formats.storage.copier import Bytes
 from transaxle.formats.storage.storage import VirtualFiles
-from transaxle.move.endpoint import Bytes
 
 _ROWS, _COLUMNS, _LANES = 128, 4, 32
 """Rows and columns of one kernel tile, and how many of its rows lie one below the other."""
