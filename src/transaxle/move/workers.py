@@ -3,8 +3,8 @@
 An item is what is moved: a tensor of the target, or what a rank holds of it. Where any of several ranks or threads can
 do it, the one that has least to do does.
 
-How transfers fill a buffer is listed (`note_parts`), as reads and copies: of runs that lie near one another, all that is
-between them is read into a scratch buffer, from where they are spread; distant ones are read each into its place.
+How transfers fill a buffer is listed (`note_parts`), as reads and copies. Runs that lie near one another are read with
+all between them into a scratch buffer, and spread from there; distant ones are read each into its place.
 
 Every worker owns one block and one scratch buffer for its whole life: memory that is touched for the first time costs
 more than the copy itself. A tensor is produced in order by one worker, so its hash is taken on the way.
