@@ -32,7 +32,7 @@ WHEEL_BIN := $(WHEEL_VENV)/bin
 MEGATRON_PIP  := $(MEGATRON_VENV)/bin/python -m pip --disable-pip-version-check --no-input install --quiet
 VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check --no-input install --quiet --no-compile
 ASSETS := src/transaxle/reports/assets
-KERNEL := src/transaxle/encodings/arithmetic/kernel.c src/transaxle/formats/storage/runs.c src/transaxle/formats/pickled/scan.c
+KERNEL := src/transaxle/encodings/arithmetic/kernel.c src/transaxle/formats/storage/copier.c src/transaxle/formats/pickled/scan.c
 
 export PYTHONUTF8 = 1
 # Without bytecode every worker rewrites the asserts of 400 files anew, and every program that a test starts compiles us.

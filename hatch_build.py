@@ -1,10 +1,10 @@
 """Builds the compiled parts when the package is installed or packed, where there is a C compiler.
 
-There are three: the kernel of the encodings, the loops that read the runs of a file, transpose and sum up, and the scan
-of pickles. Without a compiler the install still succeeds: encodings are then computed with numpy, to the same bits, and
-`transaxle info` says so; runs are read one by one, numpy transposes, zlib sums up, and pickles are read in Python. What is built is found beside its source, so that it
-serves an editable install too; it is rebuilt when it is not of this source or cannot be loaded here, and replaced at
-once, because a running process may have it open.
+There are three: the kernel of the encodings, the copier of files, and the scan of pickles. Without a compiler the
+install still succeeds: encodings are then computed with numpy, to the same bits, and `transaxle info` says so; steps of
+the copier are done one by one, by numpy, xxhash and zlib, and pickles are read in Python. What is built is found beside
+its source, so that it serves an editable install too; it is rebuilt when it is not of this source or cannot be loaded
+here, and replaced at once, because a running process may have it open.
 
 The README is also the page of the package, from where its links to files of this repository would lead nowhere: there
 they lead to `[project.urls] Source`, and without it they are text.
@@ -30,7 +30,7 @@ from hatchling.metadata.plugin.interface import MetadataHookInterface
 PACKAGE = Path("src/transaxle")
 PARTS = {
     "encodings/arithmetic/kernel.c": "encodings will be computed with numpy, to the same bits",
-    "formats/storage/runs.c": "the runs of a file will be read one by one, numpy will transpose, and zlib sum up",
+    "formats/storage/copier.c": "steps will be done one by one: numpy will transpose, xxhash hash, and zlib sum up",
     "formats/pickled/scan.c": "the metadata of DCP folders will be read in Python, in ten times the time",
 }
 """Sources, and what happens without them; `libNAME.so` is built beside `NAME.c`."""

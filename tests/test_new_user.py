@@ -162,7 +162,7 @@ def test_item_11_one_wheel_serves_every_python(user: User) -> None:
     """What is compiled needs the C library alone, none newer than that of manylinux2014, and no Python."""
     assert re.fullmatch(r"transaxle-\S+-py3-none-linux_\w+\.whl", user.wheel.name)
     compiled = sorted(user.scripts.parent.glob("lib/python*/site-packages/transaxle/**/*.so"))
-    assert [file.name for file in compiled] == ["libkernel.so", "libscan.so", "libruns.so"]
+    assert [file.name for file in compiled] == ["libkernel.so", "libscan.so", "libcopier.so"]
     for file in compiled:
         dynamic = subprocess.run(["readelf", "-dW", file], check=True, capture_output=True, text=True).stdout
         assert set(re.findall(r"\(NEEDED\).*\[(\S+)\]", dynamic)) <= {"libc.so.6"}

@@ -21,8 +21,8 @@ from tests.cli.running import HUNG_UP, INTERRUPTED, TERMINATED, USAGE, Transaxle
 SLOWLY = """
 import time
 from transaxle.formats.staging.staging import Staging
-from transaxle.formats.storage import compiled
-compiled.load_steps = lambda: None
+from transaxle.formats.storage import copier
+copier.load_steps = lambda: None
 write = Staging.pwrite
 def slowly(*arguments):
     time.sleep(0.05)

@@ -21,7 +21,7 @@ from typing import Any
 
 import transaxle as tx
 from transaxle.formats.staging import place, staging
-from transaxle.formats.storage import compiled
+from transaxle.formats.storage import copier
 from transaxle.move import journal
 
 TO = "automodel"
@@ -75,7 +75,7 @@ class Death:
 
     def prepare(self) -> None:
         """Wrap the calls."""
-        setattr(compiled, "load_steps", one_by_one)  # noqa: B010
+        setattr(copier, "load_steps", one_by_one)  # noqa: B010
         for owner, names in self._calls.items():
             for name in names:
                 setattr(owner, name, self.wrap(getattr(owner, name)))

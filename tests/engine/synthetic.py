@@ -10,7 +10,7 @@ from transaxle.axes.geometry.strided import Loop
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.checkpoint.settings import settings
 from transaxle.formats.catalog import Container, Entry, Extent
-from transaxle.formats.storage.compiled import StepBatch
+from transaxle.formats.storage.copier import Steps
 from transaxle.formats.storage.storage import Listing
 
 FILE = "model.safetensors"
@@ -40,11 +40,8 @@ class Nothing:
     def read_into(self, name: str, offset: int, view: memoryview) -> None:
         raise AssertionError("planning reads nothing")
 
-    def note_read(self, batch: StepBatch, name: str, offset: int, view: memoryview) -> None:
-        raise AssertionError("planning reads nothing")
-
-    def note_strided(
-        self, batch: StepBatch, name: str, offset: int, view: memoryview, width: int, loops: Sequence[Loop]
+    def note_read(
+        self, steps: Steps, name: str, offset: int, view: memoryview, width: int = 0, loops: Sequence[Loop] = ()
     ) -> None:
         raise AssertionError("planning reads nothing")
 

@@ -9,11 +9,12 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.move.filling import PlainFiles
 from transaxle.move.hashing import SPAN, HashingFiles, ItemHash, Places, digest, digest_in, joined
 from transaxle.move.transfer import Transfer
 
 
-class _Disk:
+class _Disk(PlainFiles):
     """Files in memory."""
 
     def __init__(self) -> None:

@@ -11,11 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.move.filling import PlainFiles
+from transaxle.formats.storage.copier import Bytes, scatter
 from transaxle.move import mover as mover_module
 from transaxle.move import workers as workers_module
-from transaxle.move.endpoint import Bytes, Sink
+from transaxle.move.endpoint import Sink
 from transaxle.move.mover import Movement, Run, alone, batches, packed
-from transaxle.move.strided_fill import scatter
 from transaxle.move.transfer import Transfer
 from transaxle.move.workers import Item, Limits
 
@@ -117,14 +118,14 @@ def test_what_is_packed_is_spread_again() -> None:
     parts = [Transfer("0", 10, 3, 2, ((3, 7, 4), (2, 30, 20))), Transfer("0", 0, 60, 5)]
     straight, spread, pack = (np.zeros(100, np.uint8) for _ in range(3))
     for part, (packing, spreading) in zip(parts, packed(parts), strict=True):
-        scatter(source[part.source :], part, straight, part.target)
-        scatter(source[packing.source :], packing, pack, packing.target)
-        scatter(pack[spreading.source :], spreading, spread, spreading.target)
+        scatter(source[part.source :], straight, part.target, part.width, part.loops)
+        scatter(source[packing.source :], pack, packing.target, packing.width, packing.loops)
+        scatter(pack[spreading.source :], spread, spreading.target, spreading.width, spreading.loops)
     assert np.array_equal(spread, straight)
     assert straight.any()
 
 
-class _Files:
+class _Files(PlainFiles):
     def __init__(self, content: bytes) -> None:
         self._content = np.frombuffer(content, np.uint8)
 

@@ -23,10 +23,10 @@ from transaxle.errors import Refused
 from transaxle.formats.catalog import NUMBERS, Checksum, NumbersInMemory
 from transaxle.formats.checksums import Witness
 from transaxle.formats.staging.staging import Writer
-from transaxle.formats.storage import compiled
+from transaxle.formats.storage import copier
 from transaxle.formats.storage.local import LocalStorage
 from transaxle.formats.storage.storage import InMemoryFile, Storage, SubFolder, VirtualFiles
-from transaxle.move import hashing, workers
+from transaxle.move import workers
 from transaxle.move.hashing import HashingFiles, ItemHash
 from transaxle.move.mover import Movement
 from transaxle.move.transfer import Transfer
@@ -34,7 +34,7 @@ from transaxle.move.workers import Item, Limits, Worker
 
 SIZE = 60_000
 DATA = {f"{number}.bin": np.random.default_rng(number).integers(1, 256, SIZE, np.uint8) for number in range(3)}
-COMPILED = compiled.load_steps()
+COMPILED = copier.load_steps()
 SMALL = Limits(1, 6 << 16)
 
 
@@ -51,7 +51,7 @@ WAYS |= {} if COMPILED is None else {"compiled": COMPILED, "halting": halting}
 @pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Each way of carrying steps out in turn; `none`: there are no batches."""
-    monkeypatch.setattr(compiled, "load_steps", lambda: WAYS[request.param])
+    monkeypatch.setattr(copier, "load_steps", lambda: WAYS[request.param])
     return str(request.param)
 
 
@@ -320,13 +320,13 @@ def test_hashes_are_those_of_the_package(cuts: list[int], hidden: bool) -> None:
     data = bytearray(DATA["2.bin"][:3000])
     hashed = ItemHash(1100)
     edges = sorted({0, 3000, *cuts})
-    batch = compiled.StepBatch(COMPILED or one_by_one())
+    steps = copier.Steps()
     with pytest.MonkeyPatch.context() as patch:
         if hidden:
-            patch.setattr(hashing, "_library", lambda: None)
+            patch.setattr(copier, "load_hash", lambda: None)
         for start, stop in pairwise(edges):
-            hashed.note(batch, start, memoryview(data)[start:stop])
-        batch.run()
+            hashed.note(steps, start, memoryview(data)[start:stop])
+        steps.run()
     spans = [xxhash.xxh3_128_hexdigest(data[at : at + 1100]) for at in (0, 1100, 2200)]
     assert hashed.hexdigest() == xxhash.xxh3_128_hexdigest("".join(spans).encode())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import product
 
 import numpy as np
@@ -12,10 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.engine import law
+from tests.move.filling import PlainFiles, fill
 from transaxle.axes.geometry.strided import Loop
-from transaxle.formats.storage.compiled import read_each
-from transaxle.move.strided_fill import Scratch, fill
+from transaxle.formats.storage.copier import Steps, read_each
 from transaxle.move.transfer import Transfer, active, clip, lower
+from transaxle.move.workers import Scratch
 
 FILE = "source"
 BASE = 3
@@ -23,7 +25,7 @@ BASE = 3
 Bytes = npt.NDArray[np.uint8]
 
 
-class Memory:
+class Memory(PlainFiles):
     """A file in memory that counts what is read of it."""
 
     def __init__(self, size: int) -> None:
@@ -38,7 +40,7 @@ class Memory:
         view[:] = self.content.data[offset : offset + view.nbytes]
 
     @property
-    def read(self) -> int:
+    def octets(self) -> int:
         return sum(size for _, size in self.calls)
 
 
@@ -200,7 +202,7 @@ def test_a_transpose_reads_whole_stretches(room: int) -> None:
     fill(memory, moves, out, 0, Scratch(room))
     source = memory.content[BASE:].view(np.uint16).reshape(rows, columns)
     np.testing.assert_array_equal(out.view(np.uint16).reshape(columns, rows), source.T)
-    assert memory.read == rows * columns * 2
+    assert memory.octets == rows * columns * 2
     assert min(size for _, size in memory.calls) >= min(room // 4, columns * 2)
 
 
@@ -211,10 +213,16 @@ class Strides(Memory):
         super().__init__(size)
         self.at_once: list[int] = []
 
-    def read_strided(self, name: str, offset: int, view: memoryview, width: int, loops: Sequence[Loop]) -> None:
-        before = len(self.calls)
-        read_each(self, name, offset, view, width, loops)
-        self.at_once.append(len(self.calls) - before)
+    def note_read(
+        self, steps: Steps, name: str, offset: int, view: memoryview, width: int = 0, loops: Sequence[Loop] = ()
+    ) -> None:
+        def read() -> None:
+            before = len(self.calls)
+            read_each(partial(self.read_into, name), offset, view, width, loops)
+            if loops:
+                self.at_once.append(len(self.calls) - before)
+
+        steps.call(read)
 
 
 @given(transfers(), st.sampled_from([1, 16, 64, 100_000]), st.sampled_from([1.0, 4.0]), st.integers(0, 30))
@@ -249,6 +257,6 @@ def test_runs_that_are_wanted_twice_are_read_once() -> None:
     memory = Strides(20_000)
     out = np.zeros(4 * 10 * 5, np.uint8)
     fill(memory, Transfer(FILE, 5, 0, 5, ((4, 0, 50), (10, 1000, 5))), out, 0, Scratch(1 << 12, waste=1.4, gap=64))
-    assert memory.read == 10 * 5
+    assert memory.octets == 10 * 5
     runs = memory.content[:10_000].reshape(10, 1000)[:, 5:10]
     np.testing.assert_array_equal(out.reshape(4, 10, 5), np.broadcast_to(runs, (4, 10, 5)))

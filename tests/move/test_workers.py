@@ -10,9 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.move.filling import PlainFiles
 from transaxle.engine.duplicates import PlannedCheck, unequal
+from transaxle.formats.storage.copier import Bytes
 from transaxle.formats.storage.local import LocalStorage
-from transaxle.move.endpoint import Bytes, Sink
+from transaxle.move.endpoint import Sink
 from transaxle.move.hashing import HashingFiles
 from transaxle.move.mover import Movement
 from transaxle.move.transfer import Transfer
@@ -24,7 +26,7 @@ PATIENCE = 60.0
 """Seconds after which what has not happened will not happen."""
 
 
-class FarFiles:
+class FarFiles(PlainFiles):
     """Files of another machine: a read ends when as many are under way as there are workers."""
 
     def __init__(self) -> None:

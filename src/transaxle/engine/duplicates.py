@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any, Generic, NamedTuple
 
@@ -29,13 +28,13 @@ from msgspec.structs import replace
 
 from transaxle.axes.layout.bind import WEIGHT, split_slot
 from transaxle.axes.layout.relayout import Check, Target, unchanged, unlike
-from transaxle.axes.notation.computed import AFFINE, Steps, inverse, simplified
+from transaxle.axes.notation.computed import AFFINE, AffineSteps, inverse, simplified
 from transaxle.encodings.encoding import Error
 from transaxle.encodings.value_steps import Recoded
 from transaxle.engine.source import Source
 from transaxle.errors import Refusal, TransaxleError, Where, refuse
 from transaxle.formats.catalog import BITS, Container, Entry, Extent, Twin, nbytes, numpy_dtype
-from transaxle.formats.storage.compiled import new_batch, same_bytes
+from transaxle.formats.storage.copier import Steps
 from transaxle.move.endpoint import Readable
 from transaxle.move.transfer import Transfer
 from transaxle.move.workers import (
@@ -79,8 +78,9 @@ class Pair:
     """
 
     def __init__(self, first: Readable, second: Readable, limit: Limits, stop: threading.Event) -> None:
-        self._workers = Worker(first, limit.halved, stop), Worker(second, limit.halved, stop)
-        self._batch = new_batch() if are_noted(first, second) else None
+        self._steps, together = Steps(), are_noted(first, second)
+        one, two = (Worker(each, limit.halved, stop, self._steps, together=together) for each in (first, second))
+        self._workers = one, two
 
     def blocks(
         self, first: Sequence[Transfer], second: Sequence[Transfer], size: int, other: int | None = None
@@ -112,37 +112,28 @@ class Pair:
             the keys of those that differ.
         """
         found: set[Task] = set()
-        with self._batch or nullcontext():
+        with self._steps as steps:
             for tensor in tensors:
                 self._compare(tensor, found, progress)
-            if self._batch is not None:
-                self._batch.run()
+            steps.run()
         return found
 
     def _compare(self, tensor: Compared[Task], found: set[Task], progress: Progress) -> None:
-        """Compare two tensors, in a batch if there is one; the key is added to what is `found` where they differ."""
+        """List that two tensors are compared; the key is added to what is `found` where they differ."""
         key, first, second, size = tensor
         for one, other in self._noted(first, second, size):
-            if self._batch is None:
-                if not same_bytes(one, other):
-                    found.add(key)
-                progress(len(one))
-            else:
-                self._batch.compare(one, other, partial(found.add, key))
-                self._batch.then(partial(progress, len(one)))
+            self._steps.compare(one, other, partial(found.add, key))
+            self._steps.then(partial(progress, len(one)))
             if key in found:
                 break
 
     def _noted(
         self, first: Sequence[Transfer], second: Sequence[Transfer], size: int
     ) -> Iterator[tuple[memoryview, memoryview]]:
-        """Yield blocks with the bytes of two tensors, which are in them when the batch is carried out."""
+        """Yield blocks with the bytes of two tensors, which are in them when the steps are carried out."""
         one, two = self._workers
-        if self._batch is None:
-            yield from self.blocks(first, second, size)
-            return
         ends = block_ends(second if is_whole(first, size) else first, size, one.room)
-        sides = (worker.noted(self._batch, made_of, ends) for worker, made_of in ((one, first), (two, second)))
+        sides = (worker.noted(made_of, ends) for worker, made_of in ((one, first), (two, second)))
         for (_, block), (_, other) in zip(*sides, strict=True):
             yield block, other
 
@@ -273,14 +264,14 @@ _REAL = frozenset({"F64", "F32", "F16", "BF16"})
 """Types whose values stand for themselves; those of the others are codes, or no fractions."""
 
 
-def steps(target: Target, *, allowed: bool) -> Steps | None:
+def steps(target: Target, *, allowed: bool) -> AffineSteps | None:
     """Return what happens to the values of a target tensor on their way; None where nothing does.
 
     Raises:
         Refused: LOSSY where something does and is not allowed; UNSUPPORTED inside a fused tensor, for types whose
             values are codes or integers, and for the optimizer state of a tensor that is more than shifted.
     """
-    changes: list[Steps] = []
+    changes: list[AffineSteps] = []
     for part in target.parts:
         before, after = (() if rule is None else rule.steps for rule in part.arithmetic)
         changes.append(() if before == after else simplified((*inverse(before), *after)))

@@ -51,7 +51,7 @@ from transaxle.formats.remote.url import address, local_path
 from transaxle.formats.staging.leftovers import sweep_beside
 from transaxle.formats.staging.location import shown, staging_at, takes_parts
 from transaxle.formats.staging.staging import Staging
-from transaxle.formats.storage.compiled import StepBatch
+from transaxle.formats.storage.copier import Steps
 from transaxle.formats.storage.local import LocalStorage
 from transaxle.formats.storage.storage import Storage, close, is_url, layer
 from transaxle.move.endpoint import NotingWritable, Writable
@@ -560,10 +560,10 @@ class _Watched:
 
 
 class _WatchedInBatches(_Watched):
-    """Files that note when they are written, in batches too."""
+    """Files that note when they are written, in lists of steps too."""
 
-    def note_write(self, batch: StepBatch, file: str, offset: int, view: memoryview) -> None:
+    def note_write(self, steps: Steps, file: str, offset: int, view: memoryview) -> None:
         """See `NotingWritable`."""
         begin, size = time.monotonic(), len(view)
-        cast("NotingWritable", self._files).note_write(batch, file, offset, view)
-        batch.then(lambda: self._times.add(file, begin, time.monotonic(), size))
+        cast("NotingWritable", self._files).note_write(steps, file, offset, view)
+        steps.then(lambda: self._times.add(file, begin, time.monotonic(), size))

@@ -26,7 +26,7 @@ from transaxle.errors import Refusal, Where, gathered
 from transaxle.formats.catalog import Fragment
 from transaxle.formats.registry import MANIFEST, is_one_file
 from transaxle.formats.staging.location import storage_at, takes_parts
-from transaxle.formats.storage.compiled import same_bytes
+from transaxle.formats.storage.copier import READING, Steps, same_bytes
 from transaxle.formats.storage.storage import Storage, files_in
 from transaxle.move.hashing import WHOLE, HashingFiles
 from transaxle.move.mover import Movement
@@ -243,8 +243,13 @@ class _Written(HashingFiles):
         self._tensors = tensors
         self._first_only = first_only
 
-    def take(self, key: int, start: int, data: memoryview) -> None:
+    def note(self, steps: Steps, key: int, start: int, data: memoryview) -> None:
         """See `Sink`."""
+        steps.call(partial(self._look, key, start, data), READING)
+        super().note(steps, key, start, data)
+
+    def _look(self, key: int, start: int, data: memoryview) -> None:
+        """Compare bytes of an item with those that are there."""
         if self.wrong and self._first_only:
             raise StoppedError
         tensor, storage = self._tensors[key], self._storage
@@ -254,7 +259,6 @@ class _Written(HashingFiles):
             if not same_bytes(storage.read(storage.single or file, offset, len(part)), part):
                 self.wrong[tensor.name] = None
                 return
-        super().take(key, start, data)
 
 
 def reproduced(prepared: Prepared, written: Checkpoint, limit: Limits, progress: Progress) -> Comparison:

@@ -22,7 +22,7 @@ import itertools
 import struct
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -33,14 +33,7 @@ from msgspec.structs import replace
 from transaxle.axes.geometry.strided import Loop
 from transaxle.encodings.value_steps import Computed
 from transaxle.errors import refuse
-from transaxle.formats.storage.compiled import (
-    FileRange,
-    StepBatch,
-    read_each,
-    read_one_by_one,
-    read_ranges,
-    read_strided,
-)
+from transaxle.formats.storage.copier import READING, Steps, read_each
 from transaxle.formats.storage.storage import Overlay, Storage, VirtualFiles
 
 if TYPE_CHECKING:
@@ -542,39 +535,14 @@ class NumbersInMemory(Overlay):
         """See `Storage`; numbers change only with the file they were read from."""
         return "" if name == NUMBERS else super().version(name)
 
-    def read_into(self, name: str, offset: int, view: memoryview) -> None:
-        """See `Storage`."""
-        if name == NUMBERS:
-            view.cast("B")[:] = self._numbers[offset : offset + view.nbytes]
-        else:
-            super().read_into(name, offset, view)
-
-    def note_read(self, batch: StepBatch, name: str, offset: int, view: memoryview) -> None:
-        """See `Storage`."""
-        if name == NUMBERS:
-            super().note_read(batch, name, offset, view)
-        else:
-            self.below.note_read(batch, name, offset, view)
-
-    def note_strided(
-        self, batch: StepBatch, name: str, offset: int, view: memoryview, width: int, loops: Sequence[Loop]
+    def note_read(
+        self, steps: Steps, name: str, offset: int, view: memoryview, width: int = 0, loops: Sequence[Loop] = ()
     ) -> None:
         """See `Storage`."""
         if name == NUMBERS:
-            super().note_strided(batch, name, offset, view, width, loops)
+            steps.call(partial(read_each, self._copy, offset, view, width, loops), READING, view.nbytes)
         else:
-            self.below.note_strided(batch, name, offset, view, width, loops)
+            self.below.note_read(steps, name, offset, view, width, loops)
 
-    def read_strided(self, name: str, offset: int, view: memoryview, width: int, loops: Sequence[Loop]) -> None:
-        """See `formats.storage.compiled.read_strided`."""
-        if name == NUMBERS:
-            read_each(self, name, offset, view, width, loops)
-        else:
-            read_strided(self.below, name, offset, view, width, loops)
-
-    def read_ranges(self, ranges: Sequence[FileRange]) -> None:
-        """See `formats.storage.compiled.read_ranges`."""
-        if any(name == NUMBERS for name, _, _ in ranges):
-            read_one_by_one(self, ranges)
-        else:
-            read_ranges(self.below, ranges)
+    def _copy(self, offset: int, view: memoryview) -> None:
+        view.cast("B")[:] = self._numbers[offset : offset + view.nbytes]

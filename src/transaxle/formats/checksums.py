@@ -3,7 +3,7 @@
 A zip archive keeps the CRC-32 of each record. Whoever copies a record has its bytes in hand, so they are summed as they
 pass, piece by piece and in any order; only what nobody read is read for the checksum alone.
 
-`runs.c` computes a CRC-32 in a third of zlib's time where the processor multiplies without carries, which is every
+`copier.c` computes a CRC-32 in a third of zlib's time where the processor multiplies without carries, which is every
 x86-64 of the last ten years; elsewhere zlib computes it, to the same number.
 """
 
@@ -14,7 +14,6 @@ import zlib
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from ctypes import c_uint32
 from functools import cache, cached_property, lru_cache, partial, reduce
 from math import prod
@@ -27,16 +26,7 @@ from msgspec.structs import replace
 from transaxle.axes.geometry.strided import Loop
 from transaxle.errors import Refusal, Where, gathered
 from transaxle.formats.catalog import Checksum, Container, Entry
-from transaxle.formats.storage.compiled import (
-    FileRange,
-    StepBatch,
-    address,
-    address_to_read,
-    compiled_function,
-    new_batch,
-    read_ranges,
-    read_strided,
-)
+from transaxle.formats.storage.copier import Steps, address_to_read, compiled_function
 from transaxle.formats.storage.storage import Overlay, Storage
 
 _BLOCK = 1 << 20
@@ -59,7 +49,7 @@ class Tally(msgspec.Struct):
     shared: int = 0
     """Of these, bytes of short runs whose share in the checksum is known."""
     share: int = 0
-    """The share of all of them: see `runs.c`; that of bytes read twice is 0."""
+    """The share of all of them: see `copier.c`; that of bytes read twice is 0."""
     cover: int = 0
     """What the share would be if each byte were 255: tells which bytes are in it."""
 
@@ -112,58 +102,46 @@ class Witness(Overlay):
         self._settled: dict[Checksum, bool] = {}
         self._lock = Lock()
 
-    def read_into(self, name: str, offset: int, view: memoryview) -> None:
-        """See `Storage`."""
-        self.below.read_into(name, offset, view)
-        self._sum([(name, offset, view)])
-
-    def note_read(self, batch: StepBatch, name: str, offset: int, view: memoryview) -> None:
+    def note_read(
+        self, steps: Steps, name: str, offset: int, view: memoryview, width: int = 0, loops: Sequence[Loop] = ()
+    ) -> None:
         """See `Storage`; bytes that are summed up are read by themselves, so that this can be done piece by piece."""
+        if loops:
+            self._note_runs(steps, name, offset, view, width, loops)
+            return
         end, at = offset + view.nbytes, offset
         for checksum in self._touched(name, offset, end):
             start, stop = max(offset, checksum.offset), min(end, checksum.end)
             whole = stop - start == checksum.size and checksum not in self._tallies and checksum not in self._settled
             for first, last in [(start, stop)] if whole else self._unsummed(checksum, start, stop):
                 if at < first:
-                    self.below.note_read(batch, name, at, view[at - offset : first - offset])
+                    self.below.note_read(steps, name, at, view[at - offset : first - offset])
                 crc, part = c_uint32(), view[first - offset : last - offset]
-                self.below.note_read(batch, name, first, part)
-                batch.sum(part, crc, crc32)
+                self.below.note_read(steps, name, first, part)
+                steps.sum(part, crc, crc32)
                 if whole:
-                    batch.then(partial(self._check_whole, checksum, crc))
+                    steps.then(partial(self._check_whole, checksum, crc))
                 else:
-                    batch.then(partial(self._count_one, checksum, first, last, crc))
+                    steps.then(partial(self._count_one, checksum, first, last, crc))
                 at = last
         if at < end:
-            self.below.note_read(batch, name, at, view[at - offset :])
+            self.below.note_read(steps, name, at, view[at - offset :])
 
-    def read_ranges(self, ranges: Sequence[FileRange]) -> None:
-        """See `formats.storage.compiled.read_ranges`."""
-        read_ranges(self.below, ranges)
-        self._sum(ranges)
-
-    def read_strided(self, name: str, offset: int, view: memoryview, width: int, loops: Sequence[Loop]) -> None:
-        """See `formats.storage.compiled.read_strided`; such runs are too short to be summed up one by one."""
-        read_strided(self.below, name, offset, view, width, loops)
-        total, end = _extent(offset, width, loops)
-        for checksum in self._touched(name, offset, end):
-            self._count_runs(checksum, total)
-
-    def note_strided(
-        self, batch: StepBatch, name: str, offset: int, view: memoryview, width: int, loops: Sequence[Loop]
+    def _note_runs(
+        self, steps: Steps, name: str, offset: int, view: memoryview, width: int, loops: Sequence[Loop]
     ) -> None:
-        """See `Storage`; a batch can sum up the runs on their way."""
-        self.below.note_strided(batch, name, offset, view, width, loops)
+        """List that runs are read and, where they lie in one range, summed up on their way."""
+        self.below.note_read(steps, name, offset, view, width, loops)
         total, end = _extent(offset, width, loops)
         touched = [*self._touched(name, offset, end)]
         inside = len(touched) == 1 and touched[0].offset <= offset and end <= touched[0].end
-        found = batch.share(view, [_moved(step) for _, step, _ in loops]) if inside and total else None
+        found = steps.share(view, [_moved(step) for _, step, _ in loops]) if inside and total else None
         for checksum in touched:
             if found is None:
-                batch.then(partial(self._count_runs, checksum, total))
+                steps.then(partial(self._count_runs, checksum, total))
             else:
                 cover = _cover(width, tuple([(count, step) for count, step, _ in loops]))
-                batch.then(partial(self._count_shared, checksum, total, end, found, cover))
+                steps.then(partial(self._count_shared, checksum, total, end, found, cover))
 
     def recheck(self) -> None:
         """Check that no file has changed, and the checksum of every range that was read in part: its rest is read now.
@@ -238,13 +216,12 @@ class Witness(Overlay):
             TransaxleError: what reading raises.
         """
         buffer = bytearray(min(_BLOCK, max((checksum.size for checksum in checksums), default=0)))
-        batch = new_batch() if self.takes_notes else None
-        with batch or nullcontext():
+        with Steps() as steps:
             for checksum in checksums:
                 if checksum in self._settled:
                     continue
                 for first, last in self.tally(checksum).gaps(checksum.offset, checksum.end):
-                    self.count(checksum, [(first, last, self._summed(checksum.file, first, last, buffer, batch))])
+                    self.count(checksum, [(first, last, self._summed(checksum.file, first, last, buffer, steps))])
 
     def is_right(self, checksum: Checksum) -> bool | None:
         """Tell whether a range matches its checksum; None if it is not checked yet."""
@@ -271,22 +248,6 @@ class Witness(Overlay):
         """Say that a range does not have its checksum."""
         message = f"{checksum.what}: its bytes do not match the checksum in the file"
         return Refusal("CORRUPT", message, Where(checksum.file, self._tensor_in(checksum)), _HINT)
-
-    def _sum(self, ranges: Sequence[FileRange]) -> None:
-        """Sum up what was read."""
-        whole: dict[Checksum, memoryview] = {}
-        for name, offset, view in ranges:
-            octets, end = view.cast("B"), offset + view.nbytes
-            for checksum in self._touched(name, offset, end):
-                start, stop = max(offset, checksum.offset), min(end, checksum.end)
-                if stop - start == checksum.size and checksum not in self._tallies:  # the usual case of many small ones
-                    if checksum not in self._settled:
-                        whole[checksum] = octets[start - offset : stop - offset]
-                    continue
-                for first, last in self._unsummed(checksum, start, stop):
-                    self.count(checksum, [(first, last, crc32(octets[first - offset : last - offset]))])
-        for checksum, crc in zip(whole, crc32_each([*whole.values()]), strict=True):
-            self._check_whole(checksum, c_uint32(crc))
 
     def _unsummed(self, checksum: Checksum, start: int, stop: int) -> list[tuple[int, int]]:
         """Note that bytes of a range are read, and return those that are not summed up yet."""
@@ -315,7 +276,7 @@ class Witness(Overlay):
                 tally.read += total
 
     def _count_shared(self, checksum: Checksum, total: int, end: int, found: array[int], cover: int) -> None:
-        """Count runs that are read and summed up; `found`: what `StepBatch.share` returned."""
+        """Count runs that are read and summed up; `found`: what `Steps.share` returned."""
         self._count_runs(checksum, total)
         with self._lock:
             tally = self._tally(checksum)
@@ -340,20 +301,15 @@ class Witness(Overlay):
             self._settled[checksum] = True
             self._tallies.pop(checksum, None)
 
-    def _summed(self, file: str, first: int, last: int, buffer: bytearray, batch: StepBatch | None) -> int:
+    def _summed(self, file: str, first: int, last: int, buffer: bytearray, steps: Steps) -> int:
         """Return the CRC-32 of bytes that are read for it alone."""
         crc = c_uint32()
         with memoryview(buffer) as block:
             for at in range(first, last, len(block)):
                 view = block[: last - at]
-                if batch is None:
-                    self.below.read_into(file, at, view)
-                    crc.value = crc32(view, crc.value)
-                else:
-                    self.below.note_read(batch, file, at, view)
-                    batch.sum(view, crc, crc32)
-            if batch is not None:
-                batch.run()
+                self.below.note_read(steps, file, at, view)
+                steps.sum(view, crc, crc32)
+            steps.run()
         return crc.value
 
     def _touched(self, file: str, start: int, stop: int) -> Iterator[Checksum]:
@@ -472,28 +428,6 @@ def crc32(data: memoryview, crc: int = 0) -> int:
     octets, result = data.cast("B"), _CRC(crc)
     added = compiled(address_to_read(octets), len(octets), ctypes.byref(result))
     return zlib.crc32(octets[added:], result.value)
-
-
-def crc32_each(pieces: Sequence[memoryview]) -> list[int]:
-    """Return the CRC-32 of each of many pieces, summed while the interpreter lock is given away once.
-
-    Args:
-        pieces: each writable, contiguous and not empty.
-    """
-    compiled = load_crc32_each() if len(pieces) > 1 else None
-    if compiled is None:
-        return [crc32(piece) for piece in pieces]
-    stretches = array("q", [number for piece in pieces for number in (address(piece), piece.nbytes)])
-    sums = array("I", bytes(4 * len(pieces)))
-    summed = compiled(stretches.buffer_info()[0], len(pieces), sums.buffer_info()[0])
-    return sums.tolist() if summed == len(pieces) else [crc32(piece) for piece in pieces]
-
-
-@cache
-def load_crc32_each() -> Callable[..., int] | None:
-    """Return the compiled function for many pieces; otherwise as `load_crc32`."""
-    arguments = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p)
-    return compiled_function("transaxle_crc32_each", arguments, ctypes.c_int64)
 
 
 @cache

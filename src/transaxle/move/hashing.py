@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-import ctypes
 import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Container, Iterator, Sequence
-from functools import cache, partial
-from importlib import import_module
+from functools import partial
 from itertools import accumulate
-from typing import Protocol, cast
+from typing import cast
 
 import xxhash
 
-from transaxle.formats.storage.compiled import StepBatch, address_to_read
-from transaxle.move.endpoint import Bytes, NotingWritable, Readable, Sink, Writable
-from transaxle.move.strided_fill import Scratch, produce, scatter
+from transaxle.formats.storage.copier import WRITING, Bytes, Running, Steps, new_hash, scatter
+from transaxle.move.endpoint import NotingWritable, Readable, Sink, Writable
 from transaxle.move.transfer import Transfer, active, clip
-from transaxle.move.workers import Progress, unwatched
-from transaxle.spans import span
+from transaxle.move.workers import Progress, Scratch, note_parts, unwatched
 
 _BLOCK = 1 << 20
 """Bytes hashed at once: so few that they come from the processor's own memory."""
+_BATCH = 1 << 24
+"""Bytes read in one call, about."""
 SPAN = 1 << 28
 """An item of more bytes is hashed in spans of so many, so that several workers can share it."""
 
-_PROBE = bytes(range(251)) * 9
-"""Bytes that tell whether the library hashes as its package does."""
 WHOLE = sys.maxsize
 """A span that is longer than any item: for files, which are hashed from end to end."""
 
@@ -39,89 +35,6 @@ def span_ends(size: int) -> list[int]:
 def joined(hashes: Sequence[str]) -> str:
     """Return the hash of an item from those of its spans: of a single one it is that, else the hash of their text."""
     return hashes[0] if len(hashes) == 1 else digest("".join(hashes).encode())
-
-
-class Running(Protocol):
-    """A hash of the bytes so far."""
-
-    def update(self, data: memoryview, /) -> None:
-        """Take the bytes that come next."""
-
-    def hexdigest(self) -> str:
-        """Return the hash, in hex."""
-
-
-class _Digest(ctypes.Structure):
-    _fields_ = (("low", ctypes.c_uint64), ("high", ctypes.c_uint64))
-
-
-class _Library:
-    """The C library inside the `xxhash` package, so that `runs.c` can hash what it has just read.
-
-    Raises:
-        AttributeError: a build of the package hides its functions.
-        ImportError, OSError: it has no such library, or one that cannot be loaded again.
-    """
-
-    def __init__(self) -> None:
-        library = ctypes.CDLL(import_module("xxhash._xxhash").__file__)
-        self.create, self.free = library.XXH3_createState, library.XXH3_freeState
-        self.reset = library.XXH3_128bits_reset
-        # The second one takes the widest registers of this processor, where it is there.
-        self.update = getattr(library, "XXH3_128bits_update_dispatch", None) or library.XXH3_128bits_update
-        self.digest = library.XXH3_128bits_digest
-        self.create.argtypes, self.create.restype = (), ctypes.c_void_p
-        self.free.argtypes = self.reset.argtypes = (ctypes.c_void_p,)
-        self.update.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
-        self.digest.argtypes, self.digest.restype = (ctypes.c_void_p,), _Digest
-        self.address_of_update: int = ctypes.cast(self.update, ctypes.c_void_p).value or 0
-
-
-class Batched:
-    """A hash that a batch can take bytes into."""
-
-    def __init__(self, library: _Library) -> None:
-        self._library = library
-        self._state = library.create()
-        if not self._state:
-            raise MemoryError
-        library.reset(self._state)
-
-    def __del__(self) -> None:
-        self._library.free(self._state)
-
-    def update(self, data: memoryview) -> None:
-        """Take the bytes that come next."""
-        if data.nbytes:
-            self._library.update(self._state, address_to_read(data), data.nbytes)
-
-    def note(self, batch: StepBatch, data: memoryview) -> None:
-        """Take the bytes that come next when a batch is carried out: writable, contiguous and not empty."""
-        batch.hash(self._state, self._library.address_of_update, data, lambda: self.update(data))
-
-    def hexdigest(self) -> str:
-        """Return the hash, in hex."""
-        found = self._library.digest(self._state)
-        return f"{found.high:016x}{found.low:016x}"
-
-
-@cache
-def _library() -> _Library | None:
-    """Return the library, if it is there and hashes as the package does."""
-    try:
-        found = _Library()
-    except (AttributeError, ImportError, OSError):
-        return None
-    probe = Batched(found)
-    for part in (_PROBE[:7], _PROBE[7:]):
-        probe.update(memoryview(bytearray(part)))
-    return found if probe.hexdigest() == xxhash.xxh3_128_hexdigest(_PROBE) else None
-
-
-def _new_hash() -> Running:
-    """Return the hash of no bytes: for batches, where the library is to be had."""
-    library = _library()
-    return xxhash.xxh3_128() if library is None else Batched(library)
 
 
 class ItemHash:
@@ -137,32 +50,28 @@ class ItemHash:
 
     def update(self, start: int, data: memoryview) -> None:
         """Take the bytes from `start` on."""
-        for span_hash, part in self._parts(start, data, xxhash.xxh3_128):
-            span_hash.update(part)
+        for running, part in self._parts(start, data):
+            running.update(part)
 
-    def note(self, batch: StepBatch, start: int, data: memoryview) -> None:
-        """Take the bytes from `start` on when a batch is carried out."""
-        for span_hash, part in self._parts(start, data, _new_hash):
-            if isinstance(span_hash, Batched):
-                span_hash.note(batch, part)
-            else:
-                batch.run()
-                span_hash.update(part)
+    def note(self, steps: Steps, start: int, data: memoryview) -> None:
+        """List that the bytes from `start` on are taken."""
+        for running, part in self._parts(start, data):
+            steps.hash(running, part)
 
     def hexdigest(self) -> str:
         """Return the hash of all bytes that came."""
         found = [self._spans[number].hexdigest() for number in sorted(self._spans)]
         return joined(found or [digest(b"")])
 
-    def _parts(self, start: int, data: memoryview, new: Callable[[], Running]) -> Iterator[tuple[Running, memoryview]]:
+    def _parts(self, start: int, data: memoryview) -> Iterator[tuple[Running, memoryview]]:
         """Cut bytes where spans end."""
         while len(data):
             number, inside = divmod(start, self._size)
             part = data[: self._size - inside]
-            span_hash = self._spans.get(number)
-            if span_hash is None:
-                span_hash = self._spans[number] = new()
-            yield span_hash, part
+            running = self._spans.get(number)
+            if running is None:
+                running = self._spans[number] = new_hash()
+            yield running, part
             start, data = start + len(part), data[len(part) :]
 
 
@@ -202,28 +111,25 @@ class HashingFiles(Sink):
 
     def take(self, key: int, start: int, data: memoryview) -> None:
         """See `Sink`."""
-        if self._files is not None:
-            with span("write", len(data)):
-                for file, offset, part in self.laid(key, start, data):
-                    self._files.pwrite(file, offset, part)
-        if key in self._hashed:
-            with span("hash", len(data)):
-                self._hash_of(key).update(start, data)
-        self._progress(len(data))
+        with Steps() as steps:
+            self.note(steps, key, start, data)
+            steps.run()
 
-    def note(self, batch: StepBatch, key: int, start: int, data: memoryview) -> None:
+    def note(self, steps: Steps, key: int, start: int, data: memoryview) -> None:
         """See `Sink`."""
-        files = cast("NotingWritable | None", self._files)
-        if files is not None and not self._places_of(key).are_plain:
-            batch.run()
-            self.take(key, start, data)
-            return
         if key in self._hashed:
-            self._hash_of(key).note(batch, start, data)
-        if files is not None:
+            self._hash_of(key).note(steps, start, data)
+        if self._files is not None and self._places_of(key).are_plain and self.takes_notes:
             for file, offset, part in self.laid(key, start, data):
-                files.note_write(batch, file, offset, part)
-        batch.then(partial(self._progress, len(data)))
+                cast("NotingWritable", self._files).note_write(steps, file, offset, part)
+        elif self._files is not None:
+            steps.call(partial(self._write, key, start, data), WRITING, len(data))
+        steps.then(partial(self._progress, len(data)))
+
+    def _write(self, key: int, start: int, data: memoryview) -> None:
+        """Write bytes of an item that lie apart in files, or go to another machine."""
+        for file, offset, part in self.laid(key, start, data):
+            cast("Writable", self._files).pwrite(file, offset, part)
 
     def laid(self, key: int, start: int, data: memoryview) -> Iterator[tuple[str, int, memoryview]]:
         """Yield where bytes of an item lie: file, offset, and the bytes as they lie there."""
@@ -284,7 +190,7 @@ def _gathered(part: Transfer, start: int, data: memoryview) -> Iterator[tuple[st
         held: Bytes = np.frombuffer(data, np.uint8)[part.target - start : part.target_end - start]
         together: Bytes = np.empty(part.size, np.uint8)
         turned = tuple((count, target, source) for count, source, target in part.loops)
-        scatter(held, Transfer(part.file, 0, 0, part.width, turned), together, 0)
+        scatter(held, together, 0, part.width, turned)
         yield part.file, part.source, together.data
         return
     (count, source, target), *inner = part.loops
@@ -312,7 +218,11 @@ def digest_in(storage: Readable, places: Sequence[Transfer], span_size: int | No
     scratch = Scratch(2 * _BLOCK)
     size = sum(place.size for place in places)
     ends = [*range(_BLOCK, size, _BLOCK), size] if size else []
-    for start, stop, parts in active(places, ends):
-        produce(storage, parts, start, block[: stop - start], scratch)
-        hashed.update(start, block[: stop - start].data)
+    with Steps() as steps:
+        for start, stop, parts in active(places, ends):
+            note_parts(steps, storage, parts, start, block[: stop - start], scratch)
+            hashed.note(steps, start, block[: stop - start].data)
+            if steps.size >= _BATCH:
+                steps.run()
+        steps.run()
     return hashed.hexdigest()

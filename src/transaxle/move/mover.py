@@ -10,7 +10,6 @@ own; where several ranks hold parts of a range (a model cut along columns), thes
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
 from threading import Event, Lock
@@ -18,12 +17,22 @@ from threading import Event, Lock
 import msgspec
 
 from transaxle.axes.geometry.strided import row_major
-from transaxle.formats.storage.compiled import new_batch
-from transaxle.move.endpoint import Bytes, Readable, Sink
-from transaxle.move.strided_fill import fill, scatter
+from transaxle.formats.storage.copier import Bytes, scatter
+from transaxle.move.endpoint import Alone, Deferred, Exchange, Parcel, Readable, Sink
 from transaxle.move.transfer import Transfer, active
-from transaxle.move.transport import Alone, Deferred, Exchange, Parcel
-from transaxle.move.workers import RUN, Item, Limits, Load, Owner, Worker, are_noted, grouped, largest_first, share
+from transaxle.move.workers import (
+    RUN,
+    Item,
+    Limits,
+    Load,
+    Owner,
+    Worker,
+    are_noted,
+    grouped,
+    largest_first,
+    note_fill,
+    share,
+)
 from transaxle.spans import span
 
 _OPEN = 64 << 20
@@ -65,7 +74,7 @@ class Movement:
         self._own, self._others = alone(items, self._owner)
         self._elsewhere = elsewhere or {}
         self._notes = are_noted(source) and (sink.takes_notes or not sink.ordered)
-        """Whether steps are noted and done in batches: from files of this machine."""
+        """Whether many steps are done in one call: from files of this machine."""
         self._lock = Lock()
         self._left: dict[int, int] = {}
         """Bytes of the items that several workers take which are not there yet, by key."""
@@ -94,7 +103,7 @@ class Movement:
             share(self._work(), self._limit.jobs, self._worker, self._do)
 
     def _worker(self, stop: Event) -> Worker:
-        return Worker(self._source, self._limit, stop, new_batch() if self._notes else None)
+        return Worker(self._source, self._limit, stop, together=self._notes)
 
     def move_others(self) -> int:
         """Move what ranks make for one another; collective. Otherwise as `run`."""
@@ -137,34 +146,29 @@ class Movement:
                 yield from ((item, at, min(at + span_size, item.size)) for at in range(0, item.size, span_size))
 
     def _do(self, worker: Worker, work: list[_Work]) -> None:
-        with worker.batch or nullcontext():
-            self._move(worker, work)
+        with worker.steps as steps:
+            for item, start, stop in work:
+                self._move(worker, item, start, stop)
+            steps.run()
 
-    def _move(self, worker: Worker, work: list[_Work]) -> None:
-        batch = worker.batch
-        for item, start, stop in work:
-            # A sink with memory of its own is filled in place, which saves a copy.
-            room = None if self._sink.ordered else self._sink.room(item.key, start, stop)
-            if room is not None and batch is not None:
-                worker.note_fill(batch, item.parts(start, stop), start, room)
-                batch.then(partial(self._sink.filled, item.key, start, stop))
-            elif room is not None:
-                worker.fill(item.parts(start, stop), start, room)
-                self._sink.filled(item.key, start, stop)
-            elif batch is not None and item.blocks is None:
-                for at, block in worker.note(batch, item, start, stop):
-                    self._sink.note(batch, item.key, at, block)
-                batch.then(partial(self._there, item, stop - start))
-            else:
-                if batch is not None:
-                    batch.run()  # what is noted may yet read the worker's block, which this fills at once
-                at = start
-                for block in worker.stream(item, start, stop):
-                    self._sink.take(item.key, at, block)
-                    at += len(block)
-                self._there(item, stop - start)
-        if batch is not None:
-            batch.run()
+    def _move(self, worker: Worker, item: Item, start: int, stop: int) -> None:
+        # A sink with memory of its own is filled in place, which saves a copy.
+        room = None if self._sink.ordered else self._sink.room(item.key, start, stop)
+        if room is not None:
+            worker.note_fill(item.parts(start, stop), start, room)
+            worker.steps.then(partial(self._sink.filled, item.key, start, stop))
+        elif item.blocks is None:
+            for at, block in worker.note(item, start, stop):
+                self._sink.note(worker.steps, item.key, at, block)
+            worker.steps.then(partial(self._there, item, stop - start))
+        else:
+            worker.steps.run()  # what is listed may yet read the worker's block, which this fills at once
+            at = start
+            for block in item.blocks(worker):
+                self._sink.take(item.key, at, block)
+                at += len(block)
+            self._there(item, stop - start)
+        worker.breathe()
 
     def _there(self, item: Item, size: int) -> None:
         """Note that bytes of an item are there; whoever brings the last ones ends it."""
@@ -250,11 +254,14 @@ class _Meeting:
     def _lay(self, run: Run, rank: int, pack: Bytes | None, out: Bytes) -> None:
         """Lay what a maker gave into a run, or what this rank has itself."""
         if pack is None:
-            for part in run.parts(rank):
-                fill(self._source, part, out, run.start, self._worker.scratch)
+            with self._worker.steps as steps:
+                for part in run.parts(rank):
+                    note_fill(steps, self._source, part, out, run.start, self._worker.scratch)
+                steps.run()
             return
         for _, spreading in packed(run.parts(rank)):
-            scatter(pack[spreading.source :][: spreading.size], spreading, out, spreading.target - run.start)
+            held, at = pack[spreading.source :][: spreading.size], spreading.target - run.start
+            scatter(held, out, at, spreading.width, spreading.loops)
 
 
 def _parcel(run: Run, maker: int) -> Parcel:

@@ -39,7 +39,7 @@ from transaxle.live.model.quantized_model import published
 from transaxle.live.model.state_tensors import Leaves, State, leaves, shared_config, unsavable
 from transaxle.live.transport.tensor_exchange import BucketExchange
 from transaxle.live.transport.world import World
-from transaxle.move.transport import Deferred
+from transaxle.move.endpoint import Deferred
 from transaxle.move.workers import Item
 from transaxle.options import select
 from transaxle.refit.endpoints import SourceValues, TargetRoom

@@ -18,7 +18,7 @@ from tests.cli.running import REFUSED, USAGE, Transaxle, tree
 from tests.engine.killed import one_by_one
 from transaxle.errors import refuse
 from transaxle.formats.staging.staging import Staging
-from transaxle.formats.storage import compiled
+from transaxle.formats.storage import copier
 
 PARTIAL, OLD = Path(".out.transaxle-partial"), Path(".out.transaxle-old")
 CONVERT = ("convert", "ck", "out", "--to", "torchtitan")
@@ -35,7 +35,7 @@ def killed(monkeypatch: pytest.MonkeyPatch, transaxle: Transaxle) -> None:
         pwrite(self, file, offset, view)
 
     with monkeypatch.context() as patch:
-        patch.setattr(compiled, "load_steps", one_by_one)
+        patch.setattr(copier, "load_steps", one_by_one)
         patch.setattr(Staging, "pwrite", failing)
         assert transaxle(*CONVERT, "--resume", "--jobs", "1").code == 4
     assert PARTIAL.is_dir()

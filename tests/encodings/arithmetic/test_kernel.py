@@ -19,10 +19,10 @@ import pytest
 
 from transaxle.encodings.arithmetic import codec, kernel
 from transaxle.encodings.encoding import MXFP8
-from transaxle.formats.storage import compiled
+from transaxle.formats.storage import copier
 
 ROOT = Path(__file__).parents[3]
-LIBRARIES = {kernel.LIBRARY.name, compiled.LIBRARY.name}
+LIBRARIES = {kernel.LIBRARY.name, copier.LIBRARY.name}
 HOOK = "hatch_build.py"
 compilers = [path for name in ("cc", "gcc", "clang") if (path := shutil.which(name))]
 needs_compiler = pytest.mark.skipif(not compilers, reason="no C compiler")
@@ -76,8 +76,8 @@ def test_a_wheel_holds_the_kernel_and_works_where_it_is_unpacked(copy: Path, tmp
     installed = tmp_path / "installed"
     zipfile.ZipFile(made).extractall(installed)
     program = """from transaxle.encodings.arithmetic import codec
-from transaxle.formats.storage import compiled as strided
-print(codec.__file__, codec.active(), strided.load_runs() is not None)"""
+from transaxle.formats.storage import copier
+print(codec.__file__, codec.active(), copier.load_steps() is not None)"""
     environment = os.environ | {"PYTHONPATH": str(installed)}
     command = [sys.executable, "-c", program]
     said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
@@ -91,7 +91,7 @@ def test_without_a_compiler_the_install_succeeds_and_numpy_computes(copy: Path, 
     assert not held(made) & LIBRARIES
     assert made.name.endswith("-py3-none-any.whl")
     assert "computed with numpy" in said
-    assert "read one by one" in said
+    assert "done one by one" in said
     program = """
         import json, numpy as np
         from transaxle.encodings.arithmetic import codec

@@ -18,7 +18,7 @@ from tests.formats.files import open_files
 from transaxle.errors import TransaxleError
 from transaxle.formats.staging import place
 from transaxle.formats.staging.staging import Staging
-from transaxle.formats.storage import compiled, local
+from transaxle.formats.storage import copier, local
 from transaxle.formats.storage.storage import Handles
 
 NAMES = tuple(f"model.layers.{i}.weight" for i in range(12))
@@ -148,7 +148,7 @@ def test_a_source_whose_content_changes_is_refused_whatever_its_times_say(tmp_pa
         pwrite(self, name, offset, view)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiled, "load_steps", one_by_one)
+        patch.setattr(copier, "load_steps", one_by_one)
         patch.setattr(Staging, "pwrite", meddling)
         with pytest.raises(TransaxleError, match="was changed while") as caught:
             tx.convert(sources[0], tmp_path / "out", to="safetensors:identity", jobs=1)

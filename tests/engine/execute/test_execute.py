@@ -29,7 +29,7 @@ from transaxle.engine.checkpoint.checkpoint import open_checkpoint
 from transaxle.engine.execute import execute
 from transaxle.engine.plan.conversion import make_plan
 from transaxle.errors import Code, refuse
-from transaxle.formats.storage import compiled
+from transaxle.formats.storage import copier
 from transaxle.move import workers
 from transaxle.move.workers import LEAST_MEMORY, Limits, StoppedError, limits, share
 
@@ -159,7 +159,7 @@ def test_nothing_is_left_of_a_run_that_died_at_its_end(tmp_path: Path, ending: s
 def test_a_failing_disk_leaves_nothing(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int, code: Code, at: int
 ) -> None:
-    monkeypatch.setattr(compiled, "load_steps", killed.one_by_one)
+    monkeypatch.setattr(copier, "load_steps", killed.one_by_one)
     real = getattr(os, call)
     trouble = Trouble(at, failing(number))
 
@@ -179,7 +179,7 @@ def test_a_failing_disk_leaves_nothing(
 def test_short_writes_and_short_reads(
     source: Path, wanted: Mapping[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiled, "load_steps", killed.one_by_one)
+    monkeypatch.setattr(copier, "load_steps", killed.one_by_one)
     write, read = os.pwrite, os.preadv
 
     def short_write(fd: int, data: memoryview, offset: int) -> int:

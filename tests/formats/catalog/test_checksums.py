@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,10 @@ from hypothesis import strategies as st
 
 import transaxle as tx
 from tests.corpus.checksums import flip
+from transaxle.axes.geometry.strided import Loop
 from transaxle.formats.catalog import Checksum
 from transaxle.formats.checksums import Tally, Witness, joined
-from transaxle.formats.storage.compiled import StepBatch
+from transaxle.formats.storage.copier import Steps
 from transaxle.formats.storage.local import LocalStorage
 
 DATA = os.urandom(4000)
@@ -57,9 +59,11 @@ class Counted(LocalStorage):
         self.count += view.nbytes
         super().read_into(name, offset, view)
 
-    def note_read(self, batch: StepBatch, name: str, offset: int, view: memoryview) -> None:
+    def note_read(
+        self, steps: Steps, name: str, offset: int, view: memoryview, width: int = 0, loops: Sequence[Loop] = ()
+    ) -> None:
         self.count += view.nbytes
-        super().note_read(batch, name, offset, view)
+        super().note_read(steps, name, offset, view, width, loops)
 
 
 def test_only_what_was_not_read_is_read_in_the_end(tmp_path: Path) -> None:

@@ -17,10 +17,10 @@ import transaxle as tx
 from transaxle.axes.geometry.strided import Loop
 from transaxle.formats.catalog import Checksum
 from transaxle.formats.checksums import Tally, Witness, _cover, _moved
-from transaxle.formats.storage.compiled import new_batch
+from transaxle.formats.storage.copier import Steps, load_steps
 from transaxle.formats.storage.local import LocalStorage
 
-pytestmark = pytest.mark.skipif(new_batch() is None, reason="the compiled steps are not built here")
+pytestmark = pytest.mark.skipif(load_steps() is None, reason="the compiled steps are not built here")
 
 ROWS, COLUMNS = 60, 128
 DATA = os.urandom(ROWS * COLUMNS)
@@ -33,8 +33,12 @@ RANGE = Checksum("f", BEFORE, len(DATA), zlib.crc32(DATA), "the matrix")
 class Twice(LocalStorage):
     """Fails where anything is read for a checksum alone."""
 
-    def read_into(self, name: str, offset: int, view: memoryview) -> None:
-        raise AssertionError((name, offset, view.nbytes))
+    def note_read(
+        self, steps: Steps, name: str, offset: int, view: memoryview, width: int = 0, loops: Sequence[Loop] = ()
+    ) -> None:
+        if not loops:
+            raise AssertionError((name, offset, view.nbytes))
+        super().note_read(steps, name, offset, view, width, loops)
 
 
 def runs_of(loops: Sequence[Loop], side: int) -> list[int]:
@@ -65,11 +69,10 @@ def test_the_share_of_runs_is_that_of_the_file_with_zeros_between_them(
     data = os.urandom(offset + max(places) + width)
     folder = tmp_path_factory.mktemp("runs")
     (folder / "f").write_bytes(data)
-    batch, out = new_batch(), bytearray(max(rooms) + width)
-    assert batch is not None
-    LocalStorage(folder).note_strided(batch, "f", offset, memoryview(out), width, loops)
-    found = batch.share(memoryview(out), [_moved(step) for _, step, _ in loops])
-    batch.run()
+    steps, out = Steps(), bytearray(max(rooms) + width)
+    LocalStorage(folder).note_read(steps, "f", offset, memoryview(out), width, loops)
+    found = steps.share(memoryview(out), [_moved(step) for _, step, _ in loops])
+    steps.run()
     alone, expected = bytearray(len(data) - offset), bytearray(len(out))
     for place, room in zip(places, rooms, strict=True):
         run = data[offset + place : offset + place + width]
@@ -82,11 +85,10 @@ def test_the_share_of_runs_is_that_of_the_file_with_zeros_between_them(
 
 def read_columns(witness: Witness, first: int, last: int, rows: int = ROWS) -> Tally:
     """Read columns of the matrix in a batch, and return the progress of its range."""
-    batch, out = new_batch(), np.zeros((rows, last - first), np.uint8)
-    assert batch is not None
+    steps, out = Steps(), np.zeros((rows, last - first), np.uint8)
     loops = [(rows, COLUMNS, last - first)]
-    witness.note_strided(batch, "f", BEFORE + first, out.reshape(-1).data, last - first, loops)
-    batch.run()
+    witness.note_read(steps, "f", BEFORE + first, out.reshape(-1).data, last - first, loops)
+    steps.run()
     expected = np.frombuffer(DATA, np.uint8).reshape(ROWS, COLUMNS)[:rows, first:last]
     assert (out != expected).sum() <= 1  # a test damages one byte
     return witness.tally(RANGE)
@@ -136,10 +138,9 @@ def test_the_same_zeros_twice_are_not_all_zeros(tmp_path: Path) -> None:
     tallies, half = [], COLUMNS // 2
     for first in (half, half, 0, 0):
         witness = Witness(LocalStorage(tmp_path), [zeros], {})
-        batch, out = new_batch(), memoryview(bytearray(ROWS * half))
-        assert batch is not None
-        witness.note_strided(batch, "f", first, out, half, [(ROWS, COLUMNS, half)])
-        batch.run()
+        steps, out = Steps(), memoryview(bytearray(ROWS * half))
+        witness.note_read(steps, "f", first, out, half, [(ROWS, COLUMNS, half)])
+        steps.run()
         tallies.append(witness.tally(zeros))
     for some in ([0, 1], [0, 2], [2, 3]):
         witness = Witness(LocalStorage(tmp_path), [zeros], {})
@@ -160,7 +161,7 @@ def test_what_covers_a_range_is_known_without_reading(nest: tuple[int, list[Loop
 def test_runs_that_cannot_be_read_at_once_are_read_without_a_share(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("transaxle.formats.storage.compiled.load_steps", lambda: lambda _steps, _total, first: first)
+    monkeypatch.setattr("transaxle.formats.storage.copier.load_steps", lambda: lambda _steps, _total, first: first)
     (tmp_path / "f").write_bytes(FILE)
     witness = Witness(LocalStorage(tmp_path), [RANGE], {})
     assert read_columns(witness, 0, COLUMNS - 1).shared == 0

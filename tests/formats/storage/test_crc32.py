@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from transaxle.formats import checksums as module
-from transaxle.formats.checksums import crc32, crc32_each
+from transaxle.formats.checksums import crc32
 
 DATA = np.random.default_rng(0).integers(0, 256, 1 << 17, np.uint8).tobytes()
 COMPILED = module.load_crc32()
@@ -43,15 +43,7 @@ def test_short_and_uniform_bytes_are_summed_by_the_compiled_loop_too(
 def test_without_a_compiler_zlib_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     assert crc32(memoryview(b"123456789")) == CHECK
     monkeypatch.setattr(module, "load_crc32", lambda: None)
-    monkeypatch.setattr(module, "load_crc32_each", lambda: None)
-    assert crc32_each([memoryview(DATA), memoryview(b"123456789")]) == [zlib.crc32(DATA), CHECK]
     assert crc32(memoryview(DATA), 7) == zlib.crc32(DATA, 7)
-
-
-@given(st.lists(st.tuples(st.integers(0, 70), st.integers(1, 200) | st.integers(1, 50_000)), max_size=6))
-def test_many_pieces_at_once(places: list[tuple[int, int]]) -> None:
-    pieces = [memoryview(bytearray(DATA))[start : start + size] for start, size in places]
-    assert crc32_each(pieces) == [zlib.crc32(piece) for piece in pieces]
 
 
 def test_pieces_make_the_whole() -> None:

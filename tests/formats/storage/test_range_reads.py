@@ -15,29 +15,29 @@ from hypothesis import strategies as st
 from transaxle.errors import Refused
 from transaxle.formats.catalog import NUMBERS, Checksum, NumbersInMemory
 from transaxle.formats.checksums import Witness
-from transaxle.formats.storage import compiled
-from transaxle.formats.storage.compiled import FileRange, read_ranges
+from transaxle.formats.storage import copier
+from transaxle.formats.storage.copier import Steps
 from transaxle.formats.storage.local import LocalStorage
 from transaxle.formats.storage.storage import InMemoryFile, Storage, SubFolder, VirtualFiles
 
 DATA = {f"{number}.bin": os.urandom(5000) for number in range(3)}
-COMPILED = compiled.load_ranges()
+COMPILED = copier.load_steps()
 
 
 def halting(numbers: int, total: int, first: int) -> int:
-    """The compiled loop, which stops at every third range."""
+    """The compiled loop, which stops at every third step."""
     assert COMPILED is not None
-    return min(COMPILED(numbers, total, first), first - first % 3 + 2)
+    return COMPILED(numbers, min(total, first - first % 3 + 2), first)
 
 
-WAYS: dict[str, Callable[..., int] | None] = {"plain": None, "alone": lambda *said: said[-1]}
+WAYS: dict[str, Callable[..., int] | None] = {"plain": None, "again": lambda *said: said[-1]}
 WAYS |= {} if COMPILED is None else {"compiled": COMPILED, "halting": halting}
 
 
 @pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each way of reading in turn."""
-    monkeypatch.setattr(compiled, "load_ranges", lambda: WAYS[request.param])
+    monkeypatch.setattr(copier, "load_steps", lambda: WAYS[request.param])
 
 
 @pytest.fixture
@@ -54,11 +54,14 @@ def storage(tmp_path: Path) -> Iterator[LocalStorage]:
 def read(storage: Storage, places: list[tuple[str, int, int]]) -> list[bytes]:
     """Read ranges next to each other into one buffer of 7s, and check that nothing else was written."""
     room = np.full(sum(size for *_, size in places) + 2, 7, np.uint8)
-    at, ranges = 1, list[FileRange]()
+    at, ranges = 1, list[tuple[str, int, memoryview]]()
     for name, offset, size in places:
         ranges.append((name, offset, room.data[at : at + size]))
         at += size
-    read_ranges(storage, ranges)
+    with Steps() as steps:
+        for name, offset, view in ranges:
+            storage.note_read(steps, name, offset, view)
+        steps.run()
     assert room[0] == room[-1] == 7
     return [bytes(view) for *_, view in ranges]
 
@@ -96,7 +99,7 @@ def test_a_truncated_file_is_an_error_that_names_it(storage: LocalStorage) -> No
 
 def test_bytes_that_may_not_be_written_are_refused(storage: LocalStorage) -> None:
     with pytest.raises(TypeError):
-        read_ranges(storage, [("0.bin", 0, memoryview(bytes(10))), ("1.bin", 0, memoryview(bytes(10)))])
+        storage.note_read(Steps(), "0.bin", 0, memoryview(bytes(10)))
 
 
 @pytest.mark.parametrize("damaged", range(4))

@@ -16,44 +16,36 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.move.filling import read_runs
 from transaxle.axes.geometry.strided import Loop
 from transaxle.errors import Refused, StorageError
 from transaxle.formats.catalog import NUMBERS, NumbersInMemory
-from transaxle.formats.storage import compiled
-from transaxle.formats.storage.compiled import read_strided
+from transaxle.formats.storage import copier
+from transaxle.formats.storage.copier import Bytes, scatter
 from transaxle.formats.storage.local import LocalStorage
 from transaxle.formats.storage.storage import VirtualFiles
-from transaxle.move.endpoint import Bytes
-from transaxle.move.strided_fill import scatter
-from transaxle.move.transfer import Transfer
 
 FILE, MADE = "a.bin", "made"
 DATA = np.random.default_rng(0).integers(1, 256, 1 << 16, np.uint8).tobytes()
 """No byte is 0: what no run writes stays 0."""
-COMPILED = compiled.load_runs()
+COMPILED = copier.load_steps()
 compilers = [path for name in ("cc", "gcc", "clang") if (path := shutil.which(name))]
 needs_loop = pytest.mark.skipif(COMPILED is None, reason="the loop is not built here")
 
 
-def alone(*said: int) -> int:
+def again(*said: int) -> int:
     """The loop as it is where nothing can be read whole."""
     return said[-1]
 
 
-def halting(*said: int) -> int:
-    """The compiled loop, which stops at every third run."""
-    assert COMPILED is not None
-    return min(COMPILED(*said), said[-1] - said[-1] % 3 + 2)
-
-
-WAYS: dict[str, Callable[..., int] | None] = {"plain": None, "alone": alone}
-WAYS |= {} if COMPILED is None else {"compiled": COMPILED, "halting": halting}
+WAYS: dict[str, Callable[..., int] | None] = {"plain": None, "again": again}
+WAYS |= {} if COMPILED is None else {"compiled": COMPILED}
 
 
 @pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each way of reading in turn."""
-    monkeypatch.setattr(compiled, "load_runs", lambda: WAYS[request.param])
+    monkeypatch.setattr(copier, "load_steps", lambda: WAYS[request.param])
 
 
 @pytest.fixture
@@ -99,13 +91,13 @@ def test_every_run_is_its_slice(way: None, storage: LocalStorage, copy: tuple[in
     offset, width, loops = copy
     size = max((target + width for _, target in places(loops)), default=0) + 3
     out = bytearray(size)
-    read_strided(storage, FILE, offset, memoryview(out), width, loops)
+    read_runs(storage, FILE, offset, memoryview(out), width, loops)
     assert bytes(out) == expected(DATA, offset, size, width, loops)
 
 
 def test_a_view_of_wider_items_is_filled_too(way: None, storage: LocalStorage) -> None:
     out = np.zeros((4, 4), np.uint32)
-    read_strided(storage, FILE, 5, out.data, 3, [(5, 7, 9)])
+    read_runs(storage, FILE, 5, out.data, 3, [(5, 7, 9)])
     assert out.tobytes() == expected(DATA, 5, 64, 3, [(5, 7, 9)])
 
 
@@ -117,7 +109,7 @@ def test_beyond_two_gigabytes(way: None, tmp_path: Path) -> None:
             file.seek(base + row * step)
             file.write(DATA[row * 10 : row * 10 + 10])
     out = bytearray(18)
-    read_strided(LocalStorage(tmp_path), "long", base + 2, memoryview(out), 6, [(3, step, 6)])
+    read_runs(LocalStorage(tmp_path), "long", base + 2, memoryview(out), 6, [(3, step, 6)])
     assert bytes(out) == b"".join(DATA[row * 10 + 2 : row * 10 + 8] for row in range(3))
 
 
@@ -125,7 +117,7 @@ def test_a_file_that_ends_inside_a_run_is_named(way: None, storage: LocalStorage
     """The runs before the end are in place, and the message says which bytes are lacking."""
     out = bytearray(4 * 16)
     with pytest.raises(Refused, match="truncated") as caught:
-        read_strided(storage, FILE, len(DATA) - 150, memoryview(out), 16, [(4, 47, 16)])
+        read_runs(storage, FILE, len(DATA) - 150, memoryview(out), 16, [(4, 47, 16)])
     assert (caught.value.code, caught.value.where.file) == ("CORRUPT", FILE)
     assert f"bytes {len(DATA) - 9} to {len(DATA) + 7}" in str(caught.value)
     assert f"ends at {len(DATA)}" in str(caught.value)
@@ -138,37 +130,23 @@ def test_a_failing_disk_is_named(storage: LocalStorage, monkeypatch: pytest.Monk
     def broken(*_: object) -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(compiled, "load_runs", lambda: alone)
+    monkeypatch.setattr(copier, "load_steps", lambda: again)
     monkeypatch.setattr(os, "preadv", broken)
     with pytest.raises(StorageError) as caught:
-        read_strided(storage, FILE, 10, memoryview(bytearray(8)), 4, [(2, 100, 4)])
+        read_runs(storage, FILE, 10, memoryview(bytearray(8)), 4, [(2, 100, 4)])
     assert (caught.value.code, caught.value.where.file) == ("IO", FILE)
     assert "offset 10" in str(caught.value)
 
 
-@needs_loop
-def test_the_loop_names_the_run_that_a_descriptor_refuses(tmp_path: Path) -> None:
-    """A descriptor that is only open for writing: the first run is asked for in the ordinary way."""
-    asked: list[int] = []
-    place = tmp_path / FILE
-    place.write_bytes(DATA)
-    fd = os.open(place, os.O_WRONLY)
-    try:
-        compiled.read_runs(fd, 3, memoryview(bytearray(8)), 4, [(2, 100, 4)], lambda at, _: asked.append(at))
-    finally:
-        os.close(fd)
-    assert asked == [3, 103]
-
-
-@pytest.mark.parametrize(("size", "loops"), [(63, [(4, 100, 16)]), (64, [(4, 100, 17)]), (15, []), (99, [(2, 9, -16)])])
+@pytest.mark.parametrize(("size", "loops"), [(63, [(4, 100, 16)]), (64, [(4, 100, 17)]), (99, [(2, 9, -16)])])
 def test_no_run_leaves_the_view(way: None, storage: LocalStorage, size: int, loops: list[Loop]) -> None:
     with pytest.raises(ValueError, match="do not fit"):
-        read_strided(storage, FILE, 0, memoryview(bytearray(size)), 16, loops)
+        read_runs(storage, FILE, 0, memoryview(bytearray(size)), 16, loops)
 
 
 def test_a_missing_file_is_named(storage: LocalStorage) -> None:
     with pytest.raises(StorageError) as caught:
-        read_strided(storage, "b.bin", 0, memoryview(bytearray(16)), 4, [(2, 100, 4)])
+        read_runs(storage, "b.bin", 0, memoryview(bytearray(16)), 4, [(2, 100, 4)])
     assert caught.value.where.file == "b.bin"
 
 
@@ -193,7 +171,7 @@ def test_what_stands_beside_files_is_asked_for_each_run(storage: LocalStorage) -
     out = bytearray(12)
     for name, data in ((MADE, bytes(i % 251 for i in range(1000))), (FILE, DATA), (NUMBERS, b"0123456789")):
         offset = 0 if name == NUMBERS else 40
-        read_strided(both, name, offset, memoryview(out), 3, [(2, 5, 6), (2, 1, 3)])
+        read_runs(both, name, offset, memoryview(out), 3, [(2, 5, 6), (2, 1, 3)])
         assert bytes(out) == expected(data, offset, 12, 3, [(2, 5, 6), (2, 1, 3)])
     assert made.asked == [(40, 3), (41, 3), (45, 3), (46, 3)]
 
@@ -204,34 +182,34 @@ def test_files_beside_made_ones_are_read_in_one_call(storage: LocalStorage, monk
     monkeypatch.delattr(os, "preadv")
     loops = [(3, 2000, 700), (7, 200, 100)]
     out = bytearray(2100)
-    read_strided(NumbersInMemory(VirtualFiles(storage, {MADE: Made()})), FILE, 1, memoryview(out), 100, loops)
+    read_runs(NumbersInMemory(VirtualFiles(storage, {MADE: Made()})), FILE, 1, memoryview(out), 100, loops)
     assert bytes(out) == expected(DATA, 1, prod(count for count, _, _ in loops) * 100, 100, loops)
 
 
 @needs_loop
 def test_a_loop_of_another_source_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    changed = tmp_path / compiled.SOURCE.name
-    changed.write_bytes(compiled.SOURCE.read_bytes() + b"\n")
-    false = tmp_path / compiled.LIBRARY.name
+    changed = tmp_path / copier.SOURCE.name
+    changed.write_bytes(copier.SOURCE.read_bytes() + b"\n")
+    false = tmp_path / copier.LIBRARY.name
     false.write_bytes(b"\x7fELF")
-    load = compiled.load_runs.__wrapped__
+    load = copier.load_steps.__wrapped__
     assert load() is not None
     with monkeypatch.context() as patch:
-        patch.setattr(compiled, "SOURCE", changed)
+        patch.setattr(copier, "SOURCE", changed)
         assert load() is None
-    monkeypatch.setattr(compiled, "LIBRARY", false)
+    monkeypatch.setattr(copier, "LIBRARY", false)
     assert load() is None
 
 
 @pytest.mark.skipif(not compilers, reason="no C compiler")
 def test_the_loop_compiles_without_a_warning() -> None:
     strict = ["-std=c11", "-Wall", "-Wextra", "-Wconversion", "-Wno-sign-conversion", "-pedantic", "-Werror"]
-    command = [compilers[0], *strict, "-fsyntax-only", "-DSTAMP=1u", str(compiled.SOURCE)]
+    command = [compilers[0], *strict, "-fsyntax-only", "-DSTAMP=1u", str(copier.SOURCE)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
-needs_transpose = pytest.mark.skipif(compiled.load_transpose() is None, reason="the transpose is not built here")
+needs_transpose = pytest.mark.skipif(COMPILED is None, reason="the transpose is not built here")
 SIDES = [(8, 8), (31, 33), (32, 32), (32, 64), (64, 40), (65, 70)]
 
 
@@ -265,7 +243,8 @@ def test_a_transpose_moves_every_element(
         loops.reverse()
     held = np.random.default_rng(rows).integers(1, 256, source_end, np.uint8)
     out = np.zeros(target_end + 5, np.uint8)
-    assert compiled.transposed(held, out, 5, width, loops)
+    assert copier._how_to_lay(held, out, 5, width, loops)[0] == copier._TRANSPOSE
+    scatter(held, out, 5, width, loops)
     assert np.array_equal(out, copied_by_index(held, len(out), 5, width, loops))
 
 
@@ -285,16 +264,15 @@ def test_a_transpose_moves_every_element(
 )
 def test_anything_else_is_left_alone(width: int, at: int, loops: tuple[Loop, ...]) -> None:
     held, out = np.ones(128 if width == 2 else 192, np.uint8), np.zeros(128 if width == 2 else 192, np.uint8)
-    assert not compiled.transposed(held, out, at, width, loops)
-    assert not out.any()
+    assert copier._how_to_lay(held, out, at, width, loops)[0] != copier._TRANSPOSE
 
 
 def test_without_the_transpose_numpy_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     held = np.random.default_rng(1).integers(1, 256, 4 * 40 * 50, np.uint8)
-    transfer = Transfer(FILE, 0, 0, 4, ((50, 4, 4 * 40), (40, 4 * 50, 4)))
+    loops = ((50, 4, 4 * 40), (40, 4 * 50, 4))
     built, plain = np.zeros(len(held), np.uint8), np.zeros(len(held), np.uint8)
-    scatter(held, transfer, built, 0)
-    monkeypatch.setattr(compiled, "load_transpose", lambda: None)
-    scatter(held, transfer, plain, 0)
+    scatter(held, built, 0, 4, loops)
+    monkeypatch.setattr(copier, "load_steps", lambda: None)
+    scatter(held, plain, 0, 4, loops)
     expected = np.ascontiguousarray(held.view(np.uint32).reshape(40, 50).T)
     assert built.tobytes() == plain.tobytes() == expected.tobytes()

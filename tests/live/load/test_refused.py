@@ -60,7 +60,7 @@ def _fails_on_one(rank: int, world: int, source: str) -> None:
     if rank == 1:
         storage = checkpoint.container.storage
 
-        def broken(_batch: object, name: str, _offset: int, _view: memoryview) -> None:
+        def broken(_steps: object, name: str, *_: object) -> None:
             raise refuse("IO", "the disk of rank 1 is gone", file=name)
 
         object.__setattr__(storage, "note_read", broken)

@@ -22,13 +22,13 @@ Step = tuple[str, float, float]
 """What is done to a value: `("affine", a, b)` makes it a * value + b, `("exp", 0, 0)` and `("log", 0, 0)` that
 function of it.
 """
-Steps = tuple[Step, ...]
+AffineSteps = tuple[Step, ...]
 AFFINE, EXP, LOG = "affine", "exp", "log"
 _INVERSES = {EXP: LOG, LOG: EXP}
 _UNCHANGED: Step = (AFFINE, 1.0, 0.0)
 
 
-def parse(text: str) -> Steps | None:
+def parse(text: str) -> AffineSteps | None:
     """Return the steps of an arithmetic from the logical value to the stored one; None where the text is none."""
     try:
         steps = _steps(ast.parse(text.strip(), mode="eval").body)
@@ -40,7 +40,7 @@ def parse(text: str) -> Steps | None:
     return steps
 
 
-def _steps(node: ast.expr) -> Steps | float:
+def _steps(node: ast.expr) -> AffineSteps | float:
     """Return the steps of an expression over the one name, or its value where it has none.
 
     Raises:
@@ -62,7 +62,7 @@ def _steps(node: ast.expr) -> Steps | float:
     raise ValueError
 
 
-def _binary(left: Steps | float, op: ast.operator, right: Steps | float) -> Steps | float:
+def _binary(left: AffineSteps | float, op: ast.operator, right: AffineSteps | float) -> AffineSteps | float:
     if isinstance(right, float):
         match op:
             case ast.Add():
@@ -84,11 +84,11 @@ def _binary(left: Steps | float, op: ast.operator, right: Steps | float) -> Step
     raise ValueError
 
 
-def _affine(steps: Steps | float, scale: float, shift: float) -> Steps | float:
+def _affine(steps: AffineSteps | float, scale: float, shift: float) -> AffineSteps | float:
     return steps * scale + shift if isinstance(steps, float) else simplified((*steps, (AFFINE, scale, shift)))
 
 
-def inverse(steps: Steps) -> Steps:
+def inverse(steps: AffineSteps) -> AffineSteps:
     """Return the steps back."""
     return tuple(
         (AFFINE, 1.0 / scale, -shift / scale) if kind == AFFINE else (_INVERSES[kind], 0.0, 0.0)
@@ -96,7 +96,7 @@ def inverse(steps: Steps) -> Steps:
     )
 
 
-def simplified(steps: Iterable[Step]) -> Steps:
+def simplified(steps: Iterable[Step]) -> AffineSteps:
     """Return the same steps, as few as possible."""
     result: list[Step] = []
     for step in steps:
@@ -112,7 +112,7 @@ def simplified(steps: Iterable[Step]) -> Steps:
     return tuple(result)
 
 
-def applied(values: NDArray[Any], steps: Steps) -> NDArray[Any]:
+def applied(values: NDArray[Any], steps: AffineSteps) -> NDArray[Any]:
     """Return values of a floating-point type after the steps, in the same type.
 
     Raises:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import msgspec
 
-from transaxle.axes.notation.computed import Steps
+from transaxle.axes.notation.computed import AffineSteps
 from transaxle.axes.notation.expression import Expression
 from transaxle.axes.notation.formula import Formula
 from transaxle.axes.notation.name import Name
@@ -101,7 +101,7 @@ class Arithmetic(msgspec.Struct, frozen=True):
 
     text: str
     """As written in the table."""
-    steps: Steps
+    steps: AffineSteps
     """From the logical value to the stored one."""
 
 

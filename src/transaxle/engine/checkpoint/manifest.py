@@ -27,7 +27,7 @@ from transaxle.errors import Refusal, StorageError, TransaxleError, Where, gathe
 from transaxle.formats.catalog import Container, Entry, Seal, Shape, nbytes, read_digest, rest_of
 from transaxle.formats.format import listed
 from transaxle.formats.registry import MANIFEST, is_for_people, tells_of_use
-from transaxle.formats.storage.compiled import FileRange, StepBatch, read_ranges, read_strided
+from transaxle.formats.storage.copier import Steps
 from transaxle.formats.storage.storage import Overlay, Storage, layer
 from transaxle.formats.strict_json import NotJsonError, parsed
 from transaxle.move.transfer import Transfer
@@ -459,33 +459,15 @@ class HashWitness(Overlay):
         if wrong:
             raise gathered([self._problem(self._records[number]) for number in wrong])
 
-    def read_into(self, name: str, offset: int, view: memoryview) -> None:
-        """See `Storage`."""
-        self.below.read_into(name, offset, view)
-        self._pass(name, offset, view)
-
-    def note_read(self, batch: StepBatch, name: str, offset: int, view: memoryview) -> None:
-        """See `Storage`."""
-        self.below.note_read(batch, name, offset, view)
-        self._pass(name, offset, view, batch)
-
-    def read_ranges(self, ranges: Sequence[FileRange]) -> None:
-        """See `formats.storage.compiled.read_ranges`."""
-        read_ranges(self.below, ranges)
-        for name, offset, view in ranges:
-            self._pass(name, offset, view)
-
-    def read_strided(self, name: str, offset: int, view: memoryview, width: int, loops: Sequence[Loop]) -> None:
-        """See `formats.storage.compiled.read_strided`; such runs are read once more for their hash."""
-        read_strided(self.below, name, offset, view, width, loops)
-        self._count(name, offset, width, loops)
-
-    def note_strided(
-        self, batch: StepBatch, name: str, offset: int, view: memoryview, width: int, loops: Sequence[Loop]
+    def note_read(
+        self, steps: Steps, name: str, offset: int, view: memoryview, width: int = 0, loops: Sequence[Loop] = ()
     ) -> None:
-        """See `Storage`."""
-        self.below.note_strided(batch, name, offset, view, width, loops)
-        self._count(name, offset, width, loops)
+        """See `Storage`; runs are read once more for their hash."""
+        self.below.note_read(steps, name, offset, view, width, loops)
+        if loops:
+            self._count(name, offset, width, loops)
+        else:
+            self._pass(steps, name, offset, view)
 
     def _count(self, name: str, offset: int, width: int, loops: Sequence[Loop]) -> None:
         if name not in self._pieces:
@@ -496,7 +478,7 @@ class HashWitness(Overlay):
                 if number not in self._settled:
                     self._read[number] = self._read.get(number, 0) + runs.size
 
-    def _pass(self, name: str, offset: int, view: memoryview, batch: StepBatch | None = None) -> None:
+    def _pass(self, steps: Steps, name: str, offset: int, view: memoryview) -> None:
         """Hash bytes that were read, where they are the next ones of a tensor."""
         if name not in self._pieces or not view.nbytes:
             return
@@ -507,9 +489,9 @@ class HashWitness(Overlay):
                     continue
                 self._read[number] = self._read.get(number, 0) + high - low
             if number not in self._elsewhere:
-                self._hash(number, place, octets[low - offset : high - offset], batch)
+                self._hash(number, place, octets[low - offset : high - offset], steps)
 
-    def _hash(self, number: int, start: int, data: memoryview, batch: StepBatch | None) -> None:
+    def _hash(self, number: int, start: int, data: memoryview, steps: Steps) -> None:
         """Hash bytes of a tensor, from `start` on."""
         tensor = self._records[number]
         while len(data):
@@ -518,13 +500,9 @@ class HashWitness(Overlay):
             passing = self._next(number, at, inside)
             if passing is not None:
                 passing.reached += len(part)
-                if batch is None:
-                    passing.hashed.update(0, part)
-                else:
-                    passing.hashed.note(batch, 0, part)
+                passing.hashed.note(steps, 0, part)
                 if passing.reached == min(tensor.span, tensor.size - at * tensor.span):
-                    end = partial(self._end, number, at, passing)
-                    end() if batch is None else batch.then(end)
+                    steps.then(partial(self._end, number, at, passing))
             start, data = start + len(part), data[len(part) :]
 
     def _next(self, number: int, at: int, inside: int) -> _Passing | None:

@@ -35,10 +35,10 @@ from transaxle.engine.wording import FoldedRow, fold, notebook, plural, size
 from transaxle.errors import TransaxleError, refuse, shortened
 from transaxle.formats.catalog import ITEM_BITS, nbytes, numpy_dtype, packed_width
 from transaxle.formats.checksums import Witness
+from transaxle.formats.storage.copier import Bytes
 from transaxle.formats.storage.storage import Storage, is_closed, layer
-from transaxle.move.endpoint import Bytes
-from transaxle.move.strided_fill import Scratch, produce
 from transaxle.move.transfer import Transfer
+from transaxle.move.workers import Scratch, produce
 
 if TYPE_CHECKING:
     from concurrent.futures import Future

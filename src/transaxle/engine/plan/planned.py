@@ -12,7 +12,7 @@ import msgspec
 
 from transaxle.axes.layout.bind import Bound
 from transaxle.axes.layout.relayout import Target
-from transaxle.axes.notation.computed import Steps
+from transaxle.axes.notation.computed import AffineSteps
 from transaxle.encodings.encoding import Role
 from transaxle.encodings.value_steps import STEPS, Recoded
 from transaxle.engine.checkpoint.settings import CONFIG
@@ -59,7 +59,7 @@ class PlannedTensor(msgspec.Struct, frozen=True, gc=False):
     """The target dialect's line, as written."""
     transfers: tuple[Transfer, ...]
     """Reads that fill it, sorted by target position."""
-    arithmetic: Steps | None = None
+    arithmetic: AffineSteps | None = None
     """Arithmetic on every value, where the user allowed it."""
     step: Step | None = None
     """How the transferred values are encoded; None: they are written as they are."""

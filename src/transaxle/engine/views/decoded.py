@@ -39,11 +39,12 @@ from transaxle.engine.source import Source
 from transaxle.engine.views.encoded import Catalog, buffer_name
 from transaxle.errors import Refusal, Where, refuse
 from transaxle.formats.catalog import Container, Entry, Extent, nbytes, numpy_dtype
+from transaxle.formats.storage.copier import Bytes
 from transaxle.formats.strict_json import parsed
 from transaxle.formats.training_state.state import ParamGroup, group_numbers, renamed
-from transaxle.move.endpoint import Bytes, Readable
-from transaxle.move.strided_fill import Scratch, produce
+from transaxle.move.endpoint import Readable
 from transaxle.move.transfer import Transfer, clip
+from transaxle.move.workers import Scratch, produce
 
 
 def without_notes(metadata: Mapping[str, Any], names: Collection[str] | None = None) -> dict[str, Any]:

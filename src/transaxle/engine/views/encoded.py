@@ -38,8 +38,8 @@ from transaxle.encodings.encoding import WHOLE, Encoded, Encoding, Role
 from transaxle.engine.source import Source, redescribed
 from transaxle.errors import Refusal, TransaxleError, Where, refuse
 from transaxle.formats.catalog import ITEM_BITS, Container, Entry, Extent
+from transaxle.formats.storage.copier import Bytes
 from transaxle.formats.storage.storage import VirtualFiles
-from transaxle.move.endpoint import Bytes
 
 if TYPE_CHECKING:
     from transaxle.axes.layout.tile import Tile

@@ -17,7 +17,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from transaxle.formats.dcp.metadata import Payload
-from transaxle.formats.storage.compiled import read_strided
+from transaxle.formats.storage.copier import Steps
 from transaxle.formats.storage.storage import NearReads, Storage
 from transaxle.formats.torch_file.archive import (
     CENTRAL_FORM,
@@ -257,8 +257,10 @@ class Stencils(Generic[Result]):
             if step == length:  # a tail and the next head lie side by side, in the file and here
                 middle = (begin + tail, head, width, count - 1)
                 reads = [(begin, 0, head, 1), middle, (end + tail, (count - 1) * width + head, length - tail, 1)]
-            for offset, place, size, times in reads:
-                read_strided(self._storage, file, offset, room[place:], size, ((times, step, width),))
+            with Steps() as steps:
+                for offset, place, size, times in reads:
+                    self._storage.note_read(steps, file, offset, room[place:], size, ((times, step, width),))
+                steps.run()
         return rows
 
 

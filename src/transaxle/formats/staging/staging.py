@@ -28,7 +28,7 @@ from transaxle.formats.registry import SCRATCH
 from transaxle.formats.staging.access import PRIVATE_FILE, PRIVATE_FOLDER, give_alike, is_empty
 from transaxle.formats.staging.leftovers import FOLDER, Claim, busy, finished_in, joined, leftover_at, lock, opened
 from transaxle.formats.staging.place import TargetPlace, make_durable, reserve, several_files
-from transaxle.formats.storage.compiled import StepBatch
+from transaxle.formats.storage.copier import Steps
 from transaxle.formats.storage.local import failed
 from transaxle.formats.storage.storage import Handles, checked_parts
 
@@ -247,11 +247,11 @@ class Staging:
         with view.cast("B") as octets, self._handles.use(file) as fd:
             write_at(fd, octets, offset, file)
 
-    def note_write(self, batch: StepBatch, file: str, offset: int, view: memoryview) -> None:
-        """Write a contiguous view, in a batch; otherwise as `pwrite`."""
+    def note_write(self, steps: Steps, file: str, offset: int, view: memoryview) -> None:
+        """List that a contiguous view is written; otherwise as `pwrite`."""
         if view.nbytes:
             self._mark(file, offset, view)
-            batch.write(batch.opened(file, self._handles), offset, view, partial(self.pwrite, file, offset, view))
+            steps.write(steps.opened(file, self._handles), offset, view, partial(self.pwrite, file, offset, view))
 
     def _mark(self, file: str, offset: int, view: memoryview) -> None:
         """Note that bytes of a file will be written, which must lie inside it."""
@@ -475,11 +475,11 @@ class Writer:
             self._dirty.add(file)
             write_at(fd, octets, offset, file)
 
-    def note_write(self, batch: StepBatch, file: str, offset: int, view: memoryview) -> None:
-        """Write a contiguous view, in a batch; otherwise as `pwrite`."""
+    def note_write(self, steps: Steps, file: str, offset: int, view: memoryview) -> None:
+        """List that a contiguous view is written; otherwise as `pwrite`."""
         if view.nbytes:
             self._dirty.add(file)
-            batch.write(batch.opened(file, self._handles), offset, view, partial(self.pwrite, file, offset, view))
+            steps.write(steps.opened(file, self._handles), offset, view, partial(self.pwrite, file, offset, view))
 
     def flush(self) -> None:
         """Make everything durable that was written here so far.

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from transaxle.axes.geometry.strided import Loop
 from transaxle.errors import Refusal, StorageError, TransaxleError, refuse
-from transaxle.formats.storage.compiled import FileRange, StepBatch, read_open, read_runs, runs_in
+from transaxle.formats.storage.copier import Steps, read_each, runs_in
 from transaxle.formats.storage.storage import ByteCount, Handles, Listing, Storage, checked_parts
 
 _FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -155,45 +155,20 @@ class LocalStorage(Storage):
         self._bytes_read.add(view.nbytes)
         self._fill(name, offset, view)
 
-    def _fill(self, name: str, offset: int, view: memoryview) -> None:
-        """Read as `read_into`, without counting."""
-        with view.cast("B") as octets, self._handles.use(name) as fd:
-            _read(fd, name, offset, octets)
-
-    def note_read(self, batch: StepBatch, name: str, offset: int, view: memoryview) -> None:
-        """Fill a view with bytes of a file when a batch is carried out; see `Storage.note_read`."""
-        if view.nbytes:
-            self._bytes_read.add(view.nbytes)
-            fd = batch.opened(name, self._handles)
-            batch.read(fd, offset, view, partial(self._fill, name, offset, view))
-
-    def note_strided(
-        self, batch: StepBatch, name: str, offset: int, view: memoryview, width: int, loops: Sequence[Loop]
+    def note_read(
+        self, steps: Steps, name: str, offset: int, view: memoryview, width: int = 0, loops: Sequence[Loop] = ()
     ) -> None:
-        """Read runs of a file when a batch is carried out; see `Storage.note_strided`."""
-        if runs := runs_in(view, width, loops):
-            self._bytes_read.add(width * runs)
-            fd = batch.opened(name, self._handles)
-            again = partial(self._fill_strided, name, offset, view, width, loops)
-            batch.read_runs(fd, offset, view, width, loops, again)
+        """List that a view is filled, or runs are read into their places in it; see `Storage.note_read`."""
+        size = width * runs_in(view, width, loops) if loops else view.nbytes
+        if size:
+            self._bytes_read.add(size)
+            fd = steps.opened(name, self._handles)
+            steps.read(fd, offset, view, partial(self._fill, name, offset, view, width, loops), width, loops)
 
-    def read_strided(self, name: str, offset: int, view: memoryview, width: int, loops: Sequence[Loop]) -> None:
-        """Read runs of a file at once; see `formats.storage.compiled.read_strided`."""
-        self._bytes_read.add(width * runs_in(view, width, loops))
-        self._fill_strided(name, offset, view, width, loops)
-
-    def _fill_strided(self, name: str, offset: int, view: memoryview, width: int, loops: Sequence[Loop]) -> None:
-        """Read as `read_strided`, without counting."""
-        with self._handles.use(name) as fd:
-            read_runs(fd, offset, view.cast("B"), width, loops, partial(_read, fd, name))
-
-    def read_ranges(self, ranges: Sequence[FileRange]) -> None:
-        """Read ranges of several files at once; see `formats.storage.compiled.read_ranges`."""
-        self._bytes_read.add(sum(view.nbytes for _, _, view in ranges))
-        for first in range(0, len(ranges), self._handles.at_once):
-            some = ranges[first : first + self._handles.at_once]
-            with self._handles.use_all({name for name, _, _ in some}) as descriptors:
-                read_open(descriptors, some, self._fill)
+    def _fill(self, name: str, offset: int, view: memoryview, width: int = 0, loops: Sequence[Loop] = ()) -> None:
+        """Read in the ordinary way, without counting."""
+        with view.cast("B") as octets, self._handles.use(name) as fd:
+            read_each(partial(_read, fd, name), offset, octets, width, loops)
 
     def recheck(self) -> None:
         """Check that no file that was read has changed since; see `Storage.recheck`."""

@@ -17,6 +17,7 @@ from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from io import BytesIO
 from threading import Lock
 from typing import Protocol, TypeVar
@@ -27,14 +28,7 @@ from msgspec.structs import replace
 
 from transaxle.axes.geometry.strided import Loop
 from transaxle.errors import LONGEST_NAME, Code, Refusal, refuse
-from transaxle.formats.storage.compiled import (
-    FileRange,
-    StepBatch,
-    read_each,
-    read_one_by_one,
-    read_ranges,
-    read_strided,
-)
+from transaxle.formats.storage.copier import READING, Steps, read_each
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _PINNED = re.compile(r"(hf://(?:(?:datasets|spaces)/)?[^/@]+/[^/@]+)@[0-9a-f]{40}(?=/|$)")
@@ -64,7 +58,7 @@ class Storage(Protocol):
 
     @property
     def takes_notes(self) -> bool:
-        """Whether `note_read` is worth it: files are read in batches."""
+        """Whether many reads are worth one call: files of this machine, for which nobody waits."""
         return False
 
     @property
@@ -114,17 +108,21 @@ class Storage(Protocol):
             StorageError: IO.
         """
 
-    def note_read(self, batch: StepBatch, name: str, offset: int, view: memoryview) -> None:
-        """Fill a view as `read_into`, in a batch where the storage takes notes; raises as `StepBatch.run`."""
-        batch.run()
-        self.read_into(name, offset, view)
-
-    def note_strided(
-        self, batch: StepBatch, name: str, offset: int, view: memoryview, width: int, loops: Sequence[Loop]
+    def note_read(
+        self, steps: Steps, name: str, offset: int, view: memoryview, width: int = 0, loops: Sequence[Loop] = ()
     ) -> None:
-        """Read runs as `read_strided`, in a batch where the storage takes notes; raises as `note_read`."""
-        batch.run()
-        read_strided(self, name, offset, view, width, loops)
+        """List that a view is filled, or runs are read into their places in it.
+
+        Args:
+            steps: the list; what `read_into` raises is raised when it is carried out.
+            name: the file.
+            offset: byte in the file of the first run.
+            view: writable and contiguous; it begins with the first run's place, and no run's place leaves it.
+            width: bytes of a run, where there are loops.
+            loops: `(count, step in the file, step in the view)` in bytes, the outermost first; none: the whole view.
+        """
+        read = partial(self.read_into, name)
+        steps.call(partial(read_each, read, offset, view, width, loops), READING, view.nbytes)
 
     def read(self, name: str, offset: int, size: int) -> bytes:
         """Return `size` bytes from `offset`; raises as `read_into`."""
@@ -197,8 +195,16 @@ class Overlay(Storage):
         return self.below.version(name)
 
     def read_into(self, name: str, offset: int, view: memoryview) -> None:
+        """See `Storage`; the same as what is listed."""
+        with Steps() as steps:
+            self.note_read(steps, name, offset, view.cast("B"))
+            steps.run()
+
+    def note_read(
+        self, steps: Steps, name: str, offset: int, view: memoryview, width: int = 0, loops: Sequence[Loop] = ()
+    ) -> None:
         """See `Storage`."""
-        self.below.read_into(name, offset, view)
+        self.below.note_read(steps, name, offset, view, width, loops)
 
     def recheck(self) -> None:
         """See `Storage`."""
@@ -270,43 +276,15 @@ class VirtualFiles(Overlay):
         """See `Storage`; virtual files change with the files that they are computed from."""
         return "" if name in self._files else super().version(name)
 
-    def read_into(self, name: str, offset: int, view: memoryview) -> None:
+    def note_read(
+        self, steps: Steps, name: str, offset: int, view: memoryview, width: int = 0, loops: Sequence[Loop] = ()
+    ) -> None:
         """See `Storage`."""
         virtual = self._files.get(name)
         if virtual is None:
-            super().read_into(name, offset, view)
+            self.below.note_read(steps, name, offset, view, width, loops)
         else:
-            virtual.read_into(offset, view)
-
-    def note_read(self, batch: StepBatch, name: str, offset: int, view: memoryview) -> None:
-        """See `Storage`."""
-        if name in self._files:
-            super().note_read(batch, name, offset, view)
-        else:
-            self.below.note_read(batch, name, offset, view)
-
-    def note_strided(
-        self, batch: StepBatch, name: str, offset: int, view: memoryview, width: int, loops: Sequence[Loop]
-    ) -> None:
-        """See `Storage`."""
-        if name in self._files:
-            super().note_strided(batch, name, offset, view, width, loops)
-        else:
-            self.below.note_strided(batch, name, offset, view, width, loops)
-
-    def read_strided(self, name: str, offset: int, view: memoryview, width: int, loops: Sequence[Loop]) -> None:
-        """See `formats.storage.compiled.read_strided`."""
-        if name in self._files:
-            read_each(self, name, offset, view, width, loops)
-        else:
-            read_strided(self.below, name, offset, view, width, loops)
-
-    def read_ranges(self, ranges: Sequence[FileRange]) -> None:
-        """See `formats.storage.compiled.read_ranges`."""
-        if self._files.keys().isdisjoint([name for name, _, _ in ranges]):
-            read_ranges(self.below, ranges)
-        else:
-            read_one_by_one(self, ranges)
+            steps.call(partial(read_each, virtual.read_into, offset, view, width, loops), READING, view.nbytes)
 
 
 Layer = TypeVar("Layer", bound=Overlay)
@@ -590,27 +568,11 @@ class Renaming(Overlay):
         """See `Storage`."""
         return self.below.version(self.named(name))
 
-    def read_into(self, name: str, offset: int, view: memoryview) -> None:
-        """See `Storage`."""
-        self.below.read_into(self.named(name), offset, view)
-
-    def note_read(self, batch: StepBatch, name: str, offset: int, view: memoryview) -> None:
-        """See `Storage`."""
-        self.below.note_read(batch, self.named(name), offset, view)
-
-    def note_strided(
-        self, batch: StepBatch, name: str, offset: int, view: memoryview, width: int, loops: Sequence[Loop]
+    def note_read(
+        self, steps: Steps, name: str, offset: int, view: memoryview, width: int = 0, loops: Sequence[Loop] = ()
     ) -> None:
         """See `Storage`."""
-        self.below.note_strided(batch, self.named(name), offset, view, width, loops)
-
-    def read_strided(self, name: str, offset: int, view: memoryview, width: int, loops: Sequence[Loop]) -> None:
-        """See `formats.storage.compiled.read_strided`."""
-        read_strided(self.below, self.named(name), offset, view, width, loops)
-
-    def read_ranges(self, ranges: Sequence[FileRange]) -> None:
-        """See `formats.storage.compiled.read_ranges`."""
-        read_ranges(self.below, [(self.named(name), offset, view) for name, offset, view in ranges])
+        self.below.note_read(steps, self.named(name), offset, view, width, loops)
 
 
 class SubFolder(Renaming):

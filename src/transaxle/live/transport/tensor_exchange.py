@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from transaxle.live.transport.shared_memory import ShmTransport
 from transaxle.live.transport.world import World, collective
-from transaxle.move.transport import Fill, Parcel, Take
+from transaxle.move.endpoint import Fill, Parcel, Take
 from transaxle.torch_tensors.local_tensor import of_bytes
 
 _ALIGNED = 64

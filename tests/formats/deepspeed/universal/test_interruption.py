@@ -20,7 +20,7 @@ from transaxle.errors import Code
 from transaxle.formats.deepspeed import keys
 from transaxle.formats.deepspeed.keys import UNIVERSAL
 from transaxle.formats.deepspeed.universal_record import Record
-from transaxle.formats.storage import compiled
+from transaxle.formats.storage import copier
 from transaxle.parallel.universal_metadata import collected
 
 torch = pytest.importorskip("torch")
@@ -79,7 +79,7 @@ def test_a_failing_disk_leaves_nothing(
         trouble()
         return real(*args)
 
-    monkeypatch.setattr(compiled, "load_steps", killed.one_by_one)
+    monkeypatch.setattr(copier, "load_steps", killed.one_by_one)
     monkeypatch.setattr(os, call, patched)
     with pytest.raises(tx.TransaxleError) as caught:
         tx.convert(source, tmp_path / "out", to=UNIVERSAL, jobs=1)
@@ -102,7 +102,7 @@ def test_a_failure_that_may_be_resumed_is_no_checkpoint_yet(
             trouble()
             return real(*args)
 
-        patch.setattr(compiled, "load_steps", killed.one_by_one)
+        patch.setattr(copier, "load_steps", killed.one_by_one)
         patch.setattr(os, "pwrite", patched)
         with pytest.raises(tx.TransaxleError, match="NO_SPACE"):
             tx.convert(source, out, to=UNIVERSAL, jobs=1, resume=True)

@@ -1,8 +1,8 @@
-/* Strided reads: runs of one file, equally long, each read by one `pread` into its place. Reads of many ranges of many
-   files. Transposed copies: runs of a single element. The CRC-32 of what was read. Whole batches of such steps.
+/* Carries out lists of transfers between files and memory: reads of ranges, and of equally long runs, each into its
+   place; transposed and strided copies; hashes (XXH3) and CRC-32 of what was read; writes; comparisons.
 
-   A column cut of a matrix is a run of a few kB in each row. Asked for one by one from Python, every run costs several
-   times its copy; here it costs the system call. Plain C11 and POSIX; no state, no allocation, no dependency. */
+   Asked for one by one from Python, a step costs several times its copy; here it costs the system call. Plain C11 and
+   POSIX; no state, no allocation, no dependency. */
 
 #define _POSIX_C_SOURCE 200809L
 #define _FILE_OFFSET_BITS 64
@@ -22,40 +22,17 @@
 #endif
 #endif
 
-/* `loops`: count, step in the file and step in memory of each loop, in bytes, the outermost first; memory has room for
-   all runs. Reads the runs from number `first` on and returns the number of the one that could not be read whole at
-   once, or how many there are. Who calls reads that one in the ordinary way, and so learns what is wrong. */
-int64_t transaxle_runs(int fd, int64_t offset, uint8_t *out, int64_t width, int depth, const int64_t *loops,
-                       int64_t first) {
-    int64_t total = 1;
-    for (int level = 0; level < depth; level++) total *= loops[3 * level];
-    while (first < total) {
-        int64_t from = offset, at = 0, rest = first;
-        for (int level = depth - 1; level >= 0; level--) {
-            int64_t index = rest % loops[3 * level];
-            rest /= loops[3 * level];
-            from += index * loops[3 * level + 1];
-            at += index * loops[3 * level + 2];
-        }
-        /* The innermost loop, from where it stands to its end. */
-        int64_t inner = depth ? loops[3 * depth - 3] : 1;
-        int64_t end = first + inner - first % inner;
-        int64_t step = depth ? loops[3 * depth - 2] : 0, into = depth ? loops[3 * depth - 1] : 0;
-        for (; first < end; first++, from += step, at += into)
-            if (pread(fd, out + at, (size_t)width, (off_t)from) != width) return first;
-    }
-    return total;
-}
-
-/* `ranges`: descriptor, first byte, address and size of each. Reads the ranges from number `first` on; otherwise as
-   above. */
-int64_t transaxle_ranges(const int64_t *ranges, int64_t total, int64_t first) {
-    for (; first < total; first++) {
-        const int64_t *range = ranges + 4 * first;
-        if (pread((int)range[0], (void *)(intptr_t)range[2], (size_t)range[3], (off_t)range[1]) != range[3]) break;
-    }
-    return first;
-}
+/* One copy for each generation of x86-64, chosen when the library is loaded: needs glibc's indirect functions. */
+#if defined(CLONES) && defined(__x86_64__) && defined(__GLIBC__)
+#define CLONED __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define CLONED
+#endif
+#if defined(__clang__)
+#define SWAPPED(words) __builtin_shufflevector(words, words, 1, 0, 3, 2, 5, 4, 7, 6)
+#else
+#define SWAPPED(words) __builtin_shuffle(words, (eight){1, 0, 3, 2, 5, 4, 7, 6})
+#endif
 
 /* A transpose goes through square tiles: of each, the lines of the source and those of the target stay in the cache, so
    that every line of memory is fetched once. Element (row, column) is `column` elements and `row` steps from the begin of
@@ -151,15 +128,15 @@ TRANSPOSE(uint64_t, NONE)
 
 /* `loops`: count, step in the source and step in the target of each loop around the transpose, in bytes; `width`: bytes
    of an element; the rest as above. The caller has checked that all of it lies inside the two buffers. */
-void transaxle_transpose(const uint8_t *from, uint8_t *to, int64_t width, int64_t rows, int64_t columns, int64_t step,
-                         int64_t into, int depth, const int64_t *loops) {
+static void transpose(const uint8_t *from, uint8_t *to, int64_t width, int64_t rows, int64_t columns, int64_t step, int64_t into,
+                      int64_t depth, const int64_t *loops) {
     int64_t total = 1;
-    for (int level = 0; level < depth; level++) total *= loops[3 * level];
+    for (int64_t level = 0; level < depth; level++) total *= loops[3 * level];
     for (int64_t number = 0; number < total; number++) {
         const uint8_t *source = from;
         uint8_t *target = to;
         int64_t rest = number;
-        for (int level = depth - 1; level >= 0; level--) {
+        for (int64_t level = depth - 1; level >= 0; level--) {
             int64_t index = rest % loops[3 * level];
             rest /= loops[3 * level];
             source += index * loops[3 * level + 1];
@@ -265,14 +242,118 @@ static int add(const uint8_t *data, int64_t size, uint32_t *crc) {
     return 1;
 }
 
-/* The CRC-32 of each of many stretches of memory; `stretches`: address and size of each. Returns how many it has summed:
-   all, or none where the processor cannot. */
-int64_t transaxle_crc32_each(const int64_t *stretches, int64_t total, uint32_t *crcs) {
-    for (int64_t number = 0; number < total; number++) {
-        crcs[number] = 0;
-        if (!add((const uint8_t *)(intptr_t)stretches[2 * number], stretches[2 * number + 1], crcs + number)) return 0;
+/* XXH3 of 128 bits, with seed 0, of more bytes than SHORT, as they come (Yann Collet's xxHash, BSD-2-Clause, says what it
+   is; xxhash hashes fewer). Stripes of 64 bytes are mixed into eight sums; the last stripe is that of the last 64 bytes,
+   so what may be in it waits in `buffer`. Numbers are read as they lie: low bytes first. */
+enum { STRIPE = 64, PER_BLOCK = 16, SHORT = 240, WAITING = 256 };
+#define P32_1 0x9E3779B1U
+#define P64_1 0x9E3779B185EBCA87U
+#define P64_2 0xC2B2AE3D27D4EB4FU
+
+static const uint64_t SECRET[24] = {
+    0xbe4ba423396cfeb8, 0x1cad21f72c81017c, 0xdb979083e96dd4de, 0x1f67b3b7a4a44072, 0x78e5c0cc4ee679cb, 0x2172ffcc7dd05a82,
+    0x8e2443f7744608b8, 0x4c263a81e69035e0, 0xcb00c391bb52283c, 0xa32e531b8b65d088, 0x4ef90da297486471, 0xd8acdea946ef1938,
+    0x3f349ce33f76faa8, 0x1d4f0bc7c7bbdcf9, 0x3159b4cd4be0518a, 0x647378d9c97e9fc8, 0xc3ebd33483acc5ea, 0xeb6313faffa081c5,
+    0x49daf0b751dd0d17, 0x9e68d429265516d3, 0xfca1477d58be162b, 0xce31d07ad1b8f88f, 0x280416958f3acb45, 0x7e404bbbcafbd7af};
+static const uint64_t BEGIN[8] = {0xC2B2AE3D, P64_1, P64_2, 0x165667B19E3779F9, 0x85EBCA77C2B2AE63, 0x85EBCA77,
+                                  0x27D4EB2F165667C5, P32_1};
+
+typedef struct {
+    uint64_t sums[8], total, stripes, waiting; /* stripes: of this block; waiting: bytes in the buffer */
+    uint8_t before[STRIPE], buffer[WAITING];   /* before: the last stripe that was mixed */
+} hash;
+
+/* Mixes stripes into the sums; `stripes`: how many of their block were before. */
+typedef uint64_t eight __attribute__((vector_size(64), aligned(8)));
+typedef uint32_t sixteen __attribute__((vector_size(64)));
+
+CLONED static void mixed(uint64_t *restrict sums, const uint8_t *restrict data, int64_t count, uint64_t *stripes) {
+    eight s, word, key, secret;
+    uint64_t at = *stripes;
+    memcpy(&s, sums, sizeof s);
+    while (count) {
+        int64_t some = count < (int64_t)(PER_BLOCK - at) ? count : (int64_t)(PER_BLOCK - at);
+        for (int64_t end = at + some; (int64_t)at < end; at++, data += STRIPE) {
+            memcpy(&word, data, sizeof word);
+            memcpy(&secret, SECRET + at, sizeof secret);
+            key = word ^ secret;
+            s += SWAPPED(word);
+            s += (key & 0xFFFFFFFF) * (key >> 32);
+        }
+        count -= some;
+        if (at == PER_BLOCK) {
+            at = 0;
+            memcpy(&secret, SECRET + PER_BLOCK, sizeof secret);
+            s = (s ^ s >> 47 ^ secret) * P32_1;
+        }
     }
-    return total;
+    memcpy(sums, &s, sizeof s);
+    *stripes = at;
+}
+
+void transaxle_hash(hash *h, const uint8_t *data, int64_t size) {
+    if (!h->total) memcpy(h->sums, BEGIN, sizeof BEGIN);
+    h->total += (uint64_t)size;
+    int64_t room = WAITING - (int64_t)h->waiting;
+    if (size <= room) {
+        memcpy(h->buffer + h->waiting, data, (size_t)size);
+        h->waiting += (uint64_t)size;
+        return;
+    }
+    if (h->waiting) {
+        memcpy(h->buffer + h->waiting, data, (size_t)room);
+        data += room, size -= room;
+        mixed(h->sums, h->buffer, WAITING / STRIPE, &h->stripes);
+        memcpy(h->before, h->buffer + WAITING - STRIPE, STRIPE);
+    }
+    int64_t count = (size - 1) / STRIPE;
+    mixed(h->sums, data, count, &h->stripes);
+    data += count * STRIPE;
+    if (count) memcpy(h->before, data - STRIPE, STRIPE);
+    h->waiting = (uint64_t)(size - count * STRIPE);
+    memcpy(h->buffer, data, h->waiting);
+}
+
+static uint64_t secret_at(int at) {
+    uint64_t word;
+    memcpy(&word, (const uint8_t *)SECRET + at, sizeof word);
+    return word;
+}
+
+/* Both halves of a product of 128 bits, xored. */
+static uint64_t folded_product(uint64_t a, uint64_t b) {
+    uint64_t low = (a & 0xFFFFFFFF) * (b & 0xFFFFFFFF), one = (a >> 32) * (b & 0xFFFFFFFF);
+    uint64_t two = (a & 0xFFFFFFFF) * (b >> 32), high = (a >> 32) * (b >> 32);
+    uint64_t cross = (low >> 32) + (one & 0xFFFFFFFF) + two;
+    return ((one >> 32) + (cross >> 32) + high) ^ (cross << 32 | (low & 0xFFFFFFFF));
+}
+
+static uint64_t merged(const uint64_t *sums, int at, uint64_t found) {
+    for (int i = 0; i < 8; i += 2)
+        found += folded_product(sums[i] ^ secret_at(at + 8 * i), sums[i + 1] ^ secret_at(at + 8 * i + 8));
+    found = (found ^ found >> 37) * 0x165667919E3779F9;
+    return found ^ found >> 32;
+}
+
+/* `found`: the high half, and the low one. Nothing has changed then: more bytes may come. */
+void transaxle_hash_of(const hash *h, uint64_t *found) {
+    uint64_t sums[8], stripes = h->stripes;
+    uint8_t last[STRIPE];
+    memcpy(sums, h->sums, sizeof sums);
+    mixed(sums, h->buffer, (int64_t)(h->waiting - 1) / STRIPE, &stripes);
+    if (h->waiting >= STRIPE) memcpy(last, h->buffer + h->waiting - STRIPE, STRIPE);
+    else {
+        memcpy(last, h->before + h->waiting, STRIPE - h->waiting);
+        memcpy(last + STRIPE - h->waiting, h->buffer, h->waiting);
+    }
+    for (int i = 0; i < 8; i++) {
+        uint64_t word, other, key;
+        memcpy(&word, last + 8 * i, 8), memcpy(&other, last + 8 * (i ^ 1), 8);
+        key = word ^ secret_at(121 + 8 * i);
+        sums[i] += other + (key & 0xFFFFFFFF) * (key >> 32);
+    }
+    found[0] = merged(sums, 117, ~(h->total * P64_2));
+    found[1] = merged(sums, 11, h->total * P64_1);
 }
 
 /* Copies runs of `width` bytes; `loops` as above. */
@@ -307,7 +388,16 @@ static uint32_t times(uint32_t one, uint32_t two) {
     return product;
 }
 
-/* Reads runs of a file as `transaxle_runs`, and finds their share in the CRC-32 of the bytes up to the last run's end:
+/* `loops`: count, step in the file and step in memory of each loop, in bytes, the outermost first; memory has room for
+   all runs. Returns 0 where a run cannot be read whole at once. */
+static int runs_read(int fd, int64_t offset, uint8_t *out, int64_t width, int64_t depth, const int64_t *loops) {
+    if (!depth) return pread(fd, out, (size_t)width, (off_t)offset) == width;
+    for (int64_t number = 0; number < loops[0]; number++, offset += loops[1], out += loops[2])
+        if (!runs_read(fd, offset, out, width, depth - 1, loops + 3)) return 0;
+    return 1;
+}
+
+/* Reads runs of a file likewise, and finds their share in the CRC-32 of the bytes up to the last run's end:
    what it is, begun with zero bits and not inverted, where all bytes between the runs are zero. The shares of disjoint
    runs up to the same end xor to that of all of them. `powers`: x**(8 * step in the file) of each loop. Returns 0 where
    not all can be done. */
@@ -331,17 +421,14 @@ static int shared_read(int fd, int64_t offset, uint8_t *out, int64_t width, int6
 /* The same where `found` is not null: the share, whether it is known, and the powers. */
 static int read_runs(int fd, int64_t offset, uint8_t *out, int64_t width, int64_t depth, const int64_t *loops,
                      uint32_t *found) {
-    if (found) return (int)(found[1] = (uint32_t)shared_read(fd, offset, out, width, depth, loops, found + 2, found));
-    int64_t total = 1;
-    for (int64_t level = 0; level < depth; level++) total *= loops[3 * level];
-    return transaxle_runs(fd, offset, out, width, (int)depth, loops, 0) == total;
+    if (!found) return runs_read(fd, offset, out, width, depth, loops);
+    return (int)(found[1] = (uint32_t)shared_read(fd, offset, out, width, depth, loops, found + 2, found));
 }
 
 /* `steps`: what is done, and up to nine numbers that say to what. Carries out the steps from number `first` on and
-   returns the number of the one that could not be done whole at once (of bytes to be compared, that differ), or how many
-   there are. */
+   returns the number of the one that could not be done whole at once (of bytes to be compared, that differ; that Python
+   does), or how many there are. Who calls does that one in the ordinary way, and so learns what is wrong. */
 enum { READ, WRITE, HASH, SUM, TRANSPOSE, SCATTER, COMPARE, READ_AND_SUM, READ_RUNS, WORDS = 10 };
-typedef int (*Update)(void *state, const void *data, size_t size);
 
 int64_t transaxle_steps(const int64_t *steps, int64_t total, int64_t first) {
     for (; first < total; first++) {
@@ -354,14 +441,14 @@ int64_t transaxle_steps(const int64_t *steps, int64_t total, int64_t first) {
         case WRITE: /* the same */
             if (pwrite((int)at[1], three, (size_t)at[4], (off_t)at[2]) != at[4]) return first;
             break;
-        case HASH: /* state, address, size, function */
-            if (((Update)(intptr_t)at[4])(one, two, (size_t)at[3])) return first;
+        case HASH: /* state, address, size */
+            transaxle_hash(one, two, at[3]);
             break;
         case SUM: /* address, size, the sum that they are added to */
             if (!add(one, at[2], three)) return first;
             break;
         case TRANSPOSE:
-            transaxle_transpose(one, two, at[3], at[4], at[5], at[6], at[7], (int)at[8], (const int64_t *)(intptr_t)at[9]);
+            transpose(one, two, at[3], at[4], at[5], at[6], at[7], at[8], (const int64_t *)(intptr_t)at[9]);
             break;
         case SCATTER: /* from, to, width, depth, loops */
             scatter(one, two, at[3], at[4], (const int64_t *)(intptr_t)at[5]);
@@ -383,5 +470,5 @@ int64_t transaxle_steps(const int64_t *steps, int64_t total, int64_t first) {
     return total;
 }
 
-/* Which source this was built from: compiled.py loads no other. */
+/* Which source this was built from: copier.py loads no other. */
 uint32_t transaxle_stamp(void) { return STAMP; }
