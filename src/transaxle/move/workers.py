@@ -25,11 +25,11 @@ import msgspec
 from msgspec.structs import replace
 
 from transaxle.arguments import Size, read_count, read_size
-from transaxle.axes.notation.computed import AffineSteps as Arithmetic
+from transaxle.axes.notation.computed import Steps as Arithmetic
 from transaxle.axes.notation.computed import applied
 from transaxle.errors import refuse
 from transaxle.formats.catalog import numpy_dtype
-from transaxle.formats.storage.copier import READING, AffineSteps, Bytes, scatter
+from transaxle.formats.storage.copier import READING, Steps, Bytes, scatter
 from transaxle.move.endpoint import Readable
 from transaxle.move.transfer import Transfer, active, clip
 
@@ -325,13 +325,13 @@ def produce(reader: Readable, parts: Collection[Transfer], start: int, out: Byte
     Raises:
         TransaxleError: what the reader raises.
     """
-    with AffineSteps() as steps:
+    with Steps() as steps:
         note_parts(steps, reader, parts, start, out, scratch)
         steps.run()
 
 
 def note_parts(
-    steps: AffineSteps, reader: Readable, parts: Collection[Transfer], start: int, out: Bytes, scratch: Scratch
+    steps: Steps, reader: Readable, parts: Collection[Transfer], start: int, out: Bytes, scratch: Scratch
 ) -> None:
     """List what makes the bytes of a target from `start` on; otherwise as `produce`."""
     # Parts never overlap, so their sizes show whether there is padding. Zeroing only then saves a pass over the buffer.
@@ -359,16 +359,14 @@ def note_parts(
     _spread(steps, spread, out, start)
 
 
-def _spread(steps: AffineSteps, spread: list[tuple[Bytes, Transfer]], out: Bytes, start: int) -> None:
+def _spread(steps: Steps, spread: list[tuple[Bytes, Transfer]], out: Bytes, start: int) -> None:
     """List that what is read side by side goes to its places in the target; the list is emptied."""
     for held, part in spread:
         steps.lay(held, out, part.target - start, part.width, part.loops)
     spread.clear()
 
 
-def note_fill(
-    steps: AffineSteps, reader: Readable, transfer: Transfer, out: Bytes, start: int, scratch: Scratch
-) -> None:
+def note_fill(steps: Steps, reader: Readable, transfer: Transfer, out: Bytes, start: int, scratch: Scratch) -> None:
     """List what carries a transfer out into a buffer that holds the target's bytes from `start` on.
 
     Args:
@@ -444,11 +442,11 @@ class Worker:
         reader: Readable,
         limit: Limits,
         stop: threading.Event,
-        steps: AffineSteps | None = None,
+        steps: Steps | None = None,
         *,
         together: bool = False,
     ) -> None:
-        self.steps = steps or AffineSteps()
+        self.steps = steps or Steps()
         self._most = _BATCH if together else 0
         self._reader = reader
         self._stop = stop
