@@ -25,11 +25,10 @@ import msgspec
 from msgspec.structs import replace
 
 from transaxle.arguments import Size, read_count, read_size
-from transaxle.axes.notation.computed import Steps as Arithmetic
-from transaxle.axes.notation.computed import applied
+from transaxle.axes.notation.computed import AffineSteps, applied
 from transaxle.errors import refuse
 from transaxle.formats.catalog import numpy_dtype
-from transaxle.formats.storage.copier import READING, Steps, Bytes, scatter
+from transaxle.formats.storage.copier import READING, Bytes, Steps, scatter
 from transaxle.move.endpoint import Readable
 from transaxle.move.transfer import Transfer, active, clip
 
@@ -539,7 +538,7 @@ class Worker:
         *,
         length: int | None = None,
         dtype: str = "U8",
-        arithmetic: Arithmetic | None = None,
+        arithmetic: AffineSteps | None = None,
     ) -> Iterator[memoryview]:
         """Produce a tensor in order; each block is valid until the next one is asked for.
 
@@ -558,7 +557,7 @@ class Worker:
         ends: Iterable[int],
         *,
         dtype: str = "U8",
-        arithmetic: Arithmetic | None = None,
+        arithmetic: AffineSteps | None = None,
     ) -> Iterator[memoryview]:
         """Produce a tensor in order, in blocks that end at these bytes; otherwise as `blocks`."""
         for _, block in self.noted(transfers, ends):
@@ -572,7 +571,7 @@ def _clear(block: memoryview) -> None:
     block[:] = bytes(len(block))
 
 
-def _apply(block: memoryview, dtype: str, arithmetic: Arithmetic) -> None:
+def _apply(block: memoryview, dtype: str, arithmetic: AffineSteps) -> None:
     """Change values in place: the block is a worker's own, and its old values are not needed again."""
     import numpy as np
 
