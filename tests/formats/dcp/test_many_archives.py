@@ -95,7 +95,6 @@ def both(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Container | list[str]
     together = read(folder)
     with monkeypatch.context() as patch:
         patch.setattr(payload, "_MANY", COUNT + 1)
-        patch.setattr(stencil, "_FEWEST", COUNT + 1)
         one_by_one = read(folder)
     if isinstance(together, Container) and isinstance(one_by_one, Container):
         assert together.entries == one_by_one.entries
@@ -122,25 +121,19 @@ def test_as_they_are(block: int, whole: int, apart: bool, tmp_path: Path, monkey
     monkeypatch.setattr(stencil, "_BLOCK", block)
     monkeypatch.setattr(stencil, "_WHOLE", whole)
     alone: list[Payload] = []
-    match = stencil.Stencils._match_alone
+    match = stencil.Stencils.match
     with monkeypatch.context() as patch:
 
         def counting(own: stencil.Stencils[object], place: Payload) -> stencil.Match[object] | None:
             alone.append(place)
             return match(own, place)
 
-        patch.setattr(stencil.Stencils, "_match_alone", counting)
+        patch.setattr(stencil.Stencils, "match", counting)
         assert isinstance(read(written(tmp_path / "a", parts(), each_a_tensor=apart)), Container)
-    assert len(alone) < COUNT / 2
+    assert apart or len(alone) < COUNT / 2
     for number, gaps in enumerate([{}, {5: 100, 30: 100_000}, {7: 3}]):
         folder = written(tmp_path / str(number), parts(), gaps, each_a_tensor=apart)
         assert isinstance(both(folder, monkeypatch), Container)
-
-
-def test_a_few_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stencil, "_AHEAD", 12)
-    monkeypatch.setattr(stencil, "_WHOLE", 1000)
-    assert isinstance(both(written(tmp_path, parts(), each_a_tensor=True), monkeypatch), Container)
 
 
 def test_in_any_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ them, which the container's `twins` require.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, repeat
@@ -107,22 +107,12 @@ class Payloads:
         self.checksums: list[Checksum] = []
         """What the archives say of the tensors in them."""
 
-    def expect(self, items: Iterable[SavedItem]) -> None:
-        """Note whose chunks will be asked for, in this order: those of many tensors are then recognised together."""
-        self._stencils.expect(
-            payload
-            for item in items
-            if item.chunks and len(item.chunks) < _MANY  # more are recognised together anyway
-            for _, _, payload in item.chunks
-            if payload is not None and payload.offset + payload.length <= self._sizes.get(payload.file, 0)
-        )
-
     def chunk(self, item: SavedItem, chunk: SavedChunk) -> Extent | QuantizedChunk | None:
         """Return where the bytes of a chunk lie; None if something is wrong with it."""
         payload = chunk.payload
         if payload is None or not self._inside(item.key, payload):
             return None
-        match = self._stencils.match(payload, (item.dtype, chunk.shape))
+        match = self._stencils.match(payload)
         if match is None and not self._is_archive(payload):
             return self._in_blob(item, chunk, payload)
         archive = match.result if match else self._read(item.key, payload)

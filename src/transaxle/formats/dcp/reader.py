@@ -94,7 +94,6 @@ def read_folder(storage: Storage, path: str, metadata_names: Sequence[str], conv
         raise faults.error()
     inline = NumbersInMemory(storage)
     payloads = Payloads(inline, sizes, faults)
-    payloads.expect(each for item in items for each in (item.item, *item.others))
     found = (conventions.known(item.item) or _leaf(item, payloads, faults) for item in items)
     leaves = list({id(leaf): leaf for leaf in found if leaf is not None}.values())  # one may stand for many items
     payloads.check_overlaps()

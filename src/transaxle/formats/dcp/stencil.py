@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import struct
 from bisect import bisect_right
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from itertools import pairwise, repeat
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -42,10 +42,6 @@ _BLOCK = 1 << 18
 """Bytes read at a time of archives that follow one another, and bytes of skeletons that are compared at a time."""
 _FEW = 4
 """Contents that are looked for among many archives at a time; others are recognised one by one."""
-_AHEAD = 1 << 12
-"""Archives of one file and length that are recognised together, ahead of the time when each is asked for."""
-_FEWEST = 8
-"""So many of them are worth it."""
 _CRC = struct.Struct("<I")
 _CRC_IN_CENTRAL, _CRC_IN_LOCAL, _CRC_IN_DESCRIPTOR = 16, 14, 4
 
@@ -85,19 +81,6 @@ class Matches(NamedTuple, Generic[Result]):
     """Checksum of each one's own tensor; None if they have no tensor or no checksum."""
 
 
-class _Coming:
-    """Archives of one file and length that are expected."""
-
-    __slots__ = ("attempts", "kinds", "payloads")
-
-    def __init__(self) -> None:
-        self.payloads: list[Payload] = []
-        """Those that were not recognised yet."""
-        self.kinds: set[Hashable] = set()
-        """Kinds of which one was asked for since the last attempt to recognise all of them."""
-        self.attempts = 0
-
-
 class Stencils(Generic[Result]):
     """The skeletons of archives that were read, with their contents."""
 
@@ -106,62 +89,10 @@ class Stencils(Generic[Result]):
         self._read = NearReads(storage).read
         self._by_length: dict[int, list[tuple[_Arrangement, dict[bytes, Result]]]] = {}
         self._count = 0
-        self._coming: dict[tuple[str, int], _Coming] = {}
-        self._found_ahead: dict[Payload, Match[Result]] = {}
         self._room: NDArray[np.uint8] = np.empty(0, np.uint8)
 
-    def expect(self, payloads: Iterable[Payload]) -> None:
-        """Note which archives `match` will be asked for: those of a file and length are then recognised together.
-
-        Args:
-            payloads: in the order in which they will be asked for; each lies inside its file.
-        """
-        for payload in payloads:
-            key = payload.file, payload.length
-            coming = self._coming.get(key)
-            if coming is None:
-                coming = self._coming[key] = _Coming()
-            coming.payloads.append(payload)
-
-    def match(self, payload: Payload, kind: Hashable = None) -> Match[Result] | None:
-        """Recognise an archive; None if it must be read.
-
-        Args:
-            payload: its place.
-            kind: of what it should hold, where it was expected. Archives of one kind should be alike.
-        """
-        match = self._found_ahead.pop(payload, None)
-        if match is not None:
-            return match
-        key = payload.file, payload.length
-        coming = self._coming.get(key)
-        if coming is not None and kind not in coming.kinds:
-            # The first of a kind shows whether there is a stencil for it: if not, it will be read, and becomes one.
-            coming.kinds.add(kind)
-        elif coming is not None:
-            coming.payloads = self._look_ahead(coming.payloads)
-            coming.kinds.clear()
-            coming.attempts += 1
-            if coming.attempts >= _MOST_ALIKE or not coming.payloads:
-                del self._coming[key]
-            match = self._found_ahead.pop(payload, None)
-        return match or self._match_alone(payload)
-
-    def _look_ahead(self, coming: list[Payload]) -> list[Payload]:
-        """Recognise archives of one file and length, as far as they are like one that was read; return the others."""
-        if len(coming) < _FEWEST:
-            return []
-        file, _, length = coming[0]
-        some = sorted(coming[:_AHEAD])  # what lies side by side is read at once
-        unlike = set(some)
-        for result, which, crc32 in self.matches(file, length, [payload.offset for payload in some]):
-            sums = repeat(0) if crc32 is None else crc32.tolist()
-            for at, crc in zip(which.tolist(), sums, strict=False):
-                self._found_ahead[some[at]] = Match(result, crc)
-                unlike.discard(some[at])
-        return [*(payload for payload in coming[:_AHEAD] if payload in unlike), *coming[_AHEAD:]]
-
-    def _match_alone(self, payload: Payload) -> Match[Result] | None:
+    def match(self, payload: Payload) -> Match[Result] | None:
+        """Recognise an archive; None if it must be read."""
         for arrangement, known in self._by_length.get(payload.length, ()):
             skeleton = self._skeleton(payload, arrangement)
             result = known.get(_blanked(skeleton, arrangement))
