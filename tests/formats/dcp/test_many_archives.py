@@ -12,9 +12,9 @@ from tests.formats.dcp.damage import archive
 from transaxle.errors import TransaxleError
 from transaxle.formats.catalog import Container, Spec
 from transaxle.formats.dcp import payload, stencil
+from transaxle.formats.dcp.draft import PlacedChunk, TorchTensor, metadata_of
 from transaxle.formats.dcp.metadata import METADATA, Payload
 from transaxle.formats.dcp.reader import open_dcp
-from transaxle.formats.dcp.written_chunks import PlacedChunk, TorchTensor, metadata_of
 from transaxle.formats.pickled.descriptors import DType
 from transaxle.formats.pickled.writer import write_pickle
 from transaxle.formats.storage.local import LocalStorage
