@@ -76,7 +76,7 @@ DCP = Format(
         Clue(
             first_of(DCP_SHARD),
             70,
-            reader="transaxle.formats.dcp.safetensors_shards:open_shards",
+            reader="transaxle.formats.dcp.reader:open_shards",
             all_shards=True,
         ),
     ),

@@ -84,7 +84,7 @@ def _by_name(folder: Path) -> None:
 
 MEMBER = call("builtins", "getattr", name(MODULE, "_MEM_FORMAT_ENCODING"), "TORCH_CONTIGUOUS_FORMAT")
 FORMS: dict[str, Damage] = {
-    "protocol 0": lambda folder: _pickled(folder, 0),
+    "protocol 1": lambda folder: _pickled(folder, 1),
     "protocol 2": lambda folder: _pickled(folder, 2),
     "protocol 5": lambda folder: _pickled(folder, 5),
     "before 2.3": without("storage_meta", "version"),

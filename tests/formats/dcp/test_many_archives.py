@@ -11,10 +11,10 @@ import torch
 from tests.formats.dcp.damage import archive
 from transaxle.errors import TransaxleError
 from transaxle.formats.catalog import Container, Spec
-from transaxle.formats.dcp import payload, stencil
+from transaxle.formats.dcp import payload
+from transaxle.formats.dcp.draft import PlacedChunk, TorchTensor, metadata_of
 from transaxle.formats.dcp.metadata import METADATA, Payload
 from transaxle.formats.dcp.reader import open_dcp
-from transaxle.formats.dcp.written_chunks import PlacedChunk, TorchTensor, metadata_of
 from transaxle.formats.pickled.descriptors import DType
 from transaxle.formats.pickled.writer import write_pickle
 from transaxle.formats.storage.local import LocalStorage
@@ -95,7 +95,6 @@ def both(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Container | list[str]
     together = read(folder)
     with monkeypatch.context() as patch:
         patch.setattr(payload, "_MANY", COUNT + 1)
-        patch.setattr(stencil, "_FEWEST", COUNT + 1)
         one_by_one = read(folder)
     if isinstance(together, Container) and isinstance(one_by_one, Container):
         assert together.entries == one_by_one.entries
@@ -116,31 +115,25 @@ def apart(request: pytest.FixtureRequest) -> bool:
     return bool(request.param)
 
 
-@pytest.mark.parametrize("block", [stencil._BLOCK, 5000])
-@pytest.mark.parametrize("whole", [stencil._WHOLE, 1000])
+@pytest.mark.parametrize("block", [payload._BLOCK, 5000])
+@pytest.mark.parametrize("whole", [payload._WHOLE, 1000])
 def test_as_they_are(block: int, whole: int, apart: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stencil, "_BLOCK", block)
-    monkeypatch.setattr(stencil, "_WHOLE", whole)
+    monkeypatch.setattr(payload, "_BLOCK", block)
+    monkeypatch.setattr(payload, "_WHOLE", whole)
     alone: list[Payload] = []
-    match = stencil.Stencils._match_alone
+    match = payload.Stencils.match
     with monkeypatch.context() as patch:
 
-        def counting(own: stencil.Stencils[object], place: Payload) -> stencil.Match[object] | None:
+        def counting(own: payload.Stencils[object], place: Payload) -> payload.Match[object] | None:
             alone.append(place)
             return match(own, place)
 
-        patch.setattr(stencil.Stencils, "_match_alone", counting)
+        patch.setattr(payload.Stencils, "match", counting)
         assert isinstance(read(written(tmp_path / "a", parts(), each_a_tensor=apart)), Container)
-    assert len(alone) < COUNT / 2
+    assert apart or len(alone) < COUNT / 2
     for number, gaps in enumerate([{}, {5: 100, 30: 100_000}, {7: 3}]):
         folder = written(tmp_path / str(number), parts(), gaps, each_a_tensor=apart)
         assert isinstance(both(folder, monkeypatch), Container)
-
-
-def test_a_few_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stencil, "_AHEAD", 12)
-    monkeypatch.setattr(stencil, "_WHOLE", 1000)
-    assert isinstance(both(written(tmp_path, parts(), each_a_tensor=True), monkeypatch), Container)
 
 
 def test_in_any_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,8 +151,8 @@ def test_in_any_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         tensor = TorchTensor(Spec(f"experts.{at}", "F32", shape), (f"experts.{at}",), DType("float32"), shape, 0)
         tensors.append((tensor, [PlacedChunk((0, 0, 0, 0), shape, place)]))
     (folder / METADATA).write_bytes(write_pickle(metadata_of(tensors, [])))
-    for whole in (stencil._WHOLE, 1000):
-        monkeypatch.setattr(stencil, "_WHOLE", whole)
+    for whole in (payload._WHOLE, 1000):
+        monkeypatch.setattr(payload, "_WHOLE", whole)
         assert isinstance(both(folder, monkeypatch), Container)
 
 
@@ -171,10 +164,10 @@ def test_overlaps_and_ends(apart: bool, tmp_path: Path, monkeypatch: pytest.Monk
     assert "lie outside the file" in found[0]
 
 
-@pytest.mark.parametrize("whole", [stencil._WHOLE, 1000])
+@pytest.mark.parametrize("whole", [payload._WHOLE, 1000])
 def test_flipped_bits(whole: int, apart: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever archives are damaged, one by one the same is said of them."""
-    monkeypatch.setattr(stencil, "_WHOLE", whole)
+    monkeypatch.setattr(payload, "_WHOLE", whole)
     chosen = random.Random(0)
     refused = 0
     for _ in range(30):

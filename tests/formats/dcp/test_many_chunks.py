@@ -11,8 +11,8 @@ import pytest
 from transaxle.errors import Faults, Refusal
 from transaxle.formats.catalog import Spec
 from transaxle.formats.dcp import metadata
+from transaxle.formats.dcp.draft import ChunksByTensor, PlacedChunk, PlacedObjects, TorchTensor, metadata_of
 from transaxle.formats.dcp.metadata import METADATA, Payload, SavedItem, read_metadata
-from transaxle.formats.dcp.written_chunks import ChunksByTensor, PlacedChunk, PlacedObjects, TorchTensor, metadata_of
 from transaxle.formats.pickled.descriptors import DType, Global, Object
 from transaxle.formats.pickled.scan import Unread
 from transaxle.formats.pickled.writer import write_pickle

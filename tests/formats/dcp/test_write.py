@@ -23,9 +23,8 @@ from tests.formats.dcp.peers.truth import CODES, hold
 from tests.formats.dcp.peers.world import CHECKPOINT, FULL, PLAIN, TRUTH, octets
 from transaxle.errors import Code, Refused
 from transaxle.formats.catalog import BITS, Draft, Spec, nbytes
-from transaxle.formats.dcp.draft import draft
+from transaxle.formats.dcp.draft import LARGEST, draft, frame
 from transaxle.formats.dcp.metadata import METADATA
-from transaxle.formats.dcp.written_chunks import LARGEST, frame
 from transaxle.formats.pickled.descriptors import DType
 
 WRITTEN = sorted(code for code in BITS if not code.startswith("F6"))

@@ -161,7 +161,7 @@ class Graph:
         calls = self._nodes(_CALL)
         functions = self._first[calls]
         of_size = [function for function in self._distinct(functions).tolist() if self._is_size(function)]
-        are_sizes = np.isin(functions, of_size)  # there are few functions
+        are_sizes = self._marked(of_size)[functions]
         self._check_sizes(calls[are_sizes])
         others = calls[~are_sizes].tolist()
         if len(others) > _MOST_CALLS:
@@ -176,9 +176,13 @@ class Graph:
 
     def _distinct(self, nodes: References) -> NDArray[np.intp]:
         """Return the nodes without repetitions, which `np.unique` does in ten times the time."""
-        is_there = np.zeros(len(self._tag), bool)
-        is_there[nodes] = True
-        return np.flatnonzero(is_there)
+        return np.flatnonzero(self._marked(nodes))
+
+    def _marked(self, nodes: References | list[int]) -> NDArray[np.bool_]:
+        """Tell of every node whether it is one of these."""
+        marks = np.zeros(len(self._tag), bool)
+        marks[nodes] = True
+        return marks
 
     def _rule(self, name: int) -> Any:
         value = self._values[name]
@@ -290,8 +294,7 @@ class Graph:
         names = [name for name, value in self._values.items() if type(value) is Global and value in classes]
         are_objects = references < _SMALL
         nodes = references[are_objects]
-        is_name = np.zeros(len(self._tag), bool)
-        is_name[names] = True
+        is_name = self._marked(names)
         are_of_these = self._tag[nodes] == _OBJECT
         are_of_these[are_of_these] = is_name[self._first[nodes[are_of_these]]]
         are_objects[are_objects] = are_of_these

@@ -23,8 +23,7 @@ from transaxle.axes.layout.bind import join_slot, split_slot
 from transaxle.errors import Faults, refuse
 from transaxle.formats.builtin_formats import MEGATRON_TRACKER, TORCH_DIST
 from transaxle.formats.catalog import Draft, Entry, Extent, Fragment, Shape, Spec, logical, nbytes, stored_number
-from transaxle.formats.dcp.metadata import METADATA
-from transaxle.formats.dcp.written_chunks import (
+from transaxle.formats.dcp.draft import (
     ChunksByTensor,
     DataFiles,
     PlacedChunk,
@@ -33,6 +32,7 @@ from transaxle.formats.dcp.written_chunks import (
     cut,
     metadata_of,
 )
+from transaxle.formats.dcp.metadata import METADATA
 from transaxle.formats.megatron.iterations import BACKEND_FILE, COMMON_FILE, RELEASE, iteration_folder
 from transaxle.formats.megatron.torch_dist.written_state import common_state, counted, optimizer_settings, step_of
 from transaxle.formats.megatron.written_arguments import is_padded

@@ -1,4 +1,4 @@
-"""A stencil takes an archive for read only if reading it would have said the same."""
+"""An archive is taken for read only if reading it would have said the same."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from tests.formats.dcp.damage import archive
 from transaxle.errors import Refused
 from transaxle.formats.dcp.metadata import Payload
-from transaxle.formats.dcp.stencil import Match, Stencils
+from transaxle.formats.dcp.payload import Match, Stencils
 from transaxle.formats.pickled.descriptors import TensorRef
 from transaxle.formats.storage.local import LocalStorage
 from transaxle.formats.torch_file.saved import Saved, StoredStorage, read_saved
