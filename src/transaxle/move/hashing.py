@@ -13,9 +13,8 @@ import xxhash
 
 from transaxle.formats.storage.copier import WRITING, Bytes, Running, Steps, new_hash, scatter
 from transaxle.move.endpoint import NotingWritable, Readable, Sink, Writable
-from transaxle.move.strided_fill import Scratch, note_parts
 from transaxle.move.transfer import Transfer, active, clip
-from transaxle.move.workers import Progress, unwatched
+from transaxle.move.workers import Progress, Scratch, note_parts, unwatched
 
 _BLOCK = 1 << 20
 """Bytes hashed at once: so few that they come from the processor's own memory."""

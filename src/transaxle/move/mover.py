@@ -18,11 +18,21 @@ import msgspec
 
 from transaxle.axes.geometry.strided import row_major
 from transaxle.formats.storage.copier import Bytes, scatter
-from transaxle.move.endpoint import Readable, Sink
-from transaxle.move.strided_fill import note_fill
+from transaxle.move.endpoint import Alone, Deferred, Exchange, Parcel, Readable, Sink
 from transaxle.move.transfer import Transfer, active
-from transaxle.move.transport import Alone, Deferred, Exchange, Parcel
-from transaxle.move.workers import RUN, Item, Limits, Load, Owner, Worker, are_noted, grouped, largest_first, share
+from transaxle.move.workers import (
+    RUN,
+    Item,
+    Limits,
+    Load,
+    Owner,
+    Worker,
+    are_noted,
+    grouped,
+    largest_first,
+    note_fill,
+    share,
+)
 from transaxle.spans import span
 
 _OPEN = 64 << 20

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from transaxle.live.transport.bucket_exchange import BucketExchange
-from transaxle.move.transport import Deferred
+from transaxle.move.endpoint import Deferred
 from transaxle.refit.endpoints import SourceValues, TargetRoom
 from transaxle.refit.hops import Program
 

@@ -13,9 +13,9 @@ from msgspec.structs import replace
 
 from transaxle.live.transport.bucket_exchange import SHARES, BucketExchange, Route
 from transaxle.live.transport.world import World
+from transaxle.move.endpoint import Parcel
 from transaxle.move.mover import batches, packed
 from transaxle.move.transfer import Transfer
-from transaxle.move.transport import Parcel
 from transaxle.move.workers import RUN, Item, Owner
 
 _LEAST = 1 << 16

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from transaxle.engine.execute.carry import file_queues, items_of
 from transaxle.engine.plan.planned import PlannedTensor
+from transaxle.move.endpoint import Alone
 from transaxle.move.mover import alone
 from transaxle.move.transfer import Transfer
-from transaxle.move.transport import Alone
 
 
 def planned(name: str, *files: str) -> PlannedTensor:

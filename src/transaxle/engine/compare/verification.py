@@ -34,9 +34,9 @@ from transaxle.formats.catalog import NUMBERS, Checksum, Container, Entry, Seal,
 from transaxle.formats.checksums import Witness
 from transaxle.formats.registry import MANIFEST
 from transaxle.formats.storage.storage import files_in, layer
+from transaxle.move.endpoint import Alone
 from transaxle.move.hashing import WHOLE, HashingFiles, span_ends
 from transaxle.move.mover import Movement
-from transaxle.move.transport import Alone
 from transaxle.move.workers import Item, Limits, Progress, Worker, limits, share, unwatched
 from transaxle.spans import stage
 

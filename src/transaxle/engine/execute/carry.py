@@ -40,10 +40,10 @@ from transaxle.formats.catalog import Fragment, Recoding
 from transaxle.formats.registry import MANIFEST
 from transaxle.formats.staging.location import shown
 from transaxle.formats.storage.storage import Storage, layer, unpinned
+from transaxle.move.endpoint import Alone, Exchange
 from transaxle.move.hashing import WHOLE, HashingFiles, digest, span_ends
 from transaxle.move.journal import Done
 from transaxle.move.mover import Movement
-from transaxle.move.transport import Alone, Exchange
 from transaxle.move.workers import Item, Limits, Progress, Unions, Worker, limits, share, unwatched
 from transaxle.spans import stage
 

@@ -28,8 +28,8 @@ from transaxle.errors import refuse
 from transaxle.formats.catalog import Container, Entry, Extent, nbytes, numpy_dtype
 from transaxle.formats.storage.copier import Bytes
 from transaxle.move.endpoint import Readable
-from transaxle.move.strided_fill import Scratch, produce
 from transaxle.move.transfer import Transfer, clip
+from transaxle.move.workers import Scratch, produce
 
 if TYPE_CHECKING:
     import numpy as np

@@ -14,7 +14,7 @@ import torch
 from transaxle.live.transport.shm_transport import ShmTransport
 from transaxle.live.transport.tensor_exchange import begin_all_to_all
 from transaxle.live.transport.world import World
-from transaxle.move.transport import Parcel
+from transaxle.move.endpoint import Parcel
 from transaxle.torch_tensors.local_tensor import of_bytes
 
 Work = Callable[[int, int, torch.Tensor], None]

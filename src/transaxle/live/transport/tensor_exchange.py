@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from transaxle.live.transport.shm_transport import ShmTransport
 from transaxle.live.transport.world import World, collective
-from transaxle.move.transport import Fill, Parcel, Take
+from transaxle.move.endpoint import Fill, Parcel, Take
 
 _ALIGNED = 64
 """Parcels begin at multiples of this in shared memory, so that strided copies move whole words."""
