@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from transaxle.errors import refuse
-from transaxle.formats.storage.storage import Listing
+from transaxle.formats.storage.storage import Listing, Storage
 
 
-class HeldFolder:
+class HeldFolder(Storage):
     """A storage in memory (see `formats.storage.Storage`).
 
     Args:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from transaxle.errors import refuse
-from transaxle.formats.storage.storage import Listing
+from transaxle.formats.storage.storage import Listing, Storage
 
 
-class Held:
+class Held(Storage):
     """A storage of one file (see `formats.storage.Storage`).
 
     Args:
         name: its name.
         data: its bytes.
     """
+
+    path = single = ""
 
     def __init__(self, name: str, data: bytes) -> None:
         self.path = self.single = name

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import numpy as np
+import pytest
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.move.filling import PlainFiles
+from transaxle.formats.storage import copier
 from transaxle.move.hashing import SPAN, HashingFiles, ItemHash, Places, digest, digest_in, joined
 from transaxle.move.transfer import Transfer
 
@@ -118,3 +121,22 @@ def test_a_place_is_found_among_many() -> None:
             inside = start <= number < stop
             assert written["a"][1000 - number // 10 * 10 + number % 10] == (byte if inside else 0)
             assert written["b"][number] == (byte if inside and number % 3 == 0 else 0)
+
+
+@pytest.mark.parametrize("way", [copier.new_hash, xxhash.xxh3_128], ids=["copier", "xxhash"])
+@given(
+    size=st.integers(0, 600)
+    | st.sampled_from([1023, 1024, 1025, 1087, 1088, 1089, 2048, 2049])
+    | st.integers(0, 20_000),
+    seed=st.integers(0, 9),
+    cuts=st.lists(st.integers(0, 20_000), max_size=5),
+)
+def test_bytes_that_come_in_pieces_have_the_hash_of_all(
+    way: Callable[[], copier.Running], size: int, seed: int, cuts: list[int]
+) -> None:
+    data = np.random.default_rng(seed).integers(0, 256, size, np.uint8).tobytes()
+    running = way()
+    for start, stop in pairwise(sorted({0, size, *(cut for cut in cuts if cut < size)})):
+        running.update(memoryview(data)[start:stop])
+        assert running.hexdigest() == xxhash.xxh3_128_hexdigest(data[:stop])
+    assert running.hexdigest() == xxhash.xxh3_128_hexdigest(data)

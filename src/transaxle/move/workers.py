@@ -484,8 +484,9 @@ class Worker:
 
     def fill(self, parts: Collection[Transfer], start: int, out: Bytes) -> None:
         """Make bytes of a target where they belong; see `produce`."""
-        self.note_fill(parts, start, out)
-        self.steps.run()
+        with self.steps as steps:
+            self.note_fill(parts, start, out)
+            steps.run()
 
     def breathe(self) -> None:
         """Carry out what is listed, if it is enough for one call."""
@@ -560,11 +561,16 @@ class Worker:
         arithmetic: AffineSteps | None = None,
     ) -> Iterator[memoryview]:
         """Produce a tensor in order, in blocks that end at these bytes; otherwise as `blocks`."""
-        for _, block in self.noted(transfers, ends):
-            self.steps.run()
-            if arithmetic is not None:
-                _apply(block, dtype, arithmetic)
-            yield block
+        with self.steps as steps:
+            for _, block in self.noted(transfers, ends):
+                steps.run()
+                if arithmetic is not None:
+                    _apply(block, dtype, arithmetic)
+                yield block
+
+
+def _clear(block: memoryview) -> None:
+    block[:] = bytes(len(block))
 
 
 def _clear(block: memoryview) -> None:
