@@ -573,10 +573,6 @@ def _clear(block: memoryview) -> None:
     block[:] = bytes(len(block))
 
 
-def _clear(block: memoryview) -> None:
-    block[:] = bytes(len(block))
-
-
 def _apply(block: memoryview, dtype: str, arithmetic: AffineSteps) -> None:
     """Change values in place: the block is a worker's own, and its old values are not needed again."""
     import numpy as np
