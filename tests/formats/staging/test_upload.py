@@ -18,10 +18,10 @@ from tests.checkpoints import INDEX, TENSORS, WHOLE, read, same, tiny, write
 from tests.formats.s3_server import Bucket
 from tests.formats.stores import Memory, Store, download, upload
 from transaxle.errors import TransaxleError
-from transaxle.formats.parts.shared_upload import _OwnFile, _SharedFile
 from transaxle.formats.registry import MANIFEST, writable
 from transaxle.formats.remote.sent_file import StreamedFile
 from transaxle.formats.remote.service import Service
+from transaxle.formats.staging.shared_upload import _OwnFile, _SharedFile
 from transaxle.formats.staging.upload import PART, Upload, part_size
 
 LEAST_PART = 5 << 20

@@ -45,11 +45,10 @@ from transaxle.errors import Refusal, TransaxleError, UsageError, Where, gathere
 from transaxle.formats.catalog import Container
 from transaxle.formats.checksums import Witness
 from transaxle.formats.detect import open_container
-from transaxle.formats.parts.shared_location import shared_staging_at
 from transaxle.formats.registry import ADAPTER_CONFIG, is_one_file
 from transaxle.formats.remote.url import address, local_path
 from transaxle.formats.staging.leftovers import sweep_beside
-from transaxle.formats.staging.location import shown, staging_at, takes_parts
+from transaxle.formats.staging.location import shared_staging_at, shown, staging_at, takes_parts
 from transaxle.formats.staging.staging import Staging
 from transaxle.formats.storage.compiled import StepBatch
 from transaxle.formats.storage.local import LocalStorage

@@ -17,8 +17,8 @@ from transaxle.formats.remote.service import Service
 from transaxle.formats.strict_json import NotJsonError, parsed_as
 
 _ENDING = "transaxle-partial"
-_BEGUN, _COMMIT, _ITEMS, _SHARES = "begun", "commit", "items", "shares"
-_FORM = 1
+_BEGUN, _COMMIT, _ITEMS = "begun", "commit", "items"
+_FORM = 2
 _Kind = TypeVar("_Kind", bound=msgspec.Struct)
 
 
@@ -31,16 +31,14 @@ class BegunUpload(msgspec.Struct, frozen=True, kw_only=True):
     """Names this beginning; what belongs to another one does not count."""
     task: str
     """What the work belongs to."""
-    layout: str
-    """Hash of who sends which parts."""
+    division: str
+    """Hash of which item sends which files."""
     uploads: dict[str, str]
     """File -> its upload."""
     places: dict[str, str]
     """File -> what the client calls it."""
     items: int = 0
     """How many items of work there are."""
-    even: bool = False
-    """All parts of a file but the last have one length."""
     continued: bool = False
     """Somebody has gone on with it: parts may be there that no result tells of."""
 
@@ -103,14 +101,6 @@ class HiddenObjects:
     def put_result(self, number: int, text: bytes) -> None:
         """Keep the result of an item of work."""
         self._put(f"{_ITEMS}/{number}", text)
-
-    def share(self, name: str) -> bytes | None:
-        """Return an item's bytes of a part that others have bytes of too."""
-        return self._calls.get(f"{self.path}/{_SHARES}/{name}", self._service.shown)
-
-    def put_share(self, name: str, data: bytes) -> None:
-        """Keep an item's bytes of a part that others have bytes of too."""
-        self._put(f"{_SHARES}/{name}", data)
 
     def names(self) -> list[str]:
         """Return the names of all of these objects."""

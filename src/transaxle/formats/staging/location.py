@@ -13,11 +13,14 @@ from transaxle.formats.storage.storage import Storage, is_url
 
 if TYPE_CHECKING:
     from transaxle.arguments import Overwrite
+    from transaxle.formats.staging.shared_upload import SharedUpload
     from transaxle.formats.staging.staging import Staging
     from transaxle.formats.staging.upload import Upload
 
     Stage = Staging | Upload
     """A checkpoint in the making."""
+    SharedStage = Staging | SharedUpload
+    """One that several workers write."""
 
 
 _PAGE = re.compile(r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/([^/?#]+/[^/?#]+)(?:/tree/([^/?#]+))?/?")
@@ -60,6 +63,20 @@ def staging_at(
         from transaxle.formats.staging.upload import Upload
 
         return Upload(target, overwrite=overwrite, resume=resume)
+    from transaxle.formats.staging.staging import Staging
+
+    return Staging(target, overwrite=overwrite, resume=resume, sync=sync)
+
+
+def shared_staging_at(
+    target: str | os.PathLike[str], *, overwrite: Overwrite = False, resume: bool = False, sync: bool = True
+) -> SharedStage:
+    """Start a checkpoint at a path or URL that several workers write; raises as `Staging` or `SharedUpload`."""
+    target = on_this_machine(os.fspath(target))
+    if is_url(target):
+        from transaxle.formats.staging.shared_upload import SharedUpload
+
+        return SharedUpload(target, overwrite=overwrite, resume=resume)
     from transaxle.formats.staging.staging import Staging
 
     return Staging(target, overwrite=overwrite, resume=resume, sync=sync)

@@ -1,9 +1,13 @@
-"""An upload that several workers send: begun and committed by a driver, who need not be the same process.
+"""An upload whose files are sent by workers: begun and committed by a driver, who need not be the same process.
 
-The driver begins a multipart upload of every file that workers write, and says so in an object beside the target.
-Workers send parts and leave results there. The driver compares what they say with what the service has, joins the parts
-that nobody has whole, and completes the uploads in the order of `Upload`. What it is about to let appear it writes down
-first: whoever resumes after it died knows the files that have appeared by their tags, and goes on.
+The driver begins a multipart upload of every file that workers write, and says so in an object beside the target. Each
+file has one worker, who sends its parts and leaves a result there. The driver compares the results with what the
+service has, and completes the uploads in the order of `Upload`. What it is about to let appear it writes down first:
+whoever resumes after it died knows the files that have appeared by their tags, and goes on.
+
+A worker's bytes may come in any order and from several threads. A part is sent when it is full, by threads of their
+own, while the next one is filled. One that a dead worker has sent, and the service tags with the sum of just these
+bytes, is not sent again.
 """
 
 from __future__ import annotations
@@ -12,24 +16,25 @@ import hashlib
 import itertools
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from threading import BoundedSemaphore, Lock
 from types import TracebackType
 from typing import Any, TypeVar
 
 import msgspec
-import xxhash
 
 from transaxle.arguments import Overwrite
 from transaxle.errors import TransaxleError, refuse
-from transaxle.formats.parts.part_layout import FileParts, KeptShare, SentPart, layout_digest
-from transaxle.formats.parts.part_sender import SENDERS
+from transaxle.formats.catalog import Fragment
 from transaxle.formats.remote.hidden_objects import BegunCommit, BegunUpload, HiddenObjects
 from transaxle.formats.remote.multipart import Multipart, StoredPart, abort_empty, completed_tag, gone, multipart
 from transaxle.formats.remote.service import FILE, Info
 from transaxle.formats.staging.place import several_files
-from transaxle.formats.staging.upload import PART, Upload, turn
+from transaxle.formats.staging.upload import PART, Upload, part_size, turn
 
+SENDERS = 4
+"""Parts that a worker sends at once."""
 _THREADS = 16
 """Requests that the driver makes at once, of those without many bytes."""
 _CLEAN = "Continue it with --resume (resume=True), or remove it:  transaxle clean URL."
@@ -59,7 +64,7 @@ class SharedUpload(Upload):
         """What lies beside the target."""
         self._resume = resume
         self._begun: BegunUpload | None = None
-        self._layout: Mapping[str, FileParts] = {}
+        self._sizes: Mapping[str, int] = {}
         self._stored: dict[str, dict[int, StoredPart]] = {}
         self._over: frozenset[str] = frozenset()
         self._shared: dict[str, _SharedFile] = {}
@@ -74,10 +79,10 @@ class SharedUpload(Upload):
         return self._begun
 
     def share(self) -> None:
-        """Let workers send parts: nothing keeps them from it."""
+        """Let workers send files: nothing keeps them from it."""
 
     def take_back(self) -> None:
-        """Let no worker send parts any more: what they send again are the same parts."""
+        """Let no worker send anything any more: what they send again are the same parts."""
 
     def _check(self, info: Info | None) -> None:
         """Accept what a commit of this work has let appear before it died; otherwise as `Upload`."""
@@ -112,25 +117,22 @@ class SharedUpload(Upload):
         info = self._service.info(self._place(name), name)
         return "" if info is None else str(info.get("ETag", "")).strip('"')
 
-    def begin_or_continue(
-        self, layout: Mapping[str, FileParts], task: str, items: int = 0, *, even: bool = False
-    ) -> None:
+    def begin_or_continue(self, sizes: Mapping[str, int], task: str, division: str = "", items: int = 0) -> None:
         """Begin the uploads, or find those that an earlier run has begun.
 
         Args:
-            layout: file -> its parts, of all files that workers write.
+            sizes: of all files that workers write.
             task: what the work belongs to, as text.
-            items: how many items of work there are.
-            even: all parts of a file but the last have one length.
+            division: hash of which item of work sends which files.
+            items: how many items there are.
 
         Raises:
             UsageError: EXISTS where other work has begun, or this one without `resume`.
             StorageError: IO.
         """
-        self._layout = layout
-        if self._single and len(layout) > 1:
+        self._sizes = sizes
+        if self._single and len(sizes) > 1:
             raise several_files(self._shown)
-        digest = layout_digest(layout)
         begun = self.hidden.begun()
         if begun is not None:
             if not self._resume:
@@ -139,20 +141,18 @@ class SharedUpload(Upload):
                 message = "beside the target is the unfinished work of another conversion"
                 hint = "Remove it:  transaxle clean URL. Or continue it with the original options."
                 raise refuse("EXISTS", message, file=self._shown, hint=hint)
-            if begun.layout != digest:
+            if begun.division != division:
                 self.found = ("the work of an earlier run, divided otherwise, was removed",)
                 self._remove(begun)
                 begun = None
         if begun is None:
-            places = {file: self._place(file) for file in layout}
+            places = {file: self._place(file) for file in sizes}
             token = secrets.token_hex(8)
-            begun = BegunUpload(
-                token=token, task=task, layout=digest, uploads={}, places=places, items=items, even=even
-            )
+            begun = BegunUpload(token=token, task=task, division=division, uploads={}, places=places, items=items)
             self._claim(begun)  # before there are uploads, which nobody would know of if this run died
-            self._stored = {file: {} for file in layout}
+            self._stored = {file: {} for file in sizes}
             try:
-                self._begun = self._with_uploads(begun, layout)
+                self._begun = self._with_uploads(begun, sizes)
             except BaseException:
                 with suppress(TransaxleError):
                     self._remove_unnamed(begun)
@@ -228,30 +228,25 @@ class SharedUpload(Upload):
 
     def look_again(self) -> list[str]:
         """Ask the service which parts it has; return the files whose uploads are gone, and that have not appeared."""
-        found = self._at_once(self._look_up, self._layout)
+        found = self._at_once(self._look_up, self._sizes)
         ended = [file for file, parts in found.items() if parts is None]
         self._over = frozenset(file for file in ended if self.has_appeared(file))
         self._stored = {file: parts or {} for file, parts in found.items()}
         return [file for file in ended if file not in self._over]
 
-    def stored(self, file: str, number: int) -> StoredPart | None:
-        """Return a part that the service had when it was asked."""
-        return self._stored.get(file, {}).get(number)
-
-    def holds(self, sent: Iterable[SentPart], shares: Iterable[KeptShare], names: frozenset[str] | None = None) -> bool:
-        """Tell whether the service has what a worker has sent.
+    def holds(self, sent: Mapping[str, Sequence[str]]) -> bool:
+        """Tell whether the service had all that a worker has sent when it was asked.
 
         Args:
-            sent: parts.
-            shares: of parts that are joined at the commit.
-            names: all objects beside the target; None: that was found out before.
+            sent: file -> the tags of its parts, in order.
         """
-        for each in sent:
-            if self.has_gone(each.file):
+        for file, tags in sent.items():
+            if self.has_gone(file):
                 continue  # it is known by its tag
-            if self.stored(each.file, each.number) != StoredPart(each.etag, each.size):
+            parts = zip(tags, part_sizes(self._sizes[file]), strict=True)
+            if not dict(enumerate((StoredPart(*part) for part in parts), 1)).items() <= self._stored[file].items():
                 return False
-        return names is None or all(f"shares/{each.name}" in names for each in shares)
+        return True
 
     def prepare(self, files: Mapping[str, int]) -> frozenset[str]:
         """Take note of all files; see `Upload`."""
@@ -264,31 +259,25 @@ class SharedUpload(Upload):
     def _begin(self, name: str, size: int) -> None:
         place = self._place(name)
         file: Any
-        if name in self._layout:
-            file = self._shared.get(name) or _SharedFile(self, name, place, self._layout[name])
+        if name in self._sizes:
+            file = self._shared.get(name) or _SharedFile(self, name, place, self._sizes[name])
             self._shared[name] = file
         else:
             file = self._own[name] = _OwnFile(self, name, place, size)
         self._streams[name] = file
 
-    def take(self, sent: Iterable[SentPart], shares: Iterable[KeptShare]) -> None:
-        """Take note of what an item's worker has sent."""
-        for part in sent:
-            self._shared[part.file].tags[part.number] = part.etag
-        for share in shares:
-            self._shared[share.file].shares.setdefault(share.number, []).append(share)
+    def take(self, sent: Mapping[str, Sequence[str]]) -> None:
+        """Take note of what a worker has sent; see `holds`."""
+        for file, tags in sent.items():
+            self._shared[file].tags = tags
 
     def complete(self) -> None:
-        """Join the parts that nobody has whole, and write down what will appear."""
+        """Check that all is there, and write down what will appear."""
         begun = self.hidden.begun()
         if begun is None or begun.token != self.begun.token:
             raise gone(self._shown)
-        joins = [
-            (file, number) for file in self._shared.values() if not self.has_gone(file.name) for number in file.joined
-        ]
-        self._at_once(_join, joins, SENDERS)
-        for own in self._own.values():
-            own.close()
+        for file in self._streams.values():
+            file.close()
         names = sorted(self._streams, key=turn)
         self.hidden.begin_commit(BegunCommit(token=begun.token, tags={name: self._final_tag(name) for name in names}))
 
@@ -342,104 +331,51 @@ class SharedUpload(Upload):
         if there is None or there.token == begun.token:
             self.hidden.delete()
 
-    def _at_once(
-        self, work: Callable[[_Given], _Found], given: Iterable[_Given], threads: int = _THREADS
-    ) -> dict[_Given, _Found]:
+    def _at_once(self, work: Callable[[_Given], _Found], given: Iterable[_Given]) -> dict[_Given, _Found]:
         """Do something for each of many, several at a time."""
         each = list(given)
-        with ThreadPoolExecutor(threads, "transaxle-upload") as pool:
+        with ThreadPoolExecutor(_THREADS, "transaxle-upload") as pool:
             return dict(zip(each, pool.map(work, each), strict=True))
 
 
 class _SharedFile:
-    """A file that workers send; stands where `Upload` has a file that it sends itself.
+    """A file that a worker sends; stands where `Upload` has a file that it sends itself.
 
     Args:
         upload: the upload of the checkpoint.
         name: of the file.
         place: what the client calls it.
-        parts: of the file.
+        size: its bytes.
     """
 
-    def __init__(self, upload: SharedUpload, name: str, place: str, parts: FileParts) -> None:
-        self.name = name
-        self.size = parts.parts[-1].stop
+    def __init__(self, upload: SharedUpload, name: str, place: str, size: int) -> None:
+        self.size = size
         """Its bytes."""
-        self.tags: dict[int, str] = {}
-        """Tags of the parts that are there."""
-        self.shares: dict[int, list[KeptShare]] = {}
-        """What items have of the others."""
-        self._upload = upload
-        self._place = place
-        self._parts = parts
-        self._own: dict[int, bytes] = {}
-
-    @property
-    def joined(self) -> list[int]:
-        """Numbers of the parts that the driver sends."""
-        return [number for number, _ in self._parts.joined]
+        self.tags: Sequence[str] = ()
+        """Tags of its parts, in order."""
+        self.name = name
+        """What it is called."""
+        self._upload, self._place = upload, place
 
     @property
     def foretold(self) -> str:
         """The tag that the file will have; empty where the service makes up its own."""
-        return completed_tag(self._in_order()) or ""
+        return completed_tag(self.tags) or ""
 
     def write(self, offset: int, view: memoryview) -> None:
-        """Keep bytes that no item writes until their part is joined; workers have sent all others of them."""
-        self._own[offset] = bytes(view)
+        """Do nothing: the worker has sent all bytes of the file."""
 
-    def join(self, number: int) -> None:
-        """Send a part that nobody has whole.
-
-        Raises:
-            StorageError: IO, also where a share is not what its worker has left.
-        """
-        part = self._parts.parts[number - 1]
-        data, left = bytearray(part.stop - part.start), part.stop - part.start
-        for offset, octets in self._own.items():
-            start, stop = max(part.start, offset), min(part.stop, offset + len(octets))
-            if start < stop:
-                data[start - part.start : stop - part.start] = octets[start - offset : stop - offset]
-                left -= stop - start
-        given = {int(share.name.partition("-")[0]): share for share in self.shares.get(number, ())}
-        held = {item: memoryview(self._share(share)) for item, share in given.items()}
-        for start, stop, item in self._parts.shares(part):
-            if item not in held or len(held[item]) < stop - start:
-                raise refuse("IO", f"bytes {start} to {stop} are not beside the target", file=self.name)
-            data[start - part.start : stop - part.start] = held[item][: stop - start]
-            held[item] = held[item][stop - start :]
-            left -= stop - start
-        if left:
-            raise ValueError(f"{self.name}: {left} bytes of part {number} were not written")
-        stored = self._upload.stored(self.name, number)
-        if stored is not None and stored.is_of(data):  # a commit that died had joined it
-            self.tags[number] = stored.etag
-            return
-        upload = self._upload.begun.uploads[self.name]
-        self.tags[number] = self._upload.calls.send_part(self._place, upload, number, data, self.name)
-
-    def _share(self, share: KeptShare) -> bytes:
-        data = self._upload.hidden.share(share.name)
-        if data is None or xxhash.xxh3_128_hexdigest(data) != share.hash:
-            raise refuse("IO", f"{share.name} beside the target is missing or damaged", file=self.name)
-        return data
+    def close(self) -> None:
+        """Check that a worker has sent it."""
+        if not self.tags and not self._upload.has_gone(self.name):
+            raise ValueError(f"{self.name}: no worker has sent it")
 
     def commit(self, *, new: bool) -> str:
         """Let the file appear, unless it has in a commit that is continued."""
         if self._upload.has_gone(self.name):
             return ""
         upload = self._upload.begun.uploads[self.name]
-        return self._upload.calls.complete(self._place, upload, self._in_order(), self.name, new=new)
-
-    def _in_order(self) -> list[str]:
-        numbers = range(1, len(self._parts.parts) + 1)
-        missing = [number for number in numbers if number not in self.tags]
-        if missing and not self._upload.has_gone(self.name):
-            raise ValueError(f"{self.name}: part {missing[0]} was not sent")
-        return [self.tags.get(number, "") for number in numbers]
-
-    def close(self) -> None:
-        """Do nothing: `SharedUpload.complete` joins the parts."""
+        return self._upload.calls.complete(self._place, upload, self.tags, self.name, new=new)
 
     def discard(self) -> None:
         """Do nothing: the upload of the checkpoint is abandoned, or kept, as a whole."""
@@ -447,11 +383,6 @@ class _SharedFile:
 
 def _unfinished(target: str) -> TransaxleError:
     return refuse("EXISTS", "beside the target is unfinished work", file=target, hint=_CLEAN)
-
-
-def _join(which: tuple[_SharedFile, int]) -> None:
-    file, number = which
-    file.join(number)
 
 
 class _OwnFile:
@@ -496,3 +427,163 @@ class _OwnFile:
 
     def discard(self) -> None:
         """Do nothing: it is nowhere yet."""
+
+
+def part_sizes(size: int) -> list[int]:
+    """Return the bytes of each part of a file: all but the last have one length, which some services want."""
+    usual = part_size(size)
+    return [min(usual, size - start) for start in range(0, size, usual)]
+
+
+class FileSender:
+    """Takes what a worker writes into files of which it is the only writer.
+
+    Args:
+        calls: of the service.
+        begun: the uploads.
+        sizes: of the files; what is written into any other is somebody else's.
+        known: bytes of the files that are known before any tensor is.
+        stored: file -> parts that the service has already.
+    """
+
+    def __init__(
+        self,
+        calls: Multipart,
+        begun: BegunUpload,
+        sizes: Mapping[str, int],
+        known: Iterable[Fragment],
+        stored: Mapping[str, Mapping[int, StoredPart]],
+    ) -> None:
+        self._calls, self._begun, self._stored = calls, begun, stored
+        self._parts = {file: part_sizes(size) for file, size in sizes.items()}
+        self._known: dict[str, list[Fragment]] = {file: [] for file in sizes}
+        for fragment in known:
+            if fragment.file in sizes:
+                self._known[fragment.file].append(fragment)
+        self._lock = Lock()
+        self._open: dict[tuple[str, int], _FilledPart] = {}
+        self._sent: dict[tuple[str, int], Future[str]] = {}
+        self._failed: Future[str] | None = None
+        self._room = BoundedSemaphore(SENDERS)
+        self._pool = ThreadPoolExecutor(SENDERS, "transaxle-parts")
+
+    def pwrite(self, file: str, offset: int, view: memoryview) -> None:
+        """Take bytes of a file; they are copied.
+
+        Raises:
+            StorageError: IO, also for what was sent before.
+        """
+        if file not in self._parts:
+            return
+        usual = self._parts[file][0]
+        with view.cast("B") as octets:
+            at, end = offset, offset + octets.nbytes
+            while at < end:
+                stop = min(end, (at // usual + 1) * usual)
+                part = self._part(file, at // usual + 1)
+                if part.put(at, octets[at - offset : stop - offset]):
+                    self._send(part)
+                at = stop
+
+    def _part(self, file: str, number: int) -> _FilledPart:
+        """Return a part that is being filled; a new one has the bytes that are known."""
+        with self._lock:
+            if (file, number) in self._sent:
+                raise ValueError(f"{file}: part {number} was full already")
+            if (file, number) not in self._open:
+                start = (number - 1) * self._parts[file][0]
+                part = _FilledPart(file, number, start, self._parts[file][number - 1])
+                for fragment in self._known[file]:
+                    low, high = max(start, fragment.offset), fragment.offset + len(fragment.data)
+                    high = min(high, start + len(part.data))
+                    if low < high:
+                        part.put(low, memoryview(fragment.data)[low - fragment.offset : high - fragment.offset])
+                self._open[file, number] = part
+            return self._open[file, number]
+
+    def _send(self, part: _FilledPart) -> None:
+        if self._failed is not None:
+            self._failed.result()
+        self._room.acquire()
+        try:
+            sent = self._pool.submit(self._carry, part)
+        except BaseException:
+            self._room.release()
+            raise
+        with self._lock:
+            del self._open[part.file, part.number]
+            self._sent[part.file, part.number] = sent
+        sent.add_done_callback(self._note_failure)
+
+    def _note_failure(self, sent: Future[str]) -> None:
+        if not sent.cancelled() and sent.exception() is not None:
+            self._failed = sent
+
+    def _carry(self, part: _FilledPart) -> str:
+        """Send a part, unless the service has it; return its tag."""
+        try:
+            file, number, data = part.file, part.number, part.data
+            upload = self._begun.uploads.get(file)
+            if upload is None:
+                raise gone(file)
+            stored = self._stored.get(file, {}).get(number)
+            if stored is not None and stored.is_of(data):
+                return stored.etag
+            return self._calls.send_part(self._begun.places[file], upload, number, data, file)
+        finally:
+            self._room.release()
+
+    def flush(self) -> dict[str, tuple[str, ...]]:
+        """Wait until everything is sent; return the tags of all parts of each file, in order.
+
+        Raises:
+            StorageError: IO.
+            ValueError: the worker has not written all of a file.
+        """
+        tags = dict[str, tuple[str, ...]]()
+        for file, sizes in self._parts.items():
+            numbers = range(1, len(sizes) + 1)
+            for number in numbers:
+                if (file, number) in self._sent:
+                    continue
+                part = self._part(file, number)  # of a large header
+                if part.left:
+                    raise ValueError(f"{file}: {part.left} bytes of part {number} were not written")
+                self._send(part)
+            tags[file] = tuple(self._sent[file, number].result() for number in numbers)
+        return tags
+
+    def close(self) -> None:
+        """Send nothing that is not on its way already, and wait for that."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._open.clear()
+
+
+class _FilledPart:
+    """A part that is being filled.
+
+    Args:
+        file: of the target.
+        number: of the part.
+        start: its first byte in the file.
+        size: its bytes.
+    """
+
+    def __init__(self, file: str, number: int, start: int, size: int) -> None:
+        self.file, self.number = file, number
+        self.data = bytearray(size)
+        """Its bytes."""
+        self.left = size
+        """Bytes that have not come."""
+        self._start = start
+        self._lock = Lock()
+
+    def put(self, offset: int, octets: memoryview) -> bool:
+        """Take bytes; tell whether they were the last ones."""
+        at = offset - self._start
+        self.data[at : at + octets.nbytes] = octets
+        with self._lock:
+            self.left -= octets.nbytes
+            if self.left < 0:
+                raise ValueError(f"{self.file}: bytes at {offset} came twice")
+            return self.left == 0
