@@ -39,8 +39,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import transaxle as tx
 from tests.formats.faulty_proxy import proxied
 from tests.formats.s3_server import ENVIRONMENT, serving_s3
-from transaxle.formats.staging.shared_upload import SENDERS, SharedUpload
-from transaxle.formats.staging.upload import PART
+from transaxle.formats.store.shared_upload import SENDERS, SharedUpload
+from transaxle.formats.store.upload import PART
 
 LEAST = 0.9
 """Efficiency that is promised."""

@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -217,7 +218,8 @@ def main() -> int:
     kept = True
     for case in CASES:
         begin = time.process_time()
-        prepared = make_plan(source, case.to, **({} if case.shard_size is None else {"shard_size": case.shard_size}))
+        how: dict[str, Any] = {} if case.shard_size is None else {"shard_size": case.shard_size}
+        prepared = make_plan(source, case.to, **how)
         count = options.items if case.many else None
         items = divide(prepared.plan, count, whole_files=case.service)
         items = keyed(prepared.plan, items, prepared.checkpoint.container.storage)

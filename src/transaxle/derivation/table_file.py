@@ -10,9 +10,9 @@ from pathlib import Path
 from transaxle.arguments import EVERYTHING, Overwrite, PathLike, read_overwrite, read_path
 from transaxle.axes.notation.statement import BLOCK, DIALECT, FAMILY
 from transaxle.errors import refuse
-from transaxle.formats.staging.access import opened_draft
-from transaxle.formats.staging.place import rename_new
 from transaxle.formats.storage.local import failed
+from transaxle.formats.store.access import opened_draft
+from transaxle.formats.store.place import rename_new
 
 _TABLE = re.compile(rf"^\s*({FAMILY}|{BLOCK}|{DIALECT})\s".encode(), re.MULTILINE)
 _READ = 1 << 20

@@ -22,8 +22,8 @@ import msgspec
 from transaxle.encodings.error import Error
 from transaxle.errors import refuse
 from transaxle.formats.checksums import SummedRange
-from transaxle.formats.staging.place import ITEMS, JOURNAL
 from transaxle.formats.storage.local import failed
+from transaxle.formats.store.place import ITEMS, JOURNAL
 from transaxle.move.hashing import digest
 
 _HEAD = b"transaxle journal 3 "

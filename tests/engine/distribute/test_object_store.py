@@ -28,9 +28,9 @@ from transaxle.engine.distribute.driver import begin_work, commit_work
 from transaxle.engine.distribute.item_work import let_go
 from transaxle.engine.distribute.work_plan import WorkPlan
 from transaxle.errors import Code, UsageError, refuse
-from transaxle.formats.remote.multipart import S3Multipart
-from transaxle.formats.remote.service import Service
-from transaxle.formats.staging.upload import PART
+from transaxle.formats.store.multipart import S3Multipart
+from transaxle.formats.store.service import Service
+from transaxle.formats.store.upload import PART
 from transaxle.move import hashing
 from transaxle.move.hashing import SPAN
 

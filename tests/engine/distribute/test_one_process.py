@@ -20,7 +20,7 @@ from transaxle.engine.distribute import driver
 from transaxle.engine.distribute.driver import begin_work
 from transaxle.engine.distribute.item_work import let_go
 from transaxle.errors import refuse
-from transaxle.formats.remote.multipart import S3Multipart
+from transaxle.formats.store.multipart import S3Multipart
 
 HOW: dict[str, Any] = {"to": "safetensors", "shard_size": 10 * MIB, "jobs": 2}
 Part = tuple[str, int]

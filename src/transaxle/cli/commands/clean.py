@@ -10,7 +10,7 @@ import click
 from transaxle.cli.command import Command, printing
 from transaxle.cli.screen.screen import Screen
 from transaxle.engine.number_text import plural, size
-from transaxle.formats.staging.leftovers import Leftover, clean, leftovers
+from transaxle.formats.store.leftovers import Leftover, clean, leftovers
 
 
 @click.command(

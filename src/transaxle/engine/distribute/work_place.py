@@ -19,17 +19,17 @@ from transaxle.engine.execute.execute import united
 from transaxle.engine.plan.conversion import Prepared
 from transaxle.errors import TransaxleError, refuse
 from transaxle.formats.registry import SCRATCH
-from transaxle.formats.staging.place import MOVES, TargetPlace
-from transaxle.formats.staging.staging import Writer
 from transaxle.formats.storage.local import failed
 from transaxle.formats.storage.storage import is_url
+from transaxle.formats.store.place import MOVES, TargetPlace
+from transaxle.formats.store.staging import Writer
 from transaxle.move.hashing import digest
 from transaxle.move.journal import ItemResult, Task, item_file, result_of, results_in, task_in
 
 if TYPE_CHECKING:
-    from transaxle.formats.remote.hidden_objects import BegunUpload
-    from transaxle.formats.remote.multipart import StoredPart
-    from transaxle.formats.staging.shared_upload import FileSender, SharedUpload
+    from transaxle.formats.store.multipart import StoredPart
+    from transaxle.formats.store.shared_upload import FileSender, SharedUpload
+    from transaxle.formats.store.unfinished_uploads import BegunUpload
     from transaxle.move.endpoint import Writable
 
 _BEGIN = "Begin it:  transaxle work PLAN --begin."
@@ -164,7 +164,7 @@ class _ServicePlace:
     @property
     def _upload(self) -> SharedUpload:
         """The target, opened in this process: a client belongs to one."""
-        from transaxle.formats.staging.shared_upload import SharedUpload
+        from transaxle.formats.store.shared_upload import SharedUpload
 
         if self._opened is None or self._opened[0] != os.getpid():
             self._opened = os.getpid(), SharedUpload(self._plan.order.target, resume=True)
@@ -192,7 +192,7 @@ class _ServicePlace:
     @contextmanager
     def writing(self, item: WorkItem) -> Iterator[_ServiceWriter]:
         """See `WorkPlace`."""
-        from transaxle.formats.staging.shared_upload import FileSender
+        from transaxle.formats.store.shared_upload import FileSender
 
         upload, begun = self._upload, self._begun()
         if begun.division != division_of(self._plan):

@@ -42,11 +42,10 @@ from transaxle.engine.plan.planned import Plan
 from transaxle.engine.views.encode import Encode
 from transaxle.errors import refuse, without_secrets
 from transaxle.formats.catalog import nbytes
-from transaxle.formats.remote.multipart import multipart
-from transaxle.formats.remote.service import Service
-from transaxle.formats.remote.url import local_path
 from transaxle.formats.storage.local import failed, read_file
 from transaxle.formats.storage.storage import Overlay, Storage, as_text, is_url, unpinned
+from transaxle.formats.store.multipart import multipart
+from transaxle.formats.store.service import Service, local_path
 from transaxle.move.hashing import digest
 from transaxle.move.journal import Task
 from transaxle.move.workers import Unions

@@ -21,8 +21,8 @@ from transaxle.arguments import Axes, Config, PathLike, Size, read_flag, read_pa
 from transaxle.axes.notation.name import own_name
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from transaxle.errors import refuse
-from transaxle.formats.staging.location import on_this_machine
 from transaxle.formats.storage.storage import is_url
+from transaxle.formats.store.location import on_this_machine
 from transaxle.live.background.asynchronous import SaveJob, async_save
 from transaxle.live.integrations.lightning_strategies import follow
 from transaxle.live.integrations.step_checkpoints import remove, stored_bytes

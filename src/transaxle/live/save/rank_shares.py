@@ -21,10 +21,10 @@ from transaxle.engine.execute.carry import carry, seal, write_fragments
 from transaxle.engine.plan.conversion import Prepared
 from transaxle.engine.plan.planned import PlannedTensor
 from transaxle.errors import TransaxleError, gathered
-from transaxle.formats.staging.location import staging_at
-from transaxle.formats.staging.staging import Writer
-from transaxle.formats.staging.upload import Upload, opens
 from transaxle.formats.storage.local import LocalStorage
+from transaxle.formats.store.location import staging_at
+from transaxle.formats.store.staging import Writer
+from transaxle.formats.store.upload import Upload, opens
 from transaxle.live.sharding.memory import Memory, memory_of, rank_of
 from transaxle.live.transport.tensor_exchange import RankExchange
 from transaxle.live.transport.world import Clock, World, is_loss
@@ -34,7 +34,7 @@ from transaxle.move.mover import Movement
 from transaxle.move.workers import Item, Load, Unions, is_long, limits
 
 if TYPE_CHECKING:
-    from transaxle.formats.staging.location import Stage
+    from transaxle.formats.store.location import Stage
     from transaxle.move.endpoint import Writable
 
 _FOLDED = 16 << 20

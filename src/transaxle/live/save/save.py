@@ -36,9 +36,9 @@ from transaxle.engine.checkpoint.settings import settings as reading_settings
 from transaxle.engine.plan.conversion import Prepared, for_hub, make_plan, parse_to, ready
 from transaxle.errors import gathered, refuse
 from transaxle.formats.registry import is_one_file
-from transaxle.formats.staging.location import on_this_machine
 from transaxle.formats.storage.local import read_file
 from transaxle.formats.storage.storage import is_url
+from transaxle.formats.store.location import on_this_machine
 from transaxle.formats.training_state.state_groups import ParamGroup
 from transaxle.live.model.published_codes import published
 from transaxle.live.model.report import SaveReport
