@@ -1,7 +1,8 @@
 """Promise: workers that write to an object store share its connections' time, so twice as many take half as long.
 
 A real S3 server (moto's) stands behind a proxy that gives every connection a latency and a bandwidth, as stores do. A
-checkpoint is converted to it by 1, 2, 4 and 8 worker processes, with one item each. What is measured is the sum of all
+checkpoint is converted to it by 1, 2, 4 and 8 worker processes, with one item each: as many files for each, since an
+object has one writer. What is measured is the sum of all
 steps: begin, items, commit; and of all but the completion of the uploads, since this server, one process, copies and
 hashes all bytes anew for it. Efficiency is the time of one worker over that of n workers times n, without that
 completion. Connections are slow, so that the machine's own processors are not what is measured.
@@ -38,17 +39,16 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import transaxle as tx
 from tests.formats.faulty_proxy import proxied
 from tests.formats.s3_server import ENVIRONMENT, serving_s3
-from transaxle.formats.parts.part_sender import SENDERS
-from transaxle.formats.parts.shared_upload import SharedUpload
-from transaxle.formats.staging.upload import PART
+from transaxle.formats.store.shared_upload import SENDERS, SharedUpload
+from transaxle.formats.store.upload import PART
 
 LEAST = 0.9
 """Efficiency that is promised."""
 BUCKET = "benchmark"
 PATIENT = '{"config_kwargs": {"read_timeout": 120}}'
 """The client waits for more than 15 seconds: of what it has sent, megabytes lie in the system's buffers."""
-TENSOR = 2 << 20
-"""Bytes of a tensor."""
+TENSOR, SMALL = 2 << 20, 4096
+"""Bytes of a tensor, and of one of the small checkpoint, where each has a file."""
 
 
 def checkpoint(folder: Path, count: int, size: int = TENSOR) -> Path:
@@ -68,7 +68,8 @@ def seconds(source: Path, small: Path, url: str, given: argparse.Namespace, work
     shard = (given.mebibytes << 20) // given.files
     with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
         for _ in range(2):  # so that all of them have imported everything, and have a connection
-            tx.convert(small, f"{url}-small", to="safetensors", on=pool, items=4 * workers, jobs=1, overwrite=True)
+            how = {"items": 4 * workers, "jobs": 1, "shard_size": SMALL, "overwrite": True}
+            tx.convert(small, f"{url}-small", to="safetensors", on=pool, **how)
         completing.clear()
         begun = time.monotonic()
         tx.convert(source, f"{url}-{workers}", to="safetensors", on=pool, items=workers, jobs=1, shard_size=shard)
@@ -140,7 +141,7 @@ def main() -> int:
         os.environ["AWS_ENDPOINT_URL"] = proxy.url
         fsspec.filesystem("s3").call_s3("create_bucket", Bucket=BUCKET)
         source = checkpoint(Path(folder, "source"), (given.mebibytes << 20) // TENSOR)
-        small = checkpoint(Path(folder, "small"), 4 * max(given.workers), 4096)
+        small = checkpoint(Path(folder, "small"), 4 * max(given.workers), SMALL)
         print(f"{given.mebibytes} MiB, {given.rate:g} MiB/s and {given.latency * 1000:g} ms a connection")
         first = 0.0
         for workers in given.workers:

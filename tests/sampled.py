@@ -31,7 +31,7 @@ LEFT: Mapping[str, Mapping[str, Sequence[str]]] = {
         ),
     },
     "formats/pickled/test_hostile.py": {"test_memory_and_time_have_an_end": ("dicts", "laughs", "marks", "nothing")},
-    "formats/staging/test_upload.py": {
+    "formats/store/test_upload.py": {
         "test_no_reader_ever_sees_a_mixture": ("bucket-1-1", "bucket-1-3", "bucket-3-1", "bucket-None-3"),
     },
     "live/conversion/test_killed_ranks.py": {"test_a_rank_is_killed_and_resume_goes_on": ("1-12",)},

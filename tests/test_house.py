@@ -80,9 +80,9 @@ LAZY_EXTRAS = {
     "engine/checkpoint/numbered_parameters.py": frozenset({"torch", "transformers"}),
     "engine/distribute/executors.py": frozenset({"ray"}),
     "engine/checkpoint/stored_tensor.py": frozenset({"torch"}),
-    "formats/hub/hub_requests.py": frozenset({"httpx", "huggingface_hub"}),
+    "formats/store/hub.py": frozenset({"httpx", "huggingface_hub"}),
     "refit/vllm_control.py": frozenset({"httpx"}),
-    "formats/remote/web.py": frozenset({"aiohttp", "s3fs"}),
+    "formats/store/service.py": frozenset({"aiohttp", "s3fs"}),
     "quant/torchao.py": frozenset({"torchao"}),
     "refit/vllm_engine.py": frozenset({"vllm"}),
     "refit/vllm_source.py": frozenset({"vllm"}),
@@ -472,7 +472,7 @@ PRIMITIVES = {
         "live/transport/tensor_exchange.py",  # bytes of checkpoints
         "nn/moe.py",  # activations, with their gradients
     },
-    "os.pwrite": {"formats/staging/staging.py"},
+    "os.pwrite": {"formats/store/staging.py"},
 }
 """What only these modules may use: each is hard to get right, so it is got right in one place."""
 

@@ -24,7 +24,7 @@ _ELSEWHERE = {
     "Comparison": "engine.compare",
     "Executor": "engine.distribute.executors",
     "Explanation": "engine.explanations",
-    "Leftover": "formats.staging.leftovers",
+    "Leftover": "formats.store.leftovers",
     "LightningCheckpoints": "live.integrations.lightning_io",
     "LoadPlanner": "live.integrations.dcp_planners",
     "LoadReport": "live.model.destination",
@@ -71,7 +71,7 @@ if TYPE_CHECKING:
     from transaxle.engine.explanations import Explanation, explain
     from transaxle.engine.plan.planned import Plan
     from transaxle.engine.verification import Verification
-    from transaxle.formats.staging.leftovers import Leftover
+    from transaxle.formats.store.leftovers import Leftover
     from transaxle.live.asynchronous import SaveJob, async_save, prepare_async
     from transaxle.live.extra_state import Random
     from transaxle.live.global_tensors import as_runs

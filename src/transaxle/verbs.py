@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from transaxle.engine.plan.conversion import Prepared
     from transaxle.engine.plan.planned import Plan
     from transaxle.engine.verification import Verification
-    from transaxle.formats.staging.leftovers import Leftover
+    from transaxle.formats.store.leftovers import Leftover
     from transaxle.reports.reporting import ConversionPage
 
 Progress: TypeAlias = Callable[[int], None]
@@ -375,7 +375,7 @@ class _Conversion:
                     self.order, cleared, self._options["on"], progress=progress, watch=events, **self._how
                 )
         from transaxle.engine.execute import execute
-        from transaxle.formats.staging.location import takes_parts
+        from transaxle.formats.store.location import takes_parts
 
         how = select(self._options, ("overwrite", "resume", "sync"))
         total = sum(tensor.nbytes for tensor in cleared.plan.tensors)
@@ -785,7 +785,7 @@ def clean(path: PathLike, *, remove: bool = True) -> tuple[Leftover, ...]:
         Refused: UNSUPPORTED for a URL of another service.
         StorageError: IO.
     """
-    from transaxle.formats.staging import leftovers
+    from transaxle.formats.store import leftovers
 
     read_flag("remove", remove)
     found = leftovers.leftovers(read_path("path", path))

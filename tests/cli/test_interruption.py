@@ -20,7 +20,7 @@ from tests.cli.running import HUNG_UP, INTERRUPTED, TERMINATED, USAGE, Transaxle
 
 SLOWLY = """
 import time
-from transaxle.formats.staging.staging import Staging
+from transaxle.formats.store.staging import Staging
 from transaxle.formats.storage import copier
 copier.load_steps = lambda: None
 write = Staging.pwrite

@@ -16,7 +16,7 @@ import transaxle as tx
 from tests.checkpoints import CONFIG, write
 from tests.cli.running import MACHINE, REFUSED, USAGE, Transaxle, process
 from transaxle.cli.program import program
-from transaxle.formats.staging.staging import Staging
+from transaxle.formats.store.staging import Staging
 
 Outcome = tuple[int, list[str]]
 POWERLESS = """

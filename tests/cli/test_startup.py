@@ -18,12 +18,12 @@ from transaxle.families import Families, builtin, entry_of
 NEVER = (
     "torch", "rich", "fsspec", "asyncio", "sqlite3", "importlib.metadata", "xml", "unittest",
     "transaxle.formats.dcp", "transaxle.formats.torch_file", "transaxle.formats.deepspeed", "transaxle.live",
-    "transaxle.formats.remote.remote_storage", "transaxle.plugins.plugins",
+    "transaxle.formats.store.reading", "transaxle.plugins.plugins",
 )  # fmt: skip
 """Modules that neither help nor a look at a folder of safetensors files needs."""
 _READING = (
     "transaxle.engine.plan", "transaxle.engine.execute", "transaxle.engine.compare",
-    "transaxle.formats.staging.staging", "transaxle.formats.staging.upload", "transaxle.formats.pickled.interpreter",
+    "transaxle.formats.store.staging", "transaxle.formats.store.upload", "transaxle.formats.pickled.interpreter",
     "transaxle.formats.pickled.scan",
     "transaxle.encodings.arithmetic", "transaxle.axes.layout.divide", "transaxle.move.workers", "ml_dtypes",
     "concurrent.futures", "logging",

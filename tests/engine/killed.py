@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import transaxle as tx
-from transaxle.formats.staging import place, staging
 from transaxle.formats.storage import copier
+from transaxle.formats.store import place, staging
 from transaxle.move import journal
 
 TO = "automodel"

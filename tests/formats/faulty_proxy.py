@@ -20,7 +20,7 @@ import pytest
 
 from tests.formats.s3_server import Bucket
 from transaxle.engine.distribute.item_work import let_go
-from transaxle.formats.remote import multipart
+from transaxle.formats.store import multipart
 
 LIMITS = {"config_kwargs": {"read_timeout": 1, "connect_timeout": 1, "retries": {"max_attempts": 2}}}
 """Settings of the client: what it waits for, and how often it tries by itself."""

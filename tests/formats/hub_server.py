@@ -19,7 +19,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
 
-from transaxle.formats.hub.hub_requests import CLIENTS
+from transaxle.formats.store.hub import CLIENTS
 
 HOST = "127.0.0.1"
 SIGNATURE = "sIgNaTuRe"

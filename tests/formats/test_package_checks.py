@@ -14,7 +14,7 @@ from transaxle.formats.catalog import Container, Draft, Entry, Extent, Fragment,
 from transaxle.formats.detect import open_container
 from transaxle.formats.format import Clue, Format, ending
 from transaxle.formats.package_checks import check_container, check_draft
-from transaxle.formats.staging.location import storage_at
+from transaxle.formats.store.location import storage_at
 
 KIND = Format(
     name="tiny",

@@ -22,10 +22,10 @@ from transaxle.engine.duplicates import Compared, Pair
 from transaxle.errors import Refused
 from transaxle.formats.catalog import NUMBERS, Checksum, NumbersInMemory
 from transaxle.formats.checksums import Witness
-from transaxle.formats.staging.staging import Writer
 from transaxle.formats.storage import copier
 from transaxle.formats.storage.local import LocalStorage
 from transaxle.formats.storage.storage import InMemoryFile, Storage, SubFolder, VirtualFiles
+from transaxle.formats.store.staging import Writer
 from transaxle.move import workers
 from transaxle.move.hashing import HashingFiles, ItemHash
 from transaxle.move.mover import Movement

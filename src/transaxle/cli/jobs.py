@@ -19,7 +19,7 @@ from transaxle.engine.distribute.item_work import OpenedPlan
 from transaxle.engine.distribute.work_place import refuse_there
 from transaxle.engine.distribute.work_plan import WorkPlan, read_plan
 from transaxle.engine.wording import duration, plural, size, speed
-from transaxle.formats.staging.leftovers import Leftover, clean, leftovers
+from transaxle.formats.store.leftovers import Leftover, clean, leftovers
 from transaxle.move.journal import ItemResult
 
 

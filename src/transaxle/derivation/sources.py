@@ -37,9 +37,9 @@ from transaxle.engine.execute import execute
 from transaxle.engine.plan.conversion import make_plan
 from transaxle.engine.verification import opened_pair
 from transaxle.errors import Code, TransaxleError, refuse
-from transaxle.formats.staging.access import opened_draft
-from transaxle.formats.staging.place import rename_new
 from transaxle.formats.storage.local import failed
+from transaxle.formats.store.access import opened_draft
+from transaxle.formats.store.place import rename_new
 from transaxle.move.workers import limits
 
 Arrays = Mapping[str, npt.NDArray[Any]]

@@ -38,8 +38,8 @@ from transaxle.engine.wording import duration, plural, size
 from transaxle.errors import Refusal, Refused, Where, gathered, refuse
 from transaxle.formats.catalog import Fragment, Recoding
 from transaxle.formats.registry import MANIFEST
-from transaxle.formats.staging.location import shown
 from transaxle.formats.storage.storage import Storage, layer, unpinned
+from transaxle.formats.store.location import shown
 from transaxle.move.endpoint import Alone, Exchange
 from transaxle.move.hashing import WHOLE, HashingFiles, digest, span_ends
 from transaxle.move.journal import Done
@@ -49,7 +49,7 @@ from transaxle.spans import stage
 
 if TYPE_CHECKING:
     from transaxle.engine.verification import Verification
-    from transaxle.formats.staging.location import Stage
+    from transaxle.formats.store.location import Stage
     from transaxle.move.endpoint import Writable
 
 

@@ -45,15 +45,14 @@ from transaxle.errors import Refusal, TransaxleError, UsageError, Where, gathere
 from transaxle.formats.catalog import Container
 from transaxle.formats.checksums import Witness
 from transaxle.formats.detect import open_container
-from transaxle.formats.parts.shared_location import shared_staging_at
 from transaxle.formats.registry import ADAPTER_CONFIG, is_one_file
-from transaxle.formats.remote.url import address, local_path
-from transaxle.formats.staging.leftovers import sweep_beside
-from transaxle.formats.staging.location import shown, staging_at, takes_parts
-from transaxle.formats.staging.staging import Staging
 from transaxle.formats.storage.copier import Steps
 from transaxle.formats.storage.local import LocalStorage
 from transaxle.formats.storage.storage import Storage, close, is_url, layer
+from transaxle.formats.store.leftovers import sweep_beside
+from transaxle.formats.store.location import shared_staging_at, shown, staging_at, takes_parts
+from transaxle.formats.store.service import address, local_path
+from transaxle.formats.store.staging import Staging
 from transaxle.move.endpoint import NotingWritable, Writable
 from transaxle.move.hashing import digest, digest_in, joined
 from transaxle.move.journal import Done, Journal, Task, refuse_other
@@ -61,7 +60,7 @@ from transaxle.move.workers import Limits, Progress, limits, unwatched
 from transaxle.spans import span, stage
 
 if TYPE_CHECKING:
-    from transaxle.formats.staging.location import Stage
+    from transaxle.formats.store.location import Stage
 
 
 _HINT = "Choose another target; once the new checkpoint is verified, you can remove the old one."

@@ -25,9 +25,9 @@ from transaxle.engine.verification import Verification, verify
 from transaxle.errors import Refusal, Where, gathered
 from transaxle.formats.catalog import Fragment
 from transaxle.formats.registry import MANIFEST, is_one_file
-from transaxle.formats.staging.location import storage_at, takes_parts
 from transaxle.formats.storage.copier import READING, Steps, same_bytes
 from transaxle.formats.storage.storage import Storage, files_in
+from transaxle.formats.store.location import storage_at, takes_parts
 from transaxle.move.hashing import WHOLE, HashingFiles
 from transaxle.move.mover import Movement
 from transaxle.move.workers import Limits, Progress, StoppedError, Worker, limits, unwatched

@@ -35,8 +35,8 @@ from transaxle.formats.registry import (
     unknown,
     unread_end,
 )
-from transaxle.formats.staging.location import storage_at
 from transaxle.formats.storage.storage import Storage, SubFolder, is_url, too_long
+from transaxle.formats.store.location import storage_at
 
 if TYPE_CHECKING:
     from transaxle.formats.deepspeed.spread import Cutter

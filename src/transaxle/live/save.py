@@ -51,11 +51,11 @@ from transaxle.engine.plan.conversion import Prepared, for_hub, make_plan, parse
 from transaxle.engine.plan.planned import PlannedTensor
 from transaxle.errors import TransaxleError, gathered, refuse
 from transaxle.formats.registry import is_one_file
-from transaxle.formats.staging.location import on_this_machine, staging_at
-from transaxle.formats.staging.staging import Writer
-from transaxle.formats.staging.upload import Upload, opens
 from transaxle.formats.storage.local import LocalStorage, read_file
 from transaxle.formats.storage.storage import is_url
+from transaxle.formats.store.location import on_this_machine, staging_at
+from transaxle.formats.store.staging import Writer
+from transaxle.formats.store.upload import Upload, opens
 from transaxle.formats.training_state.state import ParamGroup
 from transaxle.live.extra_state import EXTRA, FILE, MODEL, STATE, state_of, written
 from transaxle.live.global_tensors import Census, census
@@ -78,7 +78,7 @@ from transaxle.torch_tensors.torch_arguments import Ranks
 
 if TYPE_CHECKING:
     from transaxle.engine.verification import Verification
-    from transaxle.formats.staging.location import Stage
+    from transaxle.formats.store.location import Stage
     from transaxle.move.endpoint import Writable
 
 

@@ -22,9 +22,8 @@ import msgspec
 from transaxle.encodings.encoding import Error
 from transaxle.errors import refuse
 from transaxle.formats.checksums import SummedRange
-from transaxle.formats.parts.part_layout import KeptShare, SentPart
-from transaxle.formats.staging.place import ITEMS, JOURNAL
 from transaxle.formats.storage.local import failed
+from transaxle.formats.store.place import ITEMS, JOURNAL
 from transaxle.move.hashing import digest
 
 _HEAD = b"transaxle journal 3 "
@@ -88,10 +87,8 @@ class ItemResult(msgspec.Struct, frozen=True, kw_only=True):
     """Tensors of the source that have the hashes which it keeps of them."""
     begun: str = ""
     """On a service: which beginning of the work it belongs to."""
-    sent: tuple[SentPart, ...] = ()
-    """Parts that the service has taken."""
-    shares: tuple[KeptShare, ...] = ()
-    """What it has of parts that are joined at the commit."""
+    sent: dict[str, tuple[str, ...]] = {}
+    """File -> the tags of its parts, in order, which the service has."""
     worker: str = ""
     """Machine and process."""
     nbytes: int = 0

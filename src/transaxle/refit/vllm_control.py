@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 from transaxle.errors import refuse, without_secrets
 from transaxle.extras import install
-from transaxle.formats.remote.url import harmless
+from transaxle.formats.store.service import harmless
 
 _LOCAL = "127.0.0.1"
 _PORTS = {"http": 80, "https": 443}

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from transaxle.errors import refuse, shortened
-from transaxle.formats.staging.access import opened_draft
 from transaxle.formats.storage.local import failed
+from transaxle.formats.store.access import opened_draft
 
 MARK = b"<!doctype html><!-- a report of transaxle -->"
 """How every report begins: what begins otherwise is never replaced."""

@@ -17,8 +17,8 @@ import transaxle as tx
 from tests.cli.running import REFUSED, USAGE, Transaxle, tree
 from tests.engine.killed import one_by_one
 from transaxle.errors import refuse
-from transaxle.formats.staging.staging import Staging
 from transaxle.formats.storage import copier
+from transaxle.formats.store.staging import Staging
 
 PARTIAL, OLD = Path(".out.transaxle-partial"), Path(".out.transaxle-old")
 CONVERT = ("convert", "ck", "out", "--to", "torchtitan")

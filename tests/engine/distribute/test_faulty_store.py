@@ -27,10 +27,10 @@ from transaxle.engine.distribute import driver
 from transaxle.engine.distribute.driver import begin_work, commit_work
 from transaxle.engine.distribute.work_plan import WorkPlan
 from transaxle.errors import StorageError
-from transaxle.formats.remote import multipart
-from transaxle.formats.remote.multipart import OpenUpload, S3Multipart
-from transaxle.formats.remote.service import Service
-from transaxle.formats.staging.upload import Upload
+from transaxle.formats.store import multipart
+from transaxle.formats.store.multipart import OpenUpload, S3Multipart
+from transaxle.formats.store.service import Service
+from transaxle.formats.store.upload import Upload
 
 
 class Sometimes:

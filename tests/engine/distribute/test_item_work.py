@@ -31,8 +31,8 @@ from transaxle.engine.distribute.work_plan import ConversionOrder, WorkPlan, par
 from transaxle.engine.views.encode import Encode
 from transaxle.errors import Code
 from transaxle.formats.registry import SCRATCH
-from transaxle.formats.staging.place import ITEMS, MOVES, PARTIAL, neighbour
-from transaxle.formats.staging.staging import Writer
+from transaxle.formats.store.place import ITEMS, MOVES, PARTIAL, neighbour
+from transaxle.formats.store.staging import Writer
 from transaxle.move import hashing
 
 SMALL = {**checkpoints.SIZES, "num_hidden_layers": 1, "num_experts": 2}

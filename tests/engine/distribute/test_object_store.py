@@ -1,4 +1,5 @@
-"""Several workers that write to a service: the bytes of one process, nothing visible too early, nothing left over."""
+"""Several workers that write to a service, each its own files: the bytes of one process, nothing visible too early,
+nothing left over."""
 
 from __future__ import annotations
 
@@ -27,9 +28,9 @@ from transaxle.engine.distribute.driver import begin_work, commit_work
 from transaxle.engine.distribute.item_work import let_go
 from transaxle.engine.distribute.work_plan import WorkPlan
 from transaxle.errors import Code, UsageError, refuse
-from transaxle.formats.remote.multipart import S3Multipart
-from transaxle.formats.remote.service import Service
-from transaxle.formats.staging.upload import PART
+from transaxle.formats.store.multipart import S3Multipart
+from transaxle.formats.store.service import Service
+from transaxle.formats.store.upload import PART
 from transaxle.move import hashing
 from transaxle.move.hashing import SPAN
 
@@ -79,18 +80,20 @@ def look_at(bucket: Bucket) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize(
-    ("items", "shard", "span"), [(1, SHARD, SPAN), (4, SHARD, SPAN), (9, 16 * MIB, SPAN), (7, SHARD, MIB)]
+    ("items", "shard", "span"),
+    [(1, SHARD, SPAN), (4, 10 * MIB, SPAN), (9, 16 * MIB, SPAN), (7, 4 * MIB, MIB), (7, SHARD, MIB)],
 )
 def test_the_bytes_are_those_of_one_process(
     bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, items: int, shard: int, span: int
 ) -> None:
-    """In two processes and any order, begun twice; parts of both in one object, and of one tensor."""
+    """In two processes and any order, begun twice; with fewer files than items, and several in one."""
     monkeypatch.setattr(hashing, "SPAN", span)
     source = many(tmp_path / "source")
     wanted = tx.convert(source, tmp_path / "wanted", to="safetensors", shard_size=shard)
     plan = planned(source, f"{bucket.url}/out", "safetensors", items, shard_size=shard)
-    assert begin_work(plan) == items
-    assert begin_work(plan) == items
+    files = len([name for name in contents(tmp_path / "wanted") if name.endswith(".safetensors")])
+    assert begin_work(plan) == min(items, files)
+    assert begin_work(plan) == min(items, files)
     numbers = random.Random(0).sample(range(items), items)
     assert in_child(lambda: do(plan, numbers[: items // 2])) == 0
     do(plan, numbers[items // 2 :])
@@ -117,6 +120,7 @@ def test_the_bytes_are_those_of_one_process(
         (plain, "out", "dcp:torchtitan", {}),
         (plain, "out", "torch_dist", {}),
         (plain, "out", "megatron_torch", {"tp": 2}),
+        (plain, "out", "megatron_torch", {"ep": 2}),
     ],
 )
 def test_all_formats(
@@ -144,9 +148,9 @@ def test_all_formats(
 
 def test_pools_and_what_a_run_that_fails_leaves(bucket: Bucket, tmp_path: Path) -> None:
     source, url = many(tmp_path / "source", 18), f"{bucket.url}/out"
-    tx.convert(source, tmp_path / "wanted", to="safetensors")
+    tx.convert(source, tmp_path / "wanted", to="safetensors", shard_size=7 * MIB)
     wanted = contents(tmp_path / "wanted")
-    how: dict[str, Any] = {"to": "safetensors", "items": 3}
+    how: dict[str, Any] = {"to": "safetensors", "items": 3, "shard_size": 7 * MIB}
 
     def failing(number: int) -> None:
         if number == 1:
@@ -180,8 +184,8 @@ def test_pools_and_what_a_run_that_fails_leaves(bucket: Bucket, tmp_path: Path) 
 
 
 @pytest.mark.oracle
-def test_four_workers_send_parts_of_one_large_object(bucket: Bucket, tmp_path: Path) -> None:
-    """1.3 GB in one object, of which each of four processes sends a share.
+def test_a_large_object_has_one_worker(bucket: Bucket, tmp_path: Path) -> None:
+    """1.3 GB in one object, which one of four processes sends.
 
     moto's server copies and hashes all bytes for the completion and says nothing meanwhile, for longer than the client
     waits; asked again it fails. That is ours to bear.
@@ -194,9 +198,8 @@ def test_four_workers_send_parts_of_one_large_object(bucket: Bucket, tmp_path: P
         report = tx.convert(source, url, on=pool, items=4 * WORKERS, jobs=1, **large)
     (file,) = (path for path in (tmp_path / "wanted").iterdir() if path.suffix == ".safetensors")
     assert file.stat().st_size > 1.3e9
-    assert len(report.workers) == WORKERS, report.workers
-    assert min(report.workers.values()) > report.bytes_written // (4 * WORKERS)
-    assert bucket.parts(f"out/{file.name}") > file.stat().st_size // (2 * PART)
+    assert len([worker for worker, nbytes in report.workers.items() if nbytes]) == 1, report.workers
+    assert bucket.parts(f"out/{file.name}") == -(-file.stat().st_size // PART)
     bucket.client.invalidate_cache()
     with file.open("rb") as wanted, bucket.client.open(f"{bucket.name}/out/{file.name}", block_size=BLOCK) as found:
         while expected := wanted.read(BLOCK):
@@ -207,7 +210,7 @@ def test_four_workers_send_parts_of_one_large_object(bucket: Bucket, tmp_path: P
 
 def test_nothing_is_committed_while_something_is_missing(bucket: Bucket, tmp_path: Path) -> None:
     source = many(tmp_path / "source", 18)
-    plan = planned(source, f"{bucket.url}/out", "safetensors", 3, shard_size=SHARD)
+    plan = planned(source, f"{bucket.url}/out", "safetensors", 3, shard_size=7 * MIB)
     for call in (lambda: commit_work(plan), lambda: do(plan, [0])):
         assert "has not begun" in str(refused("INCOMPLETE", call))
     begin_work(plan)
@@ -219,14 +222,15 @@ def test_nothing_is_committed_while_something_is_missing(bucket: Bucket, tmp_pat
     assert "no result: 2\n" in str(refused("INCOMPLETE", lambda: commit_work(plan))), "a damaged one is none"
     do(plan, [2])
     client = bucket.client
-    (upload,) = client.call_s3("list_multipart_uploads", Bucket=bucket.name)["Uploads"]
+    uploads = client.call_s3("list_multipart_uploads", Bucket=bucket.name)["Uploads"]
+    upload = min(uploads, key=lambda each: each["Key"])
     parts = {"Bucket": bucket.name, "Key": upload["Key"], "UploadId": upload["UploadId"]}
     client.call_s3("upload_part", PartNumber=1, Body=b"x" * (6 << 20), **parts)
     assert "no result: 0\n" in str(refused("INCOMPLETE", lambda: commit_work(plan))), "others have sent this part"
     assert begin_work(plan) == 1
     do(plan)
     commit_work(plan)
-    tx.convert(source, tmp_path / "wanted", to="safetensors", shard_size=SHARD)
+    tx.convert(source, tmp_path / "wanted", to="safetensors", shard_size=7 * MIB)
     assert there(bucket, tmp_path / "found") == contents(tmp_path / "wanted")
 
 
@@ -355,7 +359,7 @@ def look(bucket: Bucket, wanted: dict[str, bytes]) -> bool:
 
 def killed_at(points: list[int], bucket: Bucket, tmp_path: Path) -> int:
     """Kill a run at some points, each time look at what is there, and go on or clean; return how many died."""
-    source, url = many(tmp_path / "source", 18), f"{bucket.url}/out"
+    source, url = many(tmp_path / "source", 27), f"{bucket.url}/out"
     tx.convert(source, tmp_path / "wanted", to="safetensors", shard_size=10 * MIB)
     wanted, deaths = contents(tmp_path / "wanted"), 0
     plan = planned(source, url, "safetensors", 3, shard_size=10 * MIB)
@@ -386,7 +390,7 @@ def killed_at(points: list[int], bucket: Bucket, tmp_path: Path) -> int:
 
 @pytest.mark.slow
 def test_killed_at_any_point(bucket: Bucket, tmp_path: Path) -> None:
-    assert killed_at([3, 24, 42, 50], bucket, tmp_path) >= 3
+    assert killed_at([3, 24, 40, 48], bucket, tmp_path) >= 3
 
 
 @pytest.mark.oracle

@@ -20,7 +20,7 @@ from transaxle.engine.distribute import driver
 from transaxle.engine.distribute.driver import begin_work
 from transaxle.engine.distribute.item_work import let_go
 from transaxle.errors import refuse
-from transaxle.formats.remote.multipart import S3Multipart
+from transaxle.formats.store.multipart import S3Multipart
 
 HOW: dict[str, Any] = {"to": "safetensors", "shard_size": 10 * MIB, "jobs": 2}
 Part = tuple[str, int]
@@ -28,15 +28,15 @@ Part = tuple[str, int]
 
 @pytest.fixture(autouse=True)
 def _small_items(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Three items, and parts that are no larger than they must be."""
-    monkeypatch.setattr(driver, "ITEM", 6 * MIB)
+    """Three items: three files, of two parts each."""
+    monkeypatch.setattr(driver, "ITEM", 9 * MIB)
     yield
     let_go()
 
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    return many(tmp_path / "source", 18)
+    return many(tmp_path / "source", 27)
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ def test_killed_at_any_point(source: Path, wanted: dict[str, bytes], bucket: Buc
 
 @pytest.mark.oracle
 def test_killed_at_fifty_points(source: Path, wanted: dict[str, bytes], bucket: Bucket, sending: list[Part]) -> None:
-    """Most points are in the beginning and the clean-up: the four parts are there from the 19th to the 36th at most."""
+    """Many points are in the beginning and the clean-up: the six parts are there from the 26th to the 31st at most."""
     deaths, kept = killed_at(list(range(50)), source, wanted, bucket, sending)
     assert deaths >= 35
     assert kept >= 25
@@ -148,7 +148,7 @@ def test_what_a_run_that_fails_leaves(
     assert hidden(bucket) == []
     command = ["convert", str(source), url, "--to", "safetensors", "--shard-size", str(10 * MIB), "--resume"]
     assert main(command) == 0, "it is there already"
-    assert "12 tensors had been written" in capsys.readouterr().out
+    assert "18 tensors had been written" in capsys.readouterr().out
     assert main(["plan", *command[1:]]) == 0
     name = next(name for name in sorted(wanted) if name.endswith(".safetensors"))
     damaged = bytearray(wanted[name])

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import transaxle as tx
 from tests.engine import synthetic
+from tests.engine.distribute.test_item_work import plain
+from transaxle.arguments import Degrees
 from transaxle.engine.distribute.work_plan import WorkItem, divide, in_order, numbers, ranges_of
 from transaxle.engine.plan.conversion import make_plan
 from transaxle.engine.views.encode import Encode
-from transaxle.formats.parts.part_layout import LEAST
 
 
 @given(st.lists(st.integers(0, 50), unique=True))
@@ -46,20 +49,38 @@ def test_everything_is_in_one_item(count: int, encode: Encode | None) -> None:
         assert files == set(item.files)
 
 
-def test_an_item_has_no_few_bytes_at_the_edge_of_a_file() -> None:
-    """Of which its neighbour has the rest: a service would not take them as a part."""
-    plan = make_plan(synthetic.model(4, 16), "hf", shard_size=100_000_000).plan
-    for count in range(2, 99):
-        owners = {number: item.number for item in divide(plan, count) for number in numbers(item.tensors)}
-        places = [(unit.places[0].file, owners[number], unit.nbytes) for number, unit in enumerate(plan.units)]
-        runs = [
-            (file, owner, sum(size for _, _, size in group))
-            for (file, owner), group in itertools.groupby(places, key=lambda place: place[:2])
-        ]
-        for before, (file, owner, size), after in zip(runs, runs[1:], runs[2:], strict=False):
-            if size < LEAST:
-                assert not before[1] == owner != after[1] or after[0] != file
-                assert not before[1] != owner == after[1] or before[0] != file
+@pytest.mark.parametrize("count", [None, 1, 3, 7, 200])
+@pytest.mark.parametrize("encode", [None, Encode("nvfp4")])
+def test_a_whole_file_is_in_one_item(count: int | None, encode: Encode | None) -> None:
+    plan = make_plan(synthetic.model(4, 16), "hf", encode=encode, shard_size=100_000_000).plan
+    items = divide(plan, count, whole_files=True)
+    files = [file for item in items for file in item.files]
+    assert len(files) > 20
+    assert sorted(files) == sorted({place.file for unit in plan.units for place in unit.everywhere})
+    for item in items:
+        own = [plan.units[number] for number in numbers(item.tensors)]
+        assert item.nbytes == sum(unit.nbytes for unit in own)
+        assert own == [unit for unit in plan.units if any(place.file in item.files for place in unit.everywhere)]
+    if count == 200:
+        assert all(len(item.files) == 1 for item in items[: len(files)])
+        assert all(item.is_empty for item in items[len(files) :])
+
+
+def test_tensors_that_several_files_share(tmp_path: Path) -> None:
+    """Expert-parallel ranks hold whole replicas, each made anew; tensor-parallel ranks have a part of everything."""
+    with tx.open(plain(tmp_path / "source")) as source:
+        by_experts = make_plan(source, "megatron_torch", degrees=Degrees(ep=2)).plan
+        by_tensors = make_plan(source, "megatron_torch", degrees=Degrees(tp=2)).plan
+    units = by_experts.units
+    replicas = {number for number, unit in enumerate(units) if len({place.file for place in unit.everywhere}) > 1}
+    items = divide(by_experts, 2, whole_files=True)
+    first, second = (set(numbers(item.tensors)) for item in items)
+    assert first & second == replicas != set()
+    assert first | second == set(range(len(units)))
+    assert not set(items[0].files) & set(items[1].files)
+    whole, empty = divide(by_tensors, 2, whole_files=True)
+    assert (len(whole.files), empty.is_empty) == (2, True)
+    assert list(numbers(whole.tensors)) == list(range(len(by_tensors.units)))
 
 
 def test_without_a_number_there_is_an_item_for_each_gib() -> None:

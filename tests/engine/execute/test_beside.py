@@ -16,10 +16,10 @@ from tests.checkpoints import write
 from tests.engine.killed import one_by_one
 from tests.formats.files import open_files
 from transaxle.errors import TransaxleError
-from transaxle.formats.staging import place
-from transaxle.formats.staging.staging import Staging
 from transaxle.formats.storage import copier, local
 from transaxle.formats.storage.storage import Handles
+from transaxle.formats.store import place
+from transaxle.formats.store.staging import Staging
 
 NAMES = tuple(f"model.layers.{i}.weight" for i in range(12))
 FORMS = ("safetensors", "torch", "dcp", "deepspeed-universal")

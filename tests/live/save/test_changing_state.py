@@ -10,8 +10,8 @@ import torch
 
 import transaxle as tx
 from tests.formats.s3_server import Bucket
-from transaxle.formats.staging.staging import Writer
-from transaxle.formats.staging.upload import Upload
+from transaxle.formats.store.staging import Writer
+from transaxle.formats.store.upload import Upload
 from transaxle.move import hashing
 
 

@@ -20,7 +20,7 @@ from tests.formats.s3_server import Bucket, reach_s3
 from tests.live.ranks import DIED, Ranks
 from transaxle.errors import TransaxleError
 from transaxle.formats.registry import MANIFEST
-from transaxle.formats.staging.upload import Upload
+from transaxle.formats.store.upload import Upload
 
 WORLD = 2
 SHORT = timedelta(seconds=120)

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import transaxle as tx
 from tests.live.ranks import DIED, Ranks
 from transaxle.errors import TransaxleError
-from transaxle.formats.staging.staging import Writer
+from transaxle.formats.store.staging import Writer
 from transaxle.live import asynchronous
 from transaxle.live.asynchronous import SaveJob, Saver, async_save
 from transaxle.live.save import save

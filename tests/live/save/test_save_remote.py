@@ -18,7 +18,7 @@ from tests.live.load.test_load import FULL, _octets
 from tests.live.ranks import ranks, run
 from tests.live.save.test_save import _save
 from transaxle.errors import TransaxleError, refuse
-from transaxle.formats.staging.upload import Upload
+from transaxle.formats.store.upload import Upload
 from transaxle.live.load import load
 from transaxle.live.save import save
 from transaxle.torch_tensors.local_tensor import Bytes

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import transaxle as tx
 from tests.live.ranks import run
-from transaxle.formats.staging.staging import Writer
+from transaxle.formats.store.staging import Writer
 
 WORLD = 2
 LARGE = 4096

@@ -23,7 +23,7 @@ from transaxle.engine.carry import Report, reported, seal, write_fragments
 from transaxle.engine.checkpoint.manifest import HashWitness
 from transaxle.engine.distribute.executors import Executor, Here, Pool, RayCluster, Submitting
 from transaxle.engine.distribute.item_work import Known, OpenedPlan, do_item, lent, write_shares
-from transaxle.engine.distribute.work_place import layout_of, refuse_there, results_on, task_from, task_text
+from transaxle.engine.distribute.work_place import division_of, refuse_there, results_on, task_from, task_text
 from transaxle.engine.distribute.work_plan import (
     ConversionOrder,
     WorkItem,
@@ -39,20 +39,19 @@ from transaxle.engine.execute import Cleared, execute, hold_source, preflight, u
 from transaxle.engine.plan.conversion import Prepared, ready
 from transaxle.errors import Refusal, Where, gathered, refuse
 from transaxle.formats.checksums import Witness
-from transaxle.formats.parts.shared_location import shared_staging_at
-from transaxle.formats.staging.location import shown
-from transaxle.formats.staging.place import ITEMS
-from transaxle.formats.staging.staging import Staging
 from transaxle.formats.storage.local import failed
-from transaxle.formats.storage.storage import layer
+from transaxle.formats.storage.storage import is_url, layer
+from transaxle.formats.store.location import shared_staging_at, shown
+from transaxle.formats.store.place import ITEMS
+from transaxle.formats.store.staging import Staging
 from transaxle.move.journal import Done, ItemResult, Journal, item_file, refuse_other, result_of, results_in
 from transaxle.move.workers import Limits, Progress, limits, unwatched
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from transaxle.formats.parts.shared_location import SharedStage
-    from transaxle.formats.parts.shared_upload import SharedUpload
+    from transaxle.formats.store.location import SharedStage
+    from transaxle.formats.store.shared_upload import SharedUpload
 
 RAY, TORCHRUN = "ray", "torchrun"
 On: TypeAlias = str | Executor | Submitting
@@ -60,7 +59,7 @@ On: TypeAlias = str | Executor | Submitting
 (`concurrent.futures`, Dask, MPI).
 """
 ITEM = 1 << 28
-"""Bytes of an item of one process: what is lost with it is at most the reading of one."""
+"""Bytes of an item of one process, if files are not larger: what is lost with it is at most the reading of one."""
 _MOST = 4096
 _ASIDE = 1 << 32
 """First number of results that are no item's of this plan."""
@@ -201,14 +200,14 @@ def begin(plan: WorkPlan, prepared: Prepared, stage: SharedStage) -> dict[int, I
 
 
 def _begin_upload(plan: WorkPlan, prepared: Prepared, stage: SharedUpload) -> dict[int, ItemResult]:
-    """Begin uploads, or find those of an earlier run; return the results whose parts the service has."""
-    stage.begin_or_continue(layout_of(plan, prepared), task_text(plan.task), len(plan.items), even=plan.even)
+    """Begin uploads, or find those of an earlier run; return the results whose files the service has."""
+    sizes = {file: prepared.draft.files[file] for item in plan.items for file in item.files}
+    stage.begin_or_continue(sizes, task_text(plan.task), division_of(plan), len(plan.items))
     stage.prepare(_files(prepared, stage))
     write_fragments(stage, prepared.draft.early())
-    names = frozenset(stage.hidden.names())
     results = {}
     for number, result in results_on(stage, stage.begun.token).items():
-        if _is_of(plan, prepared, number, result) and stage.holds(result.sent, result.shares, names):
+        if _is_of(plan, prepared, number, result) and stage.holds(result.sent):
             results[number] = result
         else:
             stage.hidden.delete_result(number)
@@ -257,7 +256,12 @@ def _is_of(plan: WorkPlan, prepared: Prepared, number: int, result: ItemResult) 
 
 
 def left_to_do(plan: WorkPlan, prepared: Prepared, results: dict[int, ItemResult]) -> list[WorkItem]:
-    """Return the items of which something is in none of the results, in the order in which they should begin."""
+    """Return the items of which something is in none of the results, in the order in which they should begin.
+
+    On a service each item has files of its own, so another's result does not stand for its own, whatever it has made.
+    """
+    if is_url(plan.order.target):
+        return in_order(item for item in plan.items if item.number not in results and not item.is_empty)
     known = Known(results.values(), plan.task)
     return in_order(item for item in plan.items if not known.has(item, share_of(prepared.plan, item)))
 
@@ -330,15 +334,17 @@ def commit(
     """
     if missing := left_to_do(plan, prepared, results):
         raise _missing(plan, missing)
+    foretold: dict[str, str] | None = None
     if not isinstance(stage, Staging):
-        _take_parts(plan, stage, results)
+        _take_files(plan, stage, results)
+        foretold = {}  # the digests of a file are in it: its worker has sent all of it
     write_fragments(stage, prepared.draft.early())
     _check_sums(prepared, results.values())
     _check_hashes(prepared, results.values())
     tensors = united(prepared.plan, finished_of(results.values()))
     errors = {name: error for result in results.values() for name, error in result.errors.items()}
     measured = {step: errors[step.name] for step in prepared.plan.recoded if step.action in MEASURED_BY_READING}
-    changed = seal(prepared, stage, limits(plan.jobs, plan.memory), tensors, measured)
+    changed = seal(prepared, stage, limits(plan.jobs, plan.memory), tensors, measured, foretold)
     stage.commit()
     report = reported(
         prepared,
@@ -357,14 +363,14 @@ def finished_of(results: Iterable[ItemResult]) -> dict[str, Done]:
     return {name: done for result in results for name, done in result.finished.items()}
 
 
-def _take_parts(plan: WorkPlan, stage: SharedUpload, results: dict[int, ItemResult]) -> None:
-    """Give an upload the parts that workers have sent, if the service has just these."""
+def _take_files(plan: WorkPlan, stage: SharedUpload, results: dict[int, ItemResult]) -> None:
+    """Give an upload the files that workers have sent, if the service has just these."""
     stage.look_again()
-    lost = [number for number, result in results.items() if not stage.holds(result.sent, result.shares)]
+    lost = [number for number, result in results.items() if not stage.holds(result.sent)]
     if lost:
         raise _missing(plan, [plan.items[number] for number in sorted(lost)])
     for result in results.values():
-        stage.take(result.sent, result.shares)
+        stage.take(result.sent)
 
 
 def _missing(plan: WorkPlan, items: Sequence[WorkItem]) -> Exception:
@@ -625,14 +631,14 @@ def convert_in_parts(
 def _in_parts(cleared: Cleared, limit: Limits, *, sync: bool) -> WorkPlan:
     """Divide a plan for one process: as the work was divided that lies beside the target already.
 
-    Its items are smaller than those of several workers, and its parts have one length, as some services want.
+    Its items are smaller than those of several workers, where files are small.
     """
     target, overwrite, resume = cleared.asked
-    count, even = max(1, min(_MOST, -(-sizes_of(cleared, ())[0] // ITEM))), True
+    count = max(1, min(_MOST, -(-sizes_of(cleared, ())[0] // ITEM)))
     stage = shared_staging_at(target, overwrite=overwrite, resume=resume, sync=sync)
     begun = stage.hidden.begun() if resume and not isinstance(stage, Staging) else None
     if begun is not None and begun.items and task_from(begun.task).key == cleared.task.key:
-        count, even = begun.items, begun.even
+        count = begun.items
     source, to = cleared.checkpoint.path, f"{cleared.plan.format}:{cleared.plan.dialect}"
     return WorkPlan(
         program=program_version(),
@@ -642,6 +648,5 @@ def _in_parts(cleared: Cleared, limit: Limits, *, sync: bool) -> WorkPlan:
         sync=sync,
         jobs=limit.jobs,
         memory=limit.memory,
-        items=divide(cleared.plan, count),
-        even=even,
+        items=divide(cleared.plan, count, whole_files=True),
     )

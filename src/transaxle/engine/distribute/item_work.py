@@ -27,10 +27,10 @@ from transaxle.engine.plan.conversion import Prepared, ready
 from transaxle.errors import Refusal, gathered, refuse
 from transaxle.formats.catalog import Recoding
 from transaxle.formats.checksums import Witness
-from transaxle.formats.staging.location import storage_at
-from transaxle.formats.staging.place import MOVES
 from transaxle.formats.storage.local import failed
 from transaxle.formats.storage.storage import Storage, is_url, layer
+from transaxle.formats.store.location import storage_at
+from transaxle.formats.store.place import MOVES
 from transaxle.move.endpoint import Writable
 from transaxle.move.hashing import digest
 from transaxle.move.journal import ItemResult, Task, written_error

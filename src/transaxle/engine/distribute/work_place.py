@@ -1,4 +1,4 @@
-"""Where workers write: into the hidden folder beside the target, or parts of uploads to a service.
+"""Where workers write: into the hidden folder beside the target, or whole files of an upload to a service.
 
 Both keep the results of items, so that any process can see what is done. In the folder a lock keeps a commit from being
 early; a service has none, and takes nothing more once an upload is complete.
@@ -6,31 +6,30 @@ early; a service has none, and takes nothing more once an upload is complete.
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from transaxle.engine.carry import Share
-from transaxle.engine.distribute.work_plan import WorkItem, WorkPlan, numbers, parse_share
+from transaxle.engine.carry import Share, write_fragments
+from transaxle.engine.distribute.work_plan import WorkItem, WorkPlan, parse_share
+from transaxle.engine.execute import united
 from transaxle.engine.plan.conversion import Prepared
 from transaxle.errors import TransaxleError, refuse
-from transaxle.formats.parts.part_layout import FileParts, Fitting, laid_out, layout_digest
 from transaxle.formats.registry import SCRATCH
-from transaxle.formats.staging.place import MOVES, TargetPlace
-from transaxle.formats.staging.staging import Writer
 from transaxle.formats.storage.local import failed
 from transaxle.formats.storage.storage import is_url
+from transaxle.formats.store.place import MOVES, TargetPlace
+from transaxle.formats.store.staging import Writer
+from transaxle.move.hashing import digest
 from transaxle.move.journal import ItemResult, Task, item_file, result_of, results_in, task_in
-from transaxle.move.transfer import Transfer
 
 if TYPE_CHECKING:
-    from transaxle.formats.parts.shared_upload import SharedUpload
-    from transaxle.formats.remote.hidden_objects import BegunUpload
-    from transaxle.formats.remote.multipart import StoredPart
+    from transaxle.formats.store.multipart import StoredPart
+    from transaxle.formats.store.shared_upload import FileSender, SharedUpload
+    from transaxle.formats.store.unfinished_uploads import BegunUpload
     from transaxle.move.endpoint import Writable
 
 _BEGIN = "Begin it:  transaxle work PLAN --begin."
@@ -148,7 +147,7 @@ class _FolderWriter:
 
 
 class _ServicePlace:
-    """Uploads, and the objects beside the target of a service.
+    """Uploads of whole files, and the objects beside the target of a service.
 
     Args:
         plan: what is done there.
@@ -160,13 +159,12 @@ class _ServicePlace:
         self._prepared = prepared
         self._known = prepared.draft.early()
         self._opened: tuple[int, SharedUpload] | None = None
-        self._layout: dict[str, FileParts] | None = None
         self._stored: dict[tuple[str, str], Mapping[int, StoredPart]] = {}
 
     @property
     def _upload(self) -> SharedUpload:
         """The target, opened in this process: a client belongs to one."""
-        from transaxle.formats.parts.shared_upload import SharedUpload
+        from transaxle.formats.store.shared_upload import SharedUpload
 
         if self._opened is None or self._opened[0] != os.getpid():
             self._opened = os.getpid(), SharedUpload(self._plan.order.target, resume=True)
@@ -188,24 +186,23 @@ class _ServicePlace:
         return results_on(self._upload, self._begun().token, wanted)
 
     def stored_share(self, item: WorkItem) -> Share | None:  # noqa: ARG002 - as in a folder
-        """Return None: whoever sends parts needs the layout of the files, and so the plan."""
+        """Return None: whoever sends files needs their headers, and so the plan."""
         return None
 
     @contextmanager
-    def writing(self, item: WorkItem) -> Iterator[_PartWriter]:
+    def writing(self, item: WorkItem) -> Iterator[_ServiceWriter]:
         """See `WorkPlace`."""
-        from transaxle.formats.parts.part_sender import PartSender
+        from transaxle.formats.store.shared_upload import FileSender
 
         upload, begun = self._upload, self._begun()
-        if self._layout is None:
-            self._layout = layout_of(self._plan, self._prepared)
-        if begun.layout != layout_digest(self._layout):
+        if begun.division != division_of(self._plan):
             message = "the work that has begun is divided otherwise"
             raise refuse("INCOMPLETE", message, file=self._plan.order.target, hint=_BEGIN)
         stored = self._stored_parts(begun, item) if begun.continued else {}
-        files = PartSender(upload.calls, upload.hidden, begun, self._layout, item.number, self._known, stored)
+        sizes = {file: self._prepared.draft.files[file] for file in item.files}
+        files = FileSender(upload.calls, begun, sizes, self._known, stored)
         try:
-            yield _PartWriter(files, upload, begun.token)
+            yield _ServiceWriter(files, upload, begun.token, self._prepared, item)
         finally:
             files.close()
 
@@ -218,16 +215,21 @@ class _ServicePlace:
         return {file: self._stored.get((begun.token, file), {}) for file in item.files}
 
 
-class _PartWriter:
-    def __init__(self, files: Any, upload: SharedUpload, token: str) -> None:
+class _ServiceWriter:
+    def __init__(self, files: FileSender, upload: SharedUpload, token: str, prepared: Prepared, item: WorkItem) -> None:
         self.files = files
         self._upload = upload
         self._token = token
+        self._prepared = prepared
+        self._item = item
 
     def keep(self, result: ItemResult) -> ItemResult:
-        """See `ItemWriter`."""
-        sent, shares = self.files.flush()
-        result = msgspec.structs.replace(result, begun=self._token, sent=sent, shares=shares)
+        """See `ItemWriter`; a file with room for digests is the only one, and its item has all of its tensors."""
+        draft = self._prepared.draft
+        if self._item.files and draft.seal is not None:
+            tensors = united(self._prepared.plan, result.finished)
+            write_fragments(self.files, draft.late({name: done.hash for name, done in tensors.items()}))
+        result = msgspec.structs.replace(result, begun=self._token, sent=self.files.flush())
         self._upload.hidden.put_result(result.number, result.text)
         return result
 
@@ -252,51 +254,9 @@ def results_on(upload: SharedUpload, token: str, wanted: Iterable[int] | None = 
     return found
 
 
-def layout_of(plan: WorkPlan, prepared: Prepared) -> dict[str, FileParts]:
-    """Return the parts of all files that items of a plan write.
-
-    Raises:
-        Refused: UNSUPPORTED where a file cannot be divided so.
-    """
-    from transaxle.formats.parts.part_sender import SENDERS
-    from transaxle.formats.staging.upload import PART
-
-    extents: dict[str, list[tuple[int, int, int]]] = {}
-    for item in plan.items:
-        for number in numbers(item.tensors):
-            for place in prepared.plan.units[number].everywhere:
-                own = extents.setdefault(place.file, [])
-                own += ((start, stop, item.number) for start, stop in _ranges(place) if start < stop)
-    early = frozenset((fragment.file, fragment.offset) for fragment in prepared.draft.early())
-    unknown: dict[str, list[tuple[int, int]]] = {}
-    for fragment in prepared.draft.fragments:
-        if (fragment.file, fragment.offset) not in early:
-            ends = fragment.offset, fragment.offset + len(fragment.data)
-            unknown.setdefault(fragment.file, []).append(ends)
-    sizes: Mapping[str, int] = prepared.draft.files
-    written: dict[int, int] = {}
-    for start, stop, number in itertools.chain.from_iterable(extents.values()):
-        written[number] = written.get(number, 0) + stop - start
-
-    fitting = {number: Fitting.of(size, PART, SENDERS) for number, size in written.items()}
-    found = {}
-    for file, own in extents.items():
-        late = unknown.get(file, ())
-        if own:
-            found[file] = laid_out(sizes[file], own, late, PART, file=file, fitting=fitting, even=plan.even)
-        for start, stop, number in own:
-            fitting[number] = fitting[number].after(stop - start)
-    return found
-
-
-def _ranges(place: Transfer) -> Iterator[tuple[int, int]]:
-    """Yield the bytes of a file that are one destination of a tensor."""
-    if not place.loops or place.source_span == place.size:
-        yield place.source, place.source + place.source_span
-        return
-    (count, stride, _), *inner = place.loops
-    for number in range(count):
-        yield from _ranges(Transfer(place.file, place.source + number * stride, 0, place.width, tuple(inner)))
+def division_of(plan: WorkPlan) -> str:
+    """Return a hash of which item of a plan writes which files."""
+    return digest(msgspec.json.encode([item.files for item in plan.items]))
 
 
 def task_text(task: Task) -> str:

@@ -4,6 +4,10 @@ An item is a share of the plan that one worker does alone, of about as many byte
 only into the spans in which it is hashed, and only where it is copied as it is; the buffers that one tensor is encoded
 as stay together. What may refuse a conversion comes first: copies that must be equal, values that may become infinite.
 
+On a service an object has one writer. There an item is a file, or several: small ones, and those that share tensors,
+each with a part of them. A tensor that lies in the files of several items all the same (a replica for each rank) is
+made by each of them.
+
 A plan's file says what to plan, and numbers what each item does of it. Whoever begins and commits opens the source and
 plans anew, and must come to the same plan over the same files, or is refused. The shares behind the numbers are kept
 beside the draft, a range of one file for each item, so that a worker reads those of its items and plans nothing; an
@@ -16,6 +20,7 @@ from __future__ import annotations
 import itertools
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,15 +42,13 @@ from transaxle.engine.plan.planned import Plan
 from transaxle.engine.views.encode import Encode
 from transaxle.errors import refuse, without_secrets
 from transaxle.formats.catalog import nbytes
-from transaxle.formats.parts.part_layout import LEAST
-from transaxle.formats.remote.multipart import multipart
-from transaxle.formats.remote.service import Service
-from transaxle.formats.remote.url import local_path
 from transaxle.formats.storage.local import failed, read_file
 from transaxle.formats.storage.storage import Overlay, Storage, as_text, is_url, unpinned
+from transaxle.formats.store.multipart import multipart
+from transaxle.formats.store.service import Service, local_path
 from transaxle.move.hashing import digest
 from transaxle.move.journal import Task
-from transaxle.move.transfer import Transfer
+from transaxle.move.workers import Unions
 from transaxle.options import OPTIONS
 
 _VERSION = 1
@@ -57,12 +60,23 @@ _USUAL = 1 << 30
 _MOST = 4096
 """Items at most where nobody says how many there are."""
 _LITTLE = 8
-"""What is less than one part in so many of an item is little beside it."""
+"""What is less than one part in so many of a file is little beside it."""
 
 Ranges = tuple[tuple[int, int], ...]
 """First number and one past the last, of each range."""
-_Piece = tuple[int, str, Sequence[int]]
-"""Bytes, kind and numbers of what is not divided further."""
+
+
+class _Piece(msgspec.Struct, frozen=True):
+    """A part of a plan that is not divided further."""
+
+    nbytes: int
+    """Bytes that it moves, or reads."""
+    kind: str
+    """The field of `WorkItem` that its numbers are of."""
+    numbers: Sequence[int]
+    """Of units, checks or recoded tensors of the plan."""
+    files: tuple[str, ...] = ()
+    """The files that it is all of; none where workers share files."""
 
 
 class ConversionOrder(msgspec.Struct, frozen=True, kw_only=True):
@@ -186,6 +200,11 @@ class WorkItem(msgspec.Struct, frozen=True, kw_only=True):
         """A number that items of about one size share, those of the usual size among them."""
         return (3 * self.nbytes).bit_length()
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to do."""
+        return not (self.tensors or self.checks or self.measures)
+
 
 class WorkPlan(msgspec.Struct, frozen=True, kw_only=True):
     """A conversion, divided into items of work."""
@@ -208,8 +227,6 @@ class WorkPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of the buffers of each worker."""
     items: tuple[WorkItem, ...]
     """The work."""
-    even: bool = False
-    """Parts of a file that are sent to a service have one length, but for the last."""
     files: tuple[str, ...] = ()
     """The source files whose state is that of the task, where workers need not plan."""
     seal: str = ""
@@ -247,7 +264,8 @@ def work_plan(order: ConversionOrder, cleared: Cleared, count: int | None = None
     source = cleared.checkpoint.path
     if unpinned(source) != source:  # whoever does an item reads the commit that was planned, wherever a branch is then
         order = msgspec.structs.replace(order, source=source)
-    items, storage = divide(cleared.plan, count), cleared.checkpoint.container.storage
+    items = divide(cleared.plan, count, whole_files=is_url(order.target))
+    storage = cleared.checkpoint.container.storage
     if isinstance(storage, Overlay):
         return WorkPlan(program=program_version(), order=order, task=cleared.task, items=items, **options)
     items, files = keyed(cleared.plan, items, storage), source_files(cleared)
@@ -348,10 +366,10 @@ def numbers(ranges: Ranges) -> Iterator[int]:
         yield from range(first, stop)
 
 
-def ranges_of(found: Iterable[int]) -> Ranges:
-    """Inverse of `numbers`, for numbers in any order."""
+def ranges_of(numbers: Iterable[int]) -> Ranges:
+    """Inverse of `numbers`, for numbers in any order, also given several times."""
     ranges: list[list[int]] = []
-    for number in sorted(found):
+    for number in sorted(set(numbers)):
         if ranges and ranges[-1][1] == number:
             ranges[-1][1] += 1
         else:
@@ -368,95 +386,68 @@ def in_order(items: Iterable[WorkItem]) -> list[WorkItem]:
     return sorted(items, key=lambda item: (not (item.checks or item.measures), -item.magnitude))
 
 
-def divide(plan: Plan, count: int | None = None) -> tuple[WorkItem, ...]:
+def divide(plan: Plan, count: int | None = None, *, whole_files: bool = False) -> tuple[WorkItem, ...]:
     """Divide a plan into work items.
 
     Args:
         plan: what is to be done.
-        count: how many items; some are empty where there are not so many units. None: one for each GiB.
+        count: how many items; some are empty where there are not so many units, or files. None: one for each GiB.
+        whole_files: no two items write into one file.
 
     Raises:
         TypeError: `count` is no number.
         ValueError: it is less than one.
     """
-    pieces = list(_pieces(plan))
-    total = sum(size for size, _, _ in pieces)
+    pieces = [*_proofs(plan), *(_files(plan) if whole_files else _tensors(plan))]
+    total = sum(piece.nbytes for piece in pieces)
     if count is None:
         count = max(1, min(_MOST, len(pieces), -(-total // _USUAL)))
     count = read_count("items", count)
-    shares: list[dict[str, list[int]]] = [{} for _ in range(count)]
-    sizes = [0] * count
-    for (size, kind, found), number in zip(pieces, _numbered(plan, pieces, count, total), strict=True):
-        shares[number].setdefault(kind, []).extend(found)
-        sizes[number] += size
-    return tuple(
-        _item(plan, number, size, share) for number, (size, share) in enumerate(zip(sizes, shares, strict=True))
+    shares: list[list[_Piece]] = [[] for _ in range(count)]
+    at = 0
+    for number, piece in enumerate(pieces):
+        # The item in whose share of all bytes the middle of the piece lies, if there is not one for each piece.
+        middle = min(count - 1, (at + piece.nbytes // 2) * count // total) if total else 0
+        shares[number if len(pieces) <= count else middle].append(piece)
+        at += piece.nbytes
+    return tuple(_item(plan, number, share) for number, share in enumerate(shares))
+
+
+def _item(plan: Plan, number: int, share: Sequence[_Piece]) -> WorkItem:
+    tensors, compared, measures = (
+        ranges_of(itertools.chain.from_iterable(piece.numbers for piece in share if piece.kind == kind))
+        for kind in ("tensors", "checks", "measures")
     )
-
-
-def _numbered(plan: Plan, pieces: Sequence[_Piece], count: int, total: int) -> list[int]:
-    """Return the item of each piece: that in whose share of all bytes the middle of the piece lies.
-
-    What an item would have of a file beside its neighbour is the neighbour's where it is less than services take as a
-    part, and little beside an item: nobody could send it alone.
-    """
-    items, at = [], 0
-    for size, _, _ in pieces:
-        items.append(min(count - 1, (at + size // 2) * count // total) if total else 0)
-        at += size
-    little = min(LEAST, total // (_LITTLE * count))
-    for file, group in itertools.groupby(range(len(pieces)), key=lambda at: _file(plan, pieces[at])):
-        inside = list(group)
-        for ordered, beyond in ((inside, inside[0] - 1), (inside[::-1], inside[-1] + 1)):
-            item = items[ordered[0]]
-            first = next((at for at in ordered if items[at] != item), None)  # of the neighbour
-            if not file or first is None or not 0 <= beyond < len(items) or items[beyond] != item:
-                continue
-            stray = ordered[: ordered.index(first)]
-            if sum(pieces[at][0] for at in stray) < little:
-                for at in stray:
-                    items[at] = items[first]
-    return items
-
-
-def _file(plan: Plan, piece: _Piece) -> str:
-    """Return the file that a piece is written to; empty where it is no tensor."""
-    _, kind, found = piece
-    return plan.units[found[0]].places[0].file if kind == "tensors" and plan.units[found[0]].places else ""
-
-
-def _item(plan: Plan, number: int, size: int, share: dict[str, list[int]]) -> WorkItem:
-    tensors = share.get("tensors", [])
-    files = dict.fromkeys(place.file for each in tensors for place in plan.units[each].everywhere)
+    units = [plan.units[each] for each in numbers(tensors)]
+    checks = [plan.checks[each] for each in numbers(compared)]
+    own_files = dict.fromkeys(file for piece in share for file in piece.files)
+    files = own_files or dict.fromkeys(place.file for unit in units for place in unit.everywhere)
     reads: dict[str, int] = {}
-    for transfer in _reads(plan, share):
+    sides = (side for check in checks for side in (check.first, check.second))
+    for transfer in itertools.chain.from_iterable((*(unit.transfers for unit in units), *sides)):
         reads[transfer.file] = reads.get(transfer.file, 0) + transfer.size
     return WorkItem(
         number=number,
-        nbytes=size,
-        tensors=ranges_of(tensors),
-        checks=ranges_of(share.get("checks", ())),
-        measures=ranges_of(share.get("measures", ())),
+        nbytes=sum(piece.nbytes for piece in share),
+        tensors=tensors,
+        checks=compared,
+        measures=measures,
         files=tuple(files),
         sources=tuple(sorted(reads, key=lambda file: -reads[file])),
     )
 
 
-def _reads(plan: Plan, share: dict[str, list[int]]) -> Iterator[Transfer]:
-    for each in share.get("tensors", ()):
-        yield from plan.units[each].transfers
-    for each in share.get("checks", ()):
-        yield from plan.checks[each].first
-        yield from plan.checks[each].second
-
-
-def _pieces(plan: Plan) -> Iterator[_Piece]:
-    """Yield what is not divided further."""
+def _proofs(plan: Plan) -> Iterator[_Piece]:
+    """Yield what may refuse a conversion."""
     for number, check in enumerate(plan.checks):
-        yield 2 * check.nbytes, "checks", [number]
-    for number, each in enumerate(plan.recoded):
-        if each.action in MEASURED_BY_READING:
-            yield nbytes(each.dtype, each.shape), "measures", [number]
+        yield _Piece(2 * check.nbytes, "checks", [number])
+    for number, step in enumerate(plan.recoded):
+        if step.action in MEASURED_BY_READING:
+            yield _Piece(nbytes(step.dtype, step.shape), "measures", [number])
+
+
+def _tensors(plan: Plan) -> Iterator[_Piece]:
+    """Yield the units of a plan; the buffers that one tensor is encoded as together."""
     together: dict[str, list[int]] = {}
     for number, tensor in enumerate(plan.units):
         if tensor.step is not None:
@@ -464,4 +455,39 @@ def _pieces(plan: Plan) -> Iterator[_Piece]:
     for number, tensor in enumerate(plan.units):
         group = [number] if tensor.step is None else together[tensor.step.tensor]
         if group[0] == number:
-            yield sum(plan.units[each].nbytes for each in group), "tensors", group
+            yield _Piece(sum(plan.units[each].nbytes for each in group), "tensors", group)
+
+
+def _files(plan: Plan) -> Iterator[_Piece]:
+    """Yield the units of each file; those without bytes are in none.
+
+    A unit that lies in several files is made anew for each of them. Where that is much beside the files, as where ranks
+    share every tensor, these are one piece.
+    """
+    places: list[dict[str, int]] = []
+    own, beyond = Counter[str](), Counter[str]()
+    for unit in plan.units:
+        inside = Counter[str]()
+        for place in unit.everywhere:
+            inside[place.file] += place.size
+        places.append(dict(inside) if unit.nbytes else {"": 0})
+        own.update(inside)
+        beyond.update({file: unit.nbytes - size for file, size in inside.items()})
+    wasteful = {file for file in own if beyond[file] * _LITTLE > own[file]}
+    together = Unions[str]()
+    for unit, sizes in zip(plan.units, places, strict=True):
+        parted = [file for file, size in sizes.items() if size < unit.nbytes]
+        if not wasteful.isdisjoint(parted):
+            for file in parted[1:]:
+                together.join(file, parted[0])
+    files: dict[str, dict[str, None]] = {}
+    units: dict[str, list[int]] = {}
+    for number, sizes in enumerate(places):
+        for piece in dict.fromkeys(map(together.first, sizes)):
+            units.setdefault(piece, []).append(number)
+        for file in sizes:
+            files.setdefault(together.first(file), {})[file] = None
+    for piece, group in units.items():
+        yield _Piece(
+            sum(plan.units[each].nbytes for each in group), "tensors", group, tuple(filter(None, files[piece]))
+        )

@@ -27,8 +27,8 @@ from transaxle.arguments import Axes, Config, PathLike, Size, read_flag, read_pa
 from transaxle.axes.notation.name import own_name
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from transaxle.errors import refuse
-from transaxle.formats.staging.location import on_this_machine
 from transaxle.formats.storage.storage import is_url
+from transaxle.formats.store.location import on_this_machine
 from transaxle.live.asynchronous import SaveJob, async_save
 from transaxle.live.extra_state import FILE, MODEL, Extras, written
 from transaxle.live.integrations.step_checkpoints import remove, stored_bytes

@@ -17,12 +17,12 @@ from torch import nn
 from transaxle.arguments import PathLike, read_count, read_path
 from transaxle.errors import TransaxleError, gathered, refuse
 from transaxle.formats.registry import MANIFEST
-from transaxle.formats.remote.service import Service
-from transaxle.formats.staging.leftovers import clean, discard, leftovers
-from transaxle.formats.staging.location import on_this_machine
-from transaxle.formats.staging.place import LocalFolder, RemoteFolder, strangers
-from transaxle.formats.staging.upload import turn
 from transaxle.formats.storage.storage import is_url
+from transaxle.formats.store.leftovers import clean, discard, leftovers
+from transaxle.formats.store.location import on_this_machine
+from transaxle.formats.store.place import LocalFolder, RemoteFolder, strangers
+from transaxle.formats.store.service import Service
+from transaxle.formats.store.upload import turn
 from transaxle.live.asynchronous import SaveJob, async_save
 from transaxle.live.derived import kept_elsewhere, partitioned
 from transaxle.live.extra_state import EXTRA, FILE, Extras

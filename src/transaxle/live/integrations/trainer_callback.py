@@ -20,8 +20,8 @@ from typing import Any
 from transaxle.arguments import Axes, Config, PathLike, Size, read_flag, read_path, suggests
 from transaxle.errors import refuse
 from transaxle.formats.registry import MANIFEST
-from transaxle.formats.staging.location import on_this_machine, storage_at
 from transaxle.formats.storage.storage import is_url
+from transaxle.formats.store.location import on_this_machine, storage_at
 from transaxle.formats.strict_json import parsed
 from transaxle.live.asynchronous import SaveJob, async_save
 from transaxle.live.extra_state import FILE, Random, Stateful

@@ -1,1 +1,0 @@
-"""Repositories of a Hugging Face hub, read in ranges at one commit."""

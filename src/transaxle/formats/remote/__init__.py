@@ -1,1 +1,0 @@
-"""Object stores and web servers, through fsspec."""

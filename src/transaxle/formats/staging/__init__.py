@@ -1,1 +1,0 @@
-"""A target is written beside its place and moved there whole."""

@@ -1,0 +1,656 @@
+"""The target of a checkpoint: what is there and may be replaced, and the single step that puts a finished one there.
+
+A target is a folder or, if its name ends like that of a tensor file, one file. While needed it has two hidden
+neighbours: `.<name>.transaxle-partial`, the work in progress, and `.<name>.transaxle-old`, which holds the replaced
+checkpoint for an instant on file systems that cannot exchange two names.
+
+A folder with weights also holds notes, adapters, a `.git`. Replacing a checkpoint deletes only the files that belong to
+it: those that our manifest lists, if they are unchanged, and files with names that frameworks write. Sub-folders are
+entered only where a format has them. Everything else is a stranger, and the user is told before anything is deleted.
+
+Python lacks three calls of Linux, which are here, with fallbacks for systems and file systems without them: reserving
+space for a file before it is written, so that a full disk is noticed before the work and not during it
+(`os.posix_fallocate` does not help: where the file system cannot reserve, it writes to every block instead); renaming
+only if the target does not exist; and exchanging two names in one step, so that there is no moment without the old or
+the new.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import re
+import shutil
+import stat
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
+from functools import cache, partial
+from pathlib import Path
+from typing import Literal, Protocol, cast
+
+import msgspec
+import xxhash
+
+from transaxle.arguments import EVERYTHING, Overwrite, read_overwrite
+from transaxle.errors import TransaxleError, refuse
+from transaxle.formats.format import Format
+from transaxle.formats.registry import (
+    MANIFEST,
+    SCRATCH,
+    STATE_FOLDER,
+    begins_right,
+    builtin,
+    every_format,
+    installed,
+    is_of_checkpoint,
+    is_one_file,
+    is_step,
+)
+from transaxle.formats.storage.local import failed, unexpanded
+from transaxle.formats.storage.storage import is_plain
+from transaxle.formats.store.service import FILE, Service
+from transaxle.formats.strict_json import NotJsonError, parsed_as
+
+_AT_FDCWD = -100
+_NOREPLACE, _EXCHANGE = 1, 2
+_IN_MEMORY = frozenset({0x01021994, 0x858458F6})
+"""File systems in memory, tmpfs and ramfs, as `statfs` numbers them."""
+_STATFS = 256
+"""Bytes that hold its result on every Linux; the first word is the type."""
+_NOT_HERE = frozenset({errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY})
+
+
+def reserve(fd: int, size: int) -> bool:
+    """Reserve disk space for the first `size` bytes of an open file; False where that is impossible, or makes no sense.
+
+    In memory, to reserve is to allocate every page, by one processor, before the workers begin.
+
+    Raises:
+        OSError: ENOSPC, EFBIG, EIO, ….
+    """
+    if _is_in_memory(fd):
+        return False
+    call = _linux("fallocate", ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    return call is not None and _succeeded(lambda: call(fd, 0, 0, size))
+
+
+def _is_in_memory(fd: int) -> bool:
+    call = _linux("fstatfs", ctypes.c_int, ctypes.c_void_p)
+    status = ctypes.create_string_buffer(_STATFS)
+    return call is not None and call(fd, status) == 0 and ctypes.c_ulong.from_buffer(status).value in _IN_MEMORY
+
+
+def rename_new(old: str, new: str) -> None:
+    """Rename to a name that does not exist yet.
+
+    Where the file system cannot check and rename in one step, another process that creates the name in between loses
+    a file or an empty folder.
+
+    Raises:
+        FileExistsError: the new name is taken.
+        OSError: anything else that stands against it.
+    """
+    if _renameat2(old, new, _NOREPLACE):
+        return
+    if os.path.lexists(new):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), new)
+    os.rename(old, new)  # noqa: PTH104
+
+
+def exchange(first: str, second: str) -> bool:
+    """Exchange two existing names in one step; False if the file system cannot.
+
+    Raises:
+        OSError: any other failure.
+    """
+    return _renameat2(first, second, _EXCHANGE)
+
+
+def _renameat2(old: str, new: str, flags: int) -> bool:
+    text = ctypes.c_char_p
+    call = _linux("renameat2", ctypes.c_int, text, ctypes.c_int, text, ctypes.c_uint)
+    if call is None:
+        return False
+    return _succeeded(lambda: call(_AT_FDCWD, os.fsencode(old), _AT_FDCWD, os.fsencode(new), flags))
+
+
+@cache
+def _linux(name: str, *types: type) -> Callable[..., int] | None:
+    """Return a function of the C library, None where there is none."""
+    if sys.platform != "linux":
+        return None
+    try:
+        call = getattr(ctypes.CDLL(None, use_errno=True), name)
+    except (AttributeError, OSError):
+        return None
+    call.argtypes, call.restype = types, ctypes.c_int
+    return cast("Callable[..., int]", call)
+
+
+def _succeeded(call: Callable[[], int]) -> bool:
+    """Tell whether a call worked (True) or is not supported (False); raise OSError for any other failure."""
+    while call() != 0:
+        number = ctypes.get_errno()
+        if number in _NOT_HERE:
+            return False
+        if number != errno.EINTR:
+            raise OSError(number, os.strerror(number))
+    return True
+
+
+EntryKind = Literal["file", "folder", "special"]
+
+_BESIDE = frozenset({
+    MANIFEST, "config.json", "params.json", "generation_config.json", "tokenizer.json", "tokenizer.model",
+    "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt",
+    "spiece.model", "sentencepiece.bpe.model", "tekken.json", "chat_template.json", "chat_template.jinja",
+    "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json", "hf_quant_config.json",
+    "quantization_config.json",
+})  # fmt: skip
+"""Names of files that frameworks write beside the tensors."""
+_LONGEST_TAG = 4096
+_LONGEST_MANIFEST = 1 << 30
+_COMPARED = 64 << 20
+"""Cap on the bytes of a listed file that are compared with the manifest."""
+_SHOWN = 8
+_WAY_OUT = f'--overwrite={EVERYTHING} (overwrite="{EVERYTHING}").'
+ELSEWHERE = "Choose another place."
+_HEAD = 16
+
+
+class ReplaceableFolder(Protocol):
+    """A folder that may be replaced, local or remote."""
+
+    def top(self) -> Mapping[str, EntryKind]:
+        """Return its direct contents."""
+
+    def inside(self, name: str) -> Iterable[str]:
+        """Return the files in a sub-folder and below it, `a/b/c`; anything but a regular file ends in `/`."""
+
+    def read(self, name: str, most: int) -> bytes | None:
+        """Return the bytes of a file; None if they are more than `most`."""
+
+
+class _ListedFile(msgspec.Struct):
+    """The manifest's record of a file."""
+
+    size: int
+    head: int
+    xxh3: str
+
+
+class _ManifestFiles(msgspec.Struct):
+    """The part of the manifest that lists the checkpoint's files."""
+
+    files: dict[str, _ListedFile]
+
+
+def several_files(target: str) -> TransaxleError:
+    """Return the refusal to write several files where the target is one."""
+    return refuse(
+        "UNSUPPORTED", "the target is a single file, but several are to be written", file=target, hint="Give a folder."
+    )
+
+
+def irreplaceable(folder: ReplaceableFolder, overwrite: Overwrite) -> tuple[str, str]:
+    """Return why a folder must stay, and a hint; two empty texts if it may be replaced.
+
+    Raises:
+        StorageError: IO.
+    """
+    top = folder.top()
+    if not top:
+        return "", ""
+    files = (name for name, kind in top.items() if kind == "file")
+    if not any(name.endswith(MANIFEST) or is_of_checkpoint(name) for name in files) and not any(map(is_step, top)):
+        return "the folder does not hold a checkpoint", ELSEWHERE
+    foreign = [] if overwrite == EVERYTHING else strangers(folder)
+    if not foreign:
+        return "", ""
+    rest = f" and {len(foreign) - _SHOWN:,} more" if len(foreign) > _SHOWN else ""
+    shown = ", ".join(foreign[:_SHOWN])
+    verb = "belongs" if len(foreign) == 1 else "belong"
+    reason = f"{shown}{rest} {verb} to no checkpoint, and would be deleted with the checkpoint in that folder"
+    return reason, f"Move these files elsewhere, or replace everything: {_WAY_OUT}"
+
+
+def when_kept(reason: str, hint: str) -> tuple[str, str]:
+    """Return what an error adds about a target that exists and was not to be replaced, and its hint.
+
+    Args:
+        reason: why it must stay even if it is to be replaced; empty if it may be.
+        hint: what goes with the reason.
+    """
+    if not reason:
+        return "", "Choose another place, or replace it with --overwrite (overwrite=True)."
+    return f", and overwriting it would be refused: {reason}", hint
+
+
+def strangers(folder: ReplaceableFolder) -> list[str]:
+    """Return the files of a folder that belong to no checkpoint; sub-folders end in `/`.
+
+    Raises:
+        StorageError: IO.
+    """
+    unknown = _unknown_to(builtin().values(), folder)
+    # What no format that ships knows may be of one that is installed: these are asked before anybody is refused.
+    return _unknown_to(every_format(), folder) if unknown and installed() else unknown
+
+
+def _unknown_to(formats: Collection[Format], folder: ReplaceableFolder) -> list[str]:
+    top = folder.top()
+    listed = _listed(folder) if top.get(MANIFEST) == "file" else {}
+    inner = {STATE_FOLDER} | {name.partition("/")[0] for name in listed if "/" in name}
+    newest = {_tag(folder, record.newest) for record in formats if record.newest in top}
+    steps = {name for name in top if is_step(name)} | newest
+    here = [record for record in formats if record.inner and any(map(record.file_pattern.fullmatch, top))]
+
+    def belongs(name: str) -> bool:
+        folder_name, _, rest = name.partition("/")
+        if not rest:
+            expected = name in _BESIDE or any(_is_of(record, name) or name in record.sidecars for record in formats)
+        elif folder_name in steps:
+            expected = any(_is_of(record, rest) for record in formats if record.steps)
+        elif folder_name == STATE_FOLDER:
+            expected = any(_is_of(record, rest) for record in formats if not record.steps)
+        else:
+            expected = any(_is_of(record, name) for record in here)
+        return expected or (name in listed and _unchanged(folder, name, listed[name]))
+
+    foreign: list[str] = []
+    for name, kind in sorted(top.items()):
+        if kind == "folder":
+            entered = name in inner or name in steps or any(name == record.inner for record in here)
+            foreign += [path for path in folder.inside(name) if not belongs(path)] if entered else [f"{name}/"]
+        elif kind == "special" or not belongs(name):
+            foreign.append(name)
+    return foreign
+
+
+def _is_of(kind: Format, path: str) -> bool:
+    return kind.file_pattern.fullmatch(path) is not None
+
+
+def _tag(folder: ReplaceableFolder, name: str) -> str:
+    """Return the sub-folder that a tag file names; empty if it names none."""
+    tag = (folder.read(name, _LONGEST_TAG) or b"").decode("utf-8", "replace").strip()
+    return tag if is_plain(tag) else ""
+
+
+def _listed(folder: ReplaceableFolder) -> Mapping[str, _ListedFile]:
+    """Return the files that the manifest lists; empty if it cannot be read."""
+    text = folder.read(MANIFEST, _LONGEST_MANIFEST)
+    try:
+        return {} if text is None else parsed_as(text, _ManifestFiles).files
+    except NotJsonError:
+        return {}
+
+
+def _unchanged(folder: ReplaceableFolder, name: str, record: _ListedFile) -> bool:
+    """Tell whether a listed file is still as it was written: an edited one belongs to whoever edited it."""
+    if record.head != record.size or record.size > _COMPARED:
+        return True
+    data = folder.read(name, record.size)
+    return data is not None and len(data) == record.size and xxhash.xxh3_128_hexdigest(data) == record.xxh3
+
+
+class LocalFolder:
+    """A folder of this machine.
+
+    Args:
+        path: where it is.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def top(self) -> Mapping[str, EntryKind]:
+        """See `ReplaceableFolder`; a link counts as a file: removing it takes nothing from what it leads to."""
+        with os.scandir(self._path) as entries:
+            return {entry.name: _kind(entry) for entry in entries}
+
+    def inside(self, name: str) -> Iterator[str]:
+        """See `ReplaceableFolder`."""
+        with os.scandir(self._path / name) as entries:
+            contents = sorted((entry.name, _kind(entry)) for entry in entries)
+        if not contents:
+            yield f"{name}/"
+        for child, kind in contents:
+            if kind == "folder":
+                yield from self.inside(f"{name}/{child}")
+            else:
+                yield f"{name}/{child}" + "/" * (kind == "special")
+
+    def read(self, name: str, most: int) -> bytes | None:
+        """See `ReplaceableFolder`."""
+        path = self._path / name
+        if not path.is_file() or path.stat().st_size > most:
+            return None
+        with path.open("rb") as file:
+            return file.read(most)
+
+
+class RemoteFolder:
+    """A folder of a service.
+
+    Args:
+        service: what is asked; its path is the folder.
+    """
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def top(self) -> Mapping[str, EntryKind]:
+        """See `ReplaceableFolder`."""
+        contents: dict[str, EntryKind] = {}
+        for member in self._service.members(self._service.path, self._service.shown):
+            name = str(member["name"]).rstrip("/").rpartition("/")[2]
+            if str(member["name"]).rstrip("/") != self._service.path.rstrip("/"):
+                contents[name] = "file" if member.get("type") == FILE else "folder"
+        return contents
+
+    def inside(self, name: str) -> list[str]:
+        """See `ReplaceableFolder`."""
+        start = f"{self._service.path}/"
+        return [path.removeprefix(start) for path in self._service.below(f"{start}{name}", name)]
+
+    def read(self, name: str, most: int) -> bytes | None:
+        """See `ReplaceableFolder`."""
+        path = f"{self._service.path}/{name}"
+        info = self._service.info(path, name)
+        size = None if info is None else info.get("size")
+        if not isinstance(size, int) or size > most:
+            return None
+        return self._service.fetch(path, 0, size, name) if size else b""
+
+
+def replaced_file(name: str, head: bytes, overwrite: Overwrite) -> tuple[str, str]:
+    """Return why a file must stay, like `irreplaceable` for a folder.
+
+    Args:
+        name: its name.
+        head: its first bytes, from `head_of` or `remote_head_of`.
+        overwrite: the user's option.
+    """
+    if overwrite == EVERYTHING or begins_right(name, head):
+        return "", ""
+    return "the file does not begin like a file of tensors", f"Move it elsewhere, or replace it anyway: {_WAY_OUT}"
+
+
+def head_of(path: Path) -> bytes:
+    """Return the first bytes of a local file."""
+    with path.open("rb") as file:
+        return file.read(_HEAD)
+
+
+def remote_head_of(service: Service, size: int) -> bytes:
+    """Return the first bytes of the remote file of `size` bytes at the service's path."""
+    return service.fetch(service.path, 0, min(size, _HEAD), service.shown) if size else b""
+
+
+def _kind(entry: os.DirEntry[str]) -> EntryKind:
+    if entry.is_symlink():
+        return "file"
+    mode = entry.stat(follow_symlinks=False).st_mode
+    return "file" if stat.S_ISREG(mode) else "folder" if stat.S_ISDIR(mode) else "special"
+
+
+PARTIAL, OLD = "partial", "old"
+"""Suffixes of the two hidden neighbours."""
+
+
+OURS = re.compile(rf"\.(.+)\.transaxle-({PARTIAL}|{OLD})", re.DOTALL)
+"""Name of a hidden neighbour: groups are the target's name and the suffix."""
+
+
+_LONGEST = 200
+"""Cap on the bytes of a name that our suffix still fits within the 255 of file systems."""
+
+
+_EXISTS = "the target already exists"
+JOURNAL, ITEMS, MOVES = "journal", "items", "moves"
+"""Inside `SCRATCH`: the file that lists finished tensors, the folder with the results of work items, and the file that
+says what each of them does.
+"""
+
+
+class TargetPlace:
+    """The place where a checkpoint will be.
+
+    Args:
+        target: the path as the user typed it; a link is followed, so that its destination is replaced, not the link.
+        overwrite: an existing checkpoint there may be replaced; `everything`: with everything in its folder.
+
+    Raises:
+        UsageError: EXISTS for the root of the file system; AMBIGUOUS for an invalid `overwrite`.
+        Refused: NAME_COLLISION for a name that is one of our own.
+        StorageError: IO if it is no path, or the folder around it is missing.
+    """
+
+    def __init__(self, target: str | os.PathLike[str], *, overwrite: Overwrite) -> None:
+        self.typed = os.fspath(target)
+        """The path as the user typed it."""
+        if not self.typed or "\0" in self.typed:
+            raise refuse("IO", f"{self.typed!r} is not a path", file=self.typed)
+        try:
+            self.target = Path(os.path.realpath(self.typed))
+            """Where it is."""
+            is_file = is_one_file(self.typed) and not self.target.is_dir()
+            has_parent = self.target.parent.is_dir()
+            with suppress(FileNotFoundError):
+                self.target.lstat()  # a name that is too long is better refused now than after the work
+        except OSError as error:
+            raise failed(error, "reading its status", self.typed) from error
+        if not self.target.name:
+            raise refuse("EXISTS", "this is the root of the file system", file=self.typed)
+        reserved = next(
+            (segment for segment in self.target.parts if segment == SCRATCH or OURS.fullmatch(segment)), None
+        )
+        if reserved is not None:
+            message = f"the name {reserved} is reserved: the next run beside it deletes everything of that name"
+            raise refuse("NAME_COLLISION", message, file=self.typed, hint="Choose another name.")
+        if not has_parent:
+            message = f"the folder {self.target.parent} does not exist"
+            hint = unexpanded(self.typed) or "Create it first."
+            raise refuse("IO", message, file=self.typed, hint=hint, system=FileNotFoundError)
+        self._overwrite = read_overwrite(overwrite)
+        self.single = self.target.name if is_file else None
+        """Name of the one file to write; None for a folder."""
+        self.partial = neighbour(self.target, PARTIAL)
+        """Folder for the work in progress."""
+        self.old = neighbour(self.target, OLD)
+        """Folder for what is replaced."""
+
+    def check(self, beside: str = "") -> None:
+        """Check that a checkpoint may be put here.
+
+        A folder is replaced only if it is empty or holds a checkpoint, unless the user said otherwise: a slip in the
+        path must not cost a project.
+
+        Args:
+            beside: text about leftovers beside the target, for the error.
+
+        Raises:
+            UsageError: EXISTS.
+            StorageError: IO if it cannot be examined.
+        """
+        if not os.path.lexists(self.typed if not self._overwrite else self.target):
+            return
+        if not self._overwrite:
+            reason, hint = self._if_overwritten(self._irreplaceable)
+            raise refuse("EXISTS", f"{_EXISTS}{reason}", file=self.typed, hint=hint + beside)
+        self._refuse(*self._irreplaceable(self._overwrite))
+
+    def recover(self) -> None:
+        """Put back the checkpoint that a run moved aside before it died while replacing it."""
+        try:
+            if os.path.lexists(self.old):
+                if os.path.lexists(self.target):
+                    shutil.rmtree(self.old)
+                else:
+                    self.old.rename(self.target)
+                    make_durable(self.target.parent)
+        except OSError as error:
+            raise failed(error, "putting the previous checkpoint back", str(self.old)) from error
+
+    @property
+    def replaced(self) -> Path | None:
+        """What a commit would replace; None where nothing is there."""
+        return next((path for path in (self.target, self.old) if os.path.lexists(path)), None)
+
+    @property
+    def moved_aside(self) -> bool:
+        """Whether `recover` has something to put back."""
+        return os.path.lexists(self.old) and not os.path.lexists(self.target)
+
+    def foresee(self) -> None:
+        """Check what `recover` and then `check` would refuse, without changing anything.
+
+        Raises as `check`.
+        """
+        if not self.moved_aside:
+            partial_exists = os.path.lexists(self.partial)
+            self.check(
+                f" {self.partial} was left by another run: transaxle clean removes it." if partial_exists else ""
+            )
+        elif self._overwrite:
+            self._refuse(*irreplaceable(LocalFolder(self.old), self._overwrite))
+        else:
+            _, hint = self._if_overwritten(partial(irreplaceable, LocalFolder(self.old)))
+            message = f"{_EXISTS}: {self.old}, left by a run that died while replacing it, will be put back"
+            raise refuse("EXISTS", message, file=self.typed, hint=hint)
+
+    def check_writable(self) -> None:
+        """Check that files can be created beside the target.
+
+        Raises:
+            OSError: EROFS, EACCES.
+        """
+        folder = self.target.parent
+        by_effect = os.geteuid() != os.getuid()  # where both are the same, C libraries guess worse than the system
+        if not os.access(folder, os.W_OK | os.X_OK, effective_ids=by_effect):
+            read_only = os.statvfs(folder).f_flag & os.ST_RDONLY
+            number = errno.EROFS if read_only else errno.EACCES
+            raise OSError(number, os.strerror(number))
+
+    def publish(self, work: Path) -> None:
+        """Move the finished work to the target. A replaced folder is in a hidden neighbour afterwards; see `sweep`.
+
+        Args:
+            work: `partial`, or the one file in it, with the access of what it replaces.
+
+        Raises:
+            UsageError: EXISTS if the target appeared in the meantime.
+            StorageError: IO.
+        """
+        try:
+            if self.single:
+                self._publish_file(work)
+            else:
+                self._publish_folder(work)
+        except FileExistsError as error:
+            message = "something else created the target in the meantime"
+            raise refuse("EXISTS", message, file=self.typed) from error
+        except OSError as error:
+            raise failed(error, "moving the finished checkpoint into place", self.typed) from error
+
+    def sweep(self) -> None:
+        """Remove the hidden neighbours: abandoned work, or what was replaced. Failure is ignored."""
+        shutil.rmtree(self.partial, ignore_errors=True)
+        if os.path.lexists(self.target):
+            shutil.rmtree(self.old, ignore_errors=True)
+
+    def _refuse(self, reason: str, hint: str) -> None:
+        if reason:
+            raise refuse("EXISTS", f"the target is not replaced: {reason}", file=self.typed, hint=hint)
+
+    def _if_overwritten(self, look: Callable[[Overwrite], tuple[str, str]]) -> tuple[str, str]:
+        """Return why `--overwrite` would not do either, to follow a message, and a hint that names only what would.
+
+        Args:
+            look: what says why a target must stay, as `irreplaceable`.
+        """
+        try:
+            return when_kept(*look(True))
+        except (OSError, TransaxleError):
+            return when_kept("it cannot be examined", ELSEWHERE)
+
+    def _irreplaceable(self, overwrite: Overwrite) -> tuple[str, str]:
+        """Return why an existing target must stay, and a hint; two empty texts if it may be replaced."""
+        try:
+            if not os.path.lexists(self.target):  # a link that leads nowhere yet
+                return "", ""
+            mode = os.lstat(self.target).st_mode
+            if self.single:
+                if not stat.S_ISREG(mode):
+                    return "it is not a regular file", ELSEWHERE
+                return replaced_file(self.target.name, head_of(self.target), overwrite)
+            if not stat.S_ISDIR(mode):
+                return "it is a file, but a folder is to be written", ELSEWHERE
+            current = Path.cwd()
+            if self.target == current or self.target in current.parents:
+                return "it is the current folder, or contains it", ELSEWHERE
+            if self.target.is_mount():
+                return "a file system is mounted there; use a folder inside it", ELSEWHERE
+            return irreplaceable(LocalFolder(self.target), overwrite)
+        except OSError as error:
+            raise failed(error, "reading its status", self.typed) from error
+
+    def _publish_file(self, work: Path) -> None:
+        if self._overwrite:
+            work.replace(self.target)
+        else:
+            rename_new(str(work), str(self.target))
+
+    def _publish_folder(self, work: Path) -> None:
+        if not self._overwrite or not os.path.lexists(self.target):
+            rename_new(str(work), str(self.target))
+        elif exchange(str(work), str(self.target)):
+            try:
+                self._refuse(*irreplaceable(LocalFolder(work), self._overwrite))  # what came since the last look
+            except BaseException:
+                exchange(str(work), str(self.target))
+                raise
+        else:
+            # Not in one step here. A run that dies between the two renames is put right by `recover`.
+            self.target.rename(self.old)
+            try:
+                self._refuse(*irreplaceable(LocalFolder(self.old), self._overwrite))
+                rename_new(str(work), str(self.target))
+            except BaseException:
+                self.old.rename(self.target)
+                raise
+
+
+def neighbour(target: Path, ending: str) -> Path:
+    """Return a hidden neighbour of a target.
+
+    Args:
+        target: where it is, without links.
+        ending: `PARTIAL` or `OLD`.
+    """
+    name = target.name
+    if len(os.fsencode(name)) > _LONGEST:
+        import hashlib
+
+        name = hashlib.sha256(os.fsencode(name)).hexdigest()
+    return target.with_name(f".{name}.transaxle-{ending}")
+
+
+def make_durable(folder: Path) -> None:
+    """Write a folder's directory entries to the disk, on file systems that can.
+
+    Raises:
+        StorageError: IO.
+    """
+    try:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise failed(error, "making the folder durable", str(folder)) from error

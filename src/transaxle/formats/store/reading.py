@@ -1,0 +1,347 @@
+"""Remote storage: range requests to a service, with the guarantees of a local folder as far as possible.
+
+A service has no open files: the object under a name may be another one at the next request. So each is known by its tag
+(its ETag, or whatever the service has) from the first look at it, and after every range that was read the tag is
+compared again: bytes of any other object are refused, never mixed in. Names from a listing are checked like any others.
+Where a service gives one version for ever, as a hub gives a commit, there is nothing to compare.
+
+A request costs about as much as a megabyte. Readers ask for headers, then for adjacent blocks of tensors. So a request
+that continues an earlier one reads twice as much as that one, up to a limit; a request that starts elsewhere reads
+little more than what is wanted. Data is cached until the memory is needed.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import datetime
+from threading import Lock
+from urllib.parse import quote, unquote
+
+import msgspec
+
+from transaxle.errors import Refusal, TransaxleError, refuse
+from transaxle.formats.storage.storage import ByteCount, Listing, Storage, checked_parts, is_plain
+from transaxle.formats.store.service import FILE, RANGES, WEB, Info, Readable, Service
+
+MEMORY = 64 << 20
+"""Default cap on cached bytes."""
+LEAST = 128 << 10
+"""Smallest request, if the file has that many bytes; also the largest gap that is read along instead of skipped."""
+_SHARE = 8
+"""The largest request takes this fraction of the memory: one in `_SHARE`."""
+
+Fetch = Callable[[str, int, int], bytes]
+"""File, first byte, one past the last: returns exactly these bytes or raises."""
+
+
+class _Request(msgspec.Struct, eq=False):
+    """A range of a file that was requested."""
+
+    file: str
+    """Name of the file."""
+    start: int
+    """First byte."""
+    stop: int
+    """One past the last."""
+    data: Future[bytes] = msgspec.field(default_factory=Future)
+    """Its bytes, once they have arrived."""
+
+
+class NearReads:
+    """Reads byte ranges of many files through few requests.
+
+    Args:
+        fetch: makes one request; called from several threads.
+        memory: cap on cached bytes. In addition, each thread holds no more than it asks for at once.
+    """
+
+    def __init__(self, fetch: Fetch, memory: int = MEMORY) -> None:
+        self._fetch = fetch
+        self._memory = memory
+        self._largest = max(memory // _SHARE, LEAST)
+        self._lock = Lock()
+        self._windows: dict[str, dict[int, _Request]] = {}
+        self._recent: OrderedDict[_Request, None] = OrderedDict()
+        self._held = 0
+
+    def read_into(self, file: str, size: int, offset: int, view: memoryview) -> None:
+        """Fill a contiguous view of bytes from `offset`; the file, of `size` bytes, must not end before it is full.
+
+        Raises:
+            TransaxleError: what `fetch` raises.
+        """
+        filled, wanted = 0, view.nbytes
+        while filled < wanted:
+            at = offset + filled
+            window, new = self._window(file, size, at, wanted - filled)
+            if new:
+                self._fill(window)
+            data = memoryview(window.data.result())[at - window.start :][: wanted - filled]
+            view[filled : filled + len(data)] = data
+            filled += len(data)
+
+    def clear(self) -> None:
+        """Drop all cached data."""
+        with self._lock:
+            for window in list(self._recent):
+                self._drop(window)
+
+    def _window(self, file: str, size: int, at: int, wanted: int) -> tuple[_Request, bool]:
+        """Return the request that covers a byte; True if it is new, so that the caller must fill it."""
+        with self._lock:
+            requests_of_file = self._windows.setdefault(file, {})
+            previous: _Request | None = None
+            stop = size
+            for window in requests_of_file.values():
+                if window.start <= at < window.stop:
+                    self._recent.move_to_end(window)
+                    return window, False
+                if window.start > at:
+                    stop = min(stop, window.start)  # what is there already is not asked for again
+                elif at - window.stop <= LEAST and (previous is None or window.stop > previous.stop):
+                    previous = window
+            read_length = LEAST
+            if previous is not None:
+                read_length = 2 * (previous.stop - previous.start)
+                self._recent.move_to_end(previous, last=False)  # read to its end: the first to be forgotten
+            stop = min(stop, at + min(max(wanted, read_length), self._largest))
+            if not self._make_room(stop - at):
+                stop = min(stop, at + wanted)
+            window = requests_of_file[at] = _Request(file, at, stop)
+            self._recent[window] = None
+            self._held += stop - at
+            return window, True
+
+    def _fill(self, window: _Request) -> None:
+        try:
+            window.data.set_result(self._fetch(window.file, window.start, window.stop))
+        except BaseException as error:
+            with self._lock:
+                self._drop(window)
+            window.data.set_exception(error)  # for the others who wait for it
+            raise
+
+    def _make_room(self, size: int) -> bool:
+        """Drop the least recently used data; False if pending requests occupy all the memory."""
+        for window in list(self._recent):
+            if self._held + size <= self._memory:
+                break
+            if window.data.done():
+                self._drop(window)
+        return self._held + size <= self._memory
+
+    def _drop(self, window: _Request) -> None:
+        if window in self._recent:
+            del self._recent[window], self._windows[window.file][window.start]
+            self._held -= window.stop - window.start
+
+
+_TAGS = ("ETag", "etag", "generation", "blob_id", "oid", "sha256", "Content-MD5", "Digest")
+"""Names under which services state the tag of an object's content; the first that exists counts."""
+_TIMES = ("LastModified", "Last-Modified", "last_modified", "mtime", "updated", "created")
+"""Names under which they state its time of change."""
+
+
+class ObjectStamp(msgspec.Struct, frozen=True):
+    """Identifies one version of an object."""
+
+    size: int
+    """Bytes."""
+    tag: str
+    """Tag of the content, or time of change; empty if the service states neither."""
+
+
+class RemoteStorage(Storage):
+    """The files under one URL, or one file and the folder around it (see `formats.storage.Storage`).
+
+    Listings are cached: a checkpoint is what it was when it was opened.
+
+    Args:
+        url: a folder or a file; a trailing `/` says that it is a folder.
+        memory: cap on the cached bytes that were read ahead.
+        service: what the URL leads to; None: what fsspec knows.
+
+    Raises:
+        Refused: UNSUPPORTED if no installed package knows the scheme.
+        StorageError: IO if it is missing or unreadable; the hint names the most similar place beside it.
+    """
+
+    def __init__(self, url: str, memory: int = MEMORY, service: Readable | None = None) -> None:
+        self._service = service or Service(url)
+        self._path = self._service.shown
+        self._web = self._service.scheme in WEB
+        self._root, self._query = self._service.path, ""
+        self._single: str | None = None
+        self._stamps: dict[str, ObjectStamp] = {}
+        self._listings: dict[str, Listing] = {}
+        self._ahead = NearReads(self._fetch, memory)
+        self._bytes_read = ByteCount()
+        self._closed = False
+        info = None if url.endswith("/") else self._service.info(self._root, self._path)
+        if info is not None and info.get("type") == FILE:
+            self._become_single(info)
+        elif info is None and not self._service.members(self._root, self._path):
+            message = "no such file or folder"
+            raise refuse("IO", message, file=self._path, hint=self._similar(), system=FileNotFoundError)
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes that were asked for so far; see `Storage.bytes_read`."""
+        return self._bytes_read.total
+
+    @property
+    def path(self) -> str:
+        """The URL as the user typed it, without password and query string; of a hub, at the commit that is read."""
+        return self._path
+
+    @property
+    def single(self) -> str | None:
+        """Name of the one file that the URL denotes; None where it denotes a folder."""
+        return self._single
+
+    def listing(self, folder: str = "") -> Listing:
+        """List a folder of the checkpoint; see `Storage.listing`.
+
+        Around a single file, whose folder the service may not list, there is at least the file itself.
+        """
+        if folder not in self._listings:
+            try:
+                self._listings[folder] = self._list(folder)
+            except TransaxleError:
+                if not self._single or folder:
+                    raise
+                self._listings[folder] = Listing((self._single,), (), {})
+        return self._listings[folder]
+
+    def size(self, name: str) -> int:
+        """Return the size of a file in bytes; see `Storage.size`."""
+        return self._stamp(name).size
+
+    def version(self, name: str) -> str:
+        """Return a text that changes when the file does: its tag and size; see `Storage.version`."""
+        self._check(name)
+        stamp = self._stamp(name)
+        return f"{stamp.tag}-{stamp.size}"
+
+    def read_into(self, name: str, offset: int, view: memoryview) -> None:
+        """Fill a writable contiguous view with the bytes that start at `offset`; see `Storage.read_into`."""
+        size = self._stamp(name).size
+        with view.cast("B") as octets:
+            if offset + octets.nbytes > size:
+                raise refuse(
+                    "CORRUPT",
+                    f"the file is truncated: it ends at {size}, and bytes {offset} to {offset + octets.nbytes} "
+                    "were requested",
+                    file=name,
+                    hint="Upload the file again.",
+                )
+            self._bytes_read.add(octets.nbytes)
+            self._ahead.read_into(name, size, offset, octets)
+
+    def recheck(self) -> None:
+        """Check that no file that was read has changed since; see `Storage.recheck`."""
+        for name in tuple(self._stamps):
+            self._check(name)
+
+    def close(self) -> None:
+        """Forget what was read ahead."""
+        self._closed = True
+        self._ahead.clear()
+
+    def _become_single(self, info: Info) -> None:
+        path, _, self._query = self._root.partition("?") if self._web else (self._root, "", "")
+        self._root, _, last_segment = path.rpartition("/")
+        self._single = unquote(last_segment) if self._web else last_segment
+        self._stamps[self._single] = _stamp(info)
+
+    def _place(self, name: str) -> str:
+        """Return the client's name for a file or folder of the checkpoint."""
+        parts = checked_parts(name)
+        path = "/".join((self._root, *(map(quote, parts) if self._web else parts)))
+        return f"{path}?{self._query}" if self._query and name == self._single else path
+
+    def _list(self, folder: str) -> Listing:
+        place = self._place(folder) if folder else self._root
+        start = f"{place}/"
+        names, folders = dict[str, ObjectStamp](), list[str]()
+        special: dict[str, Refusal] = {}
+        for member in self._service.members(place, folder or self._path):
+            path = str(member["name"]).partition("?")[0] if self._web else str(member["name"])
+            if path.rstrip("/") == place:
+                continue  # an object that stands for the folder itself
+            is_file = member.get("type") == FILE and not (self._web and path.endswith("/"))
+            name = path.removeprefix(start).removesuffix("" if is_file else "/")
+            name = unquote(name) if self._web else name
+            if not path.startswith(start) or not is_plain(name) or not _is_text(name):
+                name = name.encode("utf-8", "backslashreplace").decode()
+                special[name] = refuse("PATH_ESCAPE", f"{name!r} is not the name of a file", file=name).refusals[0]
+            elif not is_file:
+                folders.append(name)
+            elif member.get("size") is None:
+                names[name] = self._look(f"{folder}/{name}" if folder else name)
+            else:
+                names[name] = _stamp(member)
+        for name, stamp in names.items():
+            self._stamps.setdefault(f"{folder}/{name}" if folder else name, stamp)
+        return Listing(tuple(sorted(names)), tuple(sorted(set(folders) - names.keys())), special)
+
+    def _stamp(self, name: str) -> ObjectStamp:
+        if self._closed:
+            raise ValueError(f"{name}: the checkpoint is closed; open it again to read from it")
+        if name not in self._stamps:
+            self._stamps.setdefault(name, self._look(name))
+        return self._stamps[name]
+
+    def _look(self, name: str) -> ObjectStamp:
+        """Ask the service for the current version of the object under a name."""
+        info = self._service.info(self._place(name), name)
+        if info is None:
+            raise refuse("IO", "no such file", file=name, system=FileNotFoundError)
+        if info.get("type") != FILE:
+            raise refuse("UNSUPPORTED", "this is a folder, not a file", file=name)
+        return _stamp(info)
+
+    def _check(self, name: str) -> None:
+        """Refuse an object that is no longer the version first seen under its name."""
+        if not self._service.pinned and self._look(name) != self._stamp(name):
+            raise refuse("CORRUPT", "the file was changed while the checkpoint was open", file=name)
+
+    def _fetch(self, name: str, start: int, stop: int) -> bytes:
+        """Make one request; its bytes count only if the object has the same version afterwards."""
+        try:
+            data = self._service.fetch(self._place(name), start, stop, name)
+        except TransaxleError:
+            self._check(name)  # a better reason for the failure, if there is one
+            raise
+        self._check(name)
+        if len(data) != stop - start:
+            message = f"bytes {start} to {stop} were requested, but the service sent {len(data)}"
+            raise refuse("IO", message, file=name, hint=RANGES)
+        return data
+
+    def _similar(self) -> str:
+        """Suggest the place beside a missing one whose name is closest; empty if none is close."""
+        above, _, missing = self._root.rpartition("/")
+        try:
+            beside = [str(member["name"]).rstrip("/").rpartition("/")[2] for member in self._service.members(above, "")]
+        except TransaxleError:
+            return ""
+        close = difflib.get_close_matches(missing, beside, n=1)
+        return f"Did you mean {self._path.rstrip('/').removesuffix(missing)}{close[0]}?" if close else ""
+
+
+def _stamp(info: Info) -> ObjectStamp:
+    size = info.get("size")
+    if not isinstance(size, int):
+        message = "the service does not tell the file's length"
+        raise refuse("UNSUPPORTED", message, file=str(info.get("name", "")).partition("?")[0])
+    tag = next((info[key] for key in (*_TAGS, *_TIMES) if info.get(key)), "")
+    # Azure's client gives tags in quotation marks, but not in listings.
+    return ObjectStamp(size, str(tag.timestamp() if isinstance(tag, datetime) else tag).strip('"'))
+
+
+def _is_text(name: str) -> bool:
+    return name == name.encode("utf-8", "replace").decode()

@@ -1,0 +1,537 @@
+"""Staging: a checkpoint is written beside its target and moved there whole; until then the target is untouched.
+
+Everything is written to a hidden folder next to the target. Committing makes it durable (files, folders, and the rename
+itself) and renames it in one step. A process that dies at any point leaves the target as it was; a run that resumes
+continues the hidden folder, and any other is refused where something in it is finished, unless it overwrites. The
+hidden name is always the same, so nothing piles up, and its lock keeps two runs apart.
+
+A `Writer` writes byte ranges into the files of a checkpoint in the making that another process has created.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shlex
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from threading import Lock
+from types import TracebackType
+from typing import Literal, Self
+
+from transaxle.arguments import Overwrite
+from transaxle.errors import refuse
+from transaxle.formats.registry import SCRATCH
+from transaxle.formats.storage.copier import Steps
+from transaxle.formats.storage.local import failed
+from transaxle.formats.storage.storage import Handles, checked_parts
+from transaxle.formats.store.access import PRIVATE_FILE, PRIVATE_FOLDER, give_alike, is_empty
+from transaxle.formats.store.leftovers import FOLDER, Claim, busy, finished_in, joined, leftover_at, lock, opened
+from transaxle.formats.store.place import TargetPlace, make_durable, reserve, several_files
+
+_MAKING = "making the folder for the unfinished work"
+_CREATE = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+_REOPEN = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class Staging:
+    """A checkpoint that is being written: a context that ends with `commit`, or leaves nothing behind.
+
+    Several threads may write. After `commit` the target holds the new checkpoint and nothing of the old one.
+
+    Args:
+        target: a folder, or one file if it ends in `.safetensors`, `.bin`, `.pt` or `.pth`.
+        overwrite: replace an existing checkpoint, which stays readable until the new one is complete. `everything`:
+            also delete everything else in its folder; otherwise such a folder is refused.
+        resume: continue the work of an earlier run, and keep this run's work if it fails too.
+        sync: make everything durable before the rename. Without it a power cut may leave damaged files.
+
+    Raises:
+        UsageError: EXISTS if the target exists and may not be replaced, or another run is writing it.
+        StorageError: IO if the folder around it is missing or cannot be written.
+    """
+
+    ordered: Literal[False] = False
+    """The bytes of a file may come in any order, and from several threads."""
+
+    def __init__(
+        self, target: str | os.PathLike[str], *, overwrite: Overwrite = False, resume: bool = False, sync: bool = True
+    ) -> None:
+        self._place = TargetPlace(target, overwrite=overwrite)
+        self._resume = resume
+        self._overwrite = overwrite
+        self._sync = sync
+        self._sizes: dict[str, int] = {}
+        self._unsynced: set[str] = set()
+        self._unsynced_lock = Lock()
+        self._handles = Handles(self._reopen, self._close)
+        replaced = self._place.replaced
+        self._folder_mode = 0o777 if replaced is None else PRIVATE_FOLDER
+        self._file_mode = 0o666 if replaced is None or is_empty(replaced) else PRIVATE_FILE
+        self._claim = Claim(self._place.partial, self._place.typed, self._folder_mode)
+        self.found: tuple[str, ...] = ()
+        """What a killed run had left beside the target, and what became of it."""
+        self._given_up = False
+
+    @property
+    def path(self) -> Path:
+        """The hidden folder that holds the files until they are committed."""
+        return self._place.partial
+
+    @property
+    def scratch(self) -> Path:
+        """A folder for files that a resumed run needs but the checkpoint does not hold: the journal."""
+        return self.path / SCRATCH
+
+    @property
+    def single(self) -> str | None:
+        """Name of the target if it is a file: then exactly one file can be written, under any name."""
+        return self._place.single
+
+    @property
+    def moved_aside(self) -> bool:
+        """Whether a run died while it replaced the target; entering the context puts the old checkpoint back."""
+        return self._place.moved_aside
+
+    def look(self, folder: Mapping[str, int], file: Mapping[str, int]) -> None:
+        """Refuse what entering and preparing would refuse, without creating or removing anything.
+
+        Args:
+            folder: names and sizes of the files, if the target is a folder.
+            file: the same of the one file, if the target is a file.
+
+        Raises as entering the context and `prepare` do.
+        """
+        files = folder if self.single is None else file
+        if self.single and len(files) > 1:
+            raise several_files(self._place.typed)
+        self._place.foresee()
+        with _as_storage_error(_MAKING, str(self.path)):
+            self._claim.look(unlocked=self._resume)
+            self._refuse_unfinished()
+            self._place.check_writable()
+        with _as_storage_error("looking up the free space", str(self.path)):
+            freed = sum(path.lstat().st_blocks * 512 for path in self.path.rglob("*"))
+            self._check_space(sum(files.values()), self.path.parent, freed)
+
+    def __enter__(self) -> Self:
+        created = False
+        try:
+            with _as_storage_error(_MAKING, str(self.path)):
+                created = self._claim.take(unlocked=self._resume)
+                if not created and self._folder_mode == PRIVATE_FOLDER:
+                    self.path.chmod(PRIVATE_FOLDER)
+                self.found = self._left(created=created)
+                self._refuse_unfinished()
+                self._place.recover()
+                self._place.check(
+                    "" if created else f" {self.path} was left by another run: transaxle clean removes it."
+                )
+                if not self._resume or not self.scratch.is_dir():
+                    _empty(self.path)
+                self.scratch.mkdir(exist_ok=True)
+        except BaseException:
+            if created:
+                self._place.sweep()
+            self._claim.release()
+            raise
+        return self
+
+    def _refuse_unfinished(self) -> None:
+        """Refuse to throw away what another run has finished, unless the user says so."""
+        finished = "" if self._resume or self._overwrite else finished_in(self.scratch)
+        if finished:
+            clean = f"transaxle clean {shlex.quote(self._place.typed)}"
+            hint = f"Continue it with --resume (resume=True), or remove it:  {clean}"
+            message = f"beside the target is unfinished work: {finished}"
+            raise refuse("EXISTS", message, file=self._place.typed, hint=hint)
+
+    def _left(self, *, created: bool) -> tuple[str, ...]:
+        """Describe the leftovers of an earlier run, before they are put back, continued or removed."""
+        place, notes = self._place, []
+        if os.path.lexists(place.old):
+            leftover = leftover_at(place.old, place.target)
+            fate = "removed" if os.path.lexists(place.target) else "put back"
+            notes.append(f"{leftover.path}, left by a killed run ({leftover.what}), was {fate}")
+        if not created and not (self._resume and self.scratch.is_dir()):
+            leftover = leftover_at(place.partial, place.target)
+            notes.append(f"{leftover.path}, left by a killed run ({leftover.what}), was removed")
+        return tuple(notes)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._claim.taken:
+            return
+        self._given_up = True
+        self._handles.close()
+        if not self._resume or not self.scratch.is_dir():
+            self._place.sweep()
+        self._claim.release()
+
+    def mark(self) -> str:
+        """Leave a mark by which a `Writer` tells this run's folder from a later one of the same name; return it.
+
+        Raises:
+            StorageError: NO_SPACE, IO.
+        """
+        run = f"run-{os.urandom(8).hex()}"
+        with _as_storage_error(_MAKING, str(self.path)):
+            (self.scratch / run).touch()
+        return run
+
+    def share(self) -> None:
+        """Let other processes write into the prepared files, each with a `Writer` that shares the claim.
+
+        Raises:
+            UsageError: EXISTS if another run took the claim meanwhile.
+        """
+        self._claim.share()
+
+    def take_back(self) -> None:
+        """Wait until these processes have closed their writers; nobody else writes afterwards.
+
+        Raises:
+            UsageError: EXISTS if one of them does not, or another run took the claim meanwhile.
+        """
+        self._claim.take_back()
+
+    def prepare(self, files: Mapping[str, int]) -> frozenset[str]:
+        """Create all files of known size, with their disk space where the file system can reserve it.
+
+        Args:
+            files: name (`a` or `folder/a`) to size in bytes.
+
+        Returns:
+            The files that an earlier run had created with just this size; the bytes it wrote are still in them.
+
+        Raises:
+            Refused: PATH_ESCAPE; UNSUPPORTED if the target is one file and these are not one.
+            StorageError: NO_SPACE, IO.
+        """
+        paths = {name: self._path(name) for name in files}
+        self._remove_others(frozenset(paths.values()))
+        with _as_storage_error("looking up the free space", str(self.path)):
+            allocated = sum(path.stat().st_blocks * 512 for path in paths.values() if path.is_file())
+            self._check_space(sum(files.values()), self.path, allocated)
+        reused = {name for name, size in files.items() if self._create(name, paths[name], size)}
+        return frozenset(reused)
+
+    def _check_space(self, wanted: int, folder: Path, freed: int) -> None:
+        """Refuse what cannot fit before a byte is reserved: on some file systems reserving takes the memory itself.
+
+        File systems that do not tell their size (some of FUSE) say 0 bytes in all: there writing shows what fits.
+        """
+        space = shutil.disk_usage(folder)
+        free = space.free + freed
+        if space.total and wanted > free:
+            raise refuse(
+                "NO_SPACE",
+                f"{wanted:,} bytes are needed, {free:,} are free",
+                file=self._place.typed,
+                hint="Free some space, or choose another place.",
+            )
+
+    def pwrite(self, file: str, offset: int, view: memoryview) -> None:
+        """Write a contiguous view into a prepared file.
+
+        Raises:
+            StorageError: NO_SPACE, IO.
+        """
+        if not view.nbytes:
+            return
+        self._mark(file, offset, view)
+        with view.cast("B") as octets, self._handles.use(file) as fd:
+            write_at(fd, octets, offset, file)
+
+    def note_write(self, steps: Steps, file: str, offset: int, view: memoryview) -> None:
+        """List that a contiguous view is written; otherwise as `pwrite`."""
+        if view.nbytes:
+            self._mark(file, offset, view)
+            steps.write(steps.opened(file, self._handles), offset, view, partial(self.pwrite, file, offset, view))
+
+    def _mark(self, file: str, offset: int, view: memoryview) -> None:
+        """Note that bytes of a file will be written, which must lie inside it."""
+        if offset < 0 or offset + view.nbytes > self._sizes[file]:
+            raise ValueError(
+                f"{file}: bytes {offset} to {offset + view.nbytes} lie outside its {self._sizes[file]} bytes"
+            )
+        with self._unsynced_lock:
+            self._unsynced.add(file)
+
+    def write(self, file: str, data: bytes) -> None:
+        """Create a file with this content: one whose size was not known before. It may be prepared already.
+
+        Raises:
+            Refused: PATH_ESCAPE.
+            StorageError: NO_SPACE, IO.
+        """
+        self._create(file, self._path(file), len(data))
+        self.pwrite(file, 0, memoryview(data))
+
+    def flush(self, file: str) -> None:
+        """Make a file durable and close it; worth calling when it is complete, so that `commit` need not wait.
+
+        Raises:
+            StorageError: NO_SPACE, IO.
+        """
+        with self._unsynced_lock:
+            dirty = file in self._unsynced
+            self._unsynced.discard(file)
+        if dirty and self._sync:
+            with self._handles.use(file) as fd, _as_storage_error("making it durable", file):
+                os.fsync(fd)
+        self._handles.drop(file)
+
+    def commit(self) -> None:
+        """Make everything durable and move it to its place. All threads must be done writing.
+
+        Raises:
+            UsageError: EXISTS if the target appeared in the meantime.
+            StorageError: NO_SPACE; IO, also if a file was taken away or changed its size in the meantime.
+        """
+        self._place.check()
+        for file in sorted(self._sizes):
+            self.flush(file)
+        self._handles.close()
+        folders = {self.path}
+        for file, size in self._sizes.items():
+            path = self._path(file)
+            folders |= {folder for folder in path.parents if self.path in folder.parents}
+            with _as_storage_error("reading its status before the end", file):
+                if path.lstat().st_size != size:
+                    raise refuse("IO", f"the file should have {size} bytes; another program has changed it", file=file)
+        with _as_storage_error("removing the journal", str(self.scratch)):
+            shutil.rmtree(self.scratch)
+        finished = self._path(next(iter(self._sizes))) if self.single else self.path
+        if os.path.lexists(self._place.target):
+            with _as_storage_error("giving it the access of what it replaces", self._place.typed):
+                give_alike(finished, self._place.target)
+        if self._sync:
+            for folder in sorted(folders, reverse=True):
+                make_durable(folder)
+        # An exchange turns the old target into the hidden folder: the lock protects it until it is swept.
+        with _locked_if_there(self._place.target):
+            self._place.publish(finished)
+            if self._sync:
+                make_durable(self.path.parent)
+            self._place.sweep()
+        self._claim.release()
+
+    def _path(self, name: str) -> Path:
+        parts = checked_parts(name)
+        if parts[0] == SCRATCH:
+            raise refuse("PATH_ESCAPE", f"the name {SCRATCH} is reserved", file=name)
+        return self.path.joinpath(*parts)
+
+    def _create(self, name: str, path: Path, size: int) -> bool:
+        """Create a file, or reuse an existing one of the same size (True)."""
+        if self.single and self._sizes.keys() - {name}:
+            raise several_files(self._place.typed)
+        with _as_storage_error(f"creating it with {size} bytes", name):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            reused = path.is_file() and path.lstat().st_size == size and name not in self._sizes
+            fd = os.open(path, _CREATE | (0 if reused else os.O_TRUNC), self._file_mode)
+            try:
+                if size:
+                    reserve(fd, size)
+                os.ftruncate(fd, size)
+            finally:
+                os.close(fd)
+        self._sizes[name] = size
+        with self._unsynced_lock:
+            self._unsynced.add(name)
+        return reused
+
+    def _reopen(self, name: str) -> int:
+        with _as_storage_error("opening it", name):
+            return os.open(self._path(name), _REOPEN)
+
+    def _close(self, name: str, fd: int) -> None:
+        """Close a descriptor, after a sync that reports any write error the system still holds back."""
+        try:
+            with self._unsynced_lock:
+                dirty = name in self._unsynced and not self._given_up
+            if dirty and self._sync:
+                with _as_storage_error("making it durable", name):
+                    os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def _remove_others(self, wanted: frozenset[Path]) -> None:
+        """Remove files of an earlier run that this one does not write."""
+        with _as_storage_error("removing what an earlier run left", str(self.path)):
+            for path in sorted(self.path.rglob("*"), reverse=True):
+                if path == self.scratch or self.scratch in path.parents or path in wanted:
+                    continue
+                if path.is_dir() and not path.is_symlink():
+                    with suppress(OSError):  # it still holds something that is wanted
+                        path.rmdir()
+                else:
+                    path.unlink()
+
+
+@contextmanager
+def _as_storage_error(doing: str, file: str) -> Iterator[None]:
+    """Turn an OSError into a StorageError that names the action and the file."""
+    try:
+        yield
+    except OSError as error:
+        raise failed(error, doing, file) from error
+
+
+@contextmanager
+def _locked_if_there(folder: Path) -> Iterator[None]:
+    """Lock a folder that is about to become the hidden one, so that no other run claims it."""
+    with ExitStack() as stack:
+        with suppress(OSError):  # nothing is replaced, or a file
+            lock(stack.enter_context(opened(folder)))
+        yield
+
+
+def write_at(fd: int, octets: memoryview, offset: int, file: str) -> None:
+    """Write all bytes of a view to an open file; the system may take several calls.
+
+    Args:
+        fd: the file.
+        octets: what is written.
+        offset: byte of the file at which it begins.
+        file: its name, for errors.
+
+    Raises:
+        StorageError: NO_SPACE, IO; also where the system takes no bytes and gives no reason.
+    """
+    written = 0
+    while written < octets.nbytes:
+        try:
+            written += os.pwrite(fd, octets[written:], offset + written) or _nothing_written()
+        except OSError as error:
+            doing = f"writing {octets.nbytes - written} bytes at offset {offset + written}"
+            raise failed(error, doing, file) from error
+
+
+def _nothing_written() -> int:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def _empty(folder: Path) -> None:
+    for entry in list(os.scandir(folder)):
+        if entry.is_dir(follow_symlinks=False):
+            shutil.rmtree(entry.path)
+        else:
+            Path(entry.path).unlink()
+
+
+_CREATE_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class Writer:
+    """Writes into the files of another process's staging folder.
+
+    The folder is held open, and every file must lie in it: where it was removed and made anew, nothing is written.
+
+    Args:
+        folder: the hidden folder.
+        sync: make what was written durable in `finish`.
+        shared: join the claim of the run that has shared it (`Staging.share`): until this writer is closed, nobody
+            commits, continues or removes the work, where the file system has locks.
+        run: what `Staging.mark` has returned: a folder of another run, which has the same name, is refused. Empty: not
+            looked at.
+
+    Raises:
+        UsageError: EXISTS if another run has claimed the folder.
+        StorageError: IO if there is none.
+    """
+
+    def __init__(self, folder: str | Path, *, sync: bool, shared: bool = False, run: str = "") -> None:
+        self._path = Path(folder)
+        self._sync = sync
+        self._dirty: set[str] = set()
+        try:
+            self._folder = os.open(self._path, FOLDER)
+        except OSError as error:
+            raise failed(error, "opening the folder for the unfinished work", str(self._path)) from error
+        if shared and joined(self._folder) is False:
+            os.close(self._folder)
+            raise busy(str(self._path))
+        try:
+            if run:
+                os.stat(f"{SCRATCH}/{run}", dir_fd=self._folder)
+        except OSError as error:
+            os.close(self._folder)
+            raise failed(error, "looking for the run that this belongs to", str(self._path)) from error
+        self._handles = Handles(self._open, lambda _, fd: os.close(fd))
+
+    def pwrite(self, file: str, offset: int, view: memoryview) -> None:
+        """Write a contiguous view into a file that is there.
+
+        Raises:
+            StorageError: NO_SPACE, IO.
+        """
+        with view.cast("B") as octets, self._handles.use(file) as fd:
+            self._dirty.add(file)
+            write_at(fd, octets, offset, file)
+
+    def note_write(self, steps: Steps, file: str, offset: int, view: memoryview) -> None:
+        """List that a contiguous view is written; otherwise as `pwrite`."""
+        if view.nbytes:
+            self._dirty.add(file)
+            steps.write(steps.opened(file, self._handles), offset, view, partial(self.pwrite, file, offset, view))
+
+    def flush(self) -> None:
+        """Make everything durable that was written here so far.
+
+        Raises:
+            StorageError: NO_SPACE, IO: what the system had held back.
+        """
+        for file in sorted(self._dirty) if self._sync else ():
+            with self._handles.use(file) as fd:
+                try:
+                    os.fsync(fd)
+                except OSError as error:
+                    raise failed(error, "making it durable", file) from error
+        self._dirty.clear()
+
+    def put(self, file: str, data: bytes) -> None:
+        """Create a small file, or replace it: whoever opens it finds all of this content, or the earlier one.
+
+        Raises:
+            StorageError: NO_SPACE, IO; also where its folder is not there.
+        """
+        import secrets  # which only workers need
+
+        making = f"{file}.{secrets.token_hex(8)}"
+        try:
+            fd = os.open(making, _CREATE_NEW, 0o666, dir_fd=self._folder)
+            try:
+                with memoryview(data) as octets:
+                    write_at(fd, octets, 0, file)
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+            os.rename(making, file, src_dir_fd=self._folder, dst_dir_fd=self._folder)
+        except OSError as error:
+            raise failed(error, "creating it", file) from error
+
+    def finish(self) -> None:
+        """Make everything durable that was written here, and close the files; raises as `flush`."""
+        try:
+            self.flush()
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Close the files, and leave the claim."""
+        self._handles.close()
+        with suppress(OSError):  # it is closed already
+            os.close(self._folder)
+        self._folder = -1
+
+    def _open(self, file: str) -> int:
+        try:
+            return os.open(file, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._folder)
+        except OSError as error:
+            raise failed(error, "opening it", file) from error
