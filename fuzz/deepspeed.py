@@ -22,8 +22,8 @@ from target import run
 from transaxle.errors import TransaxleError, refuse
 from transaxle.formats.catalog import NUMBERS, Container, Entry, nbytes
 from transaxle.formats.deepspeed import keys, rank_files
+from transaxle.formats.deepspeed import universal_reader as universal
 from transaxle.formats.deepspeed.reader import HERE, open_deepspeed
-from transaxle.formats.deepspeed.universal import reader as universal
 from transaxle.formats.deepspeed.universal_record import Record
 from transaxle.formats.pickled.descriptors import Global, Object, OrderedMap
 from transaxle.formats.pickled.interpreter import Bounds, read_pickle

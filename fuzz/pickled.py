@@ -12,11 +12,11 @@ from pathlib import Path
 from target import run
 
 from transaxle.errors import Refused
+from transaxle.formats.flattened_state import flatten
 from transaxle.formats.pickled.descriptors import DType, Persistent, StorageType, TensorRef
 from transaxle.formats.pickled.interpreter import Bounds, read_pickle
 from transaxle.formats.pickled.writer import write_pickle
-from transaxle.formats.training_state.flatten import flatten
-from transaxle.formats.training_state.state import arrange
+from transaxle.formats.training_state import arrange
 
 _BOUNDS = Bounds(memory=20_000_000)
 _CODES = {"CORRUPT", "UNSAFE_PICKLE", "UNSUPPORTED", "NAME_COLLISION"}

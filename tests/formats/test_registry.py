@@ -33,7 +33,7 @@ SPELLED_ELSEWHERE = {
     "cli/info.py": "a package that may be installed",
     "engine/checkpoint/settings.py": "an example in an error",
     "options.py": "an example of a value, for errors",
-    "formats/training_state/state.py": "a key of the metadata",
+    "formats/training_state.py": "a key of the metadata",
 }
 """Modules that have a word which is also a format's name."""
 

@@ -18,7 +18,7 @@ from tests.oracles.every_dialect import NOT_COMPARED
 from tests.oracles.peer_bytes import write
 from tests.oracles.test_more_dialects import CASES, FILES, Case
 from tests.oracles.tiny_models import made
-from transaxle.formats.training_state.state import OPTIMIZER as OPTIM
+from transaxle.formats.training_state import OPTIMIZER as OPTIM
 
 PEER = "nemo-automodel"
 _HEADS = {

@@ -30,7 +30,7 @@ from transaxle.engine.wording import fold, folded, parameters, percent, plural, 
 from transaxle.families import builtin
 from transaxle.formats.registry import every_format, writable
 from transaxle.formats.torch_file.quantized_tensors import NOTE
-from transaxle.formats.training_state.state import GROUPS, LEFT_BEHIND, MEGATRON, PARAMS, ParamGroup
+from transaxle.formats.training_state import GROUPS, LEFT_BEHIND, MEGATRON, PARAMS, ParamGroup
 
 if TYPE_CHECKING:
     from rich.text import Text

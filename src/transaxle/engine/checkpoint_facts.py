@@ -27,7 +27,7 @@ from transaxle.engine.wording import notebook, plural, size
 from transaxle.errors import Code, Refusal, TransaxleError, refuse
 from transaxle.families import builtin
 from transaxle.formats.catalog import NUMBERS, nbytes
-from transaxle.formats.training_state.state import OPTIMIZER
+from transaxle.formats.training_state import OPTIMIZER
 
 JsonFacts = dict[str, Any]
 _FACTS = (

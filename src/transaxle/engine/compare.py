@@ -21,7 +21,7 @@ from transaxle.engine.wording import FoldedRow, fold, notebook, plural, size
 from transaxle.errors import Refusal, TransaxleError
 from transaxle.formats.catalog import ITEM_BITS
 from transaxle.formats.storage.copier import same_bytes
-from transaxle.formats.training_state.state import OPTIMIZER
+from transaxle.formats.training_state import OPTIMIZER
 from transaxle.move.workers import Limits, Progress, are_noted, grouped, largest_first, limits, share, unwatched
 from transaxle.spans import stage
 

@@ -38,7 +38,7 @@ from transaxle.formats.storage.storage import Overlay, Storage, VirtualFiles
 
 if TYPE_CHECKING:
     from transaxle.errors import Refusal
-    from transaxle.formats.training_state.state import TrainingItem
+    from transaxle.formats.training_state import TrainingItem
 
 
 BITS: dict[str, int] = {

@@ -51,16 +51,7 @@ from transaxle.formats.registry import sort_sidecars
 from transaxle.formats.shards import Sized, has_state, lay_out_shards, read_files
 from transaxle.formats.storage.storage import Storage, too_long
 from transaxle.formats.strict_json import MAX_PAIRS, NotJsonError, members, pairs_in, parsed_as, repeated
-from transaxle.formats.training_state.state import (
-    GROUPS,
-    KEPT,
-    KEPT_RUN,
-    ParamGroup,
-    decode,
-    encode,
-    facts_as_text,
-    facts_in,
-)
+from transaxle.formats.training_state import GROUPS, KEPT, KEPT_RUN, ParamGroup, decode, encode, facts_as_text, facts_in
 
 METADATA = "__metadata__"
 """The one key of a header that is not a tensor."""

@@ -20,7 +20,7 @@ from transaxle.formats.format import INDEX
 from transaxle.formats.registry import STATE_FOLDER
 from transaxle.formats.storage.storage import Storage, is_plain
 from transaxle.formats.strict_json import MAX_PAIRS, NotJsonError, dropped, members, pairs_in, repeated
-from transaxle.formats.training_state.state import OPTIMIZER
+from transaxle.formats.training_state import OPTIMIZER
 
 MOST_FILES = 10_000
 """Cap on the files of one checkpoint: names count them with five digits, and a terabyte in files of 5 GB has 200."""

@@ -25,7 +25,7 @@ from transaxle.formats.format import Folder
 from transaxle.formats.registry import ADAPTER_CONFIG, SidecarFiles, is_of_model, sort_sidecars
 from transaxle.formats.storage.storage import LiftedFiles, Renaming, Storage, layer
 from transaxle.formats.torch_file.saved import read_saved
-from transaxle.formats.training_state.state import GROUPS, LEFT_BEHIND, OPTIMIZER, TRAINING, TrainingItem, renamed
+from transaxle.formats.training_state import GROUPS, LEFT_BEHIND, OPTIMIZER, TRAINING, TrainingItem, renamed
 
 _WEIGHTS = re.compile(r"pytorch_model_fsdp_\d+")
 _MODEL = "model"

@@ -23,7 +23,7 @@ from torch import nn
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, StoredTensor
 from transaxle.errors import Refusal, Where, gathered, refuse
 from transaxle.formats.strict_json import parsed
-from transaxle.formats.training_state.state import nested, tops
+from transaxle.formats.training_state import nested, tops
 from transaxle.live.model.state_tensors import State, set_extra_state
 from transaxle.live.transport.world import World
 from transaxle.torch_tensors.local_tensor import as_bytes, copied_to_cpu

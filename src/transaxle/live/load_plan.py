@@ -37,7 +37,7 @@ from transaxle.formats.checksums import Tally, Witness
 from transaxle.formats.registry import MANIFEST
 from transaxle.formats.storage.local import LocalStorage
 from transaxle.formats.storage.storage import Storage, layer, lowest, unpinned
-from transaxle.formats.training_state.state import GROUPS, OPTIMIZER, PARAMS, ParamGroup
+from transaxle.formats.training_state import GROUPS, OPTIMIZER, PARAMS, ParamGroup
 from transaxle.live.derived import reached, untaken
 from transaxle.live.extra_state import ExtraLoad
 from transaxle.live.global_tensors import Census, census

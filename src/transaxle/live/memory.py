@@ -31,7 +31,7 @@ from transaxle.engine.duplicates import PlannedCheck
 from transaxle.errors import Refusal, Where, gathered, refuse
 from transaxle.formats.catalog import Container, Entry, Extent, nbytes
 from transaxle.formats.storage.storage import Listing, Storage
-from transaxle.formats.training_state.state import GROUPS, ParamGroup
+from transaxle.formats.training_state import GROUPS, ParamGroup
 from transaxle.live.global_tensors import Census, Global
 from transaxle.live.transport.world import World
 from transaxle.move.workers import Item, Load

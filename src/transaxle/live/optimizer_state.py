@@ -33,7 +33,7 @@ from transaxle.errors import Refusal, Where, gathered, refuse
 from transaxle.formats.catalog import numpy_dtype
 from transaxle.formats.pickled.descriptors import NOTHING
 from transaxle.formats.registry import STATE_FOLDER
-from transaxle.formats.training_state.state import GROUPS, NAMES, PARAMS, ParamGroup, plain, settings_of
+from transaxle.formats.training_state import GROUPS, NAMES, PARAMS, ParamGroup, plain, settings_of
 from transaxle.live.derived import unnamed
 from transaxle.live.model.destination import NamePair
 from transaxle.live.model.state_tensors import Leaves

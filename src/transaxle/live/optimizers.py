@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from transaxle.errors import Refusal, Where, gathered
-from transaxle.formats.training_state.state import GROUPS, PARAMS, settings_of
+from transaxle.formats.training_state import GROUPS, PARAMS, settings_of
 from transaxle.quant.masters import MasterWeights
 
 AnyOptimizer = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer]

@@ -56,7 +56,7 @@ from transaxle.formats.storage.storage import is_url
 from transaxle.formats.store.location import on_this_machine, staging_at
 from transaxle.formats.store.staging import Writer
 from transaxle.formats.store.upload import Upload, opens
-from transaxle.formats.training_state.state import ParamGroup
+from transaxle.formats.training_state import ParamGroup
 from transaxle.live.extra_state import EXTRA, FILE, MODEL, STATE, state_of, written
 from transaxle.live.global_tensors import Census, census
 from transaxle.live.memory import Memory, compare_copies, container, memory_of, rank_of

@@ -16,8 +16,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from transaxle.arguments import DType
 from transaxle.errors import Refusal, Where, gathered, refuse
 from transaxle.nn.expert_relayout import BIAS, WEIGHT
-from transaxle.nn.grouped_function import Pending, Setting, grouped_product, mesh_of, placed, refuse_data_parallel
-from transaxle.nn.grouped_gemm import Operands, codes_of, weights_of
+from transaxle.nn.grouped_gemm import (
+    Operands,
+    Pending,
+    Setting,
+    codes_of,
+    grouped_product,
+    mesh_of,
+    placed,
+    refuse_data_parallel,
+    weights_of,
+)
 from transaxle.nn.grouped_parameters import GroupedParameters, Init
 from transaxle.nn.grouped_tensor import Splits, read_back, splits
 from transaxle.nn.kernel_choice import PER_EXPERT, WAYS, Path, Way, path

@@ -20,9 +20,9 @@ from transaxle.axes.layout.solve import Shape
 from transaxle.axes.notation.name import own_name
 from transaxle.axes.translation.grouped import MEMBERS, Stem, regrouped, stack_name
 from transaxle.errors import Refusal, Where, gathered, refuse
-from transaxle.formats.training_state.state import GROUPS, PARAMS, ParamGroup
-from transaxle.formats.training_state.state import groups_of_equal_settings as groups_of
-from transaxle.formats.training_state.state import renamed as renamed_groups
+from transaxle.formats.training_state import GROUPS, PARAMS, ParamGroup
+from transaxle.formats.training_state import groups_of_equal_settings as groups_of
+from transaxle.formats.training_state import renamed as renamed_groups
 from transaxle.nn.expert_relayout import Entry, Layer, described, move, stems
 from transaxle.nn.grouped_linear import GroupedLinear
 from transaxle.torch_tensors.torch_arguments import unwrapped

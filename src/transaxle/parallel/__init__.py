@@ -1,6 +1,6 @@
 """Tensor parallelism for models whose family has a table."""
 
-from transaxle.parallel.grad_norm import clip_grad_norm_
+from transaxle.parallel.cutting import clip_grad_norm_
 from transaxle.parallel.tensor_parallel import tensor_parallel
 from transaxle.parallel.universal_metadata import universal_checkpoint_info
 

@@ -295,7 +295,7 @@ def _received_bands(outputs: tuple[torch.Tensor, ...], knowledge: Sent, band: Ba
 
 
 FUNCTIONS: dict[Any, Callable[..., Any]] = {}
-"""Torch functions that quantized tensors carry out themselves: `transaxle.quant.quantized_linear` puts them here."""
+"""Torch functions that quantized tensors carry out themselves: `transaxle.quant.dispatch` puts them here."""
 OPERATIONS: list[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = []
 """What carries out an operation: `transaxle.quant.dispatch` puts it here."""
 

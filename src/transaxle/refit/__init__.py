@@ -1,9 +1,8 @@
 """Refit: live weights into inference engines, every rank only its own bytes."""
 
 from transaxle.refit.hops import meet
-from transaxle.refit.hub_stream import named_tensors
+from transaxle.refit.hub_stream import VllmSource, named_tensors
 from transaxle.refit.refitting import Refit, RefitReport
 from transaxle.refit.vllm_refit import VllmRefit
-from transaxle.refit.vllm_source import VllmSource
 
 __all__ = ["Refit", "RefitReport", "VllmRefit", "VllmSource", "meet", "named_tensors"]

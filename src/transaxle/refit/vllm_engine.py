@@ -6,25 +6,328 @@ does the trainer say that the model is to have it (`finish_weight_update`).
 
 An error of one worker becomes that of all, and only the last of them raises it: vLLM reads the answers of its workers
 in order, stops at the first error, and takes the answers that it has not read for those of the next call.
+
+The weights of one vLLM worker: what its parameters are parts of, and how new values get into the running model.
+
+vLLM repacks parameters after it has loaded them: they may have another shape then, be codes of what was loaded, or
+exist only inside a kernel. It knows how each was before, and can repack new values into the same memory: its layer-wise
+reload. Values go through that, already cut, so that whatever vLLM makes of loaded ones it makes of these too.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import torch
+from torch import nn
 
 from transaxle.arguments import Size
+from transaxle.axes.geometry.chunk import Intervals
+from transaxle.engine.checkpoint.recognise import recognise
+from transaxle.engine.plan.rank_parts import engine_parts, for_ranks
 from transaxle.engine.views.encode import chosen
-from transaxle.errors import refuse
+from transaxle.errors import Refusal, Where, gathered, refuse
+from transaxle.families import builtin
 from transaxle.live.transport import wire
 from transaxle.live.transport.world import World
 from transaxle.refit.hops import meet
 from transaxle.refit.refitting import Refit
-from transaxle.refit.vllm_weights import DIALECT, Ranks, VllmWeights, check_config, split_layers
+from transaxle.torch_tensors.placement import Part, mark, part_of
+
+DIALECT = "vllm"
+_LOADER = "weight_loader"
+_ANOTHER = "Refit it in another way, such as vLLM's own backend `nccl`."
+_WHOLE = "Push all parameters of a layer, or none of them."
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Where a worker stands among those that share the model out."""
+
+    tp: int
+    """Tensor-parallel ranks."""
+    tp_rank: int
+    """This worker's number among them."""
+    ep: int = 1
+    """Ranks that share out the experts; 1 where each has a part of every expert."""
+    ep_rank: int = 0
+    """This worker's number among those."""
+
+
+class Staged(dict[str, torch.Tensor]):
+    """Parameters as they come in, before the running model has them; without memory between two updates.
+
+    Args:
+        config: of the model, which engines compare with the trainer's.
+    """
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.config = _Config(config)
+
+
+class _Config:
+    """A config, as models carry it."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = values
+
+    def to_dict(self) -> Mapping[str, Any]:
+        return self._values
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A parameter or buffer of one layer, as it was before vLLM repacked it."""
+
+    layer: nn.Module
+    """Its owner."""
+    name: str
+    """Its name there."""
+    form: torch.Tensor
+    """Shape and type; without memory, but for what vLLM never repacks."""
+
+    @property
+    def live(self) -> torch.Tensor | None:
+        """What the running model has of it now."""
+        found: torch.Tensor | None = getattr(self.layer, self.name, None)
+        return found
+
+
+class VllmWeights:
+    """What a worker's model takes.
+
+    Args:
+        model: vLLM's.
+        config: of the model, as vLLM read it.
+        ranks: where the worker stands.
+        device: where its parameters are.
+
+    Raises:
+        TransaxleError: with every parameter that is not understood.
+    """
+
+    def __init__(self, model: nn.Module, config: Mapping[str, Any], ranks: Ranks, device: torch.device) -> None:
+        self._model, self._device = model, device
+        self._held = dict(_held(model))
+        parameters = [name for name, each in self._held.items() if each.name in _names(each.layer, buffers=False)]
+        read = recognise(parameters, config, builtin(), None, DIALECT)
+        parts = engine_parts(read.family, DIALECT, config, self._held, tp=ranks.tp, ep=ranks.ep)
+        self._twins = _twins(self._held, parts)
+        parts = {name: part for name, part in parts.items() if name not in self._twins}
+        unread = [n for n in parameters if n not in parts and n not in self._twins and not _is_scale(self._held[n])]
+        problems = [
+            Refusal("UNSUPPORTED", f"the table {read.family.name} does not say what it is", Where(None, name), _ANOTHER)
+            for name in unread
+        ]
+        self.staged = Staged(for_ranks(config, 1 if ranks.ep > 1 else ranks.tp))
+        for name, part in parts.items():
+            form = self._held[name].form
+            try:
+                share = _share(tuple(form.shape), part, ranks)
+            except ValueError as error:
+                problems.append(Refusal("SHAPE_MISMATCH", str(error), Where(None, name), _ANOTHER))
+                continue
+            self.staged[name] = mark(torch.empty_like(form, device="meta").detach(), share)
+        self._shares = dict(self.staged)
+        if device.type != "cpu" and any(_prepares_experts(each.layer) for each in self._held.values()):
+            problems.append(
+                Refusal("UNSUPPORTED", "vLLM prepares experts in a way that it does not repeat", Where(), _ANOTHER)
+            )
+        if problems:
+            raise gathered(problems)
+
+    def begin(self, names: Iterable[str]) -> None:
+        """Make room for the values of parameters."""
+        for name in names:
+            empty = self._shares[name]
+            room = torch.empty(empty.shape, dtype=empty.dtype, device=self._device)
+            self.staged[name] = mark(room, part_of(empty))
+
+    def drop(self) -> None:
+        """Give the room back."""
+        self.staged.update(self._shares)
+
+    def apply(self, model_config: Any) -> None:
+        """Give the running model the values that have come in, and give the room back.
+
+        Args:
+            model_config: vLLM's.
+        """
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+        values = self._values()
+        for layer in {id(self._held[name].layer): self._held[name].layer for name in values}.values():
+            if _prepares_experts(layer):
+                layer.quant_method.moe_kernel = None  # type: ignore[union-attr]  # vLLM's own
+        with torch.no_grad(), _quiet(), _taking_parts(self._held[name] for name in values):
+            initialize_layerwise_reload(self._model)
+            try:
+                for name, value in values.items():
+                    each = self._held[name]
+                    into = getattr(each.layer, each.name)
+                    getattr(into, _LOADER)(into, value)
+            except BaseException:
+                for layer in self._model.modules():  # those that are not through keep what they have
+                    info = get_layerwise_info(layer)
+                    info.load_numel = 0
+                    info.loaded_weights.clear()
+                raise
+            finally:
+                finalize_layerwise_reload(self._model, model_config)
+        self.drop()
+
+    def _values(self) -> dict[str, torch.Tensor]:
+        """Return what every layer gets that gets anything, buffers of its own included: it is made anew."""
+        values: dict[str, torch.Tensor] = {name: tensor for name, tensor in self.staged.items() if not tensor.is_meta}
+        values |= {twin: values[name] for twin, name in self._twins.items() if name in values}
+        touched = {id(self._held[name].layer) for name in values}
+        for name, each in self._held.items():
+            live = each.live
+            if name not in values and id(each.layer) in touched and live is not None and live.shape == each.form.shape:
+                values[name] = live.detach().clone()
+        return values
+
+
+def split_layers(names: Iterable[str], wanted: Collection[str]) -> None:
+    """Refuse to give a layer some of its parameters alone: vLLM repacks them together.
+
+    Args:
+        names: all parameters.
+        wanted: those that are moved.
+
+    Raises:
+        Refused: UNSUPPORTED.
+    """
+    touched = {name.rpartition(".")[0] for name in wanted}
+    left = [name for name in names if name not in wanted and name.rpartition(".")[0] in touched]
+    if left:
+        message = "vLLM repacks a layer as a whole, and this parameter of one is not pushed"
+        raise gathered(Refusal("UNSUPPORTED", message, Where(None, name), _WHOLE) for name in left)
+
+
+def _names(layer: nn.Module, *, buffers: bool) -> dict[str, torch.Tensor]:
+    """Return what vLLM loads into a layer, in its form before it is repacked."""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+    from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
+
+    parameters, others = get_layerwise_info(layer).restore_metadata
+    live = {n: p for n, p in layer._parameters.items() if p is not None and n in SKIP_TENSORS}
+    passing = layer._non_persistent_buffers_set
+    kept = {n: b for n, b in others.items() if n not in passing} if buffers else {}
+    return {**parameters, **live, **kept}
+
+
+def _held(model: nn.Module) -> Iterator[tuple[str, _Held]]:
+    for path, layer in model.named_modules():
+        for name, form in _names(layer, buffers=True).items():
+            yield f"{path}.{name}" if path else name, _Held(layer, name, form)
+
+
+def _twins(held: Mapping[str, _Held], known: Collection[str]) -> dict[str, str]:
+    """Return the names of tied parameters, of which there is one tensor: -> the first name that the table knows."""
+    first: dict[int, str] = {}
+    for name in known:
+        if held[name].live is not None:
+            first.setdefault(id(held[name].live), name)
+    return {name: first[id(e.live)] for name, e in held.items() if first.get(id(e.live), name) != name}
+
+
+def _is_scale(each: _Held) -> bool:
+    """Tell whether a parameter belongs to the cache of keys and values, which no trainer has."""
+    from vllm.model_executor.layers.attention import is_deferred_attention_layer
+
+    return bool(is_deferred_attention_layer(each.layer))
+
+
+def _share(shape: tuple[int, ...], part: tuple[int, tuple[Intervals, ...]] | None, ranks: Ranks) -> Part | None:
+    """Return what a worker holds of a parameter; None where it holds all of it.
+
+    Raises:
+        ValueError: the worker holds something else than the table says.
+    """
+    if part is None:
+        return None
+    dim, positions = part
+    own = positions[ranks.ep_rank if len(positions) == ranks.ep > 1 else ranks.tp_rank]
+    count = sum(stop - start for start, stop in own)
+    if shape[dim] != count:
+        raise ValueError(f"vLLM has {shape[dim]} along dim {dim} on this worker, where the table gives it {count}")
+    whole = max(stop for each in positions for _, stop in each)
+    held = tuple(own if at == dim else ((0, size),) for at, size in enumerate(shape))
+    return Part((*shape[:dim], whole, *shape[dim + 1 :]), held)
+
+
+def _prepares_experts(layer: nn.Module) -> bool:
+    """Tell whether vLLM packs the experts of a layer only when it makes their kernel: its reload leaves that out.
+
+    On a CPU the kernel is made anew, as when the weights were first loaded.
+    """
+    from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExperts
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+    method = getattr(layer, "quant_method", None)
+    if not isinstance(method, UnquantizedFusedMoEMethod):
+        return False
+    usual = FusedMoEExperts.process_weights_after_loading
+    return type(method.moe_kernel.fused_experts).process_weights_after_loading is not usual
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep vLLM from warning of layers that get nothing, such as tables of positions: nothing was to get there."""
+    log = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+
+
+@contextmanager
+def _taking_parts(held: Iterable[_Held]) -> Iterator[None]:
+    """Let parameters take values that are cut already; vLLM's own loaders cut whole ones."""
+    from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+
+    usual = [(each.form, getattr(each.form, _LOADER, None)) for each in held]
+    for form, _ in usual:
+        setattr(form, _LOADER, default_weight_loader)
+    try:
+        yield
+    finally:
+        for form, loader in usual:
+            if loader is None:
+                delattr(form, _LOADER)
+            else:
+                setattr(form, _LOADER, loader)
+
+
+def check_config(vllm_config: Any) -> None:
+    """Refuse what a worker is asked to do with its weights beside serving them.
+
+    Args:
+        vllm_config: vLLM's.
+
+    Raises:
+        Refused: UNSUPPORTED.
+    """
+    parallel = vllm_config.parallel_config
+    offloads = getattr(getattr(vllm_config, "cache_config", None), "cpu_offload_gb", 0)
+    for asked, what in (
+        (getattr(vllm_config, "lora_config", None) is not None, "adapters (enable_lora)"),
+        (getattr(parallel, "enable_eplb", False), "experts that move between ranks (enable_eplb)"),
+        (getattr(parallel, "expert_placement_strategy", "linear") != "linear", "experts that are dealt out in turn"),
+        (bool(offloads), "weights that are offloaded"),
+    ):
+        if asked:
+            raise refuse("UNSUPPORTED", f"this vLLM has {what}: its parameters are not told apart", hint=_ANOTHER)
+
 
 VERSION = 2
 """Of what trainers and engines say to each other."""

@@ -11,7 +11,7 @@ import torch
 import transaxle as tx
 from tests import checkpoints
 from transaxle.axes.layout.bind import split_slot
-from transaxle.formats.training_state.state import KEPT
+from transaxle.formats.training_state import KEPT
 
 GROUPS = "param_groups"
 NAMES = list(checkpoints.tensors())

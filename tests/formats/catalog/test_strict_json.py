@@ -119,7 +119,7 @@ _READ_ELSEWHERE = {
     "move/journal.py": "our own, with checksums",
     "nn/checkpoint_layouts.py": "what one rank tells the others",
     "parallel/tensor_parallel.py": "shipped",
-    "refit/vllm_control.py": "answers of an engine, which name no tensors",
+    "refit/vllm_refit.py": "answers of an engine, which name no tensors",
     "encodings/conventions/torchao_convention.py": "notes inside the text of a header; no key twice",
 }
 """Modules that may decode JSON by themselves, and why."""

@@ -17,7 +17,7 @@ from tests.move.filling import fill
 from transaxle.axes.geometry.chunk import Shard, whole
 from transaxle.errors import Refused
 from transaxle.formats.detect import open_container
-from transaxle.formats.training_state.state import LEFT_BEHIND, ROOT
+from transaxle.formats.training_state import LEFT_BEHIND, ROOT
 from transaxle.move.workers import Scratch
 
 ALL = [(world, case.__name__) for world, cases in BY_WORLD.items() for case in cases]

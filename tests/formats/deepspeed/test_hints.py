@@ -13,7 +13,7 @@ import transaxle as tx
 from transaxle.formats.deepspeed import keys
 from transaxle.formats.deepspeed.hints import HINTS
 from transaxle.formats.deepspeed.keys import UNIVERSAL
-from transaxle.formats.training_state.state import OPTIMIZER, RUN
+from transaxle.formats.training_state import OPTIMIZER, RUN
 
 pytest.importorskip("deepspeed")
 torch = pytest.importorskip("torch")

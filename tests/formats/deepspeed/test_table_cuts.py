@@ -20,7 +20,7 @@ from tests.oracles.deepspeed_peer.farm import Farm
 from tests.oracles.option_sources import write
 from transaxle.arguments import Weights
 from transaxle.formats.deepspeed import keys
-from transaxle.formats.training_state.state import OPTIMIZER
+from transaxle.formats.training_state import OPTIMIZER
 
 pytestmark = pytest.mark.peers
 RULES = Path(__file__).with_name("fused.rules")

@@ -8,9 +8,9 @@ from hypothesis import given
 
 from tests.formats.pickled.assemble import FILE
 from tests.formats.pickled.test_interpreter import plain
+from transaxle.formats.flattened_state import Odd, described, flatten, is_tensor
 from transaxle.formats.pickled.descriptors import Global, Key, Object, OrderedMap, Scalar, TensorRef
-from transaxle.formats.training_state.flatten import Odd, described, flatten, is_tensor
-from transaxle.formats.training_state.state import KeyPath, Leaf
+from transaxle.formats.training_state import KeyPath, Leaf
 
 
 def tensor() -> TensorRef:

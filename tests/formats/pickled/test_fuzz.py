@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from tests.formats.pickled.assemble import FILE, program, read
 from tests.formats.pickled.test_interpreter import plain
 from transaxle.errors import TransaxleError
+from transaxle.formats.flattened_state import flatten
 from transaxle.formats.pickled.interpreter import OPCODES, Bounds
-from transaxle.formats.training_state.flatten import flatten
-from transaxle.formats.training_state.state import arrange
+from transaxle.formats.training_state import arrange
 
 CODES = {"CORRUPT", "UNSAFE_PICKLE", "UNSUPPORTED", "NAME_COLLISION"}
 BOUNDS = Bounds(memory=10_000_000)

@@ -27,7 +27,7 @@ from tests.formats.pickled.assemble import (
     value,
 )
 from transaxle.errors import TransaxleError
-from transaxle.formats.training_state.flatten import flatten
+from transaxle.formats.flattened_state import flatten
 
 Made = Callable[[Path], bytes]
 """Makes a pickle which, if it were run, would leave a marker in a folder."""
@@ -392,7 +392,7 @@ def test_memory_and_time_have_an_end(tmp_path: Path, case: str) -> None:
     script = """
         import resource, sys
         from transaxle.errors import TransaxleError
-        from transaxle.formats.training_state.flatten import flatten
+        from transaxle.formats.flattened_state import flatten
         from transaxle.formats.pickled.interpreter import Bounds, read_pickle
         data = open(sys.argv[1], "rb").read()
         used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()

@@ -26,9 +26,9 @@ from tests.oracles.te_pickles import (
     restored,
 )
 from transaxle.errors import Code, TransaxleError
+from transaxle.formats.flattened_state import described, flatten
 from transaxle.formats.pickled.descriptors import DType, Global, Object, Quantized, TensorRef
 from transaxle.formats.pickled.interpreter import Bounds
-from transaxle.formats.training_state.flatten import described, flatten
 
 BF16 = name("torch", "bfloat16")
 SIZE = call(name("torch", "Size"), (2, 3))

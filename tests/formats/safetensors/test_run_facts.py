@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 import transaxle as tx
-from transaxle.formats.training_state.state import KEPT_RUN, MEGATRON, RUN, facts_as_text, facts_in
+from transaxle.formats.training_state import KEPT_RUN, MEGATRON, RUN, facts_as_text, facts_in
 
 FACTS: dict[str, dict[str, object]] = {
     RUN: {"global_steps": 3, "global_samples": 48},

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from transaxle.errors import TransaxleError
 from transaxle.formats.catalog import NUMBERS, number
-from transaxle.formats.training_state.state import KeyPath, Leaf, LeafKind, State, arrange
+from transaxle.formats.training_state import KeyPath, Leaf, LeafKind, State, arrange
 
 FILE = "checkpoint"
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from transaxle.formats.pickled.descriptors import NOTHING, Global, Object, Scalar
-from transaxle.formats.training_state.state import (
+from transaxle.formats.training_state import (
     NAMES,
     PARAMS,
     ParamGroup,

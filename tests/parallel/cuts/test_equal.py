@@ -13,8 +13,7 @@ from torch.nn.utils import clip_grad_norm_ as torch_clips
 
 from tests.live.ranks import run
 from tests.parallel.models import CONFIGS, build, tokens
-from transaxle.parallel.cutting import everything
-from transaxle.parallel.grad_norm import clip_grad_norm_
+from transaxle.parallel.cutting import clip_grad_norm_, everything
 from transaxle.parallel.tensor_parallel import tensor_parallel
 from transaxle.torch_tensors.local_tensor import local_of
 

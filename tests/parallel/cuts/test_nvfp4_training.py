@@ -35,8 +35,7 @@ from tests.parallel.models import SIZES, build, tokens
 from tests.quant.nvfp4.statement import Quantized, product, quantized, transformed, words
 from tests.quant.nvfp4.test_products import key_of
 from transaxle.parallel.cutting import Kept, everything
-from transaxle.parallel.tensor_parallel import tensor_parallel
-from transaxle.parallel.tp_modules import is_cut
+from transaxle.parallel.tensor_parallel import is_cut, tensor_parallel
 from transaxle.quant import MasterWeights, NVFP4BlockScaling, quantize_
 from transaxle.quant.entries import is_quantized
 from transaxle.torch_tensors.local_tensor import local_of

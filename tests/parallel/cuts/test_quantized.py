@@ -29,8 +29,7 @@ from transaxle.errors import TransaxleError
 from transaxle.nn.grouped_linear import GroupedLinear
 from transaxle.nn.moe import MoE
 from transaxle.parallel.cutting import Kept, everything
-from transaxle.parallel.tensor_parallel import tensor_parallel
-from transaxle.parallel.tp_modules import is_cut
+from transaxle.parallel.tensor_parallel import is_cut, tensor_parallel
 from transaxle.quant.entries import is_quantized, whole_shape
 from transaxle.quant.masters import MasterWeights
 from transaxle.quant.quantized_modules import quantize_

@@ -15,7 +15,7 @@ from tests.parallel.models import CONFIGS, build, tokens
 from transaxle.errors import TransaxleError
 from transaxle.live.load import load
 from transaxle.live.save import save
-from transaxle.parallel.grad_norm import clip_grad_norm_
+from transaxle.parallel.cutting import clip_grad_norm_
 from transaxle.parallel.tensor_parallel import tensor_parallel
 from transaxle.torch_tensors.local_tensor import local_of
 

@@ -18,9 +18,8 @@ from urllib.parse import quote
 import pytest
 
 import transaxle as tx
-from transaxle.refit import vllm_control, vllm_refit
-from transaxle.refit.vllm_control import control
-from transaxle.refit.vllm_refit import _OPTIONS, VllmRefit, _Engines, _said
+from transaxle.refit import vllm_refit
+from transaxle.refit.vllm_refit import _OPTIONS, VllmRefit, _Engines, _said, control
 
 USER, PASSWORD = "trainer", "s3cr/et+pass"
 ENCODED = "s3cr%2Fet+pass"
@@ -271,4 +270,4 @@ def test_the_address_is_one_of_this_machine_as_the_engine_reaches_it(vllm: tuple
     address, _, port = vllm_refit._address(host).rpartition(":")
     assert address == "127.0.0.1"
     socket.create_server((address, int(port))).close()
-    assert vllm_control._LONGEST == 1 << 20
+    assert vllm_refit._LONGEST == 1 << 20

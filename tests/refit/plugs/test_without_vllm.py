@@ -22,10 +22,8 @@ import transaxle as tx
 from tests.live.jobs import free_port
 from tests.refit.plugs.test_control import DEFAULTS
 from transaxle import vllm_plugin
-from transaxle.refit.vllm_control import control
-from transaxle.refit.vllm_engine import VERSION, VllmEngine
-from transaxle.refit.vllm_refit import _Engines, _said
-from transaxle.refit.vllm_weights import Ranks, _share, check_config, split_layers
+from transaxle.refit.vllm_engine import VERSION, Ranks, VllmEngine, _share, check_config, split_layers
+from transaxle.refit.vllm_refit import _Engines, _said, control
 
 PROJECT = Path(__file__).parents[3] / "pyproject.toml"
 FACTORY = "vllm.distributed.weight_transfer.factory"

@@ -63,7 +63,7 @@ from transaxle.formats.detect import open_container, part_of_ranks
 from transaxle.formats.format import uncollected
 from transaxle.formats.shards import has_state
 from transaxle.formats.storage.storage import Storage, close, is_closed
-from transaxle.formats.training_state.state import GROUPS, LEFT_BEHIND, OPTIMIZER, PARAMS, is_extra_state
+from transaxle.formats.training_state import GROUPS, LEFT_BEHIND, OPTIMIZER, PARAMS, is_extra_state
 from transaxle.spans import stage
 
 LACKING = frozenset({"MISSING_TENSOR", "INCOMPLETE"})

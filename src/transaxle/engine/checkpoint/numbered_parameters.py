@@ -25,7 +25,7 @@ from transaxle.errors import Refusal, TransaxleError, Where, gathered
 from transaxle.formats.builtin_formats import TORCH
 from transaxle.formats.catalog import Container, Shape
 from transaxle.formats.torch_file.reader import TIES
-from transaxle.formats.training_state.state import GROUPS, PARAMS
+from transaxle.formats.training_state import GROUPS, PARAMS
 
 _TRAINER = "trainer_state.json"
 """File beside the weights that Trainer writes."""

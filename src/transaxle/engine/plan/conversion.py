@@ -63,15 +63,7 @@ from transaxle.formats.catalog import ITEM_BITS, Draft, Entry, Extent, Spec, nby
 from transaxle.formats.format import Format, uncollected
 from transaxle.formats.registry import MANIFEST, SCRATCH, builtin, get, writable
 from transaxle.formats.storage.storage import as_text
-from transaxle.formats.training_state.state import (
-    GROUPS,
-    LEFT_BEHIND,
-    MEGATRON,
-    OPTIMIZER,
-    ROOT,
-    RUN,
-    with_full_precision,
-)
+from transaxle.formats.training_state import GROUPS, LEFT_BEHIND, MEGATRON, OPTIMIZER, ROOT, RUN, with_full_precision
 from transaxle.move.transfer import Transfer, lower
 from transaxle.options import SHARD_SIZE
 from transaxle.spans import stage

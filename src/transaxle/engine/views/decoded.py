@@ -41,7 +41,7 @@ from transaxle.errors import Refusal, Where, refuse
 from transaxle.formats.catalog import Container, Entry, Extent, nbytes, numpy_dtype
 from transaxle.formats.storage.copier import Bytes
 from transaxle.formats.strict_json import parsed
-from transaxle.formats.training_state.state import ParamGroup, group_numbers, renamed
+from transaxle.formats.training_state import ParamGroup, group_numbers, renamed
 from transaxle.move.endpoint import Readable
 from transaxle.move.transfer import Transfer, clip
 from transaxle.move.workers import Scratch, produce

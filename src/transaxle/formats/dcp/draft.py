@@ -22,6 +22,7 @@ from transaxle.errors import Faults, TransaxleError
 from transaxle.formats.builtin_formats import DCP
 from transaxle.formats.catalog import PACKED, Draft, Entry, Extent, Fragment, Shape, Spec, code_of, logical, nbytes
 from transaxle.formats.dcp.metadata import DATA_FILE, METADATA, MODULES, Payload, flat_path, path_of
+from transaxle.formats.flattened_state import as_numbered, group_path
 from transaxle.formats.pickled.allowed import STORAGES
 from transaxle.formats.pickled.descriptors import CODES, DType, Global, Object, Persistent, StorageType, TensorRef
 from transaxle.formats.pickled.writer import Streamed, write_pickle
@@ -29,8 +30,7 @@ from transaxle.formats.shards import refuse_many
 from transaxle.formats.torch_file.archive import ALIGNMENT, ZipItem, lay_out
 from transaxle.formats.torch_file.draft import saved, surround
 from transaxle.formats.torch_file.saved import BYTE_ORDER, DATA, LITTLE, PICKLE, VERSION
-from transaxle.formats.training_state.flatten import as_numbered, group_path
-from transaxle.formats.training_state.state import PARAMS, KeyPath, ParamGroup, joined
+from transaxle.formats.training_state import PARAMS, KeyPath, ParamGroup, joined
 
 LARGEST = 1 << 30
 """Cap on the bytes of a tensor in one archive: torch reads an archive whole, whatever part of it is wanted."""

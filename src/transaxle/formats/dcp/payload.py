@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from transaxle.errors import Faults, Refusal, TransaxleError, Where
 from transaxle.formats.catalog import PACKED, Checksum, Entry, Extent, Shape, logical, nbytes, number
 from transaxle.formats.dcp.metadata import Payload, SavedChunk, SavedItem
+from transaxle.formats.flattened_state import described
 from transaxle.formats.pickled.descriptors import NOTHING, Quantized, Scalar, TensorRef
 from transaxle.formats.safetensors import part_starts, read_header
 from transaxle.formats.storage.copier import Steps
@@ -44,8 +45,7 @@ from transaxle.formats.torch_file.archive import (
 )
 from transaxle.formats.torch_file.quantized_tensors import PlainLayout, layout
 from transaxle.formats.torch_file.saved import DATA, REPEATED, Saved, StoredStorage, ViewFault, place, read_saved
-from transaxle.formats.training_state.flatten import described
-from transaxle.formats.training_state.state import Leaf
+from transaxle.formats.training_state import Leaf
 
 _SERIAL = ".data/serialization_id"
 _MOST = 10_000

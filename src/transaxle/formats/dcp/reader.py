@@ -49,7 +49,7 @@ from transaxle.formats.safetensors import PART_NOTES, Header, part_starts, read_
 from transaxle.formats.storage.storage import Storage, checked_parts
 from transaxle.formats.torch_file.quantized_tensors import CODES, NOTE, TAKEN, StoringKind
 from transaxle.formats.torch_file.saved import ViewFault
-from transaxle.formats.training_state.state import LEFT_BEHIND, ROOT, KeyPath, Leaf, arrange, single
+from transaxle.formats.training_state import LEFT_BEHIND, ROOT, KeyPath, Leaf, arrange, single
 
 if TYPE_CHECKING:
     from transaxle.axes.layout.tile import SplitTile

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from transaxle.errors import TransaxleError, refuse
 from transaxle.formats import builtin_formats
-from transaxle.formats.training_state import state as groups
+from transaxle.formats import training_state as groups
 
 FORMAT: Final = builtin_formats.DEEPSPEED.name
 UNIVERSAL: Final = builtin_formats.UNIVERSAL.name

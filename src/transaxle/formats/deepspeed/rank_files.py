@@ -24,10 +24,10 @@ from transaxle.formats.catalog import BITS, Checksum, Entry, Extent, NumbersInMe
 from transaxle.formats.deepspeed import keys
 from transaxle.formats.deepspeed.keys import CheckedValue
 from transaxle.formats.deepspeed.spread import Owners, RankBlock, Shape, ShardBlock, Spread, owners, whole
+from transaxle.formats.flattened_state import described
 from transaxle.formats.pickled.descriptors import NOTHING, Object, Scalar, TensorRef
 from transaxle.formats.torch_file.saved import ViewFault, place, read_saved
-from transaxle.formats.training_state.flatten import described
-from transaxle.formats.training_state.state import plain as plain_setting
+from transaxle.formats.training_state import plain as plain_setting
 
 
 @dataclass(frozen=True, slots=True)

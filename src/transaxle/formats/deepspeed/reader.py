@@ -60,12 +60,12 @@ from transaxle.formats.deepspeed.trained_state import (
     with_experts,
 )
 from transaxle.formats.deepspeed.universal_record import UniversalInfo
+from transaxle.formats.flattened_state import flatten
 from transaxle.formats.format import HERE
 from transaxle.formats.registry import sort_sidecars
 from transaxle.formats.storage.storage import Storage
 from transaxle.formats.torch_file.saved import copied
-from transaxle.formats.training_state.flatten import flatten
-from transaxle.formats.training_state.state import LEFT_BEHIND, OPTIMIZER, RUN, Leaf, ParamGroup, arrange, joined
+from transaxle.formats.training_state import LEFT_BEHIND, OPTIMIZER, RUN, Leaf, ParamGroup, arrange, joined
 
 _LARGEST = 64 << 20
 

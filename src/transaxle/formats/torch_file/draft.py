@@ -3,7 +3,7 @@
 Each file holds one flat dict from names to tensors, each tensor dense in a storage of its own:
 `torch.load(weights_only=True)` returns it, mapped or not, and `load_state_dict` accepts it. In a folder the names of
 optimizer state are kept whole too (`optim/<parameter>/<state>`); one file with everything is nested, see
-`training_state.nesting`.
+`flattened_state.nesting`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from transaxle.errors import Faults, TransaxleError, refuse
 from transaxle.formats.builtin_formats import TORCH
 from transaxle.formats.catalog import DIGITS, PACKED, Draft, Entry, Extent, Fragment, Spec, code_of, nbytes, seal_of
+from transaxle.formats.flattened_state import Nesting, listed, nested
 from transaxle.formats.pickled.allowed import DTYPES, STORAGES
 from transaxle.formats.pickled.descriptors import DType, Persistent, StorageType, TensorRef
 from transaxle.formats.pickled.interpreter import Bounds
@@ -25,8 +26,7 @@ from transaxle.formats.pickled.writer import write_pickle
 from transaxle.formats.shards import Sized, lay_out_shards
 from transaxle.formats.torch_file.archive import ALIGNMENT, ZipItem, ZipLayout, lay_out
 from transaxle.formats.torch_file.saved import BYTE_ORDER, DATA, LITTLE, PICKLE, SEALED, STORAGE, VERSION, item_bytes
-from transaxle.formats.training_state.flatten import Nesting, listed, nested
-from transaxle.formats.training_state.state import KEPT, ParamGroup
+from transaxle.formats.training_state import KEPT, ParamGroup
 
 _STEM, _ENDING = "pytorch_model", ".bin"
 _FOLDER = "archive"

@@ -12,14 +12,14 @@ from msgspec.structs import replace
 from transaxle.errors import Faults, refuse
 from transaxle.formats.builtin_formats import TORCH
 from transaxle.formats.catalog import Checksum, Container, Entry, NumbersInMemory, Seal, number
+from transaxle.formats.flattened_state import Odd, flatten
 from transaxle.formats.pickled.descriptors import NOTHING, Object, Quantized, Scalar, TensorRef
 from transaxle.formats.registry import sort_sidecars
 from transaxle.formats.shards import read_files
 from transaxle.formats.storage.storage import Storage
 from transaxle.formats.torch_file.quantized_tensors import NOTE, TAKEN, PlainLayout, layout
 from transaxle.formats.torch_file.saved import REPEATED, ViewFault, identity, place, read_saved
-from transaxle.formats.training_state.flatten import Odd, flatten
-from transaxle.formats.training_state.state import (
+from transaxle.formats.training_state import (
     GROUPS,
     LEFT_BEHIND,
     TRAINING,
@@ -196,7 +196,7 @@ class _Placed:
 
 
 def _single(inline: NumbersInMemory, file: str, value: TensorRef | Object) -> object:
-    """Return the number in a tensor without dims; see `training_state.state`."""
+    """Return the number in a tensor without dims; see `formats.training_state`."""
     try:
         entry, _ = place("", value, file)
     except ViewFault:

@@ -56,7 +56,7 @@ from transaxle.axes.translation.grouped import (
     stack_name,
 )
 from transaxle.errors import Refusal, Where, gathered, refuse
-from transaxle.formats.training_state.state import GROUPS, PARAMS, ParamGroup, group_numbers, renamed
+from transaxle.formats.training_state import GROUPS, PARAMS, ParamGroup, group_numbers, renamed
 from transaxle.live.global_tensors import Runs, as_runs
 from transaxle.live.model.destination import decode_hint
 from transaxle.live.state_dict_adapter import loadable_as, regroupable, state_dict_as

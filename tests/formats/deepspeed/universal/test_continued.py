@@ -12,7 +12,7 @@ import transaxle as tx
 from tests.formats.deepspeed.universal import scheduled_run
 from tests.live.ranks import run, stop_all
 from transaxle.formats.deepspeed.keys import UNIVERSAL
-from transaxle.formats.training_state.state import OPTIMIZER
+from transaxle.formats.training_state import OPTIMIZER
 
 pytestmark = [pytest.mark.peers, pytest.mark.slow]
 STOPS, ENDS = 3, 5

@@ -12,7 +12,7 @@ from tests.oracles.deepspeed_peer.case import BY_NAME, FP32, SAVED, STATES
 from tests.oracles.deepspeed_peer.farm import Farm, facts, raw
 from tests.oracles.deepspeed_peer.resumes import CARRIED, PLAIN, TWICE, Resume
 from transaxle.formats.deepspeed.keys import UNIVERSAL
-from transaxle.formats.training_state.state import OPTIMIZER
+from transaxle.formats.training_state import OPTIMIZER
 
 pytestmark = [pytest.mark.peers, pytest.mark.slow]
 

@@ -12,7 +12,7 @@ from tests.oracles.deepspeed_peer.case import BY_NAME, FP32, STATES, STEP
 from tests.oracles.deepspeed_peer.farm import Farm
 from tests.oracles.deepspeed_peer.resumes import to_universal
 from transaxle.formats.deepspeed.keys import UNIVERSAL
-from transaxle.formats.training_state.state import OPTIMIZER
+from transaxle.formats.training_state import OPTIMIZER
 
 pytestmark = [pytest.mark.peers, pytest.mark.slow]
 

@@ -19,7 +19,7 @@ from transaxle.formats.deepspeed import keys
 from transaxle.formats.deepspeed.categories import Patterns
 from transaxle.formats.deepspeed.keys import UNIVERSAL
 from transaxle.formats.deepspeed.spread import by_widths, folded, write_affine
-from transaxle.formats.training_state.state import OPTIMIZER
+from transaxle.formats.training_state import OPTIMIZER
 from transaxle.parallel.universal_metadata import collected
 
 torch = pytest.importorskip("torch")

@@ -10,7 +10,7 @@ import pytest
 import transaxle as tx
 from tests.oracles.deepspeed_peer.case import BY_NAME, CASES, FP32, LOW, STATES, STEP, UNSHARDED
 from tests.oracles.deepspeed_peer.farm import Farm
-from transaxle.formats.training_state.state import OPTIMIZER
+from transaxle.formats.training_state import OPTIMIZER
 
 pytestmark = pytest.mark.peers
 BUFFERS = {"seen", "mean"}

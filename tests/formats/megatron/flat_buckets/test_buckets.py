@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from transaxle.formats.catalog import Entry, Extent
-from transaxle.formats.megatron.flat_buckets.bucket_layout import Bucket, FlatBuffer, laid_out
-from transaxle.formats.megatron.flat_buckets.pipeline_stages import NoFitError, shared_out
-from transaxle.formats.megatron.flat_buckets.rank_parameters import (
+from transaxle.formats.megatron.bucket_layout import Bucket, FlatBuffer, laid_out
+from transaxle.formats.megatron.pipeline_stages import NoFitError, shared_out
+from transaxle.formats.megatron.rank_parameters import (
     Box,
     LocalParameter,
     Model,

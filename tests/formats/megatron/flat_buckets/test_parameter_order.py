@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.oracles import megatron_peer
-from transaxle.formats.megatron.flat_buckets.rank_parameters import (
+from transaxle.formats.megatron.rank_parameters import (
     Order,
     UnknownOrderError,
     has_experts,

@@ -51,7 +51,7 @@ from transaxle.formats.megatron.written_arguments import arguments
 from transaxle.formats.pickled.descriptors import OrderedMap, TensorRef
 from transaxle.formats.torch_file.archive import ZipLayout
 from transaxle.formats.torch_file.draft import reference, surround
-from transaxle.formats.training_state.state import GROUPS, MASTER, OPTIMIZER, PARAMS
+from transaxle.formats.training_state import GROUPS, MASTER, OPTIMIZER, PARAMS
 
 Shape = tuple[int, ...]
 STEP = "step"

@@ -32,7 +32,7 @@ from transaxle.formats.megatron.legacy.rank_grid import OPTIMIZER_KEY, STEPS, Me
 from transaxle.formats.megatron.run_arguments import NAMES
 from transaxle.formats.pickled.descriptors import NOTHING, DType, Key, TensorRef
 from transaxle.formats.torch_file.saved import read_saved
-from transaxle.formats.training_state.state import MASTER, PARAMS, ParamGroup, plain
+from transaxle.formats.training_state import MASTER, PARAMS, ParamGroup, plain
 
 _GROUPS, _STATE, _STEP = "param_groups", "state", "step"
 _INNER = ("optimizer", "optimizer_state_dict")

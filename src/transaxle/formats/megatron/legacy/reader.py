@@ -48,7 +48,7 @@ from transaxle.formats.megatron.legacy.rank_optimizer import (
 from transaxle.formats.registry import sort_sidecars
 from transaxle.formats.storage.storage import Storage
 from transaxle.formats.torch_file.saved import copied
-from transaxle.formats.training_state.state import GROUPS, LEFT_BEHIND, MASTER, MEGATRON, OPTIMIZER, PARAMS, ParamGroup
+from transaxle.formats.training_state import GROUPS, LEFT_BEHIND, MASTER, MEGATRON, OPTIMIZER, PARAMS, ParamGroup
 
 _RANK = re.compile(MEGATRON_RANK)
 _ROUTER, _ROUTER_PARAMETERS = "router", ("weight", "bias")

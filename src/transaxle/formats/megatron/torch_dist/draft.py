@@ -38,7 +38,7 @@ from transaxle.formats.megatron.torch_dist.written_state import common_state, co
 from transaxle.formats.megatron.written_arguments import is_padded
 from transaxle.formats.pickled.writer import write_pickle
 from transaxle.formats.torch_file.draft import surround
-from transaxle.formats.training_state.state import GROUPS, MASTER, OPTIMIZER, KeyPath, ParamGroup
+from transaxle.formats.training_state import GROUPS, MASTER, OPTIMIZER, KeyPath, ParamGroup
 
 Cuts = Mapping[str, Sequence[Sequence[int]]]
 """Tensor -> for each of its first dims, where chunks begin."""

@@ -19,11 +19,11 @@ import numpy as np
 
 from transaxle.errors import refuse
 from transaxle.formats.catalog import Shape
-from transaxle.formats.megatron.flat_buckets.rank_parameters import has_experts, has_layers
+from transaxle.formats.megatron.rank_parameters import has_experts, has_layers
 from transaxle.formats.megatron.written_arguments import arguments
 from transaxle.formats.pickled.descriptors import Global, Object
 from transaxle.formats.torch_file.draft import surround
-from transaxle.formats.training_state.state import MEGATRON, PARAMS, ParamGroup
+from transaxle.formats.training_state import MEGATRON, PARAMS, ParamGroup
 
 _SETTINGS = ("lr", "initial_lr", "betas", "eps", "weight_decay", "bias_correction", "max_lr", "min_lr")
 _OF_ALL = ("lr", "initial_lr", "max_lr", "min_lr")

@@ -15,7 +15,7 @@ from itertools import count
 from typing import NamedTuple
 
 from transaxle.formats.catalog import Entry
-from transaxle.formats.megatron.flat_buckets.rank_parameters import LocalParameter
+from transaxle.formats.megatron.rank_parameters import LocalParameter
 
 _ALIGNED = 64
 """Elements at whose multiples parameters begin."""

@@ -28,7 +28,7 @@ from transaxle.formats.pickled.allowed import ALLOWED
 from transaxle.formats.pickled.descriptors import Global, Object, OrderedMap
 from transaxle.formats.storage.storage import is_plain
 from transaxle.formats.torch_file.draft import reference, surround
-from transaxle.formats.training_state.state import MEGATRON, OPTIMIZER
+from transaxle.formats.training_state import MEGATRON, OPTIMIZER
 
 MODEL_FILES = (f"mp_rank_00{keys.MODEL_END}", f"zero_pp_rank_0_mp_rank_00{keys.MODEL_END}")
 _SETTLED = "0.19.8"

@@ -21,8 +21,8 @@ from msgspec.structs import replace
 from transaxle.axes.geometry.strided import lexicographic_boxes
 from transaxle.errors import Refusal, Where
 from transaxle.formats.catalog import BITS, Container, Entry, Extent, Shape, Twin, numpy_dtype
-from transaxle.formats.megatron.flat_buckets.bucket_layout import FlatBuffer, Placed
-from transaxle.formats.megatron.flat_buckets.pipeline_stages import (
+from transaxle.formats.megatron.bucket_layout import FlatBuffer, Placed
+from transaxle.formats.megatron.pipeline_stages import (
     GATHERED,
     Chain,
     Groups,
@@ -34,16 +34,9 @@ from transaxle.formats.megatron.flat_buckets.pipeline_stages import (
     is_bucket,
     shared_out,
 )
-from transaxle.formats.megatron.flat_buckets.rank_parameters import (
-    Box,
-    Model,
-    StoredParameter,
-    UnknownOrderError,
-    model_of,
-    orders,
-)
+from transaxle.formats.megatron.rank_parameters import Box, Model, StoredParameter, UnknownOrderError, model_of, orders
 from transaxle.formats.storage.storage import Storage
-from transaxle.formats.training_state.state import MASTER, OPTIMIZER
+from transaxle.formats.training_state import MASTER, OPTIMIZER
 
 _COPIED = "several ranks keep this state of {} alike, in flat buckets of their own"
 _ROUNDED = "{} must be its full-precision copy in the flat buckets, rounded: that proves the order of their parameters"

@@ -24,8 +24,8 @@ from math import prod
 from typing import Any, NamedTuple
 
 from transaxle.formats.catalog import Entry
-from transaxle.formats.megatron.flat_buckets.bucket_layout import Bucket, FlatBuffer, Placed, laid_out
-from transaxle.formats.megatron.flat_buckets.rank_parameters import LocalParameter, Model, Order, UnknownOrderError
+from transaxle.formats.megatron.bucket_layout import Bucket, FlatBuffer, Placed, laid_out
+from transaxle.formats.megatron.rank_parameters import LocalParameter, Model, Order, UnknownOrderError
 from transaxle.formats.pickled.descriptors import CODES, DType, Key, TensorRef
 from transaxle.formats.torch_file.saved import StoredStorage, ViewFault, place
 

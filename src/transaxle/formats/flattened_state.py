@@ -22,7 +22,7 @@ from transaxle.errors import refuse
 from transaxle.formats.catalog import number
 from transaxle.formats.pickled.allowed import TENSORS
 from transaxle.formats.pickled.descriptors import Global, Object, OrderedMap, Quantized, Scalar, TensorRef
-from transaxle.formats.training_state.state import GROUPS, OPTIMIZER, PARAMS, KeyPath, Leaf, ParamGroup
+from transaxle.formats.training_state import GROUPS, OPTIMIZER, PARAMS, KeyPath, Leaf, ParamGroup
 
 _MOST = 2_000_000
 """Cap on leaves and containers."""

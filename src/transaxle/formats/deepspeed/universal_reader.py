@@ -29,7 +29,7 @@ from transaxle.formats.format import HERE
 from transaxle.formats.registry import sort_sidecars
 from transaxle.formats.storage.storage import Storage
 from transaxle.formats.torch_file.saved import read_saved
-from transaxle.formats.training_state.state import OPTIMIZER, RUN
+from transaxle.formats.training_state import OPTIMIZER, RUN
 
 _MODEL = f"*{keys.MODEL_END}"
 _PLAIN = "mp_rank_"

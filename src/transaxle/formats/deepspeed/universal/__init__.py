@@ -1,1 +1,0 @@
-"""Universal checkpoints: one folder a parameter."""

@@ -1,1 +1,0 @@
-"""Flat buckets of Megatron's distributed optimizer (`dp_reshardable`): which parameter lies where in them."""
