@@ -234,13 +234,16 @@ def read_metadata(storage: Storage, file: str, faults: Faults) -> list[SavedItem
     bounds = Bounds(memory=max(bounds.memory, min(_MEMORY_PER_BYTE * size, _MOST_MEMORY)))
     with uncollected():
         with suppress(Unread):
-            return _items_of_columns(_scanned_columns(storage.read(file, 0, size), bounds.memory), file)
+            columns, parts = _scanned_columns(storage.read(file, 0, size), bounds.memory)
+            places = _places_of_columns(parts)
+            del parts  # its memory may be needed for the items
+            return _items_of_columns(columns, places, file)
         # Whatever is wrong is said by the interpreter, and as it is said of its objects.
         pickled = read_pickle(storage.read(file, 0, size), file=file, bounds=bounds, allowed=NAMES)
         return _items(pickled.value, file, faults)
 
 
-def _scanned_columns(data: bytes, memory: int) -> _Columns:
+def _scanned_columns(data: bytes, memory: int) -> tuple[_Columns, _PartColumns]:
     with scanned(data, NAMES, memory) as graph:
         return _columns(graph)
 
@@ -475,7 +478,7 @@ _FIELDS = "state_dict_metadata", "storage_data", "planner_data", "mcore_data"
 
 
 class _Columns(NamedTuple):
-    """What a file describes, column by column; the memory of the scan is given back before it becomes items."""
+    """The items that a file describes, column by column; the scan's memory is given back before they become items."""
 
     keys: list[str]
     """Keys of all items."""
@@ -488,18 +491,23 @@ class _Columns(NamedTuple):
     chunk_counts: list[int]
     chunk_starts: Sizes
     chunk_shapes: Sizes
-    part_keys: list[str]
-    """Key of the item of each part that has a place, and so on."""
+
+
+class _PartColumns(NamedTuple):
+    """The parts that have a place, column by column."""
+
+    keys: list[str]
+    """Key of the item of each."""
     are_chunks: list[bool]
-    part_starts: Sizes
-    """First index of each part that is a chunk."""
-    part_files: list[str]
-    part_offsets: NDArray[np.int64]
-    part_lengths: NDArray[np.int64]
+    starts: Sizes
+    """First index of each that is a chunk."""
+    files: list[str]
+    offsets: NDArray[np.int64]
+    lengths: NDArray[np.int64]
 
 
-def _columns(graph: Graph) -> _Columns:
-    """Return what a file describes.
+def _columns(graph: Graph) -> tuple[_Columns, _PartColumns]:
+    """Return what a file describes: the items, and the parts.
 
     Raises:
         Unread: something is wrong, or is there in a form that torch does not write today.
@@ -523,7 +531,15 @@ def _columns(graph: Graph) -> _Columns:
     if transforms.any():
         raise Unread
     are_chunks = part_starts != NONE
-    return _Columns(
+    parts = _PartColumns(
+        graph.texts(part_keys),
+        are_chunks.tolist(),
+        graph.sizes(part_starts[are_chunks]),
+        graph.texts(files),
+        graph.integers(offsets),
+        graph.integers(lengths),
+    )
+    items = _Columns(
         graph.texts(keys),
         are_objects.tolist(),
         graph.value(paths),
@@ -533,23 +549,17 @@ def _columns(graph: Graph) -> _Columns:
         list(map(len, chunks)),
         graph.sizes(starts),
         graph.sizes(extents),
-        graph.texts(part_keys),
-        are_chunks.tolist(),
-        graph.sizes(part_starts[are_chunks]),
-        graph.texts(files),
-        graph.integers(offsets),
-        graph.integers(lengths),
     )
+    return items, parts
 
 
-def _items_of_columns(columns: _Columns, file: str) -> list[SavedItem]:
+def _items_of_columns(columns: _Columns, places: _Places, file: str) -> list[SavedItem]:
     """Return the items that a file describes, if there is nothing wrong with any of them.
 
     Raises:
         Unread: something is wrong.
     """
     faults = Faults()
-    places = _places_of_columns(columns)
     reader = _ItemReader(file, faults, places, columns.notes if isinstance(columns.notes, dict) else {})
     starts, shapes = columns.chunk_starts.rows(), columns.chunk_shapes.rows()
     are_objects = columns.are_objects
@@ -582,20 +592,24 @@ def _objects_of_columns(columns: _Columns, places: _Places, reader: _ItemReader)
     return map(SavedItem, keys, paths, repeat(None), repeat(()), repeat(()), located)
 
 
-def _places_of_columns(columns: _Columns) -> _Places:
-    """Return the places of all parts."""
-    offsets, lengths = columns.part_offsets.tolist(), columns.part_lengths.tolist()
-    payloads = list(map(_new_payload, zip(columns.part_files, offsets, lengths, strict=True)))
+def _places_of_columns(parts: _PartColumns) -> _Places:
+    """Return the places of all parts.
+
+    Raises:
+        Unread: a part has two.
+    """
+    offsets, lengths = parts.offsets.tolist(), parts.lengths.tolist()
+    payloads = list(map(_new_payload, zip(parts.files, offsets, lengths, strict=True)))
     places = _Places()
-    are_objects = list(map(not_, columns.are_chunks))
-    places.objects.update(zip(compress(columns.part_keys, are_objects), compress(payloads, are_objects), strict=True))
+    are_objects = list(map(not_, parts.are_chunks))
+    places.objects.update(zip(compress(parts.keys, are_objects), compress(payloads, are_objects), strict=True))
     own, last = dict[Shape, Payload](), None
-    keys, own_payloads = compress(columns.part_keys, columns.are_chunks), compress(payloads, columns.are_chunks)
-    for key, start, payload in zip(keys, columns.part_starts.rows(), own_payloads, strict=True):
+    keys, own_payloads = compress(parts.keys, parts.are_chunks), compress(payloads, parts.are_chunks)
+    for key, start, payload in zip(keys, parts.starts.rows(), own_payloads, strict=True):
         if key is not last:
             own, last = places.chunks[key], key
         own[start] = payload
-    if len(places.objects) + sum(map(len, places.chunks.values())) < len(payloads):  # a part has two places
+    if len(places.objects) + sum(map(len, places.chunks.values())) < len(payloads):
         raise Unread
     return places
 
