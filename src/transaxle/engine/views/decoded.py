@@ -27,9 +27,8 @@ from transaxle.engine.views.header_metadata import without_notes
 from transaxle.errors import refuse
 from transaxle.formats.catalog import Container, Entry, Extent, nbytes, numpy_dtype
 from transaxle.formats.storage.copier import Bytes
-from transaxle.move.endpoint import Readable
+from transaxle.move.endpoint import Readable, Scratch, produce
 from transaxle.move.transfer import Transfer, clip
-from transaxle.move.workers import Scratch, produce
 
 if TYPE_CHECKING:
     import numpy as np
