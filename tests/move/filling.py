@@ -8,9 +8,8 @@ from functools import partial
 
 from transaxle.axes.geometry.strided import Loop
 from transaxle.formats.storage.copier import Bytes, Steps, read_each
-from transaxle.move.endpoint import Readable
+from transaxle.move.endpoint import Readable, Scratch, note_fill
 from transaxle.move.transfer import Transfer
-from transaxle.move.workers import Scratch, note_fill
 
 
 class PlainFiles(ABC):

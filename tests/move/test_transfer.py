@@ -16,8 +16,8 @@ from tests.engine import law
 from tests.move.filling import PlainFiles, fill
 from transaxle.axes.geometry.strided import Loop
 from transaxle.formats.storage.copier import Steps, read_each
+from transaxle.move.endpoint import Scratch
 from transaxle.move.transfer import Transfer, active, clip, lower
-from transaxle.move.workers import Scratch
 
 FILE = "source"
 BASE = 3

@@ -34,7 +34,6 @@ from transaxle.encodings.value_steps import Recoded
 from transaxle.engine.source import Source
 from transaxle.errors import Refusal, TransaxleError, Where, refuse
 from transaxle.formats.catalog import BITS, Container, Entry, Extent, Twin, nbytes, numpy_dtype
-from transaxle.formats.storage.copier import Steps
 from transaxle.move.endpoint import Readable
 from transaxle.move.transfer import Transfer
 from transaxle.move.workers import (
@@ -48,6 +47,7 @@ from transaxle.move.workers import (
     grouped,
     is_whole,
     largest_first,
+    new_steps,
     share,
     unwatched,
 )
@@ -78,9 +78,8 @@ class Pair:
     """
 
     def __init__(self, first: Readable, second: Readable, limit: Limits, stop: threading.Event) -> None:
-        self._steps, together = Steps(), are_noted(first, second)
-        one, two = (Worker(each, limit.halved, stop, self._steps, together=together) for each in (first, second))
-        self._workers = one, two
+        self._steps = new_steps(together=are_noted(first, second))
+        self._workers = tuple(Worker(each, limit.halved, stop, self._steps) for each in (first, second))
 
     def blocks(
         self, first: Sequence[Transfer], second: Sequence[Transfer], size: int, other: int | None = None

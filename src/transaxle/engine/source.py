@@ -32,8 +32,8 @@ from transaxle.axes.translation.holdings import AlikePart
 from transaxle.errors import Code, TransaxleError, refuse
 from transaxle.formats.catalog import ITEM_BITS, Container, Entry, Extent, Shape, nbytes
 from transaxle.formats.storage.copier import Bytes
+from transaxle.move.endpoint import Scratch, produce
 from transaxle.move.transfer import Transfer, lower
-from transaxle.move.workers import Scratch, produce
 
 _NOWHERE = -1
 """An index that no chunk has."""

@@ -12,9 +12,9 @@ from typing import cast
 import xxhash
 
 from transaxle.formats.storage.copier import WRITING, Bytes, Running, Steps, new_hash, scatter
-from transaxle.move.endpoint import NotingWritable, Readable, Sink, Writable
+from transaxle.move.endpoint import NotingWritable, Readable, Scratch, Sink, Writable, note_parts
 from transaxle.move.transfer import Transfer, active, clip
-from transaxle.move.workers import Progress, Scratch, note_parts, unwatched
+from transaxle.move.workers import Progress, unwatched
 
 _BLOCK = 1 << 20
 """Bytes hashed at once: so few that they come from the processor's own memory."""
@@ -119,7 +119,7 @@ class HashingFiles(Sink):
         """See `Sink`."""
         if key in self._hashed:
             self._hash_of(key).note(steps, start, data)
-        if self._files is not None and self._places_of(key).are_plain and self.takes_notes:
+        if self._files is not None and steps.most and self._places_of(key).are_plain and self.takes_notes:
             for file, offset, part in self.laid(key, start, data):
                 cast("NotingWritable", self._files).note_write(steps, file, offset, part)
         elif self._files is not None:
@@ -127,7 +127,7 @@ class HashingFiles(Sink):
         steps.then(partial(self._progress, len(data)))
 
     def _write(self, key: int, start: int, data: memoryview) -> None:
-        """Write bytes of an item that lie apart in files, or go to another machine."""
+        """Write bytes of an item that lie apart in files, go to another machine, or are alone in their list."""
         for file, offset, part in self.laid(key, start, data):
             cast("Writable", self._files).pwrite(file, offset, part)
 
@@ -218,11 +218,10 @@ def digest_in(storage: Readable, places: Sequence[Transfer], span_size: int | No
     scratch = Scratch(2 * _BLOCK)
     size = sum(place.size for place in places)
     ends = [*range(_BLOCK, size, _BLOCK), size] if size else []
-    with Steps() as steps:
+    with Steps(_BATCH) as steps:
         for start, stop, parts in active(places, ends):
             note_parts(steps, storage, parts, start, block[: stop - start], scratch)
             hashed.note(steps, start, block[: stop - start].data)
-            if steps.size >= _BATCH:
-                steps.run()
+            steps.breathe()
         steps.run()
     return hashed.hexdigest()

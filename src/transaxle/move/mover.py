@@ -18,7 +18,7 @@ import msgspec
 
 from transaxle.axes.geometry.strided import row_major
 from transaxle.formats.storage.copier import Bytes, scatter
-from transaxle.move.endpoint import Alone, Deferred, Exchange, Parcel, Readable, Sink
+from transaxle.move.endpoint import Alone, Deferred, Exchange, Parcel, Readable, Sink, note_fill
 from transaxle.move.transfer import Transfer, active
 from transaxle.move.workers import (
     RUN,
@@ -30,7 +30,7 @@ from transaxle.move.workers import (
     are_noted,
     grouped,
     largest_first,
-    note_fill,
+    new_steps,
     share,
 )
 from transaxle.spans import span
@@ -103,7 +103,7 @@ class Movement:
             share(self._work(), self._limit.jobs, self._worker, self._do)
 
     def _worker(self, stop: Event) -> Worker:
-        return Worker(self._source, self._limit, stop, together=self._notes)
+        return Worker(self._source, self._limit, stop, new_steps(together=self._notes))
 
     def move_others(self) -> int:
         """Move what ranks make for one another; collective. Otherwise as `run`."""
@@ -168,7 +168,7 @@ class Movement:
                 self._sink.take(item.key, at, block)
                 at += len(block)
             self._there(item, stop - start)
-        worker.breathe()
+        worker.steps.breathe()
 
     def _there(self, item: Item, size: int) -> None:
         """Note that bytes of an item are there; whoever brings the last ones ends it."""

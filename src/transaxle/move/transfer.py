@@ -1,7 +1,7 @@
 """Transfers: box copies in bytes, from a place in a file to a place in a tensor.
 
 A transfer knows nothing of axes. `clip` cuts it by a byte range of the target, so a tensor of any size is produced in
-order, block by block, in fixed memory; `workers.note_parts` says how clipped transfers are carried out.
+order, block by block, in fixed memory; `endpoint.note_parts` says how clipped transfers are carried out.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from transaxle.axes.geometry.chunk import Shard, whole
 from transaxle.errors import Refused
 from transaxle.formats.detect import open_container
 from transaxle.formats.training_state import LEFT_BEHIND, ROOT
-from transaxle.move.workers import Scratch
+from transaxle.move.endpoint import Scratch
 
 ALL = [(world, case.__name__) for world, cases in BY_WORLD.items() for case in cases]
 every_case = pytest.mark.parametrize(("world", "case"), ALL, ids=[f"{case}-{world}" for world, case in ALL])

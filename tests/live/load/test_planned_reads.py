@@ -15,7 +15,7 @@ from transaxle.axes.geometry.chunk import Shard, whole
 from transaxle.engine.checkpoint.checkpoint import StoredTensor
 from transaxle.live.global_tensors import Census, Global
 from transaxle.live.load import PlannedReads, plan_reads
-from transaxle.move.workers import Scratch, produce
+from transaxle.move.endpoint import Scratch, produce
 from transaxle.torch_tensors.placement import Held
 
 RANKS = 5

@@ -37,8 +37,8 @@ from transaxle.formats.catalog import ITEM_BITS, nbytes, numpy_dtype, packed_wid
 from transaxle.formats.checksums import Witness
 from transaxle.formats.storage.copier import Bytes
 from transaxle.formats.storage.storage import Storage, is_closed, layer
+from transaxle.move.endpoint import Scratch, produce
 from transaxle.move.transfer import Transfer
-from transaxle.move.workers import Scratch, produce
 
 if TYPE_CHECKING:
     from concurrent.futures import Future

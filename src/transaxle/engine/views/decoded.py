@@ -42,9 +42,8 @@ from transaxle.formats.catalog import Container, Entry, Extent, nbytes, numpy_dt
 from transaxle.formats.storage.copier import Bytes
 from transaxle.formats.strict_json import parsed
 from transaxle.formats.training_state import ParamGroup, group_numbers, renamed
-from transaxle.move.endpoint import Readable
+from transaxle.move.endpoint import Readable, Scratch, produce
 from transaxle.move.transfer import Transfer, clip
-from transaxle.move.workers import Scratch, produce
 
 
 def without_notes(metadata: Mapping[str, Any], names: Collection[str] | None = None) -> dict[str, Any]:

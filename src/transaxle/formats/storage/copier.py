@@ -64,9 +64,13 @@ class Steps:
 
     Memory is named, not copied: what a step reads is what lies there when its turn comes. Files stay open until the
     list is carried out or forgotten, which is done where a `with` block is left.
+
+    Args:
+        most: bytes that are worth one call; 0: each block is carried out at once.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = 0) -> None:
+        self.most = most
         self.size = 0
         """Bytes read and written by what is listed."""
         self._numbers = array("q")
@@ -223,6 +227,11 @@ class Steps:
     def then(self, call: Callable[[], object]) -> None:
         """Let something be called when the list is over, if all that is in it so far is done."""
         self._then.append((len(self._again), call))
+
+    def breathe(self) -> None:
+        """Carry out what is listed, if it is enough for one call."""
+        if self.size >= self.most:
+            self.run()
 
     def run(self) -> None:
         """Carry out what is listed, and forget it.
