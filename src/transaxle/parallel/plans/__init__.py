@@ -1,1 +1,0 @@
-"""Which axis of which parameter is cut, read from tables."""
