@@ -33,7 +33,7 @@ from transaxle.families import BLOCKS, GENERATED, INDEX, Entry, Tables, is_trace
 REFERENCE = Path(__file__).parent / "reference"
 FAMILIES = Path(families.__file__).parent
 SCHEMAS = Path(cli.__file__).parent / "schemas"
-PROVEN = FAMILIES.parent / "parallel/plans/proven_types.json"
+PROVEN = FAMILIES.parent / "parallel/proven_types.json"
 WIDTH = 92
 _PEER = re.compile(r"Derived from transformers ([0-9.]+[0-9])")
 _OF_PEER = "transformers: "

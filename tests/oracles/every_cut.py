@@ -3,7 +3,7 @@
     python -m tests.oracles.every_cut [TYPE ...]
 
 cuts a tiny model of each type over two and three ranks and holds its logits and all gradients against those of the
-whole model. The types that are exact are written to `src/transaxle/parallel/plans/proven_types.json`; no other model
+whole model. The types that are exact are written to `src/transaxle/parallel/proven_types.json`; no other model
 of transformers is cut.
 """
 

@@ -106,6 +106,8 @@ UNSAFE: dict[str, tuple[Made, str]] = {
     ),
     "INST": (lambda folder: b"(" + value(touches(folder)) + b"ios\nsystem\n.", "os.system"),
     "OBJ": (lambda folder: b"(" + name("os", "system") + value(touches(folder)) + b"o.", "os.system"),
+    "INST after text": (lambda folder: f"(S'{touches(folder)}'\nios\nsystem\n.".encode(), "os.system"),
+    "STACK_GLOBAL after text": (lambda _: b"S'a'\n" + text("os") + text("system") + b"\x93.", "os.system"),
     "protocol 0": (lambda folder: f"cos\nsystem\n(S'{touches(folder)}'\ntR.".encode(), "os.system"),
     "NEWOBJ_EX": (
         lambda folder: program(name("subprocess", "Popen"), value((touches(folder),)), value({"shell": True}), b"\x92"),

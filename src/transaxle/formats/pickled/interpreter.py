@@ -14,6 +14,9 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from io import BytesIO
+from pickletools import genops
 from typing import Any
 
 import msgspec
@@ -299,12 +302,30 @@ def _run(machine: Machine) -> None:
         if code == _STOP:
             return
         step = steps[code]
+        if step is None and code in _DROPPED:
+            _note_names(machine)
+            raise malformed(_OLDEST.format(bytes([code])))
         if step is None:
-            raise malformed((_OLDEST if code in _DROPPED else "unknown opcode {!r}").format(bytes([code])))
+            raise malformed(f"unknown opcode {bytes([code])!r}")
         machine.left -= costs[code]
         if machine.left < 0 or at > limit:
             raise malformed(_TOO_MUCH)
         step(machine)
+
+
+def _note_names(machine: Machine) -> None:
+    """Note the names further on in a pickle that is refused anyway: what it would import is the graver reason."""
+    rest = BytesIO(machine.data)  # shares the bytes
+    rest.seek(machine.begin)
+    texts = ["", ""]
+    with suppress(ValueError, IndexError):
+        for opcode, argument, _ in genops(rest):
+            if opcode.name in {"GLOBAL", "INST"}:
+                machine.find(*str(argument).split(" ", 1))
+            elif opcode.name == "STACK_GLOBAL":
+                machine.find(*texts)
+            elif isinstance(argument, str):
+                texts = [texts[1], argument]
 
 
 def _step(opcode: bytes, cost: int = 16) -> Callable[[Step], Step]:
