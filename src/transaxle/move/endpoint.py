@@ -17,6 +17,7 @@ from math import prod
 from typing import ParamSpec, Protocol
 
 import msgspec
+import numpy as np
 
 from transaxle.axes.geometry.strided import Loop
 from transaxle.formats.storage.copier import READING, WRITING, Bytes, Steps, scatter
@@ -196,7 +197,6 @@ class Scratch:
     """
 
     def __init__(self, size: int, waste: float = 4.0, gap: int = 1 << 14, few: int = 0) -> None:
-        import numpy as np
 
         self.array: Bytes = np.empty(size, np.uint8)
         self.waste = waste

@@ -9,6 +9,7 @@ from functools import partial
 from itertools import accumulate
 from typing import cast
 
+import numpy as np
 import xxhash
 
 from transaxle.formats.storage.copier import WRITING, Bytes, Running, Steps, new_hash, scatter
@@ -184,8 +185,6 @@ class Places:
 
 def _gathered(part: Transfer, start: int, data: memoryview) -> Iterator[tuple[str, int, memoryview]]:
     """Yield the bytes of a transfer whose runs are next to each other in the file as one; otherwise run by run."""
-    import numpy as np
-
     if part.source_span == part.size:
         held: Bytes = np.frombuffer(data, np.uint8)[part.target - start : part.target_end - start]
         together: Bytes = np.empty(part.size, np.uint8)
@@ -211,8 +210,6 @@ def digest(data: bytes | memoryview) -> str:
 
 def digest_in(storage: Readable, places: Sequence[Transfer], span_size: int | None = None) -> str:
     """Return the hash of an item as it lies in files, of spans of so many bytes; None: `SPAN`."""
-    import numpy as np
-
     hashed = ItemHash(span_size)
     block: Bytes = np.empty(_BLOCK, np.uint8)
     scratch = Scratch(2 * _BLOCK)

@@ -15,6 +15,7 @@ from itertools import pairwise
 from threading import Event, Lock
 
 import msgspec
+import numpy as np
 
 from transaxle.axes.geometry.strided import row_major
 from transaxle.formats.storage.copier import Bytes, scatter
@@ -195,7 +196,6 @@ class _Meeting:
     """Where runs come together: what this rank makes is sent; what it takes is put together and handed over."""
 
     def __init__(self, source: Readable, sink: Sink, limit: Limits, exchange: Exchange) -> None:
-        import numpy as np
 
         self._source = source
         self._sink = sink

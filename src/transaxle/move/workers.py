@@ -18,6 +18,7 @@ from mmap import MAP_PRIVATE, mmap
 from typing import Generic, Self, TypeVar
 
 import msgspec
+import numpy as np
 from msgspec.structs import replace
 
 from transaxle.arguments import Size, read_count, read_size
@@ -279,8 +280,6 @@ class Worker:
     @cached_property
     def _block(self) -> Bytes:
         """The block as an array, which whole ranges of files need not be."""
-        import numpy as np
-
         return np.frombuffer(self._memory, np.uint8)
 
     @cached_property
@@ -392,8 +391,6 @@ def _clear(block: memoryview) -> None:
 
 def _apply(block: memoryview, dtype: str, arithmetic: AffineSteps) -> None:
     """Change values in place: the block is a worker's own, and its old values are not needed again."""
-    import numpy as np
-
     values = np.frombuffer(block, numpy_dtype(dtype))
     try:
         values[...] = applied(values, arithmetic)

@@ -17,6 +17,8 @@ from itertools import chain
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from transaxle.axes.geometry.strided import row_major
 from transaxle.errors import Faults, TransaxleError
 from transaxle.formats.builtin_formats import DCP
@@ -419,8 +421,6 @@ def _objects(
     Returns:
         the others, each with its path.
     """
-    import numpy as np
-
     shared_archives: dict[str, Payload] = {}
     objects: PlacedObjects = []
     keys_so_far = set(tensor_keys)

@@ -25,6 +25,8 @@ from math import gcd, prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias, cast
 
+import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from transaxle.axes.geometry.strided import Loop
@@ -32,9 +34,6 @@ from transaxle.errors import TransaxleError
 from transaxle.spans import is_recorded, span
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
     from transaxle.formats.storage.storage import Handles
 
 Bytes: TypeAlias = "npt.NDArray[np.uint8]"
@@ -399,8 +398,6 @@ def scatter(held: Bytes, out: Bytes, at: int, width: int, loops: Sequence[Loop])
 
 def _lay(held: Bytes, out: Bytes, at: int, width: int, loops: Sequence[Loop]) -> None:
     """Copy runs by numpy: one at once, several as the widest words that fit."""
-    import numpy as np
-
     if not loops:
         out[at : at + width] = held[:width]
         return
@@ -443,8 +440,6 @@ def _how_to_lay(
 
 def same_bytes(one: bytes | memoryview, other: bytes | memoryview) -> bool:
     """Tell whether two buffers hold the same bytes; `==` takes fifty times as long where one is a view."""
-    import numpy as np
-
     return np.array_equal(np.frombuffer(one, np.uint8), np.frombuffer(other, np.uint8))
 
 
@@ -457,7 +452,6 @@ def address_to_read(view: memoryview) -> int:
     """Return the same of a view that need not be writable: nobody may write there."""
     if not view.readonly:
         return address(view)
-    import numpy as np
 
     return np.frombuffer(view, np.uint8).ctypes.data
 

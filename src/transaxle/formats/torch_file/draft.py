@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
+import numpy as np
 from msgspec.structs import replace
 
 from transaxle.errors import Faults, TransaxleError, refuse
@@ -152,8 +153,6 @@ def saved(setting: Any, storages: list[int | bytes]) -> object:
     """Return a setting as torch saves it: a number with a dtype becomes a tensor, whose bytes are appended to
     `storages`.
     """
-    import numpy as np
-
     if isinstance(setting, np.generic):
         storages.append(setting.tobytes())
         return reference(code_of(setting.dtype), (), len(storages) - 1)
