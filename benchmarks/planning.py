@@ -23,7 +23,7 @@ from typing import TypeVar
 
 from promises import Promises
 
-from transaxle.axes.geometry.chunk import Shard, whole
+from transaxle.axes.geometry import Shard, whole
 from transaxle.axes.layout.relayout import Target
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.distribute.work_plan import Share, divide, keyed, parse_share, share_of

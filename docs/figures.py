@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 import transaxle as tx
-from transaxle.axes.geometry.chunk import MeshCut, place
+from transaxle.axes.geometry import MeshCut, place
 from transaxle.axes.layout.tile import SplitTile
 
 FOLDER = Path(__file__).parent / "figures"

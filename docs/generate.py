@@ -23,8 +23,7 @@ import msgspec
 
 from transaxle import cli, families
 from transaxle.cli import NAME
-from transaxle.cli.command import with_all_options
-from transaxle.cli.program import COMMANDS, program
+from transaxle.cli.command import COMMANDS, program, with_all_options
 from transaxle.engine.explanations import EXPLANATIONS
 from transaxle.engine.moves import dialect_rows
 from transaxle.errors import CODES, refuse

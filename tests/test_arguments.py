@@ -16,8 +16,7 @@ from safetensors.torch import save_file
 
 import transaxle as tx
 from tests.checkpoints import tiny
-from transaxle import arguments
-from transaxle.torch_tensors import torch_arguments
+from transaxle import arguments, torch_tensors
 
 ROOMS: tuple[ModuleType, ...] = (tx, tx.nn, tx.parallel, tx.quant, tx.refit)
 RESULTS = {
@@ -342,11 +341,11 @@ def test_a_type_may_be_called_by_any_of_its_names(dtype: str | torch.dtype, tmp_
 
 def test_names_of_types_and_devices_that_torch_has_not() -> None:
     with pytest.raises(ValueError, match=r"^dtype must be an element type such as .*; got 'bf15'$"):
-        torch_arguments.read_dtype("dtype", "bf15")
+        torch_tensors.read_dtype("dtype", "bf15")
     with pytest.raises(ValueError, match=r"^device must be a device such as .*; got 'gpu'$"):
-        torch_arguments.read_device("device", "gpu")
-    assert torch_arguments.read_dtype("dtype", "F8_E4M3") == torch.float8_e4m3fn
-    assert torch_arguments.read_device("device", "cpu") == torch.device("cpu")
+        torch_tensors.read_device("device", "gpu")
+    assert torch_tensors.read_dtype("dtype", "F8_E4M3") == torch.float8_e4m3fn
+    assert torch_tensors.read_device("device", "cpu") == torch.device("cpu")
     assert arguments.read_float_type("dtype", "fp8") == "fp8"
 
 

@@ -24,9 +24,9 @@ from tests.formats.deepspeed.built import write_old
 from transaxle import families
 from transaxle.axes.notation import tables
 from transaxle.axes.notation.expression import parse
-from transaxle.axes.notation.formula import Formula
+from transaxle.axes.notation.family import Formula
 from transaxle.cli import NAME
-from transaxle.cli.program import program
+from transaxle.cli.command import program
 from transaxle.errors import CODES, TransaxleError, refuse
 
 ROOT = Path(__file__).parent.parent

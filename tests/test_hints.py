@@ -12,7 +12,7 @@ import click
 import pytest
 
 import transaxle as tx
-from transaxle.cli.program import program
+from transaxle.cli.command import program
 from transaxle.errors import Refusal, in_both_languages
 from transaxle.options import KEYWORDS
 

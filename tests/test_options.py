@@ -20,7 +20,7 @@ from tests.cli.conftest import here, transaxle  # noqa: F401 - fixtures
 from tests.cli.running import USAGE, Transaxle
 from transaxle import verbs
 from transaxle.arguments import read_options
-from transaxle.cli.program import program
+from transaxle.cli.command import program
 from transaxle.engine.views.encode import METHODS
 from transaxle.options import EXCLUSIONS, KEYWORDS, OPENING, OPTIONS, VERBS, Exclusion, refused, spelled
 

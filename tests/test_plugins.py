@@ -115,7 +115,7 @@ def test_what_ships_answers_without_packages(program: Program, site: Path) -> No
 
 
 RAW_RECORD = """
-from transaxle.formats.format import Clue, Format, named
+from transaxle.formats.registry import Clue, Format, named
 
 RAW = Format(
     name="rawdir", title="a folder of raw tensors", clues=(Clue(named("index.json")),), reader="raw.files:open_raw",
@@ -194,7 +194,7 @@ def _torch(**changes: object) -> str:
     """Return a module whose format is that of torch files but for some fields."""
     fields = ", ".join(f"{name}={value!r}" for name, value in {"name": "tiny", **changes}.items())
     return (
-        "from dataclasses import replace\nfrom transaxle.formats.builtin_formats import TORCH\n"
+        "from dataclasses import replace\nfrom transaxle.formats.registry import TORCH\n"
         f"TINY = replace(TORCH, {fields})"
     )
 

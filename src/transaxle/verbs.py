@@ -375,7 +375,7 @@ class _Conversion:
                     self.order, cleared, self._options["on"], progress=progress, watch=events, **self._how
                 )
         from transaxle.engine.execute import execute
-        from transaxle.formats.store.location import takes_parts
+        from transaxle.formats.store.staging import takes_parts
 
         how = select(self._options, ("overwrite", "resume", "sync"))
         total = sum(tensor.nbytes for tensor in cleared.plan.tensors)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from hypothesis import settings
 
-from transaxle.axes.geometry.piece import Interval, Move
+from transaxle.axes.geometry import Interval, Move
 from transaxle.axes.layout.bind import Bound, bind, group, score, split_slot
 from transaxle.axes.layout.relayout import Copier, Target
 from transaxle.axes.layout.solve import Shape

@@ -19,7 +19,7 @@ from tests.cli import documents
 from tests.cli.running import Transaxle
 from tests.engine import quantized
 from transaxle import families
-from transaxle.cli.program import COMMANDS
+from transaxle.cli.command import COMMANDS
 from transaxle.cli.screen import Screen
 from transaxle.engine.distribute.driver import Event
 from transaxle.engine.duplicates import PlannedCheck

@@ -15,7 +15,7 @@ import pytest
 import transaxle as tx
 from tests.checkpoints import CONFIG, write
 from tests.cli.running import MACHINE, REFUSED, USAGE, Transaxle, process
-from transaxle.cli.program import program
+from transaxle.cli.command import program
 from transaxle.formats.store.staging import Staging
 
 Outcome = tuple[int, list[str]]

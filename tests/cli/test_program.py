@@ -16,8 +16,7 @@ from tests.checkpoints import TENSORS
 from tests.cli.running import BUG, USAGE, Transaxle, command, on_terminal, process
 from transaxle import __version__
 from transaxle.cli import NAME
-from transaxle.cli.command import Command
-from transaxle.cli.program import COMMANDS, program
+from transaxle.cli.command import COMMANDS, Command, program
 
 BLOCKED = """
 import sys

@@ -10,8 +10,7 @@ import msgspec
 import pytest
 
 from transaxle import families
-from transaxle.axes.notation.family import Family
-from transaxle.axes.notation.formula import Formula
+from transaxle.axes.notation.family import Family, Formula
 from transaxle.axes.notation.name import Name
 from transaxle.axes.notation.tables import read
 from transaxle.families import base, builtin, read_spelled, spell_out

@@ -104,7 +104,7 @@ def watch(event, args):
 
 sys.addaudithook(watch)
 import transaxle as tx
-from transaxle.cli.program import run
+from transaxle.cli.command import run
 
 for command in (["ls"], ["info"], ["verify"], ["plan", "x", "--to", "torchtitan"]):
     assert run([command[0], str(folder), *command[1:]]) == 0, command

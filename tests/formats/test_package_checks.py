@@ -12,9 +12,9 @@ import pytest
 from transaxle.errors import Refused
 from transaxle.formats.catalog import Container, Draft, Entry, Extent, Fragment, Spec
 from transaxle.formats.detect import open_container
-from transaxle.formats.format import Clue, Format, ending
 from transaxle.formats.package_checks import check_container, check_draft
-from transaxle.formats.store.location import storage_at
+from transaxle.formats.registry import Clue, Format, ending
+from transaxle.formats.store.staging import storage_at
 
 KIND = Format(
     name="tiny",

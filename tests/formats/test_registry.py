@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 import transaxle
-from transaxle.formats import builtin_formats
+from transaxle.formats import registry
 from transaxle.formats.catalog import Spec
-from transaxle.formats.format import Clue, Format, imported
 from transaxle.formats.registry import (
+    Clue,
+    Format,
     begins_right,
     builtin,
     every_format,
@@ -20,6 +21,7 @@ from transaxle.formats.registry import (
     foreign_ends,
     get,
     holds_tensors,
+    imported,
     is_of_checkpoint,
     is_one_file,
     is_step,
@@ -55,7 +57,7 @@ def test_a_record_names_what_is_there(kind: Format) -> None:
 
 
 def test_names_are_those_of_the_records() -> None:
-    assert find("dcp") is get("dcp") is builtin_formats.DCP
+    assert find("dcp") is get("dcp") is registry.DCP
     assert find("gguf") is None
     with pytest.raises(ValueError, match="gguf"):
         get("gguf")
@@ -100,7 +102,7 @@ def test_the_records_are_the_only_place_that_spells_a_format() -> None:
     names = set(builtin()) - {"torch"}  # which is a module of Python, and spelled by whoever knows pickles
     found = set()
     for module in PACKAGE.rglob("*.py"):
-        if module.name != "builtin_formats.py":
+        if module.name != "registry.py":
             for node in ast.walk(ast.parse(module.read_text("utf-8"))):
                 if isinstance(node, ast.Constant) and node.value in names:
                     found.add(module.relative_to(PACKAGE).as_posix())

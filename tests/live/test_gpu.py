@@ -9,7 +9,7 @@ import torch
 
 import transaxle as tx
 from tests import checkpoints
-from transaxle.torch_tensors.torch_arguments import torch_dtype
+from transaxle.torch_tensors import torch_dtype
 
 pytestmark = pytest.mark.gpu
 DIALECT = "transformers"

@@ -6,10 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import partial
 
-from transaxle.axes.geometry.strided import Loop
+from transaxle.axes.geometry import Loop
 from transaxle.formats.storage.copier import Bytes, Steps, read_each
-from transaxle.move.endpoint import Readable, Scratch, note_fill
-from transaxle.move.transfer import Transfer
+from transaxle.move.transfer import Readable, Scratch, Transfer, note_fill
 
 
 class PlainFiles(ABC):

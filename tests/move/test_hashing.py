@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.move.filling import PlainFiles
 from transaxle.formats.storage import copier
-from transaxle.move.hashing import SPAN, HashingFiles, ItemHash, Places, digest, digest_in, joined
+from transaxle.move.journal import SPAN, HashingFiles, ItemHash, Places, digest, digest_in, joined
 from transaxle.move.transfer import Transfer
 
 

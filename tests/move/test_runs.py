@@ -15,9 +15,8 @@ from tests.move.filling import PlainFiles
 from transaxle.formats.storage.copier import Bytes, scatter
 from transaxle.move import mover as mover_module
 from transaxle.move import workers as workers_module
-from transaxle.move.endpoint import Sink
 from transaxle.move.mover import Movement, Run, alone, batches, packed
-from transaxle.move.transfer import Transfer
+from transaxle.move.transfer import Sink, Transfer
 from transaxle.move.workers import Item, Limits
 
 RANKS = (0, 1, 2)

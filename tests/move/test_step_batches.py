@@ -27,7 +27,7 @@ from transaxle.formats.storage.local import LocalStorage
 from transaxle.formats.storage.storage import InMemoryFile, Storage, SubFolder, VirtualFiles
 from transaxle.formats.store.staging import Writer
 from transaxle.move import workers
-from transaxle.move.hashing import HashingFiles, ItemHash
+from transaxle.move.journal import HashingFiles, ItemHash
 from transaxle.move.mover import Movement
 from transaxle.move.transfer import Transfer
 from transaxle.move.workers import Item, Limits, Worker

@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 
 from tests.engine import law
 from tests.move.filling import PlainFiles, fill
-from transaxle.axes.geometry.strided import Loop
+from transaxle.axes.geometry import Loop
 from transaxle.formats.storage.copier import Steps, read_each
-from transaxle.move.endpoint import Scratch
-from transaxle.move.transfer import Transfer, active, clip, lower
+from transaxle.move.transfer import Scratch, Transfer, active, clip, lower
 
 FILE = "source"
 BASE = 3

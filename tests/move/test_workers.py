@@ -14,10 +14,9 @@ from tests.move.filling import PlainFiles
 from transaxle.engine.duplicates import PlannedCheck, unequal
 from transaxle.formats.storage.copier import Bytes
 from transaxle.formats.storage.local import LocalStorage
-from transaxle.move.endpoint import Sink
-from transaxle.move.hashing import HashingFiles
+from transaxle.move.journal import HashingFiles
 from transaxle.move.mover import Movement
-from transaxle.move.transfer import Transfer
+from transaxle.move.transfer import Sink, Transfer
 from transaxle.move.workers import Item, Limits, are_noted, grouped, largest_first
 
 WORKERS, SMALL = 3, 50

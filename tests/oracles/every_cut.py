@@ -31,7 +31,7 @@ from tests.oracles.tiny_models import drawn
 from transaxle.errors import TransaxleError
 from transaxle.parallel.cutting import everything
 from transaxle.parallel.tensor_parallel import RECORD_NAME, proven_types, tensor_parallel
-from transaxle.torch_tensors.local_tensor import local_of
+from transaxle.torch_tensors import local_of
 
 RECORD = Path(__file__).parents[2] / "src/transaxle/parallel/plans" / RECORD_NAME
 EXACT, WRONG, UNBUILT, REFUSED = "exact", "WRONG", "not run", "refused"

@@ -22,7 +22,7 @@ from transaxle.live.optimizer_state import names_of, states_of
 from transaxle.live.optimizers import apart
 from transaxle.parallel.cutting import everything
 from transaxle.parallel.tensor_parallel import tensor_parallel
-from transaxle.torch_tensors.local_tensor import local_of
+from transaxle.torch_tensors import local_of
 
 DEGREES = (1, 2, 3, 4)
 FORMATS = {1: UNIVERSAL, 2: "dcp", 3: "safetensors", 4: "dcp"}

@@ -20,7 +20,7 @@ import transaxle as tx
 from tests.live.ranks import run
 from tests.parallel.models import CONFIGS, EVEN, build, train
 from transaxle.parallel.cutting import everything
-from transaxle.torch_tensors.local_tensor import local_of
+from transaxle.torch_tensors import local_of
 
 STEPS, MORE = 2, 3
 WORLD = 4

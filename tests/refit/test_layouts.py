@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import transaxle as tx
 from tests.live.ranks import run
 from transaxle.live.transport import shared_memory
-from transaxle.torch_tensors.local_tensor import local_of
+from transaxle.torch_tensors import local_of
 
 Tensors = dict[str, torch.Tensor]
 VALUES: Tensors = {

@@ -20,7 +20,7 @@ from tests.live.save.test_published_codes import HEAD, _model
 from tests.quant.kinds import MORE, raw
 from transaxle.live.model.state_tensors import leaves
 from transaxle.quant import quantize_
-from transaxle.torch_tensors.local_tensor import as_dtensor, local_of
+from transaxle.torch_tensors import as_dtensor, local_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 PLAIN = "plain"

@@ -12,7 +12,7 @@ import transaxle as tx
 from tests import checkpoints
 from tests.live.jobs import SECRET, apart, free_port
 from tests.live.ranks import run
-from transaxle.torch_tensors.torch_arguments import torch_dtype
+from transaxle.torch_tensors import torch_dtype
 
 pytestmark = pytest.mark.gpu
 DIALECT = "transformers"

@@ -15,11 +15,11 @@ import transaxle as tx
 from tests.live.ranks import run
 from tests.live.topologies import LLAMA, MOE
 from tests.oracles import hub
-from transaxle.axes.geometry.chunk import Intervals, whole
+from transaxle.axes.geometry import Intervals, whole
 from transaxle.engine.plan.rank_parts import engine_parts
 from transaxle.engine.traffic import read_mesh, traffic
 from transaxle.families import builtin
-from transaxle.torch_tensors.placement import Part, mark
+from transaxle.torch_tensors import Part, mark
 
 TRAINERS, VLLM = 2, "vllm"
 SURE = {"attention_bias": False, "mlp_bias": False, "mlp_only_layers": []}

@@ -18,7 +18,7 @@ import transaxle as tx
 from tests.live.jobs import SECRET, apart, free_port
 from tests.live.ranks import run
 from tests.live.topologies import FSDP, FSDP_TP, HSDP, LLAMA, MOE, PP, adamw, build, train
-from transaxle.torch_tensors.local_tensor import local_of
+from transaxle.torch_tensors import local_of
 
 ROUNDS = 4
 TINY = "1MiB"

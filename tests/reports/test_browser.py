@@ -24,7 +24,7 @@ from tests.engine import quantized
 from tests.reports.embedded import data
 from tests.reports.test_checkpoint_page import HOSTILE
 from tests.reports.test_refusal_page import cut_inside_a_tile, refusal_page
-from transaxle.cli.program import program
+from transaxle.cli.command import program
 from transaxle.engine.checkpoint_facts import HeldTensor, Sharding
 
 WIDTHS, SCHEMES = (1440, 390), ("light", "dark")

@@ -13,7 +13,7 @@ from tests.oracles.quiet import quiet
 from transaxle.axes.notation.name import CHECKPOINTED, COMPILED, FSDP1, own_name
 from transaxle.live.load import load
 from transaxle.live.model.state_tensors import leaves, own_config
-from transaxle.torch_tensors.torch_arguments import innermost, unwrapped
+from transaxle.torch_tensors import innermost, unwrapped
 
 
 class _Configured(nn.Linear):

@@ -7,9 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transaxle.axes.geometry.piece import Move
-from transaxle.axes.geometry.strided import row_major
-from transaxle.torch_tensors.local_tensor import copy_box, copy_box_back, filled, flat, stacked_view
+from transaxle.axes.geometry import Move, row_major
+from transaxle.torch_tensors import copy_box, copy_box_back, filled, flat, stacked_view
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool)
 

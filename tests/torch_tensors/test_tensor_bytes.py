@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from transaxle.torch_tensors.local_tensor import as_bytes, byte_view, same_bytes, with_plain_bytes
+from transaxle.torch_tensors import as_bytes, byte_view, same_bytes, with_plain_bytes
 
 NAN, OTHER_NAN = 0x7FC00000, 0x7FC00001
 

@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     thresholds = gc.get_threshold()
     gc.set_threshold(_NEW_OBJECTS, *thresholds[1:])
     try:
-        from transaxle.cli.program import run
+        from transaxle.cli.command import run
 
         return run(arguments)
     except (KeyboardInterrupt, RuntimeError) as stop:  # during imports; `run` itself answers for what comes later

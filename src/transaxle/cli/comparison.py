@@ -19,7 +19,7 @@ from transaxle.cli.screen import Screen
 from transaxle.engine.compare import Comparison, Difference, components
 from transaxle.engine.verification import Verification
 from transaxle.engine.wording import fold, parameters, plural, size
-from transaxle.formats.format import listed
+from transaxle.formats.registry import listed
 
 
 @click.command(

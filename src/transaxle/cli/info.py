@@ -18,8 +18,7 @@ import click
 
 from transaxle import __version__, verbs
 from transaxle.axes.notation.name import natural
-from transaxle.cli.command import Command, options_of, printing
-from transaxle.cli.program import COMMANDS
+from transaxle.cli.command import COMMANDS, Command, options_of, printing
 from transaxle.cli.screen import Screen, printable
 from transaxle.encodings.arithmetic.codec import active
 from transaxle.engine.checkpoint.recognise import pick_family

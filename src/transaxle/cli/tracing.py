@@ -19,7 +19,7 @@ from transaxle.engine.checkpoint.recognise import IDENTITY
 from transaxle.engine.checkpoint.settings import CONFIG
 from transaxle.errors import Code, TransaxleError, refuse
 from transaxle.formats.registry import ADAPTER_CONFIG
-from transaxle.formats.store.location import staging_at
+from transaxle.formats.store.staging import staging_at
 
 _UNKNOWN: Code = "UNKNOWN_FAMILY"
 

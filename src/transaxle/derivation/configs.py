@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from itertools import combinations, permutations
 from typing import Any
 
-from transaxle.axes.notation.family import WORDS
-from transaxle.axes.notation.formula import Formula
+from transaxle.axes.notation.family import WORDS, Formula
 from transaxle.errors import TransaxleError
 
 RESERVED = frozenset(

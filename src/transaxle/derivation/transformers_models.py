@@ -40,7 +40,7 @@ from transaxle.derivation.traces import (
 )
 from transaxle.errors import refuse
 from transaxle.extras import install
-from transaxle.formats.strict_json import parsed
+from transaxle.formats.storage.storage import parsed
 
 KeyPath = tuple[str, ...]
 Change = tuple[KeyPath, object]

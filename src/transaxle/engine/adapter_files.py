@@ -38,7 +38,7 @@ from transaxle.engine.views.decoded import RowMajorBytes
 from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
 from transaxle.formats.catalog import Container, Entry, Extent, nbytes
 from transaxle.formats.storage.storage import InMemoryFile, VirtualFile, VirtualFiles
-from transaxle.move.hashing import digest
+from transaxle.move.journal import digest
 
 _RANK = "\0rank"
 """The axis that A and B have in common."""

@@ -39,18 +39,17 @@ from transaxle.errors import Refusal, Refused, Where, gathered, refuse
 from transaxle.formats.catalog import Fragment, Recoding
 from transaxle.formats.registry import MANIFEST
 from transaxle.formats.storage.storage import Storage, layer, unpinned
-from transaxle.formats.store.location import shown
-from transaxle.move.endpoint import Alone, Exchange
-from transaxle.move.hashing import WHOLE, HashingFiles, digest, span_ends
-from transaxle.move.journal import Done
+from transaxle.formats.store.staging import shown
+from transaxle.move.journal import WHOLE, Done, HashingFiles, digest, span_ends
 from transaxle.move.mover import Movement
+from transaxle.move.transfer import Alone, Exchange
 from transaxle.move.workers import Item, Limits, Progress, Unions, Worker, limits, share, unwatched
 from transaxle.spans import stage
 
 if TYPE_CHECKING:
     from transaxle.engine.verification import Verification
-    from transaxle.formats.store.location import Stage
-    from transaxle.move.endpoint import Writable
+    from transaxle.formats.store.staging import Stage
+    from transaxle.move.transfer import Writable
 
 
 Sizes = Mapping[str, tuple[float, ...]]
@@ -109,7 +108,7 @@ def prove(part: Share, storage: Storage, recoding: Recoding, limit: Limits, *, a
     errors = measure(recoding, part.measures, limit)
     if not allow_lossy:
         refuse_infinite(errors, recoding.dtype)
-    if differing := unequal(part.checks, storage, limit):
+    if part.checks and (differing := unequal(part.checks, storage, limit)):
         raise gathered(differing)
     return errors
 

@@ -34,8 +34,7 @@ from transaxle.encodings.value_steps import Recoded
 from transaxle.engine.source import Source
 from transaxle.errors import Refusal, TransaxleError, Where, refuse
 from transaxle.formats.catalog import BITS, Container, Entry, Extent, Twin, nbytes, numpy_dtype
-from transaxle.move.endpoint import Readable
-from transaxle.move.transfer import Transfer
+from transaxle.move.transfer import Readable, Transfer
 from transaxle.move.workers import (
     BLOCK,
     Limits,

@@ -50,17 +50,15 @@ from transaxle.formats.storage.copier import Steps
 from transaxle.formats.storage.local import LocalStorage
 from transaxle.formats.storage.storage import Storage, close, is_url, layer
 from transaxle.formats.store.leftovers import sweep_beside
-from transaxle.formats.store.location import shared_staging_at, shown, staging_at, takes_parts
 from transaxle.formats.store.service import address, local_path
-from transaxle.formats.store.staging import Staging
-from transaxle.move.endpoint import NotingWritable, Writable
-from transaxle.move.hashing import digest, digest_in, joined
-from transaxle.move.journal import Done, Journal, Task, refuse_other
+from transaxle.formats.store.staging import Staging, shared_staging_at, shown, staging_at, takes_parts
+from transaxle.move.journal import Done, Journal, Task, digest, digest_in, joined, refuse_other
+from transaxle.move.transfer import NotingWritable, Writable
 from transaxle.move.workers import Limits, Progress, limits, unwatched
 from transaxle.spans import span, stage
 
 if TYPE_CHECKING:
-    from transaxle.formats.store.location import Stage
+    from transaxle.formats.store.staging import Stage
 
 
 _HINT = "Choose another target; once the new checkpoint is verified, you can remove the old one."

@@ -36,7 +36,7 @@ from transaxle.engine.views.encoded import Catalog, View
 from transaxle.errors import Refusal, TransaxleError, Where, gathered
 from transaxle.formats.catalog import Container, Entry, Extent, nbytes, numpy_dtype
 from transaxle.formats.storage.storage import VirtualFile, VirtualFiles, close
-from transaxle.move.endpoint import Readable
+from transaxle.move.transfer import Readable
 
 Wide = NDArray[np.float64]
 _ITEM = np.dtype(np.float64).itemsize

@@ -27,8 +27,8 @@ from transaxle.formats.catalog import Fragment
 from transaxle.formats.registry import MANIFEST, is_one_file
 from transaxle.formats.storage.copier import READING, Steps, same_bytes
 from transaxle.formats.storage.storage import Storage, files_in
-from transaxle.formats.store.location import storage_at, takes_parts
-from transaxle.move.hashing import WHOLE, HashingFiles
+from transaxle.formats.store.staging import storage_at, takes_parts
+from transaxle.move.journal import WHOLE, HashingFiles
 from transaxle.move.mover import Movement
 from transaxle.move.workers import Limits, Progress, StoppedError, Worker, limits, unwatched
 

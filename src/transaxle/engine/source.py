@@ -24,16 +24,14 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from transaxle.axes.geometry.piece import Interval, Move
-from transaxle.axes.geometry.strided import Loop
+from transaxle.axes.geometry import Interval, Loop, Move
 from transaxle.axes.layout.relayout import Copier, Target, TargetPart, is_one_run, unchanged
 from transaxle.axes.notation.expression import Layout
 from transaxle.axes.translation.holdings import AlikePart
 from transaxle.errors import Code, TransaxleError, refuse
 from transaxle.formats.catalog import ITEM_BITS, Container, Entry, Extent, Shape, nbytes
 from transaxle.formats.storage.copier import Bytes
-from transaxle.move.endpoint import Scratch, produce
-from transaxle.move.transfer import Transfer, lower
+from transaxle.move.transfer import Scratch, Transfer, lower, produce
 
 _NOWHERE = -1
 """An index that no chunk has."""

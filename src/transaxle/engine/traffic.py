@@ -25,9 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from transaxle.axes.geometry.chunk import Intervals, Shard, take, torch_chunk, whole
-from transaxle.axes.geometry.piece import Interval, pieces
-from transaxle.axes.geometry.ranges import axes_in
+from transaxle.axes.geometry import Interval, Intervals, Shard, axes_in, pieces, take, torch_chunk, whole
 from transaxle.axes.layout.divide import rank_shares
 from transaxle.axes.layout.model_tensors import Index, Kind, Model
 from transaxle.axes.notation.expression import Axis

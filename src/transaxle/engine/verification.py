@@ -43,9 +43,9 @@ from transaxle.formats.checksums import Witness
 from transaxle.formats.detect import has_choices
 from transaxle.formats.registry import MANIFEST
 from transaxle.formats.storage.storage import files_in, layer
-from transaxle.move.endpoint import Alone
-from transaxle.move.hashing import WHOLE, HashingFiles, span_ends
+from transaxle.move.journal import WHOLE, HashingFiles, span_ends
 from transaxle.move.mover import Movement
+from transaxle.move.transfer import Alone
 from transaxle.move.workers import Item, Limits, Progress, Worker, limits, share, unwatched
 from transaxle.options import OF_FIRST, OF_ONE
 from transaxle.spans import stage

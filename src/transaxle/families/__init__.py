@@ -30,8 +30,7 @@ from msgspec.structs import replace
 
 from transaxle.axes.notation import computed
 from transaxle.axes.notation.expression import parse
-from transaxle.axes.notation.family import Arithmetic, Cuttable, Dialect, Family, Line, LogicalTensor, Tie
-from transaxle.axes.notation.formula import Formula
+from transaxle.axes.notation.family import Arithmetic, Cuttable, Dialect, Family, Formula, Line, LogicalTensor, Tie
 from transaxle.axes.notation.name import Name
 from transaxle.axes.notation.statement import BLOCK, FAMILY, WORD
 from transaxle.plugins import plugins

@@ -30,7 +30,7 @@ import numpy as np
 import xxhash
 from msgspec.structs import replace
 
-from transaxle.axes.geometry.strided import Loop
+from transaxle.axes.geometry import Loop
 from transaxle.encodings.value_steps import Computed
 from transaxle.errors import refuse
 from transaxle.formats.storage.copier import READING, Steps, read_each

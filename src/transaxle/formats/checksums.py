@@ -23,7 +23,7 @@ from threading import Lock
 import msgspec
 from msgspec.structs import replace
 
-from transaxle.axes.geometry.strided import Loop
+from transaxle.axes.geometry import Loop
 from transaxle.errors import Refusal, Where, gathered
 from transaxle.formats.catalog import Checksum, Container, Entry
 from transaxle.formats.storage.copier import Steps, address_to_read, compiled_function

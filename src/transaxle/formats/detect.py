@@ -19,24 +19,33 @@ from msgspec.structs import replace
 
 from transaxle.arguments import Weights
 from transaxle.errors import LONGEST_NAME, Refusal, TransaxleError, Where, gathered, refuse
-from transaxle.formats.builtin_formats import DCP, DCP_DATA, DCP_METADATA, SAFETENSORS, TORCH
 from transaxle.formats.catalog import Container
 from transaxle.formats.checksums import witnessed
-from transaxle.formats.format import INDEX, Clue, Folder, Format, check_newest, listed
 from transaxle.formats.registry import (
+    DCP,
+    DCP_DATA,
+    DCP_METADATA,
+    INDEX,
     MANIFEST,
+    SAFETENSORS,
     SCRATCH,
     STATE_FOLDER,
+    TORCH,
+    Clue,
+    Folder,
+    Format,
     builtin,
+    check_newest,
     every_format,
     find,
     installed,
+    listed,
     one_file_ends,
     unknown,
     unread_end,
 )
 from transaxle.formats.storage.storage import Storage, SubFolder, is_url, too_long
-from transaxle.formats.store.location import storage_at
+from transaxle.formats.store.staging import storage_at
 
 if TYPE_CHECKING:
     from transaxle.formats.deepspeed.spread import Cutter

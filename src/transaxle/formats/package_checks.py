@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 from transaxle.errors import Code, Faults, TransaxleError
 from transaxle.formats.catalog import ITEM_BITS, Checksum, Container, Draft, Entry, Extent, Fragment, Spec, nbytes
 from transaxle.formats.dcp.chunk_tiling import tiled
-from transaxle.formats.format import Format
-from transaxle.formats.registry import MANIFEST, STATE_FOLDER
+from transaxle.formats.registry import MANIFEST, STATE_FOLDER, Format
 from transaxle.formats.storage.storage import checked_parts
 
 _MOST_DIMS = 64

@@ -8,22 +8,497 @@ Sidecars are the other files of a checkpoint's folder, which are copied with the
 than its tensors: its config, its tokenizer and its chat template go where it goes. A second set of weights (another
 format, another precision) does not, and neither does a link out of the folder. Both lists are shown to the user:
 nothing is left behind in silence.
+
+What the program knows of a container format: one record, which answers whatever is asked of formats by name.
+
+Reader and draft are named by module path and imported when the format is used: looking at a folder of safetensors
+files imports nothing of DCP, of pickles or of DeepSpeed. `registry` holds the records.
+
+The container formats that ship with Transaxle, one record each.
+
+The order of their clues is that in which a folder that holds a checkpoint twice is read: what describes a whole folder
+comes before single files, and Hugging Face's own names before others.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
-from functools import cache
+import gc
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from transaxle.errors import TransaxleError, gathered, refuse
-from transaxle.formats.builtin_formats import FORMATS
-from transaxle.formats.format import INDEX, Format
 from transaxle.formats.storage.storage import Storage
-from transaxle.plugins import Plugin, plugins
+from transaxle.plugins import Plugin, aside, is_users, plugins
+
+if TYPE_CHECKING:
+    from transaxle.formats.catalog import Container, Draft
+
+
+_LONGEST_TAG = 4096
+"""Bytes that are read of a file that names a step."""
+_SHOWN = 10
+"""Names that an error lists."""
+INDEX = ".index.json"
+"""Suffix of a file that lists which shard holds which tensor."""
+HERE = "."
+"""Candidate for a path that is itself the folder of one step."""
+LAST = 100
+"""Place of a clue that is tried after those of all built-in formats."""
+
+
+class Folder(msgspec.Struct, frozen=True):
+    """The names that detection sees: no contents, except one small tag file."""
+
+    storage: Storage
+    inside: str
+    """Sub-folder of the storage, with a trailing `/`; empty for the folder itself."""
+    names: tuple[str, ...]
+    """Files directly in the folder, or the one file that the path denotes."""
+    folders: tuple[str, ...]
+    """Sub-folders; none if the path denotes one file."""
+
+
+Candidates = Callable[[Folder], tuple[str, ...]]
+"""Returns the members of a folder that would each be a checkpoint."""
+
+
+class Clue(msgspec.Struct, frozen=True):
+    """One way to recognise a format."""
+
+    candidates: Candidates | str
+    """Finds the candidates; or its `module:function`, which is imported if `hint` matches."""
+    place: int = LAST
+    """Order of the clues, the smallest first. If clues of one place find two candidates, the user decides."""
+    hint: str = ""
+    """Regular expression; the clue is tried only if it matches the whole name of a file or sub-folder."""
+    reader: str = ""
+    """`module:function` that opens its candidates, if that is not the format's own reader."""
+    all_shards: bool = False
+    """A candidate stands for all shards in its folder, so that one that is named `…-00001-of-00002` may be opened."""
+
+    def found(self, folder: Folder) -> tuple[str, ...]:
+        """Return the candidates in a folder."""
+        if self.hint and not any(re.fullmatch(self.hint, name) for name in (*folder.names, *folder.folders)):
+            return ()
+        find = imported(self.candidates) if isinstance(self.candidates, str) else self.candidates
+        candidates: tuple[str, ...] = find(folder)
+        return candidates
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    """A container format."""
+
+    name: str
+    """What `--format`, `--to` and plans call it."""
+    title: str
+    """A checkpoint of it in words, with its article."""
+    clues: tuple[Clue, ...]
+    """How it is recognised."""
+    reader: str
+    """`module:function(storage, path, member)`, which returns a `Container`; `member` is a clue's candidate."""
+    draft: str = ""
+    """`module:function(tensors, *, metadata, shard_size)`, which returns a `Draft`; empty: it cannot be written."""
+    reader_takes: frozenset[str] = frozenset()
+    """Keywords that the reader takes besides: `weights` (which precision), `cutter` (how ranks cut parameters),
+    `optimizer` (whether its state is wanted)."""
+    draft_takes: frozenset[str] = frozenset()
+    """Keywords that the draft takes besides: `groups` (an optimizer's settings), `training` (other plain data by its
+    paths), `run` and `read` (what a training run says of itself, and a reader of small tensors), `sealed` (leave room
+    for digests in the one file), `nesting` (how the state dict in the one file is nested), `config` (the model's),
+    `cuts` (where tensors of several layers or experts are cut into chunks), `degrees` and `parts` (the ranks that have
+    files, and what each tensor-parallel one holds of a tensor)."""
+    dialects: tuple[str, ...] = ()
+    """Dialects in which it is written unless the user names one: the first that fits. Empty: the source's own names."""
+    full_precision: bool = False
+    """Whether its weights are the full-precision copies that the optimizer keeps, where it keeps some."""
+    dtypes: frozenset[str] | None = None
+    """Types of tensors that it can hold, as safetensors codes; None: its draft refuses what it cannot."""
+
+    one_file: tuple[str, ...] = ()
+    """Ends of the names of files each of which can be a checkpoint by itself; empty: it is always a folder."""
+    heads: tuple[tuple[int, bytes], ...] = ()
+    """Offset and bytes by which such a file is told from others of its name; one of them is enough."""
+    parts: tuple[str, ...] = ()
+    """Ends of the names of its other files that hold tensors or describe them."""
+    openers: tuple[str, ...] = ()
+    """Ends of the names of files that make those around them a checkpoint: they must appear last."""
+    files: str = r"(?!)"
+    """Regular expression for the paths of all its files inside the folder of a checkpoint."""
+    sidecars: frozenset[str] = frozenset()
+    """Names of the files that frameworks write beside them."""
+    steps: str = ""
+    """Regular expression for sub-folders, each of which is a checkpoint of one training step; empty: it has none."""
+    newest: str = ""
+    """File beside such sub-folders that names the newest."""
+    inner: str = ""
+    """Sub-folder of a step that holds some of its files."""
+    package: str = ""
+    """Distribution that it comes from; empty: it ships with Transaxle."""
+
+    def open(self, clue: Clue | None, storage: Storage, path: str, member: str, **options: Any) -> Container:
+        """Open a checkpoint of it.
+
+        Args:
+            clue: what found it; None where the user names the format.
+            storage: where the files are.
+            path: what the user typed.
+            member: the candidate.
+            **options: those of `reader_takes`.
+
+        Raises:
+            TransaxleError: what the reader raises.
+        """
+        reader = self._imported((clue.reader if clue is not None else "") or self.reader)
+        with self.answerable("its reader", member):
+            container: Container = reader(storage, path, member, **options)
+        return container
+
+    @contextmanager
+    def answerable(self, what: str, file: str | None = None) -> Iterator[None]:
+        """Let an error of an installed package name that package; of a format that ships it stays the bug that it is.
+
+        Args:
+            what: the part of it that runs.
+            file: what it reads.
+        """
+        try:
+            with aside() if self.package else nullcontext():
+                yield
+        except TransaxleError:
+            raise
+        except BaseException as error:
+            if not self.package or is_users(error):
+                raise
+            message = f"format {self.name} of the package {self.package}: {what} failed: {error!r}"
+            hint = f"This is a bug of {self.package}, which should say what is wrong: tell its authors."
+            raise refuse("UNSUPPORTED", message, file=file, hint=hint) from error
+
+    @cached_property
+    def drafter(self) -> Callable[..., Draft]:
+        """What lays out a checkpoint of it that does not exist yet."""
+        drafter: Callable[..., Draft] = self._imported(self.draft)
+        return drafter
+
+    @cached_property
+    def file_pattern(self) -> re.Pattern[str]:
+        """`files`, compiled."""
+        return re.compile(self.files)
+
+    @cached_property
+    def step_pattern(self) -> re.Pattern[str]:
+        """`steps`, compiled; it matches nothing where there are none."""
+        return re.compile(self.steps or r"(?!)")
+
+    def _imported(self, where: str) -> Any:
+        try:
+            with aside() if self.package else nullcontext():
+                return imported(where)
+        except BaseException as error:
+            if not self.package or is_users(error):
+                raise  # one of our own modules: that is a bug, and no refusal
+            message = f"format {self.name} of the package {self.package}: {where} cannot be imported: {error!r}"
+            raise refuse("UNSUPPORTED", message, hint=f"Repair the package, or remove {self.package}.") from error
+
+
+def imported(where: str) -> Any:
+    """Return what `module:name` names.
+
+    Raises:
+        Exception: whatever importing the module raises; AttributeError where it has no such name.
+    """
+    module, _, name = where.partition(":")
+    return getattr(import_module(module), name)
+
+
+def ending(*ends: str, unless: str = r"(?!)") -> Candidates:
+    """Return what finds the files whose names end so.
+
+    Args:
+        ends: ends of names.
+        unless: regular expression for names that are no candidates, unless the path denotes that one file.
+    """
+    left_out = re.compile(unless)
+
+    def candidates(folder: Folder) -> tuple[str, ...]:
+        wanted = folder.storage.single
+        found = (name for name in folder.names if name.endswith(ends))
+        return tuple(name for name in found if name == wanted or not left_out.fullmatch(name))
+
+    return candidates
+
+
+def named(name: str) -> Candidates:
+    """Return what finds the file of this name."""
+    return lambda folder: (name,) if name in folder.names else ()
+
+
+def first_of(pattern: str) -> Candidates:
+    """Return what finds the first of the files whose names match all of a regular expression, by numbers in them."""
+    compiled = re.compile(pattern)
+
+    def candidates(folder: Folder) -> tuple[str, ...]:
+        found = [name for name in folder.names if compiled.fullmatch(name)]
+        return (min(found, key=lambda name: (*map(int, re.findall(r"\d+", name)), name)),) if found else ()
+
+    return candidates
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Pause the search for garbage that holds itself: of the millions of objects that are made here, none is.
+
+    Whatever else is dropped goes at once, as always.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def newest_step(folder: Folder, file: str) -> str | None:
+    """Return the sub-folder that a file names; None where the file, or the sub-folder, is not there."""
+    if file not in folder.names or not folder.folders:
+        return None
+    tag = _tag_in(folder, file)
+    return tag if tag in folder.folders else None
+
+
+def check_newest(folder: Folder, file: str) -> None:
+    """Refuse a file that names no sub-folder of the checkpoint: another step is not what was asked for.
+
+    Raises:
+        Refused: PATH_ESCAPE where it leads out; CORRUPT where it is empty; INCOMPLETE where the folder is not there.
+    """
+    if not file or file not in folder.names or newest_step(folder, file) is not None:
+        return
+    from transaxle.formats.storage.storage import is_plain
+
+    tag = _tag_in(folder, file)
+    if not is_plain(tag):
+        message = f"the file names the step {tag!r}, which is not a folder of the checkpoint"
+        hint = "Give the folder of a step itself."
+        raise refuse("PATH_ESCAPE" if tag else "CORRUPT", message, file=f"{folder.inside}{file}", hint=hint)
+    if folder.folders:
+        message = f"the file names the step {tag!r}, whose folder is missing; present: {listed(folder.folders)}"
+        hint = "Copy that folder, or give the folder of a step itself."
+        raise refuse("INCOMPLETE", message, file=f"{folder.inside}{file}", hint=hint)
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return names as errors show them: the first ten."""
+    shown = ", ".join(names[:_SHOWN])
+    return f"{shown} and {len(names) - _SHOWN} more" if len(names) > _SHOWN else shown
+
+
+def _tag_in(folder: Folder, file: str) -> str:
+    whole = f"{folder.inside}{file}"
+    size = min(folder.storage.size(whole), _LONGEST_TAG)
+    return folder.storage.read(whole, 0, size).decode("utf-8", "replace").strip()
+
+
+_HUB = "(?:diffusion_pytorch_model|pytorch_model|model|consolidated)"
+"""How the files of a model begin that Hugging Face's libraries, and Meta's, write."""
+
+
+def _shards_and_index(*ends: str) -> str:
+    """Return a pattern for the files of a model on a hub: whole, in shards, and their index; no adapters."""
+    end = f"(?:{'|'.join(map(re.escape, ends))})"
+    return (
+        rf"{_HUB}(?:[.\-_]?\d[^/]*|[.\-][^/]*)?{end}"
+        rf"|(?!adapter)[^/]+-\d+-of-\d+{end}"
+        rf"|[^/]+{end}{re.escape(INDEX)}"
+    )
+
+
+SAFETENSORS = Format(
+    name="safetensors",
+    title="a safetensors checkpoint",
+    clues=(
+        Clue(ending(f".safetensors{INDEX}"), 40),
+        Clue(named("model.safetensors"), 50),
+        Clue(ending(".safetensors"), 80),
+    ),
+    reader="transaxle.formats.safetensors:open_safetensors",
+    draft="transaxle.formats.safetensors:draft",
+    draft_takes=frozenset({"groups", "run", "sealed", "stem"}),
+    one_file=(".safetensors",),
+    heads=((8, b"{"),),
+    openers=(INDEX,),
+    files=_shards_and_index(".safetensors"),
+)
+
+_TORCH_FILES = (".bin", ".pt", ".pth")
+_NO_WEIGHTS = r"(training_args|(optimizer|scheduler|scaler|sampler|dl_state_dict|rng_state)(_\d+)?)\.(bin|pt|pth)"
+"""What transformers' Trainer and accelerate keep beside the weights."""
+TORCH = Format(
+    name="torch",
+    title="a torch checkpoint",
+    clues=(
+        Clue(ending(*(f"{end}{INDEX}" for end in _TORCH_FILES), unless=_NO_WEIGHTS), 60),
+        Clue(ending(*_TORCH_FILES, unless=_NO_WEIGHTS), 80),
+        Clue(ending(".ckpt"), 90),  # as Lightning names them; ours never end so
+    ),
+    reader="transaxle.formats.torch_file.reader:open_torch",
+    draft="transaxle.formats.torch_file.draft:draft",
+    draft_takes=frozenset({"groups", "nesting", "sealed", "stem"}),
+    one_file=_TORCH_FILES,
+    heads=((0, b"PK\x03\x04"), (0, b"\x80")),
+    openers=(INDEX,),
+    files=_shards_and_index(*_TORCH_FILES),
+)
+
+DCP_METADATA = ".metadata"
+DCP_DATA = ".distcp"
+DCP_RANK = rf"__(\d+){re.escape(DCP_METADATA)}"
+"""Pattern for the metadata that each rank writes of a save without coordination."""
+DCP_SHARD = r"shard-\d{5,}-model-\d{5,}-of-\d{5,}\.safetensors"
+"""Pattern for what torch's `HuggingFaceStorageWriter` writes before it consolidates."""
+DCP = Format(
+    name="dcp",
+    title="a torch.distributed.checkpoint (DCP) folder",
+    clues=(
+        Clue(named(DCP_METADATA), 10),
+        Clue(first_of(DCP_RANK), 11),
+        Clue(
+            first_of(DCP_SHARD),
+            70,
+            reader="transaxle.formats.dcp.reader:open_shards",
+            all_shards=True,
+        ),
+    ),
+    reader="transaxle.formats.dcp.reader:open_dcp",
+    draft="transaxle.formats.dcp.draft:draft",
+    draft_takes=frozenset({"groups", "training"}),
+    parts=(DCP_DATA, DCP_METADATA),
+    openers=(DCP_METADATA,),
+    files=rf"\.metadata|__\d+_\d+{re.escape(DCP_DATA)}",
+    sidecars=frozenset({"common.pt", "metadata.json"}),  # of Megatron's distributed checkpoints
+)
+
+MEGATRON_TRACKER = "latest_checkpointed_iteration.txt"
+"""File beside the folders of Megatron's iterations that names the newest."""
+_ITERATIONS = r"iter_\d{7,}|release"
+TORCH_DIST = Format(
+    name="torch_dist",
+    title="a distributed checkpoint of Megatron",
+    clues=(
+        Clue(
+            "transaxle.formats.megatron.iterations:distributed",
+            5,
+            hint="|".join((r"metadata\.json", r"common\.pt", re.escape(MEGATRON_TRACKER), "weights")),
+        ),
+    ),
+    reader="transaxle.formats.megatron.torch_dist.reader:open_torch_dist",
+    reader_takes=frozenset({"weights"}),
+    draft="transaxle.formats.megatron.torch_dist.draft:draft",
+    draft_takes=frozenset({"config", "cuts", "degrees", "run", "read"}),
+    dialects=("megatron_dist", "megatron_layers"),
+    openers=(MEGATRON_TRACKER,),
+    files=rf"\.metadata|__\d+_\d+{re.escape(DCP_DATA)}|common\.pt",
+    sidecars=frozenset({MEGATRON_TRACKER, "metadata.json"}),
+    steps=_ITERATIONS,
+)
+
+MEGATRON_RANK = r"mp_rank_\d{2,6}(?:_\d{3,6}){0,2}"
+"""Pattern for the folder in which one rank of Megatron writes."""
+MEGATRON_MODEL, MEGATRON_FLAT = "model_optim_rng.pt", "distrib_optim.pt"
+"""Files in it: the rank's part of the model, and of the distributed optimizer's flat buffers."""
+MEGATRON_TORCH = Format(
+    name="megatron_torch",
+    title="a Megatron checkpoint of one folder for each rank",
+    clues=(
+        Clue(
+            "transaxle.formats.megatron.iterations:legacy",
+            6,
+            hint=rf"{MEGATRON_RANK}|{re.escape(MEGATRON_TRACKER)}|{re.escape(MEGATRON_MODEL)}",
+        ),
+    ),
+    reader="transaxle.formats.megatron.legacy.reader:open_legacy",
+    reader_takes=frozenset({"weights", "cutter", "optimizer"}),
+    draft="transaxle.formats.megatron.legacy.draft:draft",
+    draft_takes=frozenset({"degrees", "parts", "config", "run", "read"}),
+    dialects=("megatron",),
+    openers=(MEGATRON_TRACKER,),
+    files=rf"{MEGATRON_RANK}/(?:{re.escape(MEGATRON_MODEL)}|{re.escape(MEGATRON_FLAT)})",
+    sidecars=frozenset({MEGATRON_TRACKER}),
+    steps=_ITERATIONS,
+)
+
+LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
+DEEPSPEED_ZERO = "zero"
+MODEL_END = "_model_states.pt"
+RANK_FILES = (
+    r"(?:bf16_|fp16_)?zero_pp_rank_(\d{1,6})_mp_rank_(\d{1,6})(_model_states|_?optim_states)\.pt",
+    r"mp_rank_(\d{1,6})_model_states\.pt",
+    r"layer_(\d{1,6})(?:-model_(\d{1,6}))?-model_states\.pt",
+    r"(?:layer_(\d{1,6})_)?expert_(\d{1,6})_mp_rank_(\d{1,6})_model_states\.pt",
+    r"expp_rank_\d{1,6}_mp_rank_\d{1,6}_optim_states\.pt",
+)
+"""Patterns for what ranks write: their optimizer or, of ZeRO-3, model; a model; a layer; an expert; an optimizer of
+experts without ZeRO."""
+_RANK_FILE = "|".join(f"(?:{pattern})" for pattern in RANK_FILES)
+_STEPS = r"global_step\d+(_universal)?"
+DEEPSPEED = Format(
+    name="deepspeed",
+    title="a DeepSpeed checkpoint",
+    clues=(
+        Clue(
+            "transaxle.formats.deepspeed.files:of_run",
+            20,
+            hint=rf"{LATEST}|global_step\d+|.*_states\.pt",
+        ),
+    ),
+    reader="transaxle.formats.deepspeed.reader:open_deepspeed",
+    reader_takes=frozenset({"weights", "cutter"}),
+    openers=(LATEST, MODEL_END),
+    files=_RANK_FILE,
+    sidecars=frozenset({LATEST, LATEST_UNIVERSAL, "zero_to_fp32.py"}),
+    steps=_STEPS,
+    newest=LATEST,
+)
+UNIVERSAL = Format(
+    name="deepspeed-universal",
+    title="a DeepSpeed universal checkpoint",
+    clues=(
+        Clue(
+            "transaxle.formats.deepspeed.files:universal",
+            30,
+            hint=rf"{LATEST_UNIVERSAL}|{DEEPSPEED_ZERO}|global_step.*",
+        ),
+    ),
+    reader="transaxle.formats.deepspeed.universal_reader:open_universal",
+    reader_takes=frozenset({"weights"}),
+    draft="transaxle.formats.deepspeed.universal_draft:draft",
+    draft_takes=frozenset({"run", "read"}),
+    full_precision=True,
+    openers=(LATEST_UNIVERSAL,),
+    files=rf"{_RANK_FILE}|{DEEPSPEED_ZERO}/(?:[^/]+/)?[^/]+\.pt",
+    steps=_STEPS,
+    newest=LATEST_UNIVERSAL,
+    inner=DEEPSPEED_ZERO,
+)
+
+FORMATS = (SAFETENSORS, TORCH, DCP, TORCH_DIST, MEGATRON_TORCH, UNIVERSAL, DEEPSPEED)
+"""In the order in which lists show them."""
+
+CALLED = {
+    "huggingface": "hf", "hub": "hf", "sglang": "hf", "pt": "torch", "pth": "torch", "bin": "torch",
+    "mcore": "torch_dist", "megatron-lm": "torch_dist", "fsdp": "dcp", "fsdp2": "dcp", "zero": "deepspeed-universal",
+}  # fmt: skip
+"""What people call a target -> the dialect or format that they mean."""
+
 
 GROUP = "transaxle.formats"
 """Entry points of packages that add a format: the format's name, and where its `Format` is."""
@@ -78,7 +553,7 @@ def _installed(plugin: Plugin) -> Format:
     """Return the format of an installed package, and check what it claims."""
     kind = plugin.load()
     if not isinstance(kind, Format):
-        raise plugin.refusal("UNSUPPORTED", f"it is {kind!r}, and no transaxle.formats.format.Format")
+        raise plugin.refusal("UNSUPPORTED", f"it is {kind!r}, and no transaxle.formats.registry.Format")
     if kind.name != plugin.name:
         raise plugin.refusal("UNSUPPORTED", f"the format is called {kind.name!r}; both names must be the same")
     if kind.name in builtin():

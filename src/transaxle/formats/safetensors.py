@@ -31,7 +31,6 @@ import numpy.typing as npt
 from msgspec.structs import replace
 
 from transaxle.errors import LONGEST_NAME, Code, Faults, TransaxleError, refuse
-from transaxle.formats.builtin_formats import SAFETENSORS
 from transaxle.formats.catalog import (
     BITS,
     DIGITS,
@@ -47,10 +46,18 @@ from transaxle.formats.catalog import (
     nbytes,
     seal_of,
 )
-from transaxle.formats.registry import sort_sidecars
+from transaxle.formats.registry import SAFETENSORS, sort_sidecars
 from transaxle.formats.shards import Sized, has_state, lay_out_shards, read_files
-from transaxle.formats.storage.storage import Storage, too_long
-from transaxle.formats.strict_json import MAX_PAIRS, NotJsonError, members, pairs_in, parsed_as, repeated
+from transaxle.formats.storage.storage import (
+    MAX_PAIRS,
+    NotJsonError,
+    Storage,
+    members,
+    pairs_in,
+    parsed_as,
+    repeated,
+    too_long,
+)
 from transaxle.formats.training_state import GROUPS, KEPT, KEPT_RUN, ParamGroup, decode, encode, facts_as_text, facts_in
 
 METADATA = "__metadata__"

@@ -16,10 +16,17 @@ import msgspec
 
 from transaxle.errors import Faults, Refusal, TransaxleError, Where, gathered, refuse
 from transaxle.formats.catalog import Draft, Entry, Fragment, Spec
-from transaxle.formats.format import INDEX
-from transaxle.formats.registry import STATE_FOLDER
-from transaxle.formats.storage.storage import Storage, is_plain
-from transaxle.formats.strict_json import MAX_PAIRS, NotJsonError, dropped, members, pairs_in, repeated
+from transaxle.formats.registry import INDEX, STATE_FOLDER
+from transaxle.formats.storage.storage import (
+    MAX_PAIRS,
+    NotJsonError,
+    Storage,
+    dropped,
+    is_plain,
+    members,
+    pairs_in,
+    repeated,
+)
 from transaxle.formats.training_state import OPTIMIZER
 
 MOST_FILES = 10_000

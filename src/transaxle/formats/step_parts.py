@@ -19,10 +19,8 @@ from typing import Any
 from msgspec.structs import replace
 
 from transaxle.errors import Faults, Refusal, Refused, TransaxleError, Where, gathered
-from transaxle.formats.builtin_formats import TORCH
 from transaxle.formats.catalog import NUMBERS, Container, Entry, Extent, NumbersInMemory, Twin
-from transaxle.formats.format import Folder
-from transaxle.formats.registry import ADAPTER_CONFIG, SidecarFiles, is_of_model, sort_sidecars
+from transaxle.formats.registry import ADAPTER_CONFIG, TORCH, Folder, SidecarFiles, is_of_model, sort_sidecars
 from transaxle.formats.storage.storage import LiftedFiles, Renaming, Storage, layer
 from transaxle.formats.torch_file.saved import read_saved
 from transaxle.formats.training_state import GROUPS, LEFT_BEHIND, OPTIMIZER, TRAINING, TrainingItem, renamed

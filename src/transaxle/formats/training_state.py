@@ -38,8 +38,7 @@ from msgspec.structs import replace
 from transaxle.errors import Faults, refuse
 from transaxle.formats.catalog import BITS, Container, Entry, code_of, is_scalar, scalar
 from transaxle.formats.pickled.descriptors import NOTHING, Scalar
-from transaxle.formats.storage.storage import Storage
-from transaxle.formats.strict_json import parsed
+from transaxle.formats.storage.storage import Storage, parsed
 
 ParamGroup = Mapping[str, Any]
 """Settings of one group, and its parameters' names under `PARAMS`."""

@@ -51,9 +51,7 @@ from transaxle.live.transport.shared_memory import Region
 from transaxle.live.transport.world import World, is_loss
 from transaxle.options import SHARD_SIZE
 from transaxle.quant.masters import MasterWeights
-from transaxle.torch_tensors.local_tensor import Bytes, copy_into, local_of
-from transaxle.torch_tensors.placement import local_parts
-from transaxle.torch_tensors.torch_arguments import Ranks
+from transaxle.torch_tensors import Bytes, Ranks, copy_into, local_of, local_parts
 
 _TIMEOUT = timedelta(minutes=30)
 _JOIN = 10.0

@@ -42,8 +42,7 @@ from torch.distributed.tensor import DTensor
 from transaxle.axes.notation.name import own_name
 from transaxle.errors import Refusal, Where, gathered
 from transaxle.quant.entries import entries, is_quantized
-from transaxle.torch_tensors.local_tensor import TO_LOCAL, byte_view, same_bytes, stored_local
-from transaxle.torch_tensors.placement import Part, mark
+from transaxle.torch_tensors import TO_LOCAL, Part, byte_view, mark, same_bytes, stored_local
 
 _SEPARATOR = "."
 EXTRA_STATE = "_extra_state"

@@ -22,12 +22,11 @@ from torch import nn
 
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, StoredTensor
 from transaxle.errors import Refusal, Where, gathered, refuse
-from transaxle.formats.strict_json import parsed
+from transaxle.formats.storage.storage import parsed
 from transaxle.formats.training_state import nested, tops
 from transaxle.live.model.state_tensors import State, set_extra_state
 from transaxle.live.transport.world import World
-from transaxle.torch_tensors.local_tensor import as_bytes, copied_to_cpu
-from transaxle.torch_tensors.torch_arguments import code_of, torch_dtype
+from transaxle.torch_tensors import as_bytes, code_of, copied_to_cpu, torch_dtype
 
 FILE = "transaxle_extra.json"
 """Name of the file."""

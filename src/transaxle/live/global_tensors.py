@@ -23,24 +23,24 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from transaxle.axes.geometry.chunk import PerComponent, Replicated, Shard, StridedShard, Widths
+from transaxle.axes.geometry import PerComponent, Replicated, Shard, StridedShard, Widths
 from transaxle.errors import Refusal, Where, gathered, refuse
 from transaxle.live.transport import wire
 from transaxle.live.transport.world import World
-from transaxle.torch_tensors.local_tensor import local_of
-from transaxle.torch_tensors.placement import (
+from transaxle.torch_tensors import (
     Held,
     Part,
     Placement,
     cell_name,
     cells_of,
+    code_of,
     inside,
+    local_of,
     mark,
     part_of,
     placement_of,
     whole_shape,
 )
-from transaxle.torch_tensors.torch_arguments import code_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,9 +45,7 @@ from transaxle.live.transport.world import Clock, World
 from transaxle.move.mover import Movement
 from transaxle.move.workers import Item, limits
 from transaxle.quant.entries import begin_anew, put_values
-from transaxle.torch_tensors.local_tensor import local_of
-from transaxle.torch_tensors.placement import Held, ShardGrid, local_parts, local_shape
-from transaxle.torch_tensors.torch_arguments import Device, Ranks, read_device
+from transaxle.torch_tensors import Device, Held, Ranks, ShardGrid, local_of, local_parts, local_shape, read_device
 
 _WASTE, _GAP, _FEW = 1.4, 64, 256
 """Bytes that may be read for each one needed, the gap between runs that is read along in any case, and the number of

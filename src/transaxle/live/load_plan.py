@@ -50,8 +50,8 @@ from transaxle.live.optimizer_state import OptimizerLoad, lacking_state
 from transaxle.live.optimizers import AnyOptimizer
 from transaxle.live.transport import wire
 from transaxle.live.transport.world import World, comparable
-from transaxle.move.hashing import digest
-from transaxle.torch_tensors.local_tensor import local_of
+from transaxle.move.journal import digest
+from transaxle.torch_tensors import local_of
 
 _INIT = ("reset_parameters", "init_weights", "_init_self_buffers")
 """Methods by which modules fill what they own, in the order in which they are tried."""

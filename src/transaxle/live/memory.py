@@ -25,7 +25,7 @@ import torch
 import xxhash
 from msgspec.structs import replace
 
-from transaxle.axes.geometry.strided import lexicographic_boxes, row_major
+from transaxle.axes.geometry import lexicographic_boxes, row_major
 from transaxle.axes.layout.relayout import Check
 from transaxle.engine.duplicates import PlannedCheck
 from transaxle.errors import Refusal, Where, gathered, refuse
@@ -35,8 +35,16 @@ from transaxle.formats.training_state import GROUPS, ParamGroup
 from transaxle.live.global_tensors import Census, Global
 from transaxle.live.transport.world import World
 from transaxle.move.workers import Item, Load
-from transaxle.torch_tensors.local_tensor import Bytes, as_bytes, byte_view, copied_to_cpu, local_of, with_own_bytes
-from transaxle.torch_tensors.placement import Held, local_shape
+from transaxle.torch_tensors import (
+    Bytes,
+    Held,
+    as_bytes,
+    byte_view,
+    copied_to_cpu,
+    local_of,
+    local_shape,
+    with_own_bytes,
+)
 
 FORMAT = "live"
 CONFIG = "config.json"

@@ -40,9 +40,7 @@ from transaxle.live.model.state_tensors import Leaves
 from transaxle.live.optimizers import CARRY, AnyOptimizer, Optimizers, apart, inside
 from transaxle.live.transport.world import World
 from transaxle.quant.masters import MASTER, MasterWeights
-from transaxle.torch_tensors.local_tensor import local_of
-from transaxle.torch_tensors.placement import mark, part_of, whole_shape
-from transaxle.torch_tensors.torch_arguments import code_of, torch_dtype
+from transaxle.torch_tensors import code_of, local_of, mark, part_of, torch_dtype, whole_shape
 
 _OWN = frozenset({"foreach", "fused", "capturable", "differentiable"})
 _HINT = "Build the optimizer with the groups that the source has."

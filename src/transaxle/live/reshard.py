@@ -32,8 +32,7 @@ from transaxle.live.transport.tensor_exchange import RankExchange
 from transaxle.live.transport.world import World
 from transaxle.move.mover import Movement
 from transaxle.move.workers import Item, limits
-from transaxle.torch_tensors.placement import local_shape
-from transaxle.torch_tensors.torch_arguments import Ranks
+from transaxle.torch_tensors import Ranks, local_shape
 
 if TYPE_CHECKING:
     import torch

@@ -53,8 +53,7 @@ from transaxle.errors import TransaxleError, gathered, refuse
 from transaxle.formats.registry import is_one_file
 from transaxle.formats.storage.local import LocalStorage, read_file
 from transaxle.formats.storage.storage import is_url
-from transaxle.formats.store.location import on_this_machine, staging_at
-from transaxle.formats.store.staging import Writer
+from transaxle.formats.store.staging import Writer, on_this_machine, staging_at
 from transaxle.formats.store.upload import Upload, opens
 from transaxle.formats.training_state import ParamGroup
 from transaxle.live.extra_state import EXTRA, FILE, MODEL, STATE, state_of, written
@@ -68,18 +67,16 @@ from transaxle.live.optimizers import AnyOptimizer
 from transaxle.live.transport import wire
 from transaxle.live.transport.tensor_exchange import RankExchange
 from transaxle.live.transport.world import Clock, World, comparable, is_loss
-from transaxle.move.hashing import HashingFiles, digest, digest_in
-from transaxle.move.journal import Done
+from transaxle.move.journal import Done, HashingFiles, digest, digest_in
 from transaxle.move.mover import Movement
 from transaxle.move.workers import Item, Load, Unions, is_long, limits
 from transaxle.options import SHARD_SIZE
-from transaxle.torch_tensors.placement import local_parts
-from transaxle.torch_tensors.torch_arguments import Ranks
+from transaxle.torch_tensors import Ranks, local_parts
 
 if TYPE_CHECKING:
     from transaxle.engine.verification import Verification
-    from transaxle.formats.store.location import Stage
-    from transaxle.move.endpoint import Writable
+    from transaxle.formats.store.staging import Stage
+    from transaxle.move.transfer import Writable
 
 
 _FOLDED = 16 << 20

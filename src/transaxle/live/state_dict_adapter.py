@@ -24,7 +24,7 @@ from torch.distributed.tensor import Placement as TorchPlacement
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from transaxle.arguments import Config, read_optional_text, read_text
-from transaxle.axes.geometry.piece import Move
+from transaxle.axes.geometry import Move
 from transaxle.axes.layout.solve import Shape
 from transaxle.axes.translation.grouped import Stem
 from transaxle.engine.checkpoint.checkpoint import LACKING, Checkpoint, StoredTensor
@@ -39,9 +39,20 @@ from transaxle.live.model.source_view import left_out, seen
 from transaxle.live.model.state_tensors import Leaves, State, leaves, own_config
 from transaxle.live.transport.world import World
 from transaxle.move.transfer import Transfer
-from transaxle.torch_tensors.local_tensor import as_dtensor, byte_view, copy_box, copy_box_back, filled, flat, local_of
-from transaxle.torch_tensors.placement import Held, Placement, cut_of, local_shape
-from transaxle.torch_tensors.torch_arguments import torch_dtype
+from transaxle.torch_tensors import (
+    Held,
+    Placement,
+    as_dtensor,
+    byte_view,
+    copy_box,
+    copy_box_back,
+    cut_of,
+    filled,
+    flat,
+    local_of,
+    local_shape,
+    torch_dtype,
+)
 
 ABSENT: Code = "INCOMPLETE"
 """A rank lacks some of what a part is made of."""

@@ -17,7 +17,7 @@ from transaxle.live.global_tensors import Census
 from transaxle.live.model.destination import same_memory
 from transaxle.live.model.state_tensors import tied
 from transaxle.live.transport.world import World
-from transaxle.torch_tensors.local_tensor import local_of, same_bytes
+from transaxle.torch_tensors import local_of, same_bytes
 
 Pair = tuple[str, str]
 """Names of two tensors of a source."""

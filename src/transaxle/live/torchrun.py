@@ -45,7 +45,7 @@ from transaxle.move.journal import ItemResult, result_of
 from transaxle.move.workers import Progress, unwatched
 
 if TYPE_CHECKING:
-    from transaxle.formats.store.location import SharedStage
+    from transaxle.formats.store.staging import SharedStage
 
 
 _START = "Start it so:  torchrun --nproc-per-node 4 -m transaxle convert … --on torchrun."

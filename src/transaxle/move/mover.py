@@ -17,10 +17,9 @@ from threading import Event, Lock
 import msgspec
 import numpy as np
 
-from transaxle.axes.geometry.strided import row_major
+from transaxle.axes.geometry import row_major
 from transaxle.formats.storage.copier import Bytes, scatter
-from transaxle.move.endpoint import Alone, Deferred, Exchange, Parcel, Readable, Sink, note_fill
-from transaxle.move.transfer import Transfer, active
+from transaxle.move.transfer import Alone, Deferred, Exchange, Parcel, Readable, Sink, Transfer, active, note_fill
 from transaxle.move.workers import (
     RUN,
     Item,

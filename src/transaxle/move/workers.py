@@ -26,8 +26,7 @@ from transaxle.axes.notation.computed import AffineSteps, applied
 from transaxle.errors import refuse
 from transaxle.formats.catalog import numpy_dtype
 from transaxle.formats.storage.copier import Bytes, Steps, load_steps
-from transaxle.move.endpoint import Readable, Scratch, note_parts
-from transaxle.move.transfer import Transfer, active, clip
+from transaxle.move.transfer import Readable, Scratch, Transfer, active, clip, note_parts
 
 BLOCK = 1 << 20
 """Bytes of a block of what is one range of a file."""

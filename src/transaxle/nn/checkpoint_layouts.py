@@ -30,9 +30,7 @@ from transaxle.axes.translation.translate import translate
 from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
 from transaxle.nn.expert_relayout import described, move, under
 from transaxle.quant.quantized_tensor import QuantizedTensor
-from transaxle.torch_tensors.local_tensor import placed_like, stored_local
-from transaxle.torch_tensors.placement import held_by, take
-from transaxle.torch_tensors.torch_arguments import Ranks, read_group
+from transaxle.torch_tensors import Ranks, held_by, placed_like, read_group, stored_local, take
 
 _TABLE = "experts.rules"
 STACKED = "stacked"

@@ -27,7 +27,7 @@ from transaxle.axes.translation.grouped import ExpertSet, Stem, arranged, number
 from transaxle.axes.translation.translate import Translation
 from transaxle.errors import Refusal, Where, gathered, refuse
 from transaxle.quant.entries import entries, is_quantized
-from transaxle.torch_tensors.local_tensor import filled, flat, same_bytes, stored_local
+from transaxle.torch_tensors import filled, flat, same_bytes, stored_local
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,7 @@ from transaxle.quant import NVFP4BlockScaling, QuantizedTensor
 from transaxle.quant.frame import Frame, state_of, taken
 from transaxle.quant.nvfp4 import Batch, Products, current
 from transaxle.quant.tp_share import Share
-from transaxle.torch_tensors.local_tensor import as_dtensor, placed_like, stored_local
+from transaxle.torch_tensors import as_dtensor, placed_like, stored_local
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,8 +32,7 @@ from transaxle.nn.grouped_tensor import Splits, read_back, splits
 from transaxle.nn.kernel_choice import PER_EXPERT, WAYS, Path, Way, path
 from transaxle.quant import DelayedScaling, QuantizedTensor, Quantizer, quantize_
 from transaxle.quant.entries import is_quantized
-from transaxle.torch_tensors.local_tensor import stored_local
-from transaxle.torch_tensors.torch_arguments import Device, read_device, read_optional_dtype
+from transaxle.torch_tensors import Device, read_device, read_optional_dtype, stored_local
 
 MAIN_GRAD = "main_grad"
 """Attribute of a weight: where its gradient is summed up."""

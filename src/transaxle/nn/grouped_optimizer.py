@@ -25,7 +25,7 @@ from transaxle.formats.training_state import groups_of_equal_settings as groups_
 from transaxle.formats.training_state import renamed as renamed_groups
 from transaxle.nn.expert_relayout import Entry, Layer, described, move, stems
 from transaxle.nn.grouped_linear import GroupedLinear
-from transaxle.torch_tensors.torch_arguments import unwrapped
+from transaxle.torch_tensors import unwrapped
 
 STATE = "state"
 """Key of the parameters' states in torch's optimizer state dicts."""

@@ -20,13 +20,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from transaxle.axes.geometry.chunk import Intervals, torch_chunk
+from transaxle.axes.geometry import Intervals, torch_chunk
 from transaxle.errors import refuse
 from transaxle.nn.expert_relayout import BIAS, WEIGHT, Layer, apart, refuse_codes, remapped
 from transaxle.nn.grouped_tensor import GroupedTensor, adjacent
 from transaxle.quant.entries import ASSIGN, QuantizedEntries, is_quantized, layout_of, put_values
-from transaxle.torch_tensors.local_tensor import as_dtensor, local_with_grad
-from transaxle.torch_tensors.placement import held_by, take
+from transaxle.torch_tensors import as_dtensor, held_by, local_with_grad, take
 
 
 @dataclass(frozen=True, slots=True)

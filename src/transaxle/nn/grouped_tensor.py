@@ -22,8 +22,7 @@ import torch
 from transaxle.arguments import DType
 from transaxle.errors import refuse
 from transaxle.quant import QuantizedTensor, Quantizer
-from transaxle.torch_tensors.local_tensor import stacked_view
-from transaxle.torch_tensors.torch_arguments import Device, read_device, read_optional_dtype
+from transaxle.torch_tensors import Device, read_device, read_optional_dtype, stacked_view
 
 
 @dataclass(frozen=True, slots=True)

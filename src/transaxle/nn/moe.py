@@ -25,7 +25,7 @@ from transaxle.arguments import DType, wrong_type
 from transaxle.errors import refuse
 from transaxle.nn.checkpoint_layouts import accept_layouts
 from transaxle.nn.grouped_linear import GroupedLinear
-from transaxle.torch_tensors.torch_arguments import Device, read_device, read_optional_dtype
+from transaxle.torch_tensors import Device, read_device, read_optional_dtype
 
 
 @dataclass(frozen=True, slots=True)

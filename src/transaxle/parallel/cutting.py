@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from transaxle.axes.geometry.chunk import Intervals, count_positions, torch_chunk, whole
+from transaxle.axes.geometry import Intervals, count_positions, torch_chunk, whole
 from transaxle.errors import Refusal, refuse
 from transaxle.formats.deepspeed.universal_record import Record
 from transaxle.nn.grouped_linear import GroupedLinear
@@ -33,8 +33,18 @@ from transaxle.quant.quantized_modules import CUTS
 from transaxle.quant.quantized_tensor import QuantizedTensor
 from transaxle.quant.quantizers import Quantizer
 from transaxle.quant.tp_share import Share, misplaced
-from transaxle.torch_tensors.local_tensor import as_dtensor, local_of, local_with_grad, stored_local
-from transaxle.torch_tensors.placement import Part, along, mark, mark_all, own_part, placement_of
+from transaxle.torch_tensors import (
+    Part,
+    along,
+    as_dtensor,
+    local_of,
+    local_with_grad,
+    mark,
+    mark_all,
+    own_part,
+    placement_of,
+    stored_local,
+)
 
 
 def _sum(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:

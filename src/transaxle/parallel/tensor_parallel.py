@@ -68,15 +68,16 @@ from transaxle.quant.entries import is_quantized, parts_of
 from transaxle.quant.nvfp4 import counting
 from transaxle.quant.quantized_tensor import QuantizedTensor
 from transaxle.quant.tp_share import misplaced
-from transaxle.torch_tensors.local_tensor import local_of, placed_like
-from transaxle.torch_tensors.placement import (
+from transaxle.torch_tensors import (
     Held,
     Part,
     held_by,
+    local_of,
     mark,
     mark_all,
     part_of,
     parts_in,
+    placed_like,
     placement_of,
     take,
     whole_shape,

@@ -27,8 +27,7 @@ from typing import Any, Literal
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from transaxle.axes.geometry.chunk import Intervals, count_positions, torch_chunk, whole
-from transaxle.axes.geometry.ranges import Ranges, axes_in, positions
+from transaxle.axes.geometry import Intervals, Ranges, axes_in, count_positions, positions, torch_chunk, whole
 from transaxle.axes.layout.bind import bind
 from transaxle.axes.notation.expression import Expression, size
 from transaxle.axes.notation.family import Cuttable, Family, Sizes

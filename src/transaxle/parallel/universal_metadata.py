@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from transaxle.axes.geometry.ranges import local_sizes, segment_sizes
+from transaxle.axes.geometry import local_sizes, segment_sizes
 from transaxle.axes.layout.divide import ListedPositions
 from transaxle.errors import Faults, refuse
 from transaxle.formats.deepspeed import keys

@@ -42,7 +42,7 @@ from transaxle.quant.nvfp4 import Products, current
 from transaxle.quant.quantized_tensor import FUNCTIONS, OPERATIONS, QuantizedTensor
 from transaxle.quant.quantizers import ORIGIN, STATE, NVFP4BlockScaling
 from transaxle.quant.tp_share import Band, tile_of
-from transaxle.torch_tensors.local_tensor import with_plain_bytes
+from transaxle.torch_tensors import with_plain_bytes
 
 
 def padded(tensor: QuantizedTensor, rows: int) -> QuantizedTensor:

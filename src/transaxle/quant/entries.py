@@ -21,14 +21,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from transaxle.axes.geometry.chunk import Intervals
+from transaxle.axes.geometry import Intervals
 from transaxle.encodings.encoding import NVFP4
 from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
 from transaxle.quant.frame import Frame, forget, fresh, put_state
 from transaxle.quant.quantized_tensor import QuantizedTensor, from_components, quantized
 from transaxle.quant.quantizers import AMAX, DATA, ORIGIN, ROUNDING, SCALE, STATE, Quantizer, buffers_of
 from transaxle.quant.tp_share import Band, Share
-from transaxle.torch_tensors.local_tensor import TO_LOCAL, as_dtensor, local_of, placed_like, stored_local
+from transaxle.torch_tensors import TO_LOCAL, as_dtensor, local_of, placed_like, stored_local
 
 
 def share_of(parameter: torch.Tensor) -> Share | None:

@@ -19,8 +19,7 @@ from transaxle.errors import Refusal, Where, gathered
 from transaxle.quant.entries import group_of
 from transaxle.quant.quantized_tensor import QuantizedTensor
 from transaxle.quant.quantizers import ORIGIN
-from transaxle.torch_tensors.local_tensor import placed_like, stored_local
-from transaxle.torch_tensors.torch_arguments import read_dtype
+from transaxle.torch_tensors import placed_like, read_dtype, stored_local
 
 MASTER = "master"
 """Name of the state that a quantized parameter has beside those that its optimizer keeps."""

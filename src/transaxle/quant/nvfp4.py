@@ -55,7 +55,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from transaxle.axes.geometry.chunk import Intervals
+from transaxle.axes.geometry import Intervals
 from transaxle.encodings.encoding import NVFP4
 from transaxle.errors import refuse
 from transaxle.quant import kernels
@@ -64,7 +64,7 @@ from transaxle.quant.global_scale import largest_of_all
 from transaxle.quant.kernels.components import Components
 from transaxle.quant.quantizers import NVFP4BlockScaling
 from transaxle.quant.tp_share import Share
-from transaxle.torch_tensors.torch_arguments import Ranks, read_group
+from transaxle.torch_tensors import Ranks, read_group
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,7 @@ from transaxle.quant.frame import begin
 from transaxle.quant.quantized_tensor import QuantizedTensor, quantized
 from transaxle.quant.quantizers import ORIGIN, Quantizer
 from transaxle.quant.tp_share import Share
-from transaxle.torch_tensors.local_tensor import placed_like, stored_local
-from transaxle.torch_tensors.placement import held_by
+from transaxle.torch_tensors import held_by, placed_like, stored_local
 
 Filter = Callable[[str, nn.Module], bool]
 """Says by name and module whether a linear layer, or experts in stacks, are to be quantized."""

@@ -58,8 +58,7 @@ from transaxle.quant.quantizers import (
     makes_tensors,
 )
 from transaxle.quant.tp_share import Band, Share
-from transaxle.torch_tensors.local_tensor import same_bytes, stored_local, with_plain_bytes
-from transaxle.torch_tensors.torch_arguments import Ranks, read_dtype, read_group
+from transaxle.torch_tensors import Ranks, read_dtype, read_group, same_bytes, stored_local, with_plain_bytes
 
 _PACKED = 4
 """Bits of a code that shares its byte."""

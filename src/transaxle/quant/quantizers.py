@@ -21,7 +21,7 @@ from transaxle.encodings import encoding as encodings
 from transaxle.encodings.conventions.convention import ASIDE
 from transaxle.encodings.encoding import Encoding
 from transaxle.quant.kernels.components import columnwise_of, layout
-from transaxle.torch_tensors.torch_arguments import Ranks, read_group
+from transaxle.torch_tensors import Ranks, read_group
 
 if TYPE_CHECKING:
     from transaxle.quant.quantized_tensor import QuantizedTensor

@@ -20,13 +20,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from transaxle.axes.geometry.chunk import Intervals, count_positions, whole
+from transaxle.axes.geometry import Intervals, count_positions, whole
 from transaxle.encodings.encoding import WHOLE, Encoding
 from transaxle.errors import Refusal
 from transaxle.quant.kernels.components import columnwise_of
 from transaxle.quant.quantizers import AMAX, COLUMN_DATA, COLUMN_SCALE, DATA, ORIGIN, STATE, Quantizer, buffers_of
-from transaxle.torch_tensors.local_tensor import with_plain_bytes
-from transaxle.torch_tensors.placement import along
+from transaxle.torch_tensors import along, with_plain_bytes
 
 _HINT = (
     "Cut it over fewer ranks, give the rows of each rank in the plan, or do not quantize it (filter=, or decode= when "

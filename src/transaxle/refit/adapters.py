@@ -17,7 +17,7 @@ from transaxle.axes.notation.name import own_name
 from transaxle.errors import Refusal, gathered, refuse
 from transaxle.live.model.peft_model import adapted, base_names, is_active, seen_by, tuners
 from transaxle.live.model.state_tensors import Leaves, State, leaves
-from transaxle.torch_tensors.local_tensor import local_of, placed_like, same_bytes
+from transaxle.torch_tensors import local_of, placed_like, same_bytes
 
 MERGED, ALONE = "merged", "alone"
 _WAYS = (MERGED, ALONE)

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from transaxle.arguments import Config, PathLike
-from transaxle.axes.geometry.chunk import Intervals
+from transaxle.axes.geometry import Intervals
 from transaxle.axes.layout.relayout import Check
 from transaxle.encodings.arithmetic.codec import amax, encode_rows
 from transaxle.encodings.conventions.buffer_group import group
@@ -44,9 +44,17 @@ from transaxle.live.reshard import Match, matched
 from transaxle.live.ties import Sides
 from transaxle.live.transport.world import World
 from transaxle.move.workers import Item
-from transaxle.torch_tensors.local_tensor import as_bytes, byte_view
-from transaxle.torch_tensors.placement import Held, Part, local_parts, local_shape, mark
-from transaxle.torch_tensors.torch_arguments import code_of, torch_dtype
+from transaxle.torch_tensors import (
+    Held,
+    Part,
+    as_bytes,
+    byte_view,
+    code_of,
+    local_parts,
+    local_shape,
+    mark,
+    torch_dtype,
+)
 
 _ROLES = frozenset({Role.CODES, Role.SCALE, Role.GLOBAL})
 Buffers = Mapping[str, np.ndarray]

@@ -12,22 +12,23 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.tensor import DTensor
 
-from transaxle.axes.geometry.piece import Move
+from transaxle.axes.geometry import Move
 from transaxle.errors import Refusal, Where, gathered
 from transaxle.live.memory import tensor_of
 from transaxle.live.model.destination import overlapping, unlike_overlap, view_of
 from transaxle.live.model.state_tensors import Leaves
 from transaxle.move.transfer import Transfer
-from transaxle.torch_tensors.local_tensor import (
+from transaxle.torch_tensors import (
     copy_box,
     local_of,
+    local_parts,
+    part_of,
     same_bytes,
     same_views,
     stored_local,
+    torch_dtype,
     with_plain_bytes,
 )
-from transaxle.torch_tensors.placement import local_parts, part_of
-from transaxle.torch_tensors.torch_arguments import torch_dtype
 
 _ANEW = "Make the Refit anew when tensors of a model are replaced by others."
 

@@ -29,9 +29,8 @@ from transaxle.errors import refuse
 from transaxle.live.transport.shared_store import SharedStore, StoreServer, check_connections
 from transaxle.live.transport.tensor_exchange import SHARES, BucketExchange, Route
 from transaxle.live.transport.world import World
-from transaxle.move.endpoint import Parcel
 from transaxle.move.mover import batches, packed
-from transaxle.move.transfer import Transfer
+from transaxle.move.transfer import Parcel, Transfer
 from transaxle.move.workers import RUN, Item, Owner
 
 _LEAST = 1 << 16

@@ -43,14 +43,12 @@ from transaxle.live.model.quantized_model import published
 from transaxle.live.model.state_tensors import Leaves, State, leaves, shared_config, unsavable
 from transaxle.live.transport.tensor_exchange import BucketExchange
 from transaxle.live.transport.world import World
-from transaxle.move.endpoint import Deferred
+from transaxle.move.transfer import Deferred
 from transaxle.move.workers import Item
 from transaxle.options import select
 from transaxle.refit.endpoints import SourceValues, TargetRoom
 from transaxle.refit.hops import Program, program, schedule
-from transaxle.torch_tensors.local_tensor import local_of
-from transaxle.torch_tensors.placement import local_parts
-from transaxle.torch_tensors.torch_arguments import Device, Ranks, read_device, torch_dtype
+from transaxle.torch_tensors import Device, Ranks, local_of, local_parts, read_device, torch_dtype
 
 if TYPE_CHECKING:
     from vllm.distributed.weight_transfer import ParamMeta

@@ -38,8 +38,7 @@ from transaxle.refit.agreement import Agreement, Asked, Buffers, agreed, encode,
 from transaxle.refit.endpoints import Form, Overlaps, SourceValues, TargetRoom, check_forms, forms
 from transaxle.refit.hops import Program, program, schedule
 from transaxle.refit.hub_stream import carry
-from transaxle.torch_tensors.local_tensor import local_of
-from transaxle.torch_tensors.torch_arguments import Ranks
+from transaxle.torch_tensors import Ranks, local_of
 
 _LEAST = 1 << 20
 """Bytes of a bucket at least."""

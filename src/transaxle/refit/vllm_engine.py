@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from transaxle.arguments import Size
-from transaxle.axes.geometry.chunk import Intervals
+from transaxle.axes.geometry import Intervals
 from transaxle.engine.checkpoint.recognise import recognise
 from transaxle.engine.plan.rank_parts import engine_parts, for_ranks
 from transaxle.engine.views.encode import chosen
@@ -36,7 +36,7 @@ from transaxle.live.transport import wire
 from transaxle.live.transport.world import World
 from transaxle.refit.hops import meet
 from transaxle.refit.refitting import Refit
-from transaxle.torch_tensors.placement import Part, mark, part_of
+from transaxle.torch_tensors import Part, mark, part_of
 
 DIALECT = "vllm"
 _LOADER = "weight_loader"

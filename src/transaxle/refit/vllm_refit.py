@@ -43,7 +43,7 @@ from transaxle.refit.adapters import MERGED, read_adapter
 from transaxle.refit.hops import meet
 from transaxle.refit.refitting import Pause, Refit, RefitReport
 from transaxle.refit.vllm_engine import DIALECT, VERSION, Meeting, split_layers
-from transaxle.torch_tensors.torch_arguments import Ranks
+from transaxle.torch_tensors import Ranks
 
 _LOCAL = "127.0.0.1"
 _PORTS = {"http": 80, "https": 443}

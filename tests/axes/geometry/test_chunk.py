@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.axes.apply import arange, law, take
-from transaxle.axes.geometry.chunk import (
+from transaxle.axes.geometry import (
     Intervals,
     MeshCut,
     PerComponent,
@@ -29,7 +29,7 @@ from transaxle.axes.geometry.chunk import (
     place,
     whole,
 )
-from transaxle.axes.geometry.chunk import take as taken
+from transaxle.axes.geometry import take as taken
 from transaxle.errors import Refused
 
 

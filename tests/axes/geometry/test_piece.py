@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.axes import walking
 from tests.axes.apply import Intervals, law, move, take
-from transaxle.axes.geometry.piece import Meeting, Move, Piece, cut, pieces
+from transaxle.axes.geometry import Meeting, Move, Piece, cut, pieces
 from transaxle.axes.notation.expression import Expression, Share, parse
 
 NO_INDEX: Mapping[str, int] = {}

@@ -7,8 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from transaxle.axes.geometry.chunk import Intervals
-from transaxle.axes.geometry.ranges import axes_in, local_sizes, positions, segment_sizes
+from transaxle.axes.geometry import Intervals, axes_in, local_sizes, positions, segment_sizes
 from transaxle.axes.notation.expression import parse
 
 SIZES = {"g": 3, "r": 4, "c": 5, "f": 7, "d": 2}

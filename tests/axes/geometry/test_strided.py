@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.axes.apply import law, move
-from transaxle.axes.geometry.piece import Move
-from transaxle.axes.geometry.strided import coalesce, lexicographic_boxes, rank, row_major
+from transaxle.axes.geometry import Move, coalesce, lexicographic_boxes, rank, row_major
 
 counts = st.lists(st.integers(0, 4), max_size=4)
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transaxle.axes.geometry.chunk import whole
+from transaxle.axes.geometry import whole
 from transaxle.axes.layout.divide import Division, ListedPositions, divide, rank_shares, share_out
 from transaxle.axes.notation import tables
 from transaxle.axes.notation.expression import Expression, parse, size

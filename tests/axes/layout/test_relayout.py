@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from tests.axes import walking
 from tests.axes.apply import HOLE, Entry, Extent, Intervals, Store, arange, fill, law, move, take
-from transaxle.axes.geometry.chunk import MeshCut, StridedShard, place
-from transaxle.axes.geometry.piece import Interval
+from transaxle.axes.geometry import Interval, MeshCut, StridedShard, place
 from transaxle.axes.layout.relayout import Copier, Origin, Target, TargetPart, unchanged
 from transaxle.axes.notation.expression import parse
 from transaxle.errors import Refused

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.axes.apply import law
-from transaxle.axes.notation.formula import Formula
+from transaxle.axes.notation.family import Formula
 from transaxle.errors import Refused, TransaxleError
 
 CONFIG: dict[str, Any] = {

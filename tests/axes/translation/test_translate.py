@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.axes import walking
 from tests.axes.apply import Store, arange, carried, fill, law, only, same, take, translated
 from tests.axes.toy import CONFIG, TOY, model, only_refusal, packed
-from transaxle.axes.geometry.chunk import MeshCut, place
+from transaxle.axes.geometry import MeshCut, place
 from transaxle.axes.layout.relayout import Copier
 from transaxle.axes.notation.family import Sizes
 from transaxle.errors import UsageError

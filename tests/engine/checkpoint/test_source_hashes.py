@@ -19,7 +19,7 @@ from tests.engine import killed, quantized
 from tests.engine.distribute.test_executor import Backwards
 from transaxle.engine.checkpoint.manifest import HashWitness, hold
 from transaxle.formats.registry import MANIFEST
-from transaxle.move import hashing
+from transaxle.move import journal
 
 FORMS = (
     "safetensors:hf",
@@ -342,7 +342,7 @@ def test_bytes_that_pass_in_order_are_read_once(tmp_path: Path, monkeypatch: pyt
 
 
 def test_large_tensors_are_held_in_spans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hashing, "SPAN", 4096)
+    monkeypatch.setattr(journal, "SPAN", 4096)
     held = {"a": np.arange(9000, dtype=np.float32).reshape(90, 100), "b": np.arange(1025, dtype=np.float32)}
     (tmp_path / "ck").mkdir()
     save_file(held, tmp_path / "ck" / "model.safetensors")

@@ -17,7 +17,7 @@ from tests import checkpoints
 from tests.engine.killed import contents
 from transaxle.engine.checkpoint.manifest import IN_SPANS, SCHEMA, decode, encode
 from transaxle.engine.verification import Verification, verify
-from transaxle.move import hashing
+from transaxle.move import journal
 
 SIZES = {**checkpoints.SIZES, "num_hidden_layers": 1, "num_experts": 2}
 CONFIG = {**checkpoints.CONFIG, **SIZES}
@@ -214,7 +214,7 @@ def test_large_tensors_were_once_hashed_from_end_to_end(
 ) -> None:
     """Manifests of version 1, and digests in one file, of which nothing says how they were made."""
     tx.convert(written, tmp_path / name, to="identity")
-    monkeypatch.setattr(hashing, "SPAN", 64)
+    monkeypatch.setattr(journal, "SPAN", 64)
     assert verified(tmp_path / name).ok
     largest = max(tx.open(tmp_path / name).values(), key=lambda tensor: tensor.nbytes).transfers()[0]
     path = tmp_path / name if name != "out" else tmp_path / name / largest.file
@@ -229,7 +229,7 @@ def test_large_tensors_were_once_hashed_from_end_to_end(
 def test_a_manifest_says_how_large_tensors_are_hashed(
     written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hashing, "SPAN", 64)
+    monkeypatch.setattr(journal, "SPAN", 64)
     tx.convert(written, tmp_path / "out", to="identity")
     assert decode((tmp_path / "out" / MANIFEST).read_bytes()).transaxle == IN_SPANS
     assert verified(tmp_path / "out").ok

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transaxle.axes.geometry.piece import Interval
+from transaxle.axes.geometry import Interval
 from transaxle.engine.source import positions, redescribed
 from transaxle.errors import Refused
 from transaxle.formats.catalog import Entry, Extent

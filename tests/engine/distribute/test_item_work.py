@@ -33,7 +33,7 @@ from transaxle.errors import Code
 from transaxle.formats.registry import SCRATCH
 from transaxle.formats.store.place import ITEMS, MOVES, PARTIAL, neighbour
 from transaxle.formats.store.staging import Writer
-from transaxle.move import hashing
+from transaxle.move import journal
 
 SMALL = {**checkpoints.SIZES, "num_hidden_layers": 1, "num_experts": 2}
 
@@ -115,7 +115,7 @@ def test_the_bytes_are_those_of_one_process(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", ["names", "one file with digests", "dcp", "ranks", "checksums", "encoded"])
 def test_workers_share_a_large_tensor(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hashing, "SPAN", 32)
+    monkeypatch.setattr(journal, "SPAN", 32)
     plan = as_one_process(case, tmp_path)
     with plan.order.planned() as prepared:
         spans = prepared.plan.spans
@@ -389,11 +389,11 @@ def test_work_of_another_conversion_is_left_alone(source: Path, tmp_path: Path) 
     commit_work(first)
 
 
-@pytest.mark.parametrize("span", [hashing.SPAN, 256])
+@pytest.mark.parametrize("span", [journal.SPAN, 256])
 def test_one_process_goes_on_where_several_were(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, span: int
 ) -> None:
-    monkeypatch.setattr(hashing, "SPAN", span)
+    monkeypatch.setattr(journal, "SPAN", span)
     killed.convert(source, tmp_path / "wanted")
     plan = planned(source, tmp_path / "out", killed.TO, 3)
     begin_work(plan)
@@ -412,12 +412,12 @@ def test_one_process_goes_on_where_several_were(
     assert contents(tmp_path / "all") == contents(tmp_path / "wanted")
 
 
-@pytest.mark.parametrize("span", [hashing.SPAN, 256])
+@pytest.mark.parametrize("span", [journal.SPAN, 256])
 def test_another_division_takes_up_what_is_done(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, span: int
 ) -> None:
     """A driver that resumes may have other workers; what is done of an item that is not complete is done again."""
-    monkeypatch.setattr(hashing, "SPAN", span)
+    monkeypatch.setattr(journal, "SPAN", span)
     killed.convert(source, tmp_path / "wanted")
     begin_work(first := planned(source, tmp_path / "out", killed.TO, 2))
     do(first, [1])

@@ -31,8 +31,8 @@ from transaxle.errors import Code, UsageError, refuse
 from transaxle.formats.store.multipart import S3Multipart
 from transaxle.formats.store.service import Service
 from transaxle.formats.store.upload import PART
-from transaxle.move import hashing
-from transaxle.move.hashing import SPAN
+from transaxle.move import journal
+from transaxle.move.journal import SPAN
 
 SHARD = 1 << 30
 MIB = 1 << 20
@@ -87,7 +87,7 @@ def test_the_bytes_are_those_of_one_process(
     bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, items: int, shard: int, span: int
 ) -> None:
     """In two processes and any order, begun twice; with fewer files than items, and several in one."""
-    monkeypatch.setattr(hashing, "SPAN", span)
+    monkeypatch.setattr(journal, "SPAN", span)
     source = many(tmp_path / "source")
     wanted = tx.convert(source, tmp_path / "wanted", to="safetensors", shard_size=shard)
     plan = planned(source, f"{bucket.url}/out", "safetensors", items, shard_size=shard)

@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 
 from transaxle.engine.carry import file_queues, items_of
 from transaxle.engine.plan.planned import PlannedTensor
-from transaxle.move.endpoint import Alone
 from transaxle.move.mover import alone
-from transaxle.move.transfer import Transfer
+from transaxle.move.transfer import Alone, Transfer
 
 
 def planned(name: str, *files: str) -> PlannedTensor:

@@ -16,8 +16,7 @@ from tests import checkpoints
 from transaxle.axes.layout.bind import bind
 from transaxle.axes.layout.solve import Shape
 from transaxle.axes.notation.expression import Axis, walk
-from transaxle.axes.notation.family import Dialect, Family, Line, Sizes
-from transaxle.axes.notation.formula import Formula
+from transaxle.axes.notation.family import Dialect, Family, Formula, Line, Sizes
 from transaxle.axes.translation.translate import Translation, translate
 from transaxle.errors import Refusal
 from transaxle.families import builtin

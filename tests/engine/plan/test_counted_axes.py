@@ -10,7 +10,7 @@ import pytest
 
 import transaxle as tx
 from tests import checkpoints
-from transaxle.axes.notation.formula import Formula
+from transaxle.axes.notation.family import Formula
 
 RULES = """family hybrid
   model_type hybrid

@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 
 from tests.engine import synthetic
-from transaxle.axes.geometry.chunk import Shard, whole
-from transaxle.axes.geometry.piece import Meeting
+from transaxle.axes.geometry import Meeting, Shard, whole
 from transaxle.axes.layout import relayout
-from transaxle.axes.notation.formula import Formula
+from transaxle.axes.notation.family import Formula
 from transaxle.axes.notation.name import Name
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.plan.conversion import make_plan

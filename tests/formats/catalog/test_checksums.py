@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import transaxle as tx
 from tests.corpus.checksums import flip
-from transaxle.axes.geometry.strided import Loop
+from transaxle.axes.geometry import Loop
 from transaxle.formats.catalog import Checksum
 from transaxle.formats.checksums import Tally, Witness, joined
 from transaxle.formats.storage.copier import Steps

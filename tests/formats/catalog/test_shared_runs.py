@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import transaxle as tx
-from transaxle.axes.geometry.strided import Loop
+from transaxle.axes.geometry import Loop
 from transaxle.formats.catalog import Checksum
 from transaxle.formats.checksums import Tally, Witness, _cover, _moved
 from transaxle.formats.storage.copier import Steps, load_steps

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import transaxle
-from transaxle.formats.strict_json import NotJsonError, dropped, members, pairs_in, parsed, parsed_as, repeated
+from transaxle.formats.storage.storage import NotJsonError, dropped, members, pairs_in, parsed, parsed_as, repeated
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(alphabet=':"\\{}[],ab\n'),
@@ -113,7 +113,7 @@ _READ_ELSEWHERE = {
     "engine/distribute/work_place.py": "what one process tells its workers",
     "families/__init__.py": "shipped",
     "families.py": "shipped",
-    "formats/strict_json.py": "this",
+    "formats/storage/storage.py": "this",
     "formats/safetensors.py": "counts keys",
     "formats/shards.py": "counts keys",
     "move/journal.py": "our own, with checksums",

@@ -14,11 +14,11 @@ from tests.formats.dcp.conftest import Saved
 from tests.formats.dcp.peers.truth import hold, truth_of
 from tests.formats.dcp.peers.world import BY_WORLD, CHECKPOINT, FULL
 from tests.move.filling import fill
-from transaxle.axes.geometry.chunk import Shard, whole
+from transaxle.axes.geometry import Shard, whole
 from transaxle.errors import Refused
 from transaxle.formats.detect import open_container
 from transaxle.formats.training_state import LEFT_BEHIND, ROOT
-from transaxle.move.endpoint import Scratch
+from transaxle.move.transfer import Scratch
 
 ALL = [(world, case.__name__) for world, cases in BY_WORLD.items() for case in cases]
 every_case = pytest.mark.parametrize(("world", "case"), ALL, ids=[f"{case}-{world}" for world, case in ALL])

@@ -20,7 +20,7 @@ from tests.work import peak
 from transaxle.errors import Code, Refused, TransaxleError
 from transaxle.formats.catalog import BITS, Spec
 from transaxle.formats.safetensors import MAX_DIMS, MAX_HEADER, METADATA, encode_header, parse_header
-from transaxle.formats.strict_json import MAX_PAIRS
+from transaxle.formats.storage.storage import MAX_PAIRS
 
 ONE = info("F32", [1], 0, 4)
 FOUR = b"\0" * 4

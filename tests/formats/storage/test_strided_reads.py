@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.move.filling import read_runs
-from transaxle.axes.geometry.strided import Loop
+from transaxle.axes.geometry import Loop
 from transaxle.errors import Refused, StorageError
 from transaxle.formats.catalog import NUMBERS, NumbersInMemory
 from transaxle.formats.storage import copier

@@ -20,8 +20,8 @@ from transaxle.engine.distribute.work_plan import order, work_plan
 from transaxle.engine.execute import preflight
 from transaxle.engine.plan.conversion import make_plan
 from transaxle.errors import TransaxleError
-from transaxle.formats.store.location import storage_at
 from transaxle.formats.store.reading import LEAST
+from transaxle.formats.store.staging import storage_at
 
 NAME = "owner/tiny-qwen3"
 

@@ -23,9 +23,9 @@ from tests.formats.stores import Memory, Store, upload
 from transaxle.engine.verification import Verification
 from transaxle.errors import Refused, StorageError, TransaxleError
 from transaxle.formats.storage.local import LocalStorage
-from transaxle.formats.store.location import storage_at
 from transaxle.formats.store.reading import LEAST, RemoteStorage
 from transaxle.formats.store.service import Info, Service
+from transaxle.formats.store.staging import storage_at
 
 FILE = "a.bin"
 DATA = bytes(range(256)) * 64

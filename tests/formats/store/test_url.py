@@ -8,8 +8,8 @@ import pytest
 
 from transaxle.errors import without_secrets
 from transaxle.formats.storage.storage import is_url
-from transaxle.formats.store.location import shown
 from transaxle.formats.store.service import harmless, local_path
+from transaxle.formats.store.staging import shown
 
 SECRET = "sEcReT"
 

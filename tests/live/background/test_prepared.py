@@ -20,7 +20,7 @@ from transaxle.errors import refuse
 from transaxle.live import asynchronous
 from transaxle.live.asynchronous import SaveJob, Saver, foresee
 from transaxle.live.transport.shared_memory import Region
-from transaxle.torch_tensors.local_tensor import local_of
+from transaxle.torch_tensors import local_of
 
 
 def trained(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:

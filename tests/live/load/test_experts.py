@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tests.oracles import automodel_peer, hub
 from transaxle.errors import TransaxleError
 from transaxle.live.state_dict_adapter import loadable_as, state_dict_as
-from transaxle.torch_tensors.local_tensor import local_of
+from transaxle.torch_tensors import local_of
 
 Tensors = dict[str, torch.Tensor]
 LAYER = 1

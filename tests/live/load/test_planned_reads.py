@@ -11,12 +11,12 @@ import pytest
 
 import transaxle as tx
 from tests import checkpoints
-from transaxle.axes.geometry.chunk import Shard, whole
+from transaxle.axes.geometry import Shard, whole
 from transaxle.engine.checkpoint.checkpoint import StoredTensor
 from transaxle.live.global_tensors import Census, Global
 from transaxle.live.load import PlannedReads, plan_reads
-from transaxle.move.endpoint import Scratch, produce
-from transaxle.torch_tensors.placement import Held
+from transaxle.move.transfer import Scratch, produce
+from transaxle.torch_tensors import Held
 
 RANKS = 5
 REPLICATED = ("norm", "gate.weight")

@@ -27,7 +27,7 @@ import transaxle as tx
 from tests.engine import killed
 from tests.engine.killed import CHANGES, Death, contents
 from tests.parallel.models import EVEN, build
-from transaxle.formats.builtin_formats import LATEST_UNIVERSAL, MEGATRON_TRACKER
+from transaxle.formats.registry import LATEST_UNIVERSAL, MEGATRON_TRACKER
 from transaxle.live.integrations.step_checkpoints import StepCheckpoints
 from transaxle.live.save import save
 

@@ -21,7 +21,7 @@ from transaxle.errors import TransaxleError, refuse
 from transaxle.formats.store.upload import Upload
 from transaxle.live.load import load
 from transaxle.live.save import save
-from transaxle.torch_tensors.local_tensor import Bytes
+from transaxle.torch_tensors import Bytes
 
 BIG = torch.arange(3 << 20, dtype=torch.float32).reshape(3 << 10, 1 << 10)
 

@@ -9,11 +9,11 @@ from threading import Barrier
 import pytest
 import torch
 
-from transaxle.axes.geometry.chunk import Shard
+from transaxle.axes.geometry import Shard
 from transaxle.live import global_tensors
 from transaxle.live.global_tensors import Census, census
 from transaxle.live.transport.world import _PAGE, World
-from transaxle.torch_tensors.placement import Placement, alone
+from transaxle.torch_tensors import Placement, alone
 
 TENSORS = 4000
 FEW, MANY = 4, 16

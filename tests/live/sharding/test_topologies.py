@@ -25,7 +25,7 @@ from transaxle.live.global_tensors import as_runs
 from transaxle.live.load import load
 from transaxle.live.reshard import reshard
 from transaxle.live.save import save
-from transaxle.torch_tensors.local_tensor import local_of
+from transaxle.torch_tensors import local_of
 
 
 def _differing(state: dict[str, Any], truth: dict[str, torch.Tensor]) -> set[str]:

@@ -22,7 +22,7 @@ from transaxle.errors import TransaxleError
 from transaxle.live.load import load
 from transaxle.live.reshard import reshard
 from transaxle.live.save import save
-from transaxle.torch_tensors.local_tensor import local_of
+from transaxle.torch_tensors import local_of
 
 EXACT = "exact"
 Make = Callable[[], nn.Module]

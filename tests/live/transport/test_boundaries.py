@@ -24,8 +24,7 @@ from transaxle.live.transport import wire
 from transaxle.live.transport.shared_memory import Address, Region, seen
 from transaxle.live.transport.shared_store import SharedStore
 from transaxle.live.transport.world import World
-from transaxle.move.hashing import digest
-from transaxle.move.journal import begun, item_file, result_of, results_in, task_in
+from transaxle.move.journal import begun, digest, item_file, result_of, results_in, task_in
 
 
 class _Canary:

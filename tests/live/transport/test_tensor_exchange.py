@@ -21,7 +21,7 @@ from transaxle.live.transport import shared_memory as near
 from transaxle.live.transport.shared_memory import Address, Region, seen
 from transaxle.live.transport.tensor_exchange import RankExchange
 from transaxle.live.transport.world import World
-from transaxle.move.endpoint import Fill, Parcel, Take
+from transaxle.move.transfer import Fill, Parcel, Take
 
 SIZES = [0, 1, 7, 4096, 100_003, 1 << 20, 3]
 MATRIX = torch.arange(768 * 1024, dtype=torch.int32).reshape(768, 1024)

@@ -22,7 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import transaxle as tx
-from transaxle.axes.geometry.chunk import Replicated, Shard, StridedShard
+from transaxle.axes.geometry import Replicated, Shard, StridedShard
 from transaxle.encodings.encoding import FLOAT8, Encoded, Role
 from transaxle.engine.verification import Verification
 from transaxle.errors import Refusal, Where, gathered, refuse
@@ -32,7 +32,7 @@ from transaxle.live import load_plan  # noqa: F401 - puts its records on the lis
 from transaxle.live.model import quantized_model  # noqa: F401
 from transaxle.live.transport import wire
 from transaxle.live.transport.shared_memory import Address
-from transaxle.torch_tensors.placement import Placement
+from transaxle.torch_tensors import Placement
 
 _TEXTS = st.text() | st.binary().map(os.fsdecode)
 _KEYS = st.one_of(st.none(), st.booleans(), st.integers(), _TEXTS, st.binary())

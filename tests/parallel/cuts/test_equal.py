@@ -15,7 +15,7 @@ from tests.live.ranks import run
 from tests.parallel.models import CONFIGS, build, tokens
 from transaxle.parallel.cutting import clip_grad_norm_, everything
 from transaxle.parallel.tensor_parallel import tensor_parallel
-from transaxle.torch_tensors.local_tensor import local_of
+from transaxle.torch_tensors import local_of
 
 STEPS = 5
 LOGITS, GRAD, CLIPPED = "logits", "grad", "clipped"

@@ -25,7 +25,7 @@ from transaxle.nn.grouped_linear import GroupedLinear
 from transaxle.nn.moe import MoE
 from transaxle.parallel.cutting import everything
 from transaxle.parallel.tensor_parallel import tensor_parallel
-from transaxle.torch_tensors.local_tensor import local_of
+from transaxle.torch_tensors import local_of
 
 INNER, EXPERTS, CHOSEN = 10, 3, 2
 CONFIG: dict[str, Any] = {

@@ -38,7 +38,7 @@ from transaxle.parallel.cutting import Kept, everything
 from transaxle.parallel.tensor_parallel import is_cut, tensor_parallel
 from transaxle.quant import MasterWeights, NVFP4BlockScaling, quantize_
 from transaxle.quant.entries import is_quantized
-from transaxle.torch_tensors.local_tensor import local_of
+from transaxle.torch_tensors import local_of
 
 SEED, STEPS = 5, 2
 CONFIG: dict[str, Any] = {

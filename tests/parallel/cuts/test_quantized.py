@@ -47,7 +47,7 @@ from transaxle.quant.quantizers import (
     SCALED_FOR,
     Float8Block,
 )
-from transaxle.torch_tensors.local_tensor import local_of
+from transaxle.torch_tensors import local_of
 
 kinds = pytest.mark.parametrize("kind", [kind for kind, quantizer in SIX.items() if not quantizer.multiplies_codes])
 """Those whose products change by roundings where they are cut; of the others see `tests/quant/nvfp4`."""

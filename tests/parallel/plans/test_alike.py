@@ -17,7 +17,7 @@ from transaxle.live.load import load
 from transaxle.live.save import save
 from transaxle.parallel.cutting import clip_grad_norm_
 from transaxle.parallel.tensor_parallel import tensor_parallel
-from transaxle.torch_tensors.local_tensor import local_of
+from transaxle.torch_tensors import local_of
 
 
 def _streams(rank: int, world: int) -> list[Tensor]:

@@ -28,7 +28,7 @@ from tests.live.ranks import run
 from tests.parallel.models import CONFIGS, EVEN, build
 from transaxle.errors import TransaxleError
 from transaxle.parallel.tensor_parallel import tensor_parallel
-from transaxle.torch_tensors.local_tensor import local_of
+from transaxle.torch_tensors import local_of
 
 TAKEN = "part of a parameter, which torch's checkpoint would take for the whole"
 

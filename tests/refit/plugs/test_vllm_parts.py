@@ -19,7 +19,7 @@ from tests.live.topologies import FSDP, LLAMA, MOE, build
 from transaxle.engine.plan.rank_parts import engine_parts, for_ranks
 from transaxle.families import builtin
 from transaxle.refit.vllm_engine import DIALECT, Ranks, Staged, _share
-from transaxle.torch_tensors.placement import mark
+from transaxle.torch_tensors import mark
 
 TP = 2
 PADDED = 128

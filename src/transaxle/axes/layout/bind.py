@@ -22,8 +22,7 @@ from msgspec import structs
 from transaxle.axes.layout.relayout import Stored
 from transaxle.axes.layout.solve import Shape, solve
 from transaxle.axes.notation.expression import Expression
-from transaxle.axes.notation.family import PLAIN, WORDS, Dialect, Family, Line, Sizes, words
-from transaxle.axes.notation.formula import Formula
+from transaxle.axes.notation.family import PLAIN, WORDS, Dialect, Family, Formula, Line, Sizes, words
 from transaxle.axes.notation.name import Hole, Numbering, own_name, own_names, skeleton, skeletons
 from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
 

@@ -14,8 +14,17 @@ from math import prod
 import msgspec
 import numpy as np
 
-from transaxle.axes.geometry.chunk import ChunkRule, Intervals, Replicated, take
-from transaxle.axes.geometry.ranges import Indices, Ranges, axes_in, positions, positions_of
+from transaxle.axes.geometry import (
+    ChunkRule,
+    Indices,
+    Intervals,
+    Ranges,
+    Replicated,
+    axes_in,
+    positions,
+    positions_of,
+    take,
+)
 from transaxle.axes.layout.solve import mismatch, root, unknown, unknown_axis
 from transaxle.axes.notation.expression import PADDING, Axis, Expression, Merge, Node, Sum, size, walk
 from transaxle.axes.notation.family import Cuttable, Family

@@ -12,11 +12,10 @@ from functools import cached_property
 from itertools import product
 from math import prod
 
-from transaxle.axes.geometry.ranges import axes_in
+from transaxle.axes.geometry import axes_in
 from transaxle.axes.layout.solve import unknown_axis
 from transaxle.axes.notation.expression import PADDING, Layout, Sum, size
-from transaxle.axes.notation.family import PLAIN, Dialect, Family, Line, Sizes, words
-from transaxle.axes.notation.formula import Formula
+from transaxle.axes.notation.family import PLAIN, Dialect, Family, Formula, Line, Sizes, words
 from transaxle.errors import TransaxleError, refuse
 
 Index = tuple[int, ...]

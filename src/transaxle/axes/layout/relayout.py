@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 from msgspec import structs
 
-from transaxle.axes.geometry.piece import Interval, Meeting, Move, Piece, cut, pieces
+from transaxle.axes.geometry import Interval, Meeting, Move, Piece, cut, pieces
 from transaxle.axes.layout.solve import Shape
 from transaxle.axes.notation.expression import Layout, Share
 from transaxle.axes.notation.family import PLAIN, Arithmetic, NumberFormat

@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from transaxle.axes.geometry.piece import Interval, cut
+from transaxle.axes.geometry import Interval, cut
 from transaxle.axes.layout.relayout import Check, Origin, Target, TargetPart
 from transaxle.axes.layout.solve import Shape
 from transaxle.axes.notation.expression import Layout, Share

@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice, product
 from math import prod
 
-from transaxle.axes.notation.family import WORDS, Family, Line, Tie
-from transaxle.axes.notation.formula import Formula
+from transaxle.axes.notation.family import WORDS, Family, Formula, Line, Tie
 from transaxle.axes.notation.name import Hole, Name
 from transaxle.errors import TransaxleError, refuse
 

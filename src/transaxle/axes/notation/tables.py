@@ -43,8 +43,17 @@ from msgspec import structs
 
 from transaxle.axes.notation import computed, written
 from transaxle.axes.notation.expression import parse
-from transaxle.axes.notation.family import WORDS, Arithmetic, Cuttable, Dialect, Family, Line, LogicalTensor, Tie
-from transaxle.axes.notation.formula import Formula
+from transaxle.axes.notation.family import (
+    WORDS,
+    Arithmetic,
+    Cuttable,
+    Dialect,
+    Family,
+    Formula,
+    Line,
+    LogicalTensor,
+    Tie,
+)
 from transaxle.axes.notation.name import Name
 from transaxle.axes.notation.overlap import overlapping, tie_fault
 from transaxle.axes.notation.section import Section, Sections

@@ -36,8 +36,7 @@ from transaxle.axes.layout.solve import (
     solve,
 )
 from transaxle.axes.notation.expression import Expression, Layout, Share
-from transaxle.axes.notation.family import PLAIN, Line, NumberFormat, Sizes, words
-from transaxle.axes.notation.formula import Formula
+from transaxle.axes.notation.family import PLAIN, Formula, Line, NumberFormat, Sizes, words
 from transaxle.errors import Refusal, TransaxleError, Where
 
 

@@ -18,8 +18,7 @@ from transaxle.axes.layout.bind import WEIGHT, Bound, Index, join_slot, split_sl
 from transaxle.axes.layout.relayout import EXACT, Check, Origin, Stored, Target, TargetPart, indices, unchanged
 from transaxle.axes.layout.solve import NOTHING, inseparable, unify, unknown_axis, with_products
 from transaxle.axes.notation.expression import Expression, Layout
-from transaxle.axes.notation.family import PLAIN, Arithmetic, Dialect, Line, NumberFormat, Recode, Sizes, same
-from transaxle.axes.notation.formula import Formula
+from transaxle.axes.notation.family import PLAIN, Arithmetic, Dialect, Formula, Line, NumberFormat, Recode, Sizes, same
 from transaxle.axes.notation.name import Numbering
 from transaxle.axes.translation.holdings import (
     AlikePart,

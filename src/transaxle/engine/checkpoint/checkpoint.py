@@ -57,10 +57,9 @@ from transaxle.engine.views.encode import chosen
 from transaxle.engine.views.encoded import Catalog, View, describes_tensors, nothing_encoded, ordering, viewed
 from transaxle.engine.wording import plural
 from transaxle.errors import Code, Refusal, TransaxleError, Where, gathered, refuse
-from transaxle.formats.builtin_formats import UNIVERSAL
 from transaxle.formats.catalog import Container
 from transaxle.formats.detect import open_container, part_of_ranks
-from transaxle.formats.format import uncollected
+from transaxle.formats.registry import UNIVERSAL, uncollected
 from transaxle.formats.shards import has_state
 from transaxle.formats.storage.storage import Storage, close, is_closed
 from transaxle.formats.training_state import GROUPS, LEFT_BEHIND, OPTIMIZER, PARAMS, is_extra_state

@@ -19,21 +19,19 @@ from typing import TYPE_CHECKING
 import msgspec
 import xxhash
 
-from transaxle.axes.geometry.strided import Loop
+from transaxle.axes.geometry import Loop
 from transaxle.axes.layout.relayout import is_one_run, unchanged
 from transaxle.engine.checkpoint.settings import CONFIG
 from transaxle.engine.source import Source
 from transaxle.errors import Refusal, StorageError, TransaxleError, Where, gathered, refuse
 from transaxle.formats.catalog import Container, Entry, Seal, Shape, nbytes, read_digest, rest_of
-from transaxle.formats.format import listed
-from transaxle.formats.registry import MANIFEST, is_for_people, tells_of_use
+from transaxle.formats.registry import MANIFEST, is_for_people, listed, tells_of_use
 from transaxle.formats.storage.copier import Steps
-from transaxle.formats.storage.storage import Overlay, Storage, layer
-from transaxle.formats.strict_json import NotJsonError, parsed
+from transaxle.formats.storage.storage import NotJsonError, Overlay, Storage, layer, parsed
 from transaxle.move.transfer import Transfer
 
 if TYPE_CHECKING:
-    from transaxle.move.hashing import ItemHash
+    from transaxle.move.journal import ItemHash
 
 
 SCHEMA, IN_SPANS = 2, 2
@@ -96,7 +94,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 def encode(manifest: Manifest) -> bytes:
     """Return the manifest's text, with its checksum.  Inverse: `decode`."""
     bare = msgspec.structs.replace(manifest, checksum="")
-    from transaxle.move.hashing import digest  # only manifests need it, and a look at other folders none
+    from transaxle.move.journal import digest  # only manifests need it, and a look at other folders none
 
     checksum = digest(msgspec.json.encode(bare))
     return msgspec.json.format(msgspec.json.encode(msgspec.structs.replace(bare, checksum=checksum)), indent=1)
@@ -377,7 +375,7 @@ class HashWitness(Overlay):
 
         None if there is none, or if its hash is not that of its spans.
         """
-        from transaxle.move.hashing import span_ends  # here and below: a look at a checkpoint hashes nothing
+        from transaxle.move.journal import span_ends  # here and below: a look at a checkpoint hashes nothing
 
         if len(parts) != 1 or parts[0].loops or parts[0].width != size or parts[0].file not in self._pieces:
             return None
@@ -446,7 +444,7 @@ class HashWitness(Overlay):
 
     def _judge(self, unsettled: Sequence[int]) -> None:
         """Read tensors whose bytes did not pass in order, and refuse all that do not have their hash."""
-        from transaxle.move.hashing import digest_in
+        from transaxle.move.journal import digest_in
         from transaxle.move.workers import limits, share
 
         def check(_: object, number: int) -> None:
@@ -507,7 +505,7 @@ class HashWitness(Overlay):
 
     def _next(self, number: int, at: int, inside: int) -> _Passing | None:
         """Return the span of a tensor whose next byte in this thread is this one; None: these bytes do not count."""
-        from transaxle.move.hashing import WHOLE, ItemHash
+        from transaxle.move.journal import WHOLE, ItemHash
 
         with self._lock:
             passing = self._passing.get((number, at))
@@ -519,7 +517,7 @@ class HashWitness(Overlay):
 
     def _end(self, number: int, at: int, passing: _Passing) -> None:
         """Note the hash of a span; with the last one, that of the tensor."""
-        from transaxle.move.hashing import joined
+        from transaxle.move.journal import joined
 
         tensor = self._records[number]
         with self._lock:
@@ -651,7 +649,7 @@ def hold(storage: Storage) -> None:
         Refused: CORRUPT, UNSUPPORTED for a manifest that cannot be read.
         StorageError: IO.
     """
-    from transaxle.move.hashing import span_ends
+    from transaxle.move.journal import span_ends
 
     witness = layer(storage, HashWitness)
     if witness is None or witness.container is None or witness.is_holding:

@@ -22,8 +22,8 @@ from typing import Any
 from transaxle.axes.layout.bind import split_slot
 from transaxle.engine.checkpoint.settings import CONFIG, stored_config
 from transaxle.errors import Refusal, TransaxleError, Where, gathered
-from transaxle.formats.builtin_formats import TORCH
 from transaxle.formats.catalog import Container, Shape
+from transaxle.formats.registry import TORCH
 from transaxle.formats.torch_file.reader import TIES
 from transaxle.formats.training_state import GROUPS, PARAMS
 

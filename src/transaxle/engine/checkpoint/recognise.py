@@ -34,9 +34,8 @@ from transaxle.engine.checkpoint.settings import CONFIG, Settings, stored_config
 from transaxle.engine.views.encoded import Catalog, catalog
 from transaxle.errors import TransaxleError, refuse
 from transaxle.families import Families, is_dialect
-from transaxle.formats.builtin_formats import CALLED
 from transaxle.formats.catalog import Container
-from transaxle.formats.registry import ADAPTER_CONFIG
+from transaxle.formats.registry import ADAPTER_CONFIG, CALLED
 
 IDENTITY = "identity"
 """The dialect of every checkpoint: each tensor under its own name."""

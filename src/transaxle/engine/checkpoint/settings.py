@@ -23,8 +23,7 @@ from transaxle.arguments import (
 from transaxle.errors import refuse
 from transaxle.families import Families, builtin, with_rules
 from transaxle.formats.storage.local import read_file
-from transaxle.formats.storage.storage import Storage
-from transaxle.formats.strict_json import NotJsonError, parsed
+from transaxle.formats.storage.storage import NotJsonError, Storage, parsed
 from transaxle.options import OPTIONS
 
 CONFIG = "config.json"

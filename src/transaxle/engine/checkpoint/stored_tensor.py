@@ -26,7 +26,7 @@ from msgspec.structs import replace
 from numpy.typing import DTypeLike
 
 from transaxle.arguments import Patterns, Size, read_patterns, read_size, wrong_type
-from transaxle.axes.geometry.piece import Interval
+from transaxle.axes.geometry import Interval
 from transaxle.axes.layout.relayout import Target
 from transaxle.axes.notation.name import natural
 from transaxle.engine.source import Intervals, Source, positions
@@ -37,8 +37,7 @@ from transaxle.formats.catalog import ITEM_BITS, nbytes, numpy_dtype, packed_wid
 from transaxle.formats.checksums import Witness
 from transaxle.formats.storage.copier import Bytes
 from transaxle.formats.storage.storage import Storage, is_closed, layer
-from transaxle.move.endpoint import Scratch, produce
-from transaxle.move.transfer import Transfer
+from transaxle.move.transfer import Scratch, Transfer, produce
 
 if TYPE_CHECKING:
     from concurrent.futures import Future

@@ -41,17 +41,16 @@ from transaxle.errors import Refusal, Where, gathered, refuse
 from transaxle.formats.checksums import Witness
 from transaxle.formats.storage.local import failed
 from transaxle.formats.storage.storage import is_url, layer
-from transaxle.formats.store.location import shared_staging_at, shown
 from transaxle.formats.store.place import ITEMS
-from transaxle.formats.store.staging import Staging
+from transaxle.formats.store.staging import Staging, shared_staging_at, shown
 from transaxle.move.journal import Done, ItemResult, Journal, item_file, refuse_other, result_of, results_in
 from transaxle.move.workers import Limits, Progress, limits, unwatched
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from transaxle.formats.store.location import SharedStage
     from transaxle.formats.store.shared_upload import SharedUpload
+    from transaxle.formats.store.staging import SharedStage
 
 RAY, TORCHRUN = "ray", "torchrun"
 On: TypeAlias = str | Executor | Submitting

@@ -29,11 +29,10 @@ from transaxle.formats.catalog import Recoding
 from transaxle.formats.checksums import Witness
 from transaxle.formats.storage.local import failed
 from transaxle.formats.storage.storage import Storage, is_url, layer
-from transaxle.formats.store.location import storage_at
 from transaxle.formats.store.place import MOVES
-from transaxle.move.endpoint import Writable
-from transaxle.move.hashing import digest
-from transaxle.move.journal import ItemResult, Task, written_error
+from transaxle.formats.store.staging import storage_at
+from transaxle.move.journal import ItemResult, Task, digest, written_error
+from transaxle.move.transfer import Writable
 from transaxle.move.workers import Limits, Progress, limits, unwatched
 
 

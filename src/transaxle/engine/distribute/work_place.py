@@ -23,14 +23,13 @@ from transaxle.formats.storage.local import failed
 from transaxle.formats.storage.storage import is_url
 from transaxle.formats.store.place import MOVES, TargetPlace
 from transaxle.formats.store.staging import Writer
-from transaxle.move.hashing import digest
-from transaxle.move.journal import ItemResult, Task, item_file, result_of, results_in, task_in
+from transaxle.move.journal import ItemResult, Task, digest, item_file, result_of, results_in, task_in
 
 if TYPE_CHECKING:
     from transaxle.formats.store.multipart import StoredPart
     from transaxle.formats.store.shared_upload import FileSender, SharedUpload
     from transaxle.formats.store.unfinished_uploads import BegunUpload
-    from transaxle.move.endpoint import Writable
+    from transaxle.move.transfer import Writable
 
 _BEGIN = "Begin it:  transaxle work PLAN --begin."
 _THERE = (

@@ -46,8 +46,7 @@ from transaxle.formats.storage.local import failed, read_file
 from transaxle.formats.storage.storage import Overlay, Storage, as_text, is_url, unpinned
 from transaxle.formats.store.multipart import multipart
 from transaxle.formats.store.service import Service, local_path
-from transaxle.move.hashing import digest
-from transaxle.move.journal import Task
+from transaxle.move.journal import Task, digest
 from transaxle.move.workers import Unions
 from transaxle.options import OPTIONS
 

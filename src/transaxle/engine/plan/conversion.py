@@ -18,7 +18,7 @@ import msgspec
 from msgspec.structs import replace
 
 from transaxle.arguments import Degrees
-from transaxle.axes.geometry.strided import coalesce, row_major
+from transaxle.axes.geometry import coalesce, row_major
 from transaxle.axes.layout.bind import Bound
 from transaxle.axes.layout.relayout import chunk_cuts
 from transaxle.axes.notation.family import Dialect, Family, Sizes
@@ -58,10 +58,8 @@ from transaxle.engine.views.encoded import View, describes_tensors
 from transaxle.errors import Refusal, TransaxleError, Where, gathered, in_both_languages, refuse
 from transaxle.families import is_dialect
 from transaxle.formats import registry
-from transaxle.formats.builtin_formats import SAFETENSORS
 from transaxle.formats.catalog import ITEM_BITS, Draft, Entry, Extent, Spec, nbytes
-from transaxle.formats.format import Format, uncollected
-from transaxle.formats.registry import MANIFEST, SCRATCH, builtin, get, writable
+from transaxle.formats.registry import MANIFEST, SAFETENSORS, SCRATCH, Format, builtin, get, uncollected, writable
 from transaxle.formats.storage.storage import as_text
 from transaxle.formats.training_state import GROUPS, LEFT_BEHIND, MEGATRON, OPTIMIZER, ROOT, RUN, with_full_precision
 from transaxle.move.transfer import Transfer, lower

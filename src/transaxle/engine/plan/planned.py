@@ -20,7 +20,7 @@ from transaxle.engine.duplicates import PlannedCheck
 from transaxle.engine.views.encode import Step
 from transaxle.engine.wording import notebook, plural, size
 from transaxle.errors import Refusal
-from transaxle.move.hashing import span_ends
+from transaxle.move.journal import span_ends
 from transaxle.move.transfer import Transfer, active
 
 _SHOWN, _SHOWN_REFUSALS = 12, 3

@@ -13,9 +13,7 @@ from typing import Any
 import msgspec
 
 from transaxle.arguments import Degrees
-from transaxle.axes.geometry.chunk import Intervals
-from transaxle.axes.geometry.ranges import axes_in
-from transaxle.axes.geometry.strided import row_major
+from transaxle.axes.geometry import Intervals, axes_in, row_major
 from transaxle.axes.layout.bind import bind, split_slot
 from transaxle.axes.layout.divide import rank_shares, share_out
 from transaxle.axes.layout.solve import unknown

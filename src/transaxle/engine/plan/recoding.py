@@ -51,8 +51,8 @@ from transaxle.engine.views.encode import Encode, Step, choose
 from transaxle.engine.views.encoded import View
 from transaxle.engine.wording import plural
 from transaxle.errors import Refusal, TransaxleError, Where, gathered
-from transaxle.formats.builtin_formats import SAFETENSORS
 from transaxle.formats.catalog import Container, Entry, Extent, Recoding
+from transaxle.formats.registry import SAFETENSORS
 from transaxle.formats.storage.storage import InMemoryFile, VirtualFiles, is_url
 from transaxle.move.workers import Limits, share
 

@@ -20,11 +20,10 @@ from transaxle.engine.views.decoded import regrouped
 from transaxle.engine.views.encoded import View
 from transaxle.engine.wording import plural
 from transaxle.errors import Refusal, Where
-from transaxle.formats.builtin_formats import DCP, TORCH, UNIVERSAL
 from transaxle.formats.flattened_state import Nesting
-from transaxle.formats.format import Format
 from transaxle.formats.pickled.descriptors import NOTHING
 from transaxle.formats.pickled.writer import is_writable
+from transaxle.formats.registry import DCP, TORCH, UNIVERSAL, Format
 from transaxle.formats.training_state import (
     EXTRA_STATE,
     GROUPS,

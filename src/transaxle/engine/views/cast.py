@@ -28,7 +28,7 @@ from transaxle.engine.views.encoded import Catalog
 from transaxle.errors import Refusal, Where, gathered, refuse
 from transaxle.formats.catalog import Container, Entry, Extent, nbytes, numpy_dtype
 from transaxle.formats.training_state import OPTIMIZER
-from transaxle.move.endpoint import Readable
+from transaxle.move.transfer import Readable
 
 _FILE = "\0cast "
 """Prefix of the names of virtual files."""

@@ -40,10 +40,9 @@ from transaxle.engine.views.encoded import Catalog, buffer_name
 from transaxle.errors import Refusal, Where, refuse
 from transaxle.formats.catalog import Container, Entry, Extent, nbytes, numpy_dtype
 from transaxle.formats.storage.copier import Bytes
-from transaxle.formats.strict_json import parsed
+from transaxle.formats.storage.storage import parsed
 from transaxle.formats.training_state import ParamGroup, group_numbers, renamed
-from transaxle.move.endpoint import Readable, Scratch, produce
-from transaxle.move.transfer import Transfer, clip
+from transaxle.move.transfer import Readable, Scratch, Transfer, clip, produce
 
 
 def without_notes(metadata: Mapping[str, Any], names: Collection[str] | None = None) -> dict[str, Any]:

@@ -19,15 +19,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from transaxle.axes.geometry.strided import row_major
+from transaxle.axes.geometry import row_major
 from transaxle.errors import Faults, TransaxleError
-from transaxle.formats.builtin_formats import DCP
 from transaxle.formats.catalog import PACKED, Draft, Entry, Extent, Fragment, Shape, Spec, code_of, logical, nbytes
 from transaxle.formats.dcp.metadata import DATA_FILE, METADATA, MODULES, Payload, flat_path, path_of
 from transaxle.formats.flattened_state import as_numbered, group_path
 from transaxle.formats.pickled.allowed import STORAGES
 from transaxle.formats.pickled.descriptors import CODES, DType, Global, Object, Persistent, StorageType, TensorRef
 from transaxle.formats.pickled.writer import Streamed, write_pickle
+from transaxle.formats.registry import DCP
 from transaxle.formats.shards import refuse_many
 from transaxle.formats.torch_file.archive import ALIGNMENT, ZipItem, lay_out
 from transaxle.formats.torch_file.draft import saved, surround

@@ -26,14 +26,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transaxle.errors import Faults, refuse
-from transaxle.formats.builtin_formats import DCP_DATA, DCP_METADATA
 from transaxle.formats.catalog import Shape
 from transaxle.formats.flattened_state import optimizer_path
-from transaxle.formats.format import uncollected
 from transaxle.formats.pickled.allowed import ALLOWED, INERT, GlobalRule, Names
 from transaxle.formats.pickled.descriptors import DType, Global, Key, Object
 from transaxle.formats.pickled.interpreter import Bounds, read_pickle
 from transaxle.formats.pickled.scan import NONE, Graph, Sizes, Unread, scanned
+from transaxle.formats.registry import DCP_DATA, DCP_METADATA, uncollected
 from transaxle.formats.storage.storage import Storage
 from transaxle.formats.training_state import GROUPS, KeyPath, joined
 

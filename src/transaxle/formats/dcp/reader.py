@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from transaxle.errors import Faults, Refusal, TransaxleError, Where
-from transaxle.formats.builtin_formats import DCP, DCP_RANK, DCP_SHARD
 from transaxle.formats.catalog import (
     ITEM_BITS,
     Container,
@@ -44,7 +43,7 @@ from transaxle.formats.dcp.chunk_tiling import ChunkBox, outside, tiled
 from transaxle.formats.dcp.metadata import METADATA, Payload, SavedChunk, SavedItem, paths_within, read_metadata
 from transaxle.formats.dcp.payload import Payloads, QuantizedChunk
 from transaxle.formats.pickled.descriptors import NOTHING, Scalar
-from transaxle.formats.registry import sort_sidecars
+from transaxle.formats.registry import DCP, DCP_RANK, DCP_SHARD, sort_sidecars
 from transaxle.formats.safetensors import PART_NOTES, Header, part_starts, read_header
 from transaxle.formats.storage.storage import Storage, checked_parts
 from transaxle.formats.torch_file.quantized_tensors import CODES, NOTE, TAKEN, StoringKind

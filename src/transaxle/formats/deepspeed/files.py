@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from transaxle.errors import Faults, refuse
-from transaxle.formats.builtin_formats import RANK_FILES
 from transaxle.formats.deepspeed import keys
-from transaxle.formats.format import HERE, Folder, newest_step
+from transaxle.formats.registry import HERE, RANK_FILES, Folder, newest_step
 
 _ZERO, _MODEL, _LAYER, _EXPERT, _NUMBERED = map(re.compile, RANK_FILES)
 _MODEL_STATES = "_model_states"

@@ -16,18 +16,18 @@ from math import isfinite
 from typing import Any, Final
 
 from transaxle.errors import TransaxleError, refuse
-from transaxle.formats import builtin_formats
+from transaxle.formats import registry
 from transaxle.formats import training_state as groups
 
-FORMAT: Final = builtin_formats.DEEPSPEED.name
-UNIVERSAL: Final = builtin_formats.UNIVERSAL.name
+FORMAT: Final = registry.DEEPSPEED.name
+UNIVERSAL: Final = registry.UNIVERSAL.name
 
 # Files.
-LATEST: Final = builtin_formats.LATEST
-LATEST_UNIVERSAL: Final = builtin_formats.LATEST_UNIVERSAL
-MODEL_END: Final = builtin_formats.MODEL_END
+LATEST: Final = registry.LATEST
+LATEST_UNIVERSAL: Final = registry.LATEST_UNIVERSAL
+MODEL_END: Final = registry.MODEL_END
 OPTIM_END: Final = "_optim_states.pt"
-ZERO_FOLDER: Final = builtin_formats.DEEPSPEED_ZERO
+ZERO_FOLDER: Final = registry.DEEPSPEED_ZERO
 OPTIMIZER_FILE: Final = "optimizer_state.pt"
 STATE_END: Final = ".pt"
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from transaxle.axes.geometry.strided import lexicographic_boxes, row_major
+from transaxle.axes.geometry import lexicographic_boxes, row_major
 from transaxle.errors import TransaxleError, refuse
 from transaxle.formats.catalog import BITS, Checksum, Entry, Extent, NumbersInMemory, Twin, number
 from transaxle.formats.deepspeed import keys

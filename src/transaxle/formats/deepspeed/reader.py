@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from transaxle.arguments import Weights
-from transaxle.axes.geometry.strided import row_major
+from transaxle.axes.geometry import row_major
 from transaxle.errors import Faults, TransaxleError, refuse
 from transaxle.formats.catalog import Checksum, Container, Entry, Extent, NumbersInMemory, Twin, numpy_dtype
 from transaxle.formats.deepspeed import keys
@@ -61,8 +61,7 @@ from transaxle.formats.deepspeed.trained_state import (
 )
 from transaxle.formats.deepspeed.universal_record import UniversalInfo
 from transaxle.formats.flattened_state import flatten
-from transaxle.formats.format import HERE
-from transaxle.formats.registry import sort_sidecars
+from transaxle.formats.registry import HERE, sort_sidecars
 from transaxle.formats.storage.storage import Storage
 from transaxle.formats.torch_file.saved import copied
 from transaxle.formats.training_state import LEFT_BEHIND, OPTIMIZER, RUN, Leaf, ParamGroup, arrange, joined

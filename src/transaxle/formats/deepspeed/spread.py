@@ -26,9 +26,17 @@ from itertools import product
 from math import prod
 from typing import Any
 
-from transaxle.axes.geometry.chunk import ChunkRule, MeshCut, PerComponent, Replicated, Widths, count_positions, place
-from transaxle.axes.geometry.piece import Piece
-from transaxle.axes.geometry.strided import row_major
+from transaxle.axes.geometry import (
+    ChunkRule,
+    MeshCut,
+    PerComponent,
+    Piece,
+    Replicated,
+    Widths,
+    count_positions,
+    place,
+    row_major,
+)
 from transaxle.axes.layout.divide import Division
 from transaxle.errors import refuse
 from transaxle.formats.deepspeed import keys

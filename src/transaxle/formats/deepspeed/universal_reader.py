@@ -25,8 +25,7 @@ from transaxle.formats.deepspeed.reader import SCRIPTS, TIES, check_one_save, de
 from transaxle.formats.deepspeed.spread import Shape
 from transaxle.formats.deepspeed.trained_state import ModelRank, Stage, assemble
 from transaxle.formats.deepspeed.universal_record import UniversalInfo
-from transaxle.formats.format import HERE
-from transaxle.formats.registry import sort_sidecars
+from transaxle.formats.registry import HERE, sort_sidecars
 from transaxle.formats.storage.storage import Storage
 from transaxle.formats.torch_file.saved import read_saved
 from transaxle.formats.training_state import OPTIMIZER, RUN

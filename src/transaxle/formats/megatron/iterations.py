@@ -11,17 +11,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from transaxle.errors import Faults, TransaxleError, refuse
-from transaxle.formats.builtin_formats import (
+from transaxle.formats.registry import (
     DCP_DATA,
     DCP_METADATA,
+    HERE,
     MEGATRON_MODEL,
     MEGATRON_RANK,
     MEGATRON_TRACKER,
     TORCH_DIST,
+    Folder,
+    listed,
 )
-from transaxle.formats.format import HERE, Folder, listed
-from transaxle.formats.storage.storage import Storage
-from transaxle.formats.strict_json import NotJsonError, parsed
+from transaxle.formats.storage.storage import NotJsonError, Storage, parsed
 
 BACKEND_FILE = "metadata.json"
 """Says which kind of distributed checkpoint a folder is."""

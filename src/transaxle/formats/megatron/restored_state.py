@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from msgspec.structs import replace
 
-from transaxle.axes.geometry.strided import lexicographic_boxes
+from transaxle.axes.geometry import lexicographic_boxes
 from transaxle.errors import Refusal, Where
 from transaxle.formats.catalog import BITS, Container, Entry, Extent, Shape, Twin, numpy_dtype
 from transaxle.formats.megatron.bucket_layout import FlatBuffer, Placed

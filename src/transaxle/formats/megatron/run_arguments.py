@@ -26,10 +26,10 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from transaxle.formats.format import HERE
 from transaxle.formats.megatron.iterations import WEIGHTS
 from transaxle.formats.pickled.allowed import ALLOWED, INERT, GlobalRule, Names
 from transaxle.formats.pickled.descriptors import Object, TensorRef
+from transaxle.formats.registry import HERE
 from transaxle.formats.storage.storage import Storage
 from transaxle.formats.torch_file.saved import read_saved
 

@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from transaxle.axes.geometry.strided import Loop
+from transaxle.axes.geometry import Loop
 from transaxle.errors import TransaxleError
 from transaxle.spans import is_recorded, span
 

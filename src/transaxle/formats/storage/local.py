@@ -24,7 +24,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from transaxle.axes.geometry.strided import Loop
+from transaxle.axes.geometry import Loop
 from transaxle.errors import Refusal, StorageError, TransaxleError, refuse
 from transaxle.formats.storage.copier import Steps, read_each, runs_in
 from transaxle.formats.storage.storage import ByteCount, Handles, Listing, Storage, checked_parts

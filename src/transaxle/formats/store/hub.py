@@ -28,9 +28,8 @@ import msgspec
 
 from transaxle.errors import TransaxleError, refuse, without_secrets
 from transaxle.extras import install
-from transaxle.formats.storage.storage import checked_parts
+from transaxle.formats.storage.storage import NotJsonError, checked_parts, parsed_as
 from transaxle.formats.store.service import FILE, HUB, RANGES, Info, harmless
-from transaxle.formats.strict_json import NotJsonError, parsed_as
 
 if TYPE_CHECKING:
     import httpx

@@ -35,11 +35,11 @@ import xxhash
 
 from transaxle.arguments import EVERYTHING, Overwrite, read_overwrite
 from transaxle.errors import TransaxleError, refuse
-from transaxle.formats.format import Format
 from transaxle.formats.registry import (
     MANIFEST,
     SCRATCH,
     STATE_FOLDER,
+    Format,
     begins_right,
     builtin,
     every_format,
@@ -49,9 +49,8 @@ from transaxle.formats.registry import (
     is_step,
 )
 from transaxle.formats.storage.local import failed, unexpanded
-from transaxle.formats.storage.storage import is_plain
+from transaxle.formats.storage.storage import NotJsonError, is_plain, parsed_as
 from transaxle.formats.store.service import FILE, Service
-from transaxle.formats.strict_json import NotJsonError, parsed_as
 
 _AT_FDCWD = -100
 _NOREPLACE, _EXCHANGE = 1, 2

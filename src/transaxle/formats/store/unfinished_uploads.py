@@ -19,9 +19,9 @@ from typing import TypeVar
 import msgspec
 
 from transaxle.errors import refuse
+from transaxle.formats.storage.storage import NotJsonError, parsed_as
 from transaxle.formats.store.multipart import OpenUpload, S3Multipart, abort_empty, multipart
 from transaxle.formats.store.service import Service, scheme
-from transaxle.formats.strict_json import NotJsonError, parsed_as
 
 _ENDING = "transaxle-partial"
 _BEGUN, _COMMIT, _ITEMS = "begun", "commit", "items"

@@ -17,13 +17,13 @@ import numpy as np
 from msgspec.structs import replace
 
 from transaxle.errors import Faults, TransaxleError, refuse
-from transaxle.formats.builtin_formats import TORCH
 from transaxle.formats.catalog import DIGITS, PACKED, Draft, Entry, Extent, Fragment, Spec, code_of, nbytes, seal_of
 from transaxle.formats.flattened_state import Nesting, listed, nested
 from transaxle.formats.pickled.allowed import DTYPES, STORAGES
 from transaxle.formats.pickled.descriptors import DType, Persistent, StorageType, TensorRef
 from transaxle.formats.pickled.interpreter import Bounds
 from transaxle.formats.pickled.writer import write_pickle
+from transaxle.formats.registry import TORCH
 from transaxle.formats.shards import Sized, lay_out_shards
 from transaxle.formats.torch_file.archive import ALIGNMENT, ZipItem, ZipLayout, lay_out
 from transaxle.formats.torch_file.saved import BYTE_ORDER, DATA, LITTLE, PICKLE, SEALED, STORAGE, VERSION, item_bytes

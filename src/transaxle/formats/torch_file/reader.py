@@ -10,11 +10,10 @@ from typing import Any
 from msgspec.structs import replace
 
 from transaxle.errors import Faults, refuse
-from transaxle.formats.builtin_formats import TORCH
 from transaxle.formats.catalog import Checksum, Container, Entry, NumbersInMemory, Seal, number
 from transaxle.formats.flattened_state import Odd, flatten
 from transaxle.formats.pickled.descriptors import NOTHING, Object, Quantized, Scalar, TensorRef
-from transaxle.formats.registry import sort_sidecars
+from transaxle.formats.registry import TORCH, sort_sidecars
 from transaxle.formats.shards import read_files
 from transaxle.formats.storage.storage import Storage
 from transaxle.formats.torch_file.quantized_tensors import NOTE, TAKEN, PlainLayout, layout

@@ -30,7 +30,7 @@ from transaxle.live.load import load
 from transaxle.live.save import SAVING, check_options, save
 from transaxle.live.transport.world import World
 from transaxle.options import SHARD_SIZE, select
-from transaxle.torch_tensors.torch_arguments import Ranks, read_group, unwrapped
+from transaxle.torch_tensors import Ranks, read_group, unwrapped
 
 _BEST = "transaxle_best"
 """Name under which a checkpoint has the name of the best one."""

@@ -62,9 +62,7 @@ from transaxle.live.model.destination import decode_hint
 from transaxle.live.state_dict_adapter import loadable_as, regroupable, state_dict_as
 from transaxle.live.transport.world import World
 from transaxle.quant.entries import code_name
-from transaxle.torch_tensors.local_tensor import local_of, same_bytes
-from transaxle.torch_tensors.placement import mark, part_of, placement_of, take, whole_shape
-from transaxle.torch_tensors.torch_arguments import code_of
+from transaxle.torch_tensors import code_of, local_of, mark, part_of, placement_of, same_bytes, take, whole_shape
 
 _LISTED = re.compile(rf"(?:.*\.)?{GROUPS}")
 """Flat name of all groups."""

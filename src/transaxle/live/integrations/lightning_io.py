@@ -28,7 +28,7 @@ from transaxle.axes.notation.name import own_name
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from transaxle.errors import refuse
 from transaxle.formats.storage.storage import is_url
-from transaxle.formats.store.location import on_this_machine
+from transaxle.formats.store.staging import on_this_machine
 from transaxle.live.asynchronous import SaveJob, async_save
 from transaxle.live.extra_state import FILE, MODEL, Extras, written
 from transaxle.live.integrations.step_checkpoints import remove, stored_bytes
@@ -37,8 +37,7 @@ from transaxle.live.model.state_tensors import State, as_tensor
 from transaxle.live.save import SAVING, check_options, save
 from transaxle.live.transport.world import World
 from transaxle.options import SHARD_SIZE, select
-from transaxle.torch_tensors.local_tensor import local_of, same_bytes
-from transaxle.torch_tensors.torch_arguments import torch_dtype, unwrapped
+from transaxle.torch_tensors import local_of, same_bytes, torch_dtype, unwrapped
 
 _CONFIGURE = "configure_callbacks"
 """Hook of a `LightningModule` that is called on every rank when a run begins, before anything is set up."""

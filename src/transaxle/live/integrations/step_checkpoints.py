@@ -19,16 +19,16 @@ from transaxle.errors import TransaxleError, gathered, refuse
 from transaxle.formats.registry import MANIFEST
 from transaxle.formats.storage.storage import is_url
 from transaxle.formats.store.leftovers import clean, discard, leftovers
-from transaxle.formats.store.location import on_this_machine
 from transaxle.formats.store.place import LocalFolder, RemoteFolder, strangers
 from transaxle.formats.store.service import Service
+from transaxle.formats.store.staging import on_this_machine
 from transaxle.formats.store.upload import turn
 from transaxle.live.asynchronous import SaveJob, async_save
 from transaxle.live.derived import kept_elsewhere, partitioned
 from transaxle.live.extra_state import EXTRA, FILE, Extras
 from transaxle.live.save import save
 from transaxle.live.transport.world import World
-from transaxle.torch_tensors.torch_arguments import Ranks
+from transaxle.torch_tensors import Ranks
 
 FOLDER = "transaxle"
 """The checkpoint's folder, inside that of the trainer."""

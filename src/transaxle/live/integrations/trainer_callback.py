@@ -20,9 +20,8 @@ from typing import Any
 from transaxle.arguments import Axes, Config, PathLike, Size, read_flag, read_path, suggests
 from transaxle.errors import refuse
 from transaxle.formats.registry import MANIFEST
-from transaxle.formats.storage.storage import is_url
-from transaxle.formats.store.location import on_this_machine, storage_at
-from transaxle.formats.strict_json import parsed
+from transaxle.formats.storage.storage import is_url, parsed
+from transaxle.formats.store.staging import on_this_machine, storage_at
 from transaxle.live.asynchronous import SaveJob, async_save
 from transaxle.live.extra_state import FILE, Random, Stateful
 from transaxle.live.integrations.step_checkpoints import (
@@ -39,7 +38,7 @@ from transaxle.live.load import load
 from transaxle.live.save import SAVING, check_options, check_savable, save
 from transaxle.live.transport.world import World
 from transaxle.options import SHARD_SIZE, select
-from transaxle.torch_tensors.torch_arguments import Ranks, read_group
+from transaxle.torch_tensors import Ranks, read_group
 
 _EVENT = "on_"
 _SCHEDULE = "lr_scheduler"

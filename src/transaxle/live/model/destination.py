@@ -26,10 +26,8 @@ from transaxle.encodings.encoding import CASTS, PLAIN
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.wording import duration, plural, size
 from transaxle.errors import Refusal, Where, gathered, refuse
-from transaxle.move.endpoint import Sink
-from transaxle.torch_tensors.local_tensor import Bytes, as_bytes, local_of, same_bytes, stored_local
-from transaxle.torch_tensors.placement import ShardGrid
-from transaxle.torch_tensors.torch_arguments import torch_dtype
+from transaxle.move.transfer import Sink
+from transaxle.torch_tensors import Bytes, ShardGrid, as_bytes, local_of, same_bytes, stored_local, torch_dtype
 
 if TYPE_CHECKING:
     from transaxle.engine.verification import Verification

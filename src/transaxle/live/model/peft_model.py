@@ -19,7 +19,7 @@ from transaxle.axes.notation.name import own_name
 from transaxle.errors import Refusal, Where
 from transaxle.live.derived import persistent
 from transaxle.live.model.state_tensors import Leaves
-from transaxle.torch_tensors.torch_arguments import unwrapped
+from transaxle.torch_tensors import unwrapped
 
 _PEFT, _MODEL, _TUNER, _WRAPPER = "peft", "PeftModel", "BaseTunerLayer", "AuxiliaryTrainingWrapper"
 _BASE, _COPIES = "base_layer", "modules_to_save"

@@ -52,9 +52,7 @@ from transaxle.live.transport.world import World
 from transaxle.quant.entries import STATE_SUFFIXES, is_state, layout_of, suffix_of, whole_shape
 from transaxle.quant.quantized_tensor import QuantizedTensor
 from transaxle.quant.quantizers import AMAX, SCALE
-from transaxle.torch_tensors.local_tensor import local_of, placed_like
-from transaxle.torch_tensors.placement import mark, part_of
-from transaxle.torch_tensors.torch_arguments import code_of, torch_dtype
+from transaxle.torch_tensors import code_of, local_of, mark, part_of, placed_like, torch_dtype
 
 _PLAIN = "BF16"
 """Type of the decoded values of a state dict's codes, which do not say it."""

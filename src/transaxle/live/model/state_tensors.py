@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from transaxle.arguments import Configuration
-from transaxle.axes.geometry.chunk import Intervals
+from transaxle.axes.geometry import Intervals
 from transaxle.axes.notation.name import own_name
 from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
 from transaxle.live.derived import (
@@ -44,9 +44,18 @@ from transaxle.live.derived import (
 )
 from transaxle.live.transport.world import World
 from transaxle.quant.entries import is_quantized
-from transaxle.torch_tensors.local_tensor import local_of
-from transaxle.torch_tensors.placement import Cell, ShardGrid, cells_of, local_parts, mark, mark_all, part_of
-from transaxle.torch_tensors.torch_arguments import innermost, unwrapped
+from transaxle.torch_tensors import (
+    Cell,
+    ShardGrid,
+    cells_of,
+    innermost,
+    local_of,
+    local_parts,
+    mark,
+    mark_all,
+    part_of,
+    unwrapped,
+)
 
 MODULE = "megatron.core.dist_checkpointing.mapping"
 """Where Megatron defines its objects."""

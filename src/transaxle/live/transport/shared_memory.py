@@ -20,7 +20,7 @@ import numpy as np
 
 from transaxle.live.transport import wire
 from transaxle.live.transport.world import World
-from transaxle.torch_tensors.local_tensor import Bytes
+from transaxle.torch_tensors import Bytes
 
 _POPULATE = getattr(mmap, "MAP_POPULATE", 0)
 _NAME = re.compile(r"/memfd:transaxle-[0-9a-f]{32} \(deleted\)")

@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 from transaxle.live.transport.shared_memory import ShmTransport
 from transaxle.live.transport.world import World, collective
-from transaxle.move.endpoint import Fill, Parcel, Take
-from transaxle.torch_tensors.local_tensor import of_bytes
+from transaxle.move.transfer import Fill, Parcel, Take
+from transaxle.torch_tensors import of_bytes
 
 _ALIGNED = 64
 """Parcels begin at multiples of this in shared memory, so that strided copies move whole words."""

@@ -22,7 +22,7 @@ import xxhash
 
 from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
 from transaxle.live.transport import wire
-from transaxle.torch_tensors.torch_arguments import Ranks, read_group
+from transaxle.torch_tensors import Ranks, read_group
 
 Item = TypeVar("Item")
 _PAGE, _SIZE = 4096, 8

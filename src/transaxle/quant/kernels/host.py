@@ -21,7 +21,7 @@ from transaxle.encodings.arithmetic.vectorised import tiling
 from transaxle.encodings.encoding import WHOLE, Encoding, Wide
 from transaxle.errors import refuse
 from transaxle.quant.kernels.components import Components, columnwise_of, first_tiles, swizzled_groups
-from transaxle.torch_tensors.local_tensor import with_plain_bytes
+from transaxle.torch_tensors import with_plain_bytes
 
 WIDE: dict[torch.dtype, Wide] = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 

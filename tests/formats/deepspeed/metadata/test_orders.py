@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from transaxle.axes.geometry.chunk import ChunkRule, whole
+from transaxle.axes.geometry import ChunkRule, whole
 from transaxle.axes.layout.divide import divide
 from transaxle.axes.notation import tables
 from transaxle.errors import TransaxleError

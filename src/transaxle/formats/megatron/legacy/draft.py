@@ -22,11 +22,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from transaxle.arguments import Degrees
-from transaxle.axes.geometry.chunk import Intervals
-from transaxle.axes.geometry.strided import row_major
+from transaxle.axes.geometry import Intervals, row_major
 from transaxle.axes.layout.bind import split_slot
 from transaxle.errors import Faults, TransaxleError, refuse
-from transaxle.formats.builtin_formats import MEGATRON_MODEL, MEGATRON_TORCH, MEGATRON_TRACKER
 from transaxle.formats.catalog import ITEM_BITS, PACKED, Draft, Entry, Extent, Fragment, Spec, nbytes, stored_number
 from transaxle.formats.deepspeed.keys import CheckedValue
 from transaxle.formats.megatron.iterations import RELEASE, iteration_folder
@@ -49,6 +47,7 @@ from transaxle.formats.megatron.torch_dist.written_state import (
 )
 from transaxle.formats.megatron.written_arguments import arguments
 from transaxle.formats.pickled.descriptors import OrderedMap, TensorRef
+from transaxle.formats.registry import MEGATRON_MODEL, MEGATRON_TORCH, MEGATRON_TRACKER
 from transaxle.formats.torch_file.archive import ZipLayout
 from transaxle.formats.torch_file.draft import reference, surround
 from transaxle.formats.training_state import GROUPS, MASTER, OPTIMIZER, PARAMS

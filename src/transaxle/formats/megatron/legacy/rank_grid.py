@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from transaxle.errors import Faults, refuse
-from transaxle.formats.builtin_formats import MEGATRON_MODEL
 from transaxle.formats.catalog import Checksum, Entry, Extent, NumbersInMemory
 from transaxle.formats.deepspeed.keys import CheckedValue
 from transaxle.formats.deepspeed.rank_files import Tensors
 from transaxle.formats.flattened_state import is_tensor
 from transaxle.formats.megatron.run_arguments import DEGREES, KEYS, NAMES, RunState, run_state
 from transaxle.formats.pickled.descriptors import Object, TensorRef
+from transaxle.formats.registry import MEGATRON_MODEL
 from transaxle.formats.torch_file.saved import read_saved
 
 OPTIMIZER_KEY = "optimizer"

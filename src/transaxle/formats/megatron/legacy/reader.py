@@ -13,17 +13,9 @@ from typing import Any
 
 from transaxle.arguments import Weights
 from transaxle.errors import Faults, TransaxleError, refuse
-from transaxle.formats.builtin_formats import (
-    MEGATRON_FLAT,
-    MEGATRON_MODEL,
-    MEGATRON_RANK,
-    MEGATRON_TORCH,
-    MEGATRON_TRACKER,
-)
 from transaxle.formats.catalog import Container, Entry, NumbersInMemory
 from transaxle.formats.deepspeed.rank_files import RankShard
 from transaxle.formats.deepspeed.spread import Cutter, TableCuts, untold
-from transaxle.formats.format import HERE
 from transaxle.formats.megatron.legacy.global_names import (
     Numbering,
     OrderUnknown,
@@ -45,7 +37,15 @@ from transaxle.formats.megatron.legacy.rank_optimizer import (
     optimizer_settings,
     read_optimizer,
 )
-from transaxle.formats.registry import sort_sidecars
+from transaxle.formats.registry import (
+    HERE,
+    MEGATRON_FLAT,
+    MEGATRON_MODEL,
+    MEGATRON_RANK,
+    MEGATRON_TORCH,
+    MEGATRON_TRACKER,
+    sort_sidecars,
+)
 from transaxle.formats.storage.storage import Storage
 from transaxle.formats.torch_file.saved import copied
 from transaxle.formats.training_state import GROUPS, LEFT_BEHIND, MASTER, MEGATRON, OPTIMIZER, PARAMS, ParamGroup

@@ -21,7 +21,6 @@ from typing import Any
 from transaxle.arguments import Degrees
 from transaxle.axes.layout.bind import join_slot, split_slot
 from transaxle.errors import Faults, refuse
-from transaxle.formats.builtin_formats import MEGATRON_TRACKER, TORCH_DIST
 from transaxle.formats.catalog import Draft, Entry, Extent, Fragment, Shape, Spec, logical, nbytes, stored_number
 from transaxle.formats.dcp.draft import (
     ChunksByTensor,
@@ -37,6 +36,7 @@ from transaxle.formats.megatron.iterations import BACKEND_FILE, COMMON_FILE, REL
 from transaxle.formats.megatron.torch_dist.written_state import common_state, counted, optimizer_settings, step_of
 from transaxle.formats.megatron.written_arguments import is_padded
 from transaxle.formats.pickled.writer import write_pickle
+from transaxle.formats.registry import MEGATRON_TRACKER, TORCH_DIST
 from transaxle.formats.torch_file.draft import surround
 from transaxle.formats.training_state import GROUPS, MASTER, OPTIMIZER, KeyPath, ParamGroup
 

@@ -42,10 +42,9 @@ import numpy as np
 from msgspec.structs import replace
 
 from transaxle.arguments import Weights
-from transaxle.axes.geometry.strided import lexicographic_boxes, row_major
+from transaxle.axes.geometry import lexicographic_boxes, row_major
 from transaxle.axes.layout.bind import join_slot, split_slot
 from transaxle.errors import Faults, Refusal, TransaxleError, Where, refuse
-from transaxle.formats.builtin_formats import MEGATRON_TRACKER, TORCH_DIST
 from transaxle.formats.catalog import (
     BITS,
     ITEM_BITS,
@@ -60,7 +59,6 @@ from transaxle.formats.catalog import (
 )
 from transaxle.formats.dcp.metadata import Payload, SavedChunk, SavedItem
 from transaxle.formats.dcp.reader import Conventions, metadata_files, read_folder
-from transaxle.formats.format import HERE
 from transaxle.formats.megatron.iterations import BACKEND_FILE, COMMON_FILE, check_backend, check_complete
 from transaxle.formats.megatron.pipeline_stages import Objects, is_of_groups, object_name
 from transaxle.formats.megatron.rank_parameters import has_experts, has_layers
@@ -77,7 +75,7 @@ from transaxle.formats.megatron.run_arguments import (
     with_settings_of_run,
 )
 from transaxle.formats.pickled.descriptors import TensorRef
-from transaxle.formats.registry import sort_sidecars
+from transaxle.formats.registry import HERE, MEGATRON_TRACKER, TORCH_DIST, sort_sidecars
 from transaxle.formats.step_parts import moved_out
 from transaxle.formats.storage.storage import Storage, SubFolder, layer
 from transaxle.formats.torch_file.saved import StoredStorage, read_saved

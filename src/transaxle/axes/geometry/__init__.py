@@ -1,1 +1,0 @@
-"""Boxes, pieces and intervals: where the elements of a tensor lie."""
