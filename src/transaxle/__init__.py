@@ -19,7 +19,7 @@ __version__ = "0.1.0"
 _LAZY = "transaxle.verbs"
 """Where everything below lives that is not imported above: it is loaded when it is first used."""
 _ELSEWHERE = {
-    "AccelerateHooks": "live.integrations.accelerate_hooks",
+    "AccelerateHooks": "live.integrations.hugging_face",
     "Checkpoint": "engine.checkpoint.checkpoint",
     "Comparison": "engine.compare",
     "Executor": "engine.distribute.executors",
@@ -40,7 +40,7 @@ _ELSEWHERE = {
     "Sharding": "engine.checkpoint_facts",
     "StoredTensor": "engine.checkpoint.stored_tensor",
     "Table": "derivation.sources",
-    "TrainerCheckpoints": "live.integrations.trainer_callback",
+    "TrainerCheckpoints": "live.integrations.hugging_face",
     "Verification": "engine.verification",
     "as_runs": "live.global_tensors",
     "async_save": "live.asynchronous",
@@ -75,10 +75,9 @@ if TYPE_CHECKING:
     from transaxle.live.asynchronous import SaveJob, async_save, prepare_async
     from transaxle.live.extra_state import Random
     from transaxle.live.global_tensors import as_runs
-    from transaxle.live.integrations.accelerate_hooks import AccelerateHooks
     from transaxle.live.integrations.dcp_planners import LoadPlanner, SavePlanner
+    from transaxle.live.integrations.hugging_face import AccelerateHooks, TrainerCheckpoints
     from transaxle.live.integrations.lightning_io import LightningCheckpoints
-    from transaxle.live.integrations.trainer_callback import TrainerCheckpoints
     from transaxle.live.load import load
     from transaxle.live.model.destination import LoadReport, SaveReport
     from transaxle.live.reshard import ReshardReport, reshard, sharding

@@ -20,7 +20,7 @@ from tests.oracles.peer_bytes import both_ways, memory
 from tests.oracles.quiet import quiet
 from transaxle.axes.layout.divide import Division
 from transaxle.engine.checkpoint.settings import settings
-from transaxle.engine.checkpoint.tp_from_tables import cutter
+from transaxle.engine.checkpoint.unstated import cutter
 from transaxle.errors import TransaxleError
 from transaxle.families import builtin
 from transaxle.formats.storage.local import LocalStorage

@@ -28,8 +28,19 @@ from transaxle.derivation.configs import (
     negated,
     tensor_names,
 )
-from transaxle.derivation.fitted_layout import AxisKey, Dim, Layout, PaddingAxis, Reading, layout
-from transaxle.derivation.moved_parts import IN_NAME, Part, Parts, Unpaired, parts
+from transaxle.derivation.moved_parts import (
+    IN_NAME,
+    AxisKey,
+    Dim,
+    Layout,
+    PaddingAxis,
+    Part,
+    Parts,
+    Reading,
+    Unpaired,
+    layout,
+    parts,
+)
 from transaxle.derivation.patterns import HOLE, Numbering, Pattern, Patterns, Place
 from transaxle.derivation.traces import HUB, MEMORY, SIDES, Trace, Underivable
 from transaxle.move.workers import Unions

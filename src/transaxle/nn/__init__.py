@@ -1,8 +1,7 @@
 """Grouped linear layers and mixtures of experts: N experts in one product, stored as one tensor or as N."""
 
-from transaxle.nn.checkpoint_layouts import accept_layouts, experts_as, load_state_dict
+from transaxle.nn.checkpoint_layouts import accept_layouts, experts_as, load_state_dict, optimizer_state_as
 from transaxle.nn.grouped_linear import GroupedLinear
-from transaxle.nn.grouped_optimizer import optimizer_state_as
 from transaxle.nn.grouped_tensor import GroupedTensor
 from transaxle.nn.kernel_choice import Path
 from transaxle.nn.moe import MoE

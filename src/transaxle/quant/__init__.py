@@ -5,7 +5,7 @@ from transaxle.quant import dispatch as _functions  # noqa: F401 - and what func
 from transaxle.quant.dispatch import linear
 from transaxle.quant.masters import MasterWeights
 from transaxle.quant.nvfp4 import batch_over
-from transaxle.quant.quantized_modules import quantize_, quantized_init
+from transaxle.quant.quantized_modules import from_torchao, quantize_, quantized_init, to_torchao
 from transaxle.quant.quantized_tensor import QuantizedTensor, from_components
 from transaxle.quant.quantizers import (
     MXFP8,
@@ -16,7 +16,6 @@ from transaxle.quant.quantizers import (
     NVFP4BlockScaling,
     Quantizer,
 )
-from transaxle.quant.torchao import from_torchao, to_torchao
 
 __all__ = [
     "MXFP8",

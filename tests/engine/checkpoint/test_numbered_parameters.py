@@ -7,7 +7,7 @@ from itertools import product
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transaxle.engine.checkpoint.numbered_parameters import dealt
+from transaxle.engine.checkpoint.unstated import dealt
 
 SHAPES = st.sampled_from([(2,), (3,), (2, 3)])
 

@@ -500,14 +500,14 @@ CheckpointLike: TypeAlias = PathLike | Checkpoint
 
 def _cut(said: Settings, storage: Storage, names: Sequence[str], config: Mapping[str, Any] | None = None) -> Any:
     """Ask the tables how ranks cut parameters; what that takes is imported when a checkpoint asks."""
-    from transaxle.engine.checkpoint.tp_from_tables import cutter
+    from transaxle.engine.checkpoint.unstated import cutter
 
     return cutter(said)(storage, names, config or {})
 
 
 def _named(said: Settings, weights: Container, state: Container) -> Mapping[str, str]:
     """Name an optimizer's numbered parameters; what that takes is imported when a checkpoint asks."""
-    from transaxle.engine.checkpoint.numbered_parameters import names_by_number
+    from transaxle.engine.checkpoint.unstated import names_by_number
 
     def in_memory(weights: Container) -> Mapping[str, tuple[int, ...]]:
         seen = Checkpoint(weights, said, None, None).as_dialect(IN_MEMORY)

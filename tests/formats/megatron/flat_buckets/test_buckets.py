@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from transaxle.formats.catalog import Entry, Extent
-from transaxle.formats.megatron.bucket_layout import Bucket, FlatBuffer, laid_out
-from transaxle.formats.megatron.pipeline_stages import NoFitError, shared_out
+from transaxle.formats.megatron.flat_buckets import Bucket, FlatBuffer, NoFitError, laid_out, shared_out
 from transaxle.formats.megatron.rank_parameters import (
     Box,
     LocalParameter,

@@ -59,10 +59,15 @@ from transaxle.formats.catalog import (
 )
 from transaxle.formats.dcp.metadata import Payload, SavedChunk, SavedItem
 from transaxle.formats.dcp.reader import Conventions, metadata_files, read_folder
+from transaxle.formats.megatron.flat_buckets import (
+    LEAVE_OUT,
+    Objects,
+    is_of_groups,
+    object_name,
+    with_state_of_parameters,
+)
 from transaxle.formats.megatron.iterations import BACKEND_FILE, COMMON_FILE, check_backend, check_complete
-from transaxle.formats.megatron.pipeline_stages import Objects, is_of_groups, object_name
 from transaxle.formats.megatron.rank_parameters import has_experts, has_layers
-from transaxle.formats.megatron.restored_state import LEAVE_OUT, with_state_of_parameters
 from transaxle.formats.megatron.run_arguments import (
     LATEST_TRAIN_STATE,
     NAMES,

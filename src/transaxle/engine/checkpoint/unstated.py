@@ -1,4 +1,6 @@
-"""Names of the parameters that torch's `optimizer.state_dict()` numbers, as far as they can be proved.
+"""What a checkpoint leaves unstated, as far as its model or its table proves it.
+
+**Names of the parameters that torch's `optimizer.state_dict()` numbers.**
 
     model.safetensors  optimizer.pt     transformers' Trainer in one process: weights with decay, then those without
     model.safetensors  optimizer.bin    accelerate: the groups that the script makes
@@ -8,6 +10,9 @@ Each group numbers its parameters in the order in which the model registers them
 the config, built without memory; where files have other names than it has, as of experts, tables say which these are.
 The numbers have names where the parameters can be dealt to the groups in one way only, going by the sizes of the groups
 and by the shapes of all their state, or where Trainer's own rule deals them so.
+
+**How tensor-parallel ranks were cut**, where they do not record it: the tables say which axes may be, and `cutter`
+divides by them.
 """
 
 from __future__ import annotations
@@ -19,11 +24,16 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from transaxle.axes.layout.bind import split_slot
-from transaxle.engine.checkpoint.settings import CONFIG, stored_config
-from transaxle.errors import Refusal, TransaxleError, Where, gathered
+from transaxle.axes.layout.bind import Index, bind, split_slot
+from transaxle.axes.layout.divide import Division, divide
+from transaxle.axes.notation.family import Line, Sizes
+from transaxle.engine.checkpoint.recognise import check_same, recognise
+from transaxle.engine.checkpoint.settings import CONFIG, Settings, stored_config
+from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
 from transaxle.formats.catalog import Container, Shape
+from transaxle.formats.deepspeed.spread import HINT, UNTOLD, Cutter, Divider
 from transaxle.formats.registry import TORCH
+from transaxle.formats.storage.storage import Storage
 from transaxle.formats.torch_file.reader import TIES
 from transaxle.formats.training_state import GROUPS, PARAMS
 
@@ -216,3 +226,63 @@ def _registered(model: Any, weights: Container, in_memory: InMemory) -> dict[str
         if stored[name] != shape:
             raise _UnprovedError(f"{name} is {list(shape)} in the config's model, and {list(stored[name])} in its file")
     return registered
+
+
+_TP = "tp"
+
+
+def cutter(settings: Settings) -> Cutter:
+    """Return a function that asks the tables how a checkpoint's parameters are cut.
+
+    Args:
+        settings: the user's settings for the checkpoint.
+    """
+
+    def read(storage: Storage, names: Sequence[str], said: Mapping[str, Any]) -> Divider:
+        config = settings.config
+        if config is None:
+            config = stored_config(storage) or said
+        check_same(config, said, settings.axes)
+        try:
+            reading = recognise(names, config, settings.families, settings.family, settings.dialect)
+        except TransaxleError as error:
+            if settings.family or settings.dialect:
+                raise
+            raise refuse("UNSUPPORTED", f"{UNTOLD}; {error.refusals[0].message}", hint=HINT) from None
+        sizes = Sizes(reading.family, config, settings.axes)
+        bound = bind(names, reading.family, reading.dialect, sizes, reading.prefix)
+        lines = {
+            name: (line, index)
+            for (line, _), names_of_line in bound.names.items()
+            for index, name in names_of_line.items()
+        }
+        return _Tables(sizes, reading.dialect.label, lines)
+
+    return read
+
+
+class _Tables:
+    """Divides parameters by the lines of a dialect."""
+
+    def __init__(self, sizes: Sizes, dialect: str, lines: Mapping[str, tuple[Line, Index]]) -> None:
+        self._sizes, self._lines = sizes, lines
+        self._cuts = tuple(cut for cut in sizes.family.cuts if cut.mesh == _TP)
+        self._table = f"{sizes.family.name}, dialect {dialect},"
+
+    def __call__(self, name: str, shards: Sequence[tuple[int, ...]]) -> Division:
+        if name not in self._lines:
+            raise refuse("UNSUPPORTED", f"{UNTOLD}; {self._table} has no line for it", tensor=name, hint=HINT)
+        if not self._cuts:
+            message = f"{UNTOLD}; {self._table} has no `cut tp` statement"
+            raise refuse(
+                "UNSUPPORTED",
+                message,
+                tensor=name,
+                hint="Add one that names the axes over which tensor parallelism splits.",
+            )
+        line, position = self._lines[name]
+        index = dict(zip(line.name.axes, position, strict=True))
+        try:
+            return divide(line.expression, self._cuts, self._sizes.at(index), shards)
+        except TransaxleError as error:
+            raise gathered(Refusal(r.code, r.message, Where(None, name), r.hint) for r in error.refusals) from None
