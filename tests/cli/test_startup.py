@@ -23,7 +23,7 @@ NEVER = (
 """Modules that neither help nor a look at a folder of safetensors files needs."""
 _READING = (
     "transaxle.engine.plan", "transaxle.engine.execute", "transaxle.engine.compare",
-    "transaxle.formats.store.staging", "transaxle.formats.store.upload", "transaxle.formats.pickled.interpreter",
+    "transaxle.formats.store.upload", "transaxle.formats.pickled.interpreter",
     "transaxle.formats.pickled.scan",
     "transaxle.encodings.arithmetic", "transaxle.axes.layout.divide", "transaxle.move.workers", "ml_dtypes",
     "concurrent.futures", "logging",

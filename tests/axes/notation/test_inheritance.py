@@ -711,7 +711,9 @@ def test_a_name_is_declared_once_in_all_tables() -> None:
 
 
 def _tables_that_ship() -> list[str]:
-    return [path.read_text("utf-8") for path in Path(families.__file__).parent.rglob("*.rules")]
+    top = Path(families.__file__).parent
+    paths = [*top.rglob("*.rules"), *top.rglob("*.rules.gz")]
+    return [families.table_text(path.relative_to(top).as_posix()) for path in paths]
 
 
 def test_a_block_in_the_file_of_a_family_is_found_too() -> None:

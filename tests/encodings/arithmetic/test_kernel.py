@@ -19,10 +19,11 @@ import pytest
 
 from transaxle.encodings.arithmetic import codec, kernel
 from transaxle.encodings.encoding import MXFP8
+from transaxle.formats.pickled import scan
 from transaxle.formats.storage import copier
 
 ROOT = Path(__file__).parents[3]
-LIBRARIES = {kernel.LIBRARY.name, copier.LIBRARY.name}
+LIBRARIES = {kernel.LIBRARY.name, copier.LIBRARY.name, scan.LIBRARY.name}
 HOOK = "hatch_build.py"
 compilers = [path for name in ("cc", "gcc", "clang") if (path := shutil.which(name))]
 needs_compiler = pytest.mark.skipif(not compilers, reason="no C compiler")
