@@ -207,7 +207,8 @@ def _told_with(kind: type, name: str) -> Iterator[type]:
             yield hint
             continue
         methods = {name for name, each in vars(hint).items() if isfunction(each)} - {"__init__", "__subclasshook__"}
-        others = (each for each in vars(sys.modules[hint.__module__]).values() if isinstance(each, type))
+        others = [each for each in vars(sys.modules[hint.__module__]).values() if isinstance(each, type)]
+        others = [each for each in others if each.__module__ == hint.__module__]
         yield from (each for each in others if each is not hint and methods <= vars(each).keys())
 
 
