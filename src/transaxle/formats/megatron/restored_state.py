@@ -189,7 +189,7 @@ def with_state_of_parameters(
 
     Args:
         container: with buckets under their own names.
-        objects: what the groups of ranks have besides, see `stored_buckets`.
+        objects: what the groups of ranks have besides, see `pipeline_stages.gathered`.
         files: where each of these is.
         arguments: of the run.
     """
