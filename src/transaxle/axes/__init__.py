@@ -5,17 +5,15 @@ Numpy at most, no torch, no files. One noun a module, from the small to the larg
     statement    the lines of a table as text
     section      dialects as they are written, and what they take over
     written      families as they are written, and what they take over
-    strided      nested loops: the place of a box in one dim, and how an interval cuts it
     expression   the right-hand side of a dialect's line: which axes lie in which dim
     name         the left-hand side: which axes live in the stored name
     computed     the arithmetic between what a tensor means and what a framework stores
     overlap      whether two lines of a dialect claim one stored name
-    formula      the arithmetic over config keys in which a table gives sizes and conditions
-    family       families, dialects, sizes and number formats as values; `tables` reads them from text
+    family       families, dialects, number formats, and formulas of sizes and conditions, as values
+    tables       reads them from text
     solve        sizes that shapes imply, and which axes need one: those that a conversion separates
-    piece        a layout, whole or cut, as boxes with their places; two of them meet in a copy
-    chunk        which positions of a dim a rank of a mesh holds
-    ranges       which positions of a stored dim belong to some indices of its axes
+    geometry     a layout, whole or cut, as boxes with their places, of which two meet in a copy; nested loops; which
+                 positions of a dim a rank of a mesh holds, and which belong to some indices of its axes
     divide       how a stored tensor was cut, told by the table and the shards' shapes
     bind         the names of a checkpoint read through a dialect
     model_tensors what a model has, by its config alone
@@ -24,6 +22,5 @@ Numpy at most, no torch, no files. One noun a module, from the small to the larg
     unmatched    tensors and lines without a counterpart: missing, added, unplaced, undecided
     translate    a checkpoint in another dialect: all of the above
     grouped      N tensors under numbered names, or stacked in one
-    retile       which source tile each target tile lies in
     tile         block scales, which follow the codes wherever every tile stays whole
 """

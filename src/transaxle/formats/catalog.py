@@ -164,7 +164,7 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
 
     name: str
     dtype: str
-    """Safetensors code, see `formats.dtype`."""
+    """A key of `ITEM_BITS`: mostly a safetensors code."""
     shape: tuple[int, ...]
     """Logical elements along each dim."""
     extents: tuple[Extent, ...]

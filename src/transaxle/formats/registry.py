@@ -9,14 +9,10 @@ than its tensors: its config, its tokenizer and its chat template go where it go
 format, another precision) does not, and neither does a link out of the folder. Both lists are shown to the user:
 nothing is left behind in silence.
 
-What the program knows of a container format: one record, which answers whatever is asked of formats by name.
+What the program knows of a container format is one record. Reader and draft are named by module path and imported when
+the format is used: looking at a folder of safetensors files imports nothing of DCP, of pickles or of DeepSpeed.
 
-Reader and draft are named by module path and imported when the format is used: looking at a folder of safetensors
-files imports nothing of DCP, of pickles or of DeepSpeed. `registry` holds the records.
-
-The container formats that ship with Transaxle, one record each.
-
-The order of their clues is that in which a folder that holds a checkpoint twice is read: what describes a whole folder
+The order of the clues is that in which a folder that holds a checkpoint twice is read: what describes a whole folder
 comes before single files, and Hugging Face's own names before others.
 """
 
@@ -113,9 +109,9 @@ class Format:
     draft_takes: frozenset[str] = frozenset()
     """Keywords that the draft takes besides: `groups` (an optimizer's settings), `training` (other plain data by its
     paths), `run` and `read` (what a training run says of itself, and a reader of small tensors), `sealed` (leave room
-    for digests in the one file), `nesting` (how the state dict in the one file is nested), `config` (the model's),
-    `cuts` (where tensors of several layers or experts are cut into chunks), `degrees` and `parts` (the ranks that have
-    files, and what each tensor-parallel one holds of a tensor)."""
+    for digests in the one file), `nesting` (how the state dict in the one file is nested), `stem` (how names of files
+    begin), `config` (the model's), `cuts` (where tensors of several layers or experts are cut into chunks), `degrees`
+    and `parts` (the ranks that have files, and what each tensor-parallel one holds of a tensor)."""
     dialects: tuple[str, ...] = ()
     """Dialects in which it is written unless the user names one: the first that fits. Empty: the source's own names."""
     full_precision: bool = False

@@ -337,7 +337,7 @@ class State(msgspec.Struct, frozen=True):
     left_behind: Mapping[str, str]
     """Path -> description of every other item; a container without tensors is one item."""
     groups: Sequence[ParamGroup] = ()
-    """Settings of all optimizers, see `state_groups`."""
+    """Settings of all optimizers, one mapping for each group."""
     training: Sequence[TrainingItem] = ()
     """State beside model and optimizer, such as schedulers and counters."""
     paths: Mapping[str, KeyPath] = msgspec.field(default_factory=dict)

@@ -1,8 +1,9 @@
 """What a model's config says about its quantization: which modules are stored as codes and scales, and how.
 
-Five methods are known by their `quant_method`; each has its own way to list modules and to say what a scale covers. A
-config that is malformed, or uses an unknown method or format, is refused as a whole: half understood, it would be worse
-than none. `buffer_group` decides which tensors are encoded, from this, their names and their dtypes together.
+Methods are known by their `quant_method`; each has its own way to list modules and to say what a scale covers, which
+`scheme` reads. A config that is malformed, or uses an unknown method or format, is refused as a whole: half understood,
+it would be worse than none. `buffer_group` decides which tensors are encoded, from this, their names and their dtypes
+together.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
 """The zip archive around a torch file: read more strictly than any zip library does, laid out as torch lays it out.
-does.
 
 A zip says everything twice, in its central directory and before each record, and readers differ in which they believe:
 one file, two contents. Here both must agree, the records must fill the file from its first byte to the directory, none

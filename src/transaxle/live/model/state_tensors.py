@@ -398,7 +398,7 @@ def _with_shards(
     """Return the leaves of a state dict in which some are Megatron's.
 
     Raises:
-        Refused: UNSUPPORTED where these are not taken, and see `megatron_shards`; NAME_COLLISION where a key is also
+        Refused: UNSUPPORTED where these are not taken, and see `megatron_state`; NAME_COLLISION where a key is also
             the name of another entry.
     """
     if not sharded:

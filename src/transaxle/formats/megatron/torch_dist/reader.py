@@ -264,7 +264,7 @@ def with_settings(state: RunState, objects: Objects) -> tuple[RunState, list[str
 
     Args:
         state: beside the tensors.
-        objects: what the groups have, see `flat_buckets.stored_buckets`.
+        objects: what the groups have, see `pipeline_stages.gathered`.
 
     Returns:
         the state, and what contradicts each other.
@@ -456,7 +456,7 @@ class _Items:
         self.common: Payload | None = None
         """Where the state beside the tensors is, if it is an item."""
         self.of_groups: dict[tuple[int, int, str], Payload] = {}
-        """Where the objects of groups of data-parallel ranks are, see `stored_buckets.object_name`."""
+        """Where the objects of groups of data-parallel ranks are, see `pipeline_stages.object_name`."""
         self.is_of_fsdp = False
         self.facts: dict[str, Payload] = {}
         """Of Megatron-FSDP: where the state beside the tensors is."""
