@@ -44,7 +44,7 @@ from transaxle.formats.training_state import groups_of_equal_settings as groups_
 from transaxle.formats.training_state import renamed as renamed_groups
 from transaxle.nn.expert_relayout import Entry, Layer, described, move, stems, under
 from transaxle.nn.grouped_linear import GroupedLinear
-from transaxle.quant.quantized_tensor import QuantizedTensor
+from transaxle.quant.tensor import QuantizedTensor
 from transaxle.torch_tensors import Ranks, held_by, placed_like, read_group, stored_local, take, unwrapped
 
 _TABLE = "experts.rules"

@@ -30,8 +30,8 @@ from transaxle.formats.deepspeed.universal_record import Record
 from transaxle.nn.grouped_linear import GroupedLinear
 from transaxle.quant.joined_parts import part_of
 from transaxle.quant.quantized_modules import CUTS
-from transaxle.quant.quantized_tensor import QuantizedTensor
 from transaxle.quant.quantizers import Quantizer
+from transaxle.quant.tensor import QuantizedTensor
 from transaxle.quant.tp_share import Share, misplaced
 from transaxle.torch_tensors import (
     Part,

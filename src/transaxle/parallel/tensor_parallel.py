@@ -66,7 +66,7 @@ from transaxle.parallel.tp_plan import Plan, Role, Rules, make_plan, read
 from transaxle.parallel.universal_metadata import record_of, universal_checkpoint_info
 from transaxle.quant.entries import is_quantized, parts_of
 from transaxle.quant.nvfp4 import counting
-from transaxle.quant.quantized_tensor import QuantizedTensor
+from transaxle.quant.tensor import QuantizedTensor
 from transaxle.quant.tp_share import misplaced
 from transaxle.torch_tensors import (
     Held,

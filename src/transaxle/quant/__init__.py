@@ -1,12 +1,10 @@
 """Quantized training: tensors that live as codes and scales."""
 
-from transaxle.quant import dispatch as _dispatch  # noqa: F401 - it tells the tensor what operations do
-from transaxle.quant import dispatch as _functions  # noqa: F401 - and what functions do
+from transaxle.quant import dispatch as _dispatch  # noqa: F401 - it tells the tensor what operations and functions do
 from transaxle.quant.dispatch import linear
 from transaxle.quant.masters import MasterWeights
 from transaxle.quant.nvfp4 import batch_over
 from transaxle.quant.quantized_modules import from_torchao, quantize_, quantized_init, to_torchao
-from transaxle.quant.quantized_tensor import QuantizedTensor, from_components
 from transaxle.quant.quantizers import (
     MXFP8,
     NVFP4,
@@ -16,6 +14,7 @@ from transaxle.quant.quantizers import (
     NVFP4BlockScaling,
     Quantizer,
 )
+from transaxle.quant.tensor import QuantizedTensor, from_components
 
 __all__ = [
     "MXFP8",

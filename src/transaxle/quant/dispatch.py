@@ -39,8 +39,8 @@ from transaxle.quant import kernels
 from transaxle.quant.frame import begin, blank, state_of, taken
 from transaxle.quant.joined_parts import cat, check_common, is_whole, refused, stack
 from transaxle.quant.nvfp4 import Products, current
-from transaxle.quant.quantized_tensor import FUNCTIONS, OPERATIONS, QuantizedTensor
 from transaxle.quant.quantizers import ORIGIN, STATE, NVFP4BlockScaling
+from transaxle.quant.tensor import FUNCTIONS, OPERATIONS, QuantizedTensor
 from transaxle.quant.tp_share import Band, tile_of
 from transaxle.torch_tensors import with_plain_bytes
 

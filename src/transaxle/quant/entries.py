@@ -25,8 +25,8 @@ from transaxle.axes.geometry import Intervals
 from transaxle.encodings.encoding import NVFP4
 from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
 from transaxle.quant.frame import Frame, forget, fresh, put_state
-from transaxle.quant.quantized_tensor import QuantizedTensor, from_components, quantized
 from transaxle.quant.quantizers import AMAX, DATA, ORIGIN, ROUNDING, SCALE, STATE, Quantizer, buffers_of
+from transaxle.quant.tensor import QuantizedTensor, from_components, quantized
 from transaxle.quant.tp_share import Band, Share
 from transaxle.torch_tensors import TO_LOCAL, as_dtensor, local_of, placed_like, stored_local
 

@@ -14,8 +14,8 @@ from transaxle.errors import TransaxleError, refuse
 from transaxle.quant.frame import Frame, framed
 from transaxle.quant.global_scale import stacked
 from transaxle.quant.kernels.components import columnwise_of
-from transaxle.quant.quantized_tensor import QuantizedTensor, same_buffers
 from transaxle.quant.quantizers import COLUMN_SCALE, COMPONENTS, ORIGIN, SCALE, STATE
+from transaxle.quant.tensor import QuantizedTensor, same_buffers
 from transaxle.quant.tp_share import Share
 
 

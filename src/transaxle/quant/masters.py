@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 from transaxle.arguments import DType
 from transaxle.errors import Refusal, Where, gathered
 from transaxle.quant.entries import group_of
-from transaxle.quant.quantized_tensor import QuantizedTensor
 from transaxle.quant.quantizers import ORIGIN
+from transaxle.quant.tensor import QuantizedTensor
 from transaxle.torch_tensors import placed_like, read_dtype, stored_local
 
 MASTER = "master"

@@ -25,7 +25,6 @@ from transaxle.quant import kernels
 from transaxle.quant.entries import give_entries, is_quantized
 from transaxle.quant.frame import begin
 from transaxle.quant.joined_parts import alone
-from transaxle.quant.quantized_tensor import QuantizedTensor, from_components, quantized
 from transaxle.quant.quantizers import (
     AMAX,
     DATA,
@@ -38,6 +37,7 @@ from transaxle.quant.quantizers import (
     Float8CurrentScaling,
     Quantizer,
 )
+from transaxle.quant.tensor import QuantizedTensor, from_components, quantized
 from transaxle.quant.tp_share import Share
 from transaxle.torch_tensors import held_by, placed_like, stored_local
 

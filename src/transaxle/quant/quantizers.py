@@ -24,11 +24,11 @@ from transaxle.quant.kernels.components import columnwise_of, layout
 from transaxle.torch_tensors import Ranks, read_group
 
 if TYPE_CHECKING:
-    from transaxle.quant.quantized_tensor import QuantizedTensor
+    from transaxle.quant.tensor import QuantizedTensor
 
 
 _MAKER: list[Callable[..., QuantizedTensor]] = []
-"""What makes tensors: `transaxle.quant.quantized_tensor`, which stands above this module, puts it here."""
+"""What makes tensors: `transaxle.quant.tensor`, which stands above this module, puts it here."""
 
 
 def makes_tensors(maker: Callable[..., QuantizedTensor]) -> Callable[..., QuantizedTensor]:

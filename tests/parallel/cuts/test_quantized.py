@@ -33,7 +33,6 @@ from transaxle.parallel.tensor_parallel import is_cut, tensor_parallel
 from transaxle.quant.entries import is_quantized, whole_shape
 from transaxle.quant.masters import MasterWeights
 from transaxle.quant.quantized_modules import quantize_
-from transaxle.quant.quantized_tensor import QuantizedTensor
 from transaxle.quant.quantizers import (
     AMAX,
     COLUMN_DATA,
@@ -47,6 +46,7 @@ from transaxle.quant.quantizers import (
     SCALED_FOR,
     Float8Block,
 )
+from transaxle.quant.tensor import QuantizedTensor
 from transaxle.torch_tensors import local_of
 
 kinds = pytest.mark.parametrize("kind", [kind for kind, quantizer in SIX.items() if not quantizer.multiplies_codes])

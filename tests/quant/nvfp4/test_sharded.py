@@ -22,7 +22,7 @@ from transaxle.errors import TransaxleError
 from transaxle.nn import GroupedLinear
 from transaxle.nn.moe import MoE
 from transaxle.quant import MasterWeights, NVFP4BlockScaling, batch_over, quantize_
-from transaxle.quant.quantized_tensor import QuantizedTensor, quantized
+from transaxle.quant.tensor import QuantizedTensor, quantized
 from transaxle.quant.tp_share import Share
 
 worlds = pytest.mark.parametrize("world", [2, 4])

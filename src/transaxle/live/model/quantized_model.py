@@ -50,8 +50,8 @@ from transaxle.live.model.source_view import View, view
 from transaxle.live.transport import wire
 from transaxle.live.transport.world import World
 from transaxle.quant.entries import STATE_SUFFIXES, is_state, layout_of, suffix_of, whole_shape
-from transaxle.quant.quantized_tensor import QuantizedTensor
 from transaxle.quant.quantizers import AMAX, SCALE
+from transaxle.quant.tensor import QuantizedTensor
 from transaxle.torch_tensors import code_of, local_of, mark, part_of, placed_like, torch_dtype
 
 _PLAIN = "BF16"

@@ -718,6 +718,7 @@ def from_components(
     return QuantizedTensor(framed(quantizer, components, shape, start=start, whole=whole), 0, shape[0], dtype)
 
 
+# Pickles name it `transaxle.quant.tensor.rebuilt`, and outlive files: this module keeps its name.
 def rebuilt(
     kind: str,
     settings: dict[str, Any],
