@@ -30,7 +30,7 @@ SCRIPT = """
 import os, signal, subprocess, sys
 import torch
 import transaxle as tx
-from transaxle.live.background import asynchronous
+from transaxle.live import asynchronous
 
 asynchronous._JOIN = 0.2  # far less than the save takes
 target, how = sys.argv[1:]
