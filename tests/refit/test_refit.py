@@ -24,7 +24,7 @@ ROUNDS = 4
 TINY = "1MiB"
 PLANNING = (
     "axes/translation/", "axes/layout/", "engine/", "live/global_tensors.py", "live/model/source_view.py",
-    "live/reexpress/", "move/mover.py", "refit/agreement.py",
+    "live/reshard.py", "live/state_dict_adapter.py", "live/ties.py", "move/mover.py", "refit/agreement.py:agreed",
 )  # fmt: skip
 """Where plans are made; the patterns of `only=` are looked up in `engine/views/encode.py` alone."""
 Tensors = dict[str, torch.Tensor]
@@ -32,13 +32,13 @@ Tensors = dict[str, torch.Tensor]
 
 @contextmanager
 def _watched() -> Iterator[set[str]]:
-    """Note the modules of the package in which a function is called."""
+    """Note the functions of the package that are called, each after its module."""
     home, passed = str(Path(tx.__file__).parent) + "/", set[str]()
 
     def watch(frame: Any, event: str, _: object) -> None:
         file = frame.f_code.co_filename
         if event == "call" and file.startswith(home) and frame.f_code.co_name != "<module>":
-            passed.add(file.removeprefix(home))
+            passed.add(f"{file.removeprefix(home)}:{frame.f_code.co_name}")
 
     sys.setprofile(watch)
     try:
@@ -95,7 +95,7 @@ def _of_two_jobs(rank: int, world: int, folder: str, port: int, config: dict[str
             train(model, optimizer, 1, how, begin=step)
         with _watched() as passed:
             report = refit.push() if job == 0 else refit.pull()
-        assert [each for each in passed if each.startswith(PLANNING) and "name_filter" not in each] == []
+        assert [each for each in passed if each.startswith(PLANNING) and "views/encode.py" not in each] == []
         assert report.version == refit.version == step + 1
         received = report.bytes_received
         assert received == report.bytes_needed

@@ -108,12 +108,30 @@ def test_work_is_bounded() -> None:
         [heavy.match(f"{number * 7919:020b}".replace("1", "x") * 40) for number in range(100_000)]
 
 
-def test_of_very_many_none_is_told_from_another() -> None:
-    many = Expressions([f"a{number}" for number in range(5000)])
-    assert many.match("a17")
-    assert not many.match("b")
-    with pytest.raises(PatternError, match="more than"):
-        many.matching("a17")
+def test_many_are_told_apart_in_one_search() -> None:
+    """Asked one by one, 400 patterns of DeepSpeed took so long for 3,300 names that the limit of time was reached."""
+    many = Expressions([rf"^layers\.{number}\.experts\.\d+\.weight$" for number in range(3000)])
+    began = time.process_time()
+    for number in range(0, 3000, 10):
+        assert many.matching(f"layers.{number}.experts.7.weight") == [number]
+    assert time.process_time() - began < 2
+
+
+def test_the_time_of_ordinary_searches_does_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list of a large checkpoint is asked a million times, and a process may open many."""
+    clock = iter(range(0, 10**9, 2))
+    monkeypatch.setattr(time, "thread_time", lambda: next(clock) * 1e-6)
+    listed = Expressions(["lm_head", r"model\.layers\.\d+\.gate$"])
+    monkeypatch.setattr("transaxle.encodings.conventions.linear_regex._MOST_SECONDS", 1e-3)
+    assert all(listed.match("lm_head") for _ in range(1000))
+
+
+def test_of_too_many_none_is_told_from_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    many = Expressions([f"a{number}.*b" for number in range(1000)])
+    assert many.match("a17b")
+    monkeypatch.setattr("transaxle.encodings.conventions.linear_regex._MOST_BYTES", 1 << 14)
+    with pytest.raises(PatternError, match="too many"):
+        many.matching("a17b")
 
 
 def test_braces_that_are_no_count_are_letters() -> None:

@@ -197,6 +197,10 @@ CORRUPT: dict[str, tuple[bytes, str]] = {
     "underflow behind a mark": (HEAD + b"N(\x85.", "stack"),
     "a mark that is not there": (HEAD + b"Nt.", "mark"),
     "a memo that is not there": (HEAD + b"h\x07.", "not built"),
+    "a text step before a name from the memo": (
+        HEAD + text("torch") + b"\x940S'a'\n0" + text("storage_data") + b"0h\0" + text("Tensor") + b"\x93.",
+        "protocol 0",
+    ),
     "a memo that is not there, in text": (b"g7\n.", "protocol 0"),
     "a memo out of range": (b"Np99999999999999\n.", "protocol 0"),
     "a negative memo": (b"Np-1\n.", "protocol 0"),

@@ -10,18 +10,18 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
 _MOST_SECONDS = 5.0
-"""Processor time for one list of expressions. Lists of modules need a hundredth of it."""
+"""Processor time for one list of expressions, beyond what its searches usually take."""
+_ORDINARY = 1e-5
+"""Seconds of a search that do not count: usually it takes two millionths, however many are made of one list."""
 _MOST_BYTES = 1 << 24
 """Memory of the automaton of a list, and of those of its expressions together."""
 _MOST_EACH = 1 << 20
 """Memory of the automaton of one expression."""
-_MOST_TOLD_APART = 500
-"""Expressions of a list that can be asked which of them match."""
 _DEEPEST = 100
 _SHOWN = 80
 """Characters of an expression that an error shows."""
@@ -60,21 +60,23 @@ class Expressions:
         Raises:
             PatternError: it takes too long, or the name is beyond ASCII.
         """
-        return self._search(self._any, self._read(name))
+        return self._search(self._any.match, self._read(name)) is not None
 
     def ends_at(self, name: str, position: int) -> bool:
         """Tell whether a match of an expression may end at a position of the name; raises as `match`."""
         if position == len(name):
-            return self._search(self._any_whole, self._read(name))
+            return self._search(self._any_whole.match, self._read(name)) is not None
         # A mark where the match must end, so that `$` does not take the position for the end of the name.
-        return self._search(self._any_marked, self._read(name[:position]) + b"\0")
+        return self._search(self._any_marked.match, self._read(name[:position]) + b"\0") is not None
 
     def matching(self, name: str) -> list[int]:
         """Return the numbers of the expressions that match the name or the beginning of it; raises as `match`."""
         if not self.match(name):
             return []
-        text = self._read(name)
-        return [number for number, compiled in enumerate(self._each) if self._search(compiled, text)]
+        found: list[int] | None = self._search(self._each.Match, self._read(name))
+        if found is None:  # one of them does: the automaton of all has outgrown its memory
+            raise PatternError("there are too many expressions to tell which of them match")
+        return sorted(found)
 
     @cached_property
     def _any_whole(self) -> Any:
@@ -94,11 +96,17 @@ class Expressions:
             raise PatternError("there are too many expressions, or they count too far") from None
 
     @cached_property
-    def _each(self) -> list[Any]:
-        if len(self._patterns) > _MOST_TOLD_APART:
-            raise PatternError(f"there are more than {_MOST_TOLD_APART:,} expressions")
-        memory = min(_MOST_EACH, _MOST_BYTES // len(self._patterns))
-        return [_compiled(pattern, memory) for pattern in self._patterns]
+    def _each(self) -> Any:
+        import re2
+
+        found = re2.Set.MatchSet(_options(_MOST_BYTES))
+        try:
+            for pattern in self._patterns:
+                found.Add(_as_bytes(pattern))
+            found.Compile()
+        except re2.error:
+            raise PatternError("there are too many expressions to tell which of them match") from None
+        return found
 
     def _checked(self, text: str) -> str:
         """Return an expression as RE2 reads it."""
@@ -145,14 +153,14 @@ class Expressions:
             raise PatternError(rf"`\w`, `\d` and `\s` are matched in ASCII alone, and the name {name!r} is beyond it")
         return _as_bytes(name)
 
-    def _search(self, compiled: Any, text: bytes) -> bool:
-        began = time.thread_time()
-        is_match = compiled.match(text) is not None
+    def _search(self, search: Callable[[bytes], Any], text: bytes) -> Any:
+        began = time.thread_time() + _ORDINARY
+        found = search(text)
         self._spend(began)
-        return is_match
+        return found
 
     def _spend(self, began: float) -> None:
-        self._seconds += time.thread_time() - began
+        self._seconds += max(time.thread_time() - began, 0.0)
         if self._seconds > _MOST_SECONDS:
             raise PatternError("matching takes too long")
 
@@ -160,12 +168,18 @@ class Expressions:
 def _compiled(pattern: str, memory: int) -> Any:
     import re2
 
-    options = re2.Options()
-    options.max_mem, options.never_capture, options.log_errors = memory, True, False
     try:
-        return re2.compile(_as_bytes(pattern), options)
+        return re2.compile(_as_bytes(pattern), _options(memory))
     except re2.error as error:
         raise PatternError(error.args[0].decode(errors="replace")) from None
+
+
+def _options(memory: int) -> Any:
+    import re2
+
+    options = re2.Options()
+    options.max_mem, options.never_capture, options.log_errors = memory, True, False
+    return options
 
 
 def _as_bytes(text: str) -> bytes:

@@ -264,6 +264,7 @@ _STOP = ord(".")
 _PROTOCOL = 5
 _OLDEST = "it uses the step {!r} of protocol 0, which no framework writes"
 _DROPPED = frozenset(b"FSVPpgldo")
+_MEMOIZED = frozenset({"BINPUT", "LONG_BINPUT", "MEMOIZE", "FRAME"})
 _LONGEST_INT = 512
 """Bytes of an integer; the largest in use are the 128 bits of numpy's random generators."""
 _LONGEST_NUMBER = 1300
@@ -317,15 +318,17 @@ def _note_names(machine: Machine) -> None:
     """Note the names further on in a pickle that is refused anyway: what it would import is the graver reason."""
     rest = BytesIO(machine.data)  # shares the bytes
     rest.seek(machine.begin)
-    texts = ["", ""]
+    texts: list[str] = []
     with suppress(ValueError, IndexError):
         for opcode, argument, _ in genops(rest):
             if opcode.name in {"GLOBAL", "INST"}:
                 machine.find(*str(argument).split(" ", 1))
-            elif opcode.name == "STACK_GLOBAL":
-                machine.find(*texts)
-            elif isinstance(argument, str):
-                texts = [texts[1], argument]
+            elif opcode.name == "STACK_GLOBAL" and len(texts) > 1:
+                machine.find(*texts[-2:])
+            if isinstance(argument, str):
+                texts.append(argument)
+            elif opcode.name not in _MEMOIZED:
+                texts = []  # what is under the name is not known here: texts of the memo, for example
 
 
 def _step(opcode: bytes, cost: int = 16) -> Callable[[Step], Step]:
