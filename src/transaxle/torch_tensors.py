@@ -1,11 +1,13 @@
-"""The part of a tensor that this rank holds, its bytes as torch and as numpy see them, and copies between parts.
+"""What a rank has of a tensor: its part, its bytes, and the placement that says which part it is.
+
+The part of a tensor that this rank holds, its bytes as torch and as numpy see them, and copies between parts.
 
 A DTensor shows the whole tensor and keeps a part of it; other tensors are their own part.
 
-Copies and views work on any device: this is the one place that computes strides for torch. A move says in elements what
-goes where; here it becomes one `copy_` between two views, which is one kernel on a GPU.
+Copies and views work on any device: this is the one place that computes strides for torch. A move says in elements
+what goes where; here it becomes one `copy_` between two views, which is one kernel on a GPU.
 
-Placements: which positions of a tensor each rank of a mesh holds, as interval lists.
+**Placements**: which positions of a tensor each rank of a mesh holds, as interval lists.
 
 DTensor's placements become the chunk rules of `axes`, so what a rank holds is computed once, in one way, for `Shard`,
 `Shard(-1)`, `_StridedShard` and every order of mesh dims; torch is asked for placements, never for offsets.
@@ -19,7 +21,8 @@ A `ShardGrid` is one tensor of which this rank holds several parts, each a tenso
 stack. Megatron describes its parameters so: layer 3 is row 3 of a tensor that has all layers, half of the MLP's rows
 are the gate and half are the up projection. Nothing here knows Megatron; a grid is the rest of such a description.
 
-Arguments of torch's own types: element types, devices, groups of ranks, models, by any of the names that people use.
+Arguments of torch's own types: element types, devices, groups of ranks, models, by any of the names that people
+use.
 
 Checkpoints name element types with safetensors codes; a model may come in the wrappers of a trainer.
 """

@@ -1,21 +1,23 @@
-"""Pieces: which box of a logical tensor one chunk of a stored tensor holds, and where.
+"""Where elements lie: pieces of logical tensors, nested strides, the chunks of a mesh, and the ranges of an axis.
+
+**Pieces**: which box of a logical tensor one chunk of a stored tensor holds, and where.
 
 `pieces` lowers a layout, whole or cut, to pieces; a `Meeting` intersects a source piece with a target piece into one
 strided copy. Nothing else moves data: relayouts, resharding, box reads and rank-local plans are all such meetings.
 
-Nested strides: where the elements of a box lie in one dimension of memory, and how an interval cuts them.
+**Nested strides**: where the elements of a box lie in one dimension of memory, and how an interval cuts them.
 
 A *nested* list of `(size, stride)` loops, outermost first, has each stride at least as large as everything inside it
 spans, so positions grow with the lexicographic order of the indices. Three facts follow and carry the whole algebra:
 an interval of positions holds a contiguous range of that order (`rank`), such a range is at most `2k-1` boxes
 (`lexicographic_boxes`), and two adjacent loops that tile each other are one loop (`coalesce`).
 
-Chunk rules: which positions of a stored dim a rank of the mesh holds.
+**Chunk rules**: which positions of a stored dim a rank of the mesh holds.
 
 Every rule maps a list of intervals and a rank to a list of intervals, so mesh dims compose left to right. A rule is
 data; the oracle is what torch does with `arange`.
 
-Ranges: which positions of a stored dim belong to given indices of its axes.
+**Ranges**: which positions of a stored dim belong to given indices of its axes.
 
 `divide` solves the opposite problem: it reads off the shards how a dim was cut.
 """

@@ -1,9 +1,11 @@
-"""What commands are made of: help that begins with examples, click's options from the table of the verbs' options, and
+"""The program: its commands as click sees them, what they are made of, and running it, which ends in one exit code.
+
+What commands are made of: help that begins with examples, click's options from the table of the verbs' options, and
 the screen on which a command prints.
 
 The file of `--profile`: a trace of the command, as `transaxle.spans` records it.
 
-The program: its commands as click sees them, and running it, which ends in one exit code and at most one message.
+**The program**: its commands as click sees them, and running it, which ends in one exit code and at most one message.
 
 0 done   1 different   2 usage   3 refused   4 I/O   70 a bug in Transaxle   129 SIGHUP   130 interrupted
 141 nobody reads on   143 SIGTERM

@@ -1,6 +1,8 @@
-"""`transaxle verify`: checks a checkpoint against its own manifest, or compares two.
+"""`transaxle verify` and `transaxle diff`: whether checkpoints are equal, and where they differ.
 
-`transaxle diff`: where two checkpoints differ.
+**`transaxle verify`**: checks a checkpoint against its own manifest, or compares two.
+
+**`transaxle diff`**: where two checkpoints differ.
 """
 
 from __future__ import annotations

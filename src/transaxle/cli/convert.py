@@ -1,6 +1,8 @@
-"""`transaxle convert`: converts a checkpoint; and the rows that it prints as `transaxle plan` does.
+"""`transaxle convert` and `transaxle plan`: a conversion, or what it would do.
 
-`transaxle plan`: shows what a conversion would do.
+**`transaxle convert`**: converts a checkpoint; and the rows that it prints as `transaxle plan` does.
+
+**`transaxle plan`**: shows what a conversion would do.
 
 How much a refit would move, as text: totals, and pairs of ranks, alike ones folded.
 """

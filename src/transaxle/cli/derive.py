@@ -1,6 +1,8 @@
-"""`transaxle derive`: writes the table of a converter, read off from where it puts every number.
+"""`transaxle derive` and `transaxle check-rules`: tables made, and tables checked.
 
-`transaxle check-rules`: whether a table is sound, and which names of a checkpoint it reads.
+**`transaxle derive`**: writes the table of a converter, read off from where it puts every number.
+
+**`transaxle check-rules`**: whether a table is sound, and which names of a checkpoint it reads.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""`transaxle work`: does items of a plan that `transaxle plan --write` has stored.
+"""`transaxle work` and `transaxle clean`: parts of a conversion on many machines, and what killed runs left.
 
-`transaxle clean`: lists the leftovers of killed runs, and removes them.
+`transaxle work`: does items of a plan that `transaxle plan --write` has stored.
+
+**`transaxle clean`**: lists the leftovers of killed runs, and removes them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""`transaxle families`: the families whose tables ship, or that installed packages add.
+"""`transaxle families` and `transaxle dialects`: what the tables know.
 
-`transaxle dialects`: whose layouts the tables know, and those of one family with a legend of its axes.
+**`transaxle families`**: the families whose tables ship, or that installed packages add.
+
+**`transaxle dialects`**: whose layouts the tables know, and those of one family with a legend of its axes.
 """
 
 from __future__ import annotations

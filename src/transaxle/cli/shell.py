@@ -1,4 +1,6 @@
-"""What is kept of a bug: a file with the traceback and the circumstances, for whoever reports it.
+"""What the program leaves with the shell: reports of bugs, and completion.
+
+What is kept of a bug: a file with the traceback and the circumstances, for whoever reports it.
 
 Completion in bash, where a colon divides words: `dcp:torchtitan` is three of them, and click takes it for others.
 """

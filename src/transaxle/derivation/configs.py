@@ -1,8 +1,10 @@
-"""What a config says: numbers that may be sizes, and statements that may be conditions.
+"""What configs say: values, names for what is derived of them, and conditions.
 
-Names: what a table calls its axes and tensors.
+**What a config says**: numbers that may be sizes, and statements that may be conditions.
 
-Conditions: what in the configs says where a tensor is.
+**Names**: what a table calls its axes and tensors.
+
+**Conditions**: what in the configs says where a tensor is.
 """
 
 from __future__ import annotations

@@ -1,14 +1,16 @@
-"""Parts: the logical tensors of a table, one for each pair of name patterns that have elements in common.
+"""Where numbered elements went: logical parts, and the layout in which each is stored.
+
+**Parts**: the logical tensors of a table, one for each pair of name patterns that have elements in common.
 
 The instances of a part differ in indices. An index stands in names of both sides (a layer), or in names of one side and
 in a dim of the other (an expert, stacked); what stands on both sides with the same values is one axis.
 
-Moves: which elements of a tensor went where, as digits.
+**Moves**: which elements of a tensor went where, as digits.
 
-A digit is a run of equal steps: `size` elements, `hub` positions apart on one side and `memory` positions apart on the
-other. A transpose has two digits, a split of heads three. `factor` finds them from the positions alone.
+A digit is a run of equal steps: `size` elements, `hub` positions apart on one side and `memory` positions apart on
+the other. A transpose has two digits, a split of heads three. `factor` finds them from the positions alone.
 
-Layouts: how the parts lie in the dims of one stored tensor, as the notation's expression with axes not yet named.
+**Layouts**: how the parts lie in the dims of one stored tensor, as the notation's expression with axes not yet named.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
-"""What a table is derived from: a model type of transformers, a function, or folders of a user's.
+"""Tables from converters: sources of traces, the proof of a table, and the file that it becomes.
 
-Proof: a table's conversions against a trace that it was not derived from, both ways, bit by bit.
+What a table is derived from: a model type of transformers, a function, or folders of a user's.
+
+**Proof**: a table's conversions against a trace that it was not derived from, both ways, bit by bit.
 
 The file of a derived table: complete as soon as it is there, and never in place of anything that must stay.
 
-Traces of functions: a converter in Python, given state dicts that are numbered in two ways.
+**Traces of functions**: a converter in Python, given state dicts that are numbered in two ways.
 
 What is the same in both runs comes from no element, and what comes from an element comes from it in both.
 """

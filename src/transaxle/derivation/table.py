@@ -1,8 +1,8 @@
 """The text of a table: a structure with names.
 
-Derivation: from traces to the text of a table, and what it leaves out.
+**Derivation**: from traces to the text of a table, and what it leaves out.
 
-Structure: what all traces agree on, before anything has a name.
+**Structure**: what all traces agree on, before anything has a name.
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
-"""What a converter did with numbered tensors: the same numbers, before and after.
+"""Traces: numbered elements before and after a converter.
+
+What a converter did with numbered tensors: the same numbers, before and after.
 
 Element numbers that cannot be mistaken for constants or ranges: large, odd, and in no order.
 
-A converter may create tensors of its own: zeros, ones, positions 0, 1, 2 …. If elements were numbered 1, 2, 3 …, such
-values would look like copies of elements. So each element carries a number that is drawn at random; a trace then has
-its place instead: 1 for the first element, 2 for the next.
+A converter may create tensors of its own: zeros, ones, positions 0, 1, 2 …. If elements were numbered 1, 2, 3 …,
+such values would look like copies of elements. So each element carries a number that is drawn at random; a trace then
+has its place instead: 1 for the first element, 2 for the next.
 
-Numbered checkpoints: a copy of a user's whose elements are numbers of their own, to send through a converter.
+**Numbered checkpoints**: a copy of a user's whose elements are numbers of their own, to send through a converter.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ An encoding is the one description that readers, the planner, the codecs and the
 element is its code times the scale of its tile, times the global factor if there is one. Tiles cover the trailing
 stored dims; every index along the dims before them has tiles of its own.
 
-Error: how far values are from the values they stand for.
+**Error**: how far values are from the values they stand for.
 
-Plain types: the floating-point types of values that are not encoded, by their safetensors codes.
+**Plain types**: the floating-point types of values that are not encoded, by their safetensors codes.
 """
 
 from __future__ import annotations

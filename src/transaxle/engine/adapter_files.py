@@ -1,9 +1,11 @@
-"""Converting: the files of an adapter as those of an adapter of the same model in another dialect.
+"""The files of a peft adapter, in another dialect of the model that it changes.
+
+**Converting**: the files of an adapter as those of an adapter of the same model in another dialect.
 
 The names are those that peft gives to the modules and parameters of a model whose weights have the dialect's names. The
 tables need to know the whole model, of which an adapter changes a part: its config tells.
 
-Factors: where the A and B of an adapter go when the weight that they change is laid out in another way.
+**Factors**: where the A and B of an adapter go when the weight that they change is laid out in another way.
 
 A weight's change is `B @ A`, so the axes of its rows are B's and those of its columns A's. Where several weights become
 one, their ranks lie side by side and B is zero outside of its blocks, which is the same change; weights with the same A

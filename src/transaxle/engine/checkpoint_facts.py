@@ -1,4 +1,6 @@
-"""What a checkpoint is recognised as, and what it holds: the data of `transaxle info`.
+"""Facts as data, for `info`, `sharding`, `check-rules` and their pages.
+
+What a checkpoint is recognised as, and what it holds: the data of `transaxle info`.
 
 Who holds what of a live model: plain data that ranks have agreed on, to be printed, written as JSON, or drawn.
 

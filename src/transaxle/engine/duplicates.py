@@ -1,14 +1,16 @@
-"""Copies: what a checkpoint stores twice, and the proof that both are equal.
+"""What a checkpoint stores several times: proof that copies are equal, their mean, and what differs by arithmetic.
+
+**Copies**: what a checkpoint stores twice, and the proof that both are equal.
 
 Ties, replicas along a name axis and merged counters are one tensor stored in several places. Only one of them is
 written to the target. So the others must prove equal, bit by bit, before anything is committed: a `Pair` reads two
 tensors, or makes them otherwise, block by block, and compares them.
 
-Arithmetic between dialects: the few tensors that one framework stores shifted, scaled or as an exponential.
+**Arithmetic between dialects**: the few tensors that one framework stores shifted, scaled or as an exponential.
 
 It rounds, so it never runs unless asked for. Where source and target shift alike there is nothing to do.
 
-Averages: replicas that ranks hold differently, taken as their mean where the user asks for it.
+**Averages**: replicas that ranks hold differently, taken as their mean where the user asks for it.
 
 Tensor-parallel ranks update a replicated parameter each for itself. Where their copies have drifted apart, a conversion
 refuses them; on request they are one tensor, the mean of all copies: summed in float64 and rounded once.

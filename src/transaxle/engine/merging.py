@@ -1,9 +1,11 @@
-"""Merging: a model's weights seen with an adapter's changes added, whatever names and layouts either has.
+"""Adapters merged into the weights that they change.
+
+**Merging**: a model's weights seen with an adapter's changes added, whatever names and layouts either has.
 
 The changes are tensors of the dialect in which the adapter was trained, zero where it has none. The model's own tables
 take them to the layout in which the weights are stored, so that fused and stacked weights get each its own part.
 
-Merged adapters: weights seen with the low-rank changes of an adapter added, computed when they are read.
+**Merged adapters**: weights seen with the low-rank changes of an adapter added, computed when they are read.
 
 Everything is summed in float64 and then rounded to the weight's type, through float32 as torch's `.to` does. The terms
 are added in the order of the ranks, so a value has the same bits in whatever pieces a tensor is read.

@@ -1,4 +1,6 @@
-"""What a line of a plan moves, in words: which axes go from a name to a shape, what is transposed, joined or split.
+"""Conversions in words: what moves where, and the axes and dialects of a family.
+
+What a line of a plan moves, in words: which axes go from a name to a shape, what is transposed, joined or split.
 
 What dialects and axes stand for, in words: tables have names and formulas only.
 """

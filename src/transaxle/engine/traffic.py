@@ -1,4 +1,7 @@
-"""Traffic: the bytes that a refit would move between every pair of ranks, from what each holds of each kind of tensors.
+"""How many bytes a refit moves between which ranks.
+
+**Traffic**: the bytes that a refit would move between every pair of ranks, from what each holds of each kind of
+tensors.
 
 Nothing is enumerated but kinds of tensors, pipeline stages and ranks: boxes meet by arithmetic on their intervals, and
 layers that are alike are counted.
@@ -7,9 +10,9 @@ The ranks of a trainer and of an engine: the degrees of their meshes, and the co
 
 What each rank of a trainer or an engine holds of a kind of tensors, as boxes of a logical tensor.
 
-A trainer cuts as torch does: experts over `ep`, what the tables name over `tp`, and then FSDP divides dim 0 of what is
-left, in `torch.chunk`'s chunks. Its other tensors FSDP divides over `fsdp` and `ep` together. An engine cuts as its own
-loader does, which the tables say.
+A trainer cuts as torch does: experts over `ep`, what the tables name over `tp`, and then FSDP divides dim 0 of what
+is left, in `torch.chunk`'s chunks. Its other tensors FSDP divides over `fsdp` and `ep` together. An engine cuts as its
+own loader does, which the tables say.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """What values tensors have: extremes, moments, zeros, channels that stand out; they are read once, in blocks.
 
-Tallies of values: how often each code of a small type occurs, exact sums of others, and the largest of each channel.
+**Tallies of values**: how often each code of a small type occurs, exact sums of others, and the largest of each
+channel.
 
-All that is added are whole numbers: counts of codes, and the mantissas, and their squares, of larger types. So the sums
-are exact until they are rounded once, at the end, and no order of blocks, threads or additions changes them.
+All that is added are whole numbers: counts of codes, and the mantissas, and their squares, of larger types. So the
+sums are exact until they are rounded once, at the end, and no order of blocks, threads or additions changes them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Verification: a checkpoint checked against its own manifest, byte by byte, or against another checkpoint.
+"""Whether a checkpoint is what it was: against its manifest, or against another one.
+
+**Verification**: a checkpoint checked against its own manifest, byte by byte, or against another checkpoint.
 
 Two checkpoints to be compared, opened together: what is said of both, and what of the first one only.
 """

@@ -1,6 +1,8 @@
-"""Numbers with the units people use, for reports and for the command line: 1 GB is 10^9 bytes.
+"""Numbers, sizes and folded names, as people read them.
 
-Folding names: eighteen thousand tensors on twenty lines, and no name invented.
+Numbers with the units people use, for reports and for the command line: 1 GB is 10^9 bytes.
+
+**Folding names**: eighteen thousand tensors on twenty lines, and no name invented.
 
 Names that differ only in their indices, with equal dtype and shape, become one row with the sets of those indices:
 `model.layers.[0-47].mlp.experts.[0-127].gate_proj.weight`. A row stands for every combination of its indices and

@@ -11,17 +11,17 @@ its place beside the model's container, or as a Python number (`epoch`), which n
 are ordinary tensors of the catalog; a `TrainingItem` records which these are, and keeps the other values as far as they
 are plain data. Formats without a place for counters and schedules keep them beside the optimizer's state (`KEPT_RUN`).
 
-Parameter groups: an optimizer's settings, with the names of the parameters that they apply to.
+**Parameter groups**: an optimizer's settings, with the names of the parameters that they apply to.
 
 Every format keeps them in its own way; here they are plain data, under one key of a container's metadata:
 
     ck.metadata["param_groups"] == [{"lr": 0.001, "betas": (0.9, 0.95), "params": ["model.norm.weight", ...]}, ...]
 
-A setting keeps its type: numbers, texts, None, and tuples, lists and dicts of them stay as they are; a number with a
-dtype of its own (a tensor without dims, a numpy number) is a numpy scalar. Parameters have the names of their state,
+A setting keeps its type: numbers, texts, None, and tuples, lists and dicts of them stay as they are; a number with
+a dtype of its own (a tensor without dims, a numpy number) is a numpy scalar. Parameters have the names of their state,
 `optim/<parameter>/<state>`.
 
-Full-precision weights: the copies of low-precision weights that an optimizer updates, `optim/<parameter>/fp32`.
+**Full-precision weights**: the copies of low-precision weights that an optimizer updates, `optim/<parameter>/fp32`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Derived entries: those of a model's state dict that are no memory of its own, and the modules that make them.
+"""Entries of a state dict that are no memory of the model: what they are, how values reach the model, and who keeps
+them.
+
+**Derived entries**: those of a model's state dict that are no memory of its own, and the modules that make them.
 
 torchtitan's fused attention shows `wq`, `wk` and `wv` of one weight, hooks of state dicts rename and pack. Values that
 are written into such an entry reach the model only through its own `load_state_dict` (`transaxle.live.derived`).
@@ -9,13 +12,13 @@ The parameters of FSDP1 are flat; its state dict shows whole ones, which are cop
 of the user's. Here it is always every tensor, whole, on every rank: the one kind whose names and values mean the same
 whatever the wrapping, and that its `load_state_dict` takes back.
 
-Settling: values that came into derived entries are put into place by the module's own `load_state_dict`.
+**Settling**: values that came into derived entries are put into place by the module's own `load_state_dict`.
 
-Beforehand a trial shows that it can: other values are put into the module, shown, replaced by others still, and loaded.
-What then is not as it was shown would have been lost. The module's own values are put back in the end. After a load the
-state dict is asked once more, and has to say what was loaded.
+Beforehand a trial shows that it can: other values are put into the module, shown, replaced by others still, and
+loaded. What then is not as it was shown would have been lost. The module's own values are put back in the end. After a
+load the state dict is asked once more, and has to say what was loaded.
 
-Keepers: libraries that keep the values of a model's parameters somewhere else than in the parameters.
+**Keepers**: libraries that keep the values of a model's parameters somewhere else than in the parameters.
 
 What is written into such a parameter is replaced at the next forward pass or step, without a word. They are known by
 the marks that they leave, and none of them is imported.

@@ -1,8 +1,10 @@
-"""Planning a load: what every rank needs, where the source has it, and every reason not to begin.
+"""What a load reads, by which rank, and into which memory.
+
+**Planning a load**: what every rank needs, where the source has it, and every reason not to begin.
 
 All ranks come to the same plan, or raise the same error; no tensor has been written then.
 
-Meta models: parameters without storage get it shard by shard, just before their values come.
+**Meta models**: parameters without storage get it shard by shard, just before their values come.
 
 A buffer that no checkpoint holds (rotary frequencies) is computed by the module that owns it; what nobody can fill is
 refused, so that nothing uninitialised is left behind.

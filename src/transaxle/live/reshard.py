@@ -1,4 +1,6 @@
-"""Resharding: from tensors of one mesh and dialect into those of another, over the process group, without a disk.
+"""Models with other shardings: agreeing on a match, moving values, and describing what each rank has.
+
+**Resharding**: from tensors of one mesh and dialect into those of another, over the process group, without a disk.
 
 What is copied between two live states, as all ranks have agreed: every problem of every rank is found before.
 

@@ -1,4 +1,6 @@
-"""Saving: every rank writes its own byte ranges straight into the final files of the checkpoint, in one pass.
+"""Saving live models: what each rank writes, and the one checkpoint that it becomes.
+
+**Saving**: every rank writes its own byte ranges straight into the final files of the checkpoint, in one pass.
 
 All ranks compute the same plan from what they hold together; nothing is consolidated afterwards.
 

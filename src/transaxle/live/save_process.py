@@ -1,4 +1,6 @@
-"""The background process of one rank: it writes snapshots out of shared memory, one after the other.
+"""The background process of one rank, and where those of all ranks meet.
+
+The background process of one rank: it writes snapshots out of shared memory, one after the other.
 
 Those of all ranks form a world of their own, so no collective of the training is disturbed.
 
@@ -7,7 +9,7 @@ that line would begin to train once more. Ours needs nothing of the script. It e
 it, however that ends, and with nothing else: Ctrl-C and the signals of launchers go to all processes of a group, and a
 program that takes them as a wish to end well must still have its save.
 
-Rendezvous: where the background processes of all ranks find each other, and where the loss of one is reported.
+**Rendezvous**: where the background processes of all ranks find each other, and where the loss of one is reported.
 
 The first rank's own process serves a store, for those who know a secret that it has told the other ranks. The store
 exists before the background processes do, on whatever machines these run; and a rank whose process waits for a lost one

@@ -1,4 +1,6 @@
-"""The journal of a conversion: which tensors are already written, so that an interrupted run can be continued.
+"""What of a conversion is done: hashes of tensors while they are written, and the journal that keeps them.
+
+The journal of a conversion: which tensors are already written, so that an interrupted run can be continued.
 
 Where several workers carry one plan out, each item of their work has a result beside the journal, written when its
 bytes are durable.
@@ -7,7 +9,7 @@ One line per finished tensor, each with its own checksum; a torn last line is si
 one plan over one state of the source: to anything else it is refused, and what is there stays. What it lists is read
 back and hashed before it is believed, so a resumed run gives the same bytes as an uninterrupted one.
 
-Hash items: while their bytes stream into files, or as they lie there.
+**Hash items**: while their bytes stream into files, or as they lie there.
 """
 
 from __future__ import annotations

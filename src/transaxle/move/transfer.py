@@ -1,9 +1,11 @@
-"""Transfers: box copies in bytes, from a place in a file to a place in a tensor.
+"""Transfers, and the endpoints between which they carry bytes.
+
+**Transfers**: box copies in bytes, from a place in a file to a place in a tensor.
 
 A transfer knows nothing of axes. `clip` cuts it by a byte range of the target, so a tensor of any size is produced in
 order, block by block, in fixed memory; `endpoint.note_parts` says how clipped transfers are carried out.
 
-Endpoints: what bytes are moved from, and to, and how they travel between ranks.
+**Endpoints**: what bytes are moved from, and to, and how they travel between ranks.
 
 Files of a storage and the memory of ranks look alike here. Between ranks parcels of bytes travel in rounds of bounded
 memory. Every rank knows every parcel (its sender, receivers and size), so no header travels; how the bytes of a round

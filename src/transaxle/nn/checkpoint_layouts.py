@@ -1,4 +1,6 @@
-"""Expert layouts of frameworks and grouped layers, converted in one step: names, order of gate and up, transposes.
+"""State dicts of grouped layers in the layouts of frameworks: of one layer, of a whole model, of its optimizer.
+
+Expert layouts of frameworks and grouped layers, converted in one step: names, order of gate and up, transposes.
 
 This is for the state dict of one layer's experts. `transaxle.load`, `transaxle.state_dict_as` and `transaxle.convert`
 do the same for whole models, and understand DTensors.

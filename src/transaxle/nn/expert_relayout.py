@@ -1,4 +1,6 @@
-"""Carry out a translation of `transaxle.axes` on the torch tensors of a state dict.
+"""Experts renamed and restacked in a state dict: N tensors and one stack are two dialects of one table.
+
+Carry out a translation of `transaxle.axes` on the torch tensors of a state dict.
 
 What a state dict has to hold for a grouped layer: how many experts, of what shapes, under one name or under N.
 

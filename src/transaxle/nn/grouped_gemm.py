@@ -1,4 +1,6 @@
-"""The product of rows with the weights of their experts, and its gradients.
+"""The product of rows with the weights of their experts, as one autograd function.
+
+The product of rows with the weights of their experts, and its gradients.
 
 One `grouped_mm` where the path allows it, or a product of codes, else a product per expert; gradients of weights are
 never products of codes. Between forward and backward nothing is kept but the input, the weights themselves (codes where
@@ -14,7 +16,7 @@ Each expert's rows are a matrix of their own, with their own amax; so there is a
 
 The grouped product as one autograd function.
 
-Delayed gradients of weights: FSDP2 has sharded the parameters again before they exist, so they are reduced here.
+**Delayed gradients of weights**: FSDP2 has sharded the parameters again before they exist, so they are reduced here.
 """
 
 from __future__ import annotations

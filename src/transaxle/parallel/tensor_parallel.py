@@ -1,4 +1,6 @@
-"""Tensor parallelism: cut a model whose family has a table over the ranks of a mesh.
+"""Tensor parallelism: cut a model whose family has a table over the ranks of a mesh, and the modules that it becomes.
+
+**Tensor parallelism**: cut a model whose family has a table over the ranks of a mesh.
 
 Guards against torch taking a rank's part of a parameter for the whole: tensors and hooks that refuse.
 
@@ -13,7 +15,7 @@ A table says which axes may be cut. What a model does between its layers no tabl
 heads that work in pairs, make a cut model another one, without an error. So each type is tried, and the list of those
 whose logits and gradients are the same is part of the package.
 
-Cut modules: the module's own class, with a forward around its own.
+**Cut modules**: the module's own class, with a forward around its own.
 
 While it computes, `self.weight` is this rank's part as an ordinary tensor; at any other time it is the parameter, which
 is a DTensor where a DTensor can say how it is cut.

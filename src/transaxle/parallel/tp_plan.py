@@ -8,9 +8,9 @@ Reads a model through its family's table: which logical tensors its parameters h
 
 Divide a cut axis: which of its indices each tensor-parallel rank has.
 
-An index is never split: one of `g` is a group of query heads with the key and value head that they share. Where there
-are more ranks than groups, several ranks share a group: each has some of its query heads, and all of them its key and
-value head.
+An index is never split: one of `g` is a group of query heads with the key and value head that they share. Where
+there are more ranks than groups, several ranks share a group: each has some of its query heads, and all of them its key
+and value head.
 """
 
 from __future__ import annotations

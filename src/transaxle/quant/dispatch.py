@@ -1,11 +1,13 @@
-"""What torch operations do with quantized tensors: one table for all formats.
+"""What torch operations and functions do with quantized tensors; the linear layer among them.
+
+What torch operations do with quantized tensors: one table for all formats.
 
 An operation is *raw* (codes and scales are moved, and the result is quantized), *dequantizes* (it gets the values, and
 its result is a plain tensor) or *raises*. What the table does not name follows from its schema: an operation that
 writes into a quantized tensor, or returns a view of one, raises, because what is written would be lost; any other one
 dequantizes.
 
-Collectives on quantized tensors: codes, and scales that are cut with them, travel as bytes.
+**Collectives on quantized tensors**: codes, and scales that are cut with them, travel as bytes.
 
 The linear layer on quantized weights, forward and backward.
 

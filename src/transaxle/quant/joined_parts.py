@@ -1,4 +1,6 @@
-"""Putting quantized tensors together, raw: rows or columns of matrices, and matrices to stacks.
+"""Quantized tensors put together and taken apart, raw.
+
+Putting quantized tensors together, raw: rows or columns of matrices, and matrices to stacks.
 
 A rank's part of a quantized tensor that tensor parallelism has cut: taken from the whole, and copied into.
 """

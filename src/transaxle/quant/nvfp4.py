@@ -1,4 +1,6 @@
-"""The three products of a linear layer whose operands are all quantized to nvfp4.
+"""NVFP4 training: products of which all operands are quantized, as TransformerEngine's `NVFP4BlockScaling` makes them.
+
+The three products of a linear layer whose operands are all quantized to nvfp4.
 
 As TransformerEngine's `NVFP4BlockScaling` has them:
 
@@ -23,7 +25,7 @@ stay the same, and outliers are spread over 16 elements before they are quantize
 TransformerEngine drew once (`pytorch/tensor/nvfp4_tensor.py`, `get_wgrad_sign_vector`), the same for every tensor, step
 and rank, since both operands must have them.
 
-Stochastic rounding to E2M1: up with the probability with which the result is the value on average.
+**Stochastic rounding to E2M1**: up with the probability with which the result is the value on average.
 
 Scales are those of rounding to nearest (`transaxle.encodings.arithmetic.scaling`); only the codes differ. A value
 between two neighbours becomes the one farther from zero if a random word of 32 bits is below the fraction of the way
@@ -36,7 +38,7 @@ scales the result by the two amaxes (TransformerEngine, `nvfp4_compute_per_tenso
 float64. They are multiples of 2**-10 below 2688, so that sums of 1024 products are exact, and in practice far longer
 ones: the result does not depend on the order of the sum, nor on how rows or columns were cut.
 
-Philox4x32-10: random numbers that are a function of a key and a counter.
+**Philox4x32-10**: random numbers that are a function of a key and a counter.
 
 J. Salmon, M. Moraes, R. Dror, D. Shaw, *Parallel random numbers: as easy as 1, 2, 3* (SC 2011). No generator keeps a
 state, so a number belongs to the element that it is drawn for, whichever rank draws it and in whatever order. Words of

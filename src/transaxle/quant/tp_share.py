@@ -4,7 +4,7 @@ Cuts lie on borders of tiles, so each share can be quantized like a separate mat
 the whole matrix has only one: a scale, an amax, a history. They are computed over all ranks, and equal on each. All
 other buffers are parts of the whole matrix's, and FSDP2 may cut a share once more, between any two rows.
 
-Bands: what a cut along columns leaves of a matrix, or one along rows or columns of every matrix of a stack.
+**Bands**: what a cut along columns leaves of a matrix, or one along rows or columns of every matrix of a stack.
 
 FSDP2 cuts so where it is told to (`Shard(1)`). Such a cut runs between tiles, so each band is quantized like a matrix
 of its own, except for what the whole matrix has one of: a scale, an amax, a history. Every rank has a copy of those.

@@ -3,7 +3,7 @@
 Values are cast where they are sent, so what is compared with the target is the source as it arrives. A target that
 keeps codes gets values, which it quantizes when it has all of them.
 
-Encoded targets: an engine's plain tensors of codes and scales, which are made of a source's values on their way.
+**Encoded targets**: an engine's plain tensors of codes and scales, which are made of a source's values on their way.
 
 Each rank gets the values of the whole tiles that its codes and scales lie in, and encodes these: what comes out is what
 encoding the whole tensor gives. Where there is a scale for a whole matrix, the ranks tell each other their largest

@@ -3,7 +3,7 @@
 A parcel has the bytes that one rank holds of a run of one tensor, packed without gaps: nothing is sent that its
 receivers do not need. What a rank holds itself it copies straight from its source into its target.
 
-Meeting: a process group of the ranks of several jobs that know nothing of each other but an address and a secret.
+**Meeting**: a process group of the ranks of several jobs that know nothing of each other but an address and a secret.
 
 Each job keeps its own torch world, which the group does not become a part of. Other ways to make such a group, such as
 those of verl and OpenRLHF, will do as well: `World` finds out which ranks belong together.

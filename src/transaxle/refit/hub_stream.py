@@ -2,7 +2,7 @@
 
 For engines that cut what they are given themselves. Where both sides are known, `Refit` sends much less.
 
-Carrying a program out: what each rank holds is packed, sent, and laid where it belongs.
+**Carrying a program out**: what each rank holds is packed, sent, and laid where it belongs.
 
 A source for the trainer engines that vLLM itself has, such as `nccl`: whole tensors under a hub's names.
 

@@ -8,7 +8,7 @@ transposed, but not its MXFP4 codes. So a line may end in `when mxfp4`, and anot
 mxfp4`. The word is true where the tensor at hand is stored, or is about to be written, in that encoding; these words
 are all that the algebra knows of encodings.
 
-Formulas: the small arithmetic in which a table says how big an axis is and when a line holds.
+**Formulas**: the small arithmetic in which a table says how big an axis is and when a line holds.
 
     num_attention_heads/num_key_value_heads        exact division, or the size is refused
     head_dim|hidden_size/num_attention_heads       the first of these that is known

@@ -7,7 +7,7 @@ it becomes the largest value, and the scale of its tile says NaN. Signs stay, of
 Sources: OCP 8-bit Floating Point Specification 1.0 (E4M3, E5M2), OCP Microscaling Formats 1.0, section 5.3 (E2M1) and
 5.4 (E8M0, which has an exponent and nothing else: 2**(code - 127), and 255 for NaN).
 
-Wide types: the floating-point types that values come in and are decoded to, and their conversions.
+**Wide types**: the floating-point types that values come in and are decoded to, and their conversions.
 
 ml_dtypes converts too, but several times slower. Here a NaN keeps its sign, and loses its payload when it is narrowed.
 """

@@ -6,7 +6,7 @@ where TransformerEngine (August 2026) rounds; everything is float32 arithmetic, 
 
 An amax that is NaN says that the tile holds a NaN.
 
-Casting: plain floating-point values in another floating-point type, as torch's `.to` makes them.
+**Casting**: plain floating-point values in another floating-point type, as torch's `.to` makes them.
 
 The nearest value, ties to even; what is too large becomes infinite; a NaN stays one. float64 goes through float32, as
 it does in torch.

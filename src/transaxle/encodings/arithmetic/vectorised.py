@@ -3,7 +3,7 @@
 Rows are worked on in groups that stay in a cache. Each function says in numpy what `kernel.c` says in C; the bits are
 the same.
 
-Tiling: how the tiles of an encoding lie over the rows at hand.
+**Tiling**: how the tiles of an encoding lie over the rows at hand.
 """
 
 from __future__ import annotations

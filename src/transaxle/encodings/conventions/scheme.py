@@ -7,8 +7,8 @@ neither read nor known to say nothing of the weights: it may rotate or scale the
 
 Lists of modules in config files, each asked as the config's own reader would ask it.
 
-Three dialects are known: that of transformers (an expression that ends at a module's boundary, or any suffix), that of
-compressed-tensors (`re:` and an expression, or a whole name), and ModelOpt's wildcards.
+Three dialects are known: that of transformers (an expression that ends at a module's boundary, or any suffix), that
+of compressed-tensors (`re:` and an expression, or a whole name), and ModelOpt's wildcards.
 """
 
 from __future__ import annotations

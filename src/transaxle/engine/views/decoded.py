@@ -1,9 +1,11 @@
-"""Decoding as a view of storage: an encoded tensor becomes a plain one in a virtual file.
+"""Encoded tensors seen as plain ones, with what metadata and parameter groups say of them.
+
+Decoding as a view of storage: an encoded tensor becomes a plain one in a virtual file.
 
 Reading a range of that file decodes the values of just that range, from the codes and scales of just that range. So
 planning, copying, resharding, comparing and loading need not know that anything was ever encoded.
 
-Header notes: what a container's metadata says about encoded tensors, removed where it is no longer true.
+**Header notes**: what a container's metadata says about encoded tensors, removed where it is no longer true.
 
 torchao's files describe each tensor in the header's metadata, and list the names of all. The description of a tensor
 that was decoded or renamed must not be carried over.

@@ -4,7 +4,7 @@ A table speaks of a weight. Where that is stored as codes and scales, the tables
 name and in its shape. After the translation each buffer follows: the scales by the tiles that they belong to, and all
 of them under the names and shapes of the convention. Nothing is decoded on the way.
 
-Compact scales: scales that torchao stores in the order of a matrix-multiply kernel, read in the order of rows.
+**Compact scales**: scales that torchao stores in the order of a matrix-multiply kernel, read in the order of rows.
 
 The kernel wants tiles of 128 x 4 scales, padded, and within a tile four rows of 32 side by side (cuBLAS, "1-D block
 scaling factors layout"). The tiles follow the order of the tensor's rows. Where such a tensor is decoded or moved to

@@ -1,4 +1,6 @@
-r"""The pattern form of the metadata (up to 0.4): lists of name patterns, each saying how its parameters are cut.
+r"""The pattern form of the metadata, and its patterns looked up by name.
+
+"The pattern form of the metadata (up to 0.4): lists of name patterns, each saying how its parameters are cut.
 
 A parameter that no list names is cut along its first dim: that is the schema's own rule, and it holds only where there
 is such a schema. Widths are those of the shards themselves, or, for fused parameters, those the metadata gives.

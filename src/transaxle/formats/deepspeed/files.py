@@ -1,4 +1,6 @@
-"""The files of a checkpoint's folder by rank: none is missing, and no two claim the same rank.
+"""Which files a folder has for which ranks, and which folders hold such checkpoints.
+
+The files of a checkpoint's folder by rank: none is missing, and no two claim the same rank.
 
 Which folders hold DeepSpeed checkpoints: of a run, and universal ones.
 """

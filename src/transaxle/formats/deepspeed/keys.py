@@ -1,9 +1,11 @@
-"""Every word of DeepSpeed's checkpoints and of their universal-checkpoint metadata, each spelled once.
+"""The words of DeepSpeed's checkpoints, and values under them that are checked.
+
+Every word of DeepSpeed's checkpoints and of their universal-checkpoint metadata, each spelled once.
 
 The names are DeepSpeed's own (0.19.8: `checkpoint/constants.py`, `module_inject/layers.py`); the forms they stand for
 are described where they are read.
 
-Checked values: members of a stranger's dicts, each of which must exist and have the right type.
+**Checked values**: members of a stranger's dicts, each of which must exist and have the right type.
 
 A checkpoint's dicts are read in many places. With this class each place states its expectation in one line, and a file
 that holds something else is refused with its name and the path inside it.

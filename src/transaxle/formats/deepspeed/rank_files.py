@@ -1,4 +1,6 @@
-"""The contents of each rank's files: parameters, flat buffers, numbers and settings, as plain descriptions.
+"""What the files of each rank hold, and where in the flat buffers each parameter lies.
+
+The contents of each rank's files: parameters, flat buffers, numbers and settings, as plain descriptions.
 
 Flat cuts: where a parameter is in the flat buffers of the ranks, and which boxes that makes.
 
@@ -6,7 +8,7 @@ ZeRO writes the parameters of a group one after the other into one vector and gi
 2), or gives every rank an equal run of each parameter (stage 3). Either way a rank holds an interval of a parameter's
 row-major elements, which is a few boxes. Paddings belong to no parameter.
 
-Shards: one tensor-parallel rank's share of a tensor, and the whole assembled from them along its spread.
+**Shards**: one tensor-parallel rank's share of a tensor, and the whole assembled from them along its spread.
 
 Facts about the training run: counters, versions, and the optimizer's settings by parameter name.
 """

@@ -1,4 +1,7 @@
-"""Spreads: which boxes of one parameter each tensor-parallel rank holds, and where in its shard.
+"""How a parameter is spread over tensor-parallel ranks: boxes, the affine map of the metadata, and cuts that tables
+state.
+
+**Spreads**: which boxes of one parameter each tensor-parallel rank holds, and where in its shard.
 
 Every form of metadata is reduced to a spread, by way of the cutting rules of `axes`. Spreads are compared, checked for
 holes and turned into extents here, whatever they were read from.

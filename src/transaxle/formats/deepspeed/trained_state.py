@@ -1,4 +1,6 @@
-"""The trained parameters of one model rank, read from its data-parallel ranks' flat buffers.
+"""The trained parameters of a run, put together from the ranks of each stage.
+
+The trained parameters of one model rank, read from its data-parallel ranks' flat buffers.
 
 Every length is checked against the others: the sizes of buffers, paddings and parameters must add up to the last
 element, and the map of fragments that a rank stores beside them must be the same map.
@@ -9,7 +11,7 @@ Each of these ranks counts its experts from zero. Their module tensors are in fi
 whole model. In the optimizer's files a group of expert parameters is cut only over the ranks that hold the same
 experts, under each rank's own numbers; `partition_count` states their number.
 
-One pipeline stage: all of its tensors, assembled from its tensor-parallel ranks.
+**One pipeline stage**: all of its tensors, assembled from its tensor-parallel ranks.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
-"""The record of one parameter: how it is cut over tensor-parallel ranks, as DeepSpeed attaches it to the live
+"""What universal metadata states of a parameter, and of a model.
+
+The record of one parameter: how it is cut over tensor-parallel ranks, as DeepSpeed attaches it to the live
 parameter.
 
-A record states the same facts many times: sizes of parts, widths per rank, a shape, a nested copy of half of it for the
-converter, the same cut once more as an affine map. `Record` holds each fact once. It writes the whole dict from them,
-and reads one by deriving everything again and refusing any contradiction.
+A record states the same facts many times: sizes of parts, widths per rank, a shape, a nested copy of half of it for
+the converter, the same cut once more as an affine map. `Record` holds each fact once. It writes the whole dict from
+them, and reads one by deriving everything again and refusing any contradiction.
 
     Record.cut("column", (48, 32), 0, [[8, 8], [8, 8], [8, 8]], view=(3, -1)).as_dict()
 

@@ -1,4 +1,6 @@
-"""Megatron's arguments: what a checkpoint says of the model and of the run that wrote it.
+"""The arguments of a Megatron run, wherever a checkpoint keeps them.
+
+**Megatron's arguments**: what a checkpoint says of the model and of the run that wrote it.
 
 They are a pickled `argparse.Namespace` of some eight hundred entries, with members of Megatron's own enums among them.
 The interpreter describes these without importing anything; only numbers, texts and lists of them are kept.

@@ -3,11 +3,11 @@
 Readers know names, sizes and byte ranges, nothing else. So what holds for one storage (a name never leaves the
 checkpoint, a short read is an error, nothing is memory-mapped) holds for every format read through it.
 
-A storage may be laid over another one: files in memory (`VirtualFiles`), a sub-folder seen as the whole, or its files
-seen in the folder above (`Renaming`). `NearReads` makes one read of many small ones that follow one another closely, as
-those of headers between small tensors.
+A storage may be laid over another one: files in memory (`VirtualFiles`), a sub-folder seen as the whole, or its
+files seen in the folder above (`Renaming`). `NearReads` makes one read of many small ones that follow one another
+closely, as those of headers between small tensors.
 
-Strict JSON: text from strangers, in which no key may occur twice.
+**Strict JSON**: text from strangers, in which no key may occur twice.
 
 Decoders silently keep the last of two equal keys, so that two readers of one file may see different tensors. JSON of
 strangers is read here. In headers and indexes, which may be long, each decoded key accounts for one colon in the text;

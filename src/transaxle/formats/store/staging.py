@@ -1,4 +1,6 @@
-"""Staging: a checkpoint is written beside its target and moved there whole; until then the target is untouched.
+"""A checkpoint in the making on this machine, and where a path or URL leads.
+
+**Staging**: a checkpoint is written beside its target and moved there whole; until then the target is untouched.
 
 Everything is written to a hidden folder next to the target. Committing makes it durable (files, folders, and the rename
 itself) and renames it in one step. A process that dies at any point leaves the target as it was; a run that resumes
@@ -7,7 +9,7 @@ hidden name is always the same, so nothing piles up, and its lock keeps two runs
 
 A `Writer` writes byte ranges into the files of a checkpoint in the making that another process has created.
 
-Locations: whether a path leads to this machine or, as a URL, to a service; decided only here.
+**Locations**: whether a path leads to this machine or, as a URL, to a service; decided only here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The callback for transformers' Trainer, which is not imported here.
+"""Hooks for transformers' Trainer and for accelerate, neither of which is imported here.
+
+The callback for transformers' Trainer, which is not imported here.
 
 It keeps what the Trainer saves besides weights (progress, schedule, random numbers) and writes into its own folder for
 a step, so that rotation and resuming work as they do without us; or under a URL, where it rotates itself.

@@ -3,7 +3,7 @@
 Lightning gives its first rank one dict with everything. Weights and optimizer state go into the checkpoint under the
 names of parameters, everything else beside them as plain data, so nothing is pickled and any number of ranks resumes.
 
-Lightning's strategies: how each of them saves, and how every rank takes part in it.
+**Lightning's strategies**: how each of them saves, and how every rank takes part in it.
 
 A strategy asks a `CheckpointIO` on its first rank only, so the others would wait for one that has failed; those that
 shard do not ask it at all, but still have it delete. When a run begins, the strategy at hand gets functions of ours.

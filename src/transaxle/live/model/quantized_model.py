@@ -1,11 +1,13 @@
-"""Quantized parameters in a load: a source that has their codes fills these; of one that has values, they are made.
+"""Quantized weights of a live model: filled from codes or values, and published as readers of a hub know them.
+
+Quantized parameters in a load: a source that has their codes fills these; of one that has values, they are made.
 
 A weight is filled as it is where the source has each of its entries in the same type and shape. Where the source has
 plain values, or decodes them, the values are read as if the parameter were plain, into memory of their own, and
 quantized once, with amaxes reduced over the ranks that share it. Codes of another encoding are values only to those who
 say `decode=`.
 
-Publishes a model: its quantized weights under the names and numbers that readers of a hub know.
+**Publishes a model**: its quantized weights under the names and numbers that readers of a hub know.
 
 In training a weight is codes, scales and, beside them, what the next step needs. A hub's readers want the first two in
 a convention of theirs, with a config that says so, and nothing else: engines refuse names that they do not know. So

@@ -4,7 +4,8 @@ Wrappers put segments of their own into names (`_orig_mod`, `_checkpoint_wrapped
 `module`); these are no part of the model and are taken out, segment by segment. numpy arrays of a state dict are
 tensors in the same memory: they are saved like any tensor, and filled in place.
 
-Megatron's sharded state dicts: what `model.sharded_state_dict()` says of this rank's parameters, as grids of shards.
+**Megatron's sharded state dicts**: what `model.sharded_state_dict()` says of this rank's parameters, as grids of
+shards.
 
 A `ShardedTensor` is a box of a whole tensor: several of them, of other layers or experts, or of the gate and the up
 projection, have one key. A `ShardedTensorFactory` makes such boxes of a parameter: views of it, or copies that it can

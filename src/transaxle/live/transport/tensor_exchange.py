@@ -1,12 +1,14 @@
-"""Exchange between the ranks of a process group: through shared memory on one machine, over the network otherwise.
+"""Tensors on their way between ranks: all at once, or in buckets of bounded memory.
+
+Exchange between the ranks of a process group: through shared memory on one machine, over the network otherwise.
 
 The split sizes are computed alike everywhere and no header travels. Over a network bytes go as uint8, which every
 backend carries.
 
-Buckets: rounds of parcels that are sent again and again. Where each parcel lies is found out once.
+**Buckets**: rounds of parcels that are sent again and again. Where each parcel lies is found out once.
 
-Every rank has two buckets: while one is read, or on its way, the next is packed. A third of each is shared memory, in
-which other ranks of the machine read; a third is for what is sent over a network, and a third for what comes.
+Every rank has two buckets: while one is read, or on its way, the next is packed. A third of each is shared memory,
+in which other ranks of the machine read; a third is for what is sent over a network, and a third for what comes.
 """
 
 from __future__ import annotations

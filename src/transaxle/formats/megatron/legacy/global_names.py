@@ -1,4 +1,6 @@
-"""Names in the whole model: a rank counts its layers and its experts from zero.
+"""Names and order of parameters over the whole model, from those of a rank.
+
+Names in the whole model: a rank counts its layers and its experts from zero.
 
 Which layers a stage holds follows from the run's arguments, and must agree with what its files hold.
 

@@ -1,13 +1,16 @@
-"""Which ranks wrote a checkpoint: their places on the mesh, and that together they hold everything.
+"""Which ranks there are, and what the file of each describes.
+
+Which ranks wrote a checkpoint: their places on the mesh, and that together they hold everything.
 
 mp_rank_TT              tensor-parallel rank
 mp_rank_TT_PPP          and pipeline stage, or expert-parallel rank: the run's arguments tell
 mp_rank_TT_PPP_EEE      all three
 
-Not every combination has a folder: ranks that hold nothing of their own write nothing. Dense parameters must be there
-of every tensor-parallel rank and stage, experts of every expert-parallel and expert-tensor-parallel rank and stage.
+Not every combination has a folder: ranks that hold nothing of their own write nothing. Dense parameters must be
+there of every tensor-parallel rank and stage, experts of every expert-parallel and expert-tensor-parallel rank and
+stage.
 
-What one rank wrote: its part of the model, by local names, and everything beside it as plain descriptions.
+**What one rank wrote**: its part of the model, by local names, and everything beside it as plain descriptions.
 """
 
 from __future__ import annotations

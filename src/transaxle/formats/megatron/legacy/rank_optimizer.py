@@ -1,4 +1,6 @@
-"""What an optimizer keeps of one rank's parameters: numbered by group, or in flat buffers beside the model's file.
+"""What the optimizer of each rank keeps, and whole tensors put together from ranks.
+
+What an optimizer keeps of one rank's parameters: numbered by group, or in flat buffers beside the model's file.
 
 Whole tensors from what the ranks hold: parts over tensor-parallel ranks are joined, copies must be equal.
 """

@@ -5,9 +5,9 @@ and takes the number of steps from them.
 
 Megatron's parameter groups, made from those of another optimizer, and what a run must be told to go on with them.
 
-Megatron does not go by order: since 0.19 it finds a group of its own by weight decay or none, experts or not, and both
-ends of the learning rate's schedule, which its arguments say. Learning rate and weight decay it takes from those anew;
-betas and epsilon from the group that it found. Weight decay is for matrices, and not for vectors and biases.
+Megatron does not go by order: since 0.19 it finds a group of its own by weight decay or none, experts or not, and
+both ends of the learning rate's schedule, which its arguments say. Learning rate and weight decay it takes from those
+anew; betas and epsilon from the group that it found. Weight decay is for matrices, and not for vectors and biases.
 """
 
 from __future__ import annotations
