@@ -18,7 +18,7 @@ from transaxle.families import Families, builtin, entry_of
 NEVER = (
     "torch", "rich", "fsspec", "asyncio", "sqlite3", "importlib.metadata", "xml", "unittest",
     "transaxle.formats.dcp", "transaxle.formats.torch_file", "transaxle.formats.deepspeed", "transaxle.live",
-    "transaxle.formats.store.reading", "transaxle.plugins.plugins",
+    "transaxle.formats.store.reading",
 )  # fmt: skip
 """Modules that neither help nor a look at a folder of safetensors files needs."""
 _READING = (

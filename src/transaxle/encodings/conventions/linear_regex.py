@@ -73,10 +73,10 @@ class Expressions:
         """Return the numbers of the expressions that match the name or the beginning of it; raises as `match`."""
         if not self.match(name):
             return []
-        found: list[int] | None = self._search(self._each.Match, self._read(name))
-        if found is None:  # one of them does: the automaton of all has outgrown its memory
+        numbers: list[int] | None = self._search(self._each.Match, self._read(name))
+        if numbers is None:  # one of them does: the automaton of all has outgrown its memory
             raise PatternError("there are too many expressions to tell which of them match")
-        return sorted(found)
+        return sorted(numbers)
 
     @cached_property
     def _any_whole(self) -> Any:
@@ -99,14 +99,14 @@ class Expressions:
     def _each(self) -> Any:
         import re2
 
-        found = re2.Set.MatchSet(_options(_MOST_BYTES))
+        automaton = re2.Set.MatchSet(_options(_MOST_BYTES))
         try:
             for pattern in self._patterns:
-                found.Add(_as_bytes(pattern))
-            found.Compile()
+                automaton.Add(_as_bytes(pattern))
+            automaton.Compile()
         except re2.error:
             raise PatternError("there are too many expressions to tell which of them match") from None
-        return found
+        return automaton
 
     def _checked(self, text: str) -> str:
         """Return an expression as RE2 reads it."""
@@ -155,9 +155,9 @@ class Expressions:
 
     def _search(self, search: Callable[[bytes], Any], text: bytes) -> Any:
         began = time.thread_time() + _ORDINARY
-        found = search(text)
+        result = search(text)
         self._spend(began)
-        return found
+        return result
 
     def _spend(self, began: float) -> None:
         self._seconds += max(time.thread_time() - began, 0.0)
