@@ -13,8 +13,7 @@ from hypothesis import settings
 
 from transaxle.axes.geometry import Interval, Move
 from transaxle.axes.layout.bind import Bound, bind, group, score, split_slot
-from transaxle.axes.layout.relayout import Copier, Target
-from transaxle.axes.layout.solve import Shape
+from transaxle.axes.layout.relayout import Copier, Shape, Target
 from transaxle.axes.notation import tables
 from transaxle.axes.notation.family import Family, Recode, Sizes
 from transaxle.axes.notation.family import same as unchanged

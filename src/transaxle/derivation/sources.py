@@ -29,7 +29,7 @@ from safetensors.numpy import load_file, save_file
 
 from transaxle.arguments import EVERYTHING, Overwrite, PathLike, read_overwrite, read_path, wrong_type
 from transaxle.axes.layout.bind import bind
-from transaxle.axes.layout.solve import fill
+from transaxle.axes.layout.relayout import fill
 from transaxle.axes.notation import tables
 from transaxle.axes.notation.family import Sizes
 from transaxle.axes.notation.statement import BLOCK, DIALECT, FAMILY, WORD

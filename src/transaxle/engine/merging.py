@@ -26,8 +26,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from transaxle.axes.layout.bind import Bound
-from transaxle.axes.layout.relayout import Target, unchanged
-from transaxle.axes.layout.solve import fill
+from transaxle.axes.layout.relayout import Target, fill, unchanged
 from transaxle.axes.notation.family import Sizes
 from transaxle.encodings.arithmetic.minifloat import widened
 from transaxle.engine.lora import Changes, Lora, LowRank

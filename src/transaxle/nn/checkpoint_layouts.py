@@ -33,8 +33,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from transaxle.axes.layout.bind import WEIGHT, bind, group, join_slot, score, split_slot
-from transaxle.axes.layout.relayout import Check
-from transaxle.axes.layout.solve import Shape
+from transaxle.axes.layout.relayout import Check, Shape
 from transaxle.axes.notation.family import Dialect, Family, Sizes
 from transaxle.axes.notation.name import own_name
 from transaxle.axes.notation.tables import read

@@ -23,8 +23,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from transaxle.axes.layout.bind import join_slot, split_slot
-from transaxle.axes.layout.relayout import Check, Copier, Target
-from transaxle.axes.layout.solve import Shape
+from transaxle.axes.layout.relayout import Check, Copier, Shape, Target
 from transaxle.axes.translation.grouped import ExpertSet, Stem, arranged, numbered, regrouped, stack_name
 from transaxle.axes.translation.translate import Translation
 from transaxle.errors import Refusal, Where, gathered, refuse

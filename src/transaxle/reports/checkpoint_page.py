@@ -20,7 +20,7 @@ from statistics import median
 from typing import Any, Literal
 
 from transaxle.axes.layout.bind import WEIGHT
-from transaxle.axes.layout.solve import fill
+from transaxle.axes.layout.relayout import fill
 from transaxle.axes.notation.name import natural
 from transaxle.encodings.encoding import Encoded, Role
 from transaxle.engine.checkpoint.checkpoint import Checkpoint

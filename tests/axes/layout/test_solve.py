@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.axes import walking
 from tests.axes.apply import law, only
-from transaxle.axes.layout.solve import Shape, fill, solve, unify, with_products
+from transaxle.axes.layout.relayout import Shape, fill, solve, unify, with_products
 from transaxle.axes.notation.expression import Axis, Expression, parse, walk
 from transaxle.axes.notation.family import Sizes
 from transaxle.errors import Refused, UsageError

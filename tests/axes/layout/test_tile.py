@@ -13,8 +13,7 @@ from msgspec.structs import replace
 
 from tests.axes import walking
 from tests.axes.apply import HOLE, Array, Entry, Extent, Store, arange, fill, law, numbers, only, translated
-from transaxle.axes.layout.relayout import Copier, Target
-from transaxle.axes.layout.solve import Shape
+from transaxle.axes.layout.relayout import Copier, Shape, Target
 from transaxle.axes.layout.tile import ScaleRelayout, Tile, grid, scales
 from transaxle.axes.notation.expression import parse
 from transaxle.errors import Refused

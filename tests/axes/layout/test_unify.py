@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.axes import walking
 from tests.axes.apply import Store, arange, carried, law, only, same, translated
-from transaxle.axes.layout.solve import factors, unify
+from transaxle.axes.layout.relayout import factors, unify
 from transaxle.axes.notation.expression import Expression, parse
 from transaxle.families import builtin
 

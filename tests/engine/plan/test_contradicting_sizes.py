@@ -14,7 +14,7 @@ import torch
 import transaxle as tx
 from tests import checkpoints
 from transaxle.axes.layout.bind import bind
-from transaxle.axes.layout.solve import Shape
+from transaxle.axes.layout.relayout import Shape
 from transaxle.axes.notation.expression import Axis, walk
 from transaxle.axes.notation.family import Dialect, Family, Formula, Line, Sizes
 from transaxle.axes.translation.translate import Translation, translate

@@ -19,8 +19,7 @@ from operator import ge, lt
 import msgspec
 from msgspec import structs
 
-from transaxle.axes.layout.relayout import Stored
-from transaxle.axes.layout.solve import Shape, solve
+from transaxle.axes.layout.relayout import Shape, Stored, solve
 from transaxle.axes.notation.expression import Expression
 from transaxle.axes.notation.family import PLAIN, WORDS, Dialect, Family, Formula, Line, Sizes, words
 from transaxle.axes.notation.name import Hole, Numbering, own_name, own_names, skeleton, skeletons

@@ -25,7 +25,7 @@ from transaxle.axes.geometry import (
     positions_of,
     take,
 )
-from transaxle.axes.layout.solve import mismatch, root, unknown, unknown_axis
+from transaxle.axes.layout.relayout import mismatch, root, unknown, unknown_axis
 from transaxle.axes.notation.expression import PADDING, Axis, Expression, Merge, Node, Sum, size, walk
 from transaxle.axes.notation.family import Cuttable, Family
 from transaxle.errors import refuse

@@ -13,7 +13,7 @@ from itertools import product
 from math import prod
 
 from transaxle.axes.geometry import axes_in
-from transaxle.axes.layout.solve import unknown_axis
+from transaxle.axes.layout.relayout import unknown_axis
 from transaxle.axes.notation.expression import PADDING, Layout, Sum, size
 from transaxle.axes.notation.family import PLAIN, Dialect, Family, Formula, Line, Sizes, words
 from transaxle.errors import TransaxleError, refuse

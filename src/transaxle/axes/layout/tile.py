@@ -26,8 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from transaxle.axes.geometry import Interval, cut
-from transaxle.axes.layout.relayout import Check, Origin, Target, TargetPart
-from transaxle.axes.layout.solve import Shape
+from transaxle.axes.layout.relayout import Check, Origin, Shape, Target, TargetPart
 from transaxle.axes.notation.expression import Layout, Share
 from transaxle.errors import TransaxleError, gathered, refuse
 

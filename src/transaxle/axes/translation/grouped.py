@@ -23,8 +23,7 @@ import msgspec
 from msgspec.structs import replace
 
 from transaxle.axes.layout.bind import WEIGHT, bind, join_slot, split_slot
-from transaxle.axes.layout.relayout import Check, Stored, unchanged
-from transaxle.axes.layout.solve import Shape
+from transaxle.axes.layout.relayout import Check, Shape, Stored, unchanged
 from transaxle.axes.notation.expression import parse
 from transaxle.axes.notation.family import Dialect, Family, Line, LogicalTensor, Sizes
 from transaxle.axes.notation.name import Name

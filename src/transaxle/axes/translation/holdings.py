@@ -25,12 +25,16 @@ import msgspec
 from msgspec.structs import replace
 
 from transaxle.axes.layout.bind import WEIGHT, Bound, Index, split_slot
-from transaxle.axes.layout.relayout import Check, Origin, Stored, Target, TargetPart
-from transaxle.axes.layout.solve import (
+from transaxle.axes.layout.relayout import (
     JOIN,
     NOTHING,
     Basis,
+    Check,
+    Origin,
     Shape,
+    Stored,
+    Target,
+    TargetPart,
     factors,
     fill,
     solve,

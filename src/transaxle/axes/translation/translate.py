@@ -15,8 +15,21 @@ import msgspec
 from msgspec.structs import replace
 
 from transaxle.axes.layout.bind import WEIGHT, Bound, Index, join_slot, split_slot, with_kept
-from transaxle.axes.layout.relayout import EXACT, Check, Origin, Stored, Target, TargetPart, indices, unchanged
-from transaxle.axes.layout.solve import NOTHING, inseparable, unify, unknown_axis, with_products
+from transaxle.axes.layout.relayout import (
+    EXACT,
+    NOTHING,
+    Check,
+    Origin,
+    Stored,
+    Target,
+    TargetPart,
+    indices,
+    inseparable,
+    unchanged,
+    unify,
+    unknown_axis,
+    with_products,
+)
 from transaxle.axes.notation.expression import Expression, Layout
 from transaxle.axes.notation.family import PLAIN, Arithmetic, Dialect, Formula, Line, NumberFormat, Recode, Sizes, same
 from transaxle.axes.notation.name import Numbering

@@ -21,8 +21,7 @@ from itertools import islice, product
 from msgspec.structs import replace
 
 from transaxle.axes.layout.bind import WEIGHT, Bound, Index, split_slot, undecided
-from transaxle.axes.layout.relayout import Check, Stored, Target, unchanged
-from transaxle.axes.layout.solve import unknown_axis
+from transaxle.axes.layout.relayout import Check, Stored, Target, unchanged, unknown_axis
 from transaxle.axes.notation.family import Dialect, Formula, Line, LogicalTensor, Sizes
 from transaxle.axes.notation.name import skeleton
 from transaxle.axes.notation.overlap import may_all_hold

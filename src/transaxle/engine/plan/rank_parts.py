@@ -16,7 +16,7 @@ from transaxle.arguments import Degrees
 from transaxle.axes.geometry import Intervals, axes_in, row_major
 from transaxle.axes.layout.bind import bind, split_slot
 from transaxle.axes.layout.divide import rank_shares, share_out
-from transaxle.axes.layout.solve import unknown
+from transaxle.axes.layout.relayout import unknown
 from transaxle.axes.notation.expression import PADDING, Node, Sum, size
 from transaxle.axes.notation.family import Family, Line, Sizes
 from transaxle.engine.checkpoint.checkpoint import Checkpoint

@@ -21,8 +21,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from transaxle.axes.layout.bind import WEIGHT, split_slot
-from transaxle.axes.layout.relayout import Target
-from transaxle.axes.layout.solve import factors
+from transaxle.axes.layout.relayout import Target, factors
 from transaxle.axes.notation.family import Family, Line, NumberFormat, Recode
 from transaxle.encodings.conventions.convention import (
     COMPRESSED_TENSORS,

@@ -25,8 +25,7 @@ import numpy as np
 from msgspec import structs
 from msgspec.structs import replace
 
-from transaxle.axes.layout.relayout import Check, Target
-from transaxle.axes.layout.solve import Shape
+from transaxle.axes.layout.relayout import Check, Shape, Target
 from transaxle.axes.translation.translate import Translation
 from transaxle.encodings.conventions.buffer_group import SPEAKING, group
 from transaxle.encodings.conventions.convention import CONVENTIONS, PREFERRED, TE_NOTE, Convention

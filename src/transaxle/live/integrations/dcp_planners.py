@@ -45,7 +45,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from transaxle.arguments import Config, read_config, read_flag, read_optional_text, suggests
 from transaxle.axes.layout.bind import join_slot, split_slot
-from transaxle.axes.layout.solve import Shape
+from transaxle.axes.layout.relayout import Shape
 from transaxle.axes.translation.grouped import (
     MemberCopy,
     Stem,

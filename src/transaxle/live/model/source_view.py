@@ -20,7 +20,7 @@ from math import prod
 import msgspec
 
 from transaxle.axes.layout.bind import WEIGHT, Bound, bind, join_slot, split_slot
-from transaxle.axes.layout.solve import Shape
+from transaxle.axes.layout.relayout import Shape
 from transaxle.axes.notation.family import Dialect, Line
 from transaxle.axes.notation.name import own_names, skeleton
 from transaxle.axes.translation.grouped import (
