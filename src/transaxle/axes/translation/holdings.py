@@ -6,9 +6,8 @@ The layers and experts of one line are usually alike: every combination of the n
 one shape and form. Then all else follows from the numbers, and no tensor is looked at until its part of a target is
 read: a rank of a model of 70,000 tensors plans its own part without a walk over the others.
 
-Where several stored tensors are copies of each other, one is read and the others must prove equal before anything is
-committed. A name alone proves nothing: ties, replicas and steps that become one are compared bit by bit while the data
-streams.
+Of copies one is read, and the others must prove equal before anything is committed. A name alone proves nothing: ties,
+replicas and steps that become one are compared bit by bit while the data streams.
 """
 
 from __future__ import annotations
