@@ -1,4 +1,4 @@
-"""Promise: a report with values reads BF16 at a twentieth of the speed of `cat`, F32 at a fiftieth; one of headers takes seconds.
+"""Promise: a report with values reads BF16 at a twentieth of the speed of `cat`, and F32 at a fiftieth.
 
 A checkpoint of 6 GB is written, and is in the cache of files then. In each round `cat` reads it, then
 `transaxle report --values` with as many threads as there are cores. What the processors did is shown
