@@ -43,11 +43,10 @@ from transaxle.live.save_process import (
     Rendezvous,
     SnapshotForm,
     TensorSlot,
-    room,
     serve,
     without_main_script,
 )
-from transaxle.live.transport.shared_memory import Region
+from transaxle.live.transport.shared_memory import Region, aligned
 from transaxle.live.transport.world import World, is_loss
 from transaxle.options import SHARD_SIZE
 from transaxle.quant.masters import MasterWeights
@@ -99,7 +98,7 @@ class Saver:
         end = 0
         for name, local in locals_.items():
             layout[name] = TensorSlot(end, tuple(local.shape), local.dtype)
-            end += room(layout[name].size)
+            end += aligned(layout[name].size)
         region = self.reserve(end, on_gpu=on_gpu)
         if layout != self._layout or not self._buffers:
             self._buffers = {name: slot.tensor(region) for name, slot in layout.items()}
@@ -531,7 +530,7 @@ def foresee(state: State, optimizer: AnyOptimizer | None) -> Foreseen:
         coming = list(_coming(optimizers, list(parameters.values())))
     locals_ = [local_of(tensor) for _, _, tensor in local_parts(tensors)]
     sizes = [*coming, *(local.numel() * local.element_size() for local in locals_)]
-    return Foreseen(sum(map(room, sizes)), any(local.is_cuda for local in locals_))
+    return Foreseen(sum(map(aligned, sizes)), any(local.is_cuda for local in locals_))
 
 
 def _coming(optimizers: Optimizers, parameters: list[torch.Tensor]) -> Iterator[int]:

@@ -113,8 +113,6 @@ Answer = SaveReport | TransaxleError
 """What comes back from the process."""
 READY = "ready"
 """What comes back when nothing is ordered."""
-_ALIGNED = 64
-"""Tensors begin at multiples of this in the shared memory."""
 _SCRIPT = ("__spec__", "__file__")
 """What multiprocessing looks at to tell a new process where the main script is."""
 _PROGRAM_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
@@ -122,11 +120,6 @@ _PROGRAM_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIG
 _SET_PDEATHSIG = 1
 _LOOK = 1.0
 """Seconds after which a process looks whether its parent is there."""
-
-
-def room(size: int) -> int:
-    """Return the bytes of shared memory that a tensor of so many takes, up to where the next one may begin."""
-    return -(-size // _ALIGNED) * _ALIGNED
 
 
 @dataclass(frozen=True, slots=True)

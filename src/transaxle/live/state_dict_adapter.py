@@ -24,7 +24,6 @@ from torch.distributed.tensor import Placement as TorchPlacement
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from transaxle.arguments import Config, read_optional_text, read_text
-from transaxle.axes.geometry import Move
 from transaxle.axes.layout.relayout import Shape
 from transaxle.axes.translation.grouped import Stem
 from transaxle.engine.checkpoint.checkpoint import LACKING, Checkpoint, StoredTensor
@@ -38,7 +37,7 @@ from transaxle.live.memory import check_zero, container, own_entry, rank_of, ten
 from transaxle.live.model.source_view import left_out, seen
 from transaxle.live.model.state_tensors import Leaves, State, leaves, own_config
 from transaxle.live.transport.world import World
-from transaxle.move.transfer import Transfer
+from transaxle.move.transfer import Transfer, in_elements
 from transaxle.torch_tensors import (
     Held,
     Placement,
@@ -397,7 +396,7 @@ class _Adapter:
         """Write a made tensor into the flat tensors that it was made of."""
         values = flat(tensor)
         for transfer in self._transfers[name]:
-            copy_box_back(_in_elements(transfer, values.element_size()), sources[tensor_of(transfer.file)], values)
+            copy_box_back(in_elements(transfer, values.element_size()), sources[tensor_of(transfer.file)], values)
 
     def _check_alike(self, made: Mapping[str, torch.Tensor]) -> None:
         """Refuse values of which one has to become of several, such as a step, where these differ.
@@ -417,7 +416,7 @@ class _Adapter:
             values = flat(made[name])
             read_back = values.clone()
             for transfer in self._transfers[name]:
-                move = _in_elements(transfer, values.element_size())
+                move = in_elements(transfer, values.element_size())
                 copy_box(move, merged[tensor_of(transfer.file)], read_back)
             if not torch.equal(byte_view(read_back), byte_view(values)):
                 sources = ", ".join(dict.fromkeys(tensor_of(transfer.file) for transfer in self._transfers[name]))
@@ -484,16 +483,9 @@ class _Adapter:
             start = transfers[0].source // dtype.itemsize
             return flat(own[tensor_of(transfers[0].file)])[start : start + prod(shape)].view(shape)
         sources = {file: flat(own[tensor_of(file)]) for file in {each.file for each in transfers}}
-        boxes = [(_in_elements(each, dtype.itemsize), sources[each.file]) for each in transfers]
+        boxes = [(in_elements(each, dtype.itemsize), sources[each.file]) for each in transfers]
         like = local_of(own[min(stored.origins or own)])
         return filled(shape, dtype, like.device, boxes)
-
-
-def _in_elements(transfer: Transfer, itemsize: int) -> Move:
-    """Return a transfer between tensors of one type as a move of elements."""
-    loops = [(count, source // itemsize, target // itemsize) for count, source, target in transfer.loops]
-    run = (transfer.width // itemsize, 1, 1)
-    return Move(transfer.source // itemsize, transfer.target // itemsize, (*loops, run))
 
 
 def _distributed(

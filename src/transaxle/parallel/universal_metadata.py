@@ -20,10 +20,11 @@ from torch import nn
 from transaxle.axes.geometry import local_sizes, segment_sizes
 from transaxle.axes.layout.divide import ListedPositions
 from transaxle.errors import Faults, refuse
+from transaxle.formats.catalog import Shape
 from transaxle.formats.deepspeed import keys
 from transaxle.formats.deepspeed.categories import escaped
-from transaxle.formats.deepspeed.spread import Shape, same, whole, write_affine
 from transaxle.formats.deepspeed.spread import cut as spread_by
+from transaxle.formats.deepspeed.spread import same, whole, write_affine
 from transaxle.formats.deepspeed.universal_record import LayerKind, Record
 from transaxle.parallel.cutting import everything
 from transaxle.parallel.tp_plan import Cut, Shares

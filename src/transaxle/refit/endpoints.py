@@ -12,12 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.tensor import DTensor
 
-from transaxle.axes.geometry import Move
 from transaxle.errors import Refusal, Where, gathered
 from transaxle.live.memory import tensor_of
 from transaxle.live.model.destination import overlapping, unlike_overlap, view_of
 from transaxle.live.model.state_tensors import Leaves
-from transaxle.move.transfer import Transfer
+from transaxle.move.transfer import Transfer, in_elements
 from transaxle.torch_tensors import (
     copy_box,
     local_of,
@@ -125,20 +124,13 @@ class SourceValues:
         name = tensor_of(transfer.file)
         dtype, values = self._types[name], self._flat(name)
         wanted = torch.uint8 if dtype.itemsize == 1 else dtype
-        copy_box(_in_elements(transfer, dtype.itemsize), values, room if room.dtype == wanted else room.view(wanted))
+        copy_box(in_elements(transfer, dtype.itemsize), values, room if room.dtype == wanted else room.view(wanted))
 
     def _flat(self, name: str) -> torch.Tensor:
         """Return the values of a part in one dim; a copy of those that are not contiguous is kept for the next run."""
         if self._last[0] != name:
             self._last = name, with_plain_bytes(_local(self._locals[name]).contiguous()).view(-1)
         return self._last[1]
-
-
-def _in_elements(transfer: Transfer, itemsize: int) -> Move:
-    """Return a transfer as a move of elements."""
-    loops = [(count, source // itemsize, target // itemsize) for count, source, target in transfer.loops]
-    run = (transfer.width // itemsize, 1, 1)
-    return Move(transfer.source // itemsize, transfer.target // itemsize, (*loops, run))
 
 
 class Overlaps:
@@ -209,7 +201,7 @@ class TargetRoom:
     def lay(self, key: int, transfer: Transfer, parcel: torch.Tensor) -> None:
         """Take values out of a parcel."""
         room = self.of(key)
-        copy_box(_in_elements(transfer, room.dtype.itemsize), parcel.view(room.dtype), room)
+        copy_box(in_elements(transfer, room.dtype.itemsize), parcel.view(room.dtype), room)
 
     def hand_over(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Give some tensors their values before the others: nobody else sees these."""

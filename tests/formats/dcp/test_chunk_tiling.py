@@ -11,16 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from transaxle.errors import Faults
-from transaxle.formats.dcp.chunk_tiling import (
-    MAX_CORNERS,
-    ChunkBox,
-    Shape,
-    TooManyCornersError,
-    flaw,
-    holding,
-    outside,
-    tiled,
-)
+from transaxle.formats.catalog import Shape
+from transaxle.formats.dcp.chunk_tiling import MAX_CORNERS, ChunkBox, TooManyCornersError, flaw, holding, outside, tiled
 
 
 @st.composite

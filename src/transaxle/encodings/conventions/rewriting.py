@@ -20,7 +20,14 @@ from typing import Any
 import msgspec
 
 from transaxle.encodings.conventions.buffer_group import group
-from transaxle.encodings.conventions.convention import COMPRESSED_TENSORS, CONVENTIONS, DEEPSEEK, GPT_OSS, MODELOPT
+from transaxle.encodings.conventions.convention import (
+    COMPRESSED_TENSORS,
+    CONVENTIONS,
+    DEEPSEEK,
+    GPT_OSS,
+    MODELOPT,
+    Shape,
+)
 from transaxle.encodings.conventions.quantization import (
     CONFIG,
     NESTED,
@@ -54,7 +61,6 @@ _METHODS = {DEEPSEEK: FP8, COMPRESSED_TENSORS: COMPRESSED, GPT_OSS: MXFP4_METHOD
 _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 
-Shape = tuple[int, ...]
 Section = dict[str, Any]
 
 

@@ -15,11 +15,11 @@ from math import prod
 from typing import NamedTuple
 
 from transaxle.errors import Faults
+from transaxle.formats.catalog import Shape
 
 MAX_CORNERS = 1 << 22
 """Cap on the corners of one tensor's chunks, two along each dim that is cut: a million chunks, if two dims are cut."""
 
-Shape = tuple[int, ...]
 ChunkBox = tuple[Shape, Shape]
 """First index along each dim, and elements along each dim."""
 

@@ -20,9 +20,10 @@ from math import prod
 
 from transaxle.encodings.conventions.linear_regex import Expressions, PatternError
 from transaxle.errors import Code, TransaxleError, refuse
+from transaxle.formats.catalog import Shape
 from transaxle.formats.deepspeed import keys
 from transaxle.formats.deepspeed.keys import CheckedValue
-from transaxle.formats.deepspeed.spread import Shape, Spread, by_widths, clipped, folded, whole
+from transaxle.formats.deepspeed.spread import Spread, by_widths, clipped, folded, whole
 
 _WHOLE_NAME = re.compile(r"\^?((?:\\[^a-zA-Z0-9]|[^\\.^$*+?{}\[\]()|])*)\$")
 _ESCAPE = re.compile(r"\\(.)", re.DOTALL)

@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transaxle.errors import refuse
+from transaxle.formats.catalog import Shape
 from transaxle.formats.deepspeed import keys
 from transaxle.formats.deepspeed.categories import Categories, size_of
 from transaxle.formats.deepspeed.keys import CheckedValue
 from transaxle.formats.deepspeed.rank_files import RankModel
-from transaxle.formats.deepspeed.spread import Shape
 from transaxle.formats.deepspeed.universal_record import resolved
 from transaxle.formats.pickled.descriptors import Global, Object
 

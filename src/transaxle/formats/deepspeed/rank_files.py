@@ -22,10 +22,10 @@ from typing import Any
 
 from transaxle.axes.geometry import lexicographic_boxes, row_major
 from transaxle.errors import TransaxleError, refuse
-from transaxle.formats.catalog import BITS, Checksum, Entry, Extent, NumbersInMemory, Twin, number
+from transaxle.formats.catalog import BITS, Checksum, Entry, Extent, NumbersInMemory, Shape, Twin, number
 from transaxle.formats.deepspeed import keys
 from transaxle.formats.deepspeed.keys import CheckedValue
-from transaxle.formats.deepspeed.spread import Owners, RankBlock, Shape, ShardBlock, Spread, owners, whole
+from transaxle.formats.deepspeed.spread import Owners, RankBlock, ShardBlock, Spread, owners, whole
 from transaxle.formats.flattened_state import described
 from transaxle.formats.pickled.descriptors import NOTHING, Object, Scalar, TensorRef
 from transaxle.formats.torch_file.saved import ViewFault, place, read_saved

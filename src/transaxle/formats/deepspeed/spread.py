@@ -42,11 +42,10 @@ from transaxle.axes.geometry import (
 )
 from transaxle.axes.layout.divide import Division
 from transaxle.errors import refuse
+from transaxle.formats.catalog import Shape
 from transaxle.formats.deepspeed import keys
 from transaxle.formats.deepspeed.keys import CheckedValue
 from transaxle.formats.storage.storage import Storage
-
-Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

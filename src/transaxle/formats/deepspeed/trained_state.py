@@ -22,7 +22,7 @@ from itertools import accumulate
 from math import prod
 
 from transaxle.errors import Code, Faults, TransaxleError, refuse
-from transaxle.formats.catalog import Entry, Extent, Twin
+from transaxle.formats.catalog import Entry, Extent, Shape, Twin
 from transaxle.formats.deepspeed import keys
 from transaxle.formats.deepspeed.keys import CheckedValue
 from transaxle.formats.deepspeed.rank_files import (
@@ -41,7 +41,7 @@ from transaxle.formats.deepspeed.rank_files import (
     shard_width,
     unspread,
 )
-from transaxle.formats.deepspeed.spread import HINT, UNTOLD, Shape, Spread, TableCuts
+from transaxle.formats.deepspeed.spread import HINT, UNTOLD, Spread, TableCuts
 from transaxle.formats.deepspeed.universal_record import UniversalInfo
 from transaxle.formats.pickled.descriptors import Object
 

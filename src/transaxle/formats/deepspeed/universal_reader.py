@@ -14,7 +14,7 @@ from typing import Any
 
 from transaxle.arguments import Weights
 from transaxle.errors import Faults, TransaxleError, refuse
-from transaxle.formats.catalog import Checksum, Container, Entry, Extent, NumbersInMemory
+from transaxle.formats.catalog import Checksum, Container, Entry, Extent, NumbersInMemory, Shape
 from transaxle.formats.deepspeed import keys, spread
 from transaxle.formats.deepspeed.categories import Patterns
 from transaxle.formats.deepspeed.files import sort_files
@@ -22,7 +22,6 @@ from transaxle.formats.deepspeed.hints import Hint, check_hint, hint_in, hints_e
 from transaxle.formats.deepspeed.keys import CheckedValue
 from transaxle.formats.deepspeed.rank_files import RankModel, Tensors, groups_of, read_model, run_of
 from transaxle.formats.deepspeed.reader import SCRIPTS, TIES, check_one_save, degrees
-from transaxle.formats.deepspeed.spread import Shape
 from transaxle.formats.deepspeed.trained_state import ModelRank, Stage, assemble
 from transaxle.formats.deepspeed.universal_record import UniversalInfo
 from transaxle.formats.registry import HERE, sort_sidecars

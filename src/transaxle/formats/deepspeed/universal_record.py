@@ -26,11 +26,11 @@ from math import prod
 from typing import Any, Literal, cast
 
 from transaxle.errors import TransaxleError, Where, gathered, refuse
+from transaxle.formats.catalog import Shape
 from transaxle.formats.deepspeed import keys
 from transaxle.formats.deepspeed.categories import Categories, Patterns, Widths
 from transaxle.formats.deepspeed.keys import CheckedValue
 from transaxle.formats.deepspeed.spread import (
-    Shape,
     Spread,
     by_widths,
     folded,

@@ -36,7 +36,7 @@ from transaxle.formats.storage.storage import Handles, Storage, checked_parts, i
 from transaxle.formats.store.access import PRIVATE_FILE, PRIVATE_FOLDER, give_alike, is_empty
 from transaxle.formats.store.leftovers import FOLDER, Claim, busy, finished_in, joined, leftover_at, lock, opened
 from transaxle.formats.store.place import TargetPlace, make_durable, reserve, several_files
-from transaxle.formats.store.service import HUB, local_path, scheme
+from transaxle.formats.store.service import HUB, S3, local_path, scheme
 
 if TYPE_CHECKING:
     from transaxle.formats.store.shared_upload import SharedUpload
@@ -613,8 +613,6 @@ def takes_parts(target: str) -> bool:
     """Tell whether a target is on a service to which any process can send parts of a file that another has begun."""
     if not is_url(target):
         return False
-    from transaxle.formats.store.service import S3
-
     return scheme(target).lower() in S3
 
 

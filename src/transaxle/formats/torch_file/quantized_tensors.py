@@ -15,6 +15,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from transaxle.formats.catalog import Shape
 from transaxle.formats.pickled import transformer_engine as te
 from transaxle.formats.pickled.descriptors import Quantized, TensorRef
 from transaxle.formats.torch_file.saved import ViewFault
@@ -36,8 +37,6 @@ _REAL, _EXPONENT, _E4M3 = "F32", "F8_E8M0", "F8_E4M3"
 _BLOCK, _MX, _NV = 128, 32, 16
 _WHOLE = 0
 _FULL, _HALF = 448, 256
-
-Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,13 @@ from transaxle.torch_tensors import Bytes
 _POPULATE = getattr(mmap, "MAP_POPULATE", 0)
 _NAME = re.compile(r"/memfd:transaxle-[0-9a-f]{32} \(deleted\)")
 """What the system calls our regions."""
+_ALIGNED = 64
+"""Tensors and parcels begin at multiples of this, so that strided copies move whole words."""
+
+
+def aligned(size: int) -> int:
+    """Return the bytes that so many take, up to where the next tensor or parcel may begin."""
+    return -(-size // _ALIGNED) * _ALIGNED
 
 
 @dataclass(frozen=True, slots=True)

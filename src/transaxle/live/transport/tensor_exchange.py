@@ -20,13 +20,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from transaxle.live.transport.shared_memory import ShmTransport
+from transaxle.live.transport.shared_memory import ShmTransport, aligned
 from transaxle.live.transport.world import World, collective
 from transaxle.move.transfer import Fill, Parcel, Take
 from transaxle.torch_tensors import of_bytes
-
-_ALIGNED = 64
-"""Parcels begin at multiples of this in shared memory, so that strided copies move whole words."""
 
 
 def begin_all_to_all(
@@ -122,7 +119,7 @@ class RankExchange:
         for parcel in parcels:
             places.append(ends.get(parcel.sender, 0))
             if any(rank != parcel.sender for rank in parcel.receivers):
-                ends[parcel.sender] = places[-1] + -(-parcel.size // _ALIGNED) * _ALIGNED
+                ends[parcel.sender] = places[-1] + aligned(parcel.size)
         if ends:
             self._shm.prepare(max(ends.values()))
         return places
@@ -297,7 +294,7 @@ class BucketExchange:
             found.meets, found.sends = found.meets or bool(near), found.sends or bool(far)
             if near:
                 near_places[number] = ends.get(parcel.sender, 0)
-                ends[parcel.sender] = near_places[number] + _aligned(parcel.size)
+                ends[parcel.sender] = near_places[number] + aligned(parcel.size)
                 if world.rank in near:
                     found.near.append((number, parcel.size, parcel.sender, near_places[number]))
             if parcel.sender == world.rank:
@@ -341,16 +338,12 @@ def _take_out(number: int, each: _Round, arrived: torch.Tensor, take: Work) -> N
         take(number, parcel, arrived[place : place + size])
 
 
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNED) * _ALIGNED
-
-
 def _sent_near(parcels: Sequence[Parcel]) -> dict[int, int]:
     """Return the bytes of shared memory that each rank needs, if all ranks saw each other."""
     ends: dict[int, int] = {}
     for parcel in parcels:
         if any(rank != parcel.sender for rank in parcel.receivers):
-            ends[parcel.sender] = ends.get(parcel.sender, 0) + _aligned(parcel.size)
+            ends[parcel.sender] = ends.get(parcel.sender, 0) + aligned(parcel.size)
     return ends
 
 
@@ -364,6 +357,6 @@ def _laid(
         begin = at
         for number in numbers:
             places.setdefault(number, []).append(at)
-            at += _aligned(parcels[number].size)
+            at += aligned(parcels[number].size)
         sizes.append(at - begin)
     yield from places.items()

@@ -25,7 +25,18 @@ from transaxle.arguments import Degrees
 from transaxle.axes.geometry import Intervals, row_major
 from transaxle.axes.layout.bind import split_slot
 from transaxle.errors import Faults, TransaxleError, refuse
-from transaxle.formats.catalog import ITEM_BITS, PACKED, Draft, Entry, Extent, Fragment, Spec, nbytes, stored_number
+from transaxle.formats.catalog import (
+    ITEM_BITS,
+    PACKED,
+    Draft,
+    Entry,
+    Extent,
+    Fragment,
+    Shape,
+    Spec,
+    nbytes,
+    stored_number,
+)
 from transaxle.formats.deepspeed.keys import CheckedValue
 from transaxle.formats.megatron.iterations import RELEASE, iteration_folder
 from transaxle.formats.megatron.legacy.global_names import (
@@ -52,7 +63,6 @@ from transaxle.formats.torch_file.archive import ZipLayout
 from transaxle.formats.torch_file.draft import reference, surround
 from transaxle.formats.training_state import GROUPS, MASTER, OPTIMIZER, PARAMS
 
-Shape = tuple[int, ...]
 STEP = "step"
 _LAYER = re.compile(r"decoder\.layers\.(\d{1,6})\.(.+)")
 _EXPERT = re.compile(r"(.+\.experts\.linear_fc[12]\.(?:weight|bias))(\d{1,6})((?:_[a-z_]+)?)")

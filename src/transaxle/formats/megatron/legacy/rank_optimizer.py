@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from transaxle.errors import Faults, TransaxleError, refuse
-from transaxle.formats.catalog import Checksum, Entry, Extent, NumbersInMemory, Twin, numpy_dtype
+from transaxle.formats.catalog import Checksum, Entry, Extent, NumbersInMemory, Shape, Twin, numpy_dtype
 from transaxle.formats.deepspeed.keys import CheckedValue
 from transaxle.formats.deepspeed.rank_files import FlatRun, RankShard, Tensors, Vector, extents, merge_shards
-from transaxle.formats.deepspeed.spread import Shape, Spread, TableCuts, by_widths, whole
+from transaxle.formats.deepspeed.spread import Spread, TableCuts, by_widths, whole
 from transaxle.formats.megatron.legacy.global_names import (
     LOW,
     OrderUnknown,
