@@ -47,7 +47,17 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel
 
 from transaxle.arguments import DType, read_float_type, wrong_type
-from transaxle.axes.geometry import ChunkRule, Intervals, MeshCut, Move, Replicated, Shard, StridedShard, place, whole
+from transaxle.axes.geometry import (
+    BoxCopy,
+    ChunkRule,
+    Intervals,
+    MeshCut,
+    Replicated,
+    Shard,
+    StridedShard,
+    place,
+    whole,
+)
 from transaxle.axes.notation.name import CHECKPOINTED, COMPILED, FSDP1
 from transaxle.errors import refuse
 
@@ -192,7 +202,7 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
     return local_of(tensor).contiguous().view(-1)
 
 
-def copy_box(move: Move, source: torch.Tensor, target: torch.Tensor) -> None:
+def copy_box(move: BoxCopy, source: torch.Tensor, target: torch.Tensor) -> None:
     """Carry a move out.
 
     Args:
@@ -204,13 +214,13 @@ def copy_box(move: Move, source: torch.Tensor, target: torch.Tensor) -> None:
     written.copy_(read)
 
 
-def copy_box_back(move: Move, source: torch.Tensor, target: torch.Tensor) -> None:
+def copy_box_back(move: BoxCopy, source: torch.Tensor, target: torch.Tensor) -> None:
     """Carry a move out the other way: its source gets what its target has."""
     read, written = _views(move, source, target)
     read.copy_(written)
 
 
-def _views(move: Move, source: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _views(move: BoxCopy, source: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the elements of both sides that a move joins."""
     shape = [count for count, _, _ in move.loops]
     source_steps, target_steps = ([loop[side] for loop in move.loops] for side in (1, 2))
@@ -221,7 +231,7 @@ def _views(move: Move, source: torch.Tensor, target: torch.Tensor) -> tuple[torc
 
 
 def filled(
-    shape: Sequence[int], dtype: torch.dtype, device: torch.device, boxes: Sequence[tuple[Move, torch.Tensor]]
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device, boxes: Sequence[tuple[BoxCopy, torch.Tensor]]
 ) -> torch.Tensor:
     """Return a new tensor that is made of boxes of others; what no box fills is zero.
 

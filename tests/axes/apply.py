@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from hypothesis import settings
 
-from transaxle.axes.geometry import Interval, Move
+from transaxle.axes.geometry import BoxCopy, Interval
 from transaxle.axes.layout.bind import Bound, bind, group, score, split_slot
 from transaxle.axes.layout.relayout import Copier, Shape, Target
 from transaxle.axes.notation import tables
@@ -81,7 +81,7 @@ def arange(*shape: int, start: int = 0) -> torch.Tensor:
     return torch.arange(start, start + count).reshape(shape)
 
 
-def move(source: Array, target: Array, step: Move) -> None:
+def move(source: Array, target: Array, step: BoxCopy) -> None:
     """Carry out one box copy between flat arrays."""
     view, into = (
         np.lib.stride_tricks.as_strided(

@@ -7,24 +7,24 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transaxle.axes.geometry import Move, row_major
+from transaxle.axes.geometry import BoxCopy, row_major
 from transaxle.torch_tensors import copy_box, copy_box_back, filled, flat, stacked_view
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool)
 
 
 @st.composite
-def moves(draw: st.DrawFn) -> Move:
+def moves(draw: st.DrawFn) -> BoxCopy:
     """A box that is cut out of one array and goes into another, its dims in any order."""
     sizes = draw(st.lists(st.integers(1, 4), max_size=3))
     order = draw(st.permutations(range(len(sizes))))
     wider = [size + draw(st.integers(0, 2)) for size in sizes]
     source, target = row_major(wider), row_major([sizes[dim] for dim in order])
     loops = tuple((sizes[dim], source[dim], step) for dim, step in zip(order, target, strict=True))
-    return Move(draw(st.integers(0, 5)), draw(st.integers(0, 5)), loops)
+    return BoxCopy(draw(st.integers(0, 5)), draw(st.integers(0, 5)), loops)
 
 
-def _walked(move: Move) -> list[tuple[int, int]]:
+def _walked(move: BoxCopy) -> list[tuple[int, int]]:
     """The oracle: (place in the source, place in the target) of every element."""
     pairs = [(move.source_offset, move.target_offset)]
     for count, step, into in move.loops:
@@ -41,7 +41,7 @@ def _numbers(count: int, dtype: torch.dtype, first: int) -> torch.Tensor:
 
 
 @given(moves(), st.sampled_from(DTYPES), st.booleans(), st.integers(0, 3))
-def test_each_element_goes_to_its_place(move: Move, dtype: torch.dtype, back: bool, offset: int) -> None:
+def test_each_element_goes_to_its_place(move: BoxCopy, dtype: torch.dtype, back: bool, offset: int) -> None:
     """Also between tensors that begin inside of their storages, and the other way."""
     pairs = _walked(move)
     ends = [max(pair[side] for pair in pairs) + 1 for side in (0, 1)]
@@ -60,11 +60,11 @@ def test_each_element_goes_to_its_place(move: Move, dtype: torch.dtype, back: bo
 
 def test_what_no_box_fills_is_zero() -> None:
     rows = torch.arange(6.0)
-    made = filled((3, 4), rows.dtype, rows.device, [(Move(0, 0, ((2, 3, 4), (3, 1, 1))), rows)])
+    made = filled((3, 4), rows.dtype, rows.device, [(BoxCopy(0, 0, ((2, 3, 4), (3, 1, 1))), rows)])
     assert made.tolist() == [[0, 1, 2, 0], [3, 4, 5, 0], [0, 0, 0, 0]]
-    whole = filled((6,), rows.dtype, rows.device, [(Move(0, 0, ((6, 1, 1),)), rows)])
+    whole = filled((6,), rows.dtype, rows.device, [(BoxCopy(0, 0, ((6, 1, 1),)), rows)])
     assert torch.equal(whole, rows)
-    assert filled((2, 3), rows.dtype, torch.device("meta"), [(Move(0, 0, ((6, 1, 1),)), rows)]).is_meta
+    assert filled((2, 3), rows.dtype, torch.device("meta"), [(BoxCopy(0, 0, ((6, 1, 1),)), rows)]).is_meta
 
 
 def test_flat_shares_storage_where_it_can() -> None:

@@ -2,7 +2,7 @@
 
 **Pieces**: which box of a logical tensor one chunk of a stored tensor holds, and where.
 
-`pieces` lowers a layout, whole or cut, to pieces; a `Meeting` intersects a source piece with a target piece into one
+`pieces` lowers a layout, whole or cut, to pieces; a `PieceOverlap` intersects a source piece with a target piece into one
 strided copy. Nothing else moves data: relayouts, resharding, box reads and rank-local plans are all such meetings.
 
 **Nested strides**: where the elements of a box lie in one dimension of memory, and how an interval cuts them.
@@ -142,7 +142,7 @@ class Piece(msgspec.Struct, frozen=True):
         return count
 
 
-class Move(msgspec.Struct, frozen=True):
+class BoxCopy(msgspec.Struct, frozen=True):
     """One box copy between two chunks."""
 
     source_offset: int
@@ -227,7 +227,7 @@ def pieces(
     return tuple(result)
 
 
-class Meeting:
+class PieceOverlap:
     """Where two pieces of one logical tensor meet, for all sources that differ in the indices in their names alone.
 
     Args:
@@ -276,7 +276,7 @@ class Meeting:
         self.size = 0 if is_empty else prod(size for size, _, _ in self._loops)
         """Number of elements of each move."""
 
-    def at(self, source_index: Mapping[str, int]) -> Move | None:
+    def at(self, source_index: Mapping[str, int]) -> BoxCopy | None:
         """Return the copy from a source with these indices in its name; None where the pieces share nothing.
 
         Post-condition: for every index of the logical tensor that both pieces hold, and no other, the move holds the
@@ -293,7 +293,7 @@ class Meeting:
             if not low <= index < high:
                 return None
             target_offset += (index - low) * step
-        return Move(self._source_offset, target_offset, self._loops)
+        return BoxCopy(self._source_offset, target_offset, self._loops)
 
 
 Intervals = tuple[Interval, ...]

@@ -57,7 +57,7 @@ class DimShare:
 
 
 @dataclass(frozen=True)
-class Move:
+class PartMove:
     """The elements that one stored tensor of each side have in common."""
 
     names: tuple[str, str]
@@ -139,14 +139,14 @@ def _shares(found: list[Digit], shape: Shape, first: int, side: str) -> tuple[Di
     return tuple(shares)
 
 
-def moves(trace: Trace) -> list[Move]:
+def moves(trace: Trace) -> list[PartMove]:
     """Return every move of a trace.
 
     Raises:
         Underivable: naming the tensor whose elements no digits describe.
     """
     owners, positions, names = _places(trace)
-    found: list[Move] = []
+    found: list[PartMove] = []
     seen = np.zeros(len(owners), bool)
     for name, numbers in trace.hub.items():
         flat = numbers.ravel()
@@ -165,14 +165,14 @@ def moves(trace: Trace) -> list[Move]:
     return found
 
 
-def _move(names: tuple[str, str], hub: Positions, memory: Positions, trace: Trace) -> Move:
+def _move(names: tuple[str, str], hub: Positions, memory: Positions, trace: Trace) -> PartMove:
     shapes = trace.hub[names[0]].shape, trace.memory[names[1]].shape
     found = factor(hub, memory)
     for side, shape in zip(SIDES, shapes, strict=True):
         found = _divided(found, shape, side)
     firsts = int(hub[0]), int(memory[0])
     shares = tuple(_shares(found, s, f, side) for side, s, f in zip(SIDES, shapes, firsts, strict=True))
-    return Move(names, tuple(digit.size for digit in found), shapes, (shares[0], shares[1]))
+    return PartMove(names, tuple(digit.size for digit in found), shapes, (shares[0], shares[1]))
 
 
 def _places(trace: Trace) -> tuple[Positions, Positions, list[str]]:
@@ -203,7 +203,7 @@ class Instance:
 
     trace: int
     """Which trace."""
-    move: Move
+    move: PartMove
     """Its elements."""
     indices: tuple[tuple[int, ...], tuple[int, ...]]
     """Indices in the names of both sides."""

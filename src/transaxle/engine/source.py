@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from transaxle.axes.geometry import Interval, Loop, Move
+from transaxle.axes.geometry import BoxCopy, Interval, Loop
 from transaxle.axes.layout.relayout import Copier, Target, TargetPart, is_one_run, unchanged
 from transaxle.axes.notation.expression import Layout
 from transaxle.axes.translation.holdings import AlikePart
@@ -432,7 +432,7 @@ def _landing(found: Found) -> int:
     return found.transfer.target
 
 
-def _in_bytes(entry: Entry, bits: int, move: Move) -> Move:
+def _in_bytes(entry: Entry, bits: int, move: BoxCopy) -> BoxCopy:
     """Turn a copy of elements smaller than a byte into one of bytes: it must not take any of them apart."""
     loops = move.loops or ((1, 1, 1),)
     *outer, (count, source, target) = loops
@@ -446,7 +446,7 @@ def _in_bytes(entry: Entry, bits: int, move: Move) -> Move:
         )
     scaled = [(n, s * bits // 8, t * bits // 8) for n, s, t in outer]
     run = (count * bits // 8, 1, 1)
-    return Move(move.source_offset * bits // 8, move.target_offset * bits // 8, (*scaled, run))
+    return BoxCopy(move.source_offset * bits // 8, move.target_offset * bits // 8, (*scaled, run))
 
 
 class _AlikeStamp(NamedTuple):

@@ -26,7 +26,7 @@ from typing import Any, ParamSpec, Protocol
 import msgspec
 import numpy as np
 
-from transaxle.axes.geometry import Loop, Move, lexicographic_boxes, rank
+from transaxle.axes.geometry import BoxCopy, Loop, lexicographic_boxes, rank
 from transaxle.formats.storage.copier import READING, WRITING, Bytes, Steps, scatter
 
 
@@ -102,11 +102,11 @@ def lower(file: str, base: int, itemsize: int, source: int, target: int, loops: 
     return Transfer(file, base + source * itemsize, target * itemsize, width, tuple(scaled))
 
 
-def in_elements(transfer: Transfer, itemsize: int) -> Move:
+def in_elements(transfer: Transfer, itemsize: int) -> BoxCopy:
     """Return a transfer between tensors of one type as a move of elements: the inverse of `lower`, for one transfer."""
     loops = [(count, source // itemsize, target // itemsize) for count, source, target in transfer.loops]
     run = (transfer.width // itemsize, 1, 1)
-    return Move(transfer.source // itemsize, transfer.target // itemsize, (*loops, run))
+    return BoxCopy(transfer.source // itemsize, transfer.target // itemsize, (*loops, run))
 
 
 def clip(transfer: Transfer, start: int, stop: int) -> Iterator[Transfer]:

@@ -336,7 +336,7 @@ _SAME = "Install the same version of transaxle in the trainer and in vLLM."
 
 
 @dataclass(frozen=True)
-class Meeting:
+class PieceOverlap:
     """What a trainer says when it comes; plain JSON."""
 
     version: int
@@ -365,7 +365,7 @@ class Meeting:
         return asdict(self)
 
 
-wire.tellable(Meeting)  # the trainer's first rank tells the others
+wire.tellable(PieceOverlap)  # the trainer's first rank tells the others
 
 
 @dataclass(frozen=True)
@@ -402,18 +402,18 @@ class VllmEngine:
         self._open = False
         self._complete = False
 
-    def parse_init_info(self, init_dict: Mapping[str, Any]) -> Meeting:
+    def parse_init_info(self, init_dict: Mapping[str, Any]) -> PieceOverlap:
         """Read what a trainer says when it comes; what is wrong with it is said by `init_transfer_engine`."""
         if init_dict.get("version") != VERSION:
-            return Meeting(-1, "", 0, 0, "", 0)
-        known = {each.name for each in fields(Meeting)}
-        return Meeting(**{name: value for name, value in init_dict.items() if name in known})
+            return PieceOverlap(-1, "", 0, 0, "", 0)
+        known = {each.name for each in fields(PieceOverlap)}
+        return PieceOverlap(**{name: value for name, value in init_dict.items() if name in known})
 
     def parse_update_info(self, update_dict: Mapping[str, Any]) -> Update:
         """Read what a trainer says when it pushes."""
         return Update(list(update_dict.get("only", ())), list(update_dict.get("skip", ())), "forget" in update_dict)
 
-    def init_transfer_engine(self, init_info: Meeting) -> None:
+    def init_transfer_engine(self, init_info: PieceOverlap) -> None:
         """Find out what the model takes, and meet the trainer."""
 
         def begin() -> None:
@@ -432,7 +432,7 @@ class VllmEngine:
         config = dict(self.model_config.hf_config.to_dict())
         return VllmWeights(self.model, config, _ranks(self.vllm_config.parallel_config), self.device)
 
-    def _meet(self, said: Meeting) -> None:
+    def _meet(self, said: PieceOverlap) -> None:
         parallel = self.vllm_config.parallel_config
         number = said.first + parallel.data_parallel_index * parallel.world_size + parallel.rank
         group = meet(said.address, number, said.size, secret=said.secret, backend=said.backend, timeout=said.timeout)

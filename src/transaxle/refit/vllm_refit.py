@@ -42,7 +42,7 @@ from transaxle.options import select
 from transaxle.refit.adapters import MERGED, read_adapter
 from transaxle.refit.hops import meet
 from transaxle.refit.refitting import Pause, Refit, RefitReport
-from transaxle.refit.vllm_engine import DIALECT, VERSION, Meeting, split_layers
+from transaxle.refit.vllm_engine import DIALECT, VERSION, PieceOverlap, split_layers
 from transaxle.torch_tensors import Ranks
 
 _LOCAL = "127.0.0.1"
@@ -493,7 +493,7 @@ class _Engines:
         spans = zip(self._controls, self._firsts, ends, strict=True)
         self._open = {each for each, first, last in spans if any(left[first:last])}
 
-    def prepare(self, address: str | None, trainers: int, said: Meeting) -> Meeting | None:
+    def prepare(self, address: str | None, trainers: int, said: PieceOverlap) -> PieceOverlap | None:
         """Ask all engines whether they can take weights; return what all ranks need to meet."""
         if not self._controls:
             return None
@@ -579,7 +579,7 @@ class _Engines:
         self.each(lambda each, _: each.resume())
 
 
-def _said(options: Mapping[str, Any]) -> Meeting:
+def _said(options: Mapping[str, Any]) -> PieceOverlap:
     """Return what engines are told, but for where all meet.
 
     Raises:
@@ -592,7 +592,7 @@ def _said(options: Mapping[str, Any]) -> Meeting:
             f"adapter must be {MERGED}, or None: vLLM has the parameters of a whole model; got {adapter!r}"
         )
     timeout, backend = options["timeout"], options["backend"]
-    return Meeting(
+    return PieceOverlap(
         version=VERSION, address="", first=0, size=0, timeout=timeout,
         backend=backend or ("nccl" if torch.cuda.is_available() else "gloo"),
         dtype=read_float_type("dtype", options["dtype"]),

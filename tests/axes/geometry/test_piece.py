@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.axes import walking
 from tests.axes.apply import Intervals, law, move, take
-from transaxle.axes.geometry import Meeting, Move, Piece, cut, pieces
+from transaxle.axes.geometry import BoxCopy, Piece, PieceOverlap, cut, pieces
 from transaxle.axes.notation.expression import Expression, Share, parse
 
 NO_INDEX: Mapping[str, int] = {}
@@ -19,9 +19,9 @@ NO_INDEX: Mapping[str, int] = {}
 
 def meet(
     source: Piece, target: Piece, source_index: Mapping[str, int] = NO_INDEX, target_index: Mapping[str, int] = NO_INDEX
-) -> Move | None:
+) -> BoxCopy | None:
     """Return the copy from one piece into another."""
-    meeting = Meeting(source, target, source_index, target_index)
+    meeting = PieceOverlap(source, target, source_index, target_index)
     move = meeting.at(source_index)
     assert move is None or meeting.size == move.size
     return move
@@ -170,9 +170,9 @@ def test_axes_in_names() -> None:
 def test_one_meeting_serves_all_sources_that_are_alike() -> None:
     (one,) = pieces(SINGLE, "x")
     (stack,) = pieces(STACKED, "x", [[(1, 3)], [(0, 8)]])  # a chunk that holds two of three
-    meeting = Meeting(one, stack, {"e"}, {})
+    meeting = PieceOverlap(one, stack, {"e"}, {})
     moves = [meeting.at({"e": e}) for e in range(4)]
-    assert moves == [None, Move(0, 0, ((2, 1, 4), (4, 2, 1))), Move(0, 8, ((2, 1, 4), (4, 2, 1))), None]
+    assert moves == [None, BoxCopy(0, 0, ((2, 1, 4), (4, 2, 1))), BoxCopy(0, 8, ((2, 1, 4), (4, 2, 1))), None]
 
 
 def test_an_axis_that_only_the_target_has_is_broadcast() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.axes.apply import law, move
-from transaxle.axes.geometry import Move, coalesce, lexicographic_boxes, rank, row_major
+from transaxle.axes.geometry import BoxCopy, coalesce, lexicographic_boxes, rank, row_major
 
 counts = st.lists(st.integers(0, 4), max_size=4)
 
@@ -91,5 +91,5 @@ def test_coalesce_joins_what_is_one_run_on_both_sides() -> None:
 
 def test_a_move_copies_in_target_order() -> None:
     source, target = np.arange(6), np.full(6, -1)
-    move(source, target, Move(0, 0, coalesce([(2, 3, 1), (3, 1, 2)])))
+    move(source, target, BoxCopy(0, 0, coalesce([(2, 3, 1), (3, 1, 2)])))
     np.testing.assert_array_equal(target, np.arange(6).reshape(2, 3).T.reshape(-1))

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transaxle.derivation.moved_parts import Move, moves, strides
+from transaxle.derivation.moved_parts import PartMove, moves, strides
 from transaxle.derivation.traces import Trace, Underivable, combined, digits, passes
 
 
-def _walked(move: Move) -> dict[int, int]:
+def _walked(move: PartMove) -> dict[int, int]:
     """Position in the hub -> position in memory, by counting through all digits."""
     walked = {}
     for index in np.ndindex(*move.sizes):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.engine import synthetic
-from transaxle.axes.geometry import Meeting, Shard, whole
+from transaxle.axes.geometry import PieceOverlap, Shard, whole
 from transaxle.axes.layout import relayout
 from transaxle.axes.notation.family import Formula
 from transaxle.axes.notation.name import Name
@@ -37,7 +37,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
         monkeypatch.setattr(owner, attribute, counting)
 
-    count(Meeting, "at", MEETS)
+    count(PieceOverlap, "at", MEETS)
     count(relayout, "pieces", PIECES)
     count(Formula, "__call__", FORMULAS)
     count(Name, "format", FORMATS)

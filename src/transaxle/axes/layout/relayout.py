@@ -31,7 +31,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 from msgspec import structs
 
-from transaxle.axes.geometry import Interval, Meeting, Move, Piece, cut, pieces
+from transaxle.axes.geometry import BoxCopy, Interval, Piece, PieceOverlap, cut, pieces
 from transaxle.axes.notation.expression import PADDING, Axis, Expression, Layout, Merge, Node, Share, Sum, walk
 from transaxle.axes.notation.expression import size as size_of
 from transaxle.axes.notation.family import PLAIN, Arithmetic, Line, LogicalTensor, NumberFormat, Sizes
@@ -339,7 +339,7 @@ class Copy(NamedTuple):
     """Stored tensor name."""
     chunk: int
     """Number of the source's extent."""
-    move: Move
+    move: BoxCopy
     """Offsets and strides in both chunks."""
 
 
@@ -520,13 +520,13 @@ class Copier:
             # either side was packed no longer matters.
             for piece in self._lower(target.layout, part.component, positions, strides):
                 copied = 0
-                meetings: dict[tuple[object, ...], Meeting] = {}  # sources that are alike share their pieces
+                meetings: dict[tuple[object, ...], PieceOverlap] = {}  # sources that are alike share their pieces
                 for origin in _within(part.origins, piece):
                     for number, source in self._source_pieces(origin, piece, target.index):
                         key = id(source), *origin.index
                         meeting = meetings.get(key)
                         if meeting is None:
-                            meeting = meetings[key] = Meeting(source, piece, origin.index, target.index)
+                            meeting = meetings[key] = PieceOverlap(source, piece, origin.index, target.index)
                         move = meeting.at(origin.index)
                         if move is not None:
                             copied += meeting.size
