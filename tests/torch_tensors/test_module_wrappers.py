@@ -13,7 +13,7 @@ from tests.oracles.quiet import quiet
 from transaxle.axes.notation.name import CHECKPOINTED, COMPILED, FSDP1, own_name
 from transaxle.live.load import load
 from transaxle.live.model.state_tensors import leaves, own_config
-from transaxle.torch_tensors import innermost, unwrapped
+from transaxle.torch_tensors import innermost, unwrap
 
 
 class _Configured(nn.Linear):
@@ -44,8 +44,8 @@ def test_a_compiled_model_is_the_model() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     compiled = _compiled(model)
     wrapped = checkpoint_wrapper(compiled)
-    assert unwrapped(compiled) is model
-    assert unwrapped(wrapped) is wrapped
+    assert unwrap(compiled) is model
+    assert unwrap(wrapped) is wrapped
     assert innermost(wrapped) is model
     assert innermost(nn.Sequential()) is not None
     assert leaves(compiled).tensors.keys() == leaves(model).tensors.keys()

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from transaxle.axes.geometry import BoxCopy, row_major
-from transaxle.torch_tensors import copy_box, copy_box_back, filled, flat, stacked_view
+from transaxle.torch_tensors import assemble_boxes, copy_box, copy_box_back, flat, stack_view
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool)
 
@@ -60,11 +60,11 @@ def test_each_element_goes_to_its_place(move: BoxCopy, dtype: torch.dtype, back:
 
 def test_what_no_box_fills_is_zero() -> None:
     rows = torch.arange(6.0)
-    made = filled((3, 4), rows.dtype, rows.device, [(BoxCopy(0, 0, ((2, 3, 4), (3, 1, 1))), rows)])
+    made = assemble_boxes((3, 4), rows.dtype, rows.device, [(BoxCopy(0, 0, ((2, 3, 4), (3, 1, 1))), rows)])
     assert made.tolist() == [[0, 1, 2, 0], [3, 4, 5, 0], [0, 0, 0, 0]]
-    whole = filled((6,), rows.dtype, rows.device, [(BoxCopy(0, 0, ((6, 1, 1),)), rows)])
+    whole = assemble_boxes((6,), rows.dtype, rows.device, [(BoxCopy(0, 0, ((6, 1, 1),)), rows)])
     assert torch.equal(whole, rows)
-    assert filled((2, 3), rows.dtype, torch.device("meta"), [(BoxCopy(0, 0, ((6, 1, 1),)), rows)]).is_meta
+    assert assemble_boxes((2, 3), rows.dtype, torch.device("meta"), [(BoxCopy(0, 0, ((6, 1, 1),)), rows)]).is_meta
 
 
 def test_flat_shares_storage_where_it_can() -> None:
@@ -79,7 +79,7 @@ def test_tensors_one_after_the_other_are_one(shape: tuple[int, ...]) -> None:
     buffer = torch.arange(24.0)
     size = torch.Size(shape).numel()
     members = [buffer[3 + i * size : 3 + (i + 1) * size].view(shape) for i in range(3)]
-    view = stacked_view(members[0], 3)
+    view = stack_view(members[0], 3)
     assert torch.equal(view, torch.stack(members))
     view[2].zero_()
     assert not members[2].any()

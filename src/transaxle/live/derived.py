@@ -45,7 +45,7 @@ from torch.distributed.tensor import DTensor
 from transaxle.axes.notation.name import own_name
 from transaxle.errors import Refusal, Where, gathered
 from transaxle.quant.entries import entries, is_quantized
-from transaxle.torch_tensors import TO_LOCAL, Part, byte_view, mark, same_bytes, stored_local
+from transaxle.torch_tensors import TO_LOCAL, Part, byte_view, mark, raw_local, same_bytes
 
 _SEPARATOR = "."
 EXTRA_STATE = "_extra_state"
@@ -100,7 +100,7 @@ def pieces(tensor: torch.Tensor) -> list[torch.Tensor]:
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     """Return what this rank holds; a wrapper that says so itself is asked, and nothing is made that has no need."""
     to_local = None if isinstance(tensor, DTensor) else getattr(tensor, TO_LOCAL, None)
-    return stored_local(tensor) if to_local is None else to_local()
+    return raw_local(tensor) if to_local is None else to_local()
 
 
 def extent(piece: torch.Tensor) -> Extent:
@@ -554,7 +554,7 @@ def _gathered_memory() -> Iterator[int]:
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    local = stored_local(tensor)
+    local = raw_local(tensor)
     return local.untyped_storage().data_ptr() if local.layout == torch.strided and not local.is_meta else 0
 
 

@@ -26,7 +26,7 @@ from transaxle.formats.storage.storage import parsed
 from transaxle.formats.training_state import nested, tops
 from transaxle.live.model.state_tensors import State, set_extra_state
 from transaxle.live.transport.world import World
-from transaxle.torch_tensors import as_bytes, code_of, copied_to_cpu, torch_dtype
+from transaxle.torch_tensors import as_bytes, code_of, copy_to_cpu, torch_dtype
 
 FILE = "transaxle_extra.json"
 """Name of the file."""
@@ -329,7 +329,7 @@ def _octets(value: Any, path: str, problems: list[Refusal]) -> Any:
         kind = _SCALAR if isinstance(value, np.generic) else _ARRAY
         return {kind: {_DTYPE: array.dtype.str, _SHAPE: list(value.shape), _DATA: _text(array.tobytes())}}
     if type(value) in (torch.Tensor, torch.nn.Parameter) and not value.is_meta and value.layout == torch.strided:
-        held = copied_to_cpu(value)
+        held = copy_to_cpu(value)
         data = _text(as_bytes(held).tobytes())
         return {_TENSOR: {_DTYPE: code_of(held.dtype), _SHAPE: list(held.shape), _DATA: data}}
     message = f"it is a {type(value).__module__}.{type(value).__qualname__}, which is not plain data"

@@ -28,9 +28,9 @@ from transaxle.errors import Refusal, Where, gathered, refuse
 from transaxle.live.transport import wire
 from transaxle.live.transport.world import World
 from transaxle.torch_tensors import (
-    Held,
     Part,
     Placement,
+    Positions,
     cell_name,
     cells_of,
     code_of,
@@ -53,7 +53,7 @@ class Global:
     """Safetensors code."""
     shape: tuple[int, ...]
     """Elements along each dim of the whole tensor."""
-    held: Mapping[int, Held]
+    held: Mapping[int, Positions]
     """What each rank holds that has any of it; ranks without it are absent."""
     loose: bool = False
     """Whether it is on no one mesh: then nothing says that ranks which hold the same part hold the same values."""
@@ -65,25 +65,25 @@ class Global:
     """Ranks whose parts are copies, as they say themselves."""
 
     @property
-    def boxes(self) -> dict[Held, tuple[int, ...]]:
+    def boxes(self) -> dict[Positions, tuple[int, ...]]:
         """The distinct parts, and the ranks that hold each."""
-        found: dict[Held, tuple[int, ...]] = {}
+        found: dict[Positions, tuple[int, ...]] = {}
         for rank, held in sorted(self.held.items()):
             found[held] = (*found.get(held, ()), rank)
         if not self.apart:
             return found
-        cells: dict[Held, tuple[int, ...]] = {}
+        cells: dict[Positions, tuple[int, ...]] = {}
         for held, ranks in found.items():
             for cell in cells_of(held):
                 others = cells.get(cell)
                 cells[cell] = ranks if others is None else tuple(sorted((*others, *ranks)))
         return cells
 
-    def part_name(self, held: Held) -> str:
+    def part_name(self, held: Positions) -> str:
         """Return what the tensor of one of `boxes` is called, see `local_parts`."""
         return cell_name(self.name, held) if self.apart else self.name
 
-    def within(self, held: Held, shape: tuple[int, ...]) -> Held:
+    def within(self, held: Positions, shape: tuple[int, ...]) -> Positions:
         """Return the positions of one of `boxes` that a tensor of the same name and this shape has."""
         return inside(held, shape) if self.padded else held
 
@@ -135,7 +135,7 @@ def census(tensors: Mapping[str, torch.Tensor], world: World) -> Census:
         return msgspec.msgpack.encode(mine), tuple(placements)
 
     tensors_heard: dict[str, _Heard] = {}
-    shares: dict[tuple[Placement, tuple[int, ...]], Mapping[int, Held]] = {}
+    shares: dict[tuple[Placement, tuple[int, ...]], Mapping[int, Positions]] = {}
     histories = _Histories()
     problems = []
     for rank, names, known in _pooled(told, world):
@@ -143,7 +143,7 @@ def census(tensors: Mapping[str, torch.Tensor], world: World) -> Census:
             placement = known[number]
             held = shares.get((placement, shape))
             if held is None:
-                held = shares[placement, shape] = placement.held(shape)
+                held = shares[placement, shape] = placement.positions(shape)
             first = tensors_heard.get(name)
             if first is None:
                 tensors_heard[name] = _Heard(dtype, shape, held, rank, placement, histories)
@@ -191,12 +191,12 @@ class _History:
     """What was told before."""
     rank: int
     """The last rank."""
-    positions: Mapping[int, Held]
+    positions: Mapping[int, Positions]
     """What this one says that the ranks of its mesh hold."""
     differs: bool
     """Whether some rank says another thing than the first."""
 
-    def told(self) -> list[tuple[int, Mapping[int, Held]]]:
+    def told(self) -> list[tuple[int, Mapping[int, Positions]]]:
         """Return what each rank has told."""
         found = []
         at: _History | None = self
@@ -211,10 +211,10 @@ class _Histories:
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, int, int], _History] = {}
-        self._loose: dict[int, dict[int, Held]] = {}
+        self._loose: dict[int, dict[int, Positions]] = {}
         self._whole: dict[int, bool] = {}
 
-    def after(self, before: _History | None, rank: int, positions: Mapping[int, Held]) -> _History:
+    def after(self, before: _History | None, rank: int, positions: Mapping[int, Positions]) -> _History:
         """Return a history with one rank more."""
         key = id(before), rank, id(positions)
         if key not in self._known:
@@ -232,7 +232,7 @@ class _Histories:
             self._whole[id(history)] = len(meshes) == 1 and set(*meshes) == {rank for rank, _ in told}
         return self._whole[id(history)]
 
-    def loose(self, history: _History) -> Mapping[int, Held]:
+    def loose(self, history: _History) -> Mapping[int, Positions]:
         """Return what ranks hold of which each knows itself alone."""
         if id(history) not in self._loose:
             self._loose[id(history)] = {rank: held[rank] for rank, held in history.told() if rank in held}
@@ -255,7 +255,7 @@ class _Heard:
         self,
         dtype: str,
         shape: tuple[int, ...],
-        held: Mapping[int, Held],
+        held: Mapping[int, Positions],
         rank: int,
         placement: Placement,
         histories: _Histories,
@@ -268,7 +268,7 @@ class _Heard:
         self._spare = frozenset({rank}) if placement.spare else _NONE
         self._padded = placement.padded
 
-    def add(self, rank: int, positions: Mapping[int, Held], placement: Placement) -> None:
+    def add(self, rank: int, positions: Mapping[int, Positions], placement: Placement) -> None:
         """Add the description of one more rank."""
         self._padded = self._padded and placement.padded
         if placement.spare:
@@ -313,7 +313,7 @@ def own_census(tensors: Mapping[str, torch.Tensor], rank: int) -> Census:
     own_tensors = {}
     for name, tensor in tensors.items():
         shape = whole_shape(tensor)
-        held = placement_of(tensor, rank, name).held(shape)
+        held = placement_of(tensor, rank, name).positions(shape)
         own_tensors[name] = Global(name, code_of(tensor.dtype), shape, held)
     return own_tensors
 
@@ -335,10 +335,10 @@ class Runs(torch.Tensor):
     """
 
     _local: torch.Tensor
-    _held: Held
+    _held: Positions
 
     @staticmethod
-    def __new__(cls, shape: torch.Size, local: torch.Tensor, held: Held) -> Runs:
+    def __new__(cls, shape: torch.Size, local: torch.Tensor, held: Positions) -> Runs:
         """Make one; `held` says which positions of each dim the local tensor has, in its order."""
         wrapper: Runs = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
         wrapper._local = local
@@ -429,7 +429,7 @@ def runs(tensor: torch.Tensor, name: str = "") -> Runs:
     """
     rank = World().rank
     shape = whole_shape(tensor)
-    held = placement_of(tensor, rank, name).held(shape)[rank]
+    held = placement_of(tensor, rank, name).positions(shape)[rank]
     return Runs(torch.Size(shape), local_of(tensor), held)
 
 

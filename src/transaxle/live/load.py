@@ -45,7 +45,7 @@ from transaxle.live.transport.world import Clock, World
 from transaxle.move.mover import Movement
 from transaxle.move.workers import Item, limits
 from transaxle.quant.entries import begin_anew, put_values
-from transaxle.torch_tensors import Device, Held, Ranks, ShardGrid, local_of, local_parts, local_shape, read_device
+from transaxle.torch_tensors import Device, Positions, Ranks, ShardGrid, local_of, local_parts, local_shape, read_device
 
 _WASTE, _GAP, _FEW = 1.4, 64, 256
 """Bytes that may be read for each one needed, the gap between runs that is read along in any case, and the number of
@@ -164,7 +164,7 @@ class PlannedReads:
 class _SameParts:
     """Tensors of one type and shape of which all ranks hold the same parts."""
 
-    here: list[tuple[Held, Held, int, tuple[int, ...]]]
+    here: list[tuple[Positions, Positions, int, tuple[int, ...]]]
     """What a rank holds, the positions of it that the source has, their bytes and the ranks that read them: parts that
     this rank takes part in, or several."""
     elsewhere: Mapping[int, int]
@@ -206,7 +206,7 @@ def plan_reads(wanted: Census, stored: Mapping[str, StoredTensor], rank: int, *,
 
 def _parts(tensor: Global, source: StoredTensor, rank: int, *, once: bool) -> _SameParts:
     """Return the parts of a tensor that ranks hold."""
-    here, elsewhere = list[tuple[Held, Held, int, tuple[int, ...]]](), Counter[int]()
+    here, elsewhere = list[tuple[Positions, Positions, int, tuple[int, ...]]](), Counter[int]()
     for held, ranks in tensor.boxes.items():
         needed = tensor.within(held, source.shape)
         size = nbytes(source.dtype, local_shape(needed))

@@ -37,10 +37,10 @@ from transaxle.live.transport.world import World
 from transaxle.move.workers import Item, Load
 from transaxle.torch_tensors import (
     Bytes,
-    Held,
+    Positions,
     as_bytes,
     byte_view,
-    copied_to_cpu,
+    copy_to_cpu,
     local_of,
     local_shape,
     with_own_bytes,
@@ -120,7 +120,7 @@ class Memory(Storage):
             # A small range of a tensor on a device is copied alone; for a larger one the whole tensor is copied and
             # kept, as the other ranges are usually read next.
             elif local.is_contiguous() and _APART * size <= local.nbytes:
-                return as_bytes(copied_to_cpu(byte_view(local)[offset : offset + size]))
+                return as_bytes(copy_to_cpu(byte_view(local)[offset : offset + size]))
             else:
                 lent = self._copied(name, local)
         return lent[offset : offset + size]
@@ -152,7 +152,7 @@ class Memory(Storage):
         # Taken out and put back at the end, so that the first entry is the one unused for longest.
         copied = self._kept.pop(name, None)
         if copied is None:
-            copied = as_bytes(copied_to_cpu(local))
+            copied = as_bytes(copy_to_cpu(local))
         self._kept[name] = copied
         # The copy just made stays even if it alone exceeds the limit: it is about to be used.
         while len(self._kept) > 1 and sum(map(len, self._kept.values())) > _KEPT:
@@ -228,7 +228,7 @@ def _entry(tensor: Global, given: Load) -> Entry:
     return Entry(tensor.name, tensor.dtype, tensor.shape, tuple(extents))
 
 
-def _extents(tensor: Global, held: Held, file: str) -> list[tuple[tuple[tuple[int, int], ...], Extent]]:
+def _extents(tensor: Global, held: Positions, file: str) -> list[tuple[tuple[tuple[int, int], ...], Extent]]:
     """Return the chunks of one rank's part: one for each combination of its intervals, or those of a range."""
     item = nbytes(tensor.dtype, (1,)) if tensor.shape else 1
     if len(held) < len(tensor.shape):
@@ -253,7 +253,7 @@ def _extents(tensor: Global, held: Held, file: str) -> list[tuple[tuple[tuple[in
 
 
 def _extents_of_range(
-    shape: tuple[int, ...], held: Held, file: str, item: int
+    shape: tuple[int, ...], held: Positions, file: str, item: int
 ) -> Iterator[tuple[tuple[tuple[int, int], ...], Extent]]:
     """Yield the chunks of a range of a tensor's elements."""
     ((first, stop),), strides = held[0], row_major(shape)
@@ -343,7 +343,7 @@ def compare_copies(everything: Census, tensors: Mapping[str, torch.Tensor], worl
         sums: dict[_Peers, xxhash.xxh3_128] = {}
         for tensor in everything.values():
             for name, peers in _shared(tensor, world.rank):
-                own_bytes = as_bytes(copied_to_cpu(local_of(tensors[name])))
+                own_bytes = as_bytes(copy_to_cpu(local_of(tensors[name])))
                 digests[name] = xxhash.xxh3_128_digest(own_bytes.data)
                 sums.setdefault(peers, xxhash.xxh3_128()).update(digests[name])
         return {peers: each.digest() for peers, each in sums.items()}

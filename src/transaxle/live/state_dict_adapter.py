@@ -39,14 +39,14 @@ from transaxle.live.model.state_tensors import Leaves, State, leaves, own_config
 from transaxle.live.transport.world import World
 from transaxle.move.transfer import Transfer, in_elements
 from transaxle.torch_tensors import (
-    Held,
     Placement,
+    Positions,
     as_dtensor,
+    assemble_boxes,
     byte_view,
     copy_box,
     copy_box_back,
     cut_of,
-    filled,
     flat,
     local_of,
     local_shape,
@@ -114,13 +114,13 @@ class PlacementSearch:
                 return choices
         return None
 
-    def held(self, shape: Shape, mesh: DeviceMesh, choices: tuple[Choice, ...], name: str) -> Mapping[int, Held]:
+    def held(self, shape: Shape, mesh: DeviceMesh, choices: tuple[Choice, ...], name: str) -> Mapping[int, Positions]:
         """Return what each rank of a mesh holds of a tensor that is placed so."""
         ranks = tuple(mesh.mesh.flatten().tolist())
         cuts = tuple(cut_of(Replicate() if isinstance(choice, int) else choice, name) for choice in choices)
-        return Placement(tuple(mesh.mesh.shape), ranks, cuts).held(shape)
+        return Placement(tuple(mesh.mesh.shape), ranks, cuts).positions(shape)
 
-    def transfers(self, name: str, held: Held, rank: int) -> list[Transfer] | None:
+    def transfers(self, name: str, held: Positions, rank: int) -> list[Transfer] | None:
         """Return what makes a part of a tensor out of one rank's memory; None where something is missing there."""
         source = self._sources.get(rank)
         if source is None:
@@ -463,7 +463,7 @@ class _Adapter:
         held = self._search.held(stored.shape, mesh, choices, name)[self._rank]
         return _distributed(self._local(name, held), mesh, choices, stored.shape, name)
 
-    def _local(self, name: str, held: Held) -> torch.Tensor:
+    def _local(self, name: str, held: Positions) -> torch.Tensor:
         """Make this rank's part of a tensor; a part that is one run of one source shares its storage.
 
         Raises:
@@ -485,7 +485,7 @@ class _Adapter:
         sources = {file: flat(own[tensor_of(file)]) for file in {each.file for each in transfers}}
         boxes = [(in_elements(each, dtype.itemsize), sources[each.file]) for each in transfers]
         like = local_of(own[min(stored.origins or own)])
-        return filled(shape, dtype, like.device, boxes)
+        return assemble_boxes(shape, dtype, like.device, boxes)
 
 
 def _distributed(

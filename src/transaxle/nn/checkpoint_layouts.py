@@ -46,7 +46,7 @@ from transaxle.formats.training_state import renamed as renamed_groups
 from transaxle.nn.expert_relayout import Entry, Layer, described, move, stems, under
 from transaxle.nn.grouped_linear import GroupedLinear
 from transaxle.quant.tensor import QuantizedTensor
-from transaxle.torch_tensors import Ranks, held_by, placed_like, read_group, stored_local, take, unwrapped
+from transaxle.torch_tensors import Ranks, place_like, positions_of, raw_local, read_group, take, unwrap
 
 _TABLE = "experts.rules"
 STACKED = "stacked"
@@ -205,7 +205,7 @@ def _own_parts(module: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]
     whole = {name: value for name, value in state.items() if type(value) is torch.Tensor}
     entries = module.state_dict() if whole else {}
     parts = {
-        name: placed_like(entry, take(value, held_by(entry)))
+        name: place_like(entry, take(value, positions_of(entry)))
         for name, value in whole.items()
         if isinstance(entry := entries.get(name), DTensor) and entry.shape == value.shape
     }
@@ -237,7 +237,7 @@ class _Kept:
 
 def _rooms(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield the plain tensors in which this rank keeps the values of one."""
-    local = stored_local(tensor.detach())
+    local = raw_local(tensor.detach())
     parts = [*local.components.values(), *local.state.values()] if isinstance(local, QuantizedTensor) else [local]
     yield from (part for part in parts if part.device.type != "meta")
 
@@ -315,7 +315,7 @@ def optimizer_state_as(state: Mapping[str, Any], model: nn.Module) -> dict[str, 
             "the state dict numbers its parameters; without their names they cannot be regrouped",
             hint=hint,
         )
-    for path, module in unwrapped(model).named_modules():
+    for path, module in unwrap(model).named_modules():
         if isinstance(module, GroupedLinear):
             name, layer = own_name(path), module.layer()
             prefix = f"{name}." if name else ""

@@ -28,7 +28,7 @@ from transaxle.axes.translation.grouped import ExpertSet, Stem, arranged, number
 from transaxle.axes.translation.translate import Translation
 from transaxle.errors import Refusal, Where, gathered, refuse
 from transaxle.quant.entries import entries, is_quantized
-from transaxle.torch_tensors import filled, flat, same_bytes, stored_local
+from transaxle.torch_tensors import assemble_boxes, flat, raw_local, same_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ def _made(target: Target, copier: Copier, tensors: Mapping[str, torch.Tensor]) -
         return _distributed(target, origins, tensors)
     sources = {name: flat(tensors[name]) for name in origins}
     boxes = [(copy.move, sources[copy.source]) for copy in copier.copies(target)]
-    return filled(target.shape, first.dtype, first.device, boxes)
+    return assemble_boxes(target.shape, first.dtype, first.device, boxes)
 
 
 def _is_whole(target: Target, copier: Copier) -> bool:
@@ -277,7 +277,7 @@ def apart(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     for name, value in state.items():
         if not isinstance(value, torch.Tensor) or value.is_meta or not value.numel():
             continue
-        local = stored_local(value)
+        local = raw_local(value)
         steps = [(size - 1, stride) for size, stride in zip(local.shape, local.stride(), strict=True) if size > 1]
         size = (sum(most * stride for most, stride in steps) + 1) * local.element_size()
         spans.append((local.data_ptr(), local.data_ptr() + size, name))

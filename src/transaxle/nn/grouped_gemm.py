@@ -51,7 +51,7 @@ from transaxle.quant import NVFP4BlockScaling, QuantizedTensor
 from transaxle.quant.frame import Frame, state_of, taken
 from transaxle.quant.nvfp4 import Batch, Products, current
 from transaxle.quant.tp_share import Share
-from transaxle.torch_tensors import as_dtensor, placed_like, stored_local
+from transaxle.torch_tensors import as_dtensor, place_like, raw_local
 
 
 @dataclass(frozen=True, slots=True)
@@ -551,8 +551,8 @@ def placed(grad: torch.Tensor, parameter: torch.Tensor, before: DeviceMesh | Non
     """
     if not isinstance(parameter, DTensor):
         return grad
-    local = _mean(grad, parameter, before).to(stored_local(parameter).device)
-    return placed_like(parameter, local)
+    local = _mean(grad, parameter, before).to(raw_local(parameter).device)
+    return place_like(parameter, local)
 
 
 def _mean(grad: torch.Tensor, parameter: DTensor, before: DeviceMesh | None) -> torch.Tensor:

@@ -47,11 +47,11 @@ from transaxle.quant.entries import ASSIGN, QuantizedEntries, is_quantized, layo
 from transaxle.torch_tensors import (
     Device,
     as_dtensor,
-    held_by,
     local_with_grad,
+    positions_of,
+    raw_local,
     read_device,
     read_optional_dtype,
-    stored_local,
     take,
 )
 
@@ -270,7 +270,7 @@ class GroupedParameters(QuantizedEntries):
         """
         parameter = self._parameters[name]
         assert parameter is not None
-        return held_by(parameter)
+        return positions_of(parameter)
 
     def _named(self, stem: str) -> list[tuple[str, nn.Parameter]]:
         """Return the parameters of a stem by name, in the order of the experts; none where there is no bias."""
@@ -690,7 +690,7 @@ class GroupedLinear(GroupedParameters):
             assert grad is not None
             part = (grad if single else grad[place]).to(parameter.dtype)
             gradient = placed(part, parameter, meshes[name])
-            local, own = (stored_local(tensor) for tensor in (gradient, parameter))
+            local, own = (raw_local(tensor) for tensor in (gradient, parameter))
             if local.shape != own.shape:
                 message = f"the gradient is {list(local.shape)}, but the parameter is now {list(own.shape)}"
                 hint = "Call backward_dw() before the parameter is replaced or divided."

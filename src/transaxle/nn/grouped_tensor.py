@@ -22,7 +22,7 @@ import torch
 from transaxle.arguments import DType
 from transaxle.errors import refuse
 from transaxle.quant import QuantizedTensor, Quantizer
-from transaxle.torch_tensors import Device, read_device, read_optional_dtype, stacked_view
+from transaxle.torch_tensors import Device, read_device, read_optional_dtype, stack_view
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ def stacked(parameters: Sequence[torch.Tensor], dims: int, dtype: torch.dtype) -
             return codes.dequantize(dtype)
     if isinstance(first, QuantizedTensor) or not adjacent(parameters):
         return torch.stack([values(parameter.detach(), dtype) for parameter in parameters])
-    return stacked_view(first.detach(), len(parameters)).to(dtype)
+    return stack_view(first.detach(), len(parameters)).to(dtype)
 
 
 def values(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

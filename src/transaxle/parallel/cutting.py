@@ -41,9 +41,9 @@ from transaxle.torch_tensors import (
     local_with_grad,
     mark,
     mark_all,
-    own_part,
     placement_of,
-    stored_local,
+    raw_local,
+    record_part,
 )
 
 
@@ -158,8 +158,8 @@ def gather(part: Tensor, widths: Sequence[int], group: dist.ProcessGroup) -> Ten
 
 def scatter(whole: Tensor, widths: Sequence[int], group: dist.ProcessGroup) -> Tensor:
     """Return this rank's part of the last dim of a tensor that is equal on all ranks; see `gather`."""
-    own_part: Tensor = _Scatter.apply(whole, widths, group)  # type: ignore[no-untyped-call]
-    return own_part
+    local_part: Tensor = _Scatter.apply(whole, widths, group)  # type: ignore[no-untyped-call]
+    return local_part
 
 
 def summed(tensor: Tensor, dim: int, positions: Intervals, length: int, group: dist.ProcessGroup) -> Tensor:
@@ -302,7 +302,7 @@ def sums_outputs(module: nn.Module) -> bool:
     kept, weight = kept_by(module).get(WEIGHT), module._parameters.get(WEIGHT)
     if kept is None or weight is None or not kept.shared:
         return False
-    own = stored_local(weight)
+    own = raw_local(weight)
     return isinstance(own, QuantizedTensor) and own.quantizer.multiplies_codes
 
 
@@ -355,12 +355,12 @@ def tell_parts(module: nn.Module) -> None:
             continue
         if isinstance(parameter, DTensor) and parameter.device_mesh == kept.mesh:
             continue
-        part = Part(kept.shape, held_by(kept))
-        own_part(module, name, part)
+        part = Part(kept.shape, positions_of(kept))
+        record_part(module, name, part)
         mark(parameter, part)
 
 
-def held_by(kept: Kept) -> tuple[Intervals, ...]:
+def positions_of(kept: Kept) -> tuple[Intervals, ...]:
     """Return what this rank holds, per dim."""
     return tuple(kept.held[kept.rank] if dim == kept.dim else whole(count) for dim, count in enumerate(kept.shape))
 
@@ -434,7 +434,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
             grad = grad.to_local()
         grads.append(grad)
         if mine and grad.dim():
-            held = placement_of(parameter, rank, name).held(kept.shape)[rank][kept.dim]
+            held = placement_of(parameter, rank, name).positions(kept.shape)[rank][kept.dim]
             for start, stop in kept.owned(held):
                 own.squares += grad.narrow(kept.dim, start, stop - start).double().square().sum()
     norm = torch.stack([each.reduced() for each in (rest, *shared_out.values())]).sum().sqrt()

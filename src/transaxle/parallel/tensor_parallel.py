@@ -71,16 +71,16 @@ from transaxle.quant.nvfp4 import counting
 from transaxle.quant.tensor import QuantizedTensor
 from transaxle.quant.tp_share import misplaced
 from transaxle.torch_tensors import (
-    Held,
     Part,
-    held_by,
+    Positions,
     local_of,
     mark,
     mark_all,
     part_of,
     parts_in,
-    placed_like,
+    place_like,
     placement_of,
+    positions_of,
     take,
     whole_shape,
 )
@@ -158,12 +158,12 @@ class _Region(nn.Module):
 
 
 class _Grouped(nn.Module):
-    def held(self, name: str) -> Held:
+    def held(self, name: str) -> Positions:
         """Return the positions of a parameter that this rank has, however it is cut; see `GroupedLinear`."""
         mark_all(self)
         parameter, rank = self._parameters[name], dist.get_rank()
         assert parameter is not None
-        return placement_of(parameter, rank, name).held(whole_shape(parameter))[rank]
+        return placement_of(parameter, rank, name).positions(whole_shape(parameter))[rank]
 
 
 class _GroupedColumn(_Grouped):
@@ -692,7 +692,7 @@ def _from_whole(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) 
         if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or parameter is None:
             continue
         if isinstance(value, Runs):
-            state[prefix + name] = placed_like(parameter, value.to_local())
+            state[prefix + name] = place_like(parameter, value.to_local())
         elif value.shape == kept.shape and not is_quantized(parameter):
             state[prefix + name] = _laid(value, kept, parameter)
 
@@ -700,4 +700,4 @@ def _from_whole(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) 
 def _laid(value: torch.Tensor, kept: Kept, parameter: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a whole tensor, placed as its parameter is."""
     of_whole = isinstance(parameter, DTensor) and parameter.shape == kept.shape  # and not of this rank's part
-    return placed_like(parameter, take(value if of_whole else kept.take(value), held_by(parameter)))
+    return place_like(parameter, take(value if of_whole else kept.take(value), positions_of(parameter)))

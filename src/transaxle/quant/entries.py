@@ -28,12 +28,12 @@ from transaxle.quant.frame import Frame, forget, fresh, put_state
 from transaxle.quant.quantizers import AMAX, DATA, ORIGIN, ROUNDING, SCALE, STATE, Quantizer, buffers_of
 from transaxle.quant.tensor import QuantizedTensor, from_components, quantized
 from transaxle.quant.tp_share import Band, Share
-from transaxle.torch_tensors import TO_LOCAL, as_dtensor, local_of, placed_like, stored_local
+from transaxle.torch_tensors import TO_LOCAL, as_dtensor, local_of, place_like, raw_local
 
 
 def share_of(parameter: torch.Tensor) -> Share | None:
     """The share that this rank has of a quantized parameter cut by tensor parallelism; None if it was not cut."""
-    inner = stored_local(parameter)
+    inner = raw_local(parameter)
     assert isinstance(inner, QuantizedTensor)
     return inner.frame.share
 
@@ -46,7 +46,7 @@ def cut_along(parameter: DTensor) -> int | None:
 
 def band_of(parameter: torch.Tensor) -> Band | None:
     """The band that this rank has of a quantized parameter; None if no cut left a part of each row, or each matrix."""
-    inner = stored_local(parameter)
+    inner = raw_local(parameter)
     assert isinstance(inner, QuantizedTensor)
     return inner.frame.band
 
@@ -240,7 +240,7 @@ class QuantizedEntries(nn.Module):
             weight = self._parameters[own]
             assert weight is not None
             if local_metadata.get(ASSIGN, False):
-                self._parameters[own] = nn.Parameter(placed_like(weight, loaded), requires_grad=weight.requires_grad)
+                self._parameters[own] = nn.Parameter(place_like(weight, loaded), requires_grad=weight.requires_grad)
             else:
                 _write(f"{prefix}{own}", weight, loaded)
         done = {f"{prefix}{own}" for own in ready}
@@ -269,11 +269,11 @@ def _remade(kind: Any) -> nn.Module:
 
 def is_quantized(parameter: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
     """Whether a parameter, or what this rank has of it, is a QuantizedTensor."""
-    return parameter is not None and isinstance(stored_local(parameter), QuantizedTensor)
+    return parameter is not None and isinstance(raw_local(parameter), QuantizedTensor)
 
 
 def _local(parameter: torch.Tensor) -> QuantizedTensor:
-    inner = stored_local(parameter)
+    inner = raw_local(parameter)
     assert isinstance(inner, QuantizedTensor)
     return inner
 

@@ -19,7 +19,7 @@ from transaxle.errors import Refusal, Where, gathered
 from transaxle.quant.entries import group_of
 from transaxle.quant.quantizers import ORIGIN
 from transaxle.quant.tensor import QuantizedTensor
-from transaxle.torch_tensors import placed_like, read_dtype, stored_local
+from transaxle.torch_tensors import place_like, raw_local, read_dtype
 
 MASTER = "master"
 """Name of the state that a quantized parameter has beside those that its optimizer keeps."""
@@ -159,7 +159,7 @@ class MasterWeights(Optimizer):
                     continue
                 original = None if values is None else values[parameter]
                 local = inner.dequantize(torch.float32) if original is None else original
-                self._put(number, place, placed_like(parameter, local.detach().to(self._dtype)))
+                self._put(number, place, place_like(parameter, local.detach().to(self._dtype)))
 
     def state_dict(self) -> dict[str, Any]:
         """Return settings and state as torch's optimizers do; a quantized parameter's state includes its `master`."""
@@ -222,7 +222,7 @@ class MasterWeights(Optimizer):
 
 def _inner(parameter: torch.Tensor) -> QuantizedTensor | None:
     """The rows that this rank has; None of a parameter that is not quantized."""
-    local = stored_local(parameter)
+    local = raw_local(parameter)
     return local if isinstance(local, QuantizedTensor) else None
 
 
@@ -232,7 +232,7 @@ def _master(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     origin = inner.frame.cut.pop(ORIGIN, None)
     kept = None if origin is None else origin[inner.skip : inner.skip + inner.height]
     values = (inner.dequantize(torch.float32) if kept is None else kept).detach().to(dtype, copy=True)
-    return placed_like(parameter, values).requires_grad_(parameter.requires_grad)
+    return place_like(parameter, values).requires_grad_(parameter.requires_grad)
 
 
 def _moves(group: Mapping[str, Any]) -> bool:
@@ -245,7 +245,7 @@ def _requantize(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
     for parameter, master in pairs:
         inner = _inner(parameter)
         if inner is not None:
-            values = stored_local(master)
+            values = raw_local(master)
             # From the dtype of the weights, as if they had been stored so: the codes then say all there is to know.
             inner.quantize_(values.to(inner.dtype), group=group_of(parameter))
 

@@ -39,7 +39,7 @@ from transaxle.quant.quantizers import (
 )
 from transaxle.quant.tensor import QuantizedTensor, from_components, quantized
 from transaxle.quant.tp_share import Share
-from transaxle.torch_tensors import held_by, placed_like, stored_local
+from transaxle.torch_tensors import place_like, positions_of, raw_local
 
 Filter = Callable[[str, nn.Module], bool]
 """Says by name and module whether a linear layer, or experts in stacks, are to be quantized."""
@@ -173,7 +173,7 @@ def _dealt(weight: torch.Tensor) -> Share | None:
     """Return which experts of a stack this rank has, where expert parallelism has divided them; None of any other."""
     if not isinstance(weight, DTensor) or weight.dim() != _STACK or weight.placements != (Shard(0),):
         return None
-    return Share(weight.device_mesh.get_group(), tuple(weight.shape), 0, held_by(weight)[0])
+    return Share(weight.device_mesh.get_group(), tuple(weight.shape), 0, positions_of(weight)[0])
 
 
 def _faults(name: str, key: str, module: nn.Module, recipe: Quantizer) -> list[Refusal]:
@@ -274,18 +274,18 @@ def _identity(name: str, module: nn.Module, share: Share | None) -> tuple[str, i
 
 def _identify(parameter: nn.Parameter, identity: tuple[str, int]) -> None:
     """Begin the random numbers of a weight by its own name."""
-    inner = stored_local(parameter)
+    inner = raw_local(parameter)
     assert isinstance(inner, QuantizedTensor)
     inner.frame.identity = identity
     begin(inner.frame)
 
 
 def _parameter(old: torch.Tensor, recipe: Quantizer, share: Share | None, *, keep: bool) -> nn.Parameter:
-    values = stored_local(old.data)
+    values = raw_local(old.data)
     tensor = quantized(recipe, values, share=share)
     if keep and old.device.type != "meta":
         tensor.frame.cut[ORIGIN] = values.clone()
-    return nn.Parameter(placed_like(old.data, tensor), requires_grad=old.requires_grad)
+    return nn.Parameter(place_like(old.data, tensor), requires_grad=old.requires_grad)
 
 
 _CODES: dict[torch.dtype, Any] = {torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"}

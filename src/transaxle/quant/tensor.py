@@ -58,7 +58,7 @@ from transaxle.quant.quantizers import (
     makes_tensors,
 )
 from transaxle.quant.tp_share import Band, Share
-from transaxle.torch_tensors import Ranks, read_dtype, read_group, same_bytes, stored_local, with_plain_bytes
+from transaxle.torch_tensors import Ranks, raw_local, read_dtype, read_group, same_bytes, with_plain_bytes
 
 _PACKED = 4
 """Bits of a code that shares its byte."""
@@ -511,7 +511,7 @@ class QuantizedTensor(torch.Tensor):
         frame = received(all_gather_outputs, metadata)
         if out is None:
             return QuantizedTensor(frame, 0, frame.whole, param_dtype), ()
-        inner = stored_local(out)
+        inner = raw_local(out)
         if not isinstance(inner, QuantizedTensor) or inner.dtype != param_dtype:
             message = f"out must be a quantized tensor of {param_dtype}, not {type(inner).__name__} of {inner.dtype}"
             raise refuse("UNSUPPORTED", message)

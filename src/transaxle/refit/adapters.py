@@ -17,7 +17,7 @@ from transaxle.axes.notation.name import own_name
 from transaxle.errors import Refusal, gathered, refuse
 from transaxle.live.model.peft_model import adapted, base_names, is_active, seen_by, tuners
 from transaxle.live.model.state_tensors import Leaves, State, leaves
-from transaxle.torch_tensors import local_of, placed_like, same_bytes
+from transaxle.torch_tensors import local_of, place_like, same_bytes
 
 MERGED, ALONE = "merged", "alone"
 _WAYS = (MERGED, ALONE)
@@ -134,7 +134,7 @@ def _merged(model: nn.Module, names: _Names, *, values: bool) -> Iterator[tuple[
             continue
         with _changed(changing):
             for each, now in _parameters(changing[0]).items():
-                of_one, result = plain[each], placed_like(now, local_of(now).clone())
+                of_one, result = plain[each], place_like(now, local_of(now).clone())
                 if each in tied:
                     of_tied.setdefault(id(parameters[each]), {}).update(dict.fromkeys(of_one, result))
                 else:

@@ -45,8 +45,8 @@ from transaxle.live.ties import Sides
 from transaxle.live.transport.world import World
 from transaxle.move.workers import Item
 from transaxle.torch_tensors import (
-    Held,
     Part,
+    Positions,
     as_bytes,
     byte_view,
     code_of,
@@ -77,7 +77,7 @@ class EncodedTarget:
         """The encoding, as it is made."""
         return ENCODINGS[self.tensor.encoding.name]
 
-    def held(self, rank: int) -> Held | None:
+    def held(self, rank: int) -> Positions | None:
         """Return the values that a rank needs, whole tiles of them; None where it has neither codes nor scales."""
         spans: list[list[tuple[int, int]]] = [[] for _ in self.tensor.shape]
         for role in (Role.CODES, Role.SCALE):
@@ -168,7 +168,7 @@ def largest(targets: Mapping[str, EncodedTarget], values: Mapping[str, torch.Ten
 
 def _heard(
     of_ranks: Sequence[Mapping[str, np.ndarray]],
-    places: Mapping[str, Sequence[tuple[int, Held | None]]],
+    places: Mapping[str, Sequence[tuple[int, Positions | None]]],
     targets: Mapping[str, EncodedTarget],
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yield (name, largest value of each of its matrices), whichever ranks hold parts of them."""

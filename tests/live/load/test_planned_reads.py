@@ -16,16 +16,16 @@ from transaxle.engine.checkpoint.checkpoint import StoredTensor
 from transaxle.live.global_tensors import Census, Global
 from transaxle.live.load import PlannedReads, plan_reads
 from transaxle.move.transfer import Scratch, produce
-from transaxle.torch_tensors import Held
+from transaxle.torch_tensors import Positions
 
 RANKS = 5
 REPLICATED = ("norm", "gate.weight")
 """What is in the names of tensors that all ranks hold whole."""
 
 
-def _held(shape: tuple[int, ...], *, whole_everywhere: bool) -> dict[int, Held]:
+def _held(shape: tuple[int, ...], *, whole_everywhere: bool) -> dict[int, Positions]:
     """What the ranks hold of a tensor: all of it, or its rows, of which the last ranks may have none."""
-    found: dict[int, Held] = {}
+    found: dict[int, Positions] = {}
     for rank in range(RANKS):
         held = [whole(size) for size in shape]
         if not whole_everywhere:
@@ -35,7 +35,7 @@ def _held(shape: tuple[int, ...], *, whole_everywhere: bool) -> dict[int, Held]:
 
 
 def _census(stored: Mapping[str, StoredTensor]) -> Census:
-    shared: dict[tuple[tuple[int, ...], bool], dict[int, Held]] = {}
+    shared: dict[tuple[tuple[int, ...], bool], dict[int, Positions]] = {}
     census = {}
     for name, tensor in stored.items():
         key = tensor.shape, any(word in name for word in REPLICATED)
@@ -45,7 +45,7 @@ def _census(stored: Mapping[str, StoredTensor]) -> Census:
     return census
 
 
-def _rows(array: np.ndarray, held: Held) -> np.ndarray:
+def _rows(array: np.ndarray, held: Positions) -> np.ndarray:
     (start, stop), *others = held[0] or ((0, 0),)
     assert not others
     return array[start:stop]

@@ -13,7 +13,7 @@ from transaxle.axes.geometry import Shard
 from transaxle.live import global_tensors
 from transaxle.live.global_tensors import Census, census
 from transaxle.live.transport.world import _PAGE, World
-from transaxle.torch_tensors import Placement, alone
+from transaxle.torch_tensors import Placement, plain_placement
 
 TENSORS = 4000
 FEW, MANY = 4, 16
@@ -73,7 +73,7 @@ def on_meshes_of_two(rank: int, _ranks: int) -> Placement:
 
 
 def on_each_rank(rank: int, _ranks: int) -> Placement:
-    return alone(rank)
+    return plain_placement(rank)
 
 
 def learned(ranks: int, placing: Placing, monkeypatch: pytest.MonkeyPatch) -> tuple[Census, int]:
@@ -85,7 +85,7 @@ def learned(ranks: int, placing: Placing, monkeypatch: pytest.MonkeyPatch) -> tu
     assert all(each == found[0] for each in found)
     assert list(found[0]) == list(tensors)
     shapes: list[tuple[int, ...]] = [*SHAPES]
-    held = {shape: {rank: placing(rank, ranks).held(shape)[rank] for rank in range(ranks)} for shape in shapes}
+    held = {shape: {rank: placing(rank, ranks).positions(shape)[rank] for rank in range(ranks)} for shape in shapes}
     for name, tensor in found[0].items():
         shape = tuple(tensors[name].shape)
         assert (tensor.name, tensor.shape, tensor.dtype) == (name, shape, "F32")
@@ -108,7 +108,7 @@ def test_neither_what_is_sent_nor_what_is_kept_is_ranks_times_tensors(
 
 def test_ranks_with_tensors_of_their_own_are_heard_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """As ranks of a pipeline have them, and ranks of experts; one has none."""
-    monkeypatch.setattr(global_tensors, "placement_of", lambda _tensor, rank, *_: alone(rank))
+    monkeypatch.setattr(global_tensors, "placement_of", lambda _tensor, rank, *_: plain_placement(rank))
     threads, shared = Threads(FEW), torch.empty(3, device="meta")
     own = {
         world.rank: {f"r{world.rank}.{at}": torch.empty(at, 2, device="meta") for at in range(200 * world.rank)}

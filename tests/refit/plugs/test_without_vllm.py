@@ -71,14 +71,14 @@ def test_what_a_worker_holds_is_checked() -> None:
     part = 1, (((0, 3), (6, 8)), ((3, 6), (8, 10)))
     found = _share((4, 5), part, Ranks(2, 1))
     assert found is not None
-    assert (found.shape, found.held) == ((4, 10), (((0, 4),), ((3, 6), (8, 10))))
+    assert (found.shape, found.positions) == ((4, 10), (((0, 4),), ((3, 6), (8, 10))))
     assert _share((4, 5), None, Ranks(2, 1)) is None
     with pytest.raises(ValueError, match="vLLM has 4 along dim 1 on this worker, where the table gives it 5"):
         _share((4, 4), part, Ranks(2, 0))
     experts = 0, (((0, 3),), ((3, 6),), ((6, 8),), ((8, 10),))
     found = _share((2, 5), experts, Ranks(2, 1, 4, 3))
     assert found is not None
-    assert found.held == (((8, 10),), ((0, 5),))
+    assert found.positions == (((8, 10),), ((0, 5),))
 
 
 def test_models_that_change_under_vllm_are_refused() -> None:

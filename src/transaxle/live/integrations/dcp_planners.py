@@ -165,7 +165,7 @@ def _like(tensor: torch.Tensor) -> torch.Tensor:
 def _part(whole: torch.Tensor, tensor: torch.Tensor, name: str) -> torch.Tensor:
     """Return what this rank holds of a tensor."""
     rank = World().rank
-    return take(whole, placement_of(tensor, rank, name).held(whole_shape(tensor))[rank])
+    return take(whole, placement_of(tensor, rank, name).positions(whole_shape(tensor))[rank])
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +222,7 @@ def _slice(name: str, count: int, numbers: list[int], members: list[torch.Tensor
     if not first.dim():  # a step: every expert has one, the stack has one for all
         return _Slice(first, first, tuple(members))
     local, rank = local_of(first), World().rank
-    held = placement_of(first, rank, name).held(whole_shape(first))[rank]
+    held = placement_of(first, rank, name).positions(whole_shape(first))[rank]
     values = torch.empty((len(members), *local.shape), dtype=local.dtype, device=local.device)
     expert_intervals = tuple((number, number + 1) for number in numbers)
     read = Runs(torch.Size((count, *whole_shape(first))), values, (expert_intervals, *held))

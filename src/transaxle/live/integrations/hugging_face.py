@@ -48,7 +48,7 @@ from transaxle.live.load import load
 from transaxle.live.save import SAVING, check_options, check_savable, save
 from transaxle.live.transport.world import World
 from transaxle.options import SHARD_SIZE, select
-from transaxle.torch_tensors import Ranks, read_group, unwrapped
+from transaxle.torch_tensors import Ranks, read_group, unwrap
 
 _EVENT = "on_"
 _SCHEDULE = "lr_scheduler"
@@ -555,7 +555,7 @@ class AccelerateHooks:
 
     def _is_ours(self, model: nn.Module) -> bool:
         """Tell whether accelerate speaks of our model; of what DDP wraps, it knows the inside."""
-        return unwrapped(model) is unwrapped(self._model)
+        return unwrap(model) is unwrap(self._model)
 
     def _is_among(self, models: list[nn.Module]) -> bool:
         return any(self._is_ours(model) for model in models)

@@ -37,7 +37,7 @@ from transaxle.live.model.state_tensors import State, as_tensor
 from transaxle.live.save import SAVING, check_options, save
 from transaxle.live.transport.world import World
 from transaxle.options import SHARD_SIZE, select
-from transaxle.torch_tensors import local_of, same_bytes, torch_dtype, unwrapped
+from transaxle.torch_tensors import local_of, same_bytes, torch_dtype, unwrap
 
 _CONFIGURE = "configure_callbacks"
 """Hook of a `LightningModule` that is called on every rank when a run begins, before anything is set up."""
@@ -234,7 +234,7 @@ class LightningCheckpoints:
         if not to.endswith(":identity"):
             hint = f"Give {to.partition(':')[0]}:identity, and convert the checkpoint afterwards."
             raise refuse("UNSUPPORTED", "Lightning's checkpoints keep the names of the module", hint=hint)
-        self._module = unwrapped(module)  # Lightning unwraps what `torch.compile` returns
+        self._module = unwrap(module)  # Lightning unwraps what `torch.compile` returns
         self._to = to
         self._background = background
         self._job: SaveJob | None = None

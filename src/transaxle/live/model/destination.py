@@ -27,7 +27,7 @@ from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.wording import duration, plural, size
 from transaxle.errors import Refusal, Where, gathered, refuse
 from transaxle.move.transfer import Sink
-from transaxle.torch_tensors import Bytes, ShardGrid, as_bytes, local_of, same_bytes, stored_local, torch_dtype
+from transaxle.torch_tensors import Bytes, ShardGrid, as_bytes, local_of, raw_local, same_bytes, torch_dtype
 
 if TYPE_CHECKING:
     from transaxle.engine.verification import Verification
@@ -179,7 +179,7 @@ def view_of(tensor: torch.Tensor) -> object:
     """Return what is equal for tensors that are the same elements in the same order."""
     if isinstance(tensor, ShardGrid) or tensor.is_meta:
         return id(tensor)
-    local = stored_local(tensor)
+    local = raw_local(tensor)
     if type(local) is not torch.Tensor:  # of DTensors this is the quick way, which most have
         local = local_of(tensor)
     if local.layout != torch.strided or not local.numel() or not local.data_ptr():

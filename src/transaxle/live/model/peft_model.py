@@ -19,7 +19,7 @@ from transaxle.axes.notation.name import own_name
 from transaxle.errors import Refusal, Where
 from transaxle.live.derived import persistent
 from transaxle.live.model.state_tensors import Leaves
-from transaxle.torch_tensors import unwrapped
+from transaxle.torch_tensors import unwrap
 
 _PEFT, _MODEL, _TUNER, _WRAPPER = "peft", "PeftModel", "BaseTunerLayer", "AuxiliaryTrainingWrapper"
 _BASE, _COPIES = "base_layer", "modules_to_save"
@@ -30,7 +30,7 @@ _UNMERGE = "Call unmerge_adapter() first."
 
 def adapted(state: object) -> Any:
     """Return the model of peft that a state is; None for any other."""
-    model = unwrapped(state) if isinstance(state, nn.Module) else state
+    model = unwrap(state) if isinstance(state, nn.Module) else state
     return model if _is(model, _MODEL) else None
 
 

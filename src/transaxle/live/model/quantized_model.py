@@ -54,7 +54,7 @@ from transaxle.live.transport.world import World
 from transaxle.quant.entries import STATE_SUFFIXES, is_state, layout_of, suffix_of, whole_shape
 from transaxle.quant.quantizers import AMAX, SCALE
 from transaxle.quant.tensor import QuantizedTensor
-from transaxle.torch_tensors import code_of, local_of, mark, part_of, placed_like, torch_dtype
+from transaxle.torch_tensors import code_of, local_of, mark, part_of, place_like, torch_dtype
 
 _PLAIN = "BF16"
 """Type of the decoded values of a state dict's codes, which do not say it."""
@@ -202,7 +202,7 @@ def _octets(scales: torch.Tensor) -> torch.Tensor:
 
 def _changed(tensor: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """Return what this rank has of a tensor changed number by number; it lies as before."""
-    return mark(placed_like(tensor, change(local_of(tensor))), part_of(tensor))
+    return mark(place_like(tensor, change(local_of(tensor))), part_of(tensor))
 
 
 _HALF = "the source has other codes or scales of its weight, which mean nothing without it"
@@ -399,7 +399,7 @@ def stand_in(parameter: torch.Tensor, code: str, *, meta: bool) -> torch.Tensor:
     """
     inner = local_of(parameter)
     values = torch.empty(inner.shape, dtype=torch_dtype(code), device="meta" if meta else inner.device)
-    return mark(placed_like(parameter, values), part_of(parameter))
+    return mark(place_like(parameter, values), part_of(parameter))
 
 
 def _told(name: str, parameter: torch.Tensor) -> _TypedWeight:

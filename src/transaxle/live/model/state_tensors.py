@@ -55,7 +55,7 @@ from transaxle.torch_tensors import (
     mark,
     mark_all,
     part_of,
-    unwrapped,
+    unwrap,
 )
 
 MODULE = "megatron.core.dist_checkpointing.mapping"
@@ -317,7 +317,7 @@ def leaves(state: State, *, sharded: bool = False, ranges: bool = False) -> Leav
     _check(state)
     clean = isinstance(state, nn.Module)
     if isinstance(state, nn.Module):
-        state = unwrapped(state)
+        state = unwrap(state)
         if taken := [*(refused_parts(state) if ranges else partitioned(state)), *shared_out(state)]:
             raise gathered(taken)
         mark_all(state)
@@ -531,7 +531,7 @@ def set_extra_state(model: nn.Module, name: str, state: Any) -> None:
         state: as the module's `get_extra_state` gave it.
     """
     owner = name.removesuffix(EXTRA_STATE).removesuffix(_SEPARATOR)
-    next(module for path, module in unwrapped(model).named_modules() if own_name(path) == owner).set_extra_state(state)
+    next(module for path, module in unwrap(model).named_modules() if own_name(path) == owner).set_extra_state(state)
 
 
 def is_array(value: object) -> bool:
