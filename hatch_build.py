@@ -100,15 +100,18 @@ class PageHook(MetadataHookInterface):
 
 
 def with_links(text: str, source: str, version: str) -> str:
-    """Return Markdown whose links to files lead to a released version of them; without a source they are text."""
+    """Return Markdown whose links and images lead to a released version of the files.
+
+    Without a source, links become text and images their description.
+    """
 
     def linked(match: re.Match[str]) -> str:
-        words, path = match.groups()
+        image, words, path = match.groups()
         if source:
-            return f"[{words}]({source.rstrip('/')}/blob/v{version}/{path})"
-        return words if words == path else f"{words} (`{path}`)"
+            return f"{image}[{words}]({source.rstrip('/')}/{'raw' if image else 'blob'}/v{version}/{path})"
+        return words if image or words == path else f"{words} (`{path}`)"
 
-    return re.sub(r"\[([^\]]+)\]\((?!\w+:|#)([^)\s]+)\)", linked, text)
+    return re.sub(r"(!?)\[([^\]]+)\]\((?!\w+:|#)([^)\s]+)\)", linked, text)
 
 
 def compiler() -> list[str] | None:

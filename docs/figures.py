@@ -326,8 +326,47 @@ def ep_fsdp(work: Path) -> str:
     return made.svg()
 
 
+def wrong_rows(_: Path) -> str:
+    """Draw a silent failure: which rows of a fused tensor a rank gets if it is cut before it is split."""
+    parts, heads, ranks = PARTS[:3], 4, 2
+    fused_rows = [(part, row) for part in range(len(parts)) for row in range(heads)]
+    ((start, stop),) = place((len(fused_rows),), [MeshCut(0, ranks, 0)])[0]
+    cut_first = fused_rows[start:stop]
+    ((start, stop),) = place((heads,), [MeshCut(0, ranks, 0)])[0]
+    split_first = [(part, row) for part, row in fused_rows if start <= row < stop]
+    made = Drawing(
+        "A fused tensor of q, k and v with four rows each, loaded on the first of two tensor-parallel ranks. "
+        "transformers 5.23 cuts the tensor first and splits the half: k_proj gets rows of q, and v_proj rows of k. "
+        "Split first and cut then, each gets its own first two rows, as Transaxle loads them.",
+        262,
+    )
+    made.text(16, 26, "one fused tensor in the file", size=14)
+    for at, row in enumerate(fused_rows):
+        _labelled_row(made, 16 + 44 * at, 38, row, "fused")
+    made.text(16, 118, "what rank 0 of 2 gets", size=14)
+    width = len(cut_first) // len(parts)
+    for at, part in enumerate(parts):
+        made.text(176 + 132 * at + 22 * width, 118, f"{part}_proj", size=12, anchor="middle", code=True)
+    for y, loader, rows in ((130, "transformers 5.23", cut_first), (204, "Transaxle", split_first)):
+        made.text(16, y + 20, loader, size=13)
+        for at, row in enumerate(rows):
+            target = at // width
+            x = 176 + 132 * target + 44 * (at % width)
+            _labelled_row(made, x, y, row, f"{loader}, {parts[target]}_proj")
+            if row[0] != target:
+                made.outline(x, y, 44, 30, split=True)
+    return made.svg()
+
+
+def _labelled_row(made: Drawing, x: float, y: float, row: tuple[int, int], where: str) -> None:
+    """Draw one row of q, k or v with its number below it."""
+    part, number = row
+    made.box(x, y, 44, 30, COLOURS[part], f"{where}: {PARTS[part]}, row {number}")
+    made.text(x + 22, y + 45, f"{PARTS[part]} {number}", size=12, anchor="middle")
+
+
 def drawn() -> Iterator[tuple[Path, str]]:
     """Yield each figure's file, and what it must hold."""
     with tempfile.TemporaryDirectory() as folder:
-        for draw in (name_shape_mesh, fused, tiles, ep_fsdp):
+        for draw in (name_shape_mesh, fused, tiles, ep_fsdp, wrong_rows):
             yield FOLDER / f"{draw.__name__.replace('_', '-')}.svg", draw(Path(folder))

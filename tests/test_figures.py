@@ -85,3 +85,12 @@ def test_ranks_hold_what_chunks_of_both_dims_give_them() -> None:
     drawn = _titled("ep-fsdp")
     assert {words for words, _ in drawn if ": on " in words} == expected
     assert len(drawn) == 4 * 4 * 6
+
+
+def test_the_silent_failure_is_cut_before_split_and_split_before_cut() -> None:
+    fused = [f"{part}, row {row}" for part in "qkv" for row in range(4)]
+    cut_first = np.array_split(fused, 2)[0].tolist()
+    split_first = np.concatenate([np.array_split(part, 2)[0] for part in np.split(np.array(fused), 3)]).tolist()
+    drawn = [words for words, _ in _titled("wrong-rows")]
+    for loader, rows in (("transformers 5.23", cut_first), ("Transaxle", split_first)):
+        assert [words.partition(": ")[2] for words in drawn if words.startswith(loader)] == rows

@@ -84,12 +84,12 @@ def test_item_11_the_page_of_the_package_has_no_link_that_leads_nowhere(pure: Pa
 
 
 def test_item_11_links_lead_to_the_version_that_was_released() -> None:
-    text = "[why](docs/why.md), [LICENSE](LICENSE), [here](#x), [there](https://there/a)"
+    text = "[why](docs/why.md), [LICENSE](LICENSE), [here](#x), [there](https://there/a), ![drawn](a.svg)"
     assert with_links(text, "https://forge/x/", "1.2") == (
         "[why](https://forge/x/blob/v1.2/docs/why.md), [LICENSE](https://forge/x/blob/v1.2/LICENSE), [here](#x), "
-        "[there](https://there/a)"
+        "[there](https://there/a), ![drawn](https://forge/x/raw/v1.2/a.svg)"
     )
-    assert with_links(text, "", "1.2") == "why (`docs/why.md`), LICENSE, [here](#x), [there](https://there/a)"
+    assert with_links(text, "", "1.2") == "why (`docs/why.md`), LICENSE, [here](#x), [there](https://there/a), drawn"
 
 
 def test_item_11_versions_of_python_are_said_once() -> None:
