@@ -87,7 +87,7 @@ tables: $(VENV)/.all
 	$(BIN)/python docs/generate.py
 
 oracle: $(VENV)/.all
-	$(BIN)/python -m pytest -q -m 'oracle and not vllm' --numprocesses $(JOBS) --dist worksteal
+	$(BIN)/python -m pytest -q -m 'oracle and not vllm and not megatron' --numprocesses $(JOBS) --dist worksteal
 
 # What failed has a line of its own on the page, and so has what was refused.
 journeys: $(VENV)/.all $(MEGATRON_VENV)/.all

@@ -24,7 +24,8 @@ from tests.golden.digests import REWRITE, Rewriting
 from tests.journeys import OPTION as JOURNEYS
 from tests.memory_meter import OPTION as MEMORY
 from tests.memory_meter import MemoryMeter
-from tests.sampled import leave_to_oracle
+from tests.sampled import OPTION as TURN
+from tests.sampled import current_turn, defer_cases
 
 # Before torch is imported anywhere: xdist already uses the cores, peers must never reach for the hub, Ray must not
 # replace `print`, which tests of hostile pickles name, and torch.compile must not compile its headers beforehand, which
@@ -81,6 +82,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(QUICK, action="store_true", help="only test files that start nothing and import no frameworks")
     parser.addoption(JOURNEYS, metavar="DIR", help="write what journeys note into this folder")
     parser.addoption(REWRITE, action="store_true", help="keep what golden cases give now, and write it down")
+    parser.addoption(
+        TURN, type=int, metavar="N", help="run part N of ten of each sweep; the number of commits if not given"
+    )
     parser.addoption(MEMORY, type=float, metavar="GB", help="say what is used at most; fail above it")
 
 
@@ -116,11 +120,9 @@ def _is_quick(file: Path) -> bool:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave cases of long sweeps to `make oracle`, let properties have few examples where that is asked for, and skip
-    what needs a GPU where there is none.
-    """
-    everything = config.args_source is config.ArgsSource.TESTPATHS and not config.getoption(QUICK)
-    leave_to_oracle(items, all_of_them=everything)
+    """Defer cases of sweeps, give properties few examples if asked to, and skip GPU tests where there is no GPU."""
+    turn: int | None = config.getoption(TURN)
+    defer_cases(items, current_turn() if turn is None else turn)
     most: int | None = config.getoption(EXAMPLES)
     for item in items if most is not None else ():
         _shorten(item, most)

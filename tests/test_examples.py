@@ -58,6 +58,7 @@ ELSEWHERE: dict[str, list[tuple[int, list[str]]]] = {
 """For each layout, on how many ranks a run of two goes on, and how these hold the model."""
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("to", ELSEWHERE)
 def test_training_resumes_on_the_same_and_on_other_ranks(tmp_path: Path, to: str) -> None:
     words = ["--to", to]

@@ -121,6 +121,7 @@ def _all_pairs(rank: int, world: int, config: dict[str, Any], out: str) -> dict[
     return found
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("kind", ["llama", "phi3"])
 def test_every_degree_to_every_degree(kind: str, tmp_path: Path) -> None:
     config = CONFIGS[kind] | {"num_hidden_layers": 1}

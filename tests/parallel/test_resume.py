@@ -104,6 +104,7 @@ def _resume(rank: int, world: int, config: dict[str, Any], out: str, tp: int, dt
     return again, losses, beside
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize(
     ("kind", "dtensor"), [("even", True), ("llama", True), ("phi3", True), ("gemma3", False), ("mixtral", True)]
 )

@@ -110,6 +110,7 @@ def _of_two_jobs(rank: int, world: int, folder: str, port: int, config: dict[str
     return received
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize(
     ("config", "how", "to"),
     [

@@ -230,6 +230,7 @@ def test_a_long_rule_in_what_it_says_first_does_not_widen_the_page(planned: Path
     assert shown.evaluate("document.documentElement.scrollWidth") <= min(WIDTHS)
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("which", KINDS)
@@ -530,6 +531,7 @@ def test_equal_cells_have_no_colour(differing: Path, opened: Open) -> None:
     ))  # fmt: skip
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("which", KINDS)
 def test_nothing_else_may_run(which: str, browser: Any, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """The policy is in force: a script and a picture that are added are stopped, which the console tells."""

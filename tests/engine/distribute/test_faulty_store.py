@@ -83,6 +83,7 @@ def in_one_process(source: Path, url: str) -> None:
     assert tx.convert(source, url, to="safetensors", shard_size=SHARD, jobs=2).workers == {}
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("convert", [by_workers, in_one_process], ids=lambda convert: convert.__name__)
 @pytest.mark.parametrize(("fault", "one_of"), [("slow down", 4), ("reset", 6), ("truncate", 8), ("stall", 12)])
 def test_what_passes_is_tried_again(
@@ -105,6 +106,7 @@ def test_what_passes_is_tried_again(
     assert hidden(bucket) == []
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("fault", ["slow down", "reset", "stall"])
 def test_what_does_not_pass_ends_one_process_in_time(
     fault: Fault, bucket: Bucket, proxy: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -139,6 +141,7 @@ def test_what_does_not_pass_ends_one_process_in_time(
     assert hidden(bucket) == []
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("fault", ["slow down", "reset", "stall"])
 def test_what_does_not_pass_is_an_error_in_time(
     fault: Fault, bucket: Bucket, proxy: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -204,6 +207,7 @@ def done_but_for_the_end(bucket: Bucket, source: Path) -> WorkPlan:
     return plan
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize(
     ("first", "following", "foretold"), [*((*each, True) for each in COMPLETED), ("lost", None, False)]
 )

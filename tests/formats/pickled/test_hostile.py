@@ -389,6 +389,7 @@ GREEDY: dict[str, Callable[[], bytes]] = {
 }  # fmt: skip
 
 
+@pytest.mark.oracle
 @pytest.mark.slow
 @pytest.mark.parametrize("case", GREEDY)
 def test_memory_and_time_have_an_end(tmp_path: Path, case: str) -> None:

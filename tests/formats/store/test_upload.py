@@ -264,6 +264,7 @@ def test_no_format_is_seen_in_part(
     assert tx.diff(local, url).equal
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("old_shards", [None, 1, 3])
 def test_no_reader_ever_sees_a_mixture(

@@ -55,6 +55,7 @@ def killed_at(rank: int, point: int, folder: Path) -> bool:
     return was_killed
 
 
+@pytest.mark.oracle
 @pytest.mark.slow
 @pytest.mark.parametrize(("rank", "point"), [(0, 120), (1, 12)])
 def test_a_rank_is_killed_and_resume_goes_on(rank: int, point: int, folder: Path) -> None:

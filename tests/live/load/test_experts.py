@@ -155,6 +155,7 @@ def placements(said: tuple[Any, ...], world: int) -> tuple[Any, ...]:
     )
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("world", [4, 8])
 def test_to_the_hub_and_back(world: int, sizes: tuple[int, int, int]) -> None:
@@ -175,6 +176,7 @@ def test_to_the_hub_and_back(world: int, sizes: tuple[int, int, int]) -> None:
                 check(again, full, dict.fromkeys(full, mesh), {name: t.placements for name, t in state.items()})
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("world", [4, 8])
 def test_from_the_hub(world: int, sizes: tuple[int, int, int]) -> None:
@@ -190,6 +192,7 @@ def test_from_the_hub(world: int, sizes: tuple[int, int, int]) -> None:
                 check(found, truth, dict.fromkeys(truth, mesh), wanted)
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("family", [hub.STEP, "qwen3_moe"])
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("world", [4, 8])
@@ -218,6 +221,7 @@ def test_a_cut_through_gate_and_up_gives_one_to_each_half(world: int, sizes: tup
     assert seen == truth.keys()
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("world", [4, 8])
 def test_experts_one_by_one_and_back(world: int, sizes: tuple[int, int, int]) -> None:

@@ -92,6 +92,7 @@ def _as(rank: int, world: int, placements: tuple[Any, Any], dialect: str, back: 
     return sorted(found)
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize(
     "placements", [(Shard(1), Shard(0)), (Replicate(), Shard(0)), (Shard(-2), Shard(-3)), (Replicate(), Replicate())]
 )

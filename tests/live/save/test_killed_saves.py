@@ -16,6 +16,7 @@ EVERY = {ROTATION: 11, "torch_dist": 97, "megatron_torch": 83, "deepspeed-univer
 """What is saved -> of how many points one is tried; of hundreds, there."""
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize(
     ("what", "every"),
     [

@@ -88,6 +88,7 @@ AT = {
 """When the store is lost: with the first bytes, or with the first file that is to appear."""
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize(("at", "background"), [("sending", False), ("sending", True), ("appearing", False)])
 def test_a_store_that_is_lost_is_told_on_every_rank(
     bucket: Bucket, proxy: FaultyProxy, ranks: Ranks, at: str, background: bool

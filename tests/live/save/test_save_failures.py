@@ -185,6 +185,7 @@ def _background(rank: int, world: int, target: str, who: int, fault: str) -> lis
     return said
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize(("fault", "who"), [("killed", 0), ("killed", 1), ("missing", 0), ("full", 0), ("full", 1)])
 def test_a_background_save_that_fails_is_told_on_every_rank(tmp_path: Path, ranks: Ranks, fault: str, who: int) -> None:
     target = tmp_path / "run"

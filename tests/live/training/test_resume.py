@@ -120,6 +120,7 @@ def _from_pretrained(folder: Path) -> tuple[Tensors, torch.Tensor]:
         return model.state_dict(), model.eval()(torch.arange(TOKENS)[None]).logits
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("config", [LLAMA, MOE], ids=["llama", "qwen3_moe"])
 def test_training_goes_on_anywhere(tmp_path: Path, config: dict[str, Any]) -> None:
     source(tmp_path / "hub", config)

@@ -182,6 +182,7 @@ def _settings(said: dict[str, Any]) -> dict[str, Any]:
     return {name.rstrip("0123456789") if "linear_fc" in name else name: each for name, each in said.items()}
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize(("first", "second"), [(PACKED, SINGLE), (SINGLE, PACKED)], ids=["apart", "together"])
 def test_training_goes_on_in_the_other_form_elsewhere(
     first: tuple[str, int], second: tuple[str, int], tmp_path: Path

@@ -19,13 +19,10 @@ from typing import Any
 from safetensors.numpy import load_file
 
 from tests.oracles.deepspeed_peer.case import BY_NAME, TRUTH, Case, Launch
-from tests.oracles.deepspeed_peer.resumes import OWN, RESUMES, WAYS, Resume
-from tests.sampled import LEFT
+from tests.oracles.deepspeed_peer.resumes import OWN, RESUMES, SWEPT, WAYS, Resume
 
 _LIMIT = 240.0
 _DONE, _LOCK = "done", "lock"
-_LEFT = frozenset(LEFT["formats/deepspeed/universal/test_resume.py"]["test_deepspeed_resumes_bit_for_bit"])
-"""Resumes that are made apart from the others of their launch, for `make oracle`."""
 
 Raw = dict[str, tuple[tuple[int, ...], bytes]]
 """Name -> shape and bytes."""
@@ -54,12 +51,12 @@ class Farm:
 
     def resumed(self, resume: Resume) -> Path:
         """The folder in which DeepSpeed, set up as the target, says what it loaded of the source."""
-        launch, is_left = BY_NAME[resume.target].launch, str(resume) in _LEFT
-        mine = [each for each in RESUMES if BY_NAME[each.target].launch == launch and (str(each) in _LEFT) is is_left]
-        for each in mine:
+        launch, is_swept = BY_NAME[resume.target].launch, resume in SWEPT
+        together = [each for each in RESUMES if BY_NAME[each.target].launch == launch and (each in SWEPT) is is_swept]
+        for each in together:
             self._grown(BY_NAME[each.source])
             self._grown(BY_NAME[each.target])
-        self._once(f"resume-{_label(launch)}{'-left' * is_left}", launch, lambda: self._resumes(mine))
+        self._once(f"resume-{_label(launch)}{'-swept' * is_swept}", launch, lambda: self._resumes(together))
         return self.folder / str(resume)
 
     def started(self, resume: Resume) -> Path:

@@ -70,6 +70,7 @@ def _compare(rank: int, world: int, config: dict[str, Any], dtensor: bool) -> di
     return found
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_every_kind_of_model(kind: str, world: int) -> None:

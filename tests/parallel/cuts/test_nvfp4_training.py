@@ -250,6 +250,7 @@ def _resume(rank: int, world: int, config: dict[str, Any], kind: str, out: str) 
     return losses
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("kind", RECIPES)
 def test_training_goes_on_at_any_degree(kind: str, tmp_path: Path) -> None:
     """With the codes, masters and random numbers; over as many ranks, with the losses, too, bit for bit."""

@@ -157,6 +157,7 @@ def _compare(rank: int, world: int, kind: str) -> dict[str, float]:
     return found
 
 
+@pytest.mark.oracle
 @kinds
 def test_codes_are_those_of_the_whole(kind: str) -> None:
     """In both orders; and what is computed with them is the same up to roundings."""
@@ -229,6 +230,7 @@ def _trained(rank: int, world: int, kind: str, config: dict[str, Any]) -> dict[s
     return found
 
 
+@pytest.mark.oracle
 @kinds
 def test_training_is_that_of_the_whole(kind: str) -> None:
     for found in run(4, _trained, kind, CONFIGS["mixtral" if kind in ("float8 delayed", "nvfp4") else "phi3"]):
@@ -298,6 +300,7 @@ def _resume(rank: int, world: int, kind: str, config: dict[str, Any], out: str) 
     return losses
 
 
+@pytest.mark.oracle
 @kinds
 def test_training_goes_on_at_any_degree(kind: str, tmp_path: Path) -> None:
     config = CONFIGS["mixtral" if kind == "float8" else "phi3"]

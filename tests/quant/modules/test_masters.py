@@ -180,6 +180,7 @@ def _fresh(rank: int, world: int, kind: str, folder: Path) -> Any:
     return model(torch.arange(9)[None]).tolist(), train(model, optimizer, range(2, 4))
 
 
+@pytest.mark.oracle
 @kinds
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["save", "async_save"])
 def test_a_model_from_nothing_gives_the_same_output(kind: str, asynchronous: bool, tmp_path: Path) -> None:

@@ -108,6 +108,7 @@ def _go_on(
     return losses[0], train(*started(kind, world, kept), AFTER) if world < TRAINERS else []
 
 
+@pytest.mark.oracle
 @kinds
 def test_runs_go_on_at_any_degree(kind: str, tmp_path: Path) -> None:
     saved = run(TRAINERS, _train_and_save, kind, tmp_path)

@@ -94,6 +94,7 @@ def _alone(model: nn.Module, optimizer: MasterWeights) -> dict[str, torch.Tensor
     return found
 
 
+@pytest.mark.oracle
 @worlds
 def test_fsdp_trains_as_one_rank(world: int) -> None:
     """Weights, masters, moments and states: ranks with the same rows, whose mean of equal gradients is exact."""

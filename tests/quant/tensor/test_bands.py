@@ -112,6 +112,7 @@ def _train(rank: int, world: int, kind: str, folder: str) -> None:
         assert equal(_entries(other), found)
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("kind", MORE)
 def test_training_and_checkpoints_are_those_of_one_rank(kind: str, tmp_path: Path) -> None:
     """What is lost, the codes after each step, and what is saved and loaded, by us and by torch."""

@@ -134,6 +134,7 @@ def test_a_rank_without_rows_keeps_the_history() -> None:
     run(3, _grow)
 
 
+@pytest.mark.oracle
 @kinds
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_training_is_that_of_one_rank(kind: str, world: int) -> None:
@@ -222,6 +223,7 @@ def _load(rank: int, world: int, kind: str, folder: str, way: str) -> tuple[dict
     return found, model(x).float().flatten().tolist()
 
 
+@pytest.mark.oracle
 @kinds
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 def test_checkpoints_reshard_bit_for_bit(kind: str, asynchronous: bool, tmp_path: Path) -> None:
@@ -262,6 +264,7 @@ def _masters(optimizer: MasterWeights) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.oracle
 @kinds
 def test_training_goes_on_where_it_was(kind: str, tmp_path: Path) -> None:
     """At the same degree with the same losses; masters and moments are the same bytes at any."""
