@@ -1,8 +1,8 @@
 """The part of each sweep that `make test` runs.
 
 A sweep asks one question of many cases: all models that a peer ships, all degrees, all points at which a job can be
-killed. Its cases have the mark `oracle`, and `make oracle` runs all of them. Every other run takes a tenth, which rotates
-with the number of commits: ten commits in a row cover everything.
+killed. Its cases have the mark `oracle`, and `make oracle` runs all of them. Every other run takes a tenth, which
+rotates with the number of commits: ten commits in a row cover everything.
 """
 
 from __future__ import annotations

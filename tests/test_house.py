@@ -413,25 +413,22 @@ class Counted:
     """Functions named by a participle in place of a verb or a noun."""
 
 
-_VAGUE = frozenset(
-    """
-    asked begun beside both done each everything found given got held here kept known left made many meant mine more most
-    named nothing one other others ours own rest said seen sent stays taken theirs there thing things told wanted what
-    """.split()
-)
-_IRREGULAR = frozenset(
-    """
-    begun born built chosen done drawn found given gone held kept known laid left lost made meant said seen sent shown
-    taken told torn worn written
-    """.split()
-)
-_NO_PARTICIPLE = frozenset(
-    """
-    anything embed embedding encoding everything feed hashing heading listing mapping meaning merging naming need nothing
-    ordering packing padding rating reading ring rounding scaling seed setting sharding sibling sizing speed spelling
-    staging string thing tiling training warning
-    """.split()
-)
+_VAGUE = frozenset({
+    "asked", "begun", "beside", "both", "done", "each", "everything", "found", "given", "got", "held", "here",
+    "kept", "known", "left", "made", "many", "meant", "mine", "more", "most", "named", "nothing", "one", "other",
+    "others", "ours", "own", "rest", "said", "seen", "sent", "stays", "taken", "theirs", "there", "thing", "things",
+    "told", "wanted", "what",
+})  # fmt: skip
+_IRREGULAR = frozenset({
+    "begun", "born", "built", "chosen", "done", "drawn", "found", "given", "gone", "held", "kept", "known", "laid",
+    "left", "lost", "made", "meant", "said", "seen", "sent", "shown", "taken", "told", "torn", "worn", "written",
+})  # fmt: skip
+_NO_PARTICIPLE = frozenset({
+    "anything", "embed", "embedding", "encoding", "everything", "feed", "hashing", "heading", "listing", "mapping",
+    "meaning", "merging", "naming", "need", "nothing", "ordering", "packing", "padding", "rating", "reading", "ring",
+    "rounding", "scaling", "seed", "setting", "sharding", "sibling", "sizing", "speed", "spelling", "staging",
+    "string", "thing", "tiling", "training", "warning",
+})  # fmt: skip
 """Verbs and nouns that end as participles do."""
 
 

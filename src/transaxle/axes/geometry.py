@@ -2,8 +2,8 @@
 
 **Pieces**: which box of a logical tensor one chunk of a stored tensor holds, and where.
 
-`pieces` lowers a layout, whole or cut, to pieces; a `PieceOverlap` intersects a source piece with a target piece into one
-strided copy. Nothing else moves data: relayouts, resharding, box reads and rank-local plans are all such meetings.
+`pieces` lowers a layout, whole or cut, to pieces; a `PieceOverlap` intersects a source piece with a target piece into
+one strided copy. Nothing else moves data: relayouts, resharding, box reads and rank-local plans are all such meetings.
 
 **Nested strides**: where the elements of a box lie in one dimension of memory, and how an interval cuts them.
 
