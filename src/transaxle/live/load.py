@@ -44,7 +44,7 @@ from transaxle.live.transport.tensor_exchange import RankExchange
 from transaxle.live.transport.world import Clock, World
 from transaxle.move.mover import Movement
 from transaxle.move.workers import Item, limits
-from transaxle.quant.entries import begin_anew, put_values
+from transaxle.quant.entries import put_values, reset_scaling_state
 from transaxle.torch_tensors import Device, Positions, Ranks, ShardGrid, local_of, local_parts, local_shape, read_device
 
 _WASTE, _GAP, _FEW = 1.4, 64, 256
@@ -275,7 +275,7 @@ class Filling:
         written += sum(put_values(own.weights[name], local_of(values)) for name, values in self._values.items())
         for name in plan.quantized.begins:
             if name in own.weights:
-                begin_anew(own.weights[name])
+                reset_scaling_state(own.weights[name])
         if own.islands:
             settle(own.islands, own.tensors)
         for name in plan.padded.keys() & own.tensors.keys():

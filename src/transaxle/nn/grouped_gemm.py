@@ -48,7 +48,7 @@ from transaxle.nn.kernel_choice import (
     together,
 )
 from transaxle.quant import NVFP4BlockScaling, QuantizedTensor
-from transaxle.quant.frame import Frame, state_of, taken
+from transaxle.quant.frame import Frame, count_rounding, state_of
 from transaxle.quant.nvfp4 import Batch, Products, current
 from transaxle.quant.tp_share import Share
 from transaxle.torch_tensors import as_dtensor, place_like, raw_local
@@ -114,7 +114,7 @@ class Codes:
             )
         if state_of(self.frames[0]) is None:
             return self
-        return replace(self, states=torch.cat([taken(frame).view(-1, 2) for frame in self.frames]))
+        return replace(self, states=torch.cat([count_rounding(frame).view(-1, 2) for frame in self.frames]))
 
     def _experts(self) -> Iterator[tuple[int, slice, Products, torch.Tensor | None]]:
         """Yield each expert that has rows, on this rank or on others, with its rows and its products."""
@@ -184,10 +184,10 @@ def weights_of(parameters: Sequence[torch.Tensor], operands: Operands) -> torch.
     if (operands.way == SCALED or operands.codes is not None) and operands.splits.offsets.shape[0]:
         return together(parameters)
     weights = stacked(parameters, 3, operands.dtype)
-    return weights if operands.way == PER_EXPERT else _aligned(_padded(weights, 1))
+    return weights if operands.way == PER_EXPERT else _aligned(_pad_bytes(weights, 1))
 
 
-def _padded(x: torch.Tensor, dim: int) -> torch.Tensor:
+def _pad_bytes(x: torch.Tensor, dim: int) -> torch.Tensor:
     """Return a tensor with zeros at the end of a dim up to a whole number of steps of 16 bytes."""
     more = -x.shape[dim] % (_BYTES // x.element_size())
     return functional.pad(x, (0, 0) * (x.dim() - 1 - dim) + (0, more)) if more else x
@@ -195,7 +195,7 @@ def _padded(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:
     """Return a tensor whose rows are dense and begin at steps of 16 bytes, padded and copied if they are not."""
-    x = _padded(x, x.dim() - 1)
+    x = _pad_bytes(x, x.dim() - 1)
     if torch.compiler.is_compiling():
         return x.contiguous()
     step = _BYTES // x.element_size()

@@ -28,7 +28,7 @@ from transaxle.axes.geometry import Intervals, count_positions, torch_chunk, who
 from transaxle.errors import Refusal, refuse
 from transaxle.formats.deepspeed.universal_record import Record
 from transaxle.nn.grouped_linear import GroupedLinear
-from transaxle.quant.joined_parts import part_of
+from transaxle.quant.joined_parts import cut_share
 from transaxle.quant.quantized_modules import CUTS
 from transaxle.quant.quantizers import Quantizer
 from transaxle.quant.tensor import QuantizedTensor
@@ -266,7 +266,7 @@ class Kept:
         """Return this rank's share of a whole tensor, in storage of its own; of a quantized one, the codes."""
         if isinstance(tensor, QuantizedTensor):
             share = self.share
-            return tensor.clone() if share is None else part_of(tensor, share)
+            return tensor.clone() if share is None else cut_share(tensor, share)
         if not tensor.dim():
             return tensor.clone()
         return along(tensor, self.dim, self.held[self.rank]).contiguous()

@@ -38,8 +38,8 @@ from torch.utils._pytree import tree_map_only
 from transaxle.encodings.encoding import FLOAT8, WHOLE
 from transaxle.errors import refuse
 from transaxle.quant import kernels
-from transaxle.quant.frame import begin, blank, state_of, taken
-from transaxle.quant.joined_parts import cat, check_common, is_whole, refused, stack
+from transaxle.quant.frame import begin_rounding, blank, count_rounding, state_of
+from transaxle.quant.joined_parts import cat, check_common, is_whole, refusal, stack
 from transaxle.quant.nvfp4 import Products, current
 from transaxle.quant.quantizers import ORIGIN, STATE, NVFP4BlockScaling
 from transaxle.quant.tensor import FUNCTIONS, OPERATIONS, QuantizedTensor
@@ -47,7 +47,7 @@ from transaxle.quant.tp_share import Band, tile_of
 from transaxle.torch_tensors import with_plain_bytes
 
 
-def padded(tensor: QuantizedTensor, rows: int) -> QuantizedTensor:
+def pad_rows(tensor: QuantizedTensor, rows: int) -> QuantizedTensor:
     """Return a copy with rows of zeros at the end, so that it has the rows asked for."""
 
     def longer(buffer: torch.Tensor) -> torch.Tensor:
@@ -55,7 +55,7 @@ def padded(tensor: QuantizedTensor, rows: int) -> QuantizedTensor:
         with_padding[: tensor.height].copy_(buffer)
         return with_padding
 
-    frame = tensor.frame.taken(tensor.skip, tensor.height, torch.clone)
+    frame = tensor.frame.map_rows(tensor.skip, tensor.height, torch.clone)
     cut = {name: longer(buffer) for name, buffer in frame.cut.items()}
     return QuantizedTensor(replace(frame, cut=cut, used=tensor.height), 0, rows, tensor.dtype)
 
@@ -71,7 +71,7 @@ def all_gather(tensor: QuantizedTensor, group_size: int, group: Any) -> Quantize
     """
     frame = tensor.frame
     if not is_whole(tensor) or frame.band is not None:
-        raise refused("all_gather", tensor, "it must be whole rows of a matrix")
+        raise refusal("all_gather", tensor, "it must be whole rows of a matrix")
     if frame.share is not None:
         raise refuse(
             "UNSUPPORTED",
@@ -111,7 +111,7 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     handler = TABLE.get(func)
     if handler is not None:
         return handler(*args, **kwargs)
-    if func not in COPIES and class_of(func, args, kwargs) == "raises":
+    if func not in COPIES and operation_class(func, args, kwargs) == "raises":
         raise refuse(
             "UNSUPPORTED",
             f"{func} writes into a quantized tensor, or returns a view of one",
@@ -120,7 +120,7 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _on_values(func, args, kwargs)
 
 
-def class_of(func: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Class:
+def operation_class(func: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Class:
     """Return what an operation does, given the arguments that decide whether it writes into a quantized one."""
     if func in TABLE:
         return "raw"
@@ -129,17 +129,17 @@ def class_of(func: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | No
     given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | dict(kwargs or {})
     for argument in func._schema.arguments:
         alias, value = argument.alias_info, given.get(argument.name)
-        if alias is not None and _quantized(value) and (alias.is_write or _returned(func, alias)):
+        if alias is not None and _has_quantized(value) and (alias.is_write or _aliases_result(func, alias)):
             return "raises"
     return "dequantizes"
 
 
-def _returned(func: Any, alias: Any) -> bool:
+def _aliases_result(func: Any, alias: Any) -> bool:
     results = (result.alias_info for result in func._schema.returns)
     return any(result is not None and result.before_set & alias.before_set for result in results)
 
 
-def _quantized(value: Any) -> bool:
+def _has_quantized(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return any(isinstance(item, QuantizedTensor) for item in value)
     return isinstance(value, QuantizedTensor)
@@ -174,7 +174,7 @@ def _as_strided(
     columns, offset = tensor.frame.columns, storage_offset or 0
     adjacent = all(stride[dim] == prod(size[dim + 1 :]) or size[dim] <= 1 for dim in range(len(size)))
     if not adjacent or not columns or offset % columns or prod(size) % columns:
-        raise refused(
+        raise refusal(
             "as_strided",
             tensor,
             f"size {list(size)} with strides {list(stride)} from {offset} does not select whole rows",
@@ -196,13 +196,13 @@ def _slice(
     first, last, _ = slice(start, end).indices(tensor.shape[along])
     size = max(last - first, 0)
     if step != 1:
-        raise refused("slice", tensor, f"the step must be 1, not {step}")
+        raise refusal("slice", tensor, f"the step must be 1, not {step}")
     if size == tensor.shape[along]:
         return _detach(tensor)
     if tensor.dim() == 1 and tensor.height != 1 and tensor.frame.columns:
         return _as_strided(tensor, (size,), (1,), first)
     if not is_whole(tensor):
-        raise refused("slice", tensor, "it is a view of another shape")
+        raise refusal("slice", tensor, "it is a view of another shape")
     if along == 0:
         return _rows(tensor, first, size)
     return _band(tensor, along, first, size)
@@ -222,7 +222,7 @@ def _select(tensor: QuantizedTensor, dim: int, index: int) -> torch.Tensor:
 def _unbind(tensor: QuantizedTensor, dim: int = 0) -> list[torch.Tensor]:
     """The matrices of a stack, as views."""
     if tensor.frame.matrix is None or dim % tensor.dim() or not is_whole(tensor):
-        raise refused("unbind", tensor, "only the matrices of a stack have scales of their own")
+        raise refusal("unbind", tensor, "only the matrices of a stack have scales of their own")
     return [_select(tensor, 0, place) for place in range(tensor.height)]
 
 
@@ -232,10 +232,10 @@ def _band(tensor: QuantizedTensor, dim: int, first: int, size: int) -> Quantized
     what = "columns" if dim == tensor.dim() - 1 else "rows of each matrix"
     step = tile_of(tensor.quantizer, shape, dim, columnwise=frame.columnwise)
     if first % step or (last % step and last != shape[dim]):
-        raise refused("slice", tensor, f"{what} {first} to {last} would cut tiles of {step}")
+        raise refusal("slice", tensor, f"{what} {first} to {last} would cut tiles of {step}")
     other = frame.band
     if other is not None and other.dim != dim:
-        raise refused("slice", tensor, f"it is {other.size} of {other.whole} along dim {other.dim} already")
+        raise refusal("slice", tensor, f"it is {other.size} of {other.whole} along dim {other.dim} already")
     cut = Band(dim, tensor.dim(), first, size, shape[dim])
     shape[dim] = size
     made = replace(
@@ -263,11 +263,11 @@ def _split(tensor: QuantizedTensor, size: int | Sequence[int], dim: int = 0) -> 
 
 
 def _clone(tensor: QuantizedTensor, **_: Any) -> QuantizedTensor:
-    return _changed(tensor, lambda buffer: buffer.clone(memory_format=torch.contiguous_format))
+    return _map_buffers(tensor, lambda buffer: buffer.clone(memory_format=torch.contiguous_format))
 
 
-def _changed(tensor: QuantizedTensor, change: Callable[[torch.Tensor], torch.Tensor]) -> QuantizedTensor:
-    frame = tensor.frame.taken(tensor.skip, tensor.height, change)
+def _map_buffers(tensor: QuantizedTensor, change: Callable[[torch.Tensor], torch.Tensor]) -> QuantizedTensor:
+    frame = tensor.frame.map_rows(tensor.skip, tensor.height, change)
     return QuantizedTensor(frame, 0, tensor.height, tensor.dtype, tuple(tensor.shape))
 
 
@@ -286,11 +286,11 @@ def _to_copy(
         made = tensor.dequantize(dtype if dtype in (torch.bfloat16, torch.float16, torch.float32) else None)
         return made.to(device=target, dtype=dtype, non_blocking=non_blocking)
 
-    def moved(buffer: torch.Tensor) -> torch.Tensor:
+    def move_buffer(buffer: torch.Tensor) -> torch.Tensor:
         there = buffer.to(target, non_blocking=non_blocking, copy=True).contiguous()
         return there.pin_memory() if pin_memory else there
 
-    copy = _changed(tensor, moved)
+    copy = _map_buffers(tensor, move_buffer)
     state = state_of(tensor.frame)
     if state is not None and (tensor.device.type, target.type) == ("cpu", "cuda"):  # as FSDP2 does before it gathers
         mine = state if tensor.frame.matrix is None else state[tensor.skip : tensor.skip + tensor.height]
@@ -354,7 +354,7 @@ def _new(tensor: QuantizedTensor, size: Sequence[int], device: Any, pin_memory: 
         frame = replace(frame, whole=old.whole, shared=shared, start=start, share=old.share, band=old.band)
         frame.identity = old.identity
     if old.device.type == "meta":
-        begin(frame)  # what a meta tensor has of it are no numbers
+        begin_rounding(frame)  # what a meta tensor has of it are no numbers
     if pin_memory:
         frame = replace(
             frame,
@@ -394,7 +394,7 @@ def _is_pinned(tensor: QuantizedTensor, *_: Any, **__: Any) -> bool:
 
 
 def _pin(tensor: QuantizedTensor, *_: Any, **__: Any) -> QuantizedTensor:
-    return _changed(tensor, lambda buffer: buffer.contiguous().pin_memory())
+    return _map_buffers(tensor, lambda buffer: buffer.contiguous().pin_memory())
 
 
 def _pad(tensor: QuantizedTensor, pad: Sequence[int], value: float = 0) -> torch.Tensor:
@@ -402,10 +402,10 @@ def _pad(tensor: QuantizedTensor, pad: Sequence[int], value: float = 0) -> torch
     last = 2 * tensor.dim() - 1
     if len(pad) != last + 1 or any(pad[:last]) or pad[last] < 0 or value or not is_whole(tensor):
         return cast(torch.Tensor, _on_values(aten.constant_pad_nd.default, (tensor, pad, value), {}))
-    return padded(tensor, tensor.height + pad[last])
+    return pad_rows(tensor, tensor.height + pad[last])
 
 
-def _waited(tensor: QuantizedTensor) -> QuantizedTensor:
+def _wait(tensor: QuantizedTensor) -> QuantizedTensor:
     """What a collective made, which has been waited for."""
     return tensor
 
@@ -435,7 +435,7 @@ TABLE: Mapping[Any, Handler] = MappingProxyType(
         aten._pin_memory.default: _pin,
         aten.constant_pad_nd.default: _pad,
         collectives.all_gather_into_tensor.default: all_gather,
-        **{getattr(collectives, name).default: _waited for name in _WAITS if hasattr(collectives, name)},
+        **{getattr(collectives, name).default: _wait for name in _WAITS if hasattr(collectives, name)},
     }
 )
 """Operations on codes and scales."""
@@ -542,7 +542,7 @@ class _LinearOfCodes(torch.autograd.Function):
                 hint="Use save_on_cpu() without pin_memory.",
             )
         products, grad = ctx.products, grads[0].reshape(-1, weight.shape[0])
-        state = None if state_of(ctx.frame) is None else taken(ctx.frame)
+        state = None if state_of(ctx.frame) is None else count_rounding(ctx.frame)
         of_x, of_weight, _ = ctx.needs_input_grad
         first = products.of_input(grad, weight.frame, state, x.dtype).view(x.shape) if of_x else None
         second = products.of_weight(grad, _as_rows(x), state, weight.dtype) if of_weight else None
@@ -631,7 +631,7 @@ def _set_data(tensor: QuantizedTensor, other: torch.Tensor) -> None:
         Refused: `UNSUPPORTED` for other values of a part that tensor parallelism has cut: another rank may have none.
     """
     if not isinstance(other, QuantizedTensor):
-        other = tensor.retyped(other)
+        other = tensor.with_dtype_of(other)
     with torch._C.DisableTorchFunctionSubclass():
         tensor.data = other
     tensor.frame, tensor.skip, tensor.height = other.frame, other.skip, other.height

@@ -1,8 +1,9 @@
-"""Quantize a rank's rows exactly as if the whole matrix were here: amaxes are reduced over all ranks.
+"""Quantize a rank's rows with exactly the codes of the whole matrix: amaxes are reduced over all ranks.
 
-Where a tile lies on several ranks, the amaxes of all tiles are reduced over them, as integers, which keeps NaN. A rank
-may then hold only some rows of a tile. In place of the others it puts one row that contains the tile's amax, quantizes,
-and drops that row. So only the kernels know the rule for codes, and the bits are those of the matrix in one piece.
+Where a tile spans several ranks, the amaxes of all tiles are reduced over them, as integers, which preserves NaN. A
+rank may then have only some rows of a tile. In place of the missing rows it inserts one row that contains the tile's
+amax, quantizes, and drops the row again. So only the kernels contain the rule for codes, and the bits are those of the
+matrix quantized in one piece.
 """
 
 from __future__ import annotations
@@ -16,28 +17,27 @@ import torch.distributed as dist
 from transaxle.encodings.encoding import WHOLE
 from transaxle.errors import refuse
 from transaxle.quant import kernels
-from transaxle.quant.frame import Frame, blank, framed
+from transaxle.quant.frame import Frame, blank, make_frame
 from transaxle.quant.kernels.components import columnwise_of
 from transaxle.quant.quantizers import AMAX, COLUMN_SCALE, HISTORY, SCALE, SCALED_FOR, Quantizer, buffers_of, is_cut
 from transaxle.quant.tp_share import Share
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where in a matrix some rows lie."""
+class RowPlacement:
+    """Position of some rows in a matrix, and the ranks that have the rest of it."""
 
     start: int
-    """The first of them."""
+    """Index of the first of these rows."""
     whole: int
-    """Rows of the matrix."""
+    """Number of rows of the matrix."""
     group: dist.ProcessGroup | None = None
-    """Ranks that have its rows; None where all of them are here."""
+    """Ranks that have the matrix's rows; None if all rows are here."""
     others: tuple[dist.ProcessGroup, ...] = ()
-    """Ranks that have other tiles of what this matrix is a share or a band of, and one scale, amax and history with it.
-    """
+    """Groups of ranks with other shares or bands of the whole, which share a scale, amax and history with this one."""
 
 
-def place(
+def locate(
     x: torch.Tensor,
     group: dist.ProcessGroup | None,
     start: int | None,
@@ -45,23 +45,23 @@ def place(
     share: Share | None = None,
     *,
     banded: bool = False,
-) -> Place:
-    """Return where rows lie in the whole matrix; what is not given follows from the row counts of all ranks.
+) -> RowPlacement:
+    """Return the position of rows in the whole matrix; missing numbers are computed from the row counts of all ranks.
 
     Args:
         x: the rows.
-        group: ranks that have the others; if these rows are banded, those that have the other bands of them.
-        start: the first of them.
-        whole: how many the matrix has.
-        share: what the matrix is a part of.
-        banded: whether these are bands of rows.
+        group: ranks that have the other rows; with `banded`, ranks that have the other bands of these rows.
+        start: index of the first row.
+        whole: number of rows of the matrix.
+        share: the tensor-parallel share that this matrix is.
+        banded: whether these rows are bands, cut along their columns.
 
     Raises:
-        Refused: `SHAPE_MISMATCH` for rows that are not inside.
+        Refused: `SHAPE_MISMATCH` for rows outside the matrix.
     """
     rows = x.shape[0]
     common = None if share is None else share.common
-    others = tuple(each for each in (common, group if banded else None) if each is not None)
+    other_groups = tuple(each for each in (common, group if banded else None) if each is not None)
     if banded:
         group = None
     if group is not None and (start is None or whole is None):
@@ -73,115 +73,120 @@ def place(
     first, total = start or 0, rows if whole is None else whole
     if first < 0 or first + rows > total:
         raise refuse("SHAPE_MISMATCH", f"rows {first} to {first + rows} lie outside a matrix of {total} rows")
-    return Place(first, total, group, others)
+    return RowPlacement(first, total, group, other_groups)
 
 
-def frame_of(
-    quantizer: Quantizer, x: torch.Tensor, at: Place, old: Frame | None = None, most: torch.Tensor | None = None
+def quantize_to_frame(
+    quantizer: Quantizer, x: torch.Tensor, at: RowPlacement, old: Frame | None = None, amax: torch.Tensor | None = None
 ) -> Frame:
     """Quantize rows of a matrix, or matrices of a stack.
 
     Args:
-        quantizer: how.
+        quantizer: the quantizer.
         x: [M, K] or [E, M, K].
-        at: where they lie.
-        old: what a matrix replaces; its history decides the scale in delayed scaling.
-        most: the amax of the whole matrix; None: it is computed and reduced here.
+        at: position of the rows in the whole matrix.
+        old: the matrix's previous frame; with delayed scaling its history determines the scale.
+        amax: amax of the whole matrix; None: compute and reduce it.
     """
     if x.device.type == "meta":
         empty = blank(quantizer, (at.whole, *x.shape[1:]), x.device)
-        rows = empty.taken(at.start, x.shape[0], lambda buffer: buffer)
+        rows = empty.map_rows(at.start, x.shape[0], lambda buffer: buffer)
         return replace(rows, shared=empty.shared, blank=False)
     if x.dim() > 2:
-        return _stack(quantizer, x, at)
+        return _quantize_stack(quantizer, x, at)
     if quantizer.encoding.tile == (WHOLE, WHOLE):
-        return _per_tensor(quantizer, x, at, old, most)
-    if quantizer.encoding.has_global and most is None:
-        most = largest_of_all(kernels.amax(x), (at.group, *at.others))
+        return _quantize_per_tensor(quantizer, x, at, old, amax)
+    if quantizer.encoding.has_global and amax is None:
+        amax = reduce_max(kernels.amax(x), (at.group, *at.others))
     grain = quantizer.grain[0]
     if at.group is not None and (grain > 1 or quantizer.columnwise):
-        return _shared(quantizer, x, at, most)
+        return _quantize_shared_tiles(quantizer, x, at, amax)
     components = kernels.quantize(
-        x, quantizer.encoding, amax=most, over=quantizer.over, columnwise=quantizer.columnwise
+        x, quantizer.encoding, amax=amax, over=quantizer.over, columnwise=quantizer.columnwise
     )
-    return _frame(quantizer, x, at, components.present())
+    return _frame_at(quantizer, x, at, components.present())
 
 
-def _stack(quantizer: Quantizer, x: torch.Tensor, at: Place) -> Frame:
-    """Quantize each matrix for itself; in one go where matrices below each other have the same tiles."""
+def _quantize_stack(quantizer: Quantizer, x: torch.Tensor, at: RowPlacement) -> Frame:
+    """Quantize each matrix separately; in one launch if stacked matrices have the same tiles as one tall matrix."""
     count, rows, columns = x.shape
     grain = _grain(quantizer)[0]
-    alone = quantizer.encoding.has_global or bool(quantizer.state_sizes) or not grain or rows % grain
-    if count and x.numel() and not alone:
-        flat = frame_of(quantizer, x.reshape(count * rows, columns), Place(0, count * rows))
-        wanted = buffers_of(quantizer, (count, rows, columns))
-        buffers = {name: buffer.view(wanted[name][1]) for name, buffer in (flat.cut | flat.shared).items()}
+    separate = quantizer.encoding.has_global or bool(quantizer.state_sizes) or not grain or rows % grain
+    if count and x.numel() and not separate:
+        flat = quantize_to_frame(quantizer, x.reshape(count * rows, columns), RowPlacement(0, count * rows))
+        layouts = buffers_of(quantizer, (count, rows, columns))
+        buffers = {name: buffer.view(layouts[name][1]) for name, buffer in (flat.cut | flat.shared).items()}
     else:
-        most: Sequence[torch.Tensor | None] = [None] * count
+        matrix_amaxes: Sequence[torch.Tensor | None] = [None] * count
         if count and at.others and (quantizer.encoding.has_global or not grain):
             amaxes = torch.cat([kernels.amax(matrix) for matrix in x])
-            most = largest_of_all(amaxes, at.others).split(1)
-        each = [frame_of(quantizer, matrix, Place(0, rows), most=amax) for matrix, amax in zip(x, most, strict=True)]
-        parts = [frame.cut | frame.shared for frame in each]
+            matrix_amaxes = reduce_max(amaxes, at.others).split(1)
+        frames = [
+            quantize_to_frame(quantizer, matrix, RowPlacement(0, rows), amax=amax)
+            for matrix, amax in zip(x, matrix_amaxes, strict=True)
+        ]
+        parts = [frame.cut | frame.shared for frame in frames]
         empty = blank(quantizer, (0, rows, columns), x.device).cut
         names = parts[0] if parts else empty
-        buffers = {name: stacked([of_part[name] for of_part in parts]) if parts else empty[name] for name in names}
-    return framed(quantizer, buffers, (count, rows, columns), start=at.start, whole=at.whole)
+        buffers = {
+            name: stack_buffers([of_part[name] for of_part in parts]) if parts else empty[name] for name in names
+        }
+    return make_frame(quantizer, buffers, (count, rows, columns), start=at.start, whole=at.whole)
 
 
-def stacked(buffers: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Stack the buffers of several matrices; those of 8 bits as bytes, since torch cannot stack every float8 type."""
+def stack_buffers(buffers: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Stack the buffers of several matrices; eight-bit ones as bytes, since torch cannot stack every float8 dtype."""
     kind = buffers[0].dtype
     if kind.itemsize > 1:
         return torch.stack(list(buffers))
     return torch.stack([buffer.view(torch.uint8) for buffer in buffers]).view(kind)
 
 
-def _frame(quantizer: Quantizer, x: torch.Tensor, at: Place, buffers: dict[str, torch.Tensor]) -> Frame:
-    return framed(quantizer, buffers, tuple(x.shape), start=at.start, whole=at.whole)
+def _frame_at(quantizer: Quantizer, x: torch.Tensor, at: RowPlacement, buffers: dict[str, torch.Tensor]) -> Frame:
+    return make_frame(quantizer, buffers, tuple(x.shape), start=at.start, whole=at.whole)
 
 
-def _largest(amax: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """The largest of the ranks' amaxes, element by element: as integers their order is the same, and NaN is above."""
+def _reduce_max(amax: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Reduce amaxes over ranks, element by element: as integers they keep their order, and NaN is the largest."""
     if group is not None:
         dist.all_reduce(amax.view(torch.int32), op=dist.ReduceOp.MAX, group=group)
     return amax
 
 
-def largest_of_all(amax: torch.Tensor, groups: Sequence[dist.ProcessGroup | None]) -> torch.Tensor:
-    """The largest of all ranks of several groups."""
+def reduce_max(amax: torch.Tensor, groups: Sequence[dist.ProcessGroup | None]) -> torch.Tensor:
+    """Return the largest amax over all ranks of several groups."""
     for group in groups:
-        _largest(amax, group)
+        _reduce_max(amax, group)
     return amax
 
 
-def _per_tensor(
-    quantizer: Quantizer, x: torch.Tensor, at: Place, old: Frame | None, most: torch.Tensor | None
+def _quantize_per_tensor(
+    quantizer: Quantizer, x: torch.Tensor, at: RowPlacement, old: Frame | None, amax: torch.Tensor | None
 ) -> Frame:
-    most = largest_of_all(kernels.amax(x), (at.group, *at.others)) if most is None else most
+    amax = reduce_max(kernels.amax(x), (at.group, *at.others)) if amax is None else amax
     if not quantizer.state_sizes:
-        return _frame(quantizer, x, at, kernels.quantize(x, quantizer.encoding, amax=most).present())
-    # A rank that FSDP2 gave no rows never has any copied into its frame, but knows the history like the others.
+        return _frame_at(quantizer, x, at, kernels.quantize(x, quantizer.encoding, amax=amax).present())
+    # A rank without rows under FSDP2 never has any copied into its frame, but has the same history as the others.
     if old is None or (old.blank and len(x)) or HISTORY not in old.shared:
-        history, scaled_for = torch.zeros(quantizer.state_sizes[HISTORY], device=x.device), most.clone()
+        history, scaled_for = torch.zeros(quantizer.state_sizes[HISTORY], device=x.device), amax.clone()
     else:
         history = old.shared[HISTORY]
-        scaled_for = torch.where(old.shared[SCALED_FOR] > 0, old.shared[SCALED_FOR], most)  # 0: only zeros until now
+        scaled_for = torch.where(old.shared[SCALED_FOR] > 0, old.shared[SCALED_FOR], amax)  # 0: only zeros until now
     buffers = kernels.quantize(x, quantizer.encoding, amax=scaled_for).present()
-    history = torch.cat([most, history[:-1]])
+    history = torch.cat([amax, history[:-1]])
     peak = history.max().reshape(1)
     following = torch.where(torch.isfinite(peak) & (peak > 0), peak, scaled_for)
-    return _frame(quantizer, x, at, buffers | {HISTORY: history, SCALED_FOR: following})
+    return _frame_at(quantizer, x, at, buffers | {HISTORY: history, SCALED_FOR: following})
 
 
-def _shared(quantizer: Quantizer, x: torch.Tensor, at: Place, most: torch.Tensor | None) -> Frame:
-    """Quantize rows some of whose tiles may lie on several ranks."""
+def _quantize_shared_tiles(quantizer: Quantizer, x: torch.Tensor, at: RowPlacement, amax: torch.Tensor | None) -> Frame:
+    """Quantize rows whose tiles may span several ranks."""
     encoding, columns = quantizer.encoding, x.shape[1]
-    buffers: dict[str, torch.Tensor] = {} if most is None else {AMAX: most}
+    buffers: dict[str, torch.Tensor] = {} if amax is None else {AMAX: amax}
     grain = _grain(quantizer)
-    tiles = _largest(_tile_amax(x, grain, at), at.group)
-    full, skip = _stand_in(x, grain, tiles, at)
-    components = kernels.quantize(full, encoding, amax=most, over=quantizer.over, columnwise=quantizer.columnwise)
+    tiles = _reduce_max(_tile_amax(x, grain, at), at.group)
+    full, skip = _complete_tiles(x, grain, tiles, at)
+    components = kernels.quantize(full, encoding, amax=amax, over=quantizer.over, columnwise=quantizer.columnwise)
     for name, buffer in components.present().items():
         if is_cut(encoding, name):
             buffers[name] = buffer[skip : skip + x.shape[0]].contiguous()
@@ -190,34 +195,38 @@ def _shared(quantizer: Quantizer, x: torch.Tensor, at: Place, most: torch.Tensor
             # A matrix of the amaxes with tiles of one element has the scales of the tiles they are of.
             if name == COLUMN_SCALE and grain[1] > 1:  # each of several columns has the scale
                 tiles = tiles.repeat_interleave(grain[1], 1)[:, :columns]
-            scales = kernels.quantize(tiles.to(x.dtype), replace(encoding, tile=(1, 1)), amax=most).scale_inv
+            scales = kernels.quantize(tiles.to(x.dtype), replace(encoding, tile=(1, 1)), amax=amax).scale_inv
             assert scales is not None
             buffers[name] = scales.reshape(tiles.shape)
-    return _frame(quantizer, x, at, buffers)
+    return _frame_at(quantizer, x, at, buffers)
 
 
 def _grain(quantizer: Quantizer) -> tuple[int, int]:
-    """Elements along rows and columns that share an amax, of both directions together if there are both."""
+    """Return the rows and columns that share an amax; with codes for both directions, those of both together."""
     turned = columnwise_of(quantizer.encoding) if quantizer.columnwise and quantizer.over is None else None
     return quantizer.grain if turned is None else (turned.tile[0], turned.tile[1])
 
 
-def _tile_amax(x: torch.Tensor, grain: tuple[int, int], at: Place) -> torch.Tensor:
-    """Largest magnitude in each tile of the whole matrix, 0 where none of it is here: [tiles down, tiles across]."""
+def _tile_amax(x: torch.Tensor, grain: tuple[int, int], at: RowPlacement) -> torch.Tensor:
+    """Return the amax of each tile of the whole matrix, 0 for tiles without rows on this rank: [tiles down, tiles
+    across].
+    """
     (rows, columns), (high, wide) = x.shape, grain
     across, first = -(-columns // wide), at.start // high
-    here = -(-(at.start + rows) // high) - first
+    tile_rows = -(-(at.start + rows) // high) - first
     tiles = torch.zeros((-(-at.whole // high), across), dtype=torch.float32, device=x.device)
     if x.numel():
-        size = x.new_zeros((here * high, across * wide))
+        size = x.new_zeros((tile_rows * high, across * wide))
         skip = at.start - first * high
         size[skip : skip + rows, :columns] = x.detach().abs()
-        tiles[first : first + here] = size.view(here, high, across, wide).amax((1, 3)).float()
+        tiles[first : first + tile_rows] = size.view(tile_rows, high, across, wide).amax((1, 3)).float()
     return tiles
 
 
-def _stand_in(x: torch.Tensor, grain: tuple[int, int], tiles: torch.Tensor, at: Place) -> tuple[torch.Tensor, int]:
-    """Return the rows completed to whole tiles, and how many were put before them."""
+def _complete_tiles(
+    x: torch.Tensor, grain: tuple[int, int], tiles: torch.Tensor, at: RowPlacement
+) -> tuple[torch.Tensor, int]:
+    """Complete the rows to whole tiles; return them and the number of rows inserted at the top."""
     high, wide = grain
     rows, columns = x.shape
     end = at.start + rows
@@ -225,9 +234,9 @@ def _stand_in(x: torch.Tensor, grain: tuple[int, int], tiles: torch.Tensor, at: 
     after = min(-(-end // high) * high, at.whole) - end
     if not rows or not (before or after):
         return x.detach(), 0
-    full = x.new_zeros((before + rows + after, columns))
-    full[before : before + rows] = x.detach()
+    padded = x.new_zeros((before + rows + after, columns))
+    padded[before : before + rows] = x.detach()
     for missing, row, tile in ((before, 0, at.start // high), (after, before + rows, (end - 1) // high)):
         if missing:
-            full[row] = tiles[tile].repeat_interleave(wide)[:columns].to(x.dtype)
-    return full, before
+            padded[row] = tiles[tile].repeat_interleave(wide)[:columns].to(x.dtype)
+    return padded, before

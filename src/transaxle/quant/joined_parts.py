@@ -13,8 +13,8 @@ from dataclasses import replace
 import torch
 
 from transaxle.errors import TransaxleError, refuse
-from transaxle.quant.frame import Frame, framed
-from transaxle.quant.global_scale import stacked
+from transaxle.quant.frame import Frame, make_frame
+from transaxle.quant.global_scale import stack_buffers
 from transaxle.quant.kernels.components import columnwise_of
 from transaxle.quant.quantizers import COLUMN_SCALE, COMPONENTS, ORIGIN, SCALE, STATE
 from transaxle.quant.tensor import QuantizedTensor, same_buffers
@@ -26,7 +26,7 @@ def is_whole(tensor: QuantizedTensor) -> bool:
     return tuple(tensor.shape) == (tensor.height, *tensor.frame.row)
 
 
-def refused(what: str, tensor: QuantizedTensor, why: str) -> TransaxleError:
+def refusal(what: str, tensor: QuantizedTensor, why: str) -> TransaxleError:
     """Return the refusal of an operation whose result cannot be expressed in codes and scales."""
     return refuse(
         "BLOCK_MISALIGNED",
@@ -42,7 +42,7 @@ def cat(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
         return torch.cat([t.dequantize() if isinstance(t, QuantizedTensor) else t for t in tensors], dim)
     first = parts[0]
     if any(part.quantizer.encoding != first.quantizer.encoding for part in parts) or not all(map(is_whole, parts)):
-        raise refused("cat", first, "the tensors must be matrices, or stacks, with one encoding")
+        raise refusal("cat", first, "the tensors must be matrices, or stacks, with one encoding")
     parts = [part for part in parts if part.numel()] or parts[:1]
     first = parts[0]
     if any(part.dim() != first.dim() for part in parts):
@@ -53,7 +53,7 @@ def cat(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
     if not dim % first.dim():
         return _cat_rows(parts)
     if first.frame.matrix is not None:
-        raise refused("cat", first, "stacks can only be joined along their first dim")
+        raise refusal("cat", first, "stacks can only be joined along their first dim")
     return _cat_columns(parts)
 
 
@@ -74,14 +74,14 @@ def stack(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
     if dim % (first.dim() + 1) or len(parts) < len(tensors) or not alike:
         plain = [tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor for tensor in tensors]
         return torch.stack(plain, dim)
-    buffers_of_parts = [alone(part) for part in parts]
+    buffers_of_parts = [standalone_buffers(part) for part in parts]
     names = [name for name in buffers_of_parts[0] if all(name in of_part for of_part in buffers_of_parts)]
-    buffers = {name: stacked([of_part[name] for of_part in buffers_of_parts]) for name in names}
+    buffers = {name: stack_buffers([of_part[name] for of_part in buffers_of_parts]) for name in names}
     shape = (len(parts), *first.shape)
-    return QuantizedTensor(framed(first.quantizer, buffers, shape), 0, len(parts), first.dtype)
+    return QuantizedTensor(make_frame(first.quantizer, buffers, shape), 0, len(parts), first.dtype)
 
 
-def alone(part: QuantizedTensor) -> dict[str, torch.Tensor]:
+def standalone_buffers(part: QuantizedTensor) -> dict[str, torch.Tensor]:
     """Return the buffers of some rows of a matrix as those of a separate matrix."""
     frame, buffers = part.frame, part.frame.buffers(part.skip, part.height)
     first = frame.start + part.skip
@@ -91,7 +91,7 @@ def alone(part: QuantizedTensor) -> dict[str, torch.Tensor]:
         if buffer is not None and buffer.dim() > 1:
             step = _step(frame, columnwise=name == COLUMN_SCALE)
             if first % step or (last % step and last != frame.whole):
-                raise refused("stack", part, f"rows {first} to {last} would cut tiles of {step} rows")
+                raise refusal("stack", part, f"rows {first} to {last} would cut tiles of {step} rows")
             buffers[name] = buffer[first // step : -(-last // step)]
     return buffers
 
@@ -122,14 +122,14 @@ def _cat_rows(parts: list[QuantizedTensor]) -> QuantizedTensor:
     elif step > 1 and frame.matrix is None:
         complete = all(part.height == part.frame.whole for part in parts)
         if not complete or any(part.height % step for part in parts[:-1]):
-            raise refused("cat", first, f"tiles of {step} rows would not stay whole")
+            raise refusal("cat", first, f"tiles of {step} rows would not stay whole")
         single = {name: buffer for name, buffer in shared.items() if buffer.dim() == 1}
         if not all(same_buffers({name: part.frame.shared[name] for name in single}, single) for part in parts):
-            raise _differing(parts)
+            raise _unequal_scales(parts)
         start, whole = 0, rows
         shared |= {n: torch.cat([part.frame.shared[n] for part in parts]) for n in shared if n not in single}
     elif not alike:
-        raise _differing(parts)
+        raise _unequal_scales(parts)
     else:
         start, whole = 0, rows
     joined = replace(frame, cut=cut, shared={n: b.clone() for n, b in shared.items()}, start=start, whole=whole)
@@ -143,7 +143,7 @@ def _step(frame: Frame, *, columnwise: bool) -> int:
     return encoding.tile[0]
 
 
-def _differing(parts: list[QuantizedTensor]) -> TransaxleError:
+def _unequal_scales(parts: list[QuantizedTensor]) -> TransaxleError:
     return refuse(
         "UNEQUAL_COPIES",
         f"the {len(parts)} tensors of {parts[0].quantizer} have different global scales; the result can have only one",
@@ -156,9 +156,9 @@ def _cat_columns(parts: list[QuantizedTensor]) -> QuantizedTensor:
     frame, step = first.frame, max(first.quantizer.grain[1], first.frame.encoding.tile[1])
     place = (frame.start + first.skip, frame.whole, first.height)
     if any((part.frame.start + part.skip, part.frame.whole, part.height) != place for part in parts):
-        raise refused("cat", first, "the tensors must be columns of the same rows")
+        raise refusal("cat", first, "the tensors must be columns of the same rows")
     if step and any(part.frame.columns % step for part in parts[:-1]):
-        raise refused("cat", first, f"tiles of {step} columns would not stay whole")
+        raise refusal("cat", first, f"tiles of {step} columns would not stay whole")
     flat = [{n: b for n, b in part.frame.shared.items() if b.dim() == 1} for part in parts]
     if not all(same_buffers(of_part, flat[0]) for of_part in flat):
         raise refuse(
@@ -190,12 +190,12 @@ def _cat_columns(parts: list[QuantizedTensor]) -> QuantizedTensor:
     return QuantizedTensor(replace(frame_of_all, used=None, blank=False, of=None), 0, first.height, first.dtype)
 
 
-def part_of(tensor: QuantizedTensor, share: Share) -> QuantizedTensor:
+def cut_share(tensor: QuantizedTensor, share: Share) -> QuantizedTensor:
     """Return a rank's part of a whole tensor, raw, as a copy."""
     frame = tensor.frame
     buffers = {n: share.part(frame.quantizer, n, buffer) for n, buffer in (frame.cut | frame.shared).items()}
     origin = buffers.pop(ORIGIN, None)
-    made = framed(frame.quantizer, buffers, share.local, blank=frame.blank)
+    made = make_frame(frame.quantizer, buffers, share.local, blank=frame.blank)
     if origin is not None:
         made.cut[ORIGIN] = origin
     made.share = share

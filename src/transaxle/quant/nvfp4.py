@@ -62,7 +62,7 @@ from transaxle.encodings.encoding import NVFP4
 from transaxle.errors import refuse
 from transaxle.quant import kernels
 from transaxle.quant.frame import Frame
-from transaxle.quant.global_scale import largest_of_all
+from transaxle.quant.global_scale import reduce_max
 from transaxle.quant.kernels.components import Components
 from transaxle.quant.quantizers import NVFP4BlockScaling
 from transaxle.quant.tp_share import Share
@@ -244,7 +244,7 @@ def rounded(
     """
     size = x.shape[1]
     full = functional.pad(x.detach(), (0, -size % _TILE))
-    amax = largest_of_all(kernels.amax(full), groups)
+    amax = reduce_max(kernels.amax(full), groups)
     if words is None:
         parts = kernels.quantize(full, NVFP4, amax=amax)
     else:

@@ -23,8 +23,8 @@ from transaxle.encodings.encoding import NVFP4 as NVFP4_ENCODING
 from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
 from transaxle.quant import kernels
 from transaxle.quant.entries import give_entries, is_quantized
-from transaxle.quant.frame import begin
-from transaxle.quant.joined_parts import alone
+from transaxle.quant.frame import begin_rounding
+from transaxle.quant.joined_parts import standalone_buffers
 from transaxle.quant.quantizers import (
     AMAX,
     DATA,
@@ -37,7 +37,7 @@ from transaxle.quant.quantizers import (
     Float8CurrentScaling,
     Quantizer,
 )
-from transaxle.quant.tensor import QuantizedTensor, from_components, quantized
+from transaxle.quant.tensor import QuantizedTensor, from_components, make_quantized
 from transaxle.quant.tp_share import Share
 from transaxle.torch_tensors import place_like, positions_of, raw_local
 
@@ -277,12 +277,12 @@ def _identify(parameter: nn.Parameter, identity: tuple[str, int]) -> None:
     inner = raw_local(parameter)
     assert isinstance(inner, QuantizedTensor)
     inner.frame.identity = identity
-    begin(inner.frame)
+    begin_rounding(inner.frame)
 
 
 def _parameter(old: torch.Tensor, recipe: Quantizer, share: Share | None, *, keep: bool) -> nn.Parameter:
     values = raw_local(old.data)
-    tensor = quantized(recipe, values, share=share)
+    tensor = make_quantized(recipe, values, share=share)
     if keep and old.device.type != "meta":
         tensor.frame.cut[ORIGIN] = values.clone()
     return nn.Parameter(place_like(old.data, tensor), requires_grad=old.requires_grad)
@@ -330,7 +330,7 @@ def to_torchao(tensor: QuantizedTensor) -> torch.Tensor:
     """
     if tuple(tensor.shape) != (tensor.height, *tensor.frame.row):
         raise _unequal(str(tensor.quantizer), "it is a view of another shape")
-    parts = tensor.components if tensor.frame.matrix is not None else alone(tensor)
+    parts = tensor.components if tensor.frame.matrix is not None else standalone_buffers(tensor)
     quantizer, tile = tensor.quantizer, tensor.quantizer.encoding.tile
     if isinstance(quantizer, (Float8CurrentScaling, DelayedScaling, Float8Block)):
         return _float8_of(tensor, parts)

@@ -1,10 +1,10 @@
-"""Quantizers: how a matrix becomes codes and scales, one description for each kind of scaling.
+"""Quantizers: how a matrix becomes codes and scales, one class for each kind of scaling.
 
-A quantizer names an encoding of `transaxle.encodings` and what that leaves open: how many elements share an amax,
-whether there are codes for both directions, whether scales come from this tensor or from earlier ones. It holds no
-tensor, and arithmetic is the encodings'.
+A quantizer names an encoding of `transaxle.encodings` and settles what the encoding leaves open: how many elements
+share an amax, whether there are codes for both directions, whether scales follow from this tensor or from earlier ones.
+It has no tensors; the arithmetic is that of the encodings.
 
-The buffers of a quantized matrix: their names, types and shapes, and which of them are cut with rows.
+This module also lists the buffers of a quantized matrix: names, dtypes, shapes, and which of them are cut with rows.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ if TYPE_CHECKING:
 
 
 _MAKER: list[Callable[..., QuantizedTensor]] = []
-"""What makes tensors: `transaxle.quant.tensor`, which stands above this module, puts it here."""
+"""The function that makes quantized tensors. `transaxle.quant.tensor`, which imports this module, registers it."""
 
 
 def makes_tensors(maker: Callable[..., QuantizedTensor]) -> Callable[..., QuantizedTensor]:
-    """Decorator: let `Quantizer.quantize` call this function."""
+    """Decorator: register the function that `Quantizer.quantize` calls."""
     _MAKER[:] = [maker]
     return maker
 
 
 Float8Code = Literal["F8_E4M3", "F8_E5M2"]
-"""Safetensors code of eight-bit codes."""
+"""Safetensors code of a float8 dtype."""
 
 
 class Quantizer(ABC):
-    """How a matrix is quantized: an encoding, and how its scales are found. Equal quantizers make equal codes."""
+    """How a matrix is quantized: an encoding, and how its scales are computed. Equal quantizers make equal codes."""
 
     __slots__ = ()
 
     @property
     @abstractmethod
     def encoding(self) -> Encoding:
-        """What is made."""
+        """The encoding of the codes and scales."""
 
     @property
     def over(self) -> tuple[int, int] | None:
-        """Rows and columns that share an amax, if that is more than one tile; None otherwise."""
+        """Rows and columns that share an amax, if they are more than one tile; None otherwise."""
         return None
 
     @property
@@ -63,7 +63,7 @@ class Quantizer(ABC):
 
     @property
     def state_sizes(self) -> Mapping[str, int]:
-        """Name -> length of each float32 buffer that a tensor keeps for scaling its next values; empty without any."""
+        """Name -> length of each float32 buffer with state for scaling the next values; empty without state."""
         return {}
 
     @property
@@ -73,7 +73,7 @@ class Quantizer(ABC):
 
     @property
     def rounding_seed(self) -> int | None:
-        """Seed of the random numbers by which gradients are rounded; None: they are not rounded at random."""
+        """Seed of the random numbers with which gradients are rounded; None if they are not rounded at random."""
         return None
 
     @property
@@ -94,9 +94,9 @@ class Quantizer(ABC):
 
         Args:
             x: [M, K] of bfloat16, float16 or float32.
-            group: the ranks that hold the rows of one matrix, in order. Amaxes are reduced over them, so that codes and
+            group: the ranks that have the rows of one matrix, in order. Amaxes are reduced over them, so that codes and
                 scales are those of the matrix quantized in one piece, bit for bit. Each rank calls this.
-            start: row of the whole matrix at which `x` begins. Without it the ranks exchange their row counts.
+            start: row of the whole matrix at which `x` starts. Without it the ranks exchange their row counts.
             whole: number of rows of the whole matrix; likewise.
 
         Raises:
@@ -110,13 +110,13 @@ class Float8CurrentScaling(Quantizer):
     """One float32 scale for the tensor, from its own amax."""
 
     code: Float8Code = "F8_E4M3"
-    """Type of the codes."""
+    """Dtype of the codes."""
     power_of_two: bool = False
     """Whether scales are powers of two."""
 
     @property
     def encoding(self) -> Encoding:
-        """What is made."""
+        """The encoding of the codes and scales."""
         return replace(encodings.FLOAT8, code=self.code, power_of_two=self.power_of_two)
 
 
@@ -129,18 +129,18 @@ class DelayedScaling(Quantizer):
     """
 
     code: Float8Code = "F8_E4M3"
-    """Type of the codes."""
+    """Dtype of the codes."""
     length: int = 1024
-    """Amaxes in the history."""
+    """Number of amaxes in the history."""
 
     @property
     def encoding(self) -> Encoding:
-        """What is made."""
+        """The encoding of the codes and scales."""
         return replace(encodings.FLOAT8, code=self.code)
 
     @property
     def state_sizes(self) -> Mapping[str, int]:
-        """Lengths of the history, and of the amax from which the next scale is computed."""
+        """Lengths of the amax history, and of the amax from which the next scale is computed."""
         return {"amax_history": self.length, "scaled_for": 1}
 
 
@@ -151,13 +151,13 @@ class Float8Block(Quantizer):
     block: tuple[int, int] = (128, 128)
     """Rows and columns of a block."""
     code: Float8Code = "F8_E4M3"
-    """Type of the codes."""
+    """Dtype of the codes."""
     power_of_two: bool = True
     """Whether scales are powers of two."""
 
     @property
     def encoding(self) -> Encoding:
-        """What is made."""
+        """The encoding of the codes and scales."""
         return replace(encodings.FLOAT8_BLOCK, tile=self.block, code=self.code, power_of_two=self.power_of_two)
 
 
@@ -166,13 +166,13 @@ class MXFP8(Quantizer):
     """One E8M0 scale for every 32 elements of a row; with `columnwise`, also codes scaled along columns."""
 
     code: Float8Code = "F8_E4M3"
-    """Type of the codes."""
+    """Dtype of the codes."""
     columnwise: bool = False
     """Whether to make codes for both directions."""
 
     @property
     def encoding(self) -> Encoding:
-        """What is made."""
+        """The encoding of the codes and scales."""
         return replace(encodings.MXFP8, code=self.code)
 
 
@@ -192,12 +192,12 @@ class NVFP4(Quantizer):
 
     @property
     def encoding(self) -> Encoding:
-        """What is made."""
+        """The encoding of the codes and scales."""
         return replace(encodings.NVFP4, scale_max=self.scale_max)
 
     @property
     def over(self) -> tuple[int, int] | None:
-        """Rows and columns that share an amax, if that is more than one tile; None otherwise."""
+        """Rows and columns that share an amax, if they are more than one tile; None otherwise."""
         return (16, 16) if self.square else None
 
 
@@ -206,9 +206,10 @@ class NVFP4BlockScaling(Quantizer):
     """NVFP4 training: weights, inputs and gradients have 4-bit codes in all three products of a linear layer.
 
     The options have the names and defaults of TransformerEngine's recipe. Weights are rounded to nearest, with scales
-    of 16 x 16 elements; inputs too, with scales of 16 along what is summed up. Both operands of the gradient of the
-    weights go through a random Hadamard transform before. Random numbers belong to the elements of a gradient: they
-    follow from the seed, the weight's name, how many gradients it has had, and the element's row and column.
+    of 16 x 16 elements; inputs too, with scales of 16 elements along the summed dim. Both operands of the weight
+    gradient go through a random Hadamard transform first. Each element of a gradient has its own random numbers: they
+    follow from the seed, the weight's name, the number of gradients that the weight has had, and the element's row and
+    column.
     """
 
     disable_rht: bool = False
@@ -216,18 +217,18 @@ class NVFP4BlockScaling(Quantizer):
     disable_stochastic_rounding: bool = False
     """Whether to round gradients to nearest."""
     disable_2d_quantization: bool = False
-    """Whether weights have scales of 16 elements, separate ones along rows and columns."""
+    """Whether the scales of weights cover 16 elements, separately along rows and along columns."""
     seed: int = 0
-    """From which the random numbers follow."""
+    """Seed of the random numbers."""
 
     @property
     def encoding(self) -> Encoding:
-        """What is made."""
+        """The encoding of the codes and scales."""
         return encodings.NVFP4
 
     @property
     def over(self) -> tuple[int, int] | None:
-        """Rows and columns that share an amax, if that is more than one tile; None otherwise."""
+        """Rows and columns that share an amax, if they are more than one tile; None otherwise."""
         return None if self.disable_2d_quantization else (16, 16)
 
     @property
@@ -242,7 +243,7 @@ class NVFP4BlockScaling(Quantizer):
 
     @property
     def rounding_seed(self) -> int | None:
-        """Seed of the random numbers by which gradients are rounded; None: they are not rounded at random."""
+        """Seed of the random numbers with which gradients are rounded; None if they are not rounded at random."""
         return None if self.disable_stochastic_rounding else self.seed
 
 
@@ -252,7 +253,7 @@ QUANTIZERS: Mapping[str, type[Quantizer]] = MappingProxyType(
         for kind in (Float8CurrentScaling, DelayedScaling, Float8Block, MXFP8, NVFP4, NVFP4BlockScaling)
     }
 )
-"""The kinds of scaling by name, which is how a pickled tensor says what it is."""
+"""Quantizer classes by name; a pickled tensor stores this name."""
 
 
 DATA = "data"
@@ -260,33 +261,35 @@ SCALE = "scale_inv"
 AMAX = "amax"
 COLUMN_DATA, COLUMN_SCALE, HISTORY, SCALED_FOR, ROUNDING = ASIDE
 ORIGIN = "high_precision_init"
-"""Name of the values that the first codes were made of, where they are kept for master weights."""
+"""Buffer of the values from which the first codes were made, kept for master weights on request."""
 COMPONENTS = (DATA, SCALE, AMAX, COLUMN_DATA, COLUMN_SCALE)
-"""Names of buffers that make up values, in their order."""
+"""Names of the buffers that determine the values, in their order."""
 STATE = (HISTORY, SCALED_FOR, ROUNDING)
-"""Names of buffers that say how the next values are scaled (delayed scaling), or rounded (NVFP4 training)."""
+"""Names of the buffers that determine how the next values are scaled (delayed scaling) or rounded (NVFP4 training)."""
 
 
 def is_cut(encoding: Encoding, name: str, dims: int = 2) -> bool:
-    """Whether a buffer has one row for each row of the matrix. In a stack (3 dims) every buffer has one per matrix."""
+    """Whether a buffer has one row for each row of the matrix. In a stack (3 dims) every buffer has one entry per
+    matrix.
+    """
     return dims > 2 or name in (DATA, COLUMN_DATA) or (name == SCALE and encoding.tile[0] == 1)
 
 
 def tall(encoding: Encoding, *, columnwise: bool) -> bool:
-    """Whether there are scales of tiles that a cut between two rows can run through."""
+    """Whether some scales belong to tiles of several rows, which a cut between two rows can divide."""
     return encoding.tile[0] > 1 or columnwise
 
 
 def buffers_of(
     quantizer: Quantizer, shape: tuple[int, ...], *, columnwise: bool | None = None
 ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Return dtype and shape of each buffer of a matrix or a stack, those of the state included."""
-    both = quantizer.columnwise if columnwise is None else columnwise
+    """Return dtype and shape of each buffer of a matrix or a stack, including state."""
+    has_columnwise = quantizer.columnwise if columnwise is None else columnwise
     rows, columns = shape[-2:]
-    wanted = layout(
-        quantizer.encoding, (rows, columns), columnwise=both and columnwise_of(quantizer.encoding) is not None
+    buffers = layout(
+        quantizer.encoding, (rows, columns), columnwise=has_columnwise and columnwise_of(quantizer.encoding) is not None
     )
-    wanted |= {name: (torch.float32, (size,)) for name, size in quantizer.state_sizes.items()}
+    buffers |= {name: (torch.float32, (size,)) for name, size in quantizer.state_sizes.items()}
     if quantizer.rounding_seed is not None:
-        wanted[ROUNDING] = torch.int64, (2,)
-    return {name: (dtype, (*shape[:-2], *size)) for name, (dtype, size) in wanted.items()}
+        buffers[ROUNDING] = torch.int64, (2,)
+    return {name: (dtype, (*shape[:-2], *size)) for name, (dtype, size) in buffers.items()}

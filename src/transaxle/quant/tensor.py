@@ -7,7 +7,7 @@ Rowwise and columnwise codes of one matrix, and when the latter follow from the 
 
 Columnwise codes are stored in the same order as rowwise ones, so a cut between two rows cuts both; only their tiles run
 down the columns. A kernel reads them as rows of the transposed matrix, which is how TransformerEngine stores those of
-nvfp4: packed along the columns, with transposed scales. `turned` gives these bytes.
+nvfp4: packed along the columns, with transposed scales. `transpose_frame` gives these bytes.
 
 Where square tiles share a scale (nvfp4 weights), an element has the same code and scale in both directions, and
 columnwise codes are copied from the rowwise ones. Elsewhere the two are rounded separately, which needs the values.
@@ -38,8 +38,8 @@ from transaxle.arguments import DType
 from transaxle.encodings.encoding import WHOLE
 from transaxle.errors import Refusal, Where, gathered, refuse
 from transaxle.quant import kernels
-from transaxle.quant.frame import Frame, begin, framed
-from transaxle.quant.global_scale import frame_of, place
+from transaxle.quant.frame import Frame, begin_rounding, make_frame
+from transaxle.quant.global_scale import locate, quantize_to_frame
 from transaxle.quant.kernels.components import columnwise_of
 from transaxle.quant.quantizers import (
     AMAX,
@@ -92,7 +92,7 @@ def both_ways(frame: Frame, skip: int, rows: int) -> Frame:
     )
 
 
-def turned(frame: Frame, skip: int, shape: tuple[int, ...]) -> Frame:
+def transpose_frame(frame: Frame, skip: int, shape: tuple[int, ...]) -> Frame:
     """Return the frame of a matrix's transpose, or of the transposes of a stack's matrices, as a copy.
 
     Its rowwise codes are the frame's columnwise ones. Where the frame has stored columnwise codes, its rowwise ones
@@ -123,16 +123,16 @@ def turned(frame: Frame, skip: int, shape: tuple[int, ...]) -> Frame:
     buffers, bits = source.buffers(skip, height), frame.encoding.code_bits
     names = ((DATA, COLUMN_DATA), (SCALE, COLUMN_SCALE), (COLUMN_DATA, DATA), (COLUMN_SCALE, SCALE))
     transposed = {
-        name: _turned(buffers[other], bits if other in (DATA, COLUMN_DATA) else 8)
+        name: _transpose_codes(buffers[other], bits if other in (DATA, COLUMN_DATA) else 8)
         for name, other in (names if frame.columnwise else names[:2])
     }
     if AMAX in buffers:
         transposed[AMAX] = buffers[AMAX].clone()
     *stack, rows, columns = shape
-    return framed(frame.quantizer, transposed, (*stack, columns, rows))
+    return make_frame(frame.quantizer, transposed, (*stack, columns, rows))
 
 
-def _turned(buffer: torch.Tensor, bits: int) -> torch.Tensor:
+def _transpose_codes(buffer: torch.Tensor, bits: int) -> torch.Tensor:
     """Return matrices of codes or scales transposed; codes of 4 bits are put two to a byte anew."""
     raw = buffer.view(torch.uint8)
     if bits == _PACKED:
@@ -149,7 +149,7 @@ def _turned(buffer: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class GatherInput:
     """What a rank knows of the whole matrix when it sends its rows."""
 
     shard: Frame
@@ -162,7 +162,9 @@ class Sent:
     """Ranks among which the matrix is cut."""
 
 
-def sent(frame: Frame, skip: int, height: int, mesh: DeviceMesh) -> tuple[tuple[torch.Tensor, ...], Sent]:
+def prepare_gather(
+    frame: Frame, skip: int, height: int, mesh: DeviceMesh
+) -> tuple[tuple[torch.Tensor, ...], GatherInput]:
     """Return the bytes to gather, padded to what the first rank has, and what to know on arrival.
 
     Raises:
@@ -170,7 +172,7 @@ def sent(frame: Frame, skip: int, height: int, mesh: DeviceMesh) -> tuple[tuple[
     """
     world = mesh.size()
     if frame.band is not None:
-        return _sent_bands(frame, frame.band, skip, height, mesh)
+        return _prepare_band_gather(frame, frame.band, skip, height, mesh)
     padded = -(-frame.whole // world)
     start = min(padded * mesh.get_local_rank(), frame.whole)
     if height and frame.tall and frame.start + skip != start:
@@ -187,17 +189,17 @@ def sent(frame: Frame, skip: int, height: int, mesh: DeviceMesh) -> tuple[tuple[
         if len(rows) < padded:
             rows = torch.cat([rows, rows.new_zeros((padded - len(rows), *rows.shape[1:]))])
         buffers.append((name, rows.contiguous()))
-    return tuple(rows for _, rows in buffers), Sent(frame, tuple(buffers))
+    return tuple(rows for _, rows in buffers), GatherInput(frame, tuple(buffers))
 
 
-def received(outputs: tuple[torch.Tensor, ...], knowledge: Sent) -> Frame:
+def assemble_gathered(outputs: tuple[torch.Tensor, ...], knowledge: GatherInput) -> Frame:
     """Return the frame of the whole matrix around the gathered bytes.
 
     A world of one gets the first output only (torch copies no more); the others are its own.
     """
     shard = knowledge.shard
     if shard.band is not None:
-        return _received_bands(outputs, knowledge, shard.band)
+        return _assemble_bands(outputs, knowledge, shard.band)
     cut = {}
     for number, (name, own) in enumerate(knowledge.buffers):
         whole = outputs[number] if number < len(outputs) else own
@@ -216,9 +218,9 @@ def received(outputs: tuple[torch.Tensor, ...], knowledge: Sent) -> Frame:
     )
 
 
-def _sent_bands(
+def _prepare_band_gather(
     frame: Frame, band: Band, skip: int, height: int, mesh: DeviceMesh
-) -> tuple[tuple[torch.Tensor, ...], Sent]:
+) -> tuple[tuple[torch.Tensor, ...], GatherInput]:
     """Return what torch gathers of a band; the rest is gathered here.
 
     Raises:
@@ -234,39 +236,39 @@ def _sent_bands(
             hint="Call fully_shard on the whole parameter, over one mesh dim.",
         )
     shape = (frame.rows, *frame.row)
-    buffers = _bytes_of(frame, band)
+    buffers = _band_bytes(frame, band)
     direct = tuple(buffer for buffer in buffers.values() if buffer.shape == shape)
     rest = torch.cat(
         [buffer.flatten() for buffer in buffers.values() if buffer.shape != shape] or [direct[0][:0].flatten()]
     )
     carried = 0 if direct else prod(shape)
-    inputs = direct or (_padded(rest[:carried], carried).view(shape),)
+    inputs = direct or (_pad_bytes(rest[:carried], carried).view(shape),)
     others, gathered = rest[carried:], None
     if others.numel():
         gathered = others.new_empty((world, others.numel()))
         dist.all_gather_into_tensor(gathered.view(-1), others, group=mesh.get_group())
-    return inputs, Sent(frame, (), gathered, world)
+    return inputs, GatherInput(frame, (), gathered, world)
 
 
-def _padded(octets: torch.Tensor, size: int) -> torch.Tensor:
+def _pad_bytes(octets: torch.Tensor, size: int) -> torch.Tensor:
     return octets if octets.numel() == size else torch.cat([octets, octets.new_zeros(size - octets.numel())])
 
 
-def _bytes_of(frame: Frame, band: Band) -> Mapping[str, torch.Tensor]:
+def _band_bytes(frame: Frame, band: Band) -> Mapping[str, torch.Tensor]:
     """Return the buffers that are cut with a band, as bytes."""
     names = [name for name in (*frame.cut, *frame.shared) if name != ORIGIN and band.step(frame.quantizer, name)]
     buffers = {**frame.cut, **frame.shared}
     return {name: buffers[name].contiguous().view(torch.uint8) for name in names}
 
 
-def _received_bands(outputs: tuple[torch.Tensor, ...], knowledge: Sent, band: Band) -> Frame:
+def _assemble_bands(outputs: tuple[torch.Tensor, ...], knowledge: GatherInput, band: Band) -> Frame:
     """Return the frame of the whole matrix, or stack, around the gathered bytes."""
     shard, world = knowledge.shard, knowledge.world
     shape = (shard.rows, *shard.row)
     whole = tuple(size * world if dim == band.dim else size for dim, size in enumerate(shape))
     buffers = {**shard.cut, **shard.shared}
     buffers.pop(ORIGIN, None)
-    own = _bytes_of(shard, band)
+    own = _band_bytes(shard, band)
     direct = [name for name, buffer in own.items() if buffer.shape == shape]
     gathered = {name: output.view(whole) for name, output in zip(direct, outputs, strict=False)}
     rest = [] if knowledge.rest is None else [knowledge.rest]
@@ -377,7 +379,7 @@ class QuantizedTensor(torch.Tensor):
         if self.device.type == "meta":
             return torch.empty(self.shape, dtype=wanted, device=self.device)
         if self.frame.matrix is not None:
-            return values_of(self.frame, self.skip, self.height, wanted, columnwise=columnwise).view(self.shape)
+            return dequantize_stack(self.frame, self.skip, self.height, wanted, columnwise=columnwise).view(self.shape)
         parts, encoding = self.frame.operands(self.skip, self.height, columnwise=columnwise)
         return kernels.dequantize(parts, encoding, wanted)[:, : self.frame.columns].view(self.shape)
 
@@ -420,14 +422,14 @@ class QuantizedTensor(torch.Tensor):
             frame.blank = False
             return self
         if frame.blank and group is None:
-            at = place(wide, None, 0, self.height, frame.share)
+            at = locate(wide, None, 0, self.height, frame.share)
         else:
             start = frame.start + self.skip
-            at = place(wide, group, start, frame.whole, frame.share, banded=band is not None)
-        self.adopt(frame_of(frame.quantizer, wide.to(frame.device), at, frame), 0, self.height)
+            at = locate(wide, group, start, frame.whole, frame.share, banded=band is not None)
+        self.adopt(quantize_to_frame(frame.quantizer, wide.to(frame.device), at, frame), 0, self.height)
         return self
 
-    def retyped(self, values: torch.Tensor) -> QuantizedTensor:
+    def with_dtype_of(self, values: torch.Tensor) -> QuantizedTensor:
         """Return this tensor in the dtype and on the device of `values`; values that differ from its own are quantized.
 
         Raises:
@@ -480,7 +482,7 @@ class QuantizedTensor(torch.Tensor):
         if any(frame.cut[name].shape[1:] != source.cut[name].shape[1:] for name in lengths):
             raise refuse("SHAPE_MISMATCH", f"a history of {source.quantizer} does not fit {frame.quantizer}")
         if frame.blank:
-            _begin(frame, source, there - self.skip)
+            _adopt_position(frame, source, there - self.skip)
         if frame.used is not None:
             frame.used = max(frame.used, self.skip + self.height)
         for name in list(frame.cut):
@@ -492,12 +494,12 @@ class QuantizedTensor(torch.Tensor):
 
     def transposed(self) -> QuantizedTensor:
         """Return the transpose without requantizing: its codes are the columnwise ones."""
-        transpose = turned(self.frame, self.skip, tuple(self.shape))
+        transpose = transpose_frame(self.frame, self.skip, tuple(self.shape))
         return QuantizedTensor(transpose, 0, transpose.rows, self.dtype)
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[torch.Tensor, ...], Any]:
         """Called by FSDP2: return codes, and scales that are cut with the rows, as bytes to gather."""
-        return sent(self.frame, self.skip, self.height, mesh)
+        return prepare_gather(self.frame, self.skip, self.height, mesh)
 
     def fsdp_post_all_gather(
         self,
@@ -508,7 +510,7 @@ class QuantizedTensor(torch.Tensor):
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
         """Called by FSDP2: return the whole matrix made of the gathered bytes, or put it into an earlier `out`."""
-        frame = received(all_gather_outputs, metadata)
+        frame = assemble_gathered(all_gather_outputs, metadata)
         if out is None:
             return QuantizedTensor(frame, 0, frame.whole, param_dtype), ()
         inner = raw_local(out)
@@ -546,9 +548,9 @@ class QuantizedTensor(torch.Tensor):
         return other.requires_grad_(self.requires_grad)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return self.reduced(torch.clone)
+        return self.pickle_parts(torch.clone)
 
-    def reduced(self, change: Callable[[torch.Tensor], torch.Tensor]) -> tuple[Any, ...]:
+    def pickle_parts(self, change: Callable[[torch.Tensor], torch.Tensor]) -> tuple[Any, ...]:
         """Return what a pickle stores: a function of this module, plain numbers, and the buffers after `change`.
 
         Raises:
@@ -559,7 +561,7 @@ class QuantizedTensor(torch.Tensor):
                 f"{list(self.shape)} is a rank's part of {list(self.frame.share.shape)}, which a pickle cannot record"
             )
             raise refuse("UNSUPPORTED", message, hint="Save state_dict(), which has its codes and scales.")
-        frame = self.frame.taken(self.skip, self.height, change)
+        frame = self.frame.map_rows(self.skip, self.height, change)
         settings = {name: getattr(frame.quantizer, name) for name in _settings(frame.quantizer)}
         # plain pickle cannot read float8 tensors back
         buffers = {name: with_plain_bytes(buffer) for name, buffer in frame.buffers(0, self.height).items()}
@@ -573,12 +575,12 @@ class QuantizedTensor(torch.Tensor):
         )
 
 
-def _sent(tensor: QuantizedTensor) -> tuple[Any, ...]:
+def _reduce_shared(tensor: QuantizedTensor) -> tuple[Any, ...]:
     """What goes to another process: the buffers' shared memory, not copies of them."""
-    return tensor.reduced(lambda buffer: buffer)
+    return tensor.pickle_parts(lambda buffer: buffer)
 
 
-ForkingPickler.register(QuantizedTensor, _sent)
+ForkingPickler.register(QuantizedTensor, _reduce_shared)
 
 
 def _settings(quantizer: Quantizer) -> tuple[str, ...]:
@@ -590,7 +592,7 @@ def same_buffers(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.T
     return first.keys() == second.keys() and all(same_bytes(first[name], second[name]) for name in first)
 
 
-def _begin(frame: Frame, source: Frame, start: int) -> None:
+def _adopt_position(frame: Frame, source: Frame, start: int) -> None:
     """Give a frame that nothing was written into its place in the whole, which another's buffers are copied from."""
     frame.start, frame.whole, frame.blank, frame.used = start, source.whole, False, 0
     frame.identity = source.identity
@@ -613,7 +615,9 @@ def _refresh(frame: Frame, source: Frame) -> None:
             frame.shared[name] = buffer.to(frame.device, copy=True)
 
 
-def values_of(frame: Frame, first: int, count: int, dtype: torch.dtype, *, columnwise: bool = False) -> torch.Tensor:
+def dequantize_stack(
+    frame: Frame, first: int, count: int, dtype: torch.dtype, *, columnwise: bool = False
+) -> torch.Tensor:
     """Return the values of matrices of a stack; in one go where matrices below each other have the same tiles."""
     assert frame.matrix is not None
     rows, columns = frame.matrix
@@ -634,7 +638,7 @@ def values_of(frame: Frame, first: int, count: int, dtype: torch.dtype, *, colum
 
 
 @makes_tensors
-def quantized(
+def make_quantized(
     quantizer: Quantizer,
     x: torch.Tensor,
     *,
@@ -660,9 +664,9 @@ def quantized(
             hint="Quantize x.dequantize() to do it again.",
         )
     plain = x.detach()
-    frame = frame_of(quantizer, plain, place(plain, group, start, whole, share, banded=band is not None))
+    frame = quantize_to_frame(quantizer, plain, locate(plain, group, start, whole, share, banded=band is not None))
     frame.share, frame.band = share, band
-    begin(frame)
+    begin_rounding(frame)
     return QuantizedTensor(frame, 0, x.shape[0], x.dtype)
 
 
@@ -715,7 +719,7 @@ def from_components(
     ]
     if wrong:
         raise gathered(wrong)
-    return QuantizedTensor(framed(quantizer, components, shape, start=start, whole=whole), 0, shape[0], dtype)
+    return QuantizedTensor(make_frame(quantizer, components, shape, start=start, whole=whole), 0, shape[0], dtype)
 
 
 # Pickles name it `transaxle.quant.tensor.rebuilt`, and outlive files: this module keeps its name.

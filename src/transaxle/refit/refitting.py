@@ -32,7 +32,7 @@ from transaxle.live.model.quantized_model import stand_in
 from transaxle.live.model.state_tensors import Leaves, State
 from transaxle.live.transport.tensor_exchange import BucketExchange
 from transaxle.live.transport.world import World, is_loss
-from transaxle.quant.entries import begin_anew, put_values
+from transaxle.quant.entries import put_values, reset_scaling_state
 from transaxle.refit.adapters import read_adapter, source_leaves, target_leaves
 from transaxle.refit.agreement import Agreement, Asked, Buffers, agreed, encode, largest, put
 from transaxle.refit.endpoints import Form, Overlaps, SourceValues, TargetRoom, check_forms, forms
@@ -310,7 +310,7 @@ class Refit:
                 written += put_values(own.weights[name], local_of(values)) - local_of(values).nbytes
         for name in quantized.begins:
             if name in own.weights and program.moves(name):
-                begin_anew(own.weights[name])
+                reset_scaling_state(own.weights[name])
         settle(own.islands, own.tensors)
         return written
 

@@ -22,7 +22,7 @@ from transaxle.errors import TransaxleError
 from transaxle.nn import GroupedLinear
 from transaxle.nn.moe import MoE
 from transaxle.quant import MasterWeights, NVFP4BlockScaling, batch_over, quantize_
-from transaxle.quant.tensor import QuantizedTensor, quantized
+from transaxle.quant.tensor import QuantizedTensor, make_quantized
 from transaxle.quant.tp_share import Share
 
 worlds = pytest.mark.parametrize("world", [2, 4])
@@ -121,12 +121,12 @@ def _cut(rank: int, world: int) -> None:
     stops = [32 * place + 16 * (place > 0) for place in range(world + 1)]  # the first rank has fewer than the others
     rows, columns = slice(stops[rank], stops[rank + 1]), slice(48 * rank, 48 * rank + 48)
     by_rows = Share(_all(), (out, inner), 0, ((stops[rank], stops[rank + 1]),))
-    own = nn.Parameter(quantized(recipe, values[rows], share=by_rows))
+    own = nn.Parameter(make_quantized(recipe, values[rows], share=by_rows))
     mine = _gradients(own, x, grad[:, rows])
     assert torch.equal(mine[0], output[:, rows])
     assert torch.equal(mine[2], of_weight[rows])
     by_columns = Share(_all(), (out, inner), 1, ((columns.start, columns.stop),))
-    own = nn.Parameter(quantized(recipe, values[:, columns], share=by_columns))
+    own = nn.Parameter(make_quantized(recipe, values[:, columns], share=by_columns))
     mine = _gradients(own, x[:, columns], grad)
     assert torch.equal(mine[1], of_x[:, columns])
     assert torch.equal(mine[2], of_weight[:, columns])
@@ -278,6 +278,6 @@ def test_a_batch_needs_its_ranks() -> None:
 def test_shards_are_not_multiplied() -> None:
     """Some rows of a weight, as FSDP2 leaves them between steps, are refused."""
     weight = NVFP4BlockScaling().quantize(drawn(32, WIDTH, seed=0))
-    part = QuantizedTensor(weight.frame.taken(0, 16, torch.clone), 0, 16, torch.bfloat16)
+    part = QuantizedTensor(weight.frame.map_rows(0, 16, torch.clone), 0, 16, torch.bfloat16)
     with pytest.raises(TransaxleError, match="cannot be multiplied"):
         functional.linear(drawn(4, WIDTH, seed=1), part)

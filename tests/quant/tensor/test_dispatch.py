@@ -162,12 +162,12 @@ def test_views_share_what_they_are_views_of(quantizer: Quantizer) -> None:
 
 def test_classes_follow_the_schema_where_the_table_is_silent() -> None:
     made, aten = KINDS["mxfp8"].quantize(values(4, 32)), torch.ops.aten
-    assert dispatch.class_of(aten.detach.default, (made,)) == "raw"
-    assert dispatch.class_of(aten.mm.default, (made, made)) == "dequantizes"
-    assert dispatch.class_of(aten.t.default, (made,)) == "dequantizes"
-    assert dispatch.class_of(aten.mul_.Tensor, (made, made)) == "raises"
-    assert dispatch.class_of(aten.mul_.Tensor, (torch.ones(4, 32), made)) == "dequantizes"
-    assert dispatch.class_of(aten.squeeze.default, (made,)) == "raises"
+    assert dispatch.operation_class(aten.detach.default, (made,)) == "raw"
+    assert dispatch.operation_class(aten.mm.default, (made, made)) == "dequantizes"
+    assert dispatch.operation_class(aten.t.default, (made,)) == "dequantizes"
+    assert dispatch.operation_class(aten.mul_.Tensor, (made, made)) == "raises"
+    assert dispatch.operation_class(aten.mul_.Tensor, (torch.ones(4, 32), made)) == "dequantizes"
+    assert dispatch.operation_class(aten.squeeze.default, (made,)) == "raises"
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
