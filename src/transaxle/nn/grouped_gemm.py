@@ -49,7 +49,7 @@ from transaxle.nn.kernel_choice import (
 )
 from transaxle.quant import NVFP4BlockScaling, QuantizedTensor
 from transaxle.quant.frame import Frame, count_rounding, state_of
-from transaxle.quant.nvfp4 import Batch, Products, current
+from transaxle.quant.nvfp4 import Batch, Products, current_batch
 from transaxle.quant.tp_share import Share
 from transaxle.torch_tensors import as_dtensor, place_like, raw_local
 
@@ -83,18 +83,20 @@ class Codes:
             result[rows] = made if biases is None else made + biases[expert].to(x.dtype)
         return result
 
-    def of_input(self, grad: torch.Tensor, weight: QuantizedTensor, features: int) -> torch.Tensor:
+    def input_gradient(self, grad: torch.Tensor, weight: QuantizedTensor, features: int) -> torch.Tensor:
         """Return the gradient of the input [rows, in]."""
         result = grad.new_zeros((grad.shape[0], features))
         for expert, rows, products, state in self._experts():
-            result[rows] = products.of_input(grad[rows], weight.frame.member(weight.skip + expert), state, grad.dtype)
+            result[rows] = products.input_gradient(
+                grad[rows], weight.frame.member(weight.skip + expert), state, grad.dtype
+            )
         return result
 
-    def of_weight(self, grad: torch.Tensor, x: torch.Tensor, features: tuple[int, int]) -> torch.Tensor:
+    def weight_gradient(self, grad: torch.Tensor, x: torch.Tensor, features: tuple[int, int]) -> torch.Tensor:
         """Return the gradient of the weights [experts, out, in]."""
         result = x.new_zeros((len(self.counts), *features))
         for expert, rows, products, state in self._experts():
-            result[expert] = products.of_weight(grad[rows], x[rows], state, x.dtype)
+            result[expert] = products.weight_gradient(grad[rows], x[rows], state, x.dtype)
         return result
 
     def backward(self, weights: Sequence[torch.Tensor]) -> Codes:
@@ -144,7 +146,7 @@ def codes_of(weights: Sequence[torch.Tensor], counts: Sequence[int] | None, devi
     if not isinstance(recipe, NVFP4BlockScaling) or not isinstance(first, QuantizedTensor):
         return None
     assert counts is not None
-    share, batch = first.frame.share, current()
+    share, batch = first.frame.share, current_batch()
     if share is not None and first.frame.matrix is not None:
         share = share.member
     frames = tuple(weight.frame for weight in weights if isinstance(weight, QuantizedTensor))
@@ -274,11 +276,11 @@ def spans(splits: Splits) -> list[tuple[int, int, int]]:
     return [span for span in spans_of(splits.counts) if span[1] < span[2]]
 
 
-def of_input(grad: torch.Tensor, weight: torch.Tensor, operands: Operands) -> torch.Tensor:
+def input_gradient(grad: torch.Tensor, weight: torch.Tensor, operands: Operands) -> torch.Tensor:
     """Return the gradient of the input [rows, in]; zeros past the last expert's rows."""
     splits, (out, features) = operands.splits, operands.features
     if operands.codes is not None and isinstance(weight, QuantizedTensor) and weight.numel():
-        return operands.codes.of_input(grad, weight, features)
+        return operands.codes.input_gradient(grad, weight, features)
     if not grad.shape[0] or not out or not len(splits.offsets):
         return grad.new_zeros((grad.shape[0], features))
     if operands.way == PER_EXPERT:
@@ -295,12 +297,12 @@ def of_input(grad: torch.Tensor, weight: torch.Tensor, operands: Operands) -> to
     return _ended(gradient if gradient.shape[1] == features else gradient[:, :features].contiguous(), splits)
 
 
-def of_weight(grad: torch.Tensor, x: torch.Tensor, operands: Operands) -> torch.Tensor:
+def weight_gradient(grad: torch.Tensor, x: torch.Tensor, operands: Operands) -> torch.Tensor:
     """Return the gradient of the weights [experts, out, in], zeros for experts without rows."""
     splits, (out, features) = operands.splits, operands.features
     experts = splits.offsets.shape[0]
     if operands.codes is not None and out and features and experts:
-        return operands.codes.of_weight(grad, x, operands.features)
+        return operands.codes.weight_gradient(grad, x, operands.features)
     if not x.shape[0] or not out or not features or not experts:
         return x.new_zeros((experts, out, features))
     if operands.way == PER_EXPERT:
@@ -314,7 +316,7 @@ def of_weight(grad: torch.Tensor, x: torch.Tensor, operands: Operands) -> torch.
     return gradient[:, :out, :features].contiguous()
 
 
-def of_bias(grad: torch.Tensor, operands: Operands) -> torch.Tensor:
+def bias_gradient(grad: torch.Tensor, operands: Operands) -> torch.Tensor:
     """Return the gradient of the biases [experts, out]: the sum of each expert's rows.
 
     As a product with ones: the sums are taken in float32, in an order that does not change from run to run.
@@ -361,11 +363,11 @@ class Pending:
 
     def weight(self) -> torch.Tensor | None:
         """Return the gradient of the weights [experts, out, in]."""
-        return of_weight(self.grad, self.x, self.operands) if self.wanted[0] else None
+        return weight_gradient(self.grad, self.x, self.operands) if self.wanted[0] else None
 
     def bias(self) -> torch.Tensor | None:
         """Return the gradient of the biases [experts, out]."""
-        return of_bias(self.grad, self.operands) if self.wanted[1] else None
+        return bias_gradient(self.grad, self.operands) if self.wanted[1] else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -439,7 +441,7 @@ class Product(torch.autograd.Function):
         needed = ctx.needs_input_grad
         first = None
         if needed[0]:
-            first = of_input(grad, weights_of(weights, operands) if cached is None else cached, operands)
+            first = input_gradient(grad, weights_of(weights, operands) if cached is None else cached, operands)
         start = len(needed) - len(rest)
         wanted = any(needed[start : start + setting.weights]), any(needed[start + setting.weights :])
         pending = Pending(grad, x, operands, wanted)

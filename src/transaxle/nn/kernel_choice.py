@@ -28,7 +28,7 @@ from torch.nn import functional
 from transaxle.encodings.encoding import FLOAT8, MXFP8
 from transaxle.errors import refuse
 from transaxle.quant import QuantizedTensor, Quantizer, kernels
-from transaxle.quant.kernels.components import swizzled
+from transaxle.quant.kernels.components import swizzle
 from transaxle.quant.quantizers import COLUMN_DATA, COLUMN_SCALE, DATA, SCALE
 
 
@@ -112,7 +112,7 @@ def _multiplied(
         of_codes = scales.view(-1, 1).expand(codes.shape[:2]).contiguous()
     else:
         quantized = kernels.quantize_groups(x, offsets, MXFP8, swizzled=True)
-        rows, of_rows, of_codes = quantized.data, quantized.scale_inv, swizzled(scales)
+        rows, of_rows, of_codes = quantized.data, quantized.scale_inv, swizzle(scales)
         recipe, order = functional.ScalingType.BlockWise1x32, functional.SwizzleType.SWIZZLE_32_4_4
     products: torch.Tensor = functional.scaled_grouped_mm(  # type: ignore[attr-defined]
         rows,

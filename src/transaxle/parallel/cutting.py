@@ -32,7 +32,7 @@ from transaxle.quant.joined_parts import cut_share
 from transaxle.quant.quantized_modules import CUTS
 from transaxle.quant.quantizers import Quantizer
 from transaxle.quant.tensor import QuantizedTensor
-from transaxle.quant.tp_share import Share, misplaced
+from transaxle.quant.tp_share import Share, tile_refusal
 from transaxle.torch_tensors import (
     Part,
     along,
@@ -258,9 +258,9 @@ class Kept:
             return None
         return Share(self.group, self.shape, self.dim, self.held[self.rank])
 
-    def misplaced(self, quantizer: Quantizer) -> Refusal | None:
+    def tile_refusal(self, quantizer: Quantizer) -> Refusal | None:
         """Return the refusal of a cut that goes through a tile of a quantizer; None where the cut is between tiles."""
-        return None if self.share is None else misplaced(quantizer, self.shape, self.dim, self.held)
+        return None if self.share is None else tile_refusal(quantizer, self.shape, self.dim, self.held)
 
     def take(self, tensor: Tensor) -> Tensor:
         """Return this rank's share of a whole tensor, in storage of its own; of a quantized one, the codes."""

@@ -67,9 +67,9 @@ from transaxle.parallel.cutting import (
 from transaxle.parallel.tp_plan import Plan, Role, Rules, make_plan, read
 from transaxle.parallel.universal_metadata import record_of, universal_checkpoint_info
 from transaxle.quant.entries import is_quantized, parts_of
-from transaxle.quant.nvfp4 import counting
+from transaxle.quant.nvfp4 import count_columns
 from transaxle.quant.tensor import QuantizedTensor
-from transaxle.quant.tp_share import misplaced
+from transaxle.quant.tp_share import tile_refusal
 from transaxle.torch_tensors import (
     Part,
     Positions,
@@ -109,7 +109,7 @@ class _Column(nn.Module):
             return own_columns
         kept = _kept(self)
         positions = kept.held[kept.rank]
-        with counting(tuple(kept.owned(positions))):
+        with count_columns(tuple(kept.owned(positions))):
             shared: Tensor = super().forward(entered)
         return summed(shared, shared.dim() - 1, positions, kept.shape[kept.dim], kept.group)
 
@@ -570,7 +570,7 @@ def _check_tiles(model: nn.Module, plan: Plan) -> None:
         parameter: torch.Tensor | None = model.get_submodule(cut.weight.module)._parameters[cut.weight.own]
         if cut.option is not None and isinstance(parameter, QuantizedTensor):
             both = parameter.frame.columnwise
-            refusal = misplaced(parameter.quantizer, cut.weight.shape, cut.dim, cut.held, columnwise=both)
+            refusal = tile_refusal(parameter.quantizer, cut.weight.shape, cut.dim, cut.held, columnwise=both)
             problems += [] if refusal is None else [replace(refusal, where=Where(None, cut.weight.name))]
     if problems:
         raise gathered(problems)

@@ -1,25 +1,19 @@
-"""What torch operations and functions do with quantized tensors; the linear layer among them.
+"""Torch operations and functions on quantized tensors, including the linear layer.
 
-What torch operations do with quantized tensors: one table for all formats.
+**Operations.** One table serves all formats. An operation is *raw* (codes and scales are moved, and the result is
+quantized), *dequantizes* (it gets the values, and its result is a plain tensor) or *raises*. For operations that are
+not in the table, the schema decides: an operation that writes into a quantized tensor, or returns a view of one,
+raises, because the written values would be lost; any other operation dequantizes.
 
-An operation is *raw* (codes and scales are moved, and the result is quantized), *dequantizes* (it gets the values, and
-its result is a plain tensor) or *raises*. What the table does not name follows from its schema: an operation that
-writes into a quantized tensor, or returns a view of one, raises, because what is written would be lost; any other one
-dequantizes.
+**Collectives** send codes, and the scales that are cut with them, as bytes.
 
-**Collectives on quantized tensors**: codes, and scales that are cut with them, travel as bytes.
+**The linear layer**, forward and backward. If the device multiplies float8 (`scaled_mm`, from compute capability 8.9
+on) and the weight has one scale, inputs and gradients are quantized too, by current scaling, and all three products are
+float8 with float32 sums. Otherwise the weight is dequantized and multiplied in the input's dtype. With the recipe
+`NVFP4BlockScaling` all operands of all three products are quantized, on every device.
 
-The linear layer on quantized weights, forward and backward.
-
-Where the device multiplies float8 (`scaled_mm`, from compute capability 8.9 on) and the weight has one scale, inputs
-and gradients are quantized too, by current scaling, and all three products are float8 with float32 sums. Elsewhere the
-weight is dequantized and multiplied in the input's dtype.
-
-With the recipe `NVFP4BlockScaling` all operands of all three products are quantized, on every device.
-
-What torch functions, as opposed to the operations below them, do with quantized tensors.
-
-These are the few that would look at a tensor's storage, which is empty here, or that are no operations at all.
+**Torch functions** above these operations are overridden only if they access a tensor's storage, which is empty here,
+or are not made of operations.
 """
 
 from __future__ import annotations
@@ -40,7 +34,7 @@ from transaxle.errors import refuse
 from transaxle.quant import kernels
 from transaxle.quant.frame import begin_rounding, blank, count_rounding, state_of
 from transaxle.quant.joined_parts import cat, check_common, is_whole, refusal, stack
-from transaxle.quant.nvfp4 import Products, current
+from transaxle.quant.nvfp4 import Products, current_batch
 from transaxle.quant.quantizers import ORIGIN, STATE, NVFP4BlockScaling
 from transaxle.quant.tensor import FUNCTIONS, OPERATIONS, QuantizedTensor
 from transaxle.quant.tp_share import Band, tile_of
@@ -48,25 +42,25 @@ from transaxle.torch_tensors import with_plain_bytes
 
 
 def pad_rows(tensor: QuantizedTensor, rows: int) -> QuantizedTensor:
-    """Return a copy with rows of zeros at the end, so that it has the rows asked for."""
+    """Return a copy with rows of zeros appended, up to a number of rows."""
 
-    def longer(buffer: torch.Tensor) -> torch.Tensor:
+    def pad_buffer(buffer: torch.Tensor) -> torch.Tensor:
         with_padding = torch.zeros((rows, *buffer.shape[1:]), dtype=buffer.dtype, device=buffer.device)
         with_padding[: tensor.height].copy_(buffer)
         return with_padding
 
     frame = tensor.frame.map_rows(tensor.skip, tensor.height, torch.clone)
-    cut = {name: longer(buffer) for name, buffer in frame.cut.items()}
+    cut = {name: pad_buffer(buffer) for name, buffer in frame.cut.items()}
     return QuantizedTensor(replace(frame, cut=cut, used=tensor.height), 0, rows, tensor.dtype)
 
 
 def all_gather(tensor: QuantizedTensor, group_size: int, group: Any) -> QuantizedTensor:
-    """Gather the rows of a matrix, or the matrices of a stack; every rank has equally many, padding is at the end.
+    """Gather the rows of a matrix, or the matrices of a stack; each rank has the same number, with padding at the end.
 
     Scales of tiles of several rows are already on every rank.
 
     Raises:
-        Refused: `BLOCK_MISALIGNED` for a view of another shape, or some of the columns; `UNSUPPORTED` for a part that
+        Refused: `BLOCK_MISALIGNED` for a view of another shape, or a range of columns; `UNSUPPORTED` for a part that
             tensor parallelism has cut.
     """
     frame = tensor.frame
@@ -81,9 +75,9 @@ def all_gather(tensor: QuantizedTensor, group_size: int, group: Any) -> Quantize
     cut = {}
     for name, buffer in frame.cut.items():
         if name != ORIGIN:
-            own = buffer[tensor.skip : tensor.skip + tensor.height].contiguous().view(torch.uint8)
+            local_rows = buffer[tensor.skip : tensor.skip + tensor.height].contiguous().view(torch.uint8)
             gathered = torch.ops._c10d_functional.wait_tensor(
-                torch.ops._c10d_functional.all_gather_into_tensor(own, group_size, group)
+                torch.ops._c10d_functional.all_gather_into_tensor(local_rows, group_size, group)
             )
             cut[name] = gathered.view(buffer.dtype)
     shared = {name: buffer.clone() for name, buffer in frame.shared.items()}
@@ -94,19 +88,19 @@ def all_gather(tensor: QuantizedTensor, group_size: int, group: Any) -> Quantize
 aten = torch.ops.aten
 collectives = torch.ops._c10d_functional
 _WAITS = ("wait_tensor", "_wrap_tensor_autograd")
-"""What follows a functional collective; the second one from torch 2.13 on."""
+"""Operations that wait for a functional collective; the second one exists from torch 2.13 on."""
 Class = Literal["raw", "dequantizes", "raises"]
-"""What an operation does."""
+"""How an operation treats quantized tensors."""
 Handler = Callable[..., Any]
 _STACK = 3
-"""Dims of a stack of matrices."""
+"""Number of dims of a stack of matrices."""
 
 
 def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Do an operation some of whose arguments are quantized.
+    """Carry out an operation with quantized arguments.
 
     Raises:
-        Refused: UNSUPPORTED for what cannot be done on codes and scales, and not on values either.
+        Refused: UNSUPPORTED if it is possible neither on codes and scales nor on values.
     """
     handler = TABLE.get(func)
     if handler is not None:
@@ -121,14 +115,18 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def operation_class(func: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Class:
-    """Return what an operation does, given the arguments that decide whether it writes into a quantized one."""
+    """Return how an operation treats quantized tensors, given the arguments, which decide whether it writes into
+    one.
+    """
     if func in TABLE:
         return "raw"
     if func in COPIES:
         return "dequantizes"
-    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | dict(kwargs or {})
+    arguments = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | dict(
+        kwargs or {}
+    )
     for argument in func._schema.arguments:
-        alias, value = argument.alias_info, given.get(argument.name)
+        alias, value = argument.alias_info, arguments.get(argument.name)
         if alias is not None and _has_quantized(value) and (alias.is_write or _aliases_result(func, alias)):
             return "raises"
     return "dequantizes"
@@ -151,7 +149,7 @@ def _on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _rows(tensor: QuantizedTensor, first: int, rows: int) -> QuantizedTensor:
-    """Some rows of a matrix, as a view."""
+    """Return a range of rows of a matrix as a view."""
     return QuantizedTensor(tensor.frame, tensor.skip + first, rows, tensor.dtype)
 
 
@@ -160,9 +158,9 @@ def _detach(tensor: QuantizedTensor) -> QuantizedTensor:
 
 
 def _view(tensor: QuantizedTensor, size: Sequence[int], **_: Any) -> QuantizedTensor:
-    """Another shape of the same elements in the same order."""
-    known = prod(step for step in size if step != -1)
-    shape = tuple(tensor.numel() // known if step == -1 and known else max(step, 0) for step in size)
+    """View the same elements in another shape."""
+    fixed = prod(step for step in size if step != -1)
+    shape = tuple(tensor.numel() // fixed if step == -1 and fixed else max(step, 0) for step in size)
     if prod(shape) != tensor.numel():
         raise refuse("SHAPE_MISMATCH", f"a tensor of shape {list(tensor.shape)} cannot be viewed as {list(size)}")
     return QuantizedTensor(tensor.frame, tensor.skip, tensor.height, tensor.dtype, shape)
@@ -209,7 +207,7 @@ def _slice(
 
 
 def _select(tensor: QuantizedTensor, dim: int, index: int) -> torch.Tensor:
-    """One matrix of a stack, as a view; of other dims, the values."""
+    """Return one matrix of a stack as a view; for other dims, the dequantized values."""
     matrix = tensor.frame.matrix
     if matrix is None or dim % tensor.dim() or not is_whole(tensor):
         return cast(torch.Tensor, _on_values(aten.select.int, (tensor, dim, index), {}))
@@ -220,25 +218,25 @@ def _select(tensor: QuantizedTensor, dim: int, index: int) -> torch.Tensor:
 
 
 def _unbind(tensor: QuantizedTensor, dim: int = 0) -> list[torch.Tensor]:
-    """The matrices of a stack, as views."""
+    """Return the matrices of a stack as views."""
     if tensor.frame.matrix is None or dim % tensor.dim() or not is_whole(tensor):
         raise refusal("unbind", tensor, "only the matrices of a stack have scales of their own")
     return [_select(tensor, 0, place) for place in range(tensor.height)]
 
 
 def _band(tensor: QuantizedTensor, dim: int, first: int, size: int) -> QuantizedTensor:
-    """Some columns, or some rows of every matrix of a stack, as a view: they have to be whole tiles."""
+    """Return a range of columns, or of rows of every matrix of a stack, as a view; it must be whole tiles."""
     frame, shape, last = tensor.frame, list(tensor.shape), first + size
-    what = "columns" if dim == tensor.dim() - 1 else "rows of each matrix"
+    kind = "columns" if dim == tensor.dim() - 1 else "rows of each matrix"
     step = tile_of(tensor.quantizer, shape, dim, columnwise=frame.columnwise)
     if first % step or (last % step and last != shape[dim]):
-        raise refusal("slice", tensor, f"{what} {first} to {last} would cut tiles of {step}")
-    other = frame.band
-    if other is not None and other.dim != dim:
-        raise refusal("slice", tensor, f"it is {other.size} of {other.whole} along dim {other.dim} already")
+        raise refusal("slice", tensor, f"{kind} {first} to {last} would cut tiles of {step}")
+    old_band = frame.band
+    if old_band is not None and old_band.dim != dim:
+        raise refusal("slice", tensor, f"it is {old_band.size} of {old_band.whole} along dim {old_band.dim} already")
     cut = Band(dim, tensor.dim(), first, size, shape[dim])
     shape[dim] = size
-    made = replace(
+    band_frame = replace(
         frame,
         columns=prod(shape[1:]),
         cut={name: cut.part(frame.quantizer, name, buffer) for name, buffer in frame.cut.items()},
@@ -246,20 +244,20 @@ def _band(tensor: QuantizedTensor, dim: int, first: int, size: int) -> Quantized
         matrix=None if frame.matrix is None else (shape[1], shape[2]),
         blank=False,
         of=None,
-        band=cut if other is None else replace(cut, start=other.start + first, whole=other.whole),
-        used=frame.rows + 1,  # the others are under the same scales: no copy into these covers them
+        band=cut if old_band is None else replace(cut, start=old_band.start + first, whole=old_band.whole),
+        used=frame.rows + 1,  # rows outside the band share its scales, so no copy into the band may count as complete
     )
-    return QuantizedTensor(made, tensor.skip, tensor.height, tensor.dtype)
+    return QuantizedTensor(band_frame, tensor.skip, tensor.height, tensor.dtype)
 
 
 def _split(tensor: QuantizedTensor, size: int | Sequence[int], dim: int = 0) -> list[QuantizedTensor]:
     total = tensor.shape[dim]
     sizes = list(size) if not isinstance(size, int) else [min(size, total - at) for at in range(0, total, size)] or [0]
-    found, first = [], 0
+    parts, first = [], 0
     for step in sizes:
-        found.append(_slice(tensor, dim, first, first + step))
+        parts.append(_slice(tensor, dim, first, first + step))
         first += step
-    return found
+    return parts
 
 
 def _clone(tensor: QuantizedTensor, **_: Any) -> QuantizedTensor:
@@ -280,21 +278,21 @@ def _to_copy(
     non_blocking: bool = False,
     **_: Any,
 ) -> torch.Tensor:
-    """A move or copy stays quantized; another dtype makes it a plain tensor."""
+    """Copy or move; the result stays quantized unless the dtype changes, which makes it a plain tensor."""
     target = tensor.device if device is None else torch.device(device)
     if dtype is not None and dtype != tensor.dtype:
-        made = tensor.dequantize(dtype if dtype in (torch.bfloat16, torch.float16, torch.float32) else None)
-        return made.to(device=target, dtype=dtype, non_blocking=non_blocking)
+        values = tensor.dequantize(dtype if dtype in (torch.bfloat16, torch.float16, torch.float32) else None)
+        return values.to(device=target, dtype=dtype, non_blocking=non_blocking)
 
     def move_buffer(buffer: torch.Tensor) -> torch.Tensor:
-        there = buffer.to(target, non_blocking=non_blocking, copy=True).contiguous()
-        return there.pin_memory() if pin_memory else there
+        copy_on_target = buffer.to(target, non_blocking=non_blocking, copy=True).contiguous()
+        return copy_on_target.pin_memory() if pin_memory else copy_on_target
 
     copy = _map_buffers(tensor, move_buffer)
     state = state_of(tensor.frame)
     if state is not None and (tensor.device.type, target.type) == ("cpu", "cuda"):  # as FSDP2 does before it gathers
-        mine = state if tensor.frame.matrix is None else state[tensor.skip : tensor.skip + tensor.height]
-        copy.frame.echoes = (*tensor.frame.echoes, mine)
+        state_rows = state if tensor.frame.matrix is None else state[tensor.skip : tensor.skip + tensor.height]
+        copy.frame.echoes = (*tensor.frame.echoes, state_rows)
     return copy
 
 
@@ -322,7 +320,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
 
 
 def _zero(tensor: QuantizedTensor) -> QuantizedTensor:
-    """Zeros: of the codes, of scales that are cut with them, and of the others where nothing else is under them."""
+    """Zero the codes and the scales that are cut with them; other scales only if no other rows depend on them."""
     for name, buffer in tensor.frame.cut.items():
         if name in STATE:
             continue
@@ -337,10 +335,12 @@ def _zero(tensor: QuantizedTensor) -> QuantizedTensor:
 
 
 def _new(tensor: QuantizedTensor, size: Sequence[int], device: Any, pin_memory: bool | None) -> QuantizedTensor:
-    """A quantized tensor of zeros: a stack of three dims; else its last dim is the row, and no dims are one element.
+    """Return a quantized tensor of zeros. Three dims make a stack; otherwise the last dim is the row, and no dims mean
+    one element.
 
-    With rows as this one's, and not more of them, it may be for a part of the same matrix. Then it knows the whole, as
-    it has to on ranks that FSDP2 leaves without rows and never copies any into.
+    If its rows have the same shape as this tensor's and are not more, it may be for a part of the same matrix. Then it
+    gets the position and shared buffers of the whole, because FSDP2 never copies any into ranks that it leaves without
+    rows.
     """
     shape = tuple(size) if len(size) == _STACK else (prod(size[:-1]), size[-1]) if size else (1, 1)
     target = tensor.device if device is None else torch.device(device)
@@ -354,7 +354,7 @@ def _new(tensor: QuantizedTensor, size: Sequence[int], device: Any, pin_memory: 
         frame = replace(frame, whole=old.whole, shared=shared, start=start, share=old.share, band=old.band)
         frame.identity = old.identity
     if old.device.type == "meta":
-        begin_rounding(frame)  # what a meta tensor has of it are no numbers
+        begin_rounding(frame)  # a meta tensor has no rounding state to copy
     if pin_memory:
         frame = replace(
             frame,
@@ -398,7 +398,7 @@ def _pin(tensor: QuantizedTensor, *_: Any, **__: Any) -> QuantizedTensor:
 
 
 def _pad(tensor: QuantizedTensor, pad: Sequence[int], value: float = 0) -> torch.Tensor:
-    """Rows of zeros after the others, as DTensor puts them there before it gathers; any other padding is of values."""
+    """Append rows of zeros, as DTensor does before it gathers; any other padding dequantizes."""
     last = 2 * tensor.dim() - 1
     if len(pad) != last + 1 or any(pad[:last]) or pad[last] < 0 or value or not is_whole(tensor):
         return cast(torch.Tensor, _on_values(aten.constant_pad_nd.default, (tensor, pad, value), {}))
@@ -406,7 +406,7 @@ def _pad(tensor: QuantizedTensor, pad: Sequence[int], value: float = 0) -> torch
 
 
 def _wait(tensor: QuantizedTensor) -> QuantizedTensor:
-    """What a collective made, which has been waited for."""
+    """Return the result of a collective, which has already been waited for."""
     return tensor
 
 
@@ -438,18 +438,18 @@ TABLE: Mapping[Any, Handler] = MappingProxyType(
         **{getattr(collectives, name).default: _wait for name in _WAITS if hasattr(collectives, name)},
     }
 )
-"""Operations on codes and scales."""
+"""Operations that work on codes and scales."""
 
 COPIES = frozenset({aten.t.default, aten.transpose.int, aten.permute.default, aten.expand.default})
-"""Operations that torch calls views and that give plain copies here: a write into one does not reach the codes."""
+"""Operations that return views in torch but plain copies here: a write into the result does not change the codes."""
 
 OPERATIONS[:] = [run]
 
 
 _STEP = 16
-"""Sizes of float8 products are multiples of this."""
+"""Sizes of float8 products must be multiples of this."""
 _CAPABLE = (8, 9)
-"""Compute capability from which there are float8 products."""
+"""Lowest compute capability with float8 products."""
 
 
 def multiplies(x: torch.Tensor, weight: QuantizedTensor) -> bool:
@@ -463,18 +463,18 @@ def multiplies(x: torch.Tensor, weight: QuantizedTensor) -> bool:
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Return `x @ weight.T + bias` in the input's dtype, or that of autocast; gradients are plain, also the weight's.
+    """Return `x @ weight.T + bias` in the input's dtype, or autocast's; gradients are plain tensors, also the weight's.
 
     Args:
         x: [..., K], plain.
-        weight: [N, K], quantized. A plain one is multiplied as torch does.
+        weight: [N, K], quantized; with a plain weight this is torch's linear.
         bias: [N].
     """
     if not isinstance(weight, QuantizedTensor):
         plain = x.dequantize() if isinstance(x, QuantizedTensor) else x
         return functional.linear(plain, weight, bias)
     with torch._C.DisableTorchFunctionSubclass():
-        if torch.is_autocast_enabled(x.device.type):  # which sees nothing of a function's backward
+        if torch.is_autocast_enabled(x.device.type):  # autocast does not reach into a custom function's backward
             x = x.to(torch.get_autocast_dtype(x.device.type))
         recipe = weight.quantizer
         product: torch.Tensor
@@ -487,7 +487,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 
 class _Linear(torch.autograd.Function):
-    """Keeps the codes, not the values, between forward and backward."""
+    """Linear product that saves codes, not values, between forward and backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: QuantizedTensor) -> torch.Tensor:
@@ -501,34 +501,41 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        x, weight = ctx.saved_tensors  # of values, where a hook like `save_on_cpu(pin_memory=True)` has copied them
+        x, weight = (
+            ctx.saved_tensors
+        )  # values instead of codes, if a hook like `save_on_cpu(pin_memory=True)` copied them
         rows, grad = x.reshape(-1, x.shape[-1]), grads[0].reshape(-1, weight.shape[0])
-        of_x, of_weight = ctx.needs_input_grad
-        quick = isinstance(weight, QuantizedTensor) and multiplies(x, weight)
-        codes = _codes(grad) if quick else None
-        first = second = None
-        if of_x and codes is not None:
+        needs_x, needs_weight = ctx.needs_input_grad
+        float8 = isinstance(weight, QuantizedTensor) and multiplies(x, weight)
+        codes = _codes(grad) if float8 else None
+        input_grad = weight_grad = None
+        if needs_x and codes is not None:
             buffers = weight.components
-            first = _product(codes, (kernels.transposed(buffers["data"]), buffers["scale_inv"]), x.dtype).view(x.shape)
-        elif of_x:
+            input_grad = _product(codes, (kernels.transposed(buffers["data"]), buffers["scale_inv"]), x.dtype).view(
+                x.shape
+            )
+        elif needs_x:
             values = weight.dequantize(grad.dtype) if isinstance(weight, QuantizedTensor) else weight.to(grad.dtype)
-            first = (grad @ values).view(x.shape)
-        if of_weight and codes is not None:
-            turned = kernels.transposed(codes[0]), codes[1]
-            across = _codes(rows)
-            second = _product(turned, (kernels.transposed(across[0]), across[1]), weight.dtype)
-        elif of_weight:
-            second = (grad.t() @ rows).to(weight.dtype)
-        return first, second
+            input_grad = (grad @ values).view(x.shape)
+        if needs_weight and codes is not None:
+            transposed_grad = kernels.transposed(codes[0]), codes[1]
+            input_codes = _codes(rows)
+            weight_grad = _product(transposed_grad, (kernels.transposed(input_codes[0]), input_codes[1]), weight.dtype)
+        elif needs_weight:
+            weight_grad = (grad.t() @ rows).to(weight.dtype)
+        return input_grad, weight_grad
 
 
 class _LinearOfCodes(torch.autograd.Function):
-    """Inputs and gradients are quantized as the recipe of the weight says."""
+    """Linear product whose inputs and gradients are quantized too, by the weight's recipe."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: QuantizedTensor, products: Products) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.products, ctx.frame = products, weight.frame  # which counts: a hook may have put a copy into backward
+        ctx.products, ctx.frame = (
+            products,
+            weight.frame,
+        )  # keep the frame with the counter: a hook may give backward a copy
         return products.output(_as_rows(x), weight.frame, x.dtype)
 
     @staticmethod
@@ -543,10 +550,10 @@ class _LinearOfCodes(torch.autograd.Function):
             )
         products, grad = ctx.products, grads[0].reshape(-1, weight.shape[0])
         state = None if state_of(ctx.frame) is None else count_rounding(ctx.frame)
-        of_x, of_weight, _ = ctx.needs_input_grad
-        first = products.of_input(grad, weight.frame, state, x.dtype).view(x.shape) if of_x else None
-        second = products.of_weight(grad, _as_rows(x), state, weight.dtype) if of_weight else None
-        return first, second, None
+        needs_x, needs_weight, _ = ctx.needs_input_grad
+        input_grad = products.input_gradient(grad, weight.frame, state, x.dtype).view(x.shape) if needs_x else None
+        weight_grad = products.weight_gradient(grad, _as_rows(x), state, weight.dtype) if needs_weight else None
+        return input_grad, weight_grad, None
 
 
 def _as_rows(x: torch.Tensor) -> torch.Tensor:
@@ -557,16 +564,16 @@ def _products(x: torch.Tensor, weight: QuantizedTensor, recipe: NVFP4BlockScalin
     """Return the products with a weight.
 
     Raises:
-        Refused: UNSUPPORTED for a view of a weight, and for a matrix that is not one.
+        Refused: UNSUPPORTED for a view of a weight, and for a weight that is not one matrix.
     """
     frame = weight.frame
     if frame.matrix is not None or weight.dim() != 2 or (weight.skip, weight.height) != (0, frame.rows):
         raise refuse(
             "UNSUPPORTED", f"only a whole matrix can be multiplied by {recipe}, not {list(weight.shape)} of it"
         )
-    batch = current()
-    (first,) = batch.first_rows([x.numel() // max(x.shape[-1], 1)], x.device)
-    return Products(recipe, frame.share, batch, first)
+    batch = current_batch()
+    (first_row,) = batch.first_rows([x.numel() // max(x.shape[-1], 1)], x.device)
+    return Products(recipe, frame.share, batch, first_row)
 
 
 def _codes(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -577,12 +584,21 @@ def _codes(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _product(
-    left: tuple[torch.Tensor, torch.Tensor], right: tuple[torch.Tensor, torch.Tensor], dtype: torch.dtype
+    left_operand: tuple[torch.Tensor, torch.Tensor],
+    right_operand: tuple[torch.Tensor, torch.Tensor],
+    dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Return left [M, K] times right [N, K] transposed, of codes with one scale each."""
+    """Return left [M, K] times the transpose of right [N, K]; both are codes with one scale each."""
     kind = functional.ScalingType.TensorWise
     return functional.scaled_mm(
-        left[0], right[0].t(), left[1], kind, right[1], kind, output_dtype=dtype, use_fast_accum=False
+        left_operand[0],
+        right_operand[0].t(),
+        left_operand[1],
+        kind,
+        right_operand[1],
+        kind,
+        output_dtype=dtype,
+        use_fast_accum=False,
     )
 
 
@@ -602,10 +618,10 @@ def _is_shared(tensor: QuantizedTensor) -> bool:
 
 
 def _set_item(tensor: torch.Tensor, index: Any, value: Any) -> None:
-    """Copy into a view; what torch calls a view and is a copy here would swallow the values.
+    """Assign to an index if it is a view. An index that is a view in torch but a copy here would lose the values.
 
     Raises:
-        Refused: `UNSUPPORTED` for elements, and rows of a matrix one at a time, whose values are copies.
+        Refused: `UNSUPPORTED` for elements, and for single rows of a matrix, whose values are copies.
     """
     if not isinstance(tensor, QuantizedTensor):
         with torch._C.DisableTorchFunctionSubclass():
@@ -618,23 +634,23 @@ def _set_item(tensor: torch.Tensor, index: Any, value: Any) -> None:
             f"{tuple(target.shape)} of a quantized {tuple(tensor.shape)} cannot be assigned: this index gives a copy",
             hint="Assign to a slice of rows, or change the values that dequantize() gives and copy_() them back.",
         )
-    given = value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=tensor.dtype, device=tensor.device)
-    target.copy_(given)
+    values = value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=tensor.dtype, device=tensor.device)
+    target.copy_(values)
 
 
-def _set_data(tensor: QuantizedTensor, other: torch.Tensor) -> None:
-    """Take over what another tensor holds, as `Module.to` has parameters do.
+def _set_data(tensor: QuantizedTensor, source: torch.Tensor) -> None:
+    """Take over the content of another tensor, as `Module.to` does with parameters.
 
-    Values of another dtype, if they are those of the codes, leave these as they are; any others are quantized.
+    Plain values in another dtype keep the codes if they equal the dequantized values; other values are quantized.
 
     Raises:
         Refused: `UNSUPPORTED` for other values of a part that tensor parallelism has cut: another rank may have none.
     """
-    if not isinstance(other, QuantizedTensor):
-        other = tensor.with_dtype_of(other)
+    if not isinstance(source, QuantizedTensor):
+        source = tensor.with_dtype_of(source)
     with torch._C.DisableTorchFunctionSubclass():
-        tensor.data = other
-    tensor.frame, tensor.skip, tensor.height = other.frame, other.skip, other.height
+        tensor.data = source
+    tensor.frame, tensor.skip, tensor.height = source.frame, source.skip, source.height
 
 
 FUNCTIONS.update(

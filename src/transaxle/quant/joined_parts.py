@@ -1,8 +1,5 @@
-"""Quantized tensors put together and taken apart, raw.
-
-Putting quantized tensors together, raw: rows or columns of matrices, and matrices to stacks.
-
-A rank's part of a quantized tensor that tensor parallelism has cut: taken from the whole, and copied into.
+"""Join and split quantized tensors without requantizing: rows or columns of matrices, stacks, tensor-parallel
+shares.
 """
 
 from __future__ import annotations
@@ -22,21 +19,23 @@ from transaxle.quant.tp_share import Share
 
 
 def is_whole(tensor: QuantizedTensor) -> bool:
-    """Whether a tensor has the dims of its frame, so that it is not a view of another shape."""
+    """Whether a tensor has the shape of its frame, so that it is not a view of another shape."""
     return tuple(tensor.shape) == (tensor.height, *tensor.frame.row)
 
 
-def refusal(what: str, tensor: QuantizedTensor, why: str) -> TransaxleError:
-    """Return the refusal of an operation whose result cannot be expressed in codes and scales."""
+def refusal(operation: str, tensor: QuantizedTensor, reason: str) -> TransaxleError:
+    """Return the refusal of an operation whose result has no codes and scales."""
     return refuse(
         "BLOCK_MISALIGNED",
-        f"{what} of {tuple(tensor.shape)} in {tensor.quantizer}: {why}",
+        f"{operation} of {tuple(tensor.shape)} in {tensor.quantizer}: {reason}",
         hint="Call dequantize() first.",
     )
 
 
 def cat(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
-    """Concatenate along a dim, keeping codes where tiles stay whole; with plain tensors among them, use the values."""
+    """Concatenate along a dim, keeping codes if tiles stay whole. With plain tensors among them, concatenate the
+    values.
+    """
     parts = [tensor for tensor in tensors if isinstance(tensor, QuantizedTensor)]
     if len(parts) < len(tensors):
         return torch.cat([t.dequantize() if isinstance(t, QuantizedTensor) else t for t in tensors], dim)
@@ -82,7 +81,7 @@ def stack(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
 
 
 def standalone_buffers(part: QuantizedTensor) -> dict[str, torch.Tensor]:
-    """Return the buffers of some rows of a matrix as those of a separate matrix."""
+    """Return the buffers of a range of rows as those of a separate matrix."""
     frame, buffers = part.frame, part.frame.buffers(part.skip, part.height)
     first = frame.start + part.skip
     last = first + part.height
@@ -99,9 +98,9 @@ def standalone_buffers(part: QuantizedTensor) -> dict[str, torch.Tensor]:
 def _cat_rows(parts: list[QuantizedTensor]) -> QuantizedTensor:
     first = parts[0]
     frame = first.frame
-    both = all(part.frame.columnwise for part in parts)
+    has_columnwise = all(part.frame.columnwise for part in parts)
     buffers_of_parts = [part.frame.buffers(part.skip, part.height) for part in parts]
-    names = [name for name in buffers_of_parts[0] if both or not name.startswith("columnwise")]
+    names = [name for name in buffers_of_parts[0] if has_columnwise or not name.startswith("columnwise")]
     cut = {
         name: torch.cat([of_part[name].view(torch.uint8) for of_part in buffers_of_parts])
         for name in names
@@ -110,14 +109,14 @@ def _cat_rows(parts: list[QuantizedTensor]) -> QuantizedTensor:
     cut = {name: buffer.view(buffers_of_parts[0][name].dtype) for name, buffer in cut.items()}
     shared = {name: frame.shared[name] for name in names if name in frame.shared}
     rows = sum(part.height for part in parts)
-    step = _step(frame, columnwise=both)
-    alike = all(
+    step = _step(frame, columnwise=has_columnwise)
+    equal_shared = all(
         same_buffers({n: part.frame.shared[n] for n in shared if n in part.frame.shared}, shared) for part in parts
     )
     ends = [part.frame.start + part.skip + part.height for part in parts]
     starts = [part.frame.start + part.skip for part in parts]
     share = None
-    if alike and starts[1:] == ends[:-1] and all(part.frame.whole == frame.whole for part in parts):
+    if equal_shared and starts[1:] == ends[:-1] and all(part.frame.whole == frame.whole for part in parts):
         start, whole, share = starts[0], frame.whole, frame.share
     elif step > 1 and frame.matrix is None:
         complete = all(part.height == part.frame.whole for part in parts)
@@ -128,7 +127,7 @@ def _cat_rows(parts: list[QuantizedTensor]) -> QuantizedTensor:
             raise _unequal_scales(parts)
         start, whole = 0, rows
         shared |= {n: torch.cat([part.frame.shared[n] for part in parts]) for n in shared if n not in single}
-    elif not alike:
+    elif not equal_shared:
         raise _unequal_scales(parts)
     else:
         start, whole = 0, rows
@@ -137,7 +136,7 @@ def _cat_rows(parts: list[QuantizedTensor]) -> QuantizedTensor:
 
 
 def _step(frame: Frame, *, columnwise: bool) -> int:
-    """Rows of a tile, in codes of the other direction if those are asked for."""
+    """Return the rows of a tile: of columnwise or of rowwise codes."""
     encoding = columnwise_of(frame.encoding) if columnwise else frame.encoding
     assert encoding is not None
     return encoding.tile[0]
@@ -154,8 +153,8 @@ def _unequal_scales(parts: list[QuantizedTensor]) -> TransaxleError:
 def _cat_columns(parts: list[QuantizedTensor]) -> QuantizedTensor:
     first = parts[0]
     frame, step = first.frame, max(first.quantizer.grain[1], first.frame.encoding.tile[1])
-    place = (frame.start + first.skip, frame.whole, first.height)
-    if any((part.frame.start + part.skip, part.frame.whole, part.height) != place for part in parts):
+    row_range = (frame.start + first.skip, frame.whole, first.height)
+    if any((part.frame.start + part.skip, part.frame.whole, part.height) != row_range for part in parts):
         raise refusal("cat", first, "the tensors must be columns of the same rows")
     if step and any(part.frame.columns % step for part in parts[:-1]):
         raise refusal("cat", first, f"tiles of {step} columns would not stay whole")
@@ -165,11 +164,11 @@ def _cat_columns(parts: list[QuantizedTensor]) -> QuantizedTensor:
             "UNEQUAL_COPIES",
             f"the {len(parts)} tensors of {first.quantizer} have different global scales; the result can have only one",
         )
-    both = all(part.frame.columnwise for part in parts)
+    has_columnwise = all(part.frame.columnwise for part in parts)
     buffers_of_parts = [part.frame.buffers(part.skip, part.height) for part in parts]
     joined = {}
     for name, buffer in buffers_of_parts[0].items():
-        if both or not name.startswith("columnwise"):
+        if has_columnwise or not name.startswith("columnwise"):
             wide = buffer.dim() > 1
             joined[name] = (
                 torch.cat([of_part[name].view(torch.uint8) for of_part in buffers_of_parts], 1).view(buffer.dtype)
@@ -191,39 +190,39 @@ def _cat_columns(parts: list[QuantizedTensor]) -> QuantizedTensor:
 
 
 def cut_share(tensor: QuantizedTensor, share: Share) -> QuantizedTensor:
-    """Return a rank's part of a whole tensor, raw, as a copy."""
+    """Copy a rank's share out of a whole tensor, without requantizing."""
     frame = tensor.frame
     buffers = {n: share.part(frame.quantizer, n, buffer) for n, buffer in (frame.cut | frame.shared).items()}
     origin = buffers.pop(ORIGIN, None)
-    made = make_frame(frame.quantizer, buffers, share.local, blank=frame.blank)
+    part_frame = make_frame(frame.quantizer, buffers, share.local, blank=frame.blank)
     if origin is not None:
-        made.cut[ORIGIN] = origin
-    made.share = share
-    return QuantizedTensor(made, 0, share.local[0], tensor.dtype)
+        part_frame.cut[ORIGIN] = origin
+    part_frame.share = share
+    return QuantizedTensor(part_frame, 0, share.local[0], tensor.dtype)
 
 
 def check_common(target: QuantizedTensor, source: QuantizedTensor) -> None:
-    """Refuse a copy into a part of a matrix that would replace the scale, amax or history it shares with other ranks.
+    """Refuse a copy into a part of a matrix that would change a scale, amax or history shared with other ranks.
 
     Raises:
-        Refused: `UNEQUAL_COPIES`: the other ranks would keep the old ones.
+        Refused: `UNEQUAL_COPIES`: the other ranks would keep the old one.
     """
     frame, share = target.frame, target.frame.share
     if target.is_meta or source.is_meta:
         return
     if share is None:
         rows = frame.rows if frame.used is None else frame.used
-        known = frame.blank or rows >= frame.whole or source.frame.whole == frame.whole
-        common = [name for name in frame.shared if not known]
+        same_matrix = frame.blank or rows >= frame.whole or source.frame.whole == frame.whole
+        common = [name for name in frame.shared if not same_matrix]
         band = frame.band
         if band is not None and source.frame.band != band and not frame.blank:
             common = [name for name in (*COMPONENTS, *STATE) if not band.step(target.quantizer, name)]
     else:
-        known = _is_of(share, source.frame)
-        common = [name for name in (*COMPONENTS, *STATE) if not known and not share.step(target.quantizer, name)]
-    mine, given = ({**one.components, **one.state} for one in (target, source))
-    names = [name for name in common if name in mine and name in given]
-    if not same_buffers({name: mine[name] for name in names}, {name: given[name] for name in names}):
+        same_matrix = _is_of(share, source.frame)
+        common = [name for name in (*COMPONENTS, *STATE) if not same_matrix and not share.step(target.quantizer, name)]
+    target_buffers, source_buffers = ({**one.components, **one.state} for one in (target, source))
+    names = [name for name in common if name in target_buffers and name in source_buffers]
+    if not same_buffers({name: target_buffers[name] for name in names}, {name: source_buffers[name] for name in names}):
         raise refuse(
             "UNEQUAL_COPIES",
             f"the source {list(source.shape)} has its own {', '.join(names)}, which the parts on all ranks must share",
@@ -232,10 +231,10 @@ def check_common(target: QuantizedTensor, source: QuantizedTensor) -> None:
 
 
 def _is_of(share: Share, frame: Frame) -> bool:
-    """Whether a frame is of the same part, or of the whole that the part is of."""
-    other = frame.share
-    if other is None:
+    """Whether a frame is the same part, or the whole that the part was cut from."""
+    frame_share = frame.share
+    if frame_share is None:
         band = frame.band
         width = band.whole if band is not None and band.dim == 1 and band.dims == 2 else frame.columns
         return (frame.whole, width) == share.shape
-    return (other.shape, other.dim, other.held) == (share.shape, share.dim, share.held)
+    return (frame_share.shape, frame_share.dim, frame_share.positions) == (share.shape, share.dim, share.positions)

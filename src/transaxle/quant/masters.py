@@ -1,7 +1,7 @@
-"""Master weights: the values that an optimizer updates while the model holds codes.
+"""Master weights: high-precision values that an optimizer updates while the model has only codes.
 
-Torch and `transaxle.save` see an ordinary optimizer of the model's parameters, whose state has a `master` beside the
-moments. So whatever finds an optimizer's state by its parameters finds the masters too.
+torch and `transaxle.save` see an ordinary optimizer of the model's parameters, with a `master` beside the moments in
+its state. So all code that looks up optimizer state by parameter finds the masters too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from transaxle.quant.tensor import QuantizedTensor
 from transaxle.torch_tensors import place_like, raw_local, read_dtype
 
 MASTER = "master"
-"""Name of the state that a quantized parameter has beside those that its optimizer keeps."""
+"""Name of the state entry that a quantized parameter has in addition to those of its optimizer."""
 _PARAMS = "params"
 _GROUPS = "param_groups"
 _STATE = "state"
@@ -34,9 +34,9 @@ Parameters = Iterable[torch.Tensor] | Iterable[Mapping[str, Any]]
 class MasterWeights(Optimizer):
     """A torch optimizer that updates high-precision masters of the quantized parameters, and other parameters directly.
 
-    Create it after `fully_shard`, and after loading the model, unless both are loaded together
-    (`transaxle.load(model, src, optimizer=masters)`). Each step ends by quantizing the masters into the parameters.
-    Amaxes are reduced over the ranks that share a matrix, so that the codes do not depend on how it is cut.
+    Create it after `fully_shard`, and after loading the model, unless both are loaded together (`transaxle.load(model,
+    src, optimizer=masters)`). Each step ends by quantizing the masters into the parameters. Amaxes are reduced over the
+    ranks that share a matrix, so that the codes do not depend on how it is cut.
 
     Args:
         parameters: parameters of the model, or groups of them as torch's optimizers take them.
@@ -53,17 +53,23 @@ class MasterWeights(Optimizer):
         if parameter_groups and isinstance(parameter_groups[0], Mapping):
             parameters_of_groups = [list(group[_PARAMS]) for group in parameter_groups]
             self._updated = [self._masters_of(group) for group in parameters_of_groups]
-            groups = [{**group, _PARAMS: own} for group, own in zip(parameter_groups, self._updated, strict=True)]
+            groups = [
+                {**group, _PARAMS: updated} for group, updated in zip(parameter_groups, self._updated, strict=True)
+            ]
             self.optimizer = optimizer(groups)
         else:
             parameters_of_groups, self._updated = [parameter_groups], [self._masters_of(parameter_groups)]
             self.optimizer = optimizer(list(self._updated[0]))
-        with_own = zip(self.optimizer.param_groups, parameters_of_groups, strict=True)
-        super().__init__([{**group, _PARAMS: own} for group, own in with_own], self.optimizer.defaults)
+        groups_with_parameters = zip(self.optimizer.param_groups, parameters_of_groups, strict=True)
+        super().__init__(
+            [{**group, _PARAMS: updated} for group, updated in groups_with_parameters], self.optimizer.defaults
+        )
 
     def _masters_of(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Return what the optimizer updates: masters of quantized parameters, and the others themselves."""
-        return [_master(each, self._dtype) if _inner(each) is not None else each for each in parameters]
+        """Return the tensors that the inner optimizer updates: masters of quantized parameters, other parameters
+        themselves.
+        """
+        return [_master(each, self._dtype) if _local_rows(each) is not None else each for each in parameters]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """See torch's optimizer."""
@@ -73,14 +79,14 @@ class MasterWeights(Optimizer):
             self._updated.append(self._masters_of(added[_PARAMS]))
             self.optimizer.add_param_group({**added, _PARAMS: list(self._updated[-1])})
 
-    def _both(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield each parameter and what the optimizer updates in its place."""
-        mine = chain.from_iterable(group[_PARAMS] for group in self.param_groups)
-        return zip(mine, chain.from_iterable(self._updated), strict=True)
+    def _updated_pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield each parameter with the tensor that the inner optimizer updates in its place."""
+        parameters = chain.from_iterable(group[_PARAMS] for group in self.param_groups)
+        return zip(parameters, chain.from_iterable(self._updated), strict=True)
 
     def _pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The quantized parameters, with their masters."""
-        return [(parameter, own) for parameter, own in self._both() if own is not parameter]
+        """Return the quantized parameters with their masters."""
+        return [(parameter, updated) for parameter, updated in self._updated_pairs() if updated is not parameter]
 
     @property
     def masters(self) -> list[torch.Tensor]:
@@ -89,35 +95,41 @@ class MasterWeights(Optimizer):
 
     @property
     def states(self) -> dict[torch.Tensor, dict[str, Any]]:
-        """State of every parameter that has any, with the masters, which `state` does not contain."""
+        """State of every parameter that has any, including masters, which `state` does not contain."""
         masters = {parameter: {MASTER: master} for parameter, master in self._pairs()}
         return {
             parameter: {**self.state.get(parameter, {}), **masters.get(parameter, {})}
-            for parameter, _ in self._both()
+            for parameter, _ in self._updated_pairs()
             if parameter in self.state or parameter in masters
         }
 
     @contextmanager
-    def _lent(self) -> Iterator[Optimizer]:
-        """Lend the optimizer the settings and the state, under the parameters that it updates, and take them back."""
+    def _lend(self) -> Iterator[Optimizer]:
+        """Give the inner optimizer the settings and state, keyed by the tensors that it updates, and take them back
+        afterwards.
+        """
         inner = self.optimizer
-        for mine, theirs, own in zip(self.param_groups, inner.param_groups, self._updated, strict=True):
-            theirs.update({**mine, _PARAMS: list(own)})
-        state_of_updated = {own: self.state[parameter] for parameter, own in self._both() if parameter in self.state}
+        for outer_group, inner_group, updated in zip(self.param_groups, inner.param_groups, self._updated, strict=True):
+            inner_group.update({**outer_group, _PARAMS: list(updated)})
+        state_of_updated = {
+            updated: self.state[parameter] for parameter, updated in self._updated_pairs() if parameter in self.state
+        }
         inner.state.clear()
         inner.state.update(state_of_updated)
         yield inner
-        for mine, theirs in zip(self.param_groups, inner.param_groups, strict=True):
-            mine.update({**theirs, _PARAMS: mine[_PARAMS]})
+        for outer_group, inner_group in zip(self.param_groups, inner.param_groups, strict=True):
+            outer_group.update({**inner_group, _PARAMS: outer_group[_PARAMS]})
         self.state.clear()
-        self.state.update({parameter: inner.state[own] for parameter, own in self._both() if own in inner.state})
+        self.state.update(
+            {parameter: inner.state[updated] for parameter, updated in self._updated_pairs() if updated in inner.state}
+        )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update the masters with the parameters' gradients, and quantize them into the parameters.
 
         A parameter without a gradient, such as a frozen one, keeps its codes: quantizing its values again could change
-        them. So does a group with learning rate 0, since torch uses such a step to create missing state.
+        them. So does a group with learning rate 0, because torch runs such a step only to create missing state.
 
         Args:
             closure: recomputes the loss and the gradients, and returns the loss.
@@ -129,14 +141,14 @@ class MasterWeights(Optimizer):
         pairs = self._pairs()
         for parameter, master in pairs:
             master.grad = None if parameter.grad is None else parameter.grad.to(master.dtype)
-        with self._lent() as inner:
+        with self._lend() as inner:
             inner.step()
         for _, master in pairs:
             master.grad = None
         for group, updated in zip(self.param_groups, self._updated, strict=True):
             if _moves(group):
-                both = zip(group[_PARAMS], updated, strict=True)
-                _requantize((each, master) for each, master in both if each.grad is not None)
+                parameter_pairs = zip(group[_PARAMS], updated, strict=True)
+                _requantize((each, master) for each, master in parameter_pairs if each.grad is not None)
         return loss
 
     @torch.no_grad()
@@ -154,23 +166,23 @@ class MasterWeights(Optimizer):
         """
         for number, group in enumerate(self.param_groups):
             for place, parameter in enumerate(group[_PARAMS]):
-                inner = _inner(parameter)
+                inner = _local_rows(parameter)
                 if inner is None or not (values is None or parameter in values):
                     continue
                 original = None if values is None else values[parameter]
                 local = inner.dequantize(torch.float32) if original is None else original
-                self._put(number, place, place_like(parameter, local.detach().to(self._dtype)))
+                self._set_master(number, place, place_like(parameter, local.detach().to(self._dtype)))
 
     def state_dict(self) -> dict[str, Any]:
         """Return settings and state as torch's optimizers do; a quantized parameter's state includes its `master`."""
         state_dict: dict[str, Any] = super().state_dict()
         states = self.states
-        state_dict[_STATE] = {number: states.get(each, {}) for number, (each, _) in enumerate(self._both())}
+        state_dict[_STATE] = {number: states.get(each, {}) for number, (each, _) in enumerate(self._updated_pairs())}
         return state_dict
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned. The parameters' codes do not change; they are loaded with the model.
+        """Load a result of `state_dict`. The parameters' codes do not change; they are loaded with the model.
 
         Raises:
             Refused: MISSING_TENSOR, UNEXPECTED_TENSOR, SHAPE_MISMATCH if the masters belong to other parameters.
@@ -178,80 +190,83 @@ class MasterWeights(Optimizer):
         keys = [key for group in state_dict[_GROUPS] for key in group[_PARAMS]]
         states = {key: dict(state) for key, state in state_dict[_STATE].items()}
         masters = [states.get(key, {}).pop(MASTER, None) for key in keys]
-        own = list(self._both())
+        pairs = list(self._updated_pairs())
         problems = [
             fault
-            for key, values, (parameter, master) in zip(keys, masters, own, strict=False)
+            for key, values, (parameter, master) in zip(keys, masters, pairs, strict=False)
             for fault in _faults(key, values, None if master is parameter else master)
         ]
         if problems:
             raise gathered(problems)
-        kept = {key: state for key, state in states.items() if state}
-        with self._lent() as inner:
-            inner.load_state_dict({**state_dict, _STATE: kept})
-        for values, (parameter, master) in zip(masters, own, strict=True):
+        nonempty_states = {key: state for key, state in states.items() if state}
+        with self._lend() as inner:
+            inner.load_state_dict({**state_dict, _STATE: nonempty_states})
+        for values, (parameter, master) in zip(masters, pairs, strict=True):
             if values is not None and master is not parameter:
                 master.copy_(values)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {name: vars(self)[name] for name in ("_dtype", "_updated", "optimizer")}
-        return {**super().__getstate__(), **own}
+        attributes = {name: vars(self)[name] for name in ("_dtype", "_updated", "optimizer")}
+        return {**super().__getstate__(), **attributes}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over state by parameter, in which masters may be."""
+        """Restore state by parameter, which may include masters."""
         super().__setstate__(state)
         for number, group in enumerate(self.param_groups):
             for place, parameter in enumerate(group[_PARAMS]):
                 values = self.state[parameter].pop(MASTER, None) if parameter in self.state else None
                 if values is not None:
-                    self._put(number, place, values)
-        with self._lent() as inner:
+                    self._set_master(number, place, values)
+        with self._lend() as inner:
             inner.__setstate__({_STATE: inner.state, _GROUPS: inner.param_groups})
 
     @torch.no_grad()
-    def _put(self, group: int, place: int, values: torch.Tensor) -> None:
-        """Give a master other values; one on the meta device is replaced."""
-        old = self._updated[group][place]
+    def _set_master(self, group: int, index: int, values: torch.Tensor) -> None:
+        """Set the values of a master; a master on the meta device is replaced."""
+        old = self._updated[group][index]
         if old is values:
             return
         if old.is_meta:
-            self._updated[group][place] = values.detach().requires_grad_(old.requires_grad)
+            self._updated[group][index] = values.detach().requires_grad_(old.requires_grad)
         else:
             old.copy_(values)
 
 
-def _inner(parameter: torch.Tensor) -> QuantizedTensor | None:
-    """The rows that this rank has; None of a parameter that is not quantized."""
+def _local_rows(parameter: torch.Tensor) -> QuantizedTensor | None:
+    """Return this rank's rows of a quantized parameter; None for a parameter that is not quantized."""
     local = raw_local(parameter)
     return local if isinstance(local, QuantizedTensor) else None
 
 
 def _master(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    inner = _inner(parameter)
+    inner = _local_rows(parameter)
     assert inner is not None
     origin = inner.frame.cut.pop(ORIGIN, None)
-    kept = None if origin is None else origin[inner.skip : inner.skip + inner.height]
-    values = (inner.dequantize(torch.float32) if kept is None else kept).detach().to(dtype, copy=True)
+    rows = None if origin is None else origin[inner.skip : inner.skip + inner.height]
+    values = (inner.dequantize(torch.float32) if rows is None else rows).detach().to(dtype, copy=True)
     return place_like(parameter, values).requires_grad_(parameter.requires_grad)
 
 
 def _moves(group: Mapping[str, Any]) -> bool:
-    """Whether a step changes anything; one whose rate only the GPU knows may."""
+    """Whether a step with this group can change anything; True if the learning rate is on the GPU, since reading it
+    would wait.
+    """
     rate = group.get(_RATE, 1.0)
     return bool(rate != 0) if not isinstance(rate, torch.Tensor) or rate.device.type == "cpu" else True
 
 
 def _requantize(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
     for parameter, master in pairs:
-        inner = _inner(parameter)
+        inner = _local_rows(parameter)
         if inner is not None:
             values = raw_local(master)
-            # From the dtype of the weights, as if they had been stored so: the codes then say all there is to know.
+            # Round to the weights' dtype first, as if they had been stored so: codes then determine the weights
+            # completely.
             inner.quantize_(values.to(inner.dtype), group=group_of(parameter))
 
 
 def _faults(key: Any, values: torch.Tensor | None, master: torch.Tensor | None) -> list[Refusal]:
-    """What is wrong with the values given for a master."""
+    """Return the refusals of values for a master."""
     where = Where(tensor=f"{key}.{MASTER}")
     if master is None:
         return (

@@ -1,7 +1,6 @@
-"""Quantize the weights of a model: in place, or while it is being built.
+"""Quantize the weights of a model, in place or while it is built; convert tensors from and to torchao.
 
-Conversion between torchao's quantized tensors and ours, with the same codes and scales; nothing is requantized.
-
+Conversions between torchao's quantized tensors and this package's keep codes and scales; nothing is requantized.
 torchao is imported only to make one of its tensors; a given tensor is recognised by the name of its class.
 """
 
@@ -42,12 +41,12 @@ from transaxle.quant.tp_share import Share
 from transaxle.torch_tensors import place_like, positions_of, raw_local
 
 Filter = Callable[[str, nn.Module], bool]
-"""Says by name and module whether a linear layer, or experts in stacks, are to be quantized."""
+"""Returns whether to quantize a linear layer, or a module of stacked experts, given its name and the module."""
 
 
 @runtime_checkable
 class Quantizable(Protocol):
-    """A module that chooses itself which of its parameters are quantized, as `transaxle.nn.GroupedLinear` does."""
+    """A module that decides which of its parameters can be quantized, such as `transaxle.nn.GroupedLinear`."""
 
     def quantizable(self) -> Sequence[str]:
         """Return the names of its own parameters that can be quantized."""
@@ -61,30 +60,32 @@ class Quantizable(Protocol):
 
 
 class Cut(Protocol):
-    """How tensor parallelism has cut a parameter; see `transaxle.parallel`."""
+    """A parameter's tensor-parallel cut; see `transaxle.parallel`."""
 
     @property
     def mesh(self) -> DeviceMesh:
-        """The ranks."""
+        """Mesh of the tensor-parallel ranks."""
 
     @property
     def share(self) -> Share | None:
-        """What this rank has; None where it has all."""
+        """This rank's share; None if it has the whole parameter."""
 
-    def misplaced(self, quantizer: Quantizer) -> Refusal | None:
-        """Return the refusal of a cut that goes through a tile of a quantizer; None if all lie between tiles."""
+    def tile_refusal(self, quantizer: Quantizer) -> Refusal | None:
+        """Return the refusal of a cut that divides a quantizer's tile; None if all cuts lie between tiles."""
 
 
 EXPERTS = ("gate_up_proj", "gate_proj", "up_proj", "down_proj")
-"""Parameters of three dims that hold a matrix for each expert, [E, out, in], as modules of transformers have them."""
+"""Names of parameters with one matrix per expert, [E, out, in], in modules of transformers."""
 CUTS = "_transaxle_cuts"
-"""Attribute of modules that tensor parallelism has cut: name of a parameter -> how (`Cut`)."""
+"""Attribute of modules that tensor parallelism has cut: name of a parameter -> its `Cut`."""
 _WEIGHT = "weight"
 _NUMBERED = re.compile(r"(.*\D)(0|[1-9][0-9]*)")
-"""Name of an expert's own parameter: what all experts have in common, and the expert's number."""
+"""Name of an expert's own parameter, split into the part that all experts share and the expert's number."""
 _STACK = 3
 _TRANSPOSED = "is_transposed"
-"""What transformers sets on experts of [E, in, out], as gpt-oss's are: tiles would lie across their rows; they stay."""
+"""Attribute that transformers sets on experts of shape [E, in, out], as in gpt-oss. Their tiles would run across rows,
+so they are not quantized.
+"""
 
 
 def quantize_(
@@ -105,7 +106,7 @@ def quantize_(
     Args:
         model: the model, which is changed.
         recipe: how weights are quantized.
-        filter: chooses layers and modules of experts; without it all are quantized.
+        filter: selects layers and modules of experts; without it all are quantized.
         preserve_high_precision_init: keep the values for `MasterWeights`, which otherwise starts from the codes.
 
     Returns:
@@ -115,62 +116,64 @@ def quantize_(
         Refused: `UNSUPPORTED` for weights that are already sharded, and for a recipe that a layer cannot compute with;
             `BLOCK_MISALIGNED` where tensor parallelism has cut a weight inside a tile.
     """
-    wanted = [
+    candidates = [
         (name, key, module)
         for name, module in model.named_modules()
         for key in _weights(module)
         if filter is None or filter(name, module)
     ]
-    chosen = {(id(module), key) for _, key, module in wanted}
-    elsewhere = {
+    chosen = {(id(module), key) for _, key, module in candidates}
+    shared = {
         id(parameter)
         for module in model.modules()
         for key, parameter in module._parameters.items()
         if parameter is not None and (id(module), key) not in chosen
     }
-    kept = [
+    selected = [
         (f"{name}.{key}" if name else key, key, module)
-        for name, key, module in wanted
-        if id(getattr(module, key)) not in elsewhere
+        for name, key, module in candidates
+        if id(getattr(module, key)) not in shared
     ]
-    problems = [fault for full, key, module in kept for fault in _faults(full, key, module, recipe)]
+    problems = [fault for full, key, module in selected for fault in _faults(full, key, module, recipe)]
     if problems:
         raise gathered(problems)
     replacements: dict[int, nn.Parameter] = {}
-    for name, key, module in kept:
+    for name, key, module in selected:
         old = getattr(module, key)
         if id(old) not in replacements:
-            share = _dealt(old) if (cut := _cut(module, key)) is None else cut.share
-            made = _parameter(old, recipe, share, keep=preserve_high_precision_init)
-            _identify(made, _identity(name, module, share))
-            replacements[id(old)] = made
-    for _, key, module in kept:
+            share = _expert_share(old) if (cut := _cut(module, key)) is None else cut.share
+            replacement = _parameter(old, recipe, share, keep=preserve_high_precision_init)
+            _identify(replacement, _identity(name, module, share))
+            replacements[id(old)] = replacement
+    for _, key, module in selected:
         setattr(module, key, replacements[id(getattr(module, key))])
         give_entries(module)
-    return [full for full, *_ in kept]
+    return [full for full, *_ in selected]
 
 
 def _weights(module: nn.Module) -> list[str]:
-    """Return the names of a module's own parameters that inputs are multiplied with and that are not quantized yet."""
+    """Return the names of a module's own weights that can be quantized and are not quantized yet."""
     if isinstance(module, Quantizable):
         names = tuple(module.quantizable())
     elif isinstance(module, nn.Linear):
         names = (_WEIGHT,)
     else:
         candidates = {} if getattr(module, _TRANSPOSED, False) else module._parameters
-        names = tuple(name for name in EXPERTS if (each := candidates.get(name)) is not None and each.dim() == _STACK)
+        names = tuple(
+            name for name in EXPERTS if (parameter := candidates.get(name)) is not None and parameter.dim() == _STACK
+        )
     parameters = {name: module._parameters.get(name) for name in names}
-    return [name for name, each in parameters.items() if each is not None and not is_quantized(each)]
+    return [name for name, parameter in parameters.items() if parameter is not None and not is_quantized(parameter)]
 
 
 def _cut(module: nn.Module, key: str) -> Cut | None:
-    """Return how tensor parallelism has cut a parameter; None of one that it has not."""
+    """Return the tensor-parallel cut of a parameter; None if it is not cut."""
     cuts: Mapping[str, Cut] = module.__dict__.get(CUTS, {})
     return cuts.get(key)
 
 
-def _dealt(weight: torch.Tensor) -> Share | None:
-    """Return which experts of a stack this rank has, where expert parallelism has divided them; None of any other."""
+def _expert_share(weight: torch.Tensor) -> Share | None:
+    """Return this rank's share of a stack of experts that expert parallelism has divided; None for any other weight."""
     if not isinstance(weight, DTensor) or weight.dim() != _STACK or weight.placements != (Shard(0),):
         return None
     return Share(weight.device_mesh.get_group(), tuple(weight.shape), 0, positions_of(weight)[0])
@@ -182,14 +185,14 @@ def _faults(name: str, key: str, module: nn.Module, recipe: Quantizer) -> list[R
     weight, cut = getattr(module, key).data, _cut(module, key)
     kind = type(weight)
     sharded = isinstance(weight, DTensor) and (cut is None or weight.device_mesh != cut.mesh)
-    if (sharded and _dealt(weight) is None) or kind not in (torch.Tensor, DTensor):
+    if (sharded and _expert_share(weight) is None) or kind not in (torch.Tensor, DTensor):
         hint = "Quantize the model before it is sharded; only experts in stacks may be divided over ranks before."
         problems.append(
             Refusal(
                 "UNSUPPORTED", f"a weight of the class {kind.__name__} cannot be quantized", Where(tensor=name), hint
             )
         )
-    wrong = None if cut is None else cut.misplaced(recipe)
+    wrong = None if cut is None else cut.tile_refusal(recipe)
     if wrong is not None:
         problems.append(replace(wrong, where=Where(tensor=name)))
     if isinstance(module, Quantizable):
@@ -214,7 +217,7 @@ def quantized_init(
 
     Args:
         recipe: how weights are quantized.
-        filter: chooses layers; without it all are quantized except those that share a weight with an embedding.
+        filter: selects layers; without it all are quantized except those that share a weight with an embedding.
         preserve_high_precision_init: keep the values for `MasterWeights`, which otherwise starts from the codes.
     """
     built: dict[int, nn.Module] = {}
@@ -222,7 +225,7 @@ def quantized_init(
     registers = nn.Module.register_parameter
     copies: Callable[[nn.Module, Any], None] = nn.Module.__setstate__
 
-    def recording(original: Callable[..., None]) -> Callable[..., None]:
+    def record(original: Callable[..., None]) -> Callable[..., None]:
         @wraps(original)
         def init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
             original(self, *args, **kwargs)
@@ -237,15 +240,15 @@ def quantized_init(
             built[id(self)] = self
 
     @wraps(copies)
-    def copied(self: nn.Module, state: dict[str, Any]) -> None:
+    def record_copy(self: nn.Module, state: dict[str, Any]) -> None:
         copies(self, state)
         if isinstance(self, (*originals, Quantizable)) or not self._parameters.keys().isdisjoint(EXPERTS):
             built[id(self)] = self
 
     for kind, original in originals.items():
-        kind.__init__ = recording(original)  # type: ignore[method-assign]
+        kind.__init__ = record(original)  # type: ignore[method-assign]
     nn.Module.register_parameter = register  # type: ignore[method-assign]
-    nn.Module.__setstate__ = copied  # type: ignore[method-assign]
+    nn.Module.__setstate__ = record_copy  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -262,18 +265,18 @@ def quantized_init(
 
 
 def _identity(name: str, module: nn.Module, share: Share | None) -> tuple[str, int]:
-    """Return by what random numbers of a weight are keyed: its name, and the number of the (first) expert.
+    """Return what keys a weight's random numbers: its name, and the global number of its (first) expert.
 
-    Experts in one parameter each (`weight7`) are named as those of a stack (`weight`) are.
+    Experts in separate parameters (`weight7`) get the same name as experts in one stack (`weight`).
     """
     if share is not None and share.common is None:
-        return name, share.held[0][0] if share.held else 0
+        return name, share.positions[0][0] if share.positions else 0
     numbered = _NUMBERED.fullmatch(name) if isinstance(module, Quantizable) else None
     return (name, 0) if numbered is None else (numbered[1], int(numbered[2]))
 
 
 def _identify(parameter: nn.Parameter, identity: tuple[str, int]) -> None:
-    """Begin the random numbers of a weight by its own name."""
+    """Set a weight's identity, and start its rounding state with the key that follows."""
     inner = raw_local(parameter)
     assert isinstance(inner, QuantizedTensor)
     inner.frame.identity = identity
@@ -290,14 +293,14 @@ def _parameter(old: torch.Tensor, recipe: Quantizer, share: Share | None, *, kee
 
 _CODES: dict[torch.dtype, Any] = {torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"}
 _TOTAL = NVFP4_ENCODING.code_max * NVFP4_ENCODING.scale_max
-"""An amax is this many times a global scale."""
+"""Ratio of an amax to the global scale."""
 _WIDEST = 1 << 14
-"""Elements of the longest row that has one scale."""
+"""Largest number of elements that one scale may cover in a block."""
 _MATRIX = 2
 
 
 def from_torchao(tensor: torch.Tensor) -> QuantizedTensor:
-    """Return a `Float8Tensor`, `MXTensor` or `NVFP4Tensor` of torchao as a tensor of ours, which shares its codes.
+    """Convert a `Float8Tensor`, `MXTensor` or `NVFP4Tensor` of torchao to a QuantizedTensor that shares its codes.
 
     Scales are shared too, unless they are in a kernel's swizzled order. A per-row `Float8Tensor` becomes blocks of one
     row.
@@ -320,7 +323,7 @@ def from_torchao(tensor: torch.Tensor) -> QuantizedTensor:
 
 
 def to_torchao(tensor: QuantizedTensor) -> torch.Tensor:
-    """Return a matrix, rows of one or a stack of them as torchao's class for its encoding, which shares its codes.
+    """Convert a matrix, rows of one or a stack of them to torchao's class for its encoding, which shares its codes.
 
     Columnwise codes and the history of delayed scaling are not passed on.
 
@@ -349,11 +352,11 @@ def _float8_of(tensor: QuantizedTensor, parts: dict[str, torch.Tensor]) -> torch
     from torchao.quantization import Float8Tensor
 
     block = [1] * (tensor.dim() - _MATRIX)
-    for size, step in zip(tensor.shape[-2:], tensor.quantizer.encoding.tile, strict=True):
-        if step and size > step and size % step:
-            raise _cut_short(tensor.quantizer, size, step)
-        block.append(min(step or size, size))
-    scale = parts[SCALE].view([size // max(step, 1) for size, step in zip(tensor.shape, block, strict=True)])
+    for size, tile_size in zip(tensor.shape[-2:], tensor.quantizer.encoding.tile, strict=True):
+        if tile_size and size > tile_size and size % tile_size:
+            raise _cut_short(tensor.quantizer, size, tile_size)
+        block.append(min(tile_size or size, size))
+    scale = parts[SCALE].view([size // max(tile_size, 1) for size, tile_size in zip(tensor.shape, block, strict=True)])
     return cast(torch.Tensor, Float8Tensor(parts[DATA], scale, block_size=block, dtype=tensor.dtype))
 
 
@@ -409,24 +412,26 @@ def _nvfp4(source: Any) -> tuple[Quantizer, dict[str, torch.Tensor]]:
     if source.block_size != NVFP4_ENCODING.tile[1]:
         raise _unequal("NVFP4Tensor", f"it has {source.block_size} elements to a scale, not {NVFP4_ENCODING.tile[1]}")
     leading = source.qdata.shape[:-2]
-    total = source.per_tensor_scale
-    if total is None:  # as if it were one
-        total = torch.ones((), device=source.qdata.device)
-    if total.numel() not in (1, leading.numel()) or (leading.numel() > 1 and total.numel() == 1):
-        raise _unequal("NVFP4Tensor", f"it has {total.numel()} global scales for a stack of {leading.numel()} matrices")
-    total = total.float().reshape(*leading, 1)
-    amax = (total.double() * _TOTAL).float()
-    if not torch.equal((amax.double() / _TOTAL).float(), total):
+    global_scale = source.per_tensor_scale
+    if global_scale is None:  # none means 1
+        global_scale = torch.ones((), device=source.qdata.device)
+    if global_scale.numel() not in (1, leading.numel()) or (leading.numel() > 1 and global_scale.numel() == 1):
+        raise _unequal(
+            "NVFP4Tensor", f"it has {global_scale.numel()} global scales for a stack of {leading.numel()} matrices"
+        )
+    global_scale = global_scale.float().reshape(*leading, 1)
+    amax = (global_scale.double() * _TOTAL).float()
+    if not torch.equal((amax.double() / _TOTAL).float(), global_scale):
         raise refuse(
             "LOSSY",
-            f"no float32 amax gives the global scale {total.tolist()}",
+            f"no float32 amax gives the global scale {global_scale.tolist()}",
             hint="Quantize the values that dequantize() gives.",
         )
     return NVFP4(), {DATA: source.qdata.view(torch.uint8), SCALE: _scales(source, source.block_size), AMAX: amax}
 
 
 def _scales(source: Any, block: int) -> torch.Tensor:
-    """Return the scales of each row in the order of its tiles; kernels have them in blocks of 128 x 4."""
+    """Return the scales of each row in the order of its tiles; swizzled scales are in blocks of 128 x 4."""
     *leading, rows, columns = source.shape
     scale: torch.Tensor = source.scale
     across = columns // block

@@ -1,25 +1,19 @@
 """`QuantizedTensor`: a matrix, or a stack of them, stored as codes and scales and usable as a tensor of values.
 
-The wrapper has no memory of its own: its storage is empty and its data pointer 0. `transaxle.quant.dispatch`
-defines what operations do with it.
+The wrapper has no memory of its own: its storage is empty and its data pointer 0. `transaxle.quant.dispatch` defines
+what operations do with it.
 
-Rowwise and columnwise codes of one matrix, and when the latter follow from the former.
+**Columnwise codes** are stored in the same order as rowwise ones, so a cut between two rows cuts both; only their tiles
+run down the columns. A kernel reads them as rows of the transposed matrix, and TransformerEngine stores those of nvfp4
+in that form: packed along the columns, with transposed scales. `transpose_frame` returns these bytes. If square tiles
+share a scale (nvfp4 weights), an element has the same code and scale in both directions, and columnwise codes are
+copied from the rowwise ones. Otherwise the two are rounded separately, which needs the values.
 
-Columnwise codes are stored in the same order as rowwise ones, so a cut between two rows cuts both; only their tiles run
-down the columns. A kernel reads them as rows of the transposed matrix, which is how TransformerEngine stores those of
-nvfp4: packed along the columns, with transposed scales. `transpose_frame` gives these bytes.
-
-Where square tiles share a scale (nvfp4 weights), an element has the same code and scale in both directions, and
-columnwise codes are copied from the rowwise ones. Elsewhere the two are rounded separately, which needs the values.
-
-How FSDP2 gathers quantized parameters: codes, and scales that are cut with them, as bytes.
-
-Scales that stand for tiles of several rows are on every rank already, and do not travel. Ranks with fewer rows than
-the first one send padding, which is dropped on arrival.
-
-Where FSDP2 cuts another dim than the first, torch puts together what it gathered as if it had the parameter's shape.
-That is right for codes of eight bits. Codes of four bits travel, with their scales, in a buffer of that many bytes,
-which is taken apart again. What is left is gathered here.
+**FSDP2** gathers quantized parameters as bytes: codes, and scales that are cut with them. Scales of tiles of several
+rows are on every rank already and are not sent. Ranks with fewer rows than the first send padding, which is dropped on
+arrival. If FSDP2 cuts another dim than the first, torch assembles the gathered bytes as if they had the parameter's
+shape. That is correct for eight-bit codes. Four-bit codes are sent, with their scales, in a buffer of the size that
+torch expects, and split again on arrival; buffers that do not fit into it are gathered in this module.
 """
 
 from __future__ import annotations
@@ -61,26 +55,26 @@ from transaxle.quant.tp_share import Band, Share
 from transaxle.torch_tensors import Ranks, raw_local, read_dtype, read_group, same_bytes, with_plain_bytes
 
 _PACKED = 4
-"""Bits of a code that shares its byte."""
+"""Bits of codes that are stored two to a byte."""
 
 
 def both_ways(frame: Frame, skip: int, rows: int) -> Frame:
-    """Return the frame with columnwise codes added where they follow from the rowwise ones; otherwise the frame itself.
+    """Return the frame with columnwise codes added if they follow from the rowwise ones; otherwise the frame itself.
 
-    They never follow for a shard: scales of its first and last squares are needed on ranks that are not asked here.
+    They never follow for a shard: the scales of its first and last squares are needed on ranks that take no part here.
     """
-    over, turned = frame.quantizer.over, columnwise_of(frame.encoding)
-    if over is None or turned is None or over != (turned.tile[0], frame.encoding.tile[1]):
+    square, columnwise_encoding = frame.quantizer.over, columnwise_of(frame.encoding)
+    if square is None or columnwise_encoding is None or square != (columnwise_encoding.tile[0], frame.encoding.tile[1]):
         return frame
-    # One row may be cut too: the other ranks of its matrix have none.
+    # A matrix of one row may be a shard too: the other ranks have no rows.
     if frame.matrix is None and ((frame.start, skip, rows) != (0, 0, frame.whole) or rows == 1):
         return frame
-    high, wide = over
+    high, wide = square
     kind, scale = frame.cut[SCALE].dtype, frame.cut[SCALE].view(torch.uint8)
     squares = scale[..., ::high, :]
     if scale.device.type != "meta":
-        same = squares.repeat_interleave(high, -2)[..., : scale.shape[-2], :]
-        if not torch.equal(same, scale):  # rows put together from several matrices, or codes of another rule
+        repeated = squares.repeat_interleave(high, -2)[..., : scale.shape[-2], :]
+        if not torch.equal(repeated, scale):  # rows joined from several matrices, or codes of another rule
             return frame
     columnwise_buffers = {
         COLUMN_DATA: frame.cut[DATA],
@@ -95,7 +89,7 @@ def both_ways(frame: Frame, skip: int, rows: int) -> Frame:
 def transpose_frame(frame: Frame, skip: int, shape: tuple[int, ...]) -> Frame:
     """Return the frame of a matrix's transpose, or of the transposes of a stack's matrices, as a copy.
 
-    Its rowwise codes are the frame's columnwise ones. Where the frame has stored columnwise codes, its rowwise ones
+    The new rowwise codes are the frame's columnwise ones. If the frame has stored columnwise codes, its rowwise ones
     become columnwise in turn. One nvfp4 amax serves both directions; only random Hadamard transforms need two.
 
     Args:
@@ -133,7 +127,7 @@ def transpose_frame(frame: Frame, skip: int, shape: tuple[int, ...]) -> Frame:
 
 
 def _transpose_codes(buffer: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return matrices of codes or scales transposed; codes of 4 bits are put two to a byte anew."""
+    """Return matrices of codes or scales transposed; four-bit codes are packed again."""
     raw = buffer.view(torch.uint8)
     if bits == _PACKED:
         if raw.shape[-2] % 2:
@@ -150,25 +144,25 @@ def _transpose_codes(buffer: torch.Tensor, bits: int) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class GatherInput:
-    """What a rank knows of the whole matrix when it sends its rows."""
+    """A rank's shard and bytes for a gather, from which the whole matrix is assembled on arrival."""
 
     shard: Frame
-    """Its own rows, and the shared buffers."""
+    """This rank's rows, and the shared buffers."""
     buffers: tuple[tuple[str, torch.Tensor], ...]
-    """Name of each buffer that is sent, and what of it is."""
-    rest: torch.Tensor | None = None
-    """Bytes [ranks, bytes] of buffers of a band that torch does not gather."""
+    """Name and sent bytes of each buffer that is gathered."""
+    extra: torch.Tensor | None = None
+    """Gathered bytes [ranks, bytes] of a band's buffers that torch does not gather; None without any."""
     world: int = 1
-    """Ranks among which the matrix is cut."""
+    """Number of ranks among which the matrix is cut."""
 
 
 def prepare_gather(
     frame: Frame, skip: int, height: int, mesh: DeviceMesh
 ) -> tuple[tuple[torch.Tensor, ...], GatherInput]:
-    """Return the bytes to gather, padded to what the first rank has, and what to know on arrival.
+    """Return the bytes to gather, padded to the first rank's size, and the context for assembling them.
 
     Raises:
-        Refused: `UNSUPPORTED` for rows that are not those that FSDP2 cuts for this rank.
+        Refused: `UNSUPPORTED` for rows other than those that FSDP2 cuts for this rank.
     """
     world = mesh.size()
     if frame.band is not None:
@@ -192,17 +186,17 @@ def prepare_gather(
     return tuple(rows for _, rows in buffers), GatherInput(frame, tuple(buffers))
 
 
-def assemble_gathered(outputs: tuple[torch.Tensor, ...], knowledge: GatherInput) -> Frame:
+def assemble_gathered(outputs: tuple[torch.Tensor, ...], context: GatherInput) -> Frame:
     """Return the frame of the whole matrix around the gathered bytes.
 
-    A world of one gets the first output only (torch copies no more); the others are its own.
+    In a world of one rank torch copies only the first output; the other buffers are taken from the input.
     """
-    shard = knowledge.shard
+    shard = context.shard
     if shard.band is not None:
-        return _assemble_bands(outputs, knowledge, shard.band)
+        return _assemble_bands(outputs, context, shard.band)
     cut = {}
-    for number, (name, own) in enumerate(knowledge.buffers):
-        whole = outputs[number] if number < len(outputs) else own
+    for number, (name, sent) in enumerate(context.buffers):
+        whole = outputs[number] if number < len(outputs) else sent
         cut[name] = whole[: shard.whole].view(shard.cut[name].dtype)
     copied = () if ROUNDING not in shard.cut else (shard.cut[ROUNDING],)
     return Frame(
@@ -221,32 +215,32 @@ def assemble_gathered(outputs: tuple[torch.Tensor, ...], knowledge: GatherInput)
 def _prepare_band_gather(
     frame: Frame, band: Band, skip: int, height: int, mesh: DeviceMesh
 ) -> tuple[tuple[torch.Tensor, ...], GatherInput]:
-    """Return what torch gathers of a band; the rest is gathered here.
+    """Return the band's bytes that torch gathers; the other buffers are gathered here.
 
     Raises:
-        Refused: `UNSUPPORTED` for a band that is not the one that FSDP2 cuts for this rank.
+        Refused: `UNSUPPORTED` for a band other than the one that FSDP2 cuts for this rank.
     """
     world, rank = mesh.size(), mesh.get_local_rank()
-    wanted = (rank * band.size, band.size * world)
-    if (band.start, band.whole) != wanted or (skip, height) != (0, frame.rows):
+    expected = (rank * band.size, band.size * world)
+    if (band.start, band.whole) != expected or (skip, height) != (0, frame.rows):
         raise refuse(
             "UNSUPPORTED",
             f"this rank has {band.size} of {band.whole} along dim {band.dim}, from {band.start} on; "
-            f"FSDP2 on {world} ranks expects {wanted[0]}",
+            f"FSDP2 on {world} ranks expects {expected[0]}",
             hint="Call fully_shard on the whole parameter, over one mesh dim.",
         )
     shape = (frame.rows, *frame.row)
     buffers = _band_bytes(frame, band)
     direct = tuple(buffer for buffer in buffers.values() if buffer.shape == shape)
-    rest = torch.cat(
+    remainder = torch.cat(
         [buffer.flatten() for buffer in buffers.values() if buffer.shape != shape] or [direct[0][:0].flatten()]
     )
-    carried = 0 if direct else prod(shape)
-    inputs = direct or (_pad_bytes(rest[:carried], carried).view(shape),)
-    others, gathered = rest[carried:], None
-    if others.numel():
-        gathered = others.new_empty((world, others.numel()))
-        dist.all_gather_into_tensor(gathered.view(-1), others, group=mesh.get_group())
+    carried_size = 0 if direct else prod(shape)
+    inputs = direct or (_pad_bytes(remainder[:carried_size], carried_size).view(shape),)
+    extra, gathered = remainder[carried_size:], None
+    if extra.numel():
+        gathered = extra.new_empty((world, extra.numel()))
+        dist.all_gather_into_tensor(gathered.view(-1), extra, group=mesh.get_group())
     return inputs, GatherInput(frame, (), gathered, world)
 
 
@@ -261,22 +255,22 @@ def _band_bytes(frame: Frame, band: Band) -> Mapping[str, torch.Tensor]:
     return {name: buffers[name].contiguous().view(torch.uint8) for name in names}
 
 
-def _assemble_bands(outputs: tuple[torch.Tensor, ...], knowledge: GatherInput, band: Band) -> Frame:
-    """Return the frame of the whole matrix, or stack, around the gathered bytes."""
-    shard, world = knowledge.shard, knowledge.world
+def _assemble_bands(outputs: tuple[torch.Tensor, ...], context: GatherInput, band: Band) -> Frame:
+    """Return the frame of the whole matrix, or stack, around the gathered bytes of its bands."""
+    shard, world = context.shard, context.world
     shape = (shard.rows, *shard.row)
     whole = tuple(size * world if dim == band.dim else size for dim, size in enumerate(shape))
     buffers = {**shard.cut, **shard.shared}
     buffers.pop(ORIGIN, None)
-    own = _band_bytes(shard, band)
-    direct = [name for name, buffer in own.items() if buffer.shape == shape]
+    band_buffers = _band_bytes(shard, band)
+    direct = [name for name, buffer in band_buffers.items() if buffer.shape == shape]
     gathered = {name: output.view(whole) for name, output in zip(direct, outputs, strict=False)}
-    rest = [] if knowledge.rest is None else [knowledge.rest]
+    byte_rows = [] if context.extra is None else [context.extra]
     if not direct:
         bands = outputs[0].view(whole).chunk(world, band.dim)
-        rest = [torch.stack([each.flatten() for each in bands]), *rest]
-    at, octets = 0, torch.cat(rest, 1) if rest else None
-    for name, buffer in own.items():
+        byte_rows = [torch.stack([each.flatten() for each in bands]), *byte_rows]
+    at, octets = 0, torch.cat(byte_rows, 1) if byte_rows else None
+    for name, buffer in band_buffers.items():
         if name not in gathered:
             assert octets is not None
             parts = octets[:, at : at + buffer.numel()].reshape(world, *buffer.shape)
@@ -296,9 +290,9 @@ def _assemble_bands(outputs: tuple[torch.Tensor, ...], knowledge: GatherInput, b
 
 
 FUNCTIONS: dict[Any, Callable[..., Any]] = {}
-"""Torch functions that quantized tensors carry out themselves: `transaxle.quant.dispatch` puts them here."""
+"""Torch functions with an implementation for quantized tensors; `transaxle.quant.dispatch` registers them."""
 OPERATIONS: list[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = []
-"""What carries out an operation: `transaxle.quant.dispatch` puts it here."""
+"""Its one element carries out operations; `transaxle.quant.dispatch` registers it."""
 
 
 class QuantizedTensor(torch.Tensor):
@@ -311,9 +305,9 @@ class QuantizedTensor(torch.Tensor):
     frame: Frame
     """The buffers, which views share."""
     skip: int
-    """Row of the frame that is the first one here; of a stack, matrix."""
+    """Row of the frame at which this tensor starts; in a stack, matrix."""
     height: int
-    """Rows; of a stack, matrices."""
+    """Number of rows; in a stack, of matrices."""
 
     @staticmethod
     def __new__(
@@ -357,8 +351,8 @@ class QuantizedTensor(torch.Tensor):
 
     @property
     def state(self) -> dict[str, torch.Tensor]:
-        """What the next values follow from: of delayed scaling `amax_history` and `scaled_for`, of NVFP4 training
-        `rounding_state`; else empty.
+        """Buffers that determine the next values: `amax_history` and `scaled_for` for delayed scaling, `rounding_state`
+        for NVFP4 training; otherwise empty.
         """
         buffers = self.frame.buffers(self.skip, self.height)
         return {name: buffers[name] for name in STATE if name in buffers}
@@ -375,21 +369,23 @@ class QuantizedTensor(torch.Tensor):
         """
         if columnwise and not self.frame.columnwise:
             raise refuse("MISSING_TENSOR", f"{self.quantizer}: the tensor has no columnwise codes", tensor=COLUMN_DATA)
-        wanted = self.dtype if dtype is None else read_dtype("dtype", dtype)
+        value_dtype = self.dtype if dtype is None else read_dtype("dtype", dtype)
         if self.device.type == "meta":
-            return torch.empty(self.shape, dtype=wanted, device=self.device)
+            return torch.empty(self.shape, dtype=value_dtype, device=self.device)
         if self.frame.matrix is not None:
-            return dequantize_stack(self.frame, self.skip, self.height, wanted, columnwise=columnwise).view(self.shape)
+            return dequantize_stack(self.frame, self.skip, self.height, value_dtype, columnwise=columnwise).view(
+                self.shape
+            )
         parts, encoding = self.frame.operands(self.skip, self.height, columnwise=columnwise)
-        return kernels.dequantize(parts, encoding, wanted)[:, : self.frame.columns].view(self.shape)
+        return kernels.dequantize(parts, encoding, value_dtype)[:, : self.frame.columns].view(self.shape)
 
     def quantize_(self, values: torch.Tensor, *, group: Ranks | None = None) -> QuantizedTensor:
         """Quantize new values into this tensor's buffers, with the same quantizer; return the tensor.
 
         Args:
             values: a plain tensor of this shape.
-            group: the ranks that hold the other rows of the matrix, or its other bands; all of them must call this.
-                None: there are none.
+            group: the ranks that have the other rows of the matrix, or its other bands; all of them must call this.
+                None if this tensor is whole.
 
         Raises:
             Refused: `SHAPE_MISMATCH`; `UNSUPPORTED` for a shard without `group` whose scales depend on other rows.
@@ -398,35 +394,35 @@ class QuantizedTensor(torch.Tensor):
         if values.shape != self.shape:
             raise refuse("SHAPE_MISMATCH", f"expected values of shape {list(self.shape)}, got {list(values.shape)}")
         frame = self.frame
-        alone = self.height == frame.whole
+        is_whole = self.height == frame.whole
         grain = frame.quantizer.grain[0]
         reduced = frame.matrix is None and (frame.tall or grain != 1 or frame.encoding.has_global)
         band = frame.band
         banded = band is not None and (not grain or frame.encoding.has_global)
-        if group is None and (banded or (reduced and not (alone or frame.blank))):
-            part = f"{self.height} of {frame.whole} rows, and their scales depend on the other rows"
+        if group is None and (banded or (reduced and not (is_whole or frame.blank))):
+            extent = f"{self.height} of {frame.whole} rows, and their scales depend on the other rows"
             if band is not None and banded:
-                part = f"{band.size} of {band.whole} positions of dim {band.dim}, and its scales depend on the others"
+                extent = f"{band.size} of {band.whole} positions of dim {band.dim}, and its scales depend on the others"
             raise refuse(
                 "UNSUPPORTED",
-                f"this tensor has {part}",
+                f"this tensor has {extent}",
                 hint="Call quantize_(values, group=...) on every rank of the group, or use MasterWeights.",
             )
-        wide = values.detach().reshape(self.height, *frame.row)
-        if wide.dtype not in kernels.VALUES:
-            wide = wide.to(self.dtype)
+        rows = values.detach().reshape(self.height, *frame.row)
+        if rows.dtype not in kernels.VALUES:
+            rows = rows.to(self.dtype)
         if frame.matrix is not None and frame.quantizer.state_sizes:  # a history for each matrix
-            for place_, matrix in enumerate(wide, self.skip):
-                own = QuantizedTensor(frame.member(place_), 0, frame.matrix[0], self.dtype)
-                own.quantize_(matrix, group=None if band is None else group)
+            for index, matrix in enumerate(rows, self.skip):
+                member = QuantizedTensor(frame.member(index), 0, frame.matrix[0], self.dtype)
+                member.quantize_(matrix, group=None if band is None else group)
             frame.blank = False
             return self
         if frame.blank and group is None:
-            at = locate(wide, None, 0, self.height, frame.share)
+            at = locate(rows, None, 0, self.height, frame.share)
         else:
             start = frame.start + self.skip
-            at = locate(wide, group, start, frame.whole, frame.share, banded=band is not None)
-        self.adopt(quantize_to_frame(frame.quantizer, wide.to(frame.device), at, frame), 0, self.height)
+            at = locate(rows, group, start, frame.whole, frame.share, banded=band is not None)
+        self.adopt(quantize_to_frame(frame.quantizer, rows.to(frame.device), at, frame), 0, self.height)
         return self
 
     def with_dtype_of(self, values: torch.Tensor) -> QuantizedTensor:
@@ -435,44 +431,45 @@ class QuantizedTensor(torch.Tensor):
         Raises:
             Refused: `UNSUPPORTED` for differing values of a tensor-parallel part: other ranks might not get any.
         """
-        here = cast(QuantizedTensor, self.detach().to(values.device))
-        if not values.is_meta and not torch.equal(values, here.dequantize(values.dtype)):
+        moved = cast(QuantizedTensor, self.detach().to(values.device))
+        if not values.is_meta and not torch.equal(values, moved.dequantize(values.dtype)):
             share = self.frame.share
             if share is not None:
                 message = f"{list(self.shape)} is a rank's part of {list(share.shape)}; .data cannot give it new values"
                 raise refuse("UNSUPPORTED", message, hint="Call copy_() with them on every rank that has a part.")
-            here.quantize_(values)
-        return QuantizedTensor(here.frame, here.skip, here.height, values.dtype, tuple(self.shape))
+            moved.quantize_(values)
+        return QuantizedTensor(moved.frame, moved.skip, moved.height, values.dtype, tuple(self.shape))
 
     def adopt(self, source: Frame, skip: int, rows: int) -> None:
         """Copy codes and scales of another frame with the same encoding into this tensor's buffers.
 
         Raises:
-            Refused: `BLOCK_MISALIGNED` or `UNEQUAL_COPIES` if other rows here would be left with wrong scales.
+            Refused: `BLOCK_MISALIGNED` or `UNEQUAL_COPIES` if other rows of this frame would be left with wrong scales.
         """
         frame = self.frame
         if frame.columnwise and not source.columnwise:
             source = both_ways(source, skip, rows)
         used = frame.rows if frame.used is None else frame.used
         covers = frame.blank or (self.skip == 0 and self.height >= used)
-        here, there = frame.start + self.skip, source.start + skip
-        if frame.tall and not frame.blank and (here, frame.whole) != (there, source.whole):
+        to_row, from_row = frame.start + self.skip, source.start + skip
+        if frame.tall and not frame.blank and (to_row, frame.whole) != (from_row, source.whole):
             raise refuse(
                 "BLOCK_MISALIGNED",
-                f"rows from {there} of {source.whole} cannot become rows from {here} of {frame.whole}: "
+                f"rows from {from_row} of {source.whole} cannot become rows from {to_row} of {frame.whole}: "
                 "their tiles begin elsewhere",
                 hint="Copy the values that source.dequantize() gives.",
             )
-        if frame.tall and there < self.skip and frame.blank:
+        if frame.tall and from_row < self.skip and frame.blank:
             raise refuse(
                 "BLOCK_MISALIGNED",
-                f"rows from {there} of {source.whole} cannot begin at row {self.skip}: the rows above would be outside",
+                f"rows from {from_row} of {source.whole} cannot begin at row {self.skip}: the rows above would be "
+                "outside",
                 hint="Copy the values that source.dequantize() gives.",
             )
-        here_common, there_common = (
+        target_common, source_common = (
             one.common(first, rows, frame.band) for one, first in ((frame, self.skip), (source, skip))
         )
-        if not covers and not same_buffers(here_common, there_common):
+        if not covers and not same_buffers(target_common, source_common):
             raise refuse(
                 "UNEQUAL_COPIES",
                 f"copying {self.height} of {used} rows would leave the other rows with scales that are not theirs",
@@ -482,13 +479,13 @@ class QuantizedTensor(torch.Tensor):
         if any(frame.cut[name].shape[1:] != source.cut[name].shape[1:] for name in lengths):
             raise refuse("SHAPE_MISMATCH", f"a history of {source.quantizer} does not fit {frame.quantizer}")
         if frame.blank:
-            _adopt_position(frame, source, there - self.skip)
+            _adopt_position(frame, source, from_row - self.skip)
         if frame.used is not None:
             frame.used = max(frame.used, self.skip + self.height)
         for name in list(frame.cut):
             if name in source.cut:
                 frame.cut[name][self.skip : self.skip + rows].copy_(source.cut[name][skip : skip + rows])
-            elif name in (COLUMN_DATA, COLUMN_SCALE):  # not in the source: they would be stale
+            elif name in (COLUMN_DATA, COLUMN_SCALE):  # not in the source, so the old ones would be outdated
                 frame.drop(name)
         _refresh(frame, source)
 
@@ -509,7 +506,7 @@ class QuantizedTensor(torch.Tensor):
         *,
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
-        """Called by FSDP2: return the whole matrix made of the gathered bytes, or put it into an earlier `out`."""
+        """Called by FSDP2: return the whole matrix made from the gathered bytes, or put it into an earlier `out`."""
         frame = assemble_gathered(all_gather_outputs, metadata)
         if out is None:
             return QuantizedTensor(frame, 0, frame.whole, param_dtype), ()
@@ -530,9 +527,9 @@ class QuantizedTensor(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: tuple[type, ...], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        own = FUNCTIONS.get(func)
-        if own is not None:
-            return own(*args, **(kwargs or {}))
+        implementation = FUNCTIONS.get(func)
+        if implementation is not None:
+            return implementation(*args, **(kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -541,17 +538,17 @@ class QuantizedTensor(torch.Tensor):
             memo[id(self)] = self._as(self.detach().clone())
         return cast("QuantizedTensor", memo[id(self)])
 
-    def _as(self, other: torch.Tensor) -> torch.Tensor:
-        """Return the other, a parameter if this is one, with this one's `requires_grad`."""
+    def _as(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensor with this one's `requires_grad`, as a parameter if this one is a parameter."""
         if getattr(self, "_is_param", False):
-            return torch.nn.Parameter(other, requires_grad=self.requires_grad)
-        return other.requires_grad_(self.requires_grad)
+            return torch.nn.Parameter(tensor, requires_grad=self.requires_grad)
+        return tensor.requires_grad_(self.requires_grad)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return self.pickle_parts(torch.clone)
 
     def pickle_parts(self, change: Callable[[torch.Tensor], torch.Tensor]) -> tuple[Any, ...]:
-        """Return what a pickle stores: a function of this module, plain numbers, and the buffers after `change`.
+        """Return the content of a pickle: a function of this module, plain numbers, and the buffers after `change`.
 
         Raises:
             Refused: `UNSUPPORTED` for a tensor-parallel part: its process group cannot be pickled.
@@ -576,7 +573,7 @@ class QuantizedTensor(torch.Tensor):
 
 
 def _reduce_shared(tensor: QuantizedTensor) -> tuple[Any, ...]:
-    """What goes to another process: the buffers' shared memory, not copies of them."""
+    """Return the pickle for another process: it refers to the buffers' shared memory, without copies."""
     return tensor.pickle_parts(lambda buffer: buffer)
 
 
@@ -593,7 +590,7 @@ def same_buffers(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.T
 
 
 def _adopt_position(frame: Frame, source: Frame, start: int) -> None:
-    """Give a frame that nothing was written into its place in the whole, which another's buffers are copied from."""
+    """Give a blank frame the position in the whole of the frame from which its buffers are copied."""
     frame.start, frame.whole, frame.blank, frame.used = start, source.whole, False, 0
     frame.identity = source.identity
     if source.band is not None:
@@ -603,7 +600,7 @@ def _adopt_position(frame: Frame, source: Frame, start: int) -> None:
 
 
 def _refresh(frame: Frame, source: Frame) -> None:
-    """Bring the shared buffers of a frame to what another's are, in place where they fit."""
+    """Copy another frame's shared buffers into this frame, in place if the shapes are equal."""
     for name in list(frame.shared):
         if name not in source.shared and name not in STATE:
             frame.drop(name)
@@ -618,7 +615,7 @@ def _refresh(frame: Frame, source: Frame) -> None:
 def dequantize_stack(
     frame: Frame, first: int, count: int, dtype: torch.dtype, *, columnwise: bool = False
 ) -> torch.Tensor:
-    """Return the values of matrices of a stack; in one go where matrices below each other have the same tiles."""
+    """Return the values of a stack's matrices; in one launch if the matrices' tiles line up."""
     assert frame.matrix is not None
     rows, columns = frame.matrix
     encoding, last = frame.encoding, first + count
@@ -631,9 +628,9 @@ def dequantize_stack(
         flat = replace(encoding, tile=(1, WHOLE))
         return kernels.dequantize(kernels.Components(codes, scale), flat, dtype).view(count, rows, columns)
     values = torch.empty((count, rows, columns), dtype=dtype, device=frame.device)
-    for place_ in range(count):
-        parts, encoding = frame.member(first + place_).operands(0, rows, columnwise=columnwise)
-        kernels.dequantize(parts, encoding, dtype, out=values[place_])
+    for index in range(count):
+        parts, encoding = frame.member(first + index).operands(0, rows, columnwise=columnwise)
+        kernels.dequantize(parts, encoding, dtype, out=values[index])
     return values
 
 
@@ -650,8 +647,8 @@ def make_quantized(
 ) -> QuantizedTensor:
     """Quantize a matrix, a stack of them or, with a group, this rank's part of one; see `Quantizer.quantize`.
 
-    With a share the matrix, or stack, is that part of a whole one, and every rank of the share's group calls this.
-    With a band it is that part of every row, and the ranks of the group have the others.
+    With a share, `x` is that part of a whole matrix or stack, and every rank of the share's group calls this. With a
+    band, `x` is that part of every row, and the ranks of the group have the other bands.
     """
     if x.dim() not in (2, 3):
         raise refuse(
@@ -696,33 +693,33 @@ def from_components(
     if len(shape) not in (2, 3) or dtype not in kernels.VALUES:
         expected = "a matrix of bfloat16, float16 or float32, or a stack of them"
         raise refuse("SHAPE_MISMATCH", f"expected {expected}, not {dtype} {list(shape)}")
-    both = COLUMN_DATA in components
-    encoding, wrong = quantizer.encoding, []
-    here = buffers_of(quantizer, shape, columnwise=both)
-    everywhere = buffers_of(quantizer, (shape[0] if whole is None else whole, *shape[1:]), columnwise=both)
+    has_columnwise = COLUMN_DATA in components
+    encoding, problems = quantizer.encoding, []
+    local_buffers = buffers_of(quantizer, shape, columnwise=has_columnwise)
+    whole_buffers = buffers_of(quantizer, (shape[0] if whole is None else whole, *shape[1:]), columnwise=has_columnwise)
     device = components[DATA].device if DATA in components else torch.device("cpu")
-    for name in here:
-        kind, size = here[name] if is_cut(encoding, name, len(shape)) else everywhere[name]
+    for name in local_buffers:
+        kind, size = local_buffers[name] if is_cut(encoding, name, len(shape)) else whole_buffers[name]
         buffer = components.get(name)
         if buffer is None:
             if name not in STATE:
-                wrong.append(Refusal("MISSING_TENSOR", f"the buffer {name!r} is missing", Where(tensor=name)))
+                problems.append(Refusal("MISSING_TENSOR", f"the buffer {name!r} is missing", Where(tensor=name)))
         elif buffer.dtype != kind:
-            wrong.append(Refusal("DTYPE_MISMATCH", f"expected {kind}, got {buffer.dtype}", Where(tensor=name)))
+            problems.append(Refusal("DTYPE_MISMATCH", f"expected {kind}, got {buffer.dtype}", Where(tensor=name)))
         elif tuple(buffer.shape) != size or buffer.device != device:
             message = f"expected {list(size)} on {device}, got {list(buffer.shape)} on {buffer.device}"
-            wrong.append(Refusal("SHAPE_MISMATCH", message, Where(tensor=name)))
-    wrong += [
+            problems.append(Refusal("SHAPE_MISMATCH", message, Where(tensor=name)))
+    problems += [
         Refusal("UNEXPECTED_TENSOR", f"{quantizer} has no such buffer", Where(tensor=name))
         for name in components
-        if name not in here
+        if name not in local_buffers
     ]
-    if wrong:
-        raise gathered(wrong)
+    if problems:
+        raise gathered(problems)
     return QuantizedTensor(make_frame(quantizer, components, shape, start=start, whole=whole), 0, shape[0], dtype)
 
 
-# Pickles name it `transaxle.quant.tensor.rebuilt`, and outlive files: this module keeps its name.
+# Pickles refer to `transaxle.quant.tensor.rebuilt` and may be old: do not rename the function or the module.
 def rebuilt(
     kind: str,
     settings: dict[str, Any],
@@ -732,7 +729,7 @@ def rebuilt(
     at: tuple[int, int],
     flags: tuple[bool, bool],
 ) -> torch.Tensor:
-    """Make a tensor from what was pickled: names, plain numbers and buffers.
+    """Make a tensor from the content of a pickle: names, plain numbers and buffers.
 
     Raises:
         Refused: `UNSUPPORTED` for an unknown quantizer; what `from_components` refuses.
@@ -742,8 +739,8 @@ def rebuilt(
     quantizer = QUANTIZERS[kind](**settings)
     *leading, packed = buffers[DATA].shape
     stored = (*leading, packed * (8 // quantizer.encoding.code_bits))
-    wanted = buffers_of(quantizer, stored, columnwise=COLUMN_DATA in buffers)
-    typed = {name: buffer.view(wanted[name][0]) if name in wanted else buffer for name, buffer in buffers.items()}
+    expected = buffers_of(quantizer, stored, columnwise=COLUMN_DATA in buffers)
+    typed = {name: buffer.view(expected[name][0]) if name in expected else buffer for name, buffer in buffers.items()}
     tensor: torch.Tensor = from_components(quantizer, typed, stored, dtype, start=at[0], whole=at[1])
     tensor = tensor.view(shape)
     return torch.nn.Parameter(tensor, requires_grad=flags[0]) if flags[1] else tensor.requires_grad_(flags[0])

@@ -1,13 +1,13 @@
-"""Shares: a rank's part of a quantized matrix that tensor parallelism has cut along rows or columns.
+"""Shares and bands: the part of a quantized matrix that a rank has.
 
-Cuts lie on borders of tiles, so each share can be quantized like a separate matrix. The exception are buffers of which
-the whole matrix has only one: a scale, an amax, a history. They are computed over all ranks, and equal on each. All
-other buffers are parts of the whole matrix's, and FSDP2 may cut a share once more, between any two rows.
+A **share** is a part that tensor parallelism has cut along rows or columns. Cuts lie between tiles, so each share can
+be quantized like a separate matrix. The exceptions are buffers of which the whole matrix has only one: a scale, an
+amax, a history. They are computed over all ranks and are equal on each. All other buffers are parts of the whole
+matrix's buffers. FSDP2 may cut a share again, between any two rows.
 
-**Bands**: what a cut along columns leaves of a matrix, or one along rows or columns of every matrix of a stack.
-
-FSDP2 cuts so where it is told to (`Shard(1)`). Such a cut runs between tiles, so each band is quantized like a matrix
-of its own, except for what the whole matrix has one of: a scale, an amax, a history. Every rank has a copy of those.
+A **band** is a range of columns of a matrix, or of rows or columns of every matrix of a stack. FSDP2 makes bands where
+it is told to cut another dim than the first (`Shard(1)`). Cuts lie between tiles, so each band is quantized like a
+separate matrix, except for the scale, amax or history of the whole matrix, of which every rank has a copy.
 """
 
 from __future__ import annotations
@@ -32,48 +32,50 @@ _HINT = (
     "loading)."
 )
 _MATRIX = 2
-"""Dims of a matrix; any before them count matrices."""
+"""Number of dims of a matrix; dims before them count matrices."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Share:
-    """A rank's part of a matrix, or of every matrix of a stack."""
+    """A rank's tensor-parallel part of a matrix, or of every matrix of a stack."""
 
     group: dist.ProcessGroup
     """The ranks that have the parts."""
     shape: tuple[int, ...]
-    """Of the whole."""
+    """Shape of the whole."""
     dim: int
     """The dim that is cut."""
-    held: Intervals
-    """Positions of it that are here, in local order."""
+    positions: Intervals
+    """Positions of that dim that this rank has, in local order."""
 
     @property
     def local(self) -> tuple[int, ...]:
-        """Shape of what this rank has, before FSDP2 cuts it."""
-        return tuple(count_positions(self.held) if dim == self.dim else size for dim, size in enumerate(self.shape))
+        """Shape of this rank's part, before FSDP2 cuts it."""
+        return tuple(
+            count_positions(self.positions) if dim == self.dim else size for dim, size in enumerate(self.shape)
+        )
 
     @property
     def common(self) -> dist.ProcessGroup | None:
-        """The ranks that share a scale, an amax or a history; None where a stack is cut between its matrices."""
+        """The ranks that share a scale, an amax or a history; None if a stack is cut between its matrices."""
         return None if self.dim - len(self.shape) < -_MATRIX else self.group
 
     @property
     def member(self) -> Share | None:
-        """The share of one matrix of the stack; None where matrices are whole."""
+        """The share of one matrix of the stack; None if its matrices are whole."""
         return replace(self, shape=self.shape[1:], dim=self.dim - 1) if self.dim else None
 
     def place_in(self, mesh: DeviceMesh) -> int:
-        """Return the dim of a mesh along which the ranks of the group lie."""
+        """Return the mesh dim whose ranks are those of the group."""
         ranks = dist.get_process_group_ranks(self.group)
         return next(n for n in range(mesh.ndim) if dist.get_process_group_ranks(mesh.get_group(n)) == ranks)
 
     def step(self, quantizer: Quantizer, name: str) -> int:
-        """Return how many elements of the cut dim one position of a buffer stands for; 0 if it is not cut."""
+        """Return how many elements of the cut dim one entry of a buffer covers; 0 if the buffer is not cut."""
         return step_of(quantizer, name, self.dim - len(self.shape))
 
     def whole_of(self, quantizer: Quantizer, name: str) -> tuple[int, ...]:
-        """Return the shape of a whole buffer."""
+        """Return the shape of a buffer of the whole matrix."""
         if name == ORIGIN:
             return self.shape
         return buffers_of(quantizer, self.shape, columnwise=name in (COLUMN_DATA, COLUMN_SCALE) or None)[name][1]
@@ -84,14 +86,14 @@ class Share:
         return tuple(self._spans(step) if step and dim == self.dim else whole(n) for dim, n in enumerate(shape))
 
     def part(self, quantizer: Quantizer, name: str, buffer: torch.Tensor) -> torch.Tensor:
-        """Return what this rank has of a whole buffer, as a copy."""
+        """Copy this rank's part of a whole buffer."""
         step = self.step(quantizer, name)
         if not step:
             return buffer.clone()
         return along(with_plain_bytes(buffer), self.dim, self._spans(step)).contiguous().view(buffer.dtype)
 
     def _spans(self, step: int) -> Intervals:
-        return tuple((start // step, -(-stop // step)) for start, stop in self.held)
+        return tuple((start // step, -(-stop // step)) for start, stop in self.positions)
 
 
 def _encoding(quantizer: Quantizer, name: str) -> Encoding:
@@ -102,11 +104,11 @@ def _encoding(quantizer: Quantizer, name: str) -> Encoding:
 
 
 def step_of(quantizer: Quantizer, name: str, axis: int) -> int:
-    """Return how many elements along an axis one position of a buffer stands for; 0 if it stands for all of them.
+    """Return how many elements along an axis one entry of a buffer covers; 0 if it covers all of them.
 
     Args:
-        quantizer: of the matrix, or of the stack.
-        name: of the buffer.
+        quantizer: quantizer of the matrix, or of the stack.
+        name: name of the buffer.
         axis: -1 for columns, -2 for rows, -3 for the matrices of a stack.
     """
     if axis < -_MATRIX or name == ORIGIN:
@@ -120,9 +122,9 @@ def step_of(quantizer: Quantizer, name: str, axis: int) -> int:
 
 
 def tile_of(quantizer: Quantizer, shape: Sequence[int], dim: int, *, columnwise: bool) -> int:
-    """Return how many adjacent elements along a dim share a scale, so that no cut may separate them; at least 1.
+    """Return how many adjacent elements along a dim must stay together because they share a scale; at least 1.
 
-    A scale of the whole matrix does not count: every rank keeps it.
+    A scale of the whole matrix does not count: every rank has it.
     """
     axis = dim - len(shape)
     if axis < -_MATRIX:
@@ -137,27 +139,28 @@ def tile_of(quantizer: Quantizer, shape: Sequence[int], dim: int, *, columnwise:
     return lcm(*(step for step in steps if step != WHOLE))
 
 
-def misplaced(
-    quantizer: Quantizer, shape: Sequence[int], dim: int, held: Sequence[Intervals], *, columnwise: bool = False
+def tile_refusal(
+    quantizer: Quantizer, shape: Sequence[int], dim: int, positions: Sequence[Intervals], *, columnwise: bool = False
 ) -> Refusal | None:
-    """Return the refusal of the first cut that goes through a tile; None if all cuts lie between tiles.
+    """Return the refusal of the first cut that divides a tile; None if all cuts lie between tiles.
 
     Args:
-        quantizer: of the matrix.
-        shape: of the whole.
-        dim: that is cut.
-        held: for each rank the positions that it has.
-        columnwise: whether there are columnwise codes too, even if the quantizer makes none.
+        quantizer: quantizer of the matrix.
+        shape: shape of the whole.
+        dim: the dim that is cut.
+        positions: for each rank, the positions that it has.
+        columnwise: whether columnwise codes count too, even if the quantizer makes none.
     """
     tile = tile_of(quantizer, shape, dim, columnwise=columnwise or quantizer.columnwise)
-    for rank, intervals in enumerate(held):
-        for place, (start, stop) in enumerate(intervals):
-            last = place == len(intervals) - 1 and stop == shape[dim]
+    for rank, intervals in enumerate(positions):
+        for number, (start, stop) in enumerate(intervals):
+            last = number == len(intervals) - 1 and stop == shape[dim]
             if start % tile or (stop % tile and not last):
-                at = start if start % tile else stop
+                cut = start if start % tile else stop
                 message = (
-                    f"rank {rank} of {len(held)} would get [{start}, {stop}) of dim {dim} of {list(shape)}; {at} = "
-                    f"{at // tile} x {tile} + {at % tile} lies inside a tile of {tile} ({quantizer.encoding.name})"
+                    f"rank {rank} of {len(positions)} would get [{start}, {stop}) of dim {dim} of {list(shape)}; "
+                    f"{cut} = {cut // tile} x {tile} + {cut % tile} lies inside a tile of {tile} "
+                    f"({quantizer.encoding.name})"
                 )
                 return Refusal("BLOCK_MISALIGNED", message, hint=_HINT)
     return None
@@ -165,18 +168,18 @@ def misplaced(
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """Where in a matrix, or in every matrix of a stack, a band of it lies."""
+    """Position of a band in a matrix, or in every matrix of a stack."""
 
     dim: int
     """The dim that is cut."""
     dims: int
-    """How many there are: 2, or 3 of a stack."""
+    """Number of dims: 2 for a matrix, 3 for a stack."""
     start: int
-    """Position along the dim that is the first one here."""
+    """First position of the band along the dim."""
     size: int
-    """Positions that are here."""
+    """Number of positions of the band."""
     whole: int
-    """Positions that there are."""
+    """Number of positions of the whole dim."""
 
     @property
     def member(self) -> Band:
@@ -184,11 +187,11 @@ class Band:
         return replace(self, dim=self.dim - 1, dims=self.dims - 1)
 
     def step(self, quantizer: Quantizer, name: str) -> int:
-        """Return how many positions of the cut dim one of a buffer stands for; 0 if every band has all of it."""
+        """Return how many positions of the cut dim one entry of a buffer covers; 0 if every band has all entries."""
         return step_of(quantizer, name, self.dim - self.dims)
 
     def part(self, quantizer: Quantizer, name: str, buffer: torch.Tensor) -> torch.Tensor:
-        """Return what the band has of a buffer of what it was cut from, as a view."""
+        """Return the band's part of a buffer of the frame that it was cut from, as a view."""
         step = self.step(quantizer, name)
         if not step:
             return buffer

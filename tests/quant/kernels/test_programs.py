@@ -37,7 +37,7 @@ from transaxle.encodings.arithmetic.minifloat import power_of_two
 from transaxle.encodings.encoding import FLOAT8, FLOAT8_BLOCK, MXFP4, MXFP8, NVFP4, Encoding
 from transaxle.quant import kernels
 from transaxle.quant.kernels import Components
-from transaxle.quant.kernels.components import columnwise_of, swizzled_groups
+from transaxle.quant.kernels.components import columnwise_of, swizzle_groups
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -288,7 +288,7 @@ def test_no_rows_and_no_groups(groups: int) -> None:
         made = kernels.quantize_groups(x, ends, MXFP8, swizzled=True)
         assert made.scale_inv is not None
         assert not made.scale_inv.view(torch.uint8).any()
-        assert not swizzled_groups(torch.ones((rows, 2), dtype=torch.uint8, device=DEVICE), ends).any()
+        assert not swizzle_groups(torch.ones((rows, 2), dtype=torch.uint8, device=DEVICE), ends).any()
         codes, scales = kernels.quantize_rows(x, ends, FLOAT8)
         assert (tuple(codes.shape), tuple(scales.shape)) == ((rows, 64), (rows,))
 
@@ -374,7 +374,7 @@ def test_swizzled_scales_are_those_of_each_group_padded_by_itself(ends: list[int
         wanted = torch.cat(parts)
         assert torch.equal(flat[: len(wanted)], wanted)
         assert not flat[len(wanted) :].any()
-        same(swizzled_groups(plain.scale_inv, offsets), bits(made.scale_inv))
+        same(swizzle_groups(plain.scale_inv, offsets), bits(made.scale_inv))
 
 
 @pytest.mark.parametrize("width", [1, 130, 512, 1030])

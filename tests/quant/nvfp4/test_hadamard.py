@@ -8,12 +8,12 @@ import numpy as np
 import torch
 
 from tests.quant.nvfp4 import statement
-from transaxle.quant.nvfp4 import across, matrix, transformed
+from transaxle.quant.nvfp4 import apply_hadamard, hadamard_matrix, transpose_operand
 
 
 def test_the_matrix_is_orthogonal() -> None:
     """Exactly, and entry by entry that of TransformerEngine."""
-    found = matrix().numpy()
+    found = hadamard_matrix().numpy()
     assert np.array_equal(found, statement.hadamard())
     assert np.array_equal(found @ found.T, np.eye(16))
     assert np.array_equal(found.T @ found, np.eye(16))
@@ -25,7 +25,7 @@ def test_exact_products_stay() -> None:
     left, right = (
         [[Fraction(int(n), 64) for n in row] for row in generator.integers(-999, 999, (3, 48))] for _ in range(2)
     )
-    exact = [[Fraction(int(4 * entry), 4) for entry in row] for row in matrix().tolist()]
+    exact = [[Fraction(int(4 * entry), 4) for entry in row] for row in hadamard_matrix().tolist()]
 
     def turned(rows: list[list[Fraction]]) -> list[list[Fraction]]:
         return [
@@ -42,7 +42,7 @@ def test_exact_products_stay() -> None:
 
     assert product(turned(left), turned(right)) == product(left, right)
     values = torch.tensor([[float(n) for n in row] for row in left])
-    assert transformed(values).double().tolist() == [[float(n) for n in row] for row in turned(left)]
+    assert apply_hadamard(values).double().tolist() == [[float(n) for n in row] for row in turned(left)]
 
 
 def test_rows_are_transformed_by_sixteens() -> None:
@@ -51,15 +51,15 @@ def test_rows_are_transformed_by_sixteens() -> None:
     full = np.zeros((48, 6))
     full[:40] = x.double().numpy()
     wanted = statement.transformed(full, np.float32)
-    found = across(x, transform=True)
+    found = transpose_operand(x, transform=True)
     assert found.dtype == torch.bfloat16
     assert torch.equal(found, torch.from_numpy(wanted).bfloat16())
-    assert torch.equal(across(x.float(), transform=True), torch.from_numpy(wanted))
-    assert torch.equal(across(x, transform=False).t()[:40], x)
+    assert torch.equal(transpose_operand(x.float(), transform=True), torch.from_numpy(wanted))
+    assert torch.equal(transpose_operand(x, transform=False).t()[:40], x)
 
 
 def test_float16_does_not_overflow() -> None:
     """Sixteen large numbers add up to more than float16 has."""
-    found = across(torch.full((16, 1), 60000.0).half(), transform=True)
+    found = transpose_operand(torch.full((16, 1), 60000.0).half(), transform=True)
     assert found.dtype == torch.float32
     assert found.isfinite().all()

@@ -17,20 +17,20 @@ from transaxle.errors import TransaxleError, refuse
 from transaxle.quant.kernels.components import (
     DTYPES,
     Components,
-    allocated,
+    allocate,
     columnwise_of,
     first_tiles,
-    fitting,
     group_layout,
     layout,
+    select_buffers,
 )
 
 VALUES = (torch.bfloat16, torch.float16, torch.float32)
-"""What is quantized, and what codes are dequantized to."""
+"""Dtypes that can be quantized, and to which codes can be dequantized."""
 _PER_TENSOR = (WHOLE, WHOLE)
 _PER_ROW = (1, WHOLE)
 _SCALES = {("F32", False), ("F8_E8M0", False), ("F8_E4M3", True)}
-"""Types of scales, each with whether there is another one for the tensor."""
+"""Supported dtypes of scales, each with whether there is a scale for the whole tensor as well."""
 _LARGEST_TILE = 128 * 128
 
 
@@ -48,37 +48,38 @@ def quantize(
     """Quantize a matrix by the rules of `transaxle.encodings`, bit for bit.
 
     Args:
-        x: [M, K] of bfloat16, float16 or float32, with any strides. Tiles that do not fit are cut short.
-        encoding: what to make.
-        amax: float8 and nvfp4: the largest magnitude to scale for, where it is not that of `x` alone (shards of one
-            tensor must agree); float32 [1] on the device of `x`, or a number. Found in `x` if not given.
-        scale: float8: what `x` is multiplied by, given instead of an amax; float32 [1] or a number.
+        x: [M, K] of bfloat16, float16 or float32, with any strides. Tiles at the edges may be smaller.
+        encoding: the encoding of the result.
+        amax: float8 and nvfp4: the largest magnitude to scale for, if it is not that of `x` alone (shards of one
+            tensor must agree); float32 [1] on the device of `x`, or a number. None: computed from `x`.
+        scale: float8: the factor for `x`, instead of an amax; float32 [1] or a number.
         rowwise: make codes whose tiles run along rows.
         columnwise: make codes whose tiles run down columns (mxfp8, nvfp4), in the same pass.
-        over: elements that share an amax, a multiple of the encoding's tile: `(16, 16)` for weights in nvfp4, where
-            sixteen rows have equal scales. The tile itself unless given.
-        out: buffers to write; made here if not given.
+        over: rows and columns that share an amax, a multiple of the encoding's tile: `(16, 16)` for weights in nvfp4,
+            in which sixteen rows have equal scales. None: one tile.
+        out: buffers to write; None: allocated here.
 
     Returns:
-        The buffers asked for.
+        The requested buffers.
 
     Raises:
-        Refused: `UNSUPPORTED`, `SHAPE_MISMATCH`, `DTYPE_MISMATCH` or `MISSING_TENSOR`, for what does not fit together.
+        Refused: `UNSUPPORTED`, `SHAPE_MISMATCH`, `DTYPE_MISMATCH` or `MISSING_TENSOR` for arguments that do not fit
+            together.
     """
-    _values(x)
-    _known(encoding)
-    _fits(encoding, amax=amax, scale=scale, rowwise=rowwise, columnwise=columnwise)
-    _shared(encoding, over, columnwise=columnwise)
+    _check_values(x)
+    _check_encoding(encoding)
+    _check_options(encoding, amax=amax, scale=scale, rowwise=rowwise, columnwise=columnwise)
+    _check_over(encoding, over, columnwise=columnwise)
     x = x.detach()
-    wanted = layout(encoding, (x.shape[0], x.shape[1]), rowwise=rowwise, columnwise=columnwise)
-    parts = allocated(wanted, x.device) if out is None else fitting(out, wanted, x.device)
-    most = None if amax is None else _number(amax, x.device)
+    layouts = layout(encoding, (x.shape[0], x.shape[1]), rowwise=rowwise, columnwise=columnwise)
+    parts = allocate(layouts, x.device) if out is None else select_buffers(out, layouts, x.device)
+    tensor_amax = None if amax is None else _number(amax, x.device)
     if encoding.has_global and parts.amax is not None:
-        most = parts.amax.copy_(most) if most is not None else _amax(x, parts.amax)
-    elif encoding.tile == _PER_TENSOR and scale is None and most is None:
-        most = _amax(x, torch.empty(1, dtype=torch.float32, device=x.device))
-    given_scale = None if scale is None else _number(scale, x.device)
-    _side(x.device).quantize(x, encoding, parts, amax=most, scale=given_scale, over=over)
+        tensor_amax = parts.amax.copy_(tensor_amax) if tensor_amax is not None else _amax(x, parts.amax)
+    elif encoding.tile == _PER_TENSOR and scale is None and tensor_amax is None:
+        tensor_amax = _amax(x, torch.empty(1, dtype=torch.float32, device=x.device))
+    tensor_scale = None if scale is None else _number(scale, x.device)
+    _side(x.device).quantize(x, encoding, parts, amax=tensor_amax, scale=tensor_scale, over=over)
     return parts
 
 
@@ -93,73 +94,73 @@ def quantize_groups(
     swizzled: bool = False,
     out: Components | None = None,
 ) -> Components:
-    """Quantize groups of rows of a matrix, each as `quantize` does one that is alone, bit for bit.
+    """Quantize groups of rows of a matrix, each as `quantize` would on its own, bit for bit.
 
-    On a GPU that is one launch for all groups, the same for all offsets, which stay on the device; one more finds the
-    groups' amaxes for float8 and nvfp4.
+    On a GPU that is one launch for all groups, the same for all offsets, which stay on the device; one more launch
+    finds the groups' amaxes for float8 and nvfp4.
 
     Args:
         x: [M, K], as for `quantize`.
-        offsets: row at which each group ends, int32 [groups] on the device of `x`. On a CPU, wrong ones are refused; on
-            a GPU they lead nowhere outside.
-        encoding: what to make.
+        offsets: row at which each group ends, int32 [groups] on the device of `x`. Wrong offsets are refused on a CPU;
+            on a GPU they never cause access outside the buffers.
+        encoding: the encoding of the result.
         rowwise: make codes whose tiles run along rows.
         columnwise: make codes whose tiles run down columns, as for `quantize`, in the same pass.
         over: as for `quantize`.
-        swizzled: write the scales of tiles in the order that `transaxle.quant.kernels.components` describes,
-            each group's padded by themselves: for codes by rows alone, of mxfp8 and mxfp4. Codes of rows that belong to
-            no group may be written then, and offsets are not looked at.
-        out: buffers to write; made here if not given.
+        swizzled: write the scales of tiles in the order that `transaxle.quant.kernels.components` describes, with each
+            group padded separately. Only for rowwise codes of mxfp8 and mxfp4. Codes of rows that belong to no group
+            may be written too, and offsets are not checked.
+        out: buffers to write; None: allocated here.
 
     Returns:
-        The buffers asked for, `amax` and float8's `scale_inv` with one number for each group. Where tiles have several
-        rows, those of a group begin at the row of scales that `first_tiles` tells, and there are as many such rows as
-        the matrix has whole tiles, and one more for each group. What belongs to no group is not written.
+        The requested buffers, `amax` and float8's `scale_inv` with one number for each group. If tiles have several
+        rows, the scales of a group start at the row of scales that `first_tiles` returns. There are as many rows of
+        scales as the matrix has whole tiles, plus one for each group. Entries that belong to no group are not written.
 
     Raises:
         Refused: as `quantize`.
     """
-    _values(x)
-    _known(encoding)
-    _fits(encoding, amax=None, scale=None, rowwise=rowwise, columnwise=columnwise)
-    _shared(encoding, over, columnwise=columnwise)
-    _ends(offsets, x)
-    alone = rowwise and not columnwise and over is None and encoding.tile[0] == 1
-    if swizzled and not (alone and encoding.scale == "F8_E8M0"):
+    _check_values(x)
+    _check_encoding(encoding)
+    _check_options(encoding, amax=None, scale=None, rowwise=rowwise, columnwise=columnwise)
+    _check_over(encoding, over, columnwise=columnwise)
+    _check_offsets(offsets, x)
+    rowwise_only = rowwise and not columnwise and over is None and encoding.tile[0] == 1
+    if swizzled and not (rowwise_only and encoding.scale == "F8_E8M0"):
         raise refuse("UNSUPPORTED", f"{encoding.name}: only E8M0 scales of rowwise codes can be swizzled")
     x, groups = x.detach(), offsets.shape[0]
-    wanted = group_layout(
+    layouts = group_layout(
         encoding, (x.shape[0], x.shape[1]), groups, rowwise=rowwise, columnwise=columnwise, swizzled=swizzled
     )
-    parts = allocated(wanted, x.device) if out is None else fitting(out, wanted, x.device)
+    parts = allocate(layouts, x.device) if out is None else select_buffers(out, layouts, x.device)
     if swizzled and parts.scale_inv is not None and not parts.scale_inv.is_contiguous():
         raise refuse("UNSUPPORTED", "the buffer for swizzled scales must be contiguous", tensor="scale_inv")
-    most = parts.amax
+    amaxes = parts.amax
     if encoding.tile == _PER_TENSOR:
-        most = torch.empty(groups, dtype=torch.float32, device=x.device)
-    if most is not None:
-        _side(x.device).amax_groups(x, offsets, most)
-    _side(x.device).quantize_groups(x, offsets, encoding, parts, amax=most, over=over, swizzled=swizzled)
+        amaxes = torch.empty(groups, dtype=torch.float32, device=x.device)
+    if amaxes is not None:
+        _side(x.device).amax_groups(x, offsets, amaxes)
+    _side(x.device).quantize_groups(x, offsets, encoding, parts, amax=amaxes, over=over, swizzled=swizzled)
     return parts
 
 
 def quantize_rows(x: torch.Tensor, offsets: torch.Tensor, encoding: Encoding) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize rows, each as `quantize` does a matrix of it alone, bit for bit: on a GPU in one launch.
+    """Quantize rows, each as `quantize` would a matrix of that row alone, bit for bit: on a GPU in one launch.
 
     Args:
         x: [M, K], as for `quantize`.
-        offsets: as for `quantize_groups`; only the last one tells, as rows do not depend on their groups.
+        offsets: as for `quantize_groups`; only the last one matters, because rows do not depend on their groups.
         encoding: float8 with one scale for the tensor, which here is the row.
 
     Returns:
-        Codes [M, K] and scales float32 [M]. Of rows that belong to no group they need not be written.
+        Codes [M, K] and scales float32 [M]. Those of rows that belong to no group may be left unwritten.
 
     Raises:
         Refused: as `quantize`.
     """
-    _values(x)
-    _known(encoding)
-    _ends(offsets, x)
+    _check_values(x)
+    _check_encoding(encoding)
+    _check_offsets(offsets, x)
     if encoding.tile != _PER_TENSOR:
         raise refuse(
             "UNSUPPORTED",
@@ -176,18 +177,19 @@ def dequantize(
 ) -> torch.Tensor:
     """Return the values of a quantized matrix: code times scale in float32, rounded once to the dtype.
 
-    The rowwise codes are read where there are both.
+    If there are rowwise and columnwise codes, the rowwise ones are read.
 
     Args:
         components: codes, scales and, for nvfp4, the amax.
-        encoding: what they are; float8 may have a scale for each row here, tiles of `(1, WHOLE)`.
+        encoding: the encoding of the codes; float8 may have a scale for each row, with tiles of `(1, WHOLE)`.
         dtype: bfloat16, float16 or float32.
-        out: [M, K] to write; made here if not given.
+        out: [M, K] to write; None: allocated here.
 
     Raises:
-        Refused: `UNSUPPORTED`, `SHAPE_MISMATCH`, `DTYPE_MISMATCH` or `MISSING_TENSOR`, for what does not fit together.
+        Refused: `UNSUPPORTED`, `SHAPE_MISMATCH`, `DTYPE_MISMATCH` or `MISSING_TENSOR` for arguments that do not fit
+            together.
     """
-    _known(encoding if encoding.tile != _PER_ROW else replace(encoding, tile=_PER_TENSOR))
+    _check_encoding(encoding if encoding.tile != _PER_ROW else replace(encoding, tile=_PER_TENSOR))
     rowwise = components.data is not None
     codes = components.data if rowwise else components.columnwise_data
     if codes is None:
@@ -195,7 +197,7 @@ def dequantize(
     if codes.dim() != 2:
         raise refuse("SHAPE_MISMATCH", f"the codes must be a matrix, not of shape {list(codes.shape)}")
     shape = codes.shape[0], codes.shape[1] * (8 // encoding.code_bits)
-    parts = fitting(components, layout(encoding, shape, rowwise=rowwise, columnwise=not rowwise), codes.device)
+    parts = select_buffers(components, layout(encoding, shape, rowwise=rowwise, columnwise=not rowwise), codes.device)
     if dtype not in VALUES:
         raise _not_a_value(dtype)
     if out is None:
@@ -207,29 +209,29 @@ def dequantize(
         )
     if out.shape[1] > 1 and out.stride(1) != 1:
         raise refuse("UNSUPPORTED", "the rows of out must be contiguous")
-    turned = encoding if rowwise else columnwise_of(encoding)
+    codes_encoding = encoding if rowwise else columnwise_of(encoding)
     scales = parts.scale_inv if rowwise else parts.columnwise_scale_inv
-    assert turned is not None
+    assert codes_encoding is not None
     assert scales is not None
-    _side(codes.device).dequantize(codes, scales, parts.amax, turned, out)
+    _side(codes.device).dequantize(codes, scales, parts.amax, codes_encoding, out)
     return out
 
 
 def transposed(codes: torch.Tensor) -> torch.Tensor:
-    """Return the transpose of a matrix of eight-bit elements, or of each of several, in memory of its own.
+    """Return the transpose of a matrix of eight-bit elements, or of each matrix of a stack, as a contiguous copy.
 
-    On a GPU at the bandwidth of a copy; a copy of torch's own view takes some ten times as long.
+    On a GPU this runs at the bandwidth of a copy; torch's copy of a transposed view takes some ten times as long.
 
     Args:
-        codes: [M, K] or [E, M, K], of any type of eight bits.
+        codes: [M, K] or [E, M, K], of any eight-bit dtype.
 
     Returns:
         [K, M] or [E, K, M], contiguous.
     """
-    made = torch.empty(tuple(codes.mT.shape), dtype=codes.dtype, device=codes.device)
-    several = [each if each.dim() == 3 else each.unsqueeze(0) for each in (codes.detach().contiguous(), made)]
-    _side(codes.device).transpose(*several)
-    return made
+    result = torch.empty(tuple(codes.mT.shape), dtype=codes.dtype, device=codes.device)
+    stacks = [each if each.dim() == 3 else each.unsqueeze(0) for each in (codes.detach().contiguous(), result)]
+    _side(codes.device).transpose(*stacks)
+    return result
 
 
 def amax(x: torch.Tensor) -> torch.Tensor:
@@ -238,12 +240,12 @@ def amax(x: torch.Tensor) -> torch.Tensor:
     Raises:
         Refused: `DTYPE_MISMATCH` or `SHAPE_MISMATCH`.
     """
-    _values(x)
+    _check_values(x)
     return _amax(x.detach(), torch.empty(1, dtype=torch.float32, device=x.device))
 
 
 def _side(device: torch.device) -> Any:
-    """The module that does the work on this device; the two have the same functions."""
+    """Return the module with the kernels for a device: `device` or `host`, which have the same functions."""
     if device.type == "cuda":
         from transaxle.quant.kernels import device as cuda
 
@@ -263,7 +265,7 @@ def _amax(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
 
 
 def _number(value: torch.Tensor | float, device: torch.device) -> torch.Tensor:
-    """A float32 [1] on the device, made there from a number."""
+    """Return a number as float32 [1] on the device."""
     if not isinstance(value, torch.Tensor):
         return torch.full((1,), value, dtype=torch.float32, device=device)
     if value.dtype != torch.float32 or value.numel() != 1 or value.device != device:
@@ -278,36 +280,37 @@ def _not_a_value(dtype: torch.dtype) -> TransaxleError:
     return refuse("DTYPE_MISMATCH", f"the dtype must be one of {', '.join(map(str, VALUES))}, not {dtype}")
 
 
-def _values(x: torch.Tensor) -> None:
+def _check_values(x: torch.Tensor) -> None:
     if x.dtype not in VALUES:
         raise _not_a_value(x.dtype)
     if x.dim() != 2:
         raise refuse("SHAPE_MISMATCH", f"expected a matrix, not a tensor of shape {list(x.shape)}")
 
 
-def _ends(offsets: torch.Tensor, x: torch.Tensor) -> None:
+def _check_offsets(offsets: torch.Tensor, x: torch.Tensor) -> None:
     if offsets.dtype != torch.int32 or offsets.dim() != 1 or offsets.device != x.device or not offsets.is_contiguous():
         actual = f"{offsets.dtype} {list(offsets.shape)} on {offsets.device}"
         raise refuse("SHAPE_MISMATCH", f"offsets must be contiguous int32 [groups] on {x.device}, not {actual}")
 
 
-def _known(encoding: Encoding) -> None:
-    """Refuse encodings that the kernels have no rule or no tiles for."""
+def _check_encoding(encoding: Encoding) -> None:
+    """Refuse encodings for which the kernels have no scaling rule or no tiles."""
     if (encoding.scale, encoding.has_global) not in _SCALES or encoding.code not in DTYPES:
-        more = " and one for the tensor" if encoding.has_global else ""
+        also_global = " and one for the tensor" if encoding.has_global else ""
         raise refuse(
-            "UNSUPPORTED", f"{encoding.name}: no kernels for codes {encoding.code} with scales {encoding.scale}{more}"
+            "UNSUPPORTED",
+            f"{encoding.name}: no kernels for codes {encoding.code} with scales {encoding.scale}{also_global}",
         )
     if encoding.tile != _PER_TENSOR and not _regular(encoding.tile):
         raise refuse("UNSUPPORTED", f"{encoding.name}: no kernels for tiles {encoding.tile}")
 
 
 def _regular(tile: tuple[int, ...]) -> bool:
-    """Whether a program can hold the tile: a power of two along each dim, and not too many elements."""
+    """Whether a program can process the tile: each side is a power of two, and the number of elements is limited."""
     return len(tile) == 2 and all(side > 0 and not side & (side - 1) for side in tile) and prod(tile) <= _LARGEST_TILE
 
 
-def _fits(encoding: Encoding, *, amax: Any, scale: Any, rowwise: bool, columnwise: bool) -> None:
+def _check_options(encoding: Encoding, *, amax: Any, scale: Any, rowwise: bool, columnwise: bool) -> None:
     per_tensor = encoding.tile == _PER_TENSOR
     if amax is not None and not (per_tensor or encoding.has_global):
         raise refuse("UNSUPPORTED", f"{encoding.name} finds an amax for each tile, so amax= cannot be given")
@@ -320,8 +323,8 @@ def _fits(encoding: Encoding, *, amax: Any, scale: Any, rowwise: bool, columnwis
         raise refuse("UNSUPPORTED", "rowwise and columnwise are both False, so there is nothing to make")
 
 
-def _shared(encoding: Encoding, over: tuple[int, int] | None, *, columnwise: bool) -> None:
-    """Refuse to share an amax over what is not whole tiles."""
+def _check_over(encoding: Encoding, over: tuple[int, int] | None, *, columnwise: bool) -> None:
+    """Refuse an `over` that does not consist of whole tiles."""
     if over is None:
         return
     tiles = [encoding.tile, encoding.tile[::-1]] if columnwise else [encoding.tile]

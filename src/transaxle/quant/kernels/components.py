@@ -1,10 +1,9 @@
-"""The buffers of a quantized matrix as torch tensors: which there are, of what dtype and shape.
+"""The buffers of a quantized matrix as torch tensors: which there are, with dtypes and shapes.
 
-Scales in the order in which tensor cores of compute capability 10 read them: torch's `SWIZZLE_32_4_4`.
-
-Scales [rows, columns] are padded with zeros to blocks of 128 x 4, and a block is 512 bytes: the four scales of row 0,
-those of rows 32, 64 and 96, those of row 1, and so on. Where rows are in groups, each group is padded by itself.
-Source: cuBLAS, "1D Block Scaling Factors Layout". What is in files is never in this order.
+**Swizzled scales** have the order in which tensor cores of compute capability 10 read them: torch's `SWIZZLE_32_4_4`.
+Scales [rows, columns] are padded with zeros to blocks of 128 x 4. A block is 512 bytes: the four scales of row 0, those
+of rows 32, 64 and 96, those of row 1, and so on. If rows are in groups, each group is padded separately. Source:
+cuBLAS, "1D Block Scaling Factors Layout". Files never have this order.
 """
 
 from __future__ import annotations
@@ -20,45 +19,45 @@ from transaxle.errors import Refusal, Where, gathered, refuse
 HIGH, WIDE = 128, 4
 """Rows and columns of a block."""
 _PART = 32
-"""Rows whose scales lie 16 bytes apart."""
+"""Number of adjacent rows whose scales are 16 bytes apart."""
 
 
-def room(rows: int, columns: int, groups: int) -> tuple[int, int]:
-    """Return rows and columns that are enough for scales of any groups of rows, each padded by itself."""
+def padded_shape(rows: int, columns: int, groups: int) -> tuple[int, int]:
+    """Return rows and columns that suffice for the scales of any division into groups, each padded separately."""
     return (rows + groups * (HIGH - 1)) // HIGH * HIGH, -(-columns // WIDE) * WIDE
 
 
-def swizzled(scales: torch.Tensor) -> torch.Tensor:
-    """Return matrices of scales [..., rows, columns], eight bits each, in that order: [..., bytes]."""
+def swizzle(scales: torch.Tensor) -> torch.Tensor:
+    """Return matrices of eight-bit scales [..., rows, columns] in swizzled order: [..., bytes]."""
     raw = scales.view(torch.uint8)
     raw = functional.pad(raw, (0, -raw.shape[-1] % WIDE, 0, -raw.shape[-2] % HIGH))
-    *many, rows, columns = raw.shape
+    *leading, rows, columns = raw.shape
     blocks = raw.reshape(-1, rows // HIGH, HIGH // _PART, _PART, columns // WIDE, WIDE)
-    return blocks.permute(0, 1, 4, 3, 2, 5).reshape(*many, rows * columns).view(scales.dtype)
+    return blocks.permute(0, 1, 4, 3, 2, 5).reshape(*leading, rows * columns).view(scales.dtype)
 
 
-def swizzled_groups(scales: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Return the scales of groups of rows in that order, each group padded by itself: [room rows, room columns].
+def swizzle_groups(scales: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Return the scales of groups of rows in swizzled order, each group padded separately: the shape of `padded_shape`.
 
-    Nothing is read back: the size is that of any groups, and what is past the last one's is zeros.
+    Nothing is read back from the device: the size suffices for any groups, and rows after the last group are zeros.
 
     Args:
         scales: [rows, columns], eight bits each.
-        offsets: row at which each group ends, int32 [groups], none before the one before it.
+        offsets: row at which each group ends, int32 [groups], not decreasing.
     """
     rows, columns = scales.shape
-    high, wide = room(rows, columns, offsets.shape[0])
+    high, wide = padded_shape(rows, columns, offsets.shape[0])
     if not rows or not offsets.shape[0]:
         return torch.zeros((high, wide), dtype=torch.uint8, device=scales.device).view(scales.dtype)
-    before = functional.pad(offsets[:-1], (1, 0))
-    padded = (offsets - before + HIGH - 1) // HIGH * HIGH
+    starts = functional.pad(offsets[:-1], (1, 0))
+    padded = (offsets - starts + HIGH - 1) // HIGH * HIGH
     ends = padded.cumsum(0)
-    places = torch.arange(high, device=scales.device)
-    group = torch.searchsorted(ends, places, right=True).clamp(max=offsets.shape[0] - 1)
-    source = places - (ends - padded)[group] + before[group]
-    chosen = scales.view(torch.uint8)[source.clamp(0, rows - 1)]
-    padded_scales = chosen.masked_fill((source >= offsets[group]).unsqueeze(1), 0)
-    return swizzled(padded_scales).view(high, wide).view(scales.dtype)
+    target_rows = torch.arange(high, device=scales.device)
+    group = torch.searchsorted(ends, target_rows, right=True).clamp(max=offsets.shape[0] - 1)
+    source = target_rows - (ends - padded)[group] + starts[group]
+    source_scales = scales.view(torch.uint8)[source.clamp(0, rows - 1)]
+    padded_scales = source_scales.masked_fill((source >= offsets[group]).unsqueeze(1), 0)
+    return swizzle(padded_scales).view(high, wide).view(scales.dtype)
 
 
 DTYPES = {
@@ -68,28 +67,28 @@ DTYPES = {
     "F4": torch.uint8,
     "F32": torch.float32,
 }
-"""Torch dtype of a buffer by its safetensors code; codes of 4 bits lie two to a byte, the low nibble first."""
+"""Torch dtype of a buffer by its safetensors code; 4-bit codes are stored two to a byte, the low nibble first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Components:
-    """A quantized matrix [M, K]: plain tensors, compact (no padding, and not swizzled unless that was asked for)."""
+    """A quantized matrix [M, K] as plain tensors, compact: no padding, and not swizzled unless requested."""
 
     data: torch.Tensor | None = None
-    """Codes, [M, K]; of 4 bits [M, K / 2]. None where only the columnwise ones were asked for."""
+    """Codes, [M, K]; of 4 bits [M, K / 2]. None if only columnwise codes were requested."""
     scale_inv: torch.Tensor | None = None
-    """What codes are multiplied by, one for each tile: [tiles down, tiles across]; of a whole tensor [1]."""
+    """Factors of the codes, one for each tile: [tiles down, tiles across]; for a whole tensor [1]."""
     amax: torch.Tensor | None = None
     """nvfp4 only: the largest magnitude of the whole tensor, float32 [1]."""
     columnwise_data: torch.Tensor | None = None
-    """Codes with tiles that run down the columns, in the places of the others: [M, K], of 4 bits [M, K / 2]."""
+    """Codes with tiles that run down the columns, in the same element order: [M, K], of 4 bits [M, K / 2]."""
     columnwise_scale_inv: torch.Tensor | None = None
-    """Their scales: [tiles down, tiles across]."""
+    """Factors of the columnwise codes: [tiles down, tiles across]."""
 
     def present(self) -> dict[str, torch.Tensor]:
-        """Return the buffers that there are, by name, in the order of the fields."""
-        named = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: buffer for name, buffer in named.items() if buffer is not None}
+        """Return the buffers that are not None by name, in the order of the fields."""
+        all_buffers = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: buffer for name, buffer in all_buffers.items() if buffer is not None}
 
 
 def columnwise_of(encoding: Encoding) -> Encoding | None:
@@ -112,8 +111,8 @@ def layout(
         Refused: `UNSUPPORTED` for columnwise buffers of a format that has none; `SHAPE_MISMATCH` for codes of 4 bits
             in rows of odd length.
     """
-    turned = columnwise_of(encoding)
-    if columnwise and turned is None:
+    columnwise_encoding = columnwise_of(encoding)
+    if columnwise and columnwise_encoding is None:
         raise refuse(
             "UNSUPPORTED",
             f"{encoding.name} has no separate columnwise codes",
@@ -125,11 +124,11 @@ def layout(
             f"rows of {shape[1]} 4-bit codes do not fill whole bytes; the number of columns must be even",
         )
     buffers: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
-    for wanted, of, stem in ((rowwise, encoding, ""), (columnwise, turned, "columnwise_")):
-        if wanted and of is not None:
-            whole = of.tile == (0, 0)
-            buffers[f"{stem}data"] = (DTYPES[of.code], (shape[0], shape[1] * of.code_bits // 8))
-            buffers[f"{stem}scale_inv"] = (DTYPES[of.scale], (1,) if whole else of.grid(shape))
+    for requested, side_encoding, stem in ((rowwise, encoding, ""), (columnwise, columnwise_encoding, "columnwise_")):
+        if requested and side_encoding is not None:
+            whole = side_encoding.tile == (0, 0)
+            buffers[f"{stem}data"] = (DTYPES[side_encoding.code], (shape[0], shape[1] * side_encoding.code_bits // 8))
+            buffers[f"{stem}scale_inv"] = (DTYPES[side_encoding.scale], (1,) if whole else side_encoding.grid(shape))
     if encoding.has_global:
         buffers["amax"] = (torch.float32, (1,))
     return buffers
@@ -138,10 +137,10 @@ def layout(
 def group_layout(
     encoding: Encoding, shape: tuple[int, int], groups: int, *, rowwise: bool, columnwise: bool, swizzled: bool = False
 ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Return dtype and shape of each buffer of a matrix whose rows are quantized group by group.
+    """Return dtype and shape of each buffer of a matrix whose rows are quantized in groups.
 
-    Each group has its own amax and scale for the tensor. Tiles of several rows start anew in each group, so there is
-    one row of tiles more for each group than the matrix alone would have. Swizzled scales are padded group by group.
+    Each group has its own amax and scale. Tiles of several rows start anew in each group, so there is one more row of
+    tiles for each group than the matrix alone would have. Swizzled scales are padded group by group.
 
     Raises:
         Refused: see `layout`.
@@ -156,54 +155,54 @@ def group_layout(
             buffers[name] = dtype, (shape[0] // high + groups, grid[1])
     if swizzled:
         dtype, grid = buffers["scale_inv"]
-        buffers["scale_inv"] = dtype, room(grid[0], grid[1], groups)
+        buffers["scale_inv"] = dtype, padded_shape(grid[0], grid[1], groups)
     if encoding.has_global:
         buffers["amax"] = (torch.float32, (groups,))
     return buffers
 
 
 def first_tiles(offsets: torch.Tensor, rows: int, high: int) -> torch.Tensor:
-    """Return the row of tiles at which each group begins: int64 [groups], on the device of the offsets.
+    """Return the row of tiles at which each group starts: int64 [groups], on the device of the offsets.
 
     Args:
         offsets: row at which each group ends.
-        rows: of the matrix.
-        high: rows of a tile.
+        rows: number of rows of the matrix.
+        high: number of rows of a tile.
     """
     ends = offsets.to(torch.int64).clamp(0, rows)
     tiles = (torch.diff(ends, prepend=ends.new_zeros(1)).clamp(min=0) + high - 1) // high
     return tiles.cumsum(0) - tiles
 
 
-def allocated(wanted: dict[str, tuple[torch.dtype, tuple[int, ...]]], device: torch.device) -> Components:
-    """Make the buffers, uninitialized."""
+def allocate(layouts: dict[str, tuple[torch.dtype, tuple[int, ...]]], device: torch.device) -> Components:
+    """Allocate uninitialized buffers."""
     return Components(
-        **{name: torch.empty(shape, dtype=dtype, device=device) for name, (dtype, shape) in wanted.items()}
+        **{name: torch.empty(shape, dtype=dtype, device=device) for name, (dtype, shape) in layouts.items()}
     )
 
 
-def fitting(
-    components: Components, wanted: dict[str, tuple[torch.dtype, tuple[int, ...]]], device: torch.device
+def select_buffers(
+    components: Components, layouts: dict[str, tuple[torch.dtype, tuple[int, ...]]], device: torch.device
 ) -> Components:
-    """Return the wanted buffers, after checking that each has the right dtype, shape, device and unit column stride.
+    """Select buffers, after checking that each has the right dtype, shape, device and unit column stride.
 
     Raises:
-        Refused: `MISSING_TENSOR`, `DTYPE_MISMATCH`, `SHAPE_MISMATCH` or `UNSUPPORTED`: all that is wrong, at once.
+        Refused: `MISSING_TENSOR`, `DTYPE_MISMATCH`, `SHAPE_MISMATCH` or `UNSUPPORTED`, with every problem at once.
     """
-    present, wrong = components.present(), []
-    for name, (dtype, shape) in wanted.items():
+    present, problems = components.present(), []
+    for name, (dtype, shape) in layouts.items():
         buffer = present.get(name)
         where = Where(tensor=name)
         if buffer is None:
-            wrong.append(Refusal("MISSING_TENSOR", f"the buffer {name!r} is missing", where))
+            problems.append(Refusal("MISSING_TENSOR", f"the buffer {name!r} is missing", where))
         elif buffer.dtype != dtype:
-            wrong.append(Refusal("DTYPE_MISMATCH", f"expected {dtype}, got {buffer.dtype}", where))
+            problems.append(Refusal("DTYPE_MISMATCH", f"expected {dtype}, got {buffer.dtype}", where))
         elif tuple(buffer.shape) != shape:
-            wrong.append(Refusal("SHAPE_MISMATCH", f"expected {list(shape)}, got {list(buffer.shape)}", where))
+            problems.append(Refusal("SHAPE_MISMATCH", f"expected {list(shape)}, got {list(buffer.shape)}", where))
         elif buffer.device != device:
-            wrong.append(Refusal("UNSUPPORTED", f"it is on {buffer.device}, but the matrix is on {device}", where))
+            problems.append(Refusal("UNSUPPORTED", f"it is on {buffer.device}, but the matrix is on {device}", where))
         elif buffer.shape[-1] > 1 and buffer.stride(-1) != 1:
-            wrong.append(Refusal("UNSUPPORTED", "its rows must be contiguous", where))
-    if wrong:
-        raise gathered(wrong)
-    return Components(**{name: present[name] for name in wanted})
+            problems.append(Refusal("UNSUPPORTED", "its rows must be contiguous", where))
+    if problems:
+        raise gathered(problems)
+    return Components(**{name: present[name] for name in layouts})

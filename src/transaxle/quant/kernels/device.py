@@ -1,6 +1,6 @@
-"""Quantize and dequantize where the tensors are: launches of the Triton programs.
+"""Quantize and dequantize on the tensors' device: launches of the Triton programs.
 
-Nothing here waits for the device or reads from it, so all of it can be captured in a CUDA graph.
+No function waits for the device or reads from it, so all of them can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from transaxle.quant.kernels import programs
 from transaxle.quant.kernels.components import Components
 
 MANTISSA = {"F8_E4M3": 3, "F8_E5M2": 2, "F4": 1}
-"""Bits of mantissa of a code."""
+"""Mantissa bits of each code dtype."""
 HOPPER = (9, 0)
-"""First compute capability whose conversions are used: they round float32 to float8 at once."""
+"""First compute capability whose conversion instructions are used: they round float32 to float8 in one step."""
 WORKERS = 1056
-"""Programs that share the search for the largest magnitude: eight for each multiprocessor of an H100."""
+"""Number of programs that share the search for the largest magnitude: eight per multiprocessor of an H100."""
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """What one program works on."""
+    """The block of a matrix that one program processes, and its warps."""
 
     rows: int
     columns: int
@@ -33,19 +33,19 @@ class Block:
 
 
 SMALL = 8192
-"""Elements up to which a block is small."""
-DEQUANTIZED = Block(8, 512, 4)
-"""What one program dequantizes."""
+"""Largest number of elements of a small block."""
+DEQUANTIZE = Block(8, 512, 4)
+"""Block of the program that dequantizes."""
 ROWS = Block(4, 512, 4)
-"""What one program quantizes at a time of rows that have a scale each."""
-TURNED = Block(128, 256, 8)
-"""What one program transposes."""
+"""Block of the program that quantizes rows with a scale each; it steps along the row."""
+TRANSPOSE = Block(128, 256, 8)
+"""Block of the program that transposes."""
 
 
 def _block(tile: tuple[int, int], *, columnwise: bool) -> Block:
-    """A block of whole tiles: rows long enough for the memory, few enough numbers for the registers.
+    """Return a block of whole tiles: rows long enough for memory bandwidth, few enough elements for the registers.
 
-    Columnwise tiles go down through it too, and are the faster the fewer warps share one.
+    Columnwise tiles run down the block too, and are faster if fewer warps share one.
     """
     if columnwise:
         rows, columns = max(32, *tile), max(128, *tile)
@@ -55,14 +55,14 @@ def _block(tile: tuple[int, int], *, columnwise: bool) -> Block:
 
 
 def _raw(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """The tensor as the programs take it: bfloat16 as 16 bits, float8 as 8."""
+    """Return the tensor in the dtype that the programs take: bfloat16 as 16 bits, float8 as 8."""
     if tensor is None or tensor.dtype in (torch.float32, torch.float16, torch.uint8):
         return tensor
     return tensor.view(torch.uint16 if tensor.dtype == torch.bfloat16 else torch.uint8)
 
 
 def _stride(tensor: torch.Tensor | None) -> int:
-    """Distance between rows; of one number per tensor, none."""
+    """Return the distance between rows; 0 for one number per tensor."""
     return tensor.stride(0) if tensor is not None and tensor.dim() > 1 else 0
 
 
@@ -77,7 +77,7 @@ def _scheme(encoding: Encoding) -> Any:
 
 
 def _tile(encoding: Encoding) -> tuple[int, int]:
-    """Rows and columns of a tile; of float8, which has one scale, any."""
+    """Return the rows and columns of a tile; 1 for a dim that the scale covers whole."""
     rows, columns = encoding.tile
     return max(rows, 1), max(columns, 1)
 
@@ -114,10 +114,10 @@ def quantize(
     scale: torch.Tensor | None,
     over: tuple[int, int] | None,
 ) -> None:
-    """Write the codes that `out` has buffers for, and the scales of tiles.
+    """Write codes and scales into the buffers of `out`.
 
-    `amax` [1] is the tensor's, for float8 and nvfp4; of float8 the scale can be given instead. `over` says which
-    elements share an amax, if more than a tile.
+    `amax` [1] is the tensor's, for float8 and nvfp4; for float8 `scale` may replace it. `over` is the rows and columns
+    that share an amax, if they are more than one tile.
     """
     tile = _tile(encoding)
     block = _block(over or tile, columnwise=out.columnwise_data is not None)
@@ -136,7 +136,7 @@ def quantize(
 
 
 def _constants(x: torch.Tensor, encoding: Encoding, block: Block, shared: tuple[int, int]) -> dict[str, Any]:
-    """What a program that quantizes is compiled for, beside its scheme."""
+    """Return the compile-time constants of a quantizing program, except for its scheme."""
     tile = _tile(encoding)
     return {
         "block_rows": block.rows,
@@ -154,7 +154,9 @@ def _constants(x: torch.Tensor, encoding: Encoding, block: Block, shared: tuple[
 
 
 def _group_blocks(x: torch.Tensor, groups: int, block: Block) -> int:
-    """Blocks that are enough for any groups: each has at least one, and starts with a block of its own."""
+    """Return a number of blocks that suffices for any groups: each starts with a block of its own, even if it is
+    empty.
+    """
     return (x.shape[0] // block.rows + groups) * max(triton.cdiv(x.shape[1], block.columns), 1) if groups else 0
 
 
@@ -179,7 +181,7 @@ def quantize_groups(
     over: tuple[int, int] | None,
     swizzled: bool,
 ) -> None:
-    """Write codes and scales of the groups of rows that end at `offsets`; `amax` has one number for each."""
+    """Write codes and scales of the groups of rows that end at `offsets`; `amax` has one number per group."""
     tile, groups = _tile(encoding), offsets.shape[0]
     block = _block(over or tile, columnwise=out.columnwise_data is not None)
     scales = (out.scale_inv, out.columnwise_scale_inv)
@@ -198,7 +200,7 @@ def quantize_groups(
 def quantize_rows(
     x: torch.Tensor, offsets: torch.Tensor, encoding: Encoding, codes: torch.Tensor, scales: torch.Tensor
 ) -> None:
-    """Write codes of rows, each scaled by its own amax, and their scales [M]; rows past the last offset are not."""
+    """Write codes of rows, each scaled by its own amax, and their scales [M], up to the last offset."""
     block, groups = ROWS, offsets.shape[0]
     _launch(
         programs.quantize_rows_program, triton.cdiv(x.shape[0], block.rows) if groups else 0, x.device,
@@ -211,10 +213,10 @@ def quantize_rows(
 def dequantize(
     codes: torch.Tensor, scales: torch.Tensor, total: torch.Tensor | None, encoding: Encoding, out: torch.Tensor
 ) -> None:
-    """Write the values of codes into `out`: a matrix of bfloat16, float16 or float32."""
-    tile, block = _tile(encoding), DEQUANTIZED
+    """Write the values of codes into `out`, a matrix of bfloat16, float16 or float32."""
+    tile, block = _tile(encoding), DEQUANTIZE
     if encoding.tile == (1, WHOLE):
-        tile = 1, triton.next_power_of_2(max(out.shape[1], 1))  # of which there is one in a row, cut short
+        tile = 1, triton.next_power_of_2(max(out.shape[1], 1))  # one tile per row, longer than the row
     _launch(
         programs.dequantize_program,
         triton.cdiv(out.shape[0], block.rows) * triton.cdiv(out.shape[1], block.columns),
@@ -227,11 +229,11 @@ def dequantize(
 
 
 def transpose(codes: torch.Tensor, out: torch.Tensor) -> None:
-    """Write the transposes of matrices [many, rows, columns], eight bits an element, into `out`; both contiguous."""
-    many, height, width = codes.shape
-    block = TURNED
+    """Write the transposes of matrices [count, rows, columns] of eight-bit elements into `out`; both contiguous."""
+    count, height, width = codes.shape
+    block = TRANSPOSE
     _launch(
-        programs.transpose_program, many * triton.cdiv(height, block.rows) * triton.cdiv(width, block.columns),
+        programs.transpose_program, count * triton.cdiv(height, block.rows) * triton.cdiv(width, block.columns),
         codes.device, _raw(codes), _raw(out), height, width,
         block_rows=block.rows, block_columns=block.columns, warps=block.warps,
     )  # fmt: skip

@@ -1,6 +1,6 @@
-"""Quantize and dequantize on a CPU: the codec of `transaxle.encodings`, on the tensors' own memory.
+"""Quantize and dequantize on a CPU with the codec of `transaxle.encodings`, in the tensors' own memory.
 
-The same functions as in `device`, for the same callers.
+The functions are those of `device`, for the same callers.
 """
 
 from __future__ import annotations
@@ -20,21 +20,23 @@ from transaxle.encodings.arithmetic.scaling import scales
 from transaxle.encodings.arithmetic.vectorised import tiling
 from transaxle.encodings.encoding import WHOLE, Encoding, Wide
 from transaxle.errors import refuse
-from transaxle.quant.kernels.components import Components, columnwise_of, first_tiles, swizzled_groups
+from transaxle.quant.kernels.components import Components, columnwise_of, first_tiles, swizzle_groups
 from transaxle.torch_tensors import with_plain_bytes
 
 WIDE: dict[torch.dtype, Wide] = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 
 
 def _array(tensor: torch.Tensor) -> NDArray[Any]:
-    """The tensor's memory as numpy sees it; codes and scales of eight bits as bytes."""
+    """Return the tensor's memory as a numpy array; eight-bit codes and scales as bytes."""
     if tensor.dtype == torch.bfloat16:
         return tensor.view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
     return with_plain_bytes(tensor).numpy()
 
 
 def _read(tensor: torch.Tensor) -> NDArray[Any]:
-    """As `_array`, to read only. `Tensor.numpy` would leave a storage that FSDP can no longer resize."""
+    """Return the tensor's memory as a read-only array. `Tensor.numpy` would leave a storage that FSDP can no longer
+    resize.
+    """
     return np.from_dlpack(with_plain_bytes(tensor.detach()))
 
 
@@ -52,29 +54,31 @@ def quantize(
     scale: torch.Tensor | None,
     over: tuple[int, int] | None,
 ) -> None:
-    """Write the codes that `out` has buffers for, and the scales of tiles.
+    """Write codes and scales into the buffers of `out`.
 
-    `amax` [1] is the tensor's, for float8 and nvfp4; of float8 the scale can be given instead. `over` says which
-    elements share an amax, if more than a tile.
+    `amax` [1] is the tensor's, for float8 and nvfp4; for float8 `scale` may replace it. `over` is the rows and columns
+    that share an amax, if they are more than one tile.
     """
     values = _array(x)
     if encoding.tile == (WHOLE, WHOLE):
         assert out.data is not None
         assert out.scale_inv is not None
         widest = torch.finfo(x.dtype).max
-        _scaled(values, encoding, _array(out.data), _array(out.scale_inv), amax=amax, scale=scale, widest=widest)
+        _cast(values, encoding, _array(out.data), _array(out.scale_inv), amax=amax, scale=scale, widest=widest)
         return
     sides = (
         (encoding, out.data, out.scale_inv),
         (columnwise_of(encoding), out.columnwise_data, out.columnwise_scale_inv),
     )
-    most = None if amax is None else amax.item()
-    for of, codes, stored in sides:
-        if of is not None and codes is not None and stored is not None:
-            _array(stored)[...] = codec.encode_rows(of, values, amax=most, over=over, codes_out=_array(codes))[1]
+    tensor_amax = None if amax is None else amax.item()
+    for side_encoding, codes, stored in sides:
+        if side_encoding is not None and codes is not None and stored is not None:
+            _array(stored)[...] = codec.encode_rows(
+                side_encoding, values, amax=tensor_amax, over=over, codes_out=_array(codes)
+            )[1]
 
 
-def _scaled(
+def _cast(
     values: NDArray[Any],
     encoding: Encoding,
     codes: NDArray[np.uint8],
@@ -84,7 +88,7 @@ def _scaled(
     scale: torch.Tensor | None,
     widest: float,
 ) -> None:
-    """Round values times one scale, which is given or follows from the amax; a matrix without values has one too."""
+    """Round values times one scale, which is given or follows from the amax; an empty matrix has a scale too."""
     if scale is None:
         assert amax is not None
         derived = scales(encoding, _array(amax), widest=widest)
@@ -98,10 +102,10 @@ def _scaled(
 
 
 def _spans(offsets: torch.Tensor, rows: int) -> list[tuple[int, int]]:
-    """First row of each group, and the row after its last.
+    """Return the first row of each group, and the row after its last.
 
     Raises:
-        Refused: SHAPE_MISMATCH for groups that go backwards or beyond the matrix.
+        Refused: SHAPE_MISMATCH for groups that overlap, or end beyond the matrix.
     """
     ends = [0, *offsets.tolist()]
     if sorted(ends) != ends or ends[-1] > rows:
@@ -125,36 +129,36 @@ def quantize_groups(
     over: tuple[int, int] | None,
     swizzled: bool,
 ) -> None:
-    """Write codes and scales of the groups of rows that end at `offsets`; `amax` has one number for each."""
-    turned = columnwise_of(encoding)
-    if swizzled:  # of tiles of one row, which do not depend on the groups
+    """Write codes and scales of the groups of rows that end at `offsets`; `amax` has one number per group."""
+    columnwise_encoding = columnwise_of(encoding)
+    if swizzled:  # tiles of one row do not depend on the groups
         assert out.data is not None
         assert out.scale_inv is not None
         of_tiles = torch.from_numpy(codec.encode_rows(encoding, _array(x), codes_out=_array(out.data))[1])
-        out.scale_inv.view(torch.uint8).copy_(swizzled_groups(of_tiles, offsets))
+        out.scale_inv.view(torch.uint8).copy_(swizzle_groups(of_tiles, offsets))
         return
     sides = (
         (encoding, out.data, out.scale_inv, "data", "scale_inv"),
-        (turned, out.columnwise_data, out.columnwise_scale_inv, "columnwise_data", "columnwise_scale_inv"),
+        (columnwise_encoding, out.columnwise_data, out.columnwise_scale_inv, "columnwise_data", "columnwise_scale_inv"),
     )
     for group, (start, stop) in enumerate(_spans(offsets, x.shape[0])):
         parts = {}
-        for of, codes, stored, data, scale in sides:
-            if of is not None and codes is not None and stored is not None:
+        for side_encoding, codes, stored, data, scale in sides:
+            if side_encoding is not None and codes is not None and stored is not None:
                 parts[data] = codes[start:stop]
-                if of.tile == (WHOLE, WHOLE):
+                if side_encoding.tile == (WHOLE, WHOLE):
                     parts[scale] = stored[group : group + 1]
                 else:
-                    first = int(first_tiles(offsets, x.shape[0], of.tile[0])[group])
-                    parts[scale] = stored[first : first + of.grid((stop - start, x.shape[1]))[0]]
-        most = None if amax is None else amax[group : group + 1]
-        quantize(x[start:stop], encoding, Components(**parts), amax=most, scale=None, over=over)
+                    first = int(first_tiles(offsets, x.shape[0], side_encoding.tile[0])[group])
+                    parts[scale] = stored[first : first + side_encoding.grid((stop - start, x.shape[1]))[0]]
+        group_amax = None if amax is None else amax[group : group + 1]
+        quantize(x[start:stop], encoding, Components(**parts), amax=group_amax, scale=None, over=over)
 
 
 def quantize_rows(
     x: torch.Tensor, _: torch.Tensor, encoding: Encoding, codes: torch.Tensor, scales: torch.Tensor
 ) -> None:
-    """Write codes of rows, each scaled by its own amax, and their scales [M]: all of them."""
+    """Write the codes of all rows, each scaled by its own amax, and their scales [M]."""
     rows = replace(encoding, tile=(1, WHOLE))
     scales.copy_(torch.from_numpy(codec.encode_rows(rows, _array(x), codes_out=_array(codes))[1]).view(-1))
 
@@ -162,7 +166,7 @@ def quantize_rows(
 def dequantize(
     codes: torch.Tensor, stored: torch.Tensor, total: torch.Tensor | None, encoding: Encoding, out: torch.Tensor
 ) -> None:
-    """Write the values of codes into `out`: a matrix of bfloat16, float16 or float32."""
+    """Write the values of codes into `out`, a matrix of bfloat16, float16 or float32."""
     factor = 1.0 if total is None else total.item() / (encoding.code_max * encoding.scale_max)
     if not out.numel():
         return
@@ -171,5 +175,5 @@ def dequantize(
 
 
 def transpose(codes: torch.Tensor, out: torch.Tensor) -> None:
-    """Write the transposes of matrices [many, rows, columns], eight bits an element, into `out`."""
+    """Write the transposes of matrices [count, rows, columns] of eight-bit elements into `out`."""
     with_plain_bytes(out).copy_(with_plain_bytes(codes).transpose(1, 2))

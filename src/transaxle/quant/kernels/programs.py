@@ -1,16 +1,16 @@
-"""The Triton programs: what one block of a matrix goes through on the device.
+"""The Triton programs, each of which processes one block of a matrix on the device.
 
-Rounding is done on the bits of float32 numbers, so that the interpreter (which gets bfloat16 and float8 wrong) and
-every GPU give the same codes: bfloat16 comes in as its 16 bits, float8 goes out as its 8. Where the chip has an
-instruction that gives the same bits (`native`: Hopper and later), that is used instead; the tests compare the two.
+Rounding works on the bits of float32 numbers, so that the interpreter (which gets bfloat16 and float8 wrong) and every
+GPU give the same codes: bfloat16 is loaded as its 16 bits, float8 is stored as its 8. If the chip has an instruction
+that gives the same bits (`native`: Hopper and later), that is used instead; the tests compare the two.
 
-Two things must not be left to the compiler: a product and a sum fused into one rounding (launched with
-`enable_fp_fusion=False`), and `/`, which divides approximately (`div_rn` here).
+Two things must not be left to the compiler: fusing a product and a sum into one rounding (programs are launched with
+`enable_fp_fusion=False`), and `/`, which divides approximately (`div_rn` is used).
 
 Importing this module imports triton, and fixes whether the interpreter runs (`TRITON_INTERPRET`).
 
-The Triton programs for groups of rows of a matrix: each finds its group on the device, and goes on in it as the
-programs for a single matrix do.
+The programs for groups of rows first find the group of their block on the device, and then work like the programs for a
+single matrix.
 """
 
 from __future__ import annotations
@@ -22,28 +22,29 @@ import triton.language as tl
 
 
 ABS = tl.constexpr(0x7FFFFFFF)
-"""Mask: the bits of a float32 but for its sign. Without sign, floats sort like their bits, NaN above all."""
+"""Mask that clears the sign bit of a float32. Without the sign, floats are ordered like their bits, with NaN largest.
+"""
 INFINITY = tl.constexpr(0x7F800000)
 NAN = tl.constexpr(0x7FC00000)
 LARGEST = tl.constexpr(3.4028234663852886e38)
 """The largest finite float32."""
 
 TENSOR = tl.constexpr(0)
-"""Scales: one float32 for the whole tensor, made from its amax."""
+"""Scheme: one float32 scale for the whole tensor, computed from its amax."""
 GIVEN = tl.constexpr(4)
-"""Scales: one float32 for the whole tensor, given."""
+"""Scheme: one float32 scale for the whole tensor, passed in."""
 BLOCK = tl.constexpr(1)
-"""Scales: a float32 per tile."""
+"""Scheme: a float32 scale per tile."""
 E8M0 = tl.constexpr(2)
-"""Scales: a power of two per tile, stored as its exponent."""
+"""Scheme: a power-of-two scale per tile, stored as its exponent."""
 E4M3 = tl.constexpr(3)
-"""Scales: an E4M3 number per tile, and one factor for the tensor."""
+"""Scheme: an E4M3 scale per tile, and one factor for the tensor."""
 
 
-def _packed_cast(to: str, gather: str) -> tl.constexpr:
-    """PTX for four codes at once, in one register: four floats are rounded, and the signs come from what was loaded.
+def _cast_asm(to: str, gather: str) -> tl.constexpr:
+    """Return PTX that rounds four floats to codes in one register, with the signs of the loaded values.
 
-    Not Triton's own cast: where it is followed by a change of layout, Triton 3.6 gave wrong codes on an H200.
+    Triton's own cast is not used: followed by a change of layout, it gave wrong codes with Triton 3.6 on an H200.
     """
     return tl.constexpr(f"""{{
         .reg .b16 low, high;
@@ -57,34 +58,35 @@ def _packed_cast(to: str, gather: str) -> tl.constexpr:
 
 
 _FROM_HALVES = "prmt.b32 signs, $5, $6, 0x7531;"
-"""The upper bytes of four halves, which come in two registers."""
+"""PTX that selects the upper bytes of four halves, which come in two registers."""
 _FROM_WORDS = "prmt.b32 signs, $5, $6, 0x0073; prmt.b32 more, $7, $8, 0x0073; prmt.b32 signs, signs, more, 0x5410;"
-"""The upper bytes of four words."""
-HALVES_TO_E4M3, HALVES_TO_E5M2 = _packed_cast("e4m3", _FROM_HALVES), _packed_cast("e5m2", _FROM_HALVES)
-WORDS_TO_E4M3, WORDS_TO_E5M2 = _packed_cast("e4m3", _FROM_WORDS), _packed_cast("e5m2", _FROM_WORDS)
+"""PTX that selects the upper bytes of four words."""
+HALVES_TO_E4M3, HALVES_TO_E5M2 = _cast_asm("e4m3", _FROM_HALVES), _cast_asm("e5m2", _FROM_HALVES)
+WORDS_TO_E4M3, WORDS_TO_E5M2 = _cast_asm("e4m3", _FROM_WORDS), _cast_asm("e5m2", _FROM_WORDS)
 
 
 @triton.jit
 def as_float(raw):
-    """Float32 values of what was loaded: bfloat16 as 16 bits, float16 or float32."""
+    """Return loaded elements as float32: bfloat16 (as 16 bits), float16 or float32."""
     wide = raw.to(tl.uint32) << 16 if raw.dtype == tl.uint16 else raw.to(tl.float32)
     return wide.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def sign_of(raw):
-    """Sign bits (int32, 128 or 0) of what was loaded. A NaN has one too, which arithmetic would lose."""
+    """Return the sign bits (int32, 128 or 0) of loaded elements. A NaN has one too, which arithmetic would lose."""
     # The top byte of the input, whatever its width, has the sign in its highest bit.
     high = raw.to(tl.uint32, bitcast=True) >> 24 if raw.dtype == tl.float32 else raw.to(tl.uint16, bitcast=True) >> 8
     return high.to(tl.int32) & 0x80
 
 
 @triton.jit
-def rounded(value, mantissa: tl.constexpr, bias: tl.constexpr, largest: tl.constexpr, nan: tl.constexpr):
-    """Codes (int32, without sign) of float32 values: to the nearest, ties to even, what is too large to the largest.
+def round_to_code(value, mantissa: tl.constexpr, bias: tl.constexpr, largest: tl.constexpr, nan: tl.constexpr):
+    """Round float32 values to codes (int32, without sign): to nearest, ties to even, too large ones to the largest
+    code.
 
-    `largest` is the code of the largest finite number and `nan` the code that NaN gets. Below the smallest normal
-    number codes count equal steps: adding the float whose last bit is worth one step rounds to them.
+    `largest` is the code of the largest finite number and `nan` the code for NaN. Below the smallest normal number,
+    codes count equal steps: adding the float whose last bit is worth one step rounds to them.
     """
     size = value.to(tl.int32, bitcast=True) & ABS
     shift: tl.constexpr = 23 - mantissa
@@ -105,9 +107,9 @@ def rounded(value, mantissa: tl.constexpr, bias: tl.constexpr, largest: tl.const
 
 @triton.jit
 def float8_codes(value, raw, mantissa: tl.constexpr, native: tl.constexpr):
-    """Float8 codes (uint8) of float32 values, E4M3 (3 bits of mantissa) or E5M2 (2), with the signs of `raw`."""
+    """Round float32 values to float8 codes (uint8), E4M3 (3 mantissa bits) or E5M2 (2), with the signs of `raw`."""
     if not native:
-        size = rounded(value, mantissa, 7 if mantissa == 3 else 15, 0x7E if mantissa == 3 else 0x7B, 0x7F)
+        size = round_to_code(value, mantissa, 7 if mantissa == 3 else 15, 0x7E if mantissa == 3 else 0x7B, 0x7F)
         codes = (size | sign_of(raw)).to(tl.uint8)
     elif raw.dtype == tl.float32:
         words: tl.constexpr = WORDS_TO_E4M3 if mantissa == 3 else WORDS_TO_E5M2
@@ -120,7 +122,7 @@ def float8_codes(value, raw, mantissa: tl.constexpr, native: tl.constexpr):
 
 @triton.jit
 def float8_values(code, mantissa: tl.constexpr, native: tl.constexpr):
-    """Float32 values of float8 codes (uint8)."""
+    """Return the float32 values of float8 codes (uint8)."""
     if native:
         value = code.to(tl.float8e4nv if mantissa == 3 else tl.float8e5, bitcast=True).to(tl.float32)
     else:
@@ -138,7 +140,7 @@ def float8_values(code, mantissa: tl.constexpr, native: tl.constexpr):
 
 @triton.jit
 def nibble_values(code):
-    """Float32 values of E2M1 codes (int32, 0 to 15): 0, 0.5, 1, 1.5, 2, 3, 4, 6 and the same below zero."""
+    """Return the float32 values of E2M1 codes (int32, 0 to 15): 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives."""
     size = code & 7
     # E2M1 has bias 1: moving exponent and mantissa to the place of float32's leaves 126 to add to the exponent.
     normal = (size + (126 << 1)) << 22
@@ -148,7 +150,7 @@ def nibble_values(code):
 
 @triton.jit
 def power_of_two(code):
-    """Float32 values of E8M0 codes (int32): two to the code minus 127; 255 is NaN."""
+    """Return the float32 values of E8M0 codes (int32): two to the power of code - 127; 255 is NaN."""
     # Code 0 is 2^-127, which in float32 is subnormal: its highest mantissa bit.
     bits = tl.where(code == 0, 0x00400000, tl.where(code == 255, NAN, code << 23))
     return bits.to(tl.float32, bitcast=True)
@@ -156,8 +158,9 @@ def power_of_two(code):
 
 @triton.jit
 def e8m0_scale(amax, code_max: tl.constexpr):
-    """E8M0 code (int32) of a tile and what its elements are multiplied by: amax / code_max, rounded up to a power of
-    two. Infinity gives 254, NaN 255; a tile so small that its code is 0 is not multiplied.
+    """Return a tile's E8M0 code (int32), amax / code_max rounded up to a power of two, and the factor for its elements.
+
+    Infinity gives 254, NaN 255; for a tile so small that its code is 0 the factor is 1.
     """
     bits = (amax * (1.0 / code_max)).to(tl.uint32, bitcast=True)
     # Adding all ones below the exponent rounds up; of a subnormal the first mantissa bit stands for 2^-127, code 0.
@@ -170,9 +173,9 @@ def e8m0_scale(amax, code_max: tl.constexpr):
 
 @triton.jit
 def float8_scale(amax, code_max: tl.constexpr, largest: tl.constexpr, even: tl.constexpr):
-    """What a tile's elements are multiplied by, from its amax: to the code's largest value, `even` a power of two.
+    """Return the factor for a tile's elements that maps its amax to the largest code; with `even`, a power of two.
 
-    `largest` is the largest finite number of the input's dtype: the scale where the quotient overflows.
+    `largest` is the largest finite number of the input's dtype: the factor if the quotient overflows.
     """
     scale = tl.div_rn(tl.full(amax.shape, code_max, tl.float32), amax)
     # A tiny amax overflows the quotient; zeros, infinities and NaN get the scale 1 below.
@@ -185,19 +188,19 @@ def float8_scale(amax, code_max: tl.constexpr, largest: tl.constexpr, even: tl.c
 
 @triton.jit
 def inverse(value):
-    """One over a float32, rounded once."""
+    """Return the reciprocal of a float32, rounded once."""
     return tl.div_rn(tl.full(value.shape, 1.0, tl.float32), value)
 
 
 @triton.jit
 def smaller(value, limit):
-    """The smaller of the two; the limit where the value is NaN."""
+    """Return the smaller of the two; the limit if the value is NaN."""
     return tl.where(value < limit, value, limit)
 
 
 @triton.jit
 def e4m3_scale(amax, total, code_max: tl.constexpr, scale_max: tl.constexpr):
-    """E4M3 code of a block and what its elements are multiplied by; `total` is the tensor's amax (a scalar)."""
+    """Return a block's E4M3 code and the factor for its elements; `total` is the tensor's amax (a scalar)."""
     whole = tl.zeros([1], tl.float32) + total
     # Factor that brings the tensor's amax to the largest block scale times the largest code.
     spread = smaller(tl.div_rn(tl.full([1], scale_max * code_max, tl.float32), whole), LARGEST)
@@ -205,43 +208,43 @@ def e4m3_scale(amax, total, code_max: tl.constexpr, scale_max: tl.constexpr):
     by, back = tl.max(spread * (1.0 / code_max), axis=0), tl.max(inverse(spread), axis=0)
     # Elements are multiplied by the inverse of the scale as stored, not of the exact one, so that dequantizing undoes
     # just that.
-    code = rounded(amax * by, 3, 7, 0x7E, 0x7F).to(tl.uint8)
+    code = round_to_code(amax * by, 3, 7, 0x7E, 0x7F).to(tl.uint8)
     return code, smaller(inverse(float8_values(code, 3, False) * back), LARGEST)
 
 
 @triton.jit
-def place(rows, columns, row_stride, column_stride):
-    """Offsets of a grid of elements; wide, as a tensor may hold more than 2^31."""
+def element_offsets(rows, columns, row_stride, column_stride):
+    """Return the offsets of a grid of elements, in int64, since a tensor may have more than 2^31 elements."""
     return rows.to(tl.int64)[:, None] * row_stride + columns.to(tl.int64)[None, :] * column_stride
 
 
 @triton.jit
-def scale_place(rows, columns, row_stride, swizzled: tl.constexpr):
-    """Offsets of a grid of scales; `swizzled`: as `transaxle.quant.kernels.components` says, in rows padded to 4."""
+def scale_offsets(rows, columns, row_stride, swizzled: tl.constexpr):
+    """Return the offsets of a grid of scales; `swizzle`: in swizzled order, with rows padded to 4 columns."""
     if swizzled:
         down, along = rows.to(tl.int64)[:, None], columns.to(tl.int64)[None, :]
         # Blocks of 128 x 4 scales, 512 bytes each; within one, rows 0, 32, 64 and 96 are neighbours.
         block = (down // 128) * (row_stride // 4) + along // 4
         offsets = block * 512 + (down % 32) * 16 + (down % 128) // 32 * 4 + along % 4
     else:
-        offsets = place(rows, columns, row_stride, 1)
+        offsets = element_offsets(rows, columns, row_stride, 1)
     return offsets
 
 
 @triton.jit
 def tile_max(x, rows: tl.constexpr, columns: tl.constexpr):
-    """Largest magnitude in each tile of a block [R, C]: [R / rows, C / columns]; NaN where there is one."""
+    """Return the largest magnitude in each tile of a block [R, C]: [R / rows, C / columns]; NaN if the tile has one."""
     high: tl.constexpr = x.shape[0] // rows
     wide: tl.constexpr = x.shape[1] // columns
     size = x.to(tl.int32, bitcast=True) & ABS
     # As integers: the order of magnitudes is the same, and NaN, whose bits are the largest, is not lost.
-    most = tl.max(tl.reshape(size, [high, rows, wide, columns]), axis=3)
-    return tl.max(most, axis=1).to(tl.float32, bitcast=True)
+    row_max = tl.max(tl.reshape(size, [high, rows, wide, columns]), axis=3)
+    return tl.max(row_max, axis=1).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def times(x, scale, rows: tl.constexpr, columns: tl.constexpr):
-    """Multiply each tile of a block [R, C] by its own scale: [R / rows, C / columns]."""
+    """Multiply each tile of a block [R, C] by its own scale, [R / rows, C / columns]."""
     high: tl.constexpr = x.shape[0] // rows
     wide: tl.constexpr = x.shape[1] // columns
     tiles = tl.reshape(x, [high, rows, wide, columns]) * scale[:, None, :, None]
@@ -280,25 +283,25 @@ def write_block(
     tile_rows = row // step_rows + tl.arange(0, high * repeat_rows)
     tile_columns = column // step_columns + tl.arange(0, wide * repeat_columns)
     inside = (tile_rows[:, None] * step_rows < height) & (tile_columns[None, :] * step_columns < width)
-    tl.store(scales + scale_place(tile_rows, tile_columns, scale_stride, swizzled), stored, mask=inside)
+    tl.store(scales + scale_offsets(tile_rows, tile_columns, scale_stride, swizzled), stored, mask=inside)
     store_codes(times(x, scale, rows, columns), raw, codes, row, column, height, width, code_stride, mantissa, native)
 
 
 @triton.jit
 def store_codes(x, raw, codes, row, column, height, width, stride, mantissa: tl.constexpr, native: tl.constexpr):
-    """Round a block of scaled values and store its codes, those of 4 bits in pairs. Signs are those of the input."""
+    """Round a block of scaled values and store its codes, 4-bit ones in pairs. Signs are those of `raw`."""
     down = row + tl.arange(0, x.shape[0])
     if mantissa == 1:
-        nibbles = rounded(x, 1, 1, 7, 7) | (sign_of(raw) >> 4)
+        nibbles = round_to_code(x, 1, 1, 7, 7) | (sign_of(raw) >> 4)
         # Neighbours along a row share a byte, the first in the low half.
         low, high = tl.split(tl.reshape(nibbles, [x.shape[0], x.shape[1] // 2, 2]))
         along = column // 2 + tl.arange(0, x.shape[1] // 2)
         inside = (down[:, None] < height) & (along[None, :] < width // 2)
-        tl.store(codes + place(down, along, stride, 1), (low | (high << 4)).to(tl.uint8), mask=inside)
+        tl.store(codes + element_offsets(down, along, stride, 1), (low | (high << 4)).to(tl.uint8), mask=inside)
     else:
         along = column + tl.arange(0, x.shape[1])
         inside = (down[:, None] < height) & (along[None, :] < width)
-        tl.store(codes + place(down, along, stride, 1), float8_codes(x, raw, mantissa, native), mask=inside)
+        tl.store(codes + element_offsets(down, along, stride, 1), float8_codes(x, raw, mantissa, native), mask=inside)
 
 
 @triton.jit
@@ -312,7 +315,7 @@ def quantize_block(
     """Quantize the block of a matrix that starts at (row, column): see `quantize_program`."""
     down, along = row + tl.arange(0, block_rows), column + tl.arange(0, block_columns)
     inside = (down[:, None] < height) & (along[None, :] < width)
-    raw = tl.load(x + place(down, along, x_row, x_column), mask=inside, other=0)
+    raw = tl.load(x + element_offsets(down, along, x_row, x_column), mask=inside, other=0)
     if scheme == TENSOR or scheme == GIVEN:  # noqa: SIM109 - Triton has no `in`
         scale = tl.load(total + tl.arange(0, 1))
         if scheme == TENSOR:
@@ -330,8 +333,8 @@ def quantize_block(
                 scheme, mantissa, scale_max, largest, even, native, swizzled,
             )  # fmt: skip
         if column_codes is not None:
-            if codes is not None:  # read again, from the cache: kept till here it would take up too many registers
-                raw = tl.load(x + place(down, along, x_row, x_column), mask=inside, other=0)
+            if codes is not None:  # load again, from the cache: keeping it would take up too many registers
+                raw = tl.load(x + element_offsets(down, along, x_row, x_column), mask=inside, other=0)
             write_block(
                 raw, column_codes, column_scales, whole, row, column, height, width, column_code_row,
                 column_scale_row, columns, rows, repeat_columns, repeat_rows,
@@ -347,10 +350,10 @@ def quantize_program(
     repeat_rows: tl.constexpr, repeat_columns: tl.constexpr, scheme: tl.constexpr, mantissa: tl.constexpr,
     scale_max: tl.constexpr, largest: tl.constexpr, even: tl.constexpr, native: tl.constexpr,
 ):  # fmt: skip
-    """Quantize one block of a matrix: read once, written by rows, by columns or both.
+    """Quantize one block of a matrix: loaded once, stored rowwise, columnwise or both.
 
     The columnwise codes have tiles of columns x rows. Pointers that are None are not written. `total` is one float32:
-    the tensor's amax or, by the scheme, the scale that was given; None where tiles have amaxes of their own only.
+    the tensor's amax or, depending on the scheme, a given scale; None if only tiles have amaxes.
     """
     across = tl.maximum(tl.cdiv(width, block_columns), 1)
     program = tl.program_id(0).to(tl.int64)
@@ -365,7 +368,9 @@ def quantize_program(
 
 @triton.jit
 def amax_program(x, most, height, width, x_row, x_column, block_rows: tl.constexpr, block_columns: tl.constexpr):
-    """Largest magnitude of a matrix, as bits, into `most` (int32, 0 before): each program takes every n-th block."""
+    """Store the largest magnitude of a matrix, as bits, in `most` (int32, initially 0). Programs take every n-th
+    block.
+    """
     across = tl.cdiv(width, block_columns).to(tl.int64)
     blocks = tl.cdiv(height, block_rows) * across
     largest = tl.zeros([block_rows, block_columns], tl.int32)
@@ -373,7 +378,7 @@ def amax_program(x, most, height, width, x_row, x_column, block_rows: tl.constex
         down = (block // across) * block_rows + tl.arange(0, block_rows)
         along = (block % across) * block_columns + tl.arange(0, block_columns)
         inside = (down[:, None] < height) & (along[None, :] < width)
-        value = as_float(tl.load(x + place(down, along, x_row, x_column), mask=inside, other=0))
+        value = as_float(tl.load(x + element_offsets(down, along, x_row, x_column), mask=inside, other=0))
         largest = tl.maximum(largest, value.to(tl.int32, bitcast=True) & ABS)
     # Atomic over integers: the result does not depend on the order of the programs.
     tl.atomic_max(most, tl.max(tl.max(largest, axis=1), axis=0), sem="relaxed")
@@ -381,9 +386,9 @@ def amax_program(x, most, height, width, x_row, x_column, block_rows: tl.constex
 
 @triton.jit
 def as_stored(value, sign, out, native: tl.constexpr):
-    """Round float32 values to the type behind the pointer `out`: bfloat16 as 16 bits, float16 or float32.
+    """Round float32 values to the dtype behind the pointer `out`: bfloat16 as 16 bits, float16 or float32.
 
-    A NaN gets the sign given (int32, 128 or 0) and no payload.
+    NaN gets the given sign (int32, 128 or 0) and no payload.
     """
     sound = value == value
     if out.dtype.element_ty == tl.float32:
@@ -407,10 +412,10 @@ def dequantize_program(
     block_rows: tl.constexpr, block_columns: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
     scheme: tl.constexpr, mantissa: tl.constexpr, native: tl.constexpr,
 ):  # fmt: skip
-    """Values of one block of codes: code times scale in float32, rounded once.
+    """Store the values of one block of codes: code times scale in float32, rounded once.
 
-    The scale of nvfp4 takes in the factor of the tensor, its amax (`total`) over `divisor`.
-    Blocks lie inside tiles or are whole tiles, in either dim.
+    The scale of nvfp4 includes the factor of the tensor, its amax (`total`) over `divisor`. In either dim, blocks are
+    inside one tile or consist of whole tiles.
     """
     across = tl.cdiv(width, block_columns)
     program = tl.program_id(0).to(tl.int64)
@@ -419,12 +424,12 @@ def dequantize_program(
     if mantissa == 1:
         pairs = column // 2 + tl.arange(0, block_columns // 2)
         stored = (down[:, None] < height) & (pairs[None, :] < width // 2)
-        both = tl.load(codes + place(down, pairs, code_row, 1), mask=stored, other=0).to(tl.int32)
-        code = tl.reshape(tl.join(both & 15, both >> 4), [block_rows, block_columns])
+        pair = tl.load(codes + element_offsets(down, pairs, code_row, 1), mask=stored, other=0).to(tl.int32)
+        code = tl.reshape(tl.join(pair & 15, pair >> 4), [block_rows, block_columns])
         value, sign = nibble_values(code), (code & 8) << 4
     else:
         stored = (down[:, None] < height) & (along[None, :] < width)
-        code = tl.load(codes + place(down, along, code_row, 1), mask=stored, other=0)
+        code = tl.load(codes + element_offsets(down, along, code_row, 1), mask=stored, other=0)
         value, sign = float8_values(code, mantissa, native), (code & 0x80).to(tl.int32)
     if scheme == TENSOR:
         value *= tl.load(scales)
@@ -436,7 +441,7 @@ def dequantize_program(
         tile_rows = (row + share_rows * tl.arange(0, block_rows // share_rows)) // rows
         tile_columns = (column + share_columns * tl.arange(0, block_columns // share_columns)) // columns
         stored = (tile_rows[:, None] * rows < height) & (tile_columns[None, :] * columns < width)
-        scale = tl.load(scales + place(tile_rows, tile_columns, scale_row, 1), mask=stored, other=0)
+        scale = tl.load(scales + element_offsets(tile_rows, tile_columns, scale_row, 1), mask=stored, other=0)
         if scheme == E8M0:
             scale = power_of_two(scale.to(tl.int32))
         elif scheme == E4M3:
@@ -445,37 +450,38 @@ def dequantize_program(
             scale = (float8_values(scale, 3, False).to(tl.float64) * factor).to(tl.float32)
         value = times(value, scale, share_rows, share_columns)
     inside = (down[:, None] < height) & (along[None, :] < width)
-    tl.store(out + place(down, along, out_row, 1), as_stored(value, sign, out, native), mask=inside)
+    tl.store(out + element_offsets(down, along, out_row, 1), as_stored(value, sign, out, native), mask=inside)
 
 
 @triton.jit
 def transpose_program(codes, out, height, width, block_rows: tl.constexpr, block_columns: tl.constexpr):
-    """Matrices of bytes, one after the other, into their transposes."""
+    """Store the transposes of matrices of bytes, which follow each other in memory."""
     program = tl.program_id(0).to(tl.int64)
     across = tl.cdiv(width, block_columns)
-    each = tl.cdiv(height, block_rows) * across
-    matrix, block = program // each, program % each
+    blocks_per_matrix = tl.cdiv(height, block_rows) * across
+    matrix, block = program // blocks_per_matrix, program % blocks_per_matrix
     rows = (block // across) * block_rows + tl.arange(0, block_rows)
     columns = (block % across) * block_columns + tl.arange(0, block_columns)
     start = matrix * height * width
     inside = (rows[:, None] < height) & (columns[None, :] < width)
-    code = tl.load(codes + start + place(rows, columns, width, 1), mask=inside, other=0)
-    turned = (columns[:, None] < width) & (rows[None, :] < height)
-    tl.store(out + start + place(columns, rows, height, 1), tl.trans(code), mask=turned)
+    code = tl.load(codes + start + element_offsets(rows, columns, width, 1), mask=inside, other=0)
+    inside_transpose = (columns[:, None] < width) & (rows[None, :] < height)
+    tl.store(out + start + element_offsets(columns, rows, height, 1), tl.trans(code), mask=inside_transpose)
 
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
 
 
 HIGH = tl.constexpr(128)
-"""Rows of swizzled scales that each group begins a new one of."""
+"""Rows of a block of swizzled scales; each group starts a new block."""
 
 
 @triton.jit
 def spans(offsets, groups, height, size: tl.constexpr):
-    """First row and number of rows of each group, int64 [size]; what no group has is left out, and none is negative.
+    """Return the first row and the number of rows of each group, int64 [size], clipped to the matrix.
 
-    `offsets` are the rows at which groups end; `size` is a power of two, at least `groups`.
+    `offsets` are the rows at which groups end; `size` is a power of two, at least `groups`. Wrong offsets give no
+    negative numbers of rows.
     """
     every = tl.arange(0, size)
     stop = tl.load(offsets + every, mask=every < groups, other=0).to(tl.int64)
@@ -485,26 +491,26 @@ def spans(offsets, groups, height, size: tl.constexpr):
 
 
 @triton.jit
-def located(block, offsets, groups, height, block_rows: tl.constexpr, size: tl.constexpr):
-    """Group of a block of rows, first row and rows of the group, and the row in it at which the block starts.
+def locate_block(block, offsets, groups, height, block_rows: tl.constexpr, size: tl.constexpr):
+    """Return a block's group, the group's first row and number of rows, and the block's first row in the group.
 
-    Groups have at least one block each, also if they are empty. A block past the last one has group `groups`.
+    Each group has at least one block, even if it is empty. Blocks after the last group have group number `groups`.
     """
     every = tl.arange(0, size)
     start, rows = spans(offsets, groups, height, size)
     blocks = tl.where(every < groups, tl.maximum((rows + block_rows - 1) // block_rows, 1), 0)
     ends = tl.cumsum(blocks, axis=0)
     group = tl.sum(((ends <= block) & (every < groups)).to(tl.int32), axis=0)
-    own = every == group
-    first = tl.sum(tl.where(own, start, 0), axis=0)
-    count = tl.sum(tl.where(own, rows, 0), axis=0)
-    row = (block - tl.sum(tl.where(own, ends - blocks, 0), axis=0)) * block_rows
+    selected = every == group
+    first = tl.sum(tl.where(selected, start, 0), axis=0)
+    count = tl.sum(tl.where(selected, rows, 0), axis=0)
+    row = (block - tl.sum(tl.where(selected, ends - blocks, 0), axis=0)) * block_rows
     return group, first, count, row
 
 
 @triton.jit
 def tiles_before(group, offsets, groups, height, step: tl.constexpr, size: tl.constexpr):
-    """Rows of tiles that the groups before one have, each of which starts with a tile of its own."""
+    """Return the number of rows of tiles of the groups before one, each of which starts with a new tile."""
     _, rows = spans(offsets, groups, height, size)
     return tl.sum(tl.where(tl.arange(0, size) < group, (rows + step - 1) // step, 0), axis=0)
 
@@ -519,16 +525,16 @@ def quantize_groups_program(
     repeat_rows: tl.constexpr, repeat_columns: tl.constexpr, scheme: tl.constexpr, mantissa: tl.constexpr,
     scale_max: tl.constexpr, largest: tl.constexpr, even: tl.constexpr, native: tl.constexpr, swizzled: tl.constexpr,
 ):  # fmt: skip
-    """Quantize one block of one group as if the group were a matrix by itself: see `quantize_program`.
+    """Quantize one block of one group as if the group were a separate matrix: see `quantize_program`.
 
-    `total` has one number for each group. Scales of a group's tiles follow those of the group before it (`swizzled`:
-    from the next multiple of 128 rows on); offsets so wrong that they would not fit into the `tile_rows` (and
-    `column_tile_rows`) that there are write nothing.
+    `total` has one number for each group. Scales of a group's tiles follow those of the group before it (`swizzle`:
+    from the next multiple of 128 rows on). Wrong offsets that would exceed the `tile_rows` (or `column_tile_rows`) of
+    the buffers write nothing.
     """
     across = tl.maximum(tl.cdiv(width, block_columns), 1)
     program = tl.program_id(0).to(tl.int64)
     column = (program % across) * block_columns
-    group, first, count, row = located(program // across, offsets, groups, height, block_rows, size)
+    group, first, count, row = locate_block(program // across, offsets, groups, height, block_rows, size)
     fits = group < groups
     if codes is not None:
         codes += first * code_row
@@ -536,16 +542,16 @@ def quantize_groups_program(
             scales += group
         else:
             step: tl.constexpr = HIGH if swizzled else rows // repeat_rows
-            many: tl.constexpr = HIGH if swizzled else 1
-            before = tiles_before(group, offsets, groups, height, step, size) * many
-            fits = fits & (before + (count + step - 1) // step * many <= tile_rows)
-            scales += before * scale_row
+            alignment: tl.constexpr = HIGH if swizzled else 1
+            first_tile_row = tiles_before(group, offsets, groups, height, step, size) * alignment
+            fits = fits & (first_tile_row + (count + step - 1) // step * alignment <= tile_rows)
+            scales += first_tile_row * scale_row
     if column_codes is not None:
         column_codes += first * column_code_row
         high: tl.constexpr = columns // repeat_columns
-        passed = tiles_before(group, offsets, groups, height, high, size)
-        fits = fits & (passed + (count + high - 1) // high <= column_tile_rows)
-        column_scales += passed * column_scale_row
+        first_column_tile_row = tiles_before(group, offsets, groups, height, high, size)
+        fits = fits & (first_column_tile_row + (count + high - 1) // high <= column_tile_rows)
+        column_scales += first_column_tile_row * column_scale_row
     if scheme == TENSOR or scheme == E4M3:  # noqa: SIM109 - Triton has no `in`
         total += group
     if fits:
@@ -562,14 +568,16 @@ def amax_groups_program(
     x, offsets, most, groups, height, width, x_row, x_column,
     size: tl.constexpr, block_rows: tl.constexpr, block_columns: tl.constexpr,
 ):  # fmt: skip
-    """Largest magnitude of a block of one group, as bits, into the group's place in `most` (int32, 0 before)."""
+    """Store the largest magnitude of a block of one group, as bits, in the group's entry of `most` (int32, initially
+    0).
+    """
     across = tl.maximum(tl.cdiv(width, block_columns), 1)
     program = tl.program_id(0).to(tl.int64)
-    group, first, count, row = located(program // across, offsets, groups, height, block_rows, size)
+    group, first, count, row = locate_block(program // across, offsets, groups, height, block_rows, size)
     down = row + tl.arange(0, block_rows)
     along = (program % across) * block_columns + tl.arange(0, block_columns)
     inside = (down[:, None] < count) & (along[None, :] < width)
-    value = as_float(tl.load(x + first * x_row + place(down, along, x_row, x_column), mask=inside, other=0))
+    value = as_float(tl.load(x + first * x_row + element_offsets(down, along, x_row, x_column), mask=inside, other=0))
     largest = value.to(tl.int32, bitcast=True) & ABS
     tl.atomic_max(most + group, tl.max(tl.max(largest, axis=1), axis=0), mask=group < groups, sem="relaxed")
 
@@ -580,23 +588,23 @@ def quantize_rows_program(
     block_rows: tl.constexpr, block_columns: tl.constexpr, mantissa: tl.constexpr,
     largest: tl.constexpr, even: tl.constexpr, native: tl.constexpr,
 ):  # fmt: skip
-    """Quantize some rows, each by its own amax, which a first pass over them finds: those of groups only."""
+    """Quantize a block of rows, each by its own amax, which a first pass finds; only rows of groups are written."""
     row = tl.program_id(0).to(tl.int64) * block_rows
     stop = tl.minimum(tl.load(offsets + groups - 1).to(tl.int64), height)
     down = row + tl.arange(0, block_rows)
-    most = tl.zeros([block_rows, block_columns], tl.int32)
+    largest_bits = tl.zeros([block_rows, block_columns], tl.int32)
     if row < stop:
         for column in range(0, width, block_columns):
             along = column + tl.arange(0, block_columns)
             inside = (down[:, None] < stop) & (along[None, :] < width)
-            value = as_float(tl.load(x + place(down, along, x_row, x_column), mask=inside, other=0))
-            most = tl.maximum(most, value.to(tl.int32, bitcast=True) & ABS)
+            value = as_float(tl.load(x + element_offsets(down, along, x_row, x_column), mask=inside, other=0))
+            largest_bits = tl.maximum(largest_bits, value.to(tl.int32, bitcast=True) & ABS)
         code_max: tl.constexpr = 448.0 if mantissa == 3 else 57344.0
-        scale = float8_scale(tl.max(most, axis=1).to(tl.float32, bitcast=True), code_max, largest, even)
+        scale = float8_scale(tl.max(largest_bits, axis=1).to(tl.float32, bitcast=True), code_max, largest, even)
         tl.store(scales + down, inverse(scale), mask=down < stop)
         for column in range(0, width, block_columns):
             along = column + tl.arange(0, block_columns)
             inside = (down[:, None] < stop) & (along[None, :] < width)
-            raw = tl.load(x + place(down, along, x_row, x_column), mask=inside, other=0)
+            raw = tl.load(x + element_offsets(down, along, x_row, x_column), mask=inside, other=0)
             scaled = as_float(raw) * scale[:, None]
             store_codes(scaled, raw, codes, row, column, stop, width, code_row, mantissa, native)
