@@ -162,6 +162,12 @@ PAGES = (
     "how-to/deepspeed",
     "how-to/quantized",
     "how-to/training",
+    "how-to/load",
+    "how-to/save",
+    "how-to/async-save",
+    "how-to/resume",
+    "how-to/training-refused",
+    "how-to/quantized-training",
     "how-to/moe",
     "how-to/inference",
     "how-to/refit",
@@ -187,7 +193,7 @@ ELSEWHERE = {
 def test_what_the_pages_tell_to_type_prints_what_they_show(page: str, tmp_path: Path) -> None:
     """Run a page's blocks in order; below a command, a page shows what it prints, with `…` for what is left out.
 
-    The page on training starts its ranks by torchrun, which fails if one of them is aborted as it ends.
+    The page on resuming starts its ranks by torchrun, which fails if one of them is aborted as it ends.
     """
     _beside(page, tmp_path)
     blocks = _blocks((ROOT / "docs" / f"{page}.md").read_text("utf-8"), "python", "console")
