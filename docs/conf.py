@@ -1,11 +1,11 @@
 """Sphinx builds these pages; every build treats warnings as errors and runs the examples (`make docs`)."""
 
-from importlib.metadata import version as _version
+from transaxle import __version__ as _version
 
 project = "Transaxle"
 author = "The Transaxle contributors"
 copyright = "The Transaxle contributors"
-release = version = _version("transaxle")
+release = version = _version
 
 extensions = [
     "myst_parser",
@@ -37,5 +37,5 @@ _here.cleanup()
 """
 
 html_theme = "furo"
-html_title = "Transaxle"
+html_title = f"Transaxle {release}"
 html_copy_source = False

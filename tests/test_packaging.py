@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+import transaxle as tx
 from hatch_build import with_links
 from tests.cli.running import tree
 from tests.engine import quantized
@@ -90,6 +91,14 @@ def test_item_11_links_lead_to_the_version_that_was_released() -> None:
         "[there](https://there/a), ![drawn](https://forge/x/raw/v1.2/a.svg)"
     )
     assert with_links(text, "", "1.2") == "why (`docs/why.md`), LICENSE, [here](#x), [there](https://there/a), drawn"
+
+
+def test_the_version_is_the_changelogs_newest_and_the_one_to_cite() -> None:
+    newest = re.findall(r"^## (\S+) \((\S+)\)", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE)[0]
+    cited = dict(
+        re.findall(r"^(version|date-released): (\S+)$", (ROOT / "CITATION.cff").read_text("utf-8"), re.MULTILINE)
+    )
+    assert newest == (tx.__version__, cited["date-released"]) == (cited["version"], cited["date-released"])
 
 
 def test_item_11_versions_of_python_are_said_once() -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from transaxle.errors import CODES, Refusal, TransaxleError
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _LAZY = "transaxle.verbs"
 """Where everything below lives that is not imported above: it is loaded when it is first used."""
