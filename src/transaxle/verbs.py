@@ -57,7 +57,7 @@ _CONVERTED = ("hf", "converted")
 """Dialects of a function's table: what it takes and what it gives."""
 
 
-def unwatched(_: int) -> None:
+def no_progress(_: int) -> None:
     """Progress that nobody watches."""
 
 
@@ -101,7 +101,7 @@ class _Unwatched:
 
     def progress(self, total: int, label: str = "", *, stays: bool = False) -> AbstractContextManager[Progress]:  # noqa: ARG002
         """See `Watch`."""
-        return nullcontext(unwatched)
+        return nullcontext(no_progress)
 
     def workers(self) -> AbstractContextManager[Callable[[Event], None]]:
         """See `Watch`."""
@@ -498,7 +498,7 @@ def convert(
     sync: bool = True,
     verify: bool = False,
     report: PathLike | None = None,
-    progress: Progress = unwatched,
+    progress: Progress = no_progress,
     watch: Watch | None = None,
     format: str | None = None,  # noqa: A002 - the contract's name
     family: str | None = None,
@@ -598,7 +598,7 @@ def verify(
     *,
     jobs: int | None = None,
     memory: Size | None = None,
-    progress: Progress = unwatched,
+    progress: Progress = no_progress,
     watch: Watch | None = None,
     format: str | None = None,  # noqa: A002 - the contract's name
     family: str | None = None,
@@ -660,7 +660,7 @@ def diff(
     report: PathLike | None = None,
     jobs: int | None = None,
     memory: Size | None = None,
-    progress: Progress = unwatched,
+    progress: Progress = no_progress,
     watch: Watch | None = None,
     format: str | None = None,  # noqa: A002 - the contract's name
     family: str | None = None,

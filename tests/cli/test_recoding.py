@@ -76,10 +76,10 @@ def test_a_damaged_result_of_an_encoding_is_found(bf16: Path, here: Path, transa
     from transaxle.engine.plan.conversion import make_plan
     from transaxle.engine.read_back import reproduced
     from transaxle.engine.views.encode import Encode
-    from transaxle.move.workers import limits, unwatched
+    from transaxle.move.workers import limits, no_progress
 
     with open_checkpoint(bf16) as source, open_checkpoint(here / "out") as written:
-        found = reproduced(make_plan(source, "hf", encode=Encode("mxfp8")), written, limits(), unwatched)
+        found = reproduced(make_plan(source, "hf", encode=Encode("mxfp8")), written, limits(), no_progress)
     assert {difference.name for difference in found.differences} == {DOWN, f"{DOWN}_scale"}
 
 

@@ -22,7 +22,7 @@ class Nothing:
     """A storage of one file that nobody reads."""
 
     path = single = FILE
-    takes_notes = False
+    batches_steps = False
     bytes_read = 0
 
     def listing(self, folder: str = "") -> Listing:
@@ -40,7 +40,7 @@ class Nothing:
     def read_into(self, name: str, offset: int, view: memoryview) -> None:
         raise AssertionError("planning reads nothing")
 
-    def note_read(
+    def add_read(
         self, steps: Steps, name: str, offset: int, view: memoryview, width: int = 0, loops: Sequence[Loop] = ()
     ) -> None:
         raise AssertionError("planning reads nothing")

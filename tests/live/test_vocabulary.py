@@ -63,8 +63,19 @@ def test_item_3_live_models_take_tables_and_axes(tmp_path: Path, rules: Path) ->
 
 def test_item_3_who_reads_names_by_tables_takes_these() -> None:
     vocabulary = {"family", "dialect", "config", "axes", "rules"}
-    takers = (tx.open, tx.info, tx.plan, tx.convert, tx.verify, tx.diff, tx.load, tx.save, tx.async_save, tx.reshard)
-    for function in (*takers, tx.TrainerCheckpoints, tx.AccelerateHooks):
+    target_ranks = (
+        tx.open,
+        tx.info,
+        tx.plan,
+        tx.convert,
+        tx.verify,
+        tx.diff,
+        tx.load,
+        tx.save,
+        tx.async_save,
+        tx.reshard,
+    )
+    for function in (*target_ranks, tx.TrainerCheckpoints, tx.AccelerateHooks):
         assert vocabulary <= inspect.signature(function).parameters.keys(), function
 
 

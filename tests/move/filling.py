@@ -8,7 +8,7 @@ from functools import partial
 
 from transaxle.axes.geometry import Loop
 from transaxle.formats.storage.copier import Bytes, Steps, read_each
-from transaxle.move.transfer import Readable, Scratch, Transfer, note_fill
+from transaxle.move.transfer import Readable, Scratch, Transfer, add_transfer
 
 
 class PlainFiles(ABC):
@@ -18,7 +18,7 @@ class PlainFiles(ABC):
     def read_into(self, name: str, offset: int, view: memoryview) -> None:
         """See `Readable`."""
 
-    def note_read(
+    def add_read(
         self, steps: Steps, name: str, offset: int, view: memoryview, width: int = 0, loops: Sequence[Loop] = ()
     ) -> None:
         """See `Readable`."""
@@ -26,14 +26,14 @@ class PlainFiles(ABC):
 
 
 def fill(reader: Readable, transfer: Transfer, out: Bytes, start: int, scratch: Scratch) -> None:
-    """Carry a transfer out into a buffer; see `note_fill`."""
+    """Carry a transfer out into a buffer; see `add_transfer`."""
     with Steps() as steps:
-        note_fill(steps, reader, transfer, out, start, scratch)
+        add_transfer(steps, reader, transfer, out, start, scratch)
         steps.run()
 
 
 def read_runs(reader: Readable, name: str, offset: int, view: memoryview, width: int, loops: Sequence[Loop]) -> None:
-    """Read runs of a file into their places; see `Storage.note_read`."""
+    """Read runs of a file into their places; see `Storage.add_read`."""
     with Steps() as steps:
-        reader.note_read(steps, name, offset, view if loops else view[:width], width, loops)
+        reader.add_read(steps, name, offset, view if loops else view[:width], width, loops)
         steps.run()

@@ -60,11 +60,11 @@ def test_a_given_length_is_kept() -> None:
 
 
 @given(st.lists(st.integers(1, 5 * MB), max_size=12), st.integers(0, 3 * MB), st.sampled_from([1 << 16, MB, 4 * MB]))
-def test_blocks_cover_a_tensor_in_order_and_fit(sizes: list[int], padding: int, room: int) -> None:
+def test_blocks_cover_a_tensor_in_order_and_fit(sizes: list[int], padding: int, buffer: int) -> None:
     transfers, size = matrices(sizes), sum(sizes) + padding
-    ends = [0, *block_ends(transfers, size, room)]
+    ends = [0, *block_ends(transfers, size, buffer)]
     assert ends[-1] == size
-    assert all(0 < stop - start <= room for start, stop in pairwise(ends))
+    assert all(0 < stop - start <= buffer for start, stop in pairwise(ends))
     for transfer in transfers:
         inside = [end for end in ends if transfer.target < end < transfer.target_end]
-        assert not inside or transfer.size > min(MB, room)
+        assert not inside or transfer.size > min(MB, buffer)

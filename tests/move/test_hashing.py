@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.move.filling import PlainFiles
 from transaxle.formats.storage import copier
-from transaxle.move.journal import SPAN, HashingFiles, ItemHash, Places, digest, digest_in, joined
+from transaxle.move.journal import SPAN, HashingFiles, ItemHash, Places, digest, digest_in, join_hashes
 from transaxle.move.transfer import Transfer
 
 
@@ -57,7 +57,7 @@ def test_a_large_item_has_the_hash_of_its_spans(size: int, cuts: list[int], span
     for start, stop in pairwise(sorted({0, size, *(cut for cut in cuts if cut < size)})):
         hashed.update(start, memoryview(data)[start:stop])
     spans = [digest(data[at : at + span]) for at in range(0, max(size, 1), span)]
-    assert hashed.hexdigest() == joined(spans)
+    assert hashed.hexdigest() == join_hashes(spans)
     assert hashed.hexdigest() == (digest(data) if size <= span else digest("".join(spans).encode()))
     assert SPAN == 256 << 20, "manifests say so"
 
@@ -74,9 +74,9 @@ def test_what_no_rank_sees_whole_is_not_hashed() -> None:
 
 def test_parts_of_places() -> None:
     data = bytes(range(99, 103))
-    found = [(file, at, bytes(part)) for file, at, part in Places(PLACES).laid(99, memoryview(data))]
+    found = [(file, at, bytes(part)) for file, at, part in Places(PLACES).locate(99, memoryview(data))]
     assert found == [("a", 149, b"c"), ("b", 7, b"d"), ("a", 0, b"ef")]
-    assert list(Places(PLACES).laid(150, memoryview(bytes(10)))) == []
+    assert list(Places(PLACES).locate(150, memoryview(bytes(10)))) == []
 
 
 COLUMNS = tuple(Transfer("ab"[n], 20, 3 * n, 3, ((10, 3, 6),)) for n in range(2))
@@ -115,7 +115,7 @@ def test_a_place_is_found_among_many() -> None:
     found = Places([*copies, *places])
     for start, stop in ((0, 1000), (5, 6), (38, 38), (95, 214), (999, 1000)):
         written = {"a": bytearray(1010), "b": bytearray(1000)}
-        for file, at, part in found.laid(start, memoryview(data)[start:stop]):
+        for file, at, part in found.locate(start, memoryview(data)[start:stop]):
             written[file][at : at + len(part)] = part
         for number, byte in enumerate(data):
             inside = start <= number < stop

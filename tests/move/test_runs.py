@@ -15,7 +15,7 @@ from tests.move.filling import PlainFiles
 from transaxle.formats.storage.copier import Bytes, scatter
 from transaxle.move import mover as mover_module
 from transaxle.move import workers as workers_module
-from transaxle.move.mover import Movement, Run, alone, batches, packed
+from transaxle.move.mover import ItemRange, Movement, batches, divide_by_rank, pack_copies
 from transaxle.move.transfer import Sink, Transfer
 from transaxle.move.workers import Item, Limits
 
@@ -34,11 +34,11 @@ def _items(sizes: list[int]) -> list[Item]:
         rows, width = size // (3 * WIDTH), WIDTH
         columns = [Transfer(str(rank), 0, rank * width, width, ((rows, width, 3 * width),)) for rank in RANKS if rows]
         whole = [Transfer("1", 0, 0, size)] if size else []
-        takers = [(0,), RANKS, (), (1,), (1, 2)][key % 5]
-        if key % 3 == 2 and takers:
-            found.append(Item(key, size, lambda whole=whole: whole, takers, takers))  # type: ignore[misc]
+        target_ranks = [(0,), RANKS, (), (1,), (1, 2)][key % 5]
+        if key % 3 == 2 and target_ranks:
+            found.append(Item(key, size, lambda whole=whole: whole, target_ranks, target_ranks))  # type: ignore[misc]
         else:
-            found.append(Item(key, size, whole if key % 3 else columns, takers))
+            found.append(Item(key, size, whole if key % 3 else columns, target_ranks))
     return found
 
 
@@ -49,11 +49,11 @@ SIZES = st.lists(st.integers(0, 5000), max_size=12)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, size in {"_OPEN": 2048, "_ROUND": 1024}.items():
         monkeypatch.setattr(mover_module, name, size)
-    for name, size in {"RUN": 512, "_LONG": 256}.items():
+    for name, size in {"RANGE_BYTES": 512, "_LONG_COPY": 256}.items():
         monkeypatch.setattr(workers_module, name, size)
 
 
-def _batches(items: list[Item]) -> list[list[Run]]:
+def _batches(items: list[Item]) -> list[list[ItemRange]]:
     return list(batches(items, dict.fromkeys(RANKS, 0), _owner))
 
 
@@ -65,8 +65,10 @@ def test_every_byte_is_in_one_run() -> None:
         for run in (run for batch in _batches(items) for run in batch):
             assert run.start == positions[run.item.key] < run.stop
             positions[run.item.key] = run.stop
-            assert run.takers == run.item.takers or (not run.item.takers and len(run.takers) == 1)
-            assert set(run.makers) <= set(run.item.makers or RANKS)
+            assert run.target_ranks == run.item.target_ranks or (
+                not run.item.target_ranks and len(run.target_ranks) == 1
+            )
+            assert set(run.source_ranks) <= set(run.item.source_ranks or RANKS)
         assert positions == {item.key: item.size for item in items}
 
     holds()
@@ -78,11 +80,11 @@ def test_batches_keep_to_their_bounds() -> None:
         for batch in _batches(_items(sizes)):
             opened, sent, received = Counter[int](), Counter[int](), Counter[int]()
             for run in batch:
-                opened.update(dict.fromkeys(run.takers, run.size))
-                for maker in run.makers:
-                    others = [rank for rank in run.takers if rank != maker]
-                    sent[maker] += run.sent(maker) * len(others)
-                    received.update(dict.fromkeys(others, run.sent(maker)))
+                opened.update(dict.fromkeys(run.target_ranks, run.size))
+                for maker in run.source_ranks:
+                    others = [rank for rank in run.target_ranks if rank != maker]
+                    sent[maker] += run.sent_bytes(maker) * len(others)
+                    received.update(dict.fromkeys(others, run.sent_bytes(maker)))
             assert len(batch) == 1 or max(opened.values()) <= 2048
             assert len(batch) == 1 or max([*sent.values(), *received.values(), 0]) <= 1024
 
@@ -91,8 +93,8 @@ def test_batches_keep_to_their_bounds() -> None:
 
 def test_work_goes_to_the_least_busy() -> None:
     items = [Item(0, 3000, list, RANKS, RANKS)]
-    makers = [run.makers for batch in batches(items, {0: 0, 1: 5000, 2: 0}, _owner) for run in batch]
-    assert makers == [(0,), (2,), (0,), (2,), (0,), (2,)]
+    source_ranks = [run.source_ranks for batch in batches(items, {0: 0, 1: 5000, 2: 0}, _owner) for run in batch]
+    assert source_ranks == [(0,), (2,), (0,), (2,), (0,), (2,)]
 
 
 def test_a_queue_is_never_divided() -> None:
@@ -104,7 +106,7 @@ def test_a_queue_is_never_divided() -> None:
         Item(3, 0, [], (2,)),
         Item(4, 8, [mine]),
     ]
-    own, others = alone(items, _owner)
+    own, others = divide_by_rank(items, _owner)
     assert {rank: [[item.key for item in queue] for queue in queues] for rank, queues in own.items()} == {
         1: [[2]],
         2: [[3]],
@@ -116,7 +118,7 @@ def test_what_is_packed_is_spread_again() -> None:
     source = np.arange(200, dtype=np.uint8)
     parts = [Transfer("0", 10, 3, 2, ((3, 7, 4), (2, 30, 20))), Transfer("0", 0, 60, 5)]
     straight, spread, pack = (np.zeros(100, np.uint8) for _ in range(3))
-    for part, (packing, spreading) in zip(parts, packed(parts), strict=True):
+    for part, (packing, spreading) in zip(parts, pack_copies(parts), strict=True):
         scatter(source[part.source :], straight, part.target, part.width, part.loops)
         scatter(source[packing.source :], pack, packing.target, packing.width, packing.loops)
         scatter(pack[spreading.source :], spread, spreading.target, spreading.width, spreading.loops)
@@ -150,10 +152,10 @@ class _Taken(Sink):
         self.counts = [0] * len(sizes)
         self.ended: list[int] = []
 
-    def room(self, key: int, start: int, stop: int) -> Bytes | None:
+    def buffer(self, key: int, start: int, stop: int) -> Bytes | None:
         return self.out[key][start:stop] if self._rooms else None
 
-    def filled(self, key: int, start: int, stop: int) -> None:
+    def mark_filled(self, key: int, start: int, stop: int) -> None:
         self.counts[key] += stop - start
 
     def take(self, key: int, start: int, data: memoryview) -> None:

@@ -93,7 +93,7 @@ def moved(
 
     items = [Item(key, size, parts, (0,), (0,), None, blocks(key)) for key, (size, parts) in enumerate(made)]
     try:
-        Movement(items, storage, sink, limit).move_own()
+        Movement(items, storage, sink, limit).move_local()
     finally:
         writer.close()
     assert sum(told) == sum(size for size, _ in made)
@@ -325,7 +325,7 @@ def test_hashes_are_those_of_the_package(cuts: list[int], hidden: bool) -> None:
         if hidden:
             patch.setattr(copier, "load_hash", lambda: None)
         for start, stop in pairwise(edges):
-            hashed.note(steps, start, memoryview(data)[start:stop])
+            hashed.add_update(steps, start, memoryview(data)[start:stop])
         steps.run()
     spans = [xxhash.xxh3_128_hexdigest(data[at : at + 1100]) for at in (0, 1100, 2200)]
     assert hashed.hexdigest() == xxhash.xxh3_128_hexdigest("".join(spans).encode())
@@ -350,14 +350,14 @@ def test_what_ends_between_steps_leaves_no_file_open(
     """An unfinished file that stays open keeps its room on the disk, although it is deleted."""
     write(tmp_path / "a", {f"w{number}": np.zeros(100_000, np.float32) for number in range(9)})
     calls = iter(range(100))
-    going_on = workers.Worker.go_on
+    going_on = workers.Worker.check_stop
 
-    def go_on(worker: workers.Worker) -> None:
+    def check_stop(worker: workers.Worker) -> None:
         if next(calls) == 5:
             raise KeyboardInterrupt
         going_on(worker)
 
-    monkeypatch.setattr(workers.Worker, "go_on", go_on)
+    monkeypatch.setattr(workers.Worker, "check_stop", check_stop)
     with pytest.raises(KeyboardInterrupt) as raised:
         CALLS[name](tmp_path)
     assert raised.tb is not None  # holds the frames, and all that is in them

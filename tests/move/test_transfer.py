@@ -16,7 +16,7 @@ from tests.engine import law
 from tests.move.filling import PlainFiles, fill
 from transaxle.axes.geometry import Loop
 from transaxle.formats.storage.copier import Steps, read_each
-from transaxle.move.transfer import Scratch, Transfer, active, clip, lower
+from transaxle.move.transfer import Scratch, Transfer, clip, clip_blocks, lower
 
 FILE = "source"
 BASE = 3
@@ -108,19 +108,19 @@ def test_clip_moves_exactly_the_bytes_that_land_in_the_range(transfer: Transfer,
 
 @given(transfers(), st.sampled_from([1, 2, 7, 16, 64, 1000, 100_000]), st.sampled_from([1.0, 4.0]), st.integers(0, 30))
 @law
-def test_fill_with_a_scratch_of_any_size(transfer: Transfer, room: int, waste: float, gap: int) -> None:
+def test_fill_with_a_scratch_of_any_size(transfer: Transfer, buffer: int, waste: float, gap: int) -> None:
     memory = memory_of(transfer)
     out = np.zeros(transfer.target_end - transfer.target, np.uint8)
-    fill(memory, transfer, out, transfer.target, Scratch(room, waste, gap))
+    fill(memory, transfer, out, transfer.target, Scratch(buffer, waste, gap))
     np.testing.assert_array_equal(out, expected(transfer, memory, transfer.target, transfer.target_end))
 
 
 @given(transfers(), st.sampled_from([1, 64, 100_000]))
 @law
-def test_a_scratch_that_allows_no_waste_reads_nothing_else(transfer: Transfer, room: int) -> None:
+def test_a_scratch_that_allows_no_waste_reads_nothing_else(transfer: Transfer, buffer: int) -> None:
     memory = memory_of(transfer)
     out = np.zeros(transfer.target_end, np.uint8)
-    fill(memory, transfer, out, 0, Scratch(room, waste=1.0, gap=0))
+    fill(memory, transfer, out, 0, Scratch(buffer, waste=1.0, gap=0))
     wanted = {source for source, _ in positions(transfer)}
     assert {byte for offset, size in memory.calls for byte in range(offset, offset + size)} == wanted
 
@@ -142,7 +142,7 @@ def test_blocks_hold_each_byte_once(several: list[Transfer], block: int) -> None
             whole[target] = memory.content[source]
     out = np.zeros(size, np.uint8)
     scratch, seen, before = Scratch(16), 0, 0
-    for start, stop, parts in active(placed, [*range(block, size, block), size] if size else []):
+    for start, stop, parts in clip_blocks(placed, [*range(block, size, block), size] if size else []):
         assert start == before
         assert stop - start <= block
         held = np.zeros(stop - start, np.uint8)
@@ -191,18 +191,18 @@ def test_close_runs_are_read_together_and_distant_ones_are_not() -> None:
     assert memory.calls == [(100_000 * i, 8) for i in range(10)]
 
 
-@pytest.mark.parametrize("room", [1 << 8, 1 << 12, 1 << 20])
-def test_a_transpose_reads_whole_stretches(room: int) -> None:
+@pytest.mark.parametrize("buffer", [1 << 8, 1 << 12, 1 << 20])
+def test_a_transpose_reads_whole_stretches(buffer: int) -> None:
     """Rows of a source become columns: every byte is read once, however small the scratch."""
     rows, columns = 64, 48
     memory = Memory(BASE + rows * columns * 2)
     moves = lower(FILE, BASE, 2, 0, 0, ((columns, 1, rows), (rows, columns, 1)))
     out = np.zeros(rows * columns * 2, np.uint8)
-    fill(memory, moves, out, 0, Scratch(room))
+    fill(memory, moves, out, 0, Scratch(buffer))
     source = memory.content[BASE:].view(np.uint16).reshape(rows, columns)
     np.testing.assert_array_equal(out.view(np.uint16).reshape(columns, rows), source.T)
     assert memory.octets == rows * columns * 2
-    assert min(size for _, size in memory.calls) >= min(room // 4, columns * 2)
+    assert min(size for _, size in memory.calls) >= min(buffer // 4, columns * 2)
 
 
 class Strides(Memory):
@@ -212,7 +212,7 @@ class Strides(Memory):
         super().__init__(size)
         self.at_once: list[int] = []
 
-    def note_read(
+    def add_read(
         self, steps: Steps, name: str, offset: int, view: memoryview, width: int = 0, loops: Sequence[Loop] = ()
     ) -> None:
         def read() -> None:
@@ -226,13 +226,13 @@ class Strides(Memory):
 
 @given(transfers(), st.sampled_from([1, 16, 64, 100_000]), st.sampled_from([1.0, 4.0]), st.integers(0, 30))
 @law
-def test_runs_read_at_once_are_the_same_reads(transfer: Transfer, room: int, waste: float, gap: int) -> None:
+def test_runs_read_at_once_are_the_same_reads(transfer: Transfer, buffer: int, waste: float, gap: int) -> None:
     """A reader that takes many runs in one call is asked for the bytes that any other one is asked for."""
     memories = Memory(transfer.source + transfer.source_span), Strides(transfer.source + transfer.source_span)
     outs = [np.zeros(transfer.size + 7 * 512, np.uint8) for _ in memories]
     for memory, out in zip(memories, outs, strict=True):
         for part in clip(transfer, transfer.target, transfer.target + len(out)):
-            fill(memory, part, out, transfer.target, Scratch(room, waste, gap))
+            fill(memory, part, out, transfer.target, Scratch(buffer, waste, gap))
     np.testing.assert_array_equal(outs[0], outs[1])
     np.testing.assert_array_equal(
         outs[0], expected(transfer, memories[0], transfer.target, transfer.target + len(outs[0]))

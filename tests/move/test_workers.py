@@ -17,7 +17,7 @@ from transaxle.formats.storage.local import LocalStorage
 from transaxle.move.journal import HashingFiles
 from transaxle.move.mover import Movement
 from transaxle.move.transfer import Sink, Transfer
-from transaxle.move.workers import Item, Limits, are_noted, grouped, largest_first
+from transaxle.move.workers import Item, Limits, can_batch, group_tasks, largest_first
 
 WORKERS, SMALL = 3, 50
 """As many reads must be under way together, each of so many bytes."""
@@ -44,7 +44,7 @@ class Memory(Sink):
     def __init__(self, count: int) -> None:
         self.held: Bytes = np.zeros((count, SMALL), np.uint8)
 
-    def room(self, key: int, start: int, stop: int) -> Bytes:
+    def buffer(self, key: int, start: int, stop: int) -> Bytes:
         found: Bytes = self.held[key][start:stop]
         return found
 
@@ -58,13 +58,13 @@ def items(count: int) -> list[Item]:
 
 def test_small_items_of_other_machines_are_read_side_by_side() -> None:
     memory = Memory(2 * WORKERS)
-    Movement(items(2 * WORKERS), FarFiles(), memory, Limits(WORKERS, 1 << 22)).move_own()
+    Movement(items(2 * WORKERS), FarFiles(), memory, Limits(WORKERS, 1 << 22)).move_local()
     assert memory.held.tolist() == [[key + 1] * SMALL for key in range(2 * WORKERS)]
 
 
 def test_so_are_those_that_are_hashed() -> None:
     hashing = HashingFiles(None, (), range(2 * WORKERS))
-    Movement(items(2 * WORKERS), FarFiles(), hashing, Limits(WORKERS, 1 << 22)).move_own()
+    Movement(items(2 * WORKERS), FarFiles(), hashing, Limits(WORKERS, 1 << 22)).move_local()
     assert len(set(hashing.digests.values())) == 2 * WORKERS
 
 
@@ -80,7 +80,7 @@ def test_so_are_copies_that_are_compared() -> None:
 @pytest.mark.parametrize("noted", [False, True])
 @given(sizes=st.lists(st.integers(0, 60 << 20)), fair=st.integers(0, 100 << 20))
 def test_groups_have_every_task_once(noted: bool, sizes: list[int], fair: int) -> None:
-    groups = list(grouped(largest_first(enumerate(sizes)), noted=noted, fair=fair))
+    groups = list(group_tasks(largest_first(enumerate(sizes)), batched=noted, fair=fair))
     order = [task for group in groups for task in group]
     assert sorted(order) == list(range(len(sizes)))
     assert [sizes[task] for task in order] == sorted(sizes, reverse=True)
@@ -95,6 +95,6 @@ def test_groups_have_every_task_once(noted: bool, sizes: list[int], fair: int) -
 
 def test_files_of_this_machine_are_noted(tmp_path: Path) -> None:
     near = LocalStorage(tmp_path)
-    assert are_noted(near, near)
-    assert not are_noted(near, FarFiles())
+    assert can_batch(near, near)
+    assert not can_batch(near, FarFiles())
     near.close()

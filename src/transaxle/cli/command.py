@@ -259,11 +259,11 @@ def _size(_ctx: click.Context, _param: click.Parameter, typed: str | None) -> in
 
 def _memory(ctx: click.Context, param: click.Parameter, typed: str | None) -> int | None:
     """Parse the memory limit, and refuse one that is too small for a single worker."""
-    from transaxle.move.workers import LEAST_MEMORY
+    from transaxle.move.workers import MIN_MEMORY
 
     count = _size(ctx, param, typed)
-    if count is not None and count < LEAST_MEMORY:
-        raise click.BadParameter(f"{typed} is too little: one worker alone needs {LEAST_MEMORY >> 10}KiB of buffers")
+    if count is not None and count < MIN_MEMORY:
+        raise click.BadParameter(f"{typed} is too little: one worker alone needs {MIN_MEMORY >> 10}KiB of buffers")
     return count
 
 

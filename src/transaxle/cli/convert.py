@@ -382,7 +382,7 @@ def _show(screen: Screen, prepared: Cleared, dst: str, options: Mapping[str, Any
             "target": dst,
             "finished": prepared.finished,
             **plan.as_json(copies=False),
-            "buffers": limit.holding(plan.band).peak,
+            "buffers": limit.with_min_block(plan.band).peak,
         }
         screen.document(shown if error is None else {**error_document(error), **shown})
     else:
@@ -459,7 +459,7 @@ def _print_plan(screen: Screen, plan: Plan, limit: Limits) -> None:
         f"read {size(plan.bytes_read)}",
         f"write {size(plan.bytes_written)} in {plural(len(plan.files), 'file')}",
         f"{plural(plan.copies, 'copy', 'copies')}, {percent(plan.contiguous, plan.copies)} contiguous",
-        f"peak memory {size(limit.holding(plan.band).peak)} of buffers",
+        f"peak memory {size(limit.with_min_block(plan.band).peak)} of buffers",
     ]
     screen.line(_GAP + _GAP.join(amount if plan.refusals else [*amount, "nothing refused"]))
 

@@ -12,7 +12,7 @@ import click
 from transaxle.cli.command import Command, given, options_of, printing
 from transaxle.cli.screen import Screen
 from transaxle.engine.wording import size
-from transaxle.move.workers import unwatched
+from transaxle.move.workers import no_progress
 from transaxle.options import OPENING
 from transaxle.reports.reporting import reported
 
@@ -53,7 +53,7 @@ def report_command(
     with screen.working("writing the report"):
         how: dict[str, bool] = {"overwrite": overwrite, "values": options["values"]}
         reading = given(options, OPENING)
-        path, refused = reported(src, output or _named_after(src), reading, **how, progress=unwatched)
+        path, refused = reported(src, output or _named_after(src), reading, **how, progress=no_progress)
     amount = path.stat().st_size
     if not screen.as_json:
         screen.line(f"{path} · {size(amount)}")

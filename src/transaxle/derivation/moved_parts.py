@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from transaxle.derivation.patterns import Numbering, Pattern, Patterns, Place
 from transaxle.derivation.traces import HUB, SIDES, Numbers, Shape, Trace, Underivable
-from transaxle.move.workers import Unions
+from transaxle.move.workers import DisjointSets
 
 Positions = npt.NDArray[np.int64]
 
@@ -243,7 +243,7 @@ class Parts:
     """In the order of the first dialect."""
     of: Sequence[Mapping[tuple[str, str], Sequence[tuple[Part, Instance]]]]
     """For each trace, (side, stored name) -> what is in it."""
-    axes: Unions[Place]
+    axes: DisjointSets[Place]
     """Places in names that count the same things."""
     patterns: Patterns
     """Patterns of all names."""
@@ -283,13 +283,13 @@ def parts(traces: Sequence[Trace], numbering: Numbering) -> Parts:
             for side, name in zip(SIDES, move.names, strict=True):
                 contents[at][side, name].append((part, instance))
     found = list(by_names.values())
-    axes = Unions[Place]()
+    axes = DisjointSets[Place]()
     for part in sorted(found, key=lambda part: -len(part.instances)):
         _find_axes(part, axes)
     return Parts(found, contents, axes, patterns)
 
 
-def _find_axes(part: Part, axes: Unions[Place]) -> None:
+def _find_axes(part: Part, axes: DisjointSets[Place]) -> None:
     """Pair the indices of both sides; the parts that are in most places come first, and later ones learn from them."""
     columns: dict[tuple[int, ...], list[Coordinate]] = defaultdict(list)
     for coordinate in _coordinates(part):
@@ -349,7 +349,7 @@ def _place(part: Part, coordinate: Coordinate) -> Place | None:
     return part.patterns[SIDES.index(str(side))].places[at] if kind == IN_NAME else None
 
 
-def _partner(part: Part, one: Coordinate, others: Sequence[Coordinate], axes: Unions[Place]) -> Coordinate | None:
+def _partner(part: Part, one: Coordinate, others: Sequence[Coordinate], axes: DisjointSets[Place]) -> Coordinate | None:
     """Return the index of the other side that always has the same value; None if there is none."""
     fitting = [other for other in others if IN_NAME in (one[0], other[0])]
     if not fitting:
@@ -441,7 +441,7 @@ class Reading:
 
     numbers: Mapping[Part, int]
     """Part -> its number."""
-    joined: Unions[AxisKey]
+    joined: DisjointSets[AxisKey]
     """Axes that are one."""
     sizes: dict[AxisKey, set[tuple[int, int]]]
     """Axis -> (trace, size), wherever it was seen."""

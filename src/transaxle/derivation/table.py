@@ -43,7 +43,7 @@ from transaxle.derivation.moved_parts import (
 )
 from transaxle.derivation.patterns import HOLE, Numbering, Pattern, Patterns, Place
 from transaxle.derivation.traces import HUB, MEMORY, SIDES, Trace, Underivable
-from transaxle.move.workers import Unions
+from transaxle.move.workers import DisjointSets
 
 Indices = tuple[int, ...]
 _EVERYWHERE = frozenset({"model", "layers", "weight", "language"})
@@ -132,7 +132,7 @@ class Builder:
         self.careful = careful
         self.found: Parts = parts(traces, numbering)
         self.numbers = {part: number for number, part in enumerate(self.found.all)}
-        self.joined = Unions[AxisKey]()
+        self.joined = DisjointSets[AxisKey]()
         self.reading = Reading(self.numbers, self.joined, {})
         self.counts = self._counts()
 

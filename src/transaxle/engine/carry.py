@@ -40,10 +40,10 @@ from transaxle.formats.catalog import Fragment, Recoding
 from transaxle.formats.registry import MANIFEST
 from transaxle.formats.storage.storage import Storage, layer, unpinned
 from transaxle.formats.store.staging import shown
-from transaxle.move.journal import WHOLE, Done, HashingFiles, digest, span_ends
+from transaxle.move.journal import WHOLE, FinishedTensor, HashingFiles, digest, span_ends
 from transaxle.move.mover import Movement
-from transaxle.move.transfer import Alone, Exchange
-from transaxle.move.workers import Item, Limits, Progress, Unions, Worker, limits, share, unwatched
+from transaxle.move.transfer import Exchange, NoExchange
+from transaxle.move.workers import DisjointSets, Item, Limits, Progress, Worker, limits, no_progress, run_workers
 from transaxle.spans import stage
 
 if TYPE_CHECKING:
@@ -119,13 +119,13 @@ def carry(
     files: Writable | None,
     limit: Limits,
     *,
-    record: Callable[[str, Done], None] | None = None,
-    progress: Progress = unwatched,
+    record: Callable[[str, FinishedTensor], None] | None = None,
+    progress: Progress = no_progress,
     span_size: int | None = None,
     ordered: bool | None = None,
-    takers: Sequence[tuple[int, ...]] | None = None,
+    target_ranks: Sequence[tuple[int, ...]] | None = None,
     exchange: Exchange | None = None,
-) -> dict[str, Done]:
+) -> dict[str, FinishedTensor]:
     """Carry the tensors of a share from the source into files, or only hash them where there is nowhere to write to.
 
     Args:
@@ -137,7 +137,8 @@ def carry(
         progress: called with the bytes of each block.
         span_size: bytes of the spans in which tensors are hashed; None: `SPAN`.
         ordered: the bytes of a file must be written in order; None: if the files say so.
-        takers: for each tensor the rank that writes it; nobody: each rank what it holds of it. None: this process does.
+        target_ranks: for each tensor the rank that writes it; nobody: each rank what it holds of it. None: this process
+            does.
         exchange: moves bytes between ranks; None: this process is alone.
 
     Returns:
@@ -148,28 +149,28 @@ def carry(
     """
     sizes = measured_sizes(tensors, limit, partial(Worker, storage, limit))
     errors: dict[str, Error] = {}
-    done: dict[str, Done] = {}
+    done: dict[str, FinishedTensor] = {}
     witness, alike = layer(storage, HashWitness), _alike(tensors, storage)
 
     def finish(key: int, xxh3: str) -> None:
         name = tensors[key].name
         if witness is not None and key in alike:
             witness.settle(alike[key], xxh3)
-        done[name] = Done(xxh3, errors.get(name, Error()) if tensors[key].codes_of is not None else None)
+        done[name] = FinishedTensor(xxh3, errors.get(name, Error()) if tensors[key].codes_of is not None else None)
         if record is not None:
             record(name, done[name])
 
     if ordered is None:
         ordered = getattr(files, "ordered", False)
-    items = items_of(tensors, sizes, errors, ordered=ordered, takers=takers)
-    rank = (exchange or Alone()).rank
-    hashed = {item.key for item in items if rank in item.takers}
+    items = items_of(tensors, sizes, errors, ordered=ordered, target_ranks=target_ranks)
+    rank = (exchange or NoExchange()).rank
+    hashed = {item.key for item in items if rank in item.target_ranks}
     sink = HashingFiles(files, [tensor.everywhere for tensor in tensors], hashed, progress, finish, span_size)
     Movement(items, storage, sink, limit, exchange).run()
     return done
 
 
-def believe(tensors: Sequence[PlannedTensor], finished: Mapping[str, Done], storage: Storage) -> None:
+def believe(tensors: Sequence[PlannedTensor], finished: Mapping[str, FinishedTensor], storage: Storage) -> None:
     """Let the hashes that the source keeps be checked against tensors that an earlier run has carried."""
     witness, alike = layer(storage, HashWitness), _alike(tensors, storage)
     if witness is None:
@@ -200,7 +201,7 @@ def items_of(
     errors: dict[str, Error],
     *,
     ordered: bool = False,
-    takers: Sequence[tuple[int, ...]] | None = None,
+    target_ranks: Sequence[tuple[int, ...]] | None = None,
 ) -> list[Item]:
     """Return planned tensors as items, which have their places in the sequence as keys.
 
@@ -209,18 +210,18 @@ def items_of(
         sizes: from `measured_sizes`.
         errors: gets the error of each tensor that is encoded, by its name.
         ordered: the bytes of a file must be written in order.
-        takers: as for `carry`.
+        target_ranks: as for `carry`.
     """
     queues: Sequence[Hashable] = [None] * len(tensors)
     if ordered:
-        queues = file_queues(tensors) if takers is None else takers
+        queues = file_queues(tensors) if target_ranks is None else target_ranks
     return [
         Item(
             key,
             tensor.nbytes,
             tensor.transfers,
-            Alone.ranks if takers is None else takers[key],
-            Alone.ranks if takers is None else (),
+            NoExchange.ranks if target_ranks is None else target_ranks[key],
+            NoExchange.ranks if target_ranks is None else (),
             queue,
             None if tensor.step is None and tensor.arithmetic is None else partial(_blocks, tensor, sizes, errors),
         )
@@ -230,7 +231,7 @@ def items_of(
 
 def file_queues(tensors: Sequence[PlannedTensor]) -> list[str | int]:
     """Name the queue of each tensor: one for a file, and for all files that a tensor lies in."""
-    together = Unions[str]()
+    together = DisjointSets[str]()
     for tensor in tensors:
         for place in tensor.everywhere[1:]:
             together.join(place.file, tensor.everywhere[0].file)
@@ -257,12 +258,12 @@ def _blocks(tensor: PlannedTensor, sizes: Sizes, errors: dict[str, Error], worke
         errors[tensor.name] += error
 
     yield from buffer_blocks(
-        step, _values(tensor, step, worker), sizes.get(step.tensor, ()), room=worker.room, measured=add
+        step, _values(tensor, step, worker), sizes.get(step.tensor, ()), room=worker.capacity, measured=add
     )
 
 
 def _values(tensor: PlannedTensor, step: Step, worker: Worker) -> Callable[[Sequence[int]], Iterator[memoryview]]:
-    return partial(worker.cut, tensor.transfers, dtype=step.dtype, arithmetic=tensor.arithmetic)
+    return partial(worker.blocks_until, tensor.transfers, dtype=step.dtype, arithmetic=tensor.arithmetic)
 
 
 def measured_sizes(
@@ -274,10 +275,10 @@ def measured_sizes(
 
     def measure(worker: Worker, item: tuple[PlannedTensor, Step]) -> None:
         tensor, step = item
-        sizes[step.tensor] = largest(step, _values(tensor, step, worker), room=worker.room)
+        sizes[step.tensor] = largest(step, _values(tensor, step, worker), room=worker.capacity)
 
     if wanted:
-        share(wanted.values(), limit.jobs, workers, measure)
+        run_workers(wanted.values(), limit.jobs, workers, measure)
     return sizes
 
 
@@ -291,7 +292,7 @@ def seal(
     prepared: Prepared,
     files: Stage,
     limit: Limits,
-    tensors: Mapping[str, Done],
+    tensors: Mapping[str, FinishedTensor],
     measured: Errors | None = None,
     foretold: Mapping[str, str] | None = None,
 ) -> tuple[Measured, ...]:
@@ -343,7 +344,7 @@ def _write_rest(
         files.write(MANIFEST, encode(manifest_of(prepared, tensors, carried)))
 
 
-def encoding_errors(plan: Plan, tensors: Mapping[str, Done]) -> dict[str, Error]:
+def encoding_errors(plan: Plan, tensors: Mapping[str, FinishedTensor]) -> dict[str, Error]:
     """Return the errors of encoded tensors, by table name."""
     return {each.codes_of: tensors[each.name].error or Error() for each in plan.tensors if each.codes_of is not None}
 

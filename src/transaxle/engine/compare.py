@@ -22,7 +22,16 @@ from transaxle.errors import Refusal, TransaxleError
 from transaxle.formats.catalog import ITEM_BITS
 from transaxle.formats.storage.copier import same_bytes
 from transaxle.formats.training_state import OPTIMIZER
-from transaxle.move.workers import Limits, Progress, are_noted, grouped, largest_first, limits, share, unwatched
+from transaxle.move.workers import (
+    Limits,
+    Progress,
+    can_batch,
+    group_tasks,
+    largest_first,
+    limits,
+    no_progress,
+    run_workers,
+)
 from transaxle.spans import stage
 
 if TYPE_CHECKING:
@@ -218,7 +227,7 @@ def compare(
     *,
     numeric: bool = False,
     limit: Limits | None = None,
-    progress: Progress = unwatched,
+    progress: Progress = no_progress,
 ) -> Comparison:
     """Compare two checkpoints.
 
@@ -398,8 +407,8 @@ def _differing_bytes(
 
     storages = first.container.storage, second.container.storage
     sizes = largest_first((name, first[name].nbytes) for name in names)
-    work = grouped(sizes, noted=are_noted(*storages), fair=sum(size for _, size in sizes) // limit.jobs)
-    share(work, limit.jobs, partial(Pair, *storages, limit), look)
+    work = group_tasks(sizes, batched=can_batch(*storages), fair=sum(size for _, size in sizes) // limit.jobs)
+    run_workers(work, limit.jobs, partial(Pair, *storages, limit), look)
     return found
 
 
@@ -428,7 +437,7 @@ def _differing_values(
         if difference is not None:
             found.append(difference)
 
-    share(names, limit.jobs, partial(Pair, first.container.storage, second.container.storage, limit), look)
+    run_workers(names, limit.jobs, partial(Pair, first.container.storage, second.container.storage, limit), look)
     return found
 
 

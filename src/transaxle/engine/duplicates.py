@@ -43,14 +43,14 @@ from transaxle.move.workers import (
     Progress,
     Task,
     Worker,
-    are_noted,
     block_ends,
-    grouped,
+    can_batch,
+    group_tasks,
     is_whole,
     largest_first,
     new_steps,
-    share,
-    unwatched,
+    no_progress,
+    run_workers,
 )
 from transaxle.spans import stage
 
@@ -79,8 +79,8 @@ class Pair:
     """
 
     def __init__(self, first: Readable, second: Readable, limit: Limits, stop: threading.Event) -> None:
-        self._steps = new_steps(together=are_noted(first, second))
-        self._workers = tuple(Worker(each, limit.halved, stop, self._steps) for each in (first, second))
+        self._steps = new_steps(together=can_batch(first, second))
+        self._workers = tuple(Worker(each, limit.half, stop, self._steps) for each in (first, second))
 
     def blocks(
         self, first: Sequence[Transfer], second: Sequence[Transfer], size: int, other: int | None = None
@@ -95,13 +95,13 @@ class Pair:
         """
         one, two = self._workers
         sizes = size, size if other is None else other
-        most = min(BLOCK, one.room)
+        most = min(BLOCK, one.capacity)
         lengths = [most * each // max(*sizes, 1) or 1 for each in sizes]  # as many elements: items are powers of two
         yield from zip(
             one.blocks(first, sizes[0], length=lengths[0]), two.blocks(second, sizes[1], length=lengths[1]), strict=True
         )
 
-    def differing(self, tensors: Iterable[Compared[Task]], progress: Progress = unwatched) -> set[Task]:
+    def differing(self, tensors: Iterable[Compared[Task]], progress: Progress = no_progress) -> set[Task]:
         """Compare tensors byte by byte, each up to where it is found to differ, or a little further.
 
         Args:
@@ -132,8 +132,8 @@ class Pair:
     ) -> Iterator[tuple[memoryview, memoryview]]:
         """Yield blocks with the bytes of two tensors, which are in them when the steps are carried out."""
         one, two = self._workers
-        ends = block_ends(second if is_whole(first, size) else first, size, one.room)
-        sides = (worker.noted(made_of, ends) for worker, made_of in ((one, first), (two, second)))
+        ends = block_ends(second if is_whole(first, size) else first, size, one.capacity)
+        sides = (worker.add_blocks(made_of, ends) for worker, made_of in ((one, first), (two, second)))
         for (_, block), (_, other) in zip(*sides, strict=True):
             yield block, other
 
@@ -241,8 +241,8 @@ def unequal(checks: Sequence[PlannedCheck], reader: Readable, limit: Limits) -> 
 
     sizes = [(number, check.nbytes) for number, check in enumerate(checks)]
     fair = sum(size for _, size in sizes) // limit.jobs
-    work = grouped(largest_first(sizes), noted=are_noted(reader), fair=fair)
-    share(work, limit.jobs, partial(Pair, reader, reader, limit), compare)
+    work = group_tasks(largest_first(sizes), batched=can_batch(reader), fair=fair)
+    run_workers(work, limit.jobs, partial(Pair, reader, reader, limit), compare)
     return [found[number] for number in sorted(found)]
 
 

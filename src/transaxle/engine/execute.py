@@ -52,9 +52,9 @@ from transaxle.formats.storage.storage import Storage, close, is_url, layer
 from transaxle.formats.store.leftovers import sweep_beside
 from transaxle.formats.store.service import address, local_path
 from transaxle.formats.store.staging import Staging, shared_staging_at, shown, staging_at, takes_parts
-from transaxle.move.journal import Done, Journal, Task, digest, digest_in, joined, refuse_other
-from transaxle.move.transfer import NotingWritable, Writable
-from transaxle.move.workers import Limits, Progress, limits, unwatched
+from transaxle.move.journal import FinishedTensor, Journal, Task, digest, digest_in, join_hashes, refuse_other_task
+from transaxle.move.transfer import StepWritable, Writable
+from transaxle.move.workers import Limits, Progress, limits, no_progress
 from transaxle.spans import span, stage
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def preflight(
     running: bool = False,
     several: bool = False,
     limit: Limits | None = None,
-    progress: Progress = unwatched,
+    progress: Progress = no_progress,
 ) -> Cleared:
     """Find out whether a plan can be carried out at a place.
 
@@ -151,7 +151,7 @@ def preflight(
         if prepared.asked == asked:
             return prepared
         raise ValueError(f"this plan is cleared for {prepared.asked}, not for {asked}")
-    limit = (limit or limits()).holding(prepared.plan.band)
+    limit = (limit or limits()).with_min_block(prepared.plan.band)
     problems = list(prepared.plan.refusals)
 
     def found(step: Callable[[], None]) -> bool:
@@ -162,8 +162,8 @@ def preflight(
             return True
         return False
 
-    if limit.said and limit.least(prepared.plan.band) > limit.memory:
-        message = f"encoding the largest tensor needs {limit.least(prepared.plan.band):,} bytes of buffers"
+    if limit.is_explicit and limit.min_memory(prepared.plan.band) > limit.memory:
+        message = f"encoding the largest tensor needs {limit.min_memory(prepared.plan.band):,} bytes of buffers"
         hint = f"Allow more than the {limit.memory:,} bytes of --memory (memory=), or omit that option."
         problems.append(Refusal("UNSUPPORTED", message, Where(), hint))
     task = task_of(prepared, problems)
@@ -225,7 +225,7 @@ def _looked(
             return True
         raise
     if resume and isinstance(staging, Staging):
-        refuse_other(staging.scratch, task, shown(target))
+        refuse_other_task(staging.scratch, task, shown(target))
     return False
 
 
@@ -376,7 +376,7 @@ def execute(
     resume: bool = False,
     sync: bool = True,
     limit: Limits | None = None,
-    progress: Progress = unwatched,
+    progress: Progress = no_progress,
     times: FileTimes | None = None,
 ) -> Report:
     """Carry a plan out.
@@ -403,7 +403,7 @@ def execute(
     )
     plan, container = ready(cleared), prepared.checkpoint.container
     storage, recoding = container.storage, container.recoding
-    limit, part = (limit or limits()).holding(plan.band), whole(plan)
+    limit, part = (limit or limits()).with_min_block(plan.band), whole(plan)
     if cleared.finished:
         measured = prove(Share(measures=part.measures), storage, recoding, limit, allow_lossy=plan.allow_lossy)
         storage.recheck()
@@ -436,7 +436,7 @@ def _write(
         times: notes when tensors are written.
     """
     plan, storage = prepared.plan, prepared.checkpoint.container.storage
-    refuse_other(staging.scratch, prepared.task, shown(prepared.asked[0]))
+    refuse_other_task(staging.scratch, prepared.task, shown(prepared.asked[0]))
     with span("create files"):
         kept = staging.prepare(prepared.draft.files if staging.single is not None else plan.files)
 
@@ -460,7 +460,7 @@ def _write(
     return resumed, seal(prepared, staging, limit, tensors, measured, foretold)
 
 
-def united(plan: Plan, finished: Mapping[str, Done]) -> dict[str, Done]:
+def united(plan: Plan, finished: Mapping[str, FinishedTensor]) -> dict[str, FinishedTensor]:
     """Return the tensors of a plan that are finished, where workers may have finished spans of them."""
     if not finished:
         return {}
@@ -469,11 +469,13 @@ def united(plan: Plan, finished: Mapping[str, Done]) -> dict[str, Done]:
         if tensor.name in finished:
             tensors[tensor.name] = finished[tensor.name]
         elif all(each.name in finished for each in plan.spans.get(tensor.name, (tensor,))):
-            tensors[tensor.name] = Done(joined([finished[each.name].hash for each in plan.spans[tensor.name]]))
+            tensors[tensor.name] = FinishedTensor(
+                join_hashes([finished[each.name].hash for each in plan.spans[tensor.name]])
+            )
     return tensors
 
 
-def _expect(prepared: Prepared, tensors: list[PlannedTensor], finished: Mapping[str, Done]) -> None:
+def _expect(prepared: Prepared, tensors: list[PlannedTensor], finished: Mapping[str, FinishedTensor]) -> None:
     """Let the checksums and hashes of what an earlier run has read be checked too: what it summed of them is lost."""
     container = prepared.checkpoint.container
     believe(tensors, finished, container.storage)
@@ -488,7 +490,9 @@ def _expect(prepared: Prepared, tensors: list[PlannedTensor], finished: Mapping[
                 witness.expect(each.file, each.offset, each.size)
 
 
-def _still_there(staging: Stage, plan: Plan, recorded: Mapping[str, Done], kept: frozenset[str]) -> dict[str, Done]:
+def _still_there(
+    staging: Stage, plan: Plan, recorded: Mapping[str, FinishedTensor], kept: frozenset[str]
+) -> dict[str, FinishedTensor]:
     """Return the recorded tensors whose bytes in the unfinished files still have the recorded hash."""
     if not recorded:
         return {}
@@ -528,7 +532,7 @@ class FileTimes:
 
     def watching(self, files: Writable) -> Writable:
         """Return the same files; what is written into them is noted here."""
-        return (_WatchedInBatches if hasattr(files, "note_write") else _Watched)(files, self)
+        return (_WatchedInBatches if hasattr(files, "add_write") else _Watched)(files, self)
 
     def add(self, file: str, first: float, last: float, count: int) -> None:
         """Note that bytes of a file were written between two moments."""
@@ -559,8 +563,8 @@ class _Watched:
 class _WatchedInBatches(_Watched):
     """Files that note when they are written, in lists of steps too."""
 
-    def note_write(self, steps: Steps, file: str, offset: int, view: memoryview) -> None:
-        """See `NotingWritable`."""
+    def add_write(self, steps: Steps, file: str, offset: int, view: memoryview) -> None:
+        """See `StepWritable`."""
         begin, size = time.monotonic(), len(view)
-        cast("NotingWritable", self._files).note_write(steps, file, offset, view)
+        cast("StepWritable", self._files).add_write(steps, file, offset, view)
         steps.then(lambda: self._times.add(file, begin, time.monotonic(), size))

@@ -30,7 +30,7 @@ from transaxle.formats.storage.storage import Storage, files_in
 from transaxle.formats.store.staging import storage_at, takes_parts
 from transaxle.move.journal import WHOLE, HashingFiles
 from transaxle.move.mover import Movement
-from transaxle.move.workers import Limits, Progress, StoppedError, Worker, limits, unwatched
+from transaxle.move.workers import Limits, Progress, StoppedError, Worker, limits, no_progress
 
 _OF_RESULT = ("config", "axes", "rules")
 """Options of reading the source that say what the model is, and so hold for what was made of it."""
@@ -40,7 +40,7 @@ Watching = Callable[[int, str], AbstractContextManager[Progress]]
 
 @contextmanager
 def _nobody(_total: int, _label: str) -> Iterator[Progress]:
-    yield unwatched
+    yield no_progress
 
 
 def read_back(
@@ -89,7 +89,7 @@ def check_saved(target: str) -> Verification:
         Refused: CORRUPT with every problem.
     """
     with open_checkpoint(target) as written:
-        found = verify(written, limits(), unwatched)
+        found = verify(written, limits(), no_progress)
     refuse_unequal(found, target)
     return found
 
@@ -205,7 +205,7 @@ def _compared(
     found: dict[str, Error] = {}
     sink = _Written(storage, items, progress, first_only=differing is None, span_size=span_size)
     moved = items_of(items, measured_sizes(items, limit, workers), found)
-    Movement(moved, _source(prepared), sink, limit).move_own()
+    Movement(moved, _source(prepared), sink, limit).move_local()
     for item in items:
         if item.codes_of is not None:
             errors[item.codes_of] = found.get(item.name, Error())
@@ -236,17 +236,17 @@ class _Written(HashingFiles):
     ) -> None:
         places = [tensor.everywhere for tensor in tensors]
         super().__init__(None, places, range(len(tensors)), progress, span_size=span_size)
-        self.takes_notes = False  # what is compared is looked at here
+        self.batches_steps = False  # what is compared is looked at here
         self.wrong: dict[str, None] = {}
         """Names of tensors that differ."""
         self._storage = storage
         self._tensors = tensors
         self._first_only = first_only
 
-    def note(self, steps: Steps, key: int, start: int, data: memoryview) -> None:
+    def add_take(self, steps: Steps, key: int, start: int, data: memoryview) -> None:
         """See `Sink`."""
         steps.call(partial(self._look, key, start, data), READING)
-        super().note(steps, key, start, data)
+        super().add_take(steps, key, start, data)
 
     def _look(self, key: int, start: int, data: memoryview) -> None:
         """Compare bytes of an item with those that are there."""
@@ -255,7 +255,7 @@ class _Written(HashingFiles):
         tensor, storage = self._tensors[key], self._storage
         if tensor.name in self.wrong:
             return
-        for file, offset, part in self.laid(key, start, data):
+        for file, offset, part in self.locate(key, start, data):
             if not same_bytes(storage.read(storage.single or file, offset, len(part)), part):
                 self.wrong[tensor.name] = None
                 return
@@ -264,7 +264,9 @@ class _Written(HashingFiles):
 def reproduced(prepared: Prepared, written: Checkpoint, limit: Limits, progress: Progress) -> Comparison:
     """Compare what was written with what the plan gives when its tensors are produced, and encoded, once more."""
     plan, differing = prepared.plan, list[str]()
-    _compared(prepared, plan.tensors, written.container.storage, limit.holding(plan.band), progress, {}, differing)
+    _compared(
+        prepared, plan.tensors, written.container.storage, limit.with_min_block(plan.band), progress, {}, differing
+    )
     return Comparison(
         first=prepared.checkpoint.path,
         second=written.path,

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, StoredTensor
 from transaxle.formats.catalog import ITEM_BITS, numpy_dtype
-from transaxle.move.workers import Limits, Progress, Worker, share, unwatched
+from transaxle.move.workers import Limits, Progress, Worker, no_progress, run_workers
 
 _AT_ONCE = 1 << 16
 """Elements that are looked at together: they stay in the cache, and sums of as many limbs are exact in doubles."""
@@ -473,7 +473,7 @@ class CheckpointValues:
     """The view whose tensors they are: quantized ones are decoded."""
 
 
-def measure_values(checkpoint: Checkpoint, limit: Limits, progress: Progress = unwatched) -> CheckpointValues:
+def measure_values(checkpoint: Checkpoint, limit: Limits, progress: Progress = no_progress) -> CheckpointValues:
     """Read every tensor once and measure its values.
 
     Args:
@@ -496,7 +496,7 @@ def measure_values(checkpoint: Checkpoint, limit: Limits, progress: Progress = u
 
     # The largest first, so that no worker is left alone with it at the end.
     largest_first = sorted(names, key=lambda name: -seen[name].nbytes)
-    share(largest_first, limit.jobs, partial(Worker, seen.container.storage, limit), look)
+    run_workers(largest_first, limit.jobs, partial(Worker, seen.container.storage, limit), look)
     kept = {name: found[name] for name in names}
     return CheckpointValues(kept, tuple(name for name in seen if name not in kept), seen)
 
@@ -509,7 +509,7 @@ def _has_numbers(tensor: StoredTensor) -> bool:
 def _measured(tensor: StoredTensor, worker: Worker, progress: Progress) -> TensorValues:
     kind = numpy_dtype(tensor.dtype)
     width = tensor.shape[-1] if len(tensor.shape) > 1 else 0
-    tally = tally_of(kind, width if width * kind.itemsize <= worker.room else 0)
+    tally = tally_of(kind, width if width * kind.itemsize <= worker.capacity else 0)
     for block in worker.blocks(tensor.transfers(), tensor.nbytes):
         tally.add(block)
         progress(len(block))

@@ -47,8 +47,8 @@ from transaxle.formats.registry import MANIFEST
 from transaxle.formats.storage.storage import files_in, layer
 from transaxle.move.journal import WHOLE, HashingFiles, span_ends
 from transaxle.move.mover import Movement
-from transaxle.move.transfer import Alone
-from transaxle.move.workers import Item, Limits, Progress, Worker, limits, share, unwatched
+from transaxle.move.transfer import NoExchange
+from transaxle.move.workers import Item, Limits, Progress, Worker, limits, no_progress, run_workers
 from transaxle.options import OF_FIRST, OF_ONE
 from transaxle.spans import stage
 
@@ -148,7 +148,7 @@ class Verification:
 
 
 def verify_against(
-    first: Checkpoint, second: Checkpoint, limit: Limits | None = None, progress: Progress = unwatched
+    first: Checkpoint, second: Checkpoint, limit: Limits | None = None, progress: Progress = no_progress
 ) -> Verification:
     """Compare two checkpoints, whatever their formats and dialects.
 
@@ -166,7 +166,7 @@ def verify_against(
 
 
 @stage("verify")
-def verify(checkpoint: Checkpoint, limit: Limits | None = None, progress: Progress = unwatched) -> Verification:
+def verify(checkpoint: Checkpoint, limit: Limits | None = None, progress: Progress = no_progress) -> Verification:
     """Hold a checkpoint against its manifest: every file, every tensor, every copy, every byte.
 
     One file that is a checkpoint by itself is held against the digests in it, where it was written with them. Without
@@ -211,15 +211,15 @@ def verify(checkpoint: Checkpoint, limit: Limits | None = None, progress: Progre
             damaged[name] = problem
 
     items = [
-        Item(key, tensor.nbytes, (), Alone.ranks, Alone.ranks, blocks=partial(_blocks, tensor))
+        Item(key, tensor.nbytes, (), NoExchange.ranks, NoExchange.ranks, blocks=partial(_blocks, tensor))
         for key, tensor in enumerate(stored.values())
     ]
     hashing = HashingFiles(None, (), range(len(items)), progress, check)
-    Movement(items, container.storage, hashing, limit).move_own()
+    Movement(items, container.storage, hashing, limit).move_local()
     large = [items[key] for key, name in enumerate(names) if name in damaged and len(span_ends(items[key].size)) > 1]
     if large and (manifest is None or manifest.transaxle < IN_SPANS):  # an older program hashed them from end to end
         hashing = HashingFiles(None, (), range(len(items)), finish=check, span_size=WHOLE)
-        Movement(large, container.storage, hashing, limit).move_own()
+        Movement(large, container.storage, hashing, limit).move_local()
     unlike, copied = _check_copies(container, digests, limit)
     problems.extend(each for each in unlike if each.where.tensor not in damaged)
     problems.extend(_check_sums(container, limit))
@@ -258,9 +258,9 @@ def _check_copies(container: Container, digests: Mapping[str, str], limit: Limit
     items = []
     for key, side in enumerate(unread):
         transfers = Source(replace(container, entries={side.name: side})).transfers(unchanged(side.name, side))
-        items.append(Item(key, side.nbytes, transfers, Alone.ranks, Alone.ranks))
+        items.append(Item(key, side.nbytes, transfers, NoExchange.ranks, NoExchange.ranks))
     hashing = HashingFiles(None, (), range(len(items)))
-    Movement(items, container.storage, hashing, limit).move_own()
+    Movement(items, container.storage, hashing, limit).move_local()
     hashes = {side: digests[side.name] for side in sides if side.name in digests}
     hashes |= {unread[key]: digest for key, digest in hashing.digests.items()}
     code: Code = "CORRUPT" if has_manifest(container) else "UNEQUAL_COPIES"
@@ -285,7 +285,7 @@ def _check_sums(container: Container, limit: Limits) -> list[Refusal]:
     def settle(_: object, checksum: Checksum) -> None:
         witness.settle([checksum])
 
-    share(container.checksums, limit.jobs, lambda _: None, settle)
+    run_workers(container.checksums, limit.jobs, lambda _: None, settle)
     return [witness.problem(checksum) for checksum in container.checksums if not witness.is_right(checksum)]
 
 

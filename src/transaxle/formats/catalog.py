@@ -535,14 +535,14 @@ class NumbersInMemory(Overlay):
         """See `Storage`; numbers change only with the file they were read from."""
         return "" if name == NUMBERS else super().version(name)
 
-    def note_read(
+    def add_read(
         self, steps: Steps, name: str, offset: int, view: memoryview, width: int = 0, loops: Sequence[Loop] = ()
     ) -> None:
         """See `Storage`."""
         if name == NUMBERS:
             steps.call(partial(read_each, self._copy, offset, view, width, loops), READING, view.nbytes)
         else:
-            self.below.note_read(steps, name, offset, view, width, loops)
+            self.below.add_read(steps, name, offset, view, width, loops)
 
     def _copy(self, offset: int, view: memoryview) -> None:
         view.cast("B")[:] = self._numbers[offset : offset + view.nbytes]

@@ -102,7 +102,7 @@ class Witness(Overlay):
         self._settled: dict[Checksum, bool] = {}
         self._lock = Lock()
 
-    def note_read(
+    def add_read(
         self, steps: Steps, name: str, offset: int, view: memoryview, width: int = 0, loops: Sequence[Loop] = ()
     ) -> None:
         """See `Storage`; bytes that are summed up are read by themselves, so that this can be done piece by piece."""
@@ -115,9 +115,9 @@ class Witness(Overlay):
             whole = stop - start == checksum.size and checksum not in self._tallies and checksum not in self._settled
             for first, last in [(start, stop)] if whole else self._unsummed(checksum, start, stop):
                 if at < first:
-                    self.below.note_read(steps, name, at, view[at - offset : first - offset])
+                    self.below.add_read(steps, name, at, view[at - offset : first - offset])
                 crc, part = c_uint32(), view[first - offset : last - offset]
-                self.below.note_read(steps, name, first, part)
+                self.below.add_read(steps, name, first, part)
                 steps.sum(part, crc, crc32)
                 if whole:
                     steps.then(partial(self._check_whole, checksum, crc))
@@ -125,13 +125,13 @@ class Witness(Overlay):
                     steps.then(partial(self._count_one, checksum, first, last, crc))
                 at = last
         if at < end:
-            self.below.note_read(steps, name, at, view[at - offset :])
+            self.below.add_read(steps, name, at, view[at - offset :])
 
     def _note_runs(
         self, steps: Steps, name: str, offset: int, view: memoryview, width: int, loops: Sequence[Loop]
     ) -> None:
         """List that runs are read and, where they lie in one range, summed up on their way."""
-        self.below.note_read(steps, name, offset, view, width, loops)
+        self.below.add_read(steps, name, offset, view, width, loops)
         total, end = _extent(offset, width, loops)
         touched = [*self._touched(name, offset, end)]
         inside = len(touched) == 1 and touched[0].offset <= offset and end <= touched[0].end
@@ -307,7 +307,7 @@ class Witness(Overlay):
         with memoryview(buffer) as block:
             for at in range(first, last, len(block)):
                 view = block[: last - at]
-                self.below.note_read(steps, file, at, view)
+                self.below.add_read(steps, file, at, view)
                 steps.sum(view, crc, crc32)
             steps.run()
         return crc.value

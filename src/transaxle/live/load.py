@@ -135,9 +135,9 @@ def load(
         read_before = plan.storage.bytes_read
         with clock.stage("read"), world.together():
             plan.extra.read()
-            movement.move_own()
+            movement.move_local()
         with clock.stage("exchange"), world.together():
-            received = movement.move_others()
+            received = movement.move_exchanged()
         bytes_read = plan.storage.bytes_read - read_before
         with clock.stage("check"):
             check_read(plan.storage, world)

@@ -297,20 +297,20 @@ class Replicas:
         shared = {each.file for each in item.transfers} & self._holders.keys()
         own = {
             taker: {file for file in shared if taker in self._holders[file] and rank_of(file) != taker}
-            for taker in item.takers
+            for taker in item.target_ranks
         }
         if not any(own.values()):
             return [item]
-        others = tuple(taker for taker in item.takers if not own[taker])
-        found = [replace(item, takers=others)] if others else []
-        for taker in filter(own.get, item.takers):
+        others = tuple(taker for taker in item.target_ranks if not own[taker])
+        found = [replace(item, target_ranks=others)] if others else []
+        for taker in filter(own.get, item.target_ranks):
             made_of = [
                 msgspec.structs.replace(each, file=file_of(taker, tensor_of(each.file)))
                 if each.file in own[taker]
                 else each
                 for each in item.transfers
             ]
-            found.append(replace(item, made_of=made_of, takers=(taker,)))
+            found.append(replace(item, lazy_transfers=made_of, target_ranks=(taker,)))
         return found
 
 

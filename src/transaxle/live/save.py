@@ -69,9 +69,9 @@ from transaxle.live.optimizers import AnyOptimizer
 from transaxle.live.transport import wire
 from transaxle.live.transport.tensor_exchange import RankExchange
 from transaxle.live.transport.world import Clock, World, comparable, is_loss
-from transaxle.move.journal import Done, HashingFiles, digest, digest_in
+from transaxle.move.journal import FinishedTensor, HashingFiles, digest, digest_in
 from transaxle.move.mover import Movement
-from transaxle.move.workers import Item, Load, Unions, is_long, limits
+from transaxle.move.workers import DisjointSets, Item, Load, is_long, limits
 from transaxle.options import SHARD_SIZE
 from transaxle.torch_tensors import Ranks, local_parts
 
@@ -155,11 +155,11 @@ class _RankShare:
         self.written = 0
         """Bytes of tensors written, or sent to a service."""
 
-    def _move(self, takers: Sequence[tuple[int, ...]], files: Writable | None, *, ordered: bool) -> _Hashes:
+    def _move(self, target_ranks: Sequence[tuple[int, ...]], files: Writable | None, *, ordered: bool) -> _Hashes:
         """Carry the tensors of the plan; collective.
 
         Args:
-            takers: for each tensor the rank that writes it; nobody: each rank what it holds of it.
+            target_ranks: for each tensor the rank that writes it; nobody: each rank what it holds of it.
             files: where this rank's go; None: nowhere, they are only hashed.
             ordered: the bytes of a file must be written in order, on all ranks; all tensors of a file have one taker.
 
@@ -173,14 +173,23 @@ class _RankShare:
             self.written += size
 
         tensors, memory = self._prepared.plan.tensors, memory_of(self._prepared.checkpoint.container)
-        limit = limits(jobs=1).holding_runs
-        done = carry(tensors, memory, files, limit, progress=count, ordered=ordered, takers=takers, exchange=exchange)
+        limit = limits(jobs=1).for_item_ranges
+        done = carry(
+            tensors, memory, files, limit, progress=count, ordered=ordered, target_ranks=target_ranks, exchange=exchange
+        )
         self.received = exchange.received
         return {name: each.hash for name, each in done.items()}
 
     def seal(self, stage: Stage, hashes: _Hashes, foretold: _Hashes | None = None) -> None:
         """Write what is known now; on rank 0."""
-        seal(self._prepared, stage, limits(jobs=1), {name: Done(xxh3) for name, xxh3 in hashes.items()}, None, foretold)
+        seal(
+            self._prepared,
+            stage,
+            limits(jobs=1),
+            {name: FinishedTensor(xxh3) for name, xxh3 in hashes.items()},
+            None,
+            foretold,
+        )
 
     def write(self, folder: str, run: str, *, sync: bool) -> _Hashes:
         """Write every run of bytes from its owner into the files, and return all hashes; collective.
@@ -191,13 +200,13 @@ class _RankShare:
             sync: make everything durable.
         """
         world, clock, tensors = self._world, self._clock, self._prepared.plan.tensors
-        takers = owners(tensors, world)
-        scattered = [tensor for tensor, ranks in zip(tensors, takers, strict=True) if not ranks]
+        target_ranks = owners(tensors, world)
+        scattered = [tensor for tensor, ranks in zip(tensors, target_ranks, strict=True) if not ranks]
         with clock.stage("prepare"), world.together():  # a machine may not see the folder, or a later one of its name
             writer = Writer(folder, sync=sync, run=run)
 
         def produce() -> _Hashes:
-            hashes = self._move(takers, writer, ordered=False)
+            hashes = self._move(target_ranks, writer, ordered=False)
             writer.finish()
             return hashes
 
@@ -219,7 +228,7 @@ class _RankShare:
         """
         plan, draft, world, clock = self._prepared.plan, self._prepared.draft, self._world, self._clock
         owner = senders(self._prepared, ranks)
-        takers = [(owner[tensor.places[0].file],) if tensor.places else ranks[:1] for tensor in plan.tensors]
+        target_ranks = [(owner[tensor.places[0].file],) if tensor.places else ranks[:1] for tensor in plan.tensors]
         mine = {file: size for file, size in draft.files.items() if owner[file] == world.rank}
         with ExitStack() as stack:
             stage = lead
@@ -236,7 +245,7 @@ class _RankShare:
                     write_fragments(stage, (fragment for fragment in known if fragment.file in mine))
 
             def send() -> _Hashes:
-                hashes = self._move(takers, stage, ordered=True)
+                hashes = self._move(target_ranks, stage, ordered=True)
                 if stage is not None and lead is None:
                     stage.complete()
                 return hashes
@@ -250,7 +259,9 @@ class _RankShare:
             with clock.stage("prepare"):
                 # a stream cannot go back to digests that stand before what they are of: everything is moved twice
                 foretold = (
-                    _merged(world.pool(lambda: self._move(takers, None, ordered=True))) if draft.sealed_first else None
+                    _merged(world.pool(lambda: self._move(target_ranks, None, ordered=True)))
+                    if draft.sealed_first
+                    else None
                 )
                 world.pool(begin)
             with clock.stage("write"):
@@ -309,7 +320,7 @@ def senders(prepared: Prepared, ranks: tuple[int, ...]) -> dict[str, int]:
 
     Files that share a tensor go together, and so do the ones that make the others a checkpoint: with the first rank.
     """
-    files, together = prepared.draft.files, Unions[str]()
+    files, together = prepared.draft.files, DisjointSets[str]()
     for tensor in prepared.plan.tensors:
         for place in tensor.everywhere[1:]:
             together.join(place.file, tensor.places[0].file)

@@ -37,7 +37,7 @@ from transaxle.live.memory import check_zero, container, own_entry, rank_of, ten
 from transaxle.live.model.source_view import left_out, seen
 from transaxle.live.model.state_tensors import Leaves, State, leaves, own_config
 from transaxle.live.transport.world import World
-from transaxle.move.transfer import Transfer, in_elements
+from transaxle.move.transfer import Transfer, as_box_copy
 from transaxle.torch_tensors import (
     Placement,
     Positions,
@@ -396,7 +396,7 @@ class _Adapter:
         """Write a made tensor into the flat tensors that it was made of."""
         values = flat(tensor)
         for transfer in self._transfers[name]:
-            copy_box_back(in_elements(transfer, values.element_size()), sources[tensor_of(transfer.file)], values)
+            copy_box_back(as_box_copy(transfer, values.element_size()), sources[tensor_of(transfer.file)], values)
 
     def _check_alike(self, made: Mapping[str, torch.Tensor]) -> None:
         """Refuse values of which one has to become of several, such as a step, where these differ.
@@ -416,7 +416,7 @@ class _Adapter:
             values = flat(made[name])
             read_back = values.clone()
             for transfer in self._transfers[name]:
-                move = in_elements(transfer, values.element_size())
+                move = as_box_copy(transfer, values.element_size())
                 copy_box(move, merged[tensor_of(transfer.file)], read_back)
             if not torch.equal(byte_view(read_back), byte_view(values)):
                 sources = ", ".join(dict.fromkeys(tensor_of(transfer.file) for transfer in self._transfers[name]))
@@ -483,7 +483,7 @@ class _Adapter:
             start = transfers[0].source // dtype.itemsize
             return flat(own[tensor_of(transfers[0].file)])[start : start + prod(shape)].view(shape)
         sources = {file: flat(own[tensor_of(file)]) for file in {each.file for each in transfers}}
-        boxes = [(in_elements(each, dtype.itemsize), sources[each.file]) for each in transfers]
+        boxes = [(as_box_copy(each, dtype.itemsize), sources[each.file]) for each in transfers]
         like = local_of(own[min(stored.origins or own)])
         return assemble_boxes(shape, dtype, like.device, boxes)
 

@@ -41,8 +41,8 @@ from transaxle.engine.verification import Verification
 from transaxle.errors import refuse
 from transaxle.live.transport import wire
 from transaxle.live.transport.world import World
-from transaxle.move.journal import ItemResult, result_of
-from transaxle.move.workers import Progress, unwatched
+from transaxle.move.journal import ItemResult, parse_result
+from transaxle.move.workers import Progress, no_progress
 
 if TYPE_CHECKING:
     from transaxle.formats.store.staging import SharedStage
@@ -159,7 +159,7 @@ class _Lead:
             self._told.look()
         resumed = len(finished_of(self._results.values()))
         for text in texts:
-            result = result_of(text)
+            result = parse_result(text)
             if result is not None:
                 self._results[result.number] = result
         self._stage.take_back()
@@ -170,7 +170,7 @@ def convert_together(
     order: ConversionOrder,
     *,
     resume: bool = False,
-    progress: Progress = unwatched,
+    progress: Progress = no_progress,
     watch: Watch = unseen,
     look: Callable[[Prepared], None] = lambda _: None,
     **how: Any,
@@ -243,7 +243,7 @@ class _Told:
 
     def add(self, text: bytes) -> None:
         """Tell of an item that is done here; the first rank looks what the others have told."""
-        result = result_of(text)
+        result = parse_result(text)
         if result is None:
             return
         short = msgspec.structs.replace(result, tensors={}, checks=(), measured={}, summed=(), proved=())
@@ -256,6 +256,6 @@ class _Told:
             return
         while self._store.check([f"{self._key}/{self._seen + 1}"]):
             self._seen += 1
-            result = result_of(self._store.get(f"{self._key}/{self._seen}"))
+            result = parse_result(self._store.get(f"{self._key}/{self._seen}"))
             if result is not None:
                 self.watcher.item(result)

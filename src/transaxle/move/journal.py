@@ -1,15 +1,11 @@
-"""What of a conversion is done: hashes of tensors while they are written, and the journal that keeps them.
+"""Hashes items while they are written, and records finished tensors in a journal, so that a conversion can resume.
 
-The journal of a conversion: which tensors are already written, so that an interrupted run can be continued.
+The journal has one line for each finished tensor, with a checksum; an incomplete last line is ignored. It belongs to
+one plan and one state of the source; any other conversion refuses it and leaves it in place. A resumed run reads the
+recorded tensors back and compares their hashes, so that it gives the same bytes as an uninterrupted run.
 
-Where several workers carry one plan out, each item of their work has a result beside the journal, written when its
+Where several workers share one plan, each work item has a result file beside the journal, written once the item's
 bytes are durable.
-
-One line per finished tensor, each with its own checksum; a torn last line is simply not there. A journal belongs to
-one plan over one state of the source: to anything else it is refused, and what is there stays. What it lists is read
-back and hashed before it is believed, so a resumed run gives the same bytes as an uninterrupted one.
-
-**Hash items**: while their bytes stream into files, or as they lie there.
 """
 
 from __future__ import annotations
@@ -36,41 +32,41 @@ from transaxle.formats.storage.copier import WRITING, Bytes, Running, Steps, new
 from transaxle.formats.storage.local import failed
 from transaxle.formats.store.place import ITEMS, JOURNAL
 from transaxle.move.transfer import (
-    NotingWritable,
     Readable,
     Scratch,
     Sink,
+    StepWritable,
     Transfer,
     Writable,
-    active,
+    add_transfers,
     clip,
-    note_parts,
+    clip_blocks,
 )
-from transaxle.move.workers import Progress, unwatched
+from transaxle.move.workers import Progress, no_progress
 
 _BLOCK = 1 << 20
-"""Bytes hashed at once: so few that they come from the processor's own memory."""
+"""Bytes hashed at once: few enough to stay in the processor's cache."""
 _BATCH = 1 << 24
-"""Bytes read in one call, about."""
+"""Approximate bytes read in one call."""
 SPAN = 1 << 28
-"""An item of more bytes is hashed in spans of so many, so that several workers can share it."""
+"""Bytes of a span. Larger items are hashed span by span, so that several workers can share one."""
 
 WHOLE = sys.maxsize
-"""A span that is longer than any item: for files, which are hashed from end to end."""
+"""A span size above that of any item; files are hashed as one span."""
 
 
 def span_ends(size: int) -> list[int]:
-    """Return where the spans end in which an item of so many bytes is hashed."""
+    """Return the end offsets of the spans of an item of `size` bytes."""
     return [*range(SPAN, size, SPAN), size]
 
 
-def joined(hashes: Sequence[str]) -> str:
-    """Return the hash of an item from those of its spans: of a single one it is that, else the hash of their text."""
+def join_hashes(hashes: Sequence[str]) -> str:
+    """Return the hash of an item: that of its only span, or the hash of the joined hex hashes of its spans."""
     return hashes[0] if len(hashes) == 1 else digest("".join(hashes).encode())
 
 
 class ItemHash:
-    """The hash of an item whose spans come in any order, and the bytes of each in theirs.
+    """The hash of an item. Its spans may come in any order, but the bytes of each span in ascending order.
 
     Args:
         span_size: bytes of a span; None: `SPAN`.
@@ -81,22 +77,22 @@ class ItemHash:
         self._spans: dict[int, Running] = {}
 
     def update(self, start: int, data: memoryview) -> None:
-        """Take the bytes from `start` on."""
+        """Hash the item's bytes that begin at `start`."""
         for running, part in self._parts(start, data):
             running.update(part)
 
-    def note(self, steps: Steps, start: int, data: memoryview) -> None:
-        """List that the bytes from `start` on are taken."""
+    def add_update(self, steps: Steps, start: int, data: memoryview) -> None:
+        """Add a step that hashes the item's bytes that begin at `start`."""
         for running, part in self._parts(start, data):
             steps.hash(running, part)
 
     def hexdigest(self) -> str:
-        """Return the hash of all bytes that came."""
-        found = [self._spans[number].hexdigest() for number in sorted(self._spans)]
-        return joined(found or [digest(b"")])
+        """Return the hash of all bytes so far, in hex."""
+        hashes = [self._spans[number].hexdigest() for number in sorted(self._spans)]
+        return join_hashes(hashes or [digest(b"")])
 
     def _parts(self, start: int, data: memoryview) -> Iterator[tuple[Running, memoryview]]:
-        """Cut bytes where spans end."""
+        """Cut bytes at span boundaries, and yield each part with the running hash of its span."""
         while len(data):
             number, inside = divmod(start, self._size)
             part = data[: self._size - inside]
@@ -108,15 +104,15 @@ class ItemHash:
 
 
 class HashingFiles(Sink):
-    """Files that take items, each at its places, and hash them on the way.
+    """A sink that writes items to their places in files, and hashes them at the same time.
 
     Args:
-        files: where the bytes go; None: nowhere, they are only hashed.
-        places: for each item, by key, where its bytes go, as the transfers that would read them back (see
+        files: the files to write; None: items are only hashed.
+        places: for each item, by key, its places in the files, as the transfers that would read them back (see
             `PlannedTensor.everywhere`).
-        hashed: keys of the items whose bytes all come here.
-        progress: told the number of bytes that were just taken.
-        finish: told the key and the hash of each item that came whole.
+        hashed: keys of the items to hash; this sink must receive all of their bytes.
+        progress: called with the number of bytes just written.
+        finish: called with the key and the hash of each complete item.
         span_size: bytes of the spans in which items are hashed; None: `SPAN`.
     """
 
@@ -125,84 +121,84 @@ class HashingFiles(Sink):
         files: Writable | None,
         places: Sequence[Sequence[Transfer]],
         hashed: Container[int],
-        progress: Progress = unwatched,
+        progress: Progress = no_progress,
         finish: Callable[[int, str], None] | None = None,
         span_size: int | None = None,
     ) -> None:
         self.digests: dict[int, str] = {}
-        """Hashes of the items that came whole, by key; they are not kept where `finish` is told them."""
+        """Item key -> hash of the complete item; empty where `finish` receives the hashes."""
         self.span = span_size or SPAN
-        self.takes_notes = files is None or hasattr(files, "note_write")
+        self.batches_steps = files is None or hasattr(files, "add_write")
         self._finish = finish or self.digests.__setitem__
         self._files = files
         self._places = places
         self._hashed = hashed
         self._progress = progress
         self._open: dict[int, ItemHash] = {}
-        self._found: dict[int, Places] = {}
+        self._places_by_key: dict[int, Places] = {}
 
     def take(self, key: int, start: int, data: memoryview) -> None:
         """See `Sink`."""
         with Steps() as steps:
-            self.note(steps, key, start, data)
+            self.add_take(steps, key, start, data)
             steps.run()
 
-    def note(self, steps: Steps, key: int, start: int, data: memoryview) -> None:
+    def add_take(self, steps: Steps, key: int, start: int, data: memoryview) -> None:
         """See `Sink`."""
         if key in self._hashed:
-            self._hash_of(key).note(steps, start, data)
-        if self._files is not None and steps.most and self._places_of(key).are_plain and self.takes_notes:
-            for file, offset, part in self.laid(key, start, data):
-                cast("NotingWritable", self._files).note_write(steps, file, offset, part)
+            self._hash_of(key).add_update(steps, start, data)
+        if self._files is not None and steps.most and self._places_of(key).are_plain and self.batches_steps:
+            for file, offset, part in self.locate(key, start, data):
+                cast("StepWritable", self._files).add_write(steps, file, offset, part)
         elif self._files is not None:
             steps.call(partial(self._write, key, start, data), WRITING, len(data))
         steps.then(partial(self._progress, len(data)))
 
     def _write(self, key: int, start: int, data: memoryview) -> None:
-        """Write bytes of an item that lie apart in files, go to another machine, or are alone in their list."""
-        for file, offset, part in self.laid(key, start, data):
+        """Write bytes of an item without a list of steps: for scattered places and remote files."""
+        for file, offset, part in self.locate(key, start, data):
             cast("Writable", self._files).pwrite(file, offset, part)
 
-    def laid(self, key: int, start: int, data: memoryview) -> Iterator[tuple[str, int, memoryview]]:
-        """Yield where bytes of an item lie: file, offset, and the bytes as they lie there."""
-        return self._places_of(key).laid(start, data)
+    def locate(self, key: int, start: int, data: memoryview) -> Iterator[tuple[str, int, memoryview]]:
+        """Yield `(file, offset, bytes in the file)` for an item's bytes that begin at `start`."""
+        return self._places_of(key).locate(start, data)
 
     def end(self, key: int) -> None:
         """See `Sink`."""
-        self._found.pop(key, None)
+        self._places_by_key.pop(key, None)
         if key in self._hashed:
-            hashed = self._hash_of(key)
+            item_hash = self._hash_of(key)
             del self._open[key]
-            self._finish(key, hashed.hexdigest())
+            self._finish(key, item_hash.hexdigest())
 
     def _places_of(self, key: int) -> Places:
-        places = self._found.get(key)
+        places = self._places_by_key.get(key)
         if places is None:
-            places = self._found[key] = Places(self._places[key])
+            places = self._places_by_key[key] = Places(self._places[key])
         return places
 
     def _hash_of(self, key: int) -> ItemHash:
-        hashed = self._open.get(key)
-        return self._open.setdefault(key, ItemHash(self.span)) if hashed is None else hashed
+        item_hash = self._open.get(key)
+        return self._open.setdefault(key, ItemHash(self.span)) if item_hash is None else item_hash
 
 
 class Places:
-    """Where an item's bytes lie in files; a tensor of all experts has a place for each of them.
+    """The places of an item's bytes in files; a tensor of all experts may have one place for each expert.
 
     Args:
-        places: as transfers that would read the item, in any order.
+        places: the transfers that would read the item from the files, in any order.
     """
 
     def __init__(self, places: Sequence[Transfer]) -> None:
         self._places = sorted(places, key=lambda place: place.target)
         self._starts = [place.target for place in self._places]
         self.are_plain = not any(place.loops for place in places)
-        """Whether each place is one range of a file."""
-        # Running maxima, as places may overlap: what several ranks hold has several.
+        """Whether each place is one contiguous range of a file."""
+        # Running maxima, as places may overlap: replicated bytes have several.
         self._ends = list(accumulate((place.target_end for place in self._places), max))
 
-    def laid(self, start: int, data: memoryview) -> Iterator[tuple[str, int, memoryview]]:
-        """Yield where the bytes from `start` on lie: file, offset, and the bytes as they lie there."""
+    def locate(self, start: int, data: memoryview) -> Iterator[tuple[str, int, memoryview]]:
+        """Yield `(file, offset, bytes in the file)` for the bytes that begin at `start`."""
         stop = start + len(data)
         for place in self._places[bisect_right(self._ends, start) : bisect_left(self._starts, stop)]:
             if not place.loops:
@@ -211,153 +207,156 @@ class Places:
                     yield place.file, place.source + low - place.target, data[low - start : high - start]
             elif place.target < stop and start < place.target_end:
                 for part in clip(place, start, stop):
-                    yield from _gathered(part, start, data)
+                    yield from _gather_runs(part, start, data)
 
 
-def _gathered(part: Transfer, start: int, data: memoryview) -> Iterator[tuple[str, int, memoryview]]:
-    """Yield the bytes of a transfer whose runs are next to each other in the file as one; otherwise run by run."""
+def _gather_runs(part: Transfer, start: int, data: memoryview) -> Iterator[tuple[str, int, memoryview]]:
+    """Yield `(file, offset, bytes)` of a transfer: once if its runs are contiguous in the file, else per run."""
     if part.source_span == part.size:
-        held: Bytes = np.frombuffer(data, np.uint8)[part.target - start : part.target_end - start]
-        together: Bytes = np.empty(part.size, np.uint8)
-        turned = tuple((count, target, source) for count, source, target in part.loops)
-        scatter(held, together, 0, part.width, turned)
-        yield part.file, part.source, together.data
+        item_bytes: Bytes = np.frombuffer(data, np.uint8)[part.target - start : part.target_end - start]
+        file_bytes: Bytes = np.empty(part.size, np.uint8)
+        inverse_loops = tuple((count, target, source) for count, source, target in part.loops)
+        scatter(item_bytes, file_bytes, 0, part.width, inverse_loops)
+        yield part.file, part.source, file_bytes.data
         return
     (count, source, target), *inner = part.loops
     for number in range(count):
-        one = Transfer(
+        inner_part = Transfer(
             part.file, part.source + number * source, part.target + number * target, part.width, tuple(inner)
         )
-        if one.loops:
-            yield from _gathered(one, start, data)
+        if inner_part.loops:
+            yield from _gather_runs(inner_part, start, data)
         else:
-            yield one.file, one.source, data[one.target - start :][: one.width]
+            yield inner_part.file, inner_part.source, data[inner_part.target - start :][: inner_part.width]
 
 
 def digest(data: bytes | memoryview) -> str:
-    """Return the xxh3-128 of bytes, in hex."""
+    """Return the xxh3-128 hash of bytes, in hex."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
 def digest_in(storage: Readable, places: Sequence[Transfer], span_size: int | None = None) -> str:
-    """Return the hash of an item as it lies in files, of spans of so many bytes; None: `SPAN`."""
-    hashed = ItemHash(span_size)
+    """Read an item from its places in files, and return its hash; `span_size` is in bytes, None for `SPAN`."""
+    item_hash = ItemHash(span_size)
     block: Bytes = np.empty(_BLOCK, np.uint8)
     scratch = Scratch(2 * _BLOCK)
     size = sum(place.size for place in places)
     ends = [*range(_BLOCK, size, _BLOCK), size] if size else []
     with Steps(_BATCH) as steps:
-        for start, stop, parts in active(places, ends):
-            note_parts(steps, storage, parts, start, block[: stop - start], scratch)
-            hashed.note(steps, start, block[: stop - start].data)
+        for start, stop, parts in clip_blocks(places, ends):
+            add_transfers(steps, storage, parts, start, block[: stop - start], scratch)
+            item_hash.add_update(steps, start, block[: stop - start].data)
             steps.breathe()
         steps.run()
-    return hashed.hexdigest()
+    return item_hash.hexdigest()
 
 
 _HEAD = b"transaxle journal 3 "
-"""How a journal begins; what it belongs to follows."""
+"""Start of a journal's first line; its task follows as JSON."""
 _NONE = "-"
 
 
-class Done(msgspec.Struct, frozen=True, gc=False):
-    """A tensor whose bytes are written."""
+class FinishedTensor(msgspec.Struct, frozen=True, gc=False):
+    """The journal's record of a tensor whose bytes are written."""
 
     hash: str
-    """xxh3-128 of its bytes."""
+    """xxh3-128 hash of the tensor's bytes, in hex."""
     error: Error | None = None
-    """How far the values are that it encodes, where it is encoded."""
+    """Error of the encoded values; None for a tensor that is not encoded."""
 
 
 class Task(msgspec.Struct, frozen=True):
-    """What a journal belongs to."""
+    """The conversion that a journal belongs to."""
 
     to: str
     """Container format and dialect of the target."""
     source: str
-    """Path of the source, as typed; only said, not compared."""
+    """Path of the source, as typed; for messages only, never compared."""
     state: str
-    """Hash of the state of the source's files, and of those of an adapter that is merged into it."""
+    """Hash of the state (sizes, times …) of the source's files, and of the files of a merged adapter."""
     plan: str
-    """Hash of everything that the plan does."""
+    """Hash of the plan."""
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """What must be the same for a run to be continued."""
+        """The fields that must be equal for a run to be resumed."""
         return self.to, self.state, self.plan
 
-    def differs(self, begun: Task) -> str:
-        """Say how what was begun is another task than this one."""
-        if begun.to != self.to:
-            return f"it writes {begun.to}, but this conversion writes {self.to}"
-        if begun.plan == self.plan:
-            source = f"it reads {begun.source}, which is another source, or has changed since"
+    def describe_difference(self, earlier: Task) -> str:
+        """Describe, for an error message, how an earlier task differs from this one."""
+        if earlier.to != self.to:
+            return f"it writes {earlier.to}, but this conversion writes {self.to}"
+        if earlier.plan == self.plan:
+            source = f"it reads {earlier.source}, which is another source, or has changed since"
             return f"{source}; or it merges another adapter"
         options = "encode, decode, dtype, rules, config, axes, shard size …"
         return f"it was started with other options ({options}), or from another source"
 
 
 class ItemResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker has done and found out when an item of a plan's work is done, and its bytes are durable."""
+    """Result of a finished work item; a worker writes it once the item's bytes are durable."""
 
     task: Task
-    """What the item belongs to."""
+    """Conversion that the work item belongs to."""
     number: int
-    """Number of the item."""
+    """Number of the work item in the plan."""
     tensors: dict[str, tuple[str, str]]
-    """Tensor -> its hash, and the error of the values that it encodes, as the journal writes it."""
+    """Tensor name -> its hash, and the error of its encoded values in the journal's notation."""
     checks: tuple[int, ...] = ()
-    """Numbers of the checks whose copies proved equal."""
+    """Numbers of the plan's checks whose copies were equal."""
     measured: dict[str, tuple[str, int]] = {}
-    """Tensor that is decoded or cast -> the error of its values, and how many became infinite."""
+    """Name of a decoded or cast tensor -> error of its values, and the number of values that became infinite."""
     summed: tuple[tuple[str, int, tuple[SummedRange, ...]], ...] = ()
-    """Ranges with a checksum that were read in part: file, first byte, and the summed pieces."""
+    """Byte ranges with a checksum that this item read in part: `(file, first byte, CRC-32 of each part)`."""
     proved: tuple[str, ...] = ()
-    """Tensors of the source that have the hashes which it keeps of them."""
+    """Source tensors whose hashes equal the recorded ones."""
     begun: str = ""
-    """On a service: which beginning of the work it belongs to."""
+    """Token of the upload that the item belongs to, on an object store; otherwise empty."""
     sent: dict[str, tuple[str, ...]] = {}
-    """File -> the tags of its parts, in order, which the service has."""
+    """File -> ETags of its uploaded parts, in order, on an object store."""
     worker: str = ""
-    """Machine and process."""
+    """Host name and process id of the worker."""
     nbytes: int = 0
-    """Bytes written."""
+    """Number of bytes written."""
     seconds: float = 0.0
-    """Wall time."""
+    """Wall time in seconds."""
 
     @property
-    def finished(self) -> dict[str, Done]:
-        """The tensors, as the journal has them."""
-        return {name: Done(tensor_hash, _error(error)) for name, (tensor_hash, error) in self.tensors.items()}
+    def finished(self) -> dict[str, FinishedTensor]:
+        """Tensor name -> its journal record."""
+        return {
+            name: FinishedTensor(tensor_hash, _parse_error(error))
+            for name, (tensor_hash, error) in self.tensors.items()
+        }
 
     @property
     def errors(self) -> dict[str, tuple[Error, int]]:
-        """The tensors whose values were measured."""
-        return {name: (_error(text) or Error(), infinite) for name, (text, infinite) in self.measured.items()}
+        """Tensor name -> error of its values, and the number of infinite ones, for decoded or cast tensors."""
+        return {name: (_parse_error(text) or Error(), infinite) for name, (text, infinite) in self.measured.items()}
 
     @property
     def text(self) -> bytes:
-        """What its file holds: a checksum, then the rest; `result_of` reads it."""
-        rest = msgspec.json.encode(self)
-        return digest(rest).encode() + b" " + rest
+        """Content of the result file: a checksum, a space, and JSON; the inverse of `parse_result`."""
+        payload = msgspec.json.encode(self)
+        return digest(payload).encode() + b" " + payload
 
 
 def item_file(number: int) -> str:
-    """Return the name of an item's result in the folder of the journal."""
+    """Return the path of a work item's result file, relative to the journal's folder."""
     return f"{ITEMS}/{number}"
 
 
-def result_of(text: bytes) -> ItemResult | None:
-    """Read a result; None where it is damaged."""
-    checksum, _, rest = text.partition(b" ")
+def parse_result(text: bytes) -> ItemResult | None:
+    """Parse the content of a result file; return None if it is damaged."""
+    checksum, _, payload = text.partition(b" ")
     try:
-        return msgspec.json.decode(rest, type=ItemResult) if digest(rest).encode() == checksum else None
+        return msgspec.json.decode(payload, type=ItemResult) if digest(payload).encode() == checksum else None
     except msgspec.MsgspecError:
         return None
 
 
-def results_in(folder: Path, numbers: Iterable[int] | None = None) -> dict[int, ItemResult]:
-    """Return the results of work items by number, all of them or some, without those that are damaged.
+def read_results(folder: Path, numbers: Iterable[int] | None = None) -> dict[int, ItemResult]:
+    """Read the results of the work items `numbers` (None: of all), and return them by number, without damaged ones.
 
     Raises:
         StorageError: IO.
@@ -371,7 +370,7 @@ def results_in(folder: Path, numbers: Iterable[int] | None = None) -> dict[int, 
             )
         for number in numbers:
             path = folder / item_file(number)
-            result = result_of(path.read_bytes()) if path.is_file() else None
+            result = parse_result(path.read_bytes()) if path.is_file() else None
             if result is not None:
                 results[number] = result
     except OSError as error:
@@ -379,30 +378,30 @@ def results_in(folder: Path, numbers: Iterable[int] | None = None) -> dict[int, 
     return results
 
 
-def task_in(folder: Path) -> Task | None:
-    """Return what the work in a folder belongs to, whether anything of it is finished or not; None if nothing says so.
+def read_task(folder: Path) -> Task | None:
+    """Return the task of the journal in a folder, even if no tensor is finished; None without a valid journal.
 
     Raises:
         StorageError: IO.
     """
-    lines = _lines(folder / JOURNAL)
+    lines = _read_lines(folder / JOURNAL)
     return _task(lines[0]) if lines else None
 
 
-def begun(folder: Path) -> Task | None:
-    """Return what the finished work in a folder belongs to; None where nothing is finished.
+def unfinished_task(folder: Path) -> Task | None:
+    """Return the task whose unfinished work in a folder has finished tensors; None if there are none.
 
     Raises:
         StorageError: IO.
     """
-    lines = _lines(folder / JOURNAL)
+    lines = _read_lines(folder / JOURNAL)
     # Without a finished tensor there is nothing to lose, so the journal binds nobody.
-    if len(lines) > 1 and any(map(_entry, lines[1:])):
+    if len(lines) > 1 and any(map(_parse_line, lines[1:])):
         return _task(lines[0])
-    return next((result.task for result in results_in(folder).values()), None)
+    return next((result.task for result in read_results(folder).values()), None)
 
 
-def _lines(journal: Path) -> list[bytes]:
+def _read_lines(journal: Path) -> list[bytes]:
     try:
         return journal.read_bytes().split(b"\n") if journal.exists() else []
     except OSError as error:
@@ -410,7 +409,7 @@ def _lines(journal: Path) -> list[bytes]:
 
 
 def _task(line: bytes) -> Task | None:
-    """Inverse of what the first line of a journal is written with."""
+    """Parse the first line of a journal; return None if it is damaged."""
     if not line.startswith(_HEAD):
         return None
     try:
@@ -419,34 +418,34 @@ def _task(line: bytes) -> Task | None:
         return None
 
 
-def _entry(line: bytes) -> tuple[str, Done] | None:
-    """Read a line of a finished tensor; None where it is damaged."""
-    checksum, _, rest = line.partition(b" ")
+def _parse_line(line: bytes) -> tuple[str, FinishedTensor] | None:
+    """Parse the line of a finished tensor; return None if it is damaged."""
+    checksum, _, payload = line.partition(b" ")
     # A line torn by a crash or a full disk fails here, and its tensor is written again.
-    if digest(rest).encode() != checksum:
+    if digest(payload).encode() != checksum:
         return None
-    tensor_hash, error, name = rest.decode().split(" ", 2)
-    return name, Done(tensor_hash, _error(error))
+    tensor_hash, error, name = payload.decode().split(" ", 2)
+    return name, FinishedTensor(tensor_hash, _parse_error(error))
 
 
-def refuse_other(folder: Path, task: Task, file: str) -> None:
-    """Refuse to continue, and so to drop, what a run of another task has left.
+def refuse_other_task(folder: Path, task: Task, file: str) -> None:
+    """Refuse to resume or to discard the unfinished work of another task.
 
     Args:
-        folder: where its journal is.
-        task: what is to be done now.
-        file: the target, for the error.
+        folder: the folder of its journal.
+        task: the task of this run.
+        file: the target, for the error message.
 
     Raises:
         UsageError: EXISTS.
         StorageError: IO.
     """
-    left = begun(folder)
-    if left is None or left.key == task.key:
+    unfinished = unfinished_task(folder)
+    if unfinished is None or unfinished.key == task.key:
         return
     message = (
         f"{folder.parent} holds the unfinished work of another conversion, which cannot be continued: "
-        f"{task.differs(left)}"
+        f"{task.describe_difference(unfinished)}"
     )
     hint = (
         "Resume it with the original options (--resume, resume=True), or begin anew with --overwrite (overwrite=True) "
@@ -455,27 +454,27 @@ def refuse_other(folder: Path, task: Task, file: str) -> None:
     raise refuse("EXISTS", message, file=file, hint=hint)
 
 
-def written_error(error: Error | None) -> str:
-    """Return the text of an error of values in a journal."""
+def error_text(error: Error | None) -> str:
+    """Return the journal's notation of a value error."""
     if error is None:
         return _NONE
     return f"{error.max!r},{error.square_sum!r},{error.count},{error.unequal}"
 
 
-def _error(text: str) -> Error | None:
-    """Inverse of `written_error`."""
+def _parse_error(text: str) -> Error | None:
+    """Inverse of `error_text`."""
     if text == _NONE:
         return None
-    most, squares, count, unequal = text.split(",")
-    return Error(float(most), float(squares), int(count), int(unequal))
+    largest, squares, count, unequal = text.split(",")
+    return Error(float(largest), float(squares), int(count), int(unequal))
 
 
 class Journal:
-    """Finished tensors of one conversion.
+    """The journal of one conversion: a file that records each finished tensor.
 
     Args:
         folder: a folder that survives until the target is committed.
-        task: what it belongs to; one of another is begun anew, see `refuse_other`.
+        task: the conversion; a journal of another task is replaced, see `refuse_other_task`.
 
     Raises:
         StorageError: IO, NO_SPACE.
@@ -486,29 +485,29 @@ class Journal:
         self._lock = Lock()
         self._task = task
         self._continued = False
-        with self._named("reading"):
+        with self._naming_errors("reading"):
             self.finished = self._read()
-            """What an earlier run of the same plan recorded, by tensor."""
-        with self._named("beginning"):
+            """Tensor name -> record of an earlier run of the same plan."""
+        with self._naming_errors("beginning"):
             self._file: IO[bytes] = self._open()
 
-    def _read(self) -> dict[str, Done]:
-        found: dict[str, Done] = {}
-        for result in results_in(self._path.parent).values():
+    def _read(self) -> dict[str, FinishedTensor]:
+        finished: dict[str, FinishedTensor] = {}
+        for result in read_results(self._path.parent).values():
             if result.task.key == self._task.key:
-                found |= result.finished
-        lines = _lines(self._path)
+                finished |= result.finished
+        lines = _read_lines(self._path)
         task = _task(lines[0]) if lines else None
         if task is None or task.key != self._task.key:
-            return found
-        own = dict(entry for line in lines[1:] if (entry := _entry(line)) is not None)
-        self._continued = bool(own)
-        return found | own
+            return finished
+        recorded = dict(entry for line in lines[1:] if (entry := _parse_line(line)) is not None)
+        self._continued = bool(recorded)
+        return finished | recorded
 
     def _open(self) -> IO[bytes]:
         if self._continued:
             return self._path.open("ab", buffering=0)
-        # Unbuffered: a line is with the operating system before the next tensor begins, so a killed process loses none.
+        # Unbuffered: the operating system has each line before the next tensor begins, so a killed process loses none.
         file = self._path.open("wb", buffering=0)
         try:
             file.write(_HEAD + msgspec.json.encode(self._task) + b"\n")
@@ -518,23 +517,25 @@ class Journal:
         return file
 
     @contextmanager
-    def _named(self, doing: str) -> Iterator[None]:
+    def _naming_errors(self, action: str) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            raise failed(error, f"{doing} the journal", os.fspath(self._path)) from error
+            raise failed(error, f"{action} the journal", os.fspath(self._path)) from error
 
-    def add(self, name: str, done: Done) -> None:
-        """Record a tensor whose bytes are written; names with line breaks are not recorded, only done again.
+    def add(self, name: str, tensor: FinishedTensor) -> None:
+        """Record a tensor whose bytes are written. A name with a line break is not recorded; its tensor is redone.
 
         Raises:
             StorageError: IO, NO_SPACE.
         """
         if "\n" in name:
             return
-        rest = f"{done.hash} {written_error(done.error)} {name}".encode()
-        with self._lock, self._named("writing"):
-            self._file.write(b"\n" + digest(rest).encode() + b" " + rest)  # first the break: a torn line stays alone
+        payload = f"{tensor.hash} {error_text(tensor.error)} {name}".encode()
+        with self._lock, self._naming_errors("writing"):
+            self._file.write(
+                b"\n" + digest(payload).encode() + b" " + payload
+            )  # first the line break, so that an incomplete line stays apart
 
     def close(self) -> None:
         """Close the file."""

@@ -1,10 +1,11 @@
-"""The mover: carries items from a source to a sink, whatever these are.
+"""Moves items (byte arrays) from a source to a sink: between files, between ranks, or from one to the other.
 
-A conversion moves files to files, a load files to the memory of ranks, a save this memory to files, and a reshard
-memory to memory. What a rank makes and takes alone, its threads move; all else goes through an exchange, in batches of
-bounded memory: items are cut into runs, contiguous parts, each with the ranks that make it and those that take it. All
-ranks cut alike and so know, without a word, who sends what to whom. What a single rank can make alone is a run of its
-own; where several ranks hold parts of a range (a model cut along columns), these come together at its takers.
+A conversion moves files to files, a load moves files into the memory of ranks, a save moves this memory into files,
+and a reshard moves memory to memory. Items that one rank can both read and consume are moved by its own threads. All
+other items are cut into item ranges, and these go through an exchange between the ranks, in batches of bounded memory.
+Each range has source ranks, which read it, and target ranks, which receive it. All ranks compute the same ranges, so
+they agree on senders and receivers without communication. Where several ranks have parts of one range (a weight
+sharded by columns), the target ranks assemble it.
 """
 
 from __future__ import annotations
@@ -19,41 +20,51 @@ import numpy as np
 
 from transaxle.axes.geometry import row_major
 from transaxle.formats.storage.copier import Bytes, scatter
-from transaxle.move.transfer import Alone, Deferred, Exchange, Parcel, Readable, Sink, Transfer, active, note_fill
+from transaxle.move.transfer import (
+    DeferredErrors,
+    Exchange,
+    NoExchange,
+    Parcel,
+    Readable,
+    Sink,
+    Transfer,
+    add_transfer,
+    clip_blocks,
+)
 from transaxle.move.workers import (
-    RUN,
+    RANGE_BYTES,
     Item,
     Limits,
     Load,
     Owner,
     Worker,
-    are_noted,
-    grouped,
+    can_batch,
+    group_tasks,
     largest_first,
     new_steps,
-    share,
+    run_workers,
 )
 from transaxle.spans import span
 
 _OPEN = 64 << 20
-"""Bytes of the runs that one owner has open at once."""
+"""Bytes of the item ranges that a target rank assembles at once, at most."""
 _ROUND = 32 << 20
-"""Bytes that a rank sends, and that it receives, for one batch at most; a larger run has a batch of its own."""
-_Work = tuple[Item, int, int]
-"""Bytes of an item: `(item, start, stop)`."""
+"""Bytes that a rank sends, and that it receives, in one batch, at most; a larger item range has its own batch."""
+_Slice = tuple[Item, int, int]
+"""Byte range of an item: `(item, start, stop)`."""
 
 
 class Movement:
-    """Items on their way.
+    """One transport of items from a source to a sink.
 
     Args:
-        items: what is moved; all ranks pass equal items, in one order. A rank may leave out what another one makes and
-            takes alone.
-        source: what they are made of. Items without `makers` need the memory of ranks.
-        sink: where this rank's go.
-        limit: workers and memory.
-        exchange: moves bytes between the ranks; None: this process is alone.
-        elsewhere: rank -> bytes of the items that were left out.
+        items: the items to move. All ranks pass equal items in the same order, but a rank may omit items that another
+            rank both reads and consumes.
+        source: the files or memory to read from. Items without `source_ranks` need the memory of ranks.
+        sink: receives the bytes that this rank needs.
+        limit: number of workers and size of their buffers.
+        exchange: moves bytes between the ranks; None for a single process.
+        omitted_bytes: rank -> bytes of its items that this rank omitted.
     """
 
     def __init__(
@@ -63,81 +74,80 @@ class Movement:
         sink: Sink,
         limit: Limits,
         exchange: Exchange | None = None,
-        elsewhere: Mapping[int, int] | None = None,
+        omitted_bytes: Mapping[int, int] | None = None,
     ) -> None:
         self._source = source
         self._sink = sink
         self._limit = limit
-        self._exchange = exchange or Alone()
+        self._exchange = exchange or NoExchange()
         rank = self._exchange.rank
         self._owner: Owner = getattr(source, "owner", None) or (lambda _: rank)
-        self._own, self._others = alone(items, self._owner)
-        self._elsewhere = elsewhere or {}
-        self._notes = are_noted(source) and (sink.takes_notes or not sink.ordered)
-        """Whether many steps are done in one call: from files of this machine."""
+        self._local_queues, self._exchanged = divide_by_rank(items, self._owner)
+        self._omitted_bytes = omitted_bytes or {}
+        self._batches_steps = can_batch(source) and (sink.batches_steps or not sink.ordered)
+        """Whether many steps are carried out in one call, which pays for local files."""
         self._lock = Lock()
-        self._left: dict[int, int] = {}
-        """Bytes of the items that several workers take which are not there yet, by key."""
+        self._missing_bytes: dict[int, int] = {}
+        """Item key -> bytes not yet delivered, for items that several workers share."""
 
     def run(self) -> int:
-        """Move everything; collective over the ranks.
+        """Move all items; collective over the ranks.
 
         Returns:
             bytes received from other ranks.
 
         Raises:
-            Exception: what source or sink raised, on this rank alone, when all exchanges are over.
+            Exception: the first error of this rank's source or sink, after all exchanges are over.
         """
-        if not self._others:
-            self.move_own()
+        if not self._exchanged:
+            self.move_local()
             return 0
-        # An error here must not end the collective calls, or the other ranks would wait forever: it is kept until all
-        # exchanges are over.
-        later = Deferred()
-        later(self.move_own)()
-        return self._meet(later)
+        # An error here must not end the collective calls, or the other ranks would wait forever.
+        deferred = DeferredErrors()
+        deferred(self.move_local)()
+        return self._exchange_ranges(deferred)
 
-    def move_own(self) -> None:
-        """Move what this rank makes and takes alone, straight into the sink, by several threads."""
+    def move_local(self) -> None:
+        """Move the items that this rank both reads and consumes, by several threads."""
         with span("move"):
-            share(self._work(), self._limit.jobs, self._worker, self._do)
+            run_workers(self._group_slices(), self._limit.jobs, self._worker, self._do)
 
     def _worker(self, stop: Event) -> Worker:
-        return Worker(self._source, self._limit, stop, new_steps(together=self._notes))
+        return Worker(self._source, self._limit, stop, new_steps(together=self._batches_steps))
 
-    def move_others(self) -> int:
-        """Move what ranks make for one another; collective. Otherwise as `run`."""
-        return self._meet(Deferred()) if self._others else 0
+    def move_exchanged(self) -> int:
+        """Move the items that need an exchange between ranks; collective. Otherwise as `run`."""
+        return self._exchange_ranges(DeferredErrors()) if self._exchanged else 0
 
-    def _work(self) -> Iterator[list[_Work]]:
-        """Yield what one worker does from beginning to end before it takes something else."""
-        # An ordered sink (a file that is hashed while it is written) takes a queue from beginning to end, or its spans;
-        # others take any run.
-        queues = self._own.get(self._exchange.rank, ())
+    def _group_slices(self) -> Iterator[list[_Slice]]:
+        """Yield groups of slices; one worker moves a whole group."""
+        # An ordered sink (a file that is hashed while it is written) takes whole queues, or spans of an item, from
+        # beginning to end; other sinks take ranges in any order.
+        queues = self._local_queues.get(self._exchange.rank, ())
         if not self._sink.ordered:
-            runs = (
-                (item, start, min(start + RUN, item.size))
+            slices = (
+                (item, start, min(start + RANGE_BYTES, item.size))
                 for queue in queues
                 for item in queue
-                for start in range(0, item.size, RUN)
+                for start in range(0, item.size, RANGE_BYTES)
             )
-            yield from self._grouped((run, run[2] - run[1]) for run in runs)
+            yield from self._group((item_slice, item_slice[2] - item_slice[1]) for item_slice in slices)
             return
-        alone = [queue[0] for queue in queues if len(queue) == 1 and queue[0].queue is None]
+        unqueued = [queue[0] for queue in queues if len(queue) == 1 and queue[0].queue is None]
         for queue in queues:
             if len(queue) > 1 or queue[0].queue is not None:
                 yield [(item, 0, item.size) for item in queue]
-        parts = self._parts(alone)
+        parts = self._parts(unqueued)
         sizes = [(part, part[2] - part[1]) for part in parts]
-        yield from self._grouped(largest_first(sizes) if self._notes else sizes)
+        yield from self._group(largest_first(sizes) if self._batches_steps else sizes)
 
-    def _grouped(self, sizes: Iterable[tuple[_Work, int]]) -> Iterator[list[_Work]]:
-        """Yield work in groups for one worker each."""
-        total = sum(item.size for queue in self._own.get(self._exchange.rank, ()) for item in queue)
-        return grouped(sizes, noted=self._notes, fair=total // self._limit.jobs)
+    def _group(self, sizes: Iterable[tuple[_Slice, int]]) -> Iterator[list[_Slice]]:
+        """Group slices, given with their sizes, for one worker each."""
+        total = sum(item.size for queue in self._local_queues.get(self._exchange.rank, ()) for item in queue)
+        return group_tasks(sizes, batched=self._batches_steps, fair=total // self._limit.jobs)
 
-    def _parts(self, items: Sequence[Item]) -> Iterator[_Work]:
-        """Yield the parts of items that any worker can take."""
+    def _parts(self, items: Sequence[Item]) -> Iterator[_Slice]:
+        """Cut items into slices that any worker can move independently."""
         for item in items:
             span_size = self._sink.span or item.size
             if item.blocks is not None or item.size <= span_size or hasattr(self._source, "lend"):
@@ -145,7 +155,7 @@ class Movement:
             else:
                 yield from ((item, at, min(at + span_size, item.size)) for at in range(0, item.size, span_size))
 
-    def _do(self, worker: Worker, work: list[_Work]) -> None:
+    def _do(self, worker: Worker, work: list[_Slice]) -> None:
         with worker.steps as steps:
             for item, start, stop in work:
                 self._move(worker, item, start, stop)
@@ -153,277 +163,298 @@ class Movement:
 
     def _move(self, worker: Worker, item: Item, start: int, stop: int) -> None:
         # A sink with memory of its own is filled in place, which saves a copy.
-        room = None if self._sink.ordered else self._sink.room(item.key, start, stop)
-        if room is not None:
-            worker.note_fill(item.parts(start, stop), start, room)
-            worker.steps.then(partial(self._sink.filled, item.key, start, stop))
+        buffer = None if self._sink.ordered else self._sink.buffer(item.key, start, stop)
+        if buffer is not None:
+            worker.add_transfer(item.parts(start, stop), start, buffer)
+            worker.steps.then(partial(self._sink.mark_filled, item.key, start, stop))
         elif item.blocks is None:
-            for at, block in worker.note(item, start, stop):
-                self._sink.note(worker.steps, item.key, at, block)
-            worker.steps.then(partial(self._there, item, stop - start))
+            for at, block in worker.add_item(item, start, stop):
+                self._sink.add_take(worker.steps, item.key, at, block)
+            worker.steps.then(partial(self._count_delivered, item, stop - start))
         else:
-            worker.steps.run()  # what is listed may yet read the worker's block, which this fills at once
+            worker.steps.run()  # pending steps may still read the worker's block, which is filled next
             at = start
             for block in item.blocks(worker):
                 self._sink.take(item.key, at, block)
                 at += len(block)
-            self._there(item, stop - start)
+            self._count_delivered(item, stop - start)
         worker.steps.breathe()
 
-    def _there(self, item: Item, size: int) -> None:
-        """Note that bytes of an item are there; whoever brings the last ones ends it."""
+    def _count_delivered(self, item: Item, size: int) -> None:
+        """Count delivered bytes of an item, and end the item with its last byte."""
         with self._lock:
-            left = self._left[item.key] = self._left.get(item.key, item.size) - size
-            if not left:
-                del self._left[item.key]
-        if not left:
+            missing = self._missing_bytes[item.key] = self._missing_bytes.get(item.key, item.size) - size
+            if not missing:
+                del self._missing_bytes[item.key]
+        if not missing:
             self._sink.end(item.key)
 
-    def _meet(self, later: Deferred) -> int:
-        # Ranks with much work of their own get fewer of the runs that any rank could take.
-        sizes = {rank: sum(item.size for queue in queues for item in queue) for rank, queues in self._own.items()}
-        busy = {rank: sizes.get(rank, 0) + self._elsewhere.get(rank, 0) for rank in self._exchange.ranks}
-        meeting, received = _Meeting(self._source, self._sink, self._limit, self._exchange), 0
-        for batch in batches(self._others, busy, self._owner):
-            received += meeting.round(batch, later)
+    def _exchange_ranges(self, deferred: DeferredErrors) -> int:
+        # Ranks with much local work get fewer of the ranges that any rank could take.
+        sizes = {
+            rank: sum(item.size for queue in queues for item in queue) for rank, queues in self._local_queues.items()
+        }
+        busy = {rank: sizes.get(rank, 0) + self._omitted_bytes.get(rank, 0) for rank in self._exchange.ranks}
+        ranges, received = _RangeExchange(self._source, self._sink, self._limit, self._exchange), 0
+        for batch in batches(self._exchanged, busy, self._owner):
+            received += ranges.round(batch, deferred)
         self._exchange.close()
-        later.check()
+        deferred.check()
         return received
 
 
-class _Meeting:
-    """Where runs come together: what this rank makes is sent; what it takes is put together and handed over."""
+class _RangeExchange:
+    """Exchanges item ranges: sends the parts that this rank reads, assembles ranges that it needs, for the sink."""
 
     def __init__(self, source: Readable, sink: Sink, limit: Limits, exchange: Exchange) -> None:
 
         self._source = source
         self._sink = sink
         self._exchange = exchange
-        self._worker = Worker(source, limit.holding_runs, Event())
-        self._buffer: Bytes = np.empty(RUN, np.uint8)
+        self._worker = Worker(source, limit.for_item_ranges, Event())
+        self._buffer: Bytes = np.empty(RANGE_BYTES, np.uint8)
 
-    def round(self, batch: Sequence[Run], later: Deferred) -> int:
-        """Exchange what the runs of a batch need, and hand them over; return the bytes received."""
+    def round(self, batch: Sequence[ItemRange], deferred: DeferredErrors) -> int:
+        """Exchange the ranges of one batch, pass them to the sink, and return the bytes received."""
         # All ranks compute the same list in the same order, so a parcel is identified by its number.
-        sent = [(run, rank) for run in batch for rank in run.makers if set(run.takers) - {rank}]
-        arrived: dict[tuple[Run, int], Bytes] = {}
+        parcels = [
+            (item_range, rank)
+            for item_range in batch
+            for rank in item_range.source_ranks
+            if set(item_range.target_ranks) - {rank}
+        ]
+        packs: dict[tuple[ItemRange, int], Bytes] = {}
 
-        def make(number: int, buffer: Bytes) -> None:
-            run, rank = sent[number]
-            # With several makers each sends only its copies, packed without gaps; a single maker sends the finished
-            # run.
-            if run.only_maker is None:
-                self._worker.fill([packing for packing, _ in packed(run.parts(rank))], 0, buffer)
+        def fill_parcel(number: int, buffer: Bytes) -> None:
+            item_range, rank = parcels[number]
+            # Each of several source ranks sends only its copies, packed without gaps; a single one sends the finished
+            # range.
+            if item_range.only_source is None:
+                self._worker.fill([packing for packing, _ in pack_copies(item_range.parts(rank))], 0, buffer)
             else:
-                self._worker.fill(run.parts(rank), run.start, buffer)
+                self._worker.fill(item_range.parts(rank), item_range.start, buffer)
 
-        def keep(number: int, buffer: Bytes) -> None:
-            arrived[sent[number]] = buffer
+        def keep_parcel(number: int, buffer: Bytes) -> None:
+            packs[parcels[number]] = buffer
 
-        received = self._exchange.round([_parcel(run, rank) for run, rank in sent], later(make), later(keep))
-        for run in batch:
-            if self._exchange.rank in run.takers:
-                later(self._finish)(run, {rank: arrived.get((run, rank)) for rank in run.makers})
-                if run.stop == run.item.size:
-                    later(self._sink.end)(run.item.key)
+        received = self._exchange.round(
+            [_parcel(item_range, rank) for item_range, rank in parcels], deferred(fill_parcel), deferred(keep_parcel)
+        )
+        for item_range in batch:
+            if self._exchange.rank in item_range.target_ranks:
+                deferred(self._deliver)(
+                    item_range, {rank: packs.get((item_range, rank)) for rank in item_range.source_ranks}
+                )
+                if item_range.stop == item_range.item.size:
+                    deferred(self._sink.end)(item_range.item.key)
         return received
 
-    def _finish(self, run: Run, arrived: Mapping[int, Bytes | None]) -> None:
-        """Hand a run over: as it came, or as this rank makes it, or put together from what its makers gave."""
-        key, sink = run.item.key, self._sink
-        # None if the run must be put together from several packs, or if this rank makes it for itself alone.
-        whole = None if run.only_maker is None else arrived[run.only_maker]
+    def _deliver(self, item_range: ItemRange, packs: Mapping[int, Bytes | None]) -> None:
+        """Pass a range to the sink: as received, as read by this rank, or assembled from several ranks' packs."""
+        key, sink = item_range.item.key, self._sink
+        # None if the range must be assembled from several packs, or if this rank reads it for itself alone.
+        whole = None if item_range.only_source is None else packs[item_range.only_source]
         if whole is not None:
-            sink.take(key, run.start, whole.data)
+            sink.take(key, item_range.start, whole.data)
             return
-        room = sink.room(key, run.start, run.stop)
-        if room is None and run.only_maker is not None:
-            sink.take(key, run.start, self._worker.block(run.parts(run.only_maker), run.start, run.stop).data)
+        buffer = sink.buffer(key, item_range.start, item_range.stop)
+        if buffer is None and item_range.only_source is not None:
+            sink.take(
+                key,
+                item_range.start,
+                self._worker.block(item_range.parts(item_range.only_source), item_range.start, item_range.stop).data,
+            )
             return
-        out = self._buffer[: run.size] if room is None else room
-        if run.padded:
+        out = self._buffer[: item_range.size] if buffer is None else buffer
+        if item_range.has_padding:
             out[:] = 0
-        for rank, pack in arrived.items():
-            self._lay(run, rank, pack, out)
-        if room is None:
-            sink.take(key, run.start, out.data)
+        for rank, pack in packs.items():
+            self._place_copies(item_range, rank, pack, out)
+        if buffer is None:
+            sink.take(key, item_range.start, out.data)
         else:
-            sink.filled(key, run.start, run.stop)
+            sink.mark_filled(key, item_range.start, item_range.stop)
 
-    def _lay(self, run: Run, rank: int, pack: Bytes | None, out: Bytes) -> None:
-        """Lay what a maker gave into a run, or what this rank has itself."""
+    def _place_copies(self, item_range: ItemRange, rank: int, pack: Bytes | None, out: Bytes) -> None:
+        """Copy a source rank's pack to its places in `out`; None: copy from this rank's own source."""
         if pack is None:
             with self._worker.steps as steps:
-                for part in run.parts(rank):
-                    note_fill(steps, self._source, part, out, run.start, self._worker.scratch)
+                for part in item_range.parts(rank):
+                    add_transfer(steps, self._source, part, out, item_range.start, self._worker.scratch)
                 steps.run()
             return
-        for _, spreading in packed(run.parts(rank)):
-            held, at = pack[spreading.source :][: spreading.size], spreading.target - run.start
-            scatter(held, out, at, spreading.width, spreading.loops)
+        for _, spreading in pack_copies(item_range.parts(rank)):
+            packed_bytes, at = pack[spreading.source :][: spreading.size], spreading.target - item_range.start
+            scatter(packed_bytes, out, at, spreading.width, spreading.loops)
 
 
-def _parcel(run: Run, maker: int) -> Parcel:
-    """Return what a maker of a run sends: the run as it is where it alone makes it, else its parts packed."""
-    # A finished run goes to every taker, the maker included; of a pack the maker needs none, as it fills in its own
-    # copies.
-    takers = run.takers if run.only_maker is not None else tuple(rank for rank in run.takers if rank != maker)
-    return Parcel(maker, takers, run.sent(maker))
+def _parcel(item_range: ItemRange, source_rank: int) -> Parcel:
+    """Return the parcel that a source rank sends: the finished range where it has all of it, else its copies packed."""
+    # A finished range goes to every target rank, also to the sender itself. A pack does not: the sender fills in its
+    # own copies directly.
+    target_ranks = (
+        item_range.target_ranks
+        if item_range.only_source is not None
+        else tuple(rank for rank in item_range.target_ranks if rank != source_rank)
+    )
+    return Parcel(source_rank, target_ranks, item_range.sent_bytes(source_rank))
 
 
-def alone(items: Iterable[Item], owner: Owner) -> tuple[dict[int, list[list[Item]]], list[Item]]:
-    """Divide items into those that one rank can move alone and those that take an exchange.
+def divide_by_rank(items: Iterable[Item], owner: Owner) -> tuple[dict[int, list[list[Item]]], list[Item]]:
+    """Divide items into those that a rank can move alone and those that need an exchange.
 
     Returns:
-        rank -> its queues of items, and all other items. A queue is never divided.
+        rank -> its queues of items, and the items for the exchange. A queue is never divided.
     """
     queues: dict[Hashable, list[Item]] = {}
     for item in items:
         queues.setdefault(item if item.queue is None else item.queue, []).append(item)
-    own: dict[int, list[list[Item]]] = {}
-    others: list[Item] = []
+    local_queues: dict[int, list[list[Item]]] = {}
+    exchanged: list[Item] = []
     for queue in queues.values():
-        # A queue is written in order by one writer. If any of its items needs an exchange, all go through it.
-        ranks = {item.alone_at(owner) for item in queue}
+        # A single writer writes a queue in order. If any of its items needs an exchange, all of them use it.
+        ranks = {item.only_rank(owner) for item in queue}
         rank = ranks.pop() if len(ranks) == 1 else None
         if rank is None:
-            others.extend(queue)
+            exchanged.extend(queue)
         else:
-            own.setdefault(rank, []).append(queue)
-    return own, others
+            local_queues.setdefault(rank, []).append(queue)
+    return local_queues, exchanged
 
 
-class Run(msgspec.Struct, frozen=True, eq=False):
-    """A contiguous part of an item."""
+class ItemRange(msgspec.Struct, frozen=True, eq=False):
+    """A contiguous byte range of an item, with the ranks that read and receive it."""
 
     item: Item
-    """Of what."""
+    """The item that the range belongs to."""
     start: int
-    """First byte."""
+    """Offset of the first byte in the item."""
     stop: int
     """One past the last byte."""
-    makers: tuple[int, ...]
-    """Ranks that have parts of it."""
-    takers: tuple[int, ...]
-    """Ranks at which the bytes come together: the ones that need them, or the run's owner."""
-    owned: Mapping[int, list[Transfer]] | None
-    """Maker -> its copies that land in the run; None: its one maker reads all of it."""
+    source_ranks: tuple[int, ...]
+    """Ranks that read parts of the range."""
+    target_ranks: tuple[int, ...]
+    """Ranks that receive the range."""
+    copies: Mapping[int, list[Transfer]] | None
+    """Source rank -> its transfers into the range; None: a single source rank reads all of it."""
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Length in bytes."""
         return self.stop - self.start
 
-    def parts(self, maker: int) -> list[Transfer]:
-        """Return a maker's copies that land in the run."""
-        return self.item.parts(self.start, self.stop) if self.owned is None else self.owned[maker]
+    def parts(self, source_rank: int) -> list[Transfer]:
+        """Return a source rank's transfers into the range."""
+        return self.item.parts(self.start, self.stop) if self.copies is None else self.copies[source_rank]
 
-    def sent(self, maker: int) -> int:
-        """Return the bytes that a maker gives to each taker: the run as it is where it alone makes it."""
-        return self.size if self.only_maker is not None else sum(part.size for part in self.parts(maker))
-
-    @property
-    def only_maker(self) -> int | None:
-        """The one rank that makes all of it; None where several do, or none."""
-        return self.makers[0] if len(self.makers) == 1 else None
+    def sent_bytes(self, source_rank: int) -> int:
+        """Return the number of bytes that a source rank sends to each target rank."""
+        return self.size if self.only_source is not None else sum(part.size for part in self.parts(source_rank))
 
     @property
-    def padded(self) -> bool:
-        """Whether there are bytes that no copy fills: zeros."""
-        return sum(part.size for maker in self.makers for part in self.parts(maker)) != self.size
+    def only_source(self) -> int | None:
+        """The single source rank of the range; None where it has several, or none."""
+        return self.source_ranks[0] if len(self.source_ranks) == 1 else None
+
+    @property
+    def has_padding(self) -> bool:
+        """Whether the range has bytes that no transfer fills; they are zero."""
+        return sum(part.size for rank in self.source_ranks for part in self.parts(rank)) != self.size
 
 
 class _Lane:
-    """Items that the same ranks take, run by run.
+    """The item ranges of all items with the same target ranks, one at a time.
 
     Args:
-        items: in order.
-        busy: bytes that each rank makes, or takes, so far; kept up to date.
-        owner: tells the rank that holds a file.
+        items: the items, in order.
+        busy: bytes assigned to each rank so far; updated here.
+        owner: returns the rank that has a file.
     """
 
     def __init__(self, items: Iterable[Item], busy: Load, owner: Owner) -> None:
-        # A generator: a run is cut when it becomes the head, so `busy` then contains all earlier choices of every lane.
-        self._runs = (run for item in items for run in _runs(item, busy, owner))
-        self.head: Run | None = next(self._runs, None)
+        # A generator: a range is cut when it becomes the head, so `busy` includes all earlier choices of every lane.
+        self._cut_item = (item_range for item in items for item_range in _cut_item(item, busy, owner))
+        self.head: ItemRange | None = next(self._cut_item, None)
 
     def step(self) -> None:
-        """Go on to the next run."""
-        self.head = next(self._runs, None)
+        """Advance to the next range."""
+        self.head = next(self._cut_item, None)
 
 
-def _runs(item: Item, busy: Load, owner: Owner) -> Iterator[Run]:
-    """Cut an item into runs, each with its makers and takers: where any of several will do, the least busy one."""
-    if item.makers:
+def _cut_item(item: Item, busy: Load, owner: Owner) -> Iterator[ItemRange]:
+    """Cut an item into ranges, and choose their source and target ranks: the least busy of several candidates."""
+    if item.source_ranks:
         for start, stop in pairwise(item.cuts):
-            yield Run(item, start, stop, (busy.add(busy.least(item.makers), stop - start),), item.takers, None)
+            yield ItemRange(
+                item, start, stop, (busy.add(busy.least(item.source_ranks), stop - start),), item.target_ranks, None
+            )
         return
-    for start, stop, parts in active(item.transfers, item.cuts[1:]):
-        owned: dict[int, list[Transfer]] = {}
+    for start, stop, parts in clip_blocks(item.transfers, item.cuts[1:]):
+        copies: dict[int, list[Transfer]] = {}
         for part in parts:
-            owned.setdefault(owner(part.file), []).append(part)
-        # Without takers the run goes to a rank that already holds some of it; a run of padding alone has none, and any
-        # rank takes it.
-        takers = item.takers or (busy.add(busy.least(owned or busy), stop - start),)
-        yield Run(item, start, stop, tuple(owned), takers, owned)
+            copies.setdefault(owner(part.file), []).append(part)
+        # Without target ranks, the range goes to a rank that has a part of it; a range of padding alone, to any rank.
+        target_ranks = item.target_ranks or (busy.add(busy.least(copies or busy), stop - start),)
+        yield ItemRange(item, start, stop, tuple(copies), target_ranks, copies)
 
 
-class _Bounds:
-    """What a batch may hold: so that no rank has too much open, sends too much, or receives too much.
+class _BatchLimits:
+    """Bounds of one batch: how much a rank may assemble, send and receive.
 
     Args:
-        most: bytes that a rank sends, and that it receives.
+        max_bytes: bytes that a rank may send, and may receive.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
         self._open: dict[int, int] = {}
         self._moved: dict[tuple[int, bool], int] = {}
 
-    def take(self, run: Run) -> bool:
-        """Make a run part of the batch; False if there is no room, which the first one always finds."""
-        opened = {taker: self._open.get(taker, 0) + run.size for taker in run.takers}
-        moved: dict[tuple[int, bool], int] = {}
-        for rank in run.makers:
-            size = run.sent(rank)
-            for taker in run.takers:
-                # A maker that also takes the run keeps its part; only bytes that cross ranks count.
-                if taker != rank:
-                    for key in ((rank, True), (taker, False)):
-                        moved[key] = moved.get(key, self._moved.get(key, 0)) + size
+    def take(self, item_range: ItemRange) -> bool:
+        """Add a range to the batch; return False if a limit is exceeded. The first range is always accepted."""
+        open_bytes = {
+            target_rank: self._open.get(target_rank, 0) + item_range.size for target_rank in item_range.target_ranks
+        }
+        moved_bytes: dict[tuple[int, bool], int] = {}
+        for rank in item_range.source_ranks:
+            size = item_range.sent_bytes(rank)
+            for target_rank in item_range.target_ranks:
+                # A source rank that is also a target keeps its part; only bytes sent between ranks count.
+                if target_rank != rank:
+                    for key in ((rank, True), (target_rank, False)):
+                        moved_bytes[key] = moved_bytes.get(key, self._moved.get(key, 0)) + size
         # Limits hold for each rank separately, since memory and links are per rank.
-        full = max(opened.values(), default=0) > _OPEN or max(moved.values(), default=0) > self._most
-        # An empty batch accepts any run, however large; otherwise a run above the limits could never move.
+        full = max(open_bytes.values(), default=0) > _OPEN or max(moved_bytes.values(), default=0) > self._max_bytes
+        # An empty batch accepts a range of any size, or a range above the limits could never move.
         if full and self._open:
             return False
-        self._open |= opened
-        self._moved |= moved
+        self._open |= open_bytes
+        self._moved |= moved_bytes
         return True
 
 
 def batches(
-    items: Iterable[Item], busy: Mapping[int, int], owner: Owner, most: int | None = None
-) -> Iterator[list[Run]]:
-    """Put the runs of items together to batches in which all ranks have something to do.
+    items: Iterable[Item], busy: Mapping[int, int], owner: Owner, max_bytes: int | None = None
+) -> Iterator[list[ItemRange]]:
+    """Cut items into ranges, and collect these in batches that keep all ranks busy.
 
     Args:
-        items: what is moved.
-        busy: bytes that each rank has to make, or to take, besides.
-        owner: tells the rank that holds a file.
-        most: bytes that a rank sends, and that it receives, for one batch; a larger run has a batch of its own. None:
+        items: the items to exchange.
+        busy: bytes that each rank moves in addition.
+        owner: returns the rank that has a file.
+        max_bytes: bytes that a rank sends, and that it receives, in one batch; a larger range has its own batch. None:
             `_ROUND`.
 
-    Post-condition: runs of items with the same takers come in order; so do the runs of any item.
+    Post-condition: the ranges of one item are in order, and so are those of all items with the same target ranks.
     """
     groups: dict[tuple[int, ...], list[Item]] = {}
     for item in items:
-        groups.setdefault(item.takers, []).append(item)
+        groups.setdefault(item.target_ranks, []).append(item)
     counts = Load(busy)
     lanes = [_Lane(group, counts, owner) for group in groups.values()]
     while any(lane.head is not None for lane in lanes):
-        # One run of each lane in turn, until none fits: so all takers have work in every batch, not one after the
-        # other.
-        bounds, batch = _Bounds(most or _ROUND), list[Run]()
+        # One range of each lane in turn, until none fits, so that all target ranks have work in every batch.
+        bounds, batch = _BatchLimits(max_bytes or _ROUND), list[ItemRange]()
         moving = True
         while moving:
             moving = False
@@ -435,11 +466,11 @@ def batches(
         yield batch
 
 
-def packed(parts: Iterable[Transfer]) -> Iterator[tuple[Transfer, Transfer]]:
-    """Yield how copies are packed one after the other, and how they are spread again.
+def pack_copies(parts: Iterable[Transfer]) -> Iterator[tuple[Transfer, Transfer]]:
+    """Split each transfer in two, by way of a pack in which all transfers follow one another without gaps.
 
     Yields:
-        `(from the source into the pack, from the pack to the target)` of each copy.
+        `(transfer from the source into the pack, transfer from the pack to the target)`.
     """
     at = 0
     for part in parts:

@@ -1,18 +1,13 @@
-"""Transfers, and the endpoints between which they carry bytes.
+"""Transfers (strided copies in bytes), and the interfaces of the sources, sinks and exchanges that they use.
 
-**Transfers**: box copies in bytes, from a place in a file to a place in a tensor.
+A transfer copies bytes from a file to a tensor, and has no axes. `clip` cuts it by a byte range of the target, so that
+a tensor of any size is produced block by block in fixed memory. `add_transfers` adds the reads and copies that fill a
+buffer to a list of steps. Runs near one another in a file are read in one span into a scratch buffer, and scattered
+from there; distant runs are read directly into place.
 
-A transfer knows nothing of axes. `clip` cuts it by a byte range of the target, so a tensor of any size is produced in
-order, block by block, in fixed memory; `endpoint.note_parts` says how clipped transfers are carried out.
-
-**Endpoints**: what bytes are moved from, and to, and how they travel between ranks.
-
-Files of a storage and the memory of ranks look alike here. Between ranks parcels of bytes travel in rounds of bounded
-memory. Every rank knows every parcel (its sender, receivers and size), so no header travels; how the bytes of a round
-travel is the matter of an `Exchange`.
-
-How transfers fill a buffer is listed (`note_parts`), as reads and copies. Runs that lie near one another are read with
-all between them into a scratch buffer, and spread from there; distant ones are read each into its place.
+The files of a storage and the memory of ranks have one interface (`Readable`). Between ranks an `Exchange` moves
+parcels of bytes, in rounds of bounded memory. All ranks know each parcel's sender, receivers and size, so parcels have
+no headers.
 """
 
 from __future__ import annotations
@@ -31,22 +26,22 @@ from transaxle.formats.storage.copier import READING, WRITING, Bytes, Steps, sca
 
 
 class Transfer(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One box copy from a file into a tensor, in bytes."""
+    """A strided copy from a file into a tensor, in bytes."""
 
     file: str
-    """Source file inside its container."""
+    """Name of the source file in its container."""
     source: int
-    """Byte offset in the file of the first element."""
+    """Byte offset of the first element in the file."""
     target: int
-    """Byte offset in the target tensor (or chunk) of the first element."""
+    """Byte offset of the first element in the target tensor or chunk."""
     width: int
-    """Bytes of the smallest contiguous run; everything below moves runs of this width."""
+    """Bytes of one contiguous run; `loops` repeat it."""
     loops: tuple[Loop, ...] = ()
     """`(count, source stride, target stride)` in bytes, in target order, outermost first."""
 
     @property
     def size(self) -> int:
-        """Bytes moved."""
+        """Number of bytes copied."""
         count = self.width
         for loop in self.loops:
             count *= loop[0]
@@ -62,7 +57,7 @@ class Transfer(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def source_span(self) -> int:
-        """Bytes between the first and one past the last byte read."""
+        """Bytes from the first to the last byte read, gaps included."""
         span = self.width
         for count, step, _ in self.loops:
             span += (count - 1) * step
@@ -70,7 +65,7 @@ class Transfer(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def is_dense(self) -> bool:
-        """Whether the runs follow one another in the file without gaps, in the order of the target."""
+        """Whether the runs are contiguous in the file, in the order of the target."""
         span = self.width
         for count, step, _ in reversed(self.loops):
             if step != span:
@@ -79,21 +74,21 @@ class Transfer(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return True
 
     def as_json(self) -> dict[str, Any]:
-        """Return it as plain JSON data, with a name for each number."""
+        """Return the transfer as JSON data, with a name for each number."""
         loops = [dict(zip(("count", "source_stride", "target_stride"), loop, strict=True)) for loop in self.loops]
         return {**{name: getattr(self, name) for name in self.__struct_fields__}, "loops": loops}
 
 
 def lower(file: str, base: int, itemsize: int, source: int, target: int, loops: Sequence[Loop]) -> Transfer:
-    """Turn a copy in elements into a transfer in bytes.
+    """Turn a box copy in elements into a transfer in bytes.
 
     Args:
-        file: the file that holds the source chunk.
-        base: byte offset of the chunk's first element.
+        file: the file that contains the source chunk.
+        base: byte offset of the chunk in the file.
         itemsize: bytes per element.
-        source: first element in the chunk.
-        target: first element in the target.
-        loops: coalesced loops in elements.
+        source: index of the first element in the chunk.
+        target: index of the first element in the target.
+        loops: coalesced `(count, source stride, target stride)` in elements.
     """
     scaled = [(count, step * itemsize, into * itemsize) for count, step, into in loops]
     width = itemsize
@@ -102,8 +97,8 @@ def lower(file: str, base: int, itemsize: int, source: int, target: int, loops: 
     return Transfer(file, base + source * itemsize, target * itemsize, width, tuple(scaled))
 
 
-def in_elements(transfer: Transfer, itemsize: int) -> BoxCopy:
-    """Return a transfer between tensors of one type as a move of elements: the inverse of `lower`, for one transfer."""
+def as_box_copy(transfer: Transfer, itemsize: int) -> BoxCopy:
+    """Return a transfer between tensors of one dtype as a box copy in elements: the inverse of `lower`."""
     loops = [(count, source // itemsize, target // itemsize) for count, source, target in transfer.loops]
     run = (transfer.width // itemsize, 1, 1)
     return BoxCopy(transfer.source // itemsize, transfer.target // itemsize, (*loops, run))
@@ -112,7 +107,7 @@ def in_elements(transfer: Transfer, itemsize: int) -> BoxCopy:
 def clip(transfer: Transfer, start: int, stop: int) -> Iterator[Transfer]:
     """Cut a transfer by the byte range `[start, stop)` of the target.
 
-    Post-condition: the results are disjoint and move exactly the bytes that land in the range.
+    Post-condition: the results are disjoint, and copy exactly the bytes with a target in the range.
     """
     if start <= transfer.target and transfer.target_end <= stop:
         yield transfer
@@ -129,126 +124,126 @@ def clip(transfer: Transfer, start: int, stop: int) -> Iterator[Transfer]:
     for box in lexicographic_boxes([*(count for count, _ in loops), transfer.width], first, last):
         *outer, (low, high) = box
         source, target = transfer.source + low, transfer.target + low
-        kept = []
+        clipped_loops = []
         for (begin, end), (_, step, into) in zip(outer, transfer.loops, strict=True):
             source += begin * step
             target += begin * into
             if end - begin > 1:
-                kept.append((end - begin, step, into))
-        yield Transfer(transfer.file, source, target, high - low, tuple(kept))
+                clipped_loops.append((end - begin, step, into))
+        yield Transfer(transfer.file, source, target, high - low, tuple(clipped_loops))
 
 
-def active(transfers: Sequence[Transfer], ends: Iterable[int]) -> Iterator[tuple[int, int, list[Transfer]]]:
-    """Walk a target block by block, in order.
+def clip_blocks(transfers: Sequence[Transfer], ends: Iterable[int]) -> Iterator[tuple[int, int, list[Transfer]]]:
+    """Clip transfers to consecutive blocks of the target.
 
     Args:
         transfers: sorted by their first target byte.
-        ends: where the blocks end, in bytes of the target; the first one begins at 0.
+        ends: end offset of each block in the target, in bytes; the first block starts at 0.
 
     Yields:
-        `(start, stop, the transfers' parts in that range)`.
+        `(start, stop, transfers clipped to that range)`.
     """
     running: list[Transfer] = []
-    coming = start = 0
+    next_transfer = start = 0
     for stop in ends:
         running = [transfer for transfer in running if transfer.target_end > start]
-        while coming < len(transfers) and transfers[coming].target < stop:
-            running.append(transfers[coming])
-            coming += 1
+        while next_transfer < len(transfers) and transfers[next_transfer].target < stop:
+            running.append(transfers[next_transfer])
+            next_transfer += 1
         yield start, stop, [part for transfer in running for part in clip(transfer, start, stop)]
         start = stop
 
 
-_TOGETHER = 1 << 20
-"""Bytes that are read side by side into the scratch, of several transfers: no more than stays in the cache."""
+_SIDE_BY_SIDE = 1 << 20
+"""Bytes of the scratch buffer that several transfers share, at most: few enough to stay in the cache."""
 
 
 class Readable(Protocol):
-    """What transfers read from: the files of a storage (`formats.Storage`).
+    """A source of transfers, such as the files of a storage (`formats.Storage`).
 
-    One that also has `lend` (see `Memory`) is not read, but copied from.
+    A source that also has `lend` (see `Memory`) is copied from, not read.
     """
 
     def read_into(self, name: str, offset: int, view: memoryview) -> None:
-        """Fill `view` with the bytes of a file from `offset`."""
+        """Fill `view` with the bytes of a file, starting at `offset`."""
 
-    def note_read(
+    def add_read(
         self, steps: Steps, name: str, offset: int, view: memoryview, width: int = 0, loops: Sequence[Loop] = ()
     ) -> None:
-        """List that a view is filled with the bytes of a file from `offset`, or runs are read into it."""
+        """Add a read to `steps`: a file's bytes from `offset` on, or strided runs of them, into `view`."""
 
 
 class Memory(Readable, Protocol):
-    """The memory of several ranks, as one storage: each file is a tensor's part that one of them holds."""
+    """The memory of several ranks as one storage; each file is a part of a tensor, on one rank."""
 
     def lend(self, name: str, offset: int, size: int) -> Bytes:
-        """Return bytes of this rank's own files without copying them, to be read once: they may change meanwhile."""
+        """Return bytes of a file of this rank without a copy. Read them once only: they may change at any time."""
 
     def owner(self, name: str) -> int:
-        """Return the rank that holds a file; the others cannot read it."""
+        """Return the rank that has a file; no other rank can read it."""
 
 
 class Writable(Protocol):
-    """Files that take bytes at any offset."""
+    """Files that can be written at any offset."""
 
     def pwrite(self, file: str, offset: int, view: memoryview) -> None:
-        """Write bytes into a file from `offset`."""
+        """Write the bytes of `view` to a file at `offset`."""
 
 
-class NotingWritable(Writable, Protocol):
-    """Files of this machine: what is written into them can be listed."""
+class StepWritable(Writable, Protocol):
+    """Local files, to which a list of steps can write."""
 
-    def note_write(self, steps: Steps, file: str, offset: int, view: memoryview) -> None:
-        """List that bytes are written as `pwrite`."""
+    def add_write(self, steps: Steps, file: str, offset: int, view: memoryview) -> None:
+        """Add a write to `steps`; otherwise as `pwrite`."""
 
 
 class Sink(ABC):
-    """Where the bytes of items go: memory that they are made in (`room`), or whoever takes them (`take`)."""
+    """Receives the bytes of items: it either exposes memory to fill (`buffer`), or accepts bytes (`take`)."""
 
     ordered = True
-    """The bytes of an item, and of items with the same queue, must come in order, from one thread."""
+    """Whether the bytes of an item, and of items in one queue, must arrive in order, from one thread."""
 
     span: int | None = None
-    """Spans of an item of so many bytes each may come in any order, from several threads."""
+    """Span size in bytes; an item's spans may arrive in any order, from several threads. None: one span per item."""
 
-    takes_notes = False
-    """Whether many steps are worth one call: nobody waits for another machine."""
+    batches_steps = False
+    """Whether many steps can be carried out in one call; true of sinks that do not wait for another machine."""
 
-    def room(self, _key: int, _start: int, _stop: int) -> Bytes | None:
-        """Return the memory in which an item's bytes `[start, stop)` belong; None: they are given to `take`."""
+    def buffer(self, _key: int, _start: int, _stop: int) -> Bytes | None:
+        """Return the memory for an item's bytes `[start, stop)`; None: pass these bytes to `take`."""
         return None
 
-    def filled(self, _key: int, _start: int, _stop: int) -> None:  # noqa: B027 - a sink may have nothing to note
-        """Note that the room for these bytes has them."""
+    def mark_filled(self, _key: int, _start: int, _stop: int) -> None:  # noqa: B027 - a sink may have nothing to note
+        """Accept that the memory for an item's bytes `[start, stop)` is now filled."""
 
     @abstractmethod
     def take(self, key: int, start: int, data: memoryview) -> None:
-        """Take an item's bytes from `start` on, which are neither written to nor kept."""
+        """Consume an item's bytes that begin at `start`; do not modify `data` or keep a reference to it."""
 
-    def note(self, steps: Steps, key: int, start: int, data: memoryview) -> None:
-        """List that an item's bytes are taken: what lies there then."""
+    def add_take(self, steps: Steps, key: int, start: int, data: memoryview) -> None:
+        """Add a call of `take` to `steps`; it consumes the content that `data` then has."""
         steps.call(partial(self.take, key, start, data), WRITING)
 
     def end(self, _key: int) -> None:  # noqa: B027 - as above
-        """Note that these were the last bytes of an item; of an empty one, that it is there."""
+        """Accept that an item is complete; called once for each item, also for an empty one."""
 
 
 Fill = Callable[[int, Bytes], None]
-"""`fill(parcel, buffer)`: put the parcel's bytes into the buffer."""
+"""`fill(number of the parcel, buffer)`: write the parcel's bytes into the buffer."""
 Take = Callable[[int, Bytes], None]
-"""`take(parcel, buffer)`: do with the parcel's bytes what they came for; they stay until the next round."""
+"""`take(number of the parcel, buffer)`: consume the parcel's bytes; the buffer stays valid until the next round."""
 Arguments = ParamSpec("Arguments")
 
 
 class Parcel(msgspec.Struct, frozen=True):
-    """Bytes that one rank has and others need."""
+    """Bytes that one rank sends to others."""
 
     sender: int
-    """Global rank that has them."""
+    """Global rank of the sender."""
     receivers: tuple[int, ...]
-    """Global ranks that need them, the sender perhaps among them."""
+    """Global ranks of the receivers; may include the sender."""
     size: int
-    """Bytes."""
+    """Size in bytes."""
 
 
 class Exchange(Protocol):
@@ -256,18 +251,18 @@ class Exchange(Protocol):
 
     @property
     def rank(self) -> int:
-        """This rank."""
+        """Global rank of this process."""
 
     @property
     def ranks(self) -> Sequence[int]:
-        """All of them, in one order everywhere."""
+        """Global ranks of all processes, in the same order on each of them."""
 
     def round(self, parcels: Sequence[Parcel], fill: Fill, take: Take) -> int:
         """Send parcels, all at once; collective over the ranks, which must pass equal parcels.
 
         Args:
-            parcels: what moves; a rank that is sender and receiver gets its own without sending it.
-            fill: called on the sender, once per parcel; it must not raise (see `Deferred`).
+            parcels: the parcels of this round; one that a rank sends to itself is not copied through the network.
+            fill: called on the sender, once per parcel; it must not raise (see `DeferredErrors`).
             take: called on each receiver, once per parcel; it must not raise.
 
         Returns:
@@ -275,11 +270,11 @@ class Exchange(Protocol):
         """
 
     def close(self) -> None:
-        """Free what the rounds needed."""
+        """Free the buffers of the rounds."""
 
 
-class Alone:
-    """The exchange of a process that is alone: nothing is sent."""
+class NoExchange:
+    """The exchange of a single process: it sends nothing."""
 
     rank = 0
     ranks = (0,)
@@ -292,17 +287,17 @@ class Alone:
         """See `Exchange`."""
 
 
-class Deferred:
-    """Callbacks that never raise: the first error is kept, later calls do nothing, `check` raises it.
+class DeferredErrors:
+    """Wraps callbacks so that they never raise: it stores the first error, skips later calls, and raises in `check`.
 
-    Inside a collective no rank may leave early, or the others would wait for it forever.
+    No rank may leave a collective operation early, or the others would wait for it forever.
     """
 
     def __init__(self) -> None:
         self._error: BaseException | None = None
 
     def __call__(self, work: Callable[Arguments, None]) -> Callable[Arguments, None]:
-        """Return `work` with its errors kept back."""
+        """Return a version of `work` that does not raise."""
 
         def quietly(*args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
             if self._error is not None:
@@ -315,7 +310,7 @@ class Deferred:
         return quietly
 
     def check(self) -> None:
-        """Raise what was kept back."""
+        """Raise the stored error, if any."""
         if self._error is not None:
             raise self._error
 
@@ -323,13 +318,13 @@ class Deferred:
 class Scratch:
     """A reused buffer for strided reads; one per worker.
 
-    Gaps between the runs of a transfer are read along where that is faster than leaving them out.
+    The gaps between the runs of a transfer are read too, where one large read is faster than many small ones.
 
     Args:
-        size: bytes.
-        waste: bytes that may be read for each byte wanted.
-        gap: bytes between two runs that may be read along however many they are in all.
-        few: so many runs are read one by one, for which no gap is worth reading.
+        size: bytes of the buffer.
+        waste: largest ratio of bytes read to bytes needed, for a read with its gaps.
+        gap: largest gap, in bytes, that is read whatever the ratio.
+        few: up to this number of runs, each run is read by itself.
     """
 
     def __init__(self, size: int, waste: float = 4.0, gap: int = 1 << 14, few: int = 0) -> None:
@@ -339,20 +334,20 @@ class Scratch:
         self.gap = gap
         self.few = few
 
-    def takes(self, transfer: Transfer) -> bool:
-        """Tell whether to read everything between a transfer's first and last byte: it fits, and wastes little."""
+    def reads_span(self, transfer: Transfer) -> bool:
+        """Tell whether to read a transfer's whole span at once: it fits into the buffer, and wastes little."""
         span = transfer.source_span
         if span > len(self.array):
             return False
-        # A loop with source step 0 reads the same bytes again, so it adds nothing to the bytes wanted.
+        # A loop with source step 0 reads the same bytes again, so it needs no further bytes.
         runs = prod(count for count, step, _ in transfer.loops if step)
-        wanted = transfer.width * runs
-        if runs <= self.few and span > wanted:
+        needed = transfer.width * runs
+        if runs <= self.few and span > needed:
             return False
-        return span <= wanted * self.waste or _widest_gap(transfer) <= self.gap
+        return span <= needed * self.waste or _widest_gap(transfer) <= self.gap
 
-    def apart(self, transfer: Transfer) -> bool:
-        """Tell whether each run is best read alone, straight into place: it is wanted once, and not next to another."""
+    def reads_runs(self, transfer: Transfer) -> bool:
+        """Tell whether to read each run directly into place: the runs are far apart, and none is read twice."""
         # The innermost loop in the source decides: if even two neighbouring runs are too far apart to read together,
         # none are near.
         times, step, into = min(transfer.loops, key=lambda loop: loop[1])
@@ -360,11 +355,11 @@ class Scratch:
             return False
         # As many neighbouring runs as the scratch can span.
         near = min(times, (len(self.array) - transfer.width) // step + 1)
-        return near < 2 or not self.takes(Transfer(transfer.file, 0, 0, transfer.width, ((near, step, into),)))
+        return near < 2 or not self.reads_span(Transfer(transfer.file, 0, 0, transfer.width, ((near, step, into),)))
 
 
 def _widest_gap(transfer: Transfer) -> int:
-    """Return the most bytes that lie unread between two runs of a transfer."""
+    """Return the size in bytes of the widest gap between two runs of a transfer."""
     gap, span = 0, transfer.width
     # From the innermost loop outwards, `span` is the extent of all loops so far, and the next step beyond it is a gap.
     for count, step, _ in sorted(transfer.loops, key=lambda loop: loop[1]):
@@ -374,114 +369,114 @@ def _widest_gap(transfer: Transfer) -> int:
 
 
 def produce(reader: Readable, parts: Collection[Transfer], start: int, out: Bytes, scratch: Scratch) -> None:
-    """Make the bytes of a target from `start` on: what no transfer fills is padding, and zero.
+    """Fill a buffer with a byte range of a target; bytes that no transfer fills are padding, and become zero.
 
     Args:
         reader: the source files.
-        parts: the transfers that land in the buffer, and nowhere else; no two in the same place.
-        start: byte of the target at which `out` begins.
+        parts: the transfers of this byte range; they are inside it, and disjoint.
+        start: offset in the target of the first byte of `out`.
         out: the buffer.
-        scratch: room for strided reads.
+        scratch: memory for strided reads.
 
     Raises:
-        TransaxleError: what the reader raises.
+        TransaxleError: for a failed read.
     """
     with Steps() as steps:
-        note_parts(steps, reader, parts, start, out, scratch)
+        add_transfers(steps, reader, parts, start, out, scratch)
         steps.run()
 
 
-def note_parts(
+def add_transfers(
     steps: Steps, reader: Readable, parts: Collection[Transfer], start: int, out: Bytes, scratch: Scratch
 ) -> None:
-    """List what makes the bytes of a target from `start` on; otherwise as `produce`."""
+    """Add the steps that fill a buffer with a byte range of a target; otherwise as `produce`."""
     # Parts never overlap, so their sizes show whether there is padding. Zeroing only then saves a pass over the buffer.
     if sum(part.size for part in parts) != len(out):
         steps.call(partial(out.fill, 0))
-    # What needs one read is read together: straight into place, or side by side into the scratch.
-    spread: list[tuple[Bytes, Transfer]] = []
+    # Transfers that need one read each are read together: directly into place, or side by side into the scratch.
+    spans: list[tuple[Bytes, Transfer]] = []
     used = 0
     for part in parts:
         size = part.source_span
         if not part.loops or hasattr(reader, "lend"):
-            note_fill(steps, reader, part, out, start, scratch)
+            add_transfer(steps, reader, part, out, start, scratch)
             continue
-        fits = scratch.takes(part)
-        if used + size > min(_TOGETHER, len(scratch.array)) or not fits:
-            _spread(steps, spread, out, start)
+        fits = scratch.reads_span(part)
+        if used + size > min(_SIDE_BY_SIDE, len(scratch.array)) or not fits:
+            _scatter_spans(steps, spans, out, start)
             used = 0
         if not fits:
-            note_fill(steps, reader, part, out, start, scratch)
+            add_transfer(steps, reader, part, out, start, scratch)
             continue
-        held = scratch.array[used : used + size]
+        span_bytes = scratch.array[used : used + size]
         used += size
-        reader.note_read(steps, part.file, part.source, held.data)
-        spread.append((held, part))
-    _spread(steps, spread, out, start)
+        reader.add_read(steps, part.file, part.source, span_bytes.data)
+        spans.append((span_bytes, part))
+    _scatter_spans(steps, spans, out, start)
 
 
-def _spread(steps: Steps, spread: list[tuple[Bytes, Transfer]], out: Bytes, start: int) -> None:
-    """List that what is read side by side goes to its places in the target; the list is emptied."""
-    for held, part in spread:
-        steps.lay(held, out, part.target - start, part.width, part.loops)
-    spread.clear()
+def _scatter_spans(steps: Steps, spans: list[tuple[Bytes, Transfer]], out: Bytes, start: int) -> None:
+    """Add steps that copy spans from the scratch to their places in the target, and clear the list of spans."""
+    for span_bytes, part in spans:
+        steps.lay(span_bytes, out, part.target - start, part.width, part.loops)
+    spans.clear()
 
 
-def note_fill(steps: Steps, reader: Readable, transfer: Transfer, out: Bytes, start: int, scratch: Scratch) -> None:
-    """List what carries a transfer out into a buffer that holds the target's bytes from `start` on.
+def add_transfer(steps: Steps, reader: Readable, transfer: Transfer, out: Bytes, start: int, scratch: Scratch) -> None:
+    """Add the steps of one transfer into a buffer.
 
     Args:
-        steps: the list.
+        steps: the list of steps.
         reader: the source files.
-        transfer: it must lie inside the buffer.
+        transfer: its target must be inside the buffer.
         out: the buffer.
-        start: byte of the target at which `out` begins.
-        scratch: room for strided reads; what does not fit at once is done in parts.
+        start: offset in the target of the first byte of `out`.
+        scratch: memory for strided reads; a transfer that does not fit is done in parts.
     """
     file, at, width, loops = transfer.file, transfer.target - start, transfer.width, transfer.loops
-    # Memory needs no read: the runs are copied straight from where they lie.
+    # Lent memory needs no read: the runs are copied directly from it.
     lend = getattr(reader, "lend", None)
     if lend is not None:
         steps.call(lambda: scatter(lend(file, transfer.source, transfer.source_span), out, at, width, loops), READING)
         return
     if not loops:
-        reader.note_read(steps, file, transfer.source, out.data[at : at + width])
+        reader.add_read(steps, file, transfer.source, out.data[at : at + width])
         return
-    if scratch.takes(transfer):
-        held = scratch.array[: transfer.source_span]
-        reader.note_read(steps, file, transfer.source, held.data)
-        steps.lay(held, out, at, width, loops)
+    if scratch.reads_span(transfer):
+        span_bytes = scratch.array[: transfer.source_span]
+        reader.add_read(steps, file, transfer.source, span_bytes.data)
+        steps.lay(span_bytes, out, at, width, loops)
         return
-    if scratch.apart(transfer):
+    if scratch.reads_runs(transfer):
         end = transfer.target_end - start
-        reader.note_read(steps, file, transfer.source, out.data[at:end], width, loops)
+        reader.add_read(steps, file, transfer.source, out.data[at:end], width, loops)
         return
-    # The whole transfer does not fit the scratch. Take the loop with the widest source step apart, and read as many of
+    # The whole transfer does not fit into the scratch. Split the loop with the widest source step, and read as many of
     # its rounds at once as fit.
     widest = max(range(len(loops)), key=lambda i: loops[i][1])
     count, step, into = loops[widest]
     before, after = loops[:widest], loops[widest + 1 :]
 
-    def part(first: int, taken: int) -> Transfer:
-        taken_loops = (*before, (taken, step, into), *after) if taken > 1 else before + after
-        return Transfer(file, transfer.source + first * step, transfer.target + first * into, width, taken_loops)
+    def rounds(first: int, count_taken: int) -> Transfer:
+        round_loops = (*before, (count_taken, step, into), *after) if count_taken > 1 else before + after
+        return Transfer(file, transfer.source + first * step, transfer.target + first * into, width, round_loops)
 
-    one, room = part(0, 1), len(scratch.array)
-    span = one.source_span
-    at_once = min(count, (room - span) // step + 1) if step else 1
-    if at_once > 1 and scratch.takes(part(0, at_once)):
+    first_round, buffer = rounds(0, 1), len(scratch.array)
+    span = first_round.source_span
+    at_once = min(count, (buffer - span) // step + 1) if step else 1
+    if at_once > 1 and scratch.reads_span(rounds(0, at_once)):
         for first in range(0, count, at_once):
-            note_fill(steps, reader, part(first, min(at_once, count - first)), out, start, scratch)
-    # Rounds cannot be read together, as they lie too far apart. Each is read alone, but several are laid side by side
-    # in the scratch, so that one step puts them all into place.
-    elif one.loops and scratch.takes(one):
-        for first in range(0, count, room // span):
-            taken = min(room // span, count - first)
-            for slot in range(taken):
+            add_transfer(steps, reader, rounds(first, min(at_once, count - first)), out, start, scratch)
+    # The rounds are too far apart to be read together. Each is read by itself, but several are put side by side in the
+    # scratch, so that one step copies them all into place.
+    elif first_round.loops and scratch.reads_span(first_round):
+        for first in range(0, count, buffer // span):
+            count_taken = min(buffer // span, count - first)
+            for slot in range(count_taken):
                 view = scratch.array.data[slot * span : (slot + 1) * span]
-                reader.note_read(steps, file, one.source + (first + slot) * step, view)
-            side_by_side = (*before, (taken, span, into), *after)
-            steps.lay(scratch.array[: taken * span], out, at + first * into, width, side_by_side)
+                reader.add_read(steps, file, first_round.source + (first + slot) * step, view)
+            side_by_side = (*before, (count_taken, span, into), *after)
+            steps.lay(scratch.array[: count_taken * span], out, at + first * into, width, side_by_side)
     else:
         for first in range(count):
-            note_fill(steps, reader, part(first, 1), out, start, scratch)
+            add_transfer(steps, reader, rounds(first, 1), out, start, scratch)

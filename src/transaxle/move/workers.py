@@ -1,10 +1,10 @@
-"""Producing tensors: items of bytes, made of transfers, block by block in fixed memory by a few threads.
+"""Produces tensors from transfers: items, the worker threads that fill their blocks, and the limits on memory.
 
-An item is what is moved: a tensor of the target, or what a rank holds of it. Where any of several ranks or threads can
-do it, the one that has least to do does.
+An item is one target tensor, or one rank's part of it. Where several ranks or threads could move it, the least busy
+one does.
 
-Every worker owns one block and one scratch buffer for its whole life: memory that is touched for the first time costs
-more than the copy itself. A tensor is produced in order by one worker, so its hash is taken on the way.
+Each worker reuses one block and one scratch buffer, because the first touch of new memory costs more than the copy
+itself. One worker produces a tensor in order, so it can hash the tensor at the same time.
 """
 
 from __future__ import annotations
@@ -26,209 +26,208 @@ from transaxle.axes.notation.computed import AffineSteps, applied
 from transaxle.errors import refuse
 from transaxle.formats.catalog import numpy_dtype
 from transaxle.formats.storage.copier import Bytes, Steps, load_steps
-from transaxle.move.transfer import Readable, Scratch, Transfer, active, clip, note_parts
+from transaxle.move.transfer import Readable, Scratch, Transfer, add_transfers, clip, clip_blocks
 
 BLOCK = 1 << 20
-"""Bytes of a block of what is one range of a file."""
+"""Bytes of a block whose source is one contiguous range of a file."""
 _STRIDED_BLOCK = 4 << 20
 _SMALLEST = 1 << 16
 _GRAIN = 1 << 12
-"""Blocks are multiples of this, and so of every item size."""
+"""Block sizes are multiples of this many bytes, and so of every dtype's item size."""
 _BATCH = 16 << 20
-"""Bytes read and written by one batch, about."""
+"""Approximate bytes read and written by one batch of steps."""
 _SMALL_GROUP, _LARGE_GROUP = 1 << 20, 8 << 20
-"""Bytes of tasks that a worker takes at once, from the least to the most."""
-_GROUPS = 8
-"""So often a worker takes some, where they are neither too small nor too large then."""
-_PARTS = 3
-"""A worker's buffers in blocks: the block itself, and a scratch of two."""
-LEAST_MEMORY = 2 * _PARTS * _SMALLEST
-"""Bytes of memory without which nothing is moved."""
+"""Smallest and largest size in bytes of a group of tasks, which one worker takes at once."""
+_GROUPS_PER_WORKER = 8
+"""Number of groups per worker, where that makes groups neither too small nor too large."""
+_BLOCKS_PER_WORKER = 3
+"""Size of a worker's buffers, in blocks: the block itself, and a scratch buffer of two blocks."""
+MIN_MEMORY = 2 * _BLOCKS_PER_WORKER * _SMALLEST
+"""Smallest number of bytes of buffers that one worker can use."""
 _DEFAULT_JOBS = 8
 _DEFAULT_MEMORY = 64 << 20
 
-RUN = 8 << 20
-"""Bytes of a run at most."""
-_LONG = 1 << 20
-"""A contiguous copy of so many bytes begins and ends runs: it need not be sent."""
+RANGE_BYTES = 8 << 20
+"""Maximum size in bytes of an item range."""
+_LONG_COPY = 1 << 20
+"""Contiguous copies of at least this many bytes get item ranges of their own, so that they need not be sent."""
 Owner = Callable[[str], int]
-"""Tells the rank that holds a file."""
+"""`owner(file)`: return the rank that has a file."""
 
-Thing = TypeVar("Thing", bound=Hashable)
+Member = TypeVar("Member", bound=Hashable)
 Task = TypeVar("Task")
 Buffers = TypeVar("Buffers")
 Progress = Callable[[int], None]
-"""Told the number of bytes just done; called from several threads."""
+"""`progress(bytes)`: called with the number of bytes just moved, from several threads."""
 
 
-def unwatched(_: int) -> None:
-    """Progress that nobody watches."""
+def no_progress(_: int) -> None:
+    """Ignore progress."""
 
 
 def is_long(transfer: Transfer) -> bool:
-    """Tell whether a copy is one long range: then its rank writes it, and nothing is sent."""
-    return transfer.width >= _LONG and not transfer.loops
+    """Tell whether a transfer is one long contiguous range: the rank that reads it then writes it, too."""
+    return transfer.width >= _LONG_COPY and not transfer.loops
 
 
 def is_whole(parts: Sequence[Transfer], size: int) -> bool:
-    """Tell whether so many bytes are one range of a file as it lies there."""
+    """Tell whether a tensor of `size` bytes is one contiguous range of a file."""
     return len(parts) == 1 and not parts[0].loops and parts[0].width == size
 
 
 class Item(msgspec.Struct, frozen=True, eq=False, dict=True):
-    """Bytes to be moved: a tensor of the target, or what one rank holds of it."""
+    """The bytes of one target tensor, or of one rank's part of it, with their sources and target ranks."""
 
     key: int
-    """Number that the sink knows it by."""
+    """Key of the item in the sink."""
     size: int
-    """How many."""
-    made_of: Sequence[Transfer] | Callable[[], Sequence[Transfer]]
-    """Where they come from, sorted by where they land; or what finds that out, on a rank that needs to know."""
-    takers: tuple[int, ...] = ()
-    """Ranks that need them; none: any one rank may take a run of them, and the one that is chosen owns it."""
-    makers: tuple[int, ...] = ()
-    """Ranks that can read all of them; none: each transfer is read by the rank that owns its file."""
+    """Size in bytes."""
+    lazy_transfers: Sequence[Transfer] | Callable[[], Sequence[Transfer]]
+    """Transfers that produce the item, sorted by target offset; or a function that computes them when needed."""
+    target_ranks: tuple[int, ...] = ()
+    """Ranks that need the item; empty: each range goes to any one rank."""
+    source_ranks: tuple[int, ...] = ()
+    """Ranks that can read the whole source; empty: each transfer is read by the rank that has its file."""
     queue: Hashable = None
-    """Items of one queue come one after another; None: this one is alone in its queue."""
+    """Key of a queue; items with equal keys are moved one after another. None: a queue of its own."""
     blocks: Callable[[Worker], Iterator[memoryview]] | None = None
-    """Makes all of them in order, where they are no plain copies."""
-    grain: int | None = None
-    """Bytes of a run of it at most; None: `RUN`."""
+    """Function that yields the item's bytes in order, block by block, for values that are computed; None: copies."""
+    max_range: int | None = None
+    """Maximum bytes of an item range; None: `RANGE_BYTES`."""
 
     @cached_property
     def transfers(self) -> Sequence[Transfer]:
-        """Where they come from."""
-        return self.made_of() if callable(self.made_of) else self.made_of
+        """Transfers that produce the item, sorted by target offset."""
+        return self.lazy_transfers() if callable(self.lazy_transfers) else self.lazy_transfers
 
     @cached_property
     def cuts(self) -> list[int]:
-        """Positions at which runs begin, and the end."""
-        found = {0, self.size}
-        # With `makers` one rank reads the whole run, wherever the transfers begin. Otherwise a long copy gets runs of
-        # its own, so that its bytes never share a run with another rank's.
-        for transfer in () if self.makers else self.transfers:
+        """Byte offsets at which item ranges begin, and the end of the item."""
+        offsets = {0, self.size}
+        # With `source_ranks` one rank reads the whole range, wherever transfers begin. Otherwise a long copy gets
+        # ranges of its own, so that its bytes never share a range with those of another rank.
+        for transfer in () if self.source_ranks else self.transfers:
             if is_long(transfer):
-                found |= {transfer.target, transfer.target_end}
-        edges = sorted(found)
-        # An edge less than a grain after the last one still begins a run: long copies must not be mixed with their
-        # neighbours.
-        return [at for a, b in pairwise(edges) for at in range(a, b, self.grain or RUN)] + [self.size]
+                offsets |= {transfer.target, transfer.target_end}
+        edges = sorted(offsets)
+        # An edge always begins a range, however near the last one: long copies must not be mixed with their neighbours.
+        return [at for a, b in pairwise(edges) for at in range(a, b, self.max_range or RANGE_BYTES)] + [self.size]
 
     def parts(self, start: int, stop: int) -> list[Transfer]:
-        """Return the transfers' parts that land in `[start, stop)`."""
+        """Return the transfers clipped to the item's bytes `[start, stop)`."""
         return [part for transfer in self.transfers for part in clip(transfer, start, stop)]
 
-    def alone_at(self, owner: Owner) -> int | None:
-        """Return the one rank that makes and takes all of it; None where there is none."""
-        if len(self.takers) != 1:
+    def only_rank(self, owner: Owner) -> int | None:
+        """Return the rank that can both read and consume the whole item; None where an exchange is needed."""
+        if len(self.target_ranks) != 1:
             return None
-        (taker,) = self.takers
-        if self.makers:
-            return taker if taker in self.makers else None
-        return taker if all(owner(transfer.file) == taker for transfer in self.transfers) else None
+        (target_rank,) = self.target_ranks
+        if self.source_ranks:
+            return target_rank if target_rank in self.source_ranks else None
+        return target_rank if all(owner(transfer.file) == target_rank for transfer in self.transfers) else None
 
 
-class Unions(Generic[Thing]):
-    """Disjoint sets: things that turn out to be one, or to have one owner."""
+class DisjointSets(Generic[Member]):
+    """Disjoint sets of hashable members, with union and find."""
 
     def __init__(self) -> None:
-        self._above: dict[Thing, Thing] = {}
+        self._above: dict[Member, Member] = {}
 
-    def first(self, thing: Thing) -> Thing:
-        """Return the one that stands for the set of a thing."""
-        self._above.setdefault(thing, thing)
-        while self._above[thing] != thing:
-            self._above[thing] = self._above[self._above[thing]]
-            thing = self._above[thing]
-        return thing
+    def first(self, member: Member) -> Member:
+        """Return the member that represents the set of `member`; a new member is a set of its own."""
+        self._above.setdefault(member, member)
+        while self._above[member] != member:
+            self._above[member] = self._above[self._above[member]]
+            member = self._above[member]
+        return member
 
-    def join(self, one: Thing, other: Thing) -> None:
-        """Make two sets one."""
-        self._above[self.first(one)] = self.first(other)
+    def join(self, member: Member, other_member: Member) -> None:
+        """Merge the sets of two members."""
+        self._above[self.first(member)] = self.first(other_member)
 
 
 class Load(dict[int, int]):
-    """Rank -> bytes that it has to do so far.
+    """Rank -> bytes assigned to it so far.
 
-    The least loaded rank takes what comes next. The rank number breaks ties, since all ranks must choose the same one
-    without asking each other.
+    The least loaded rank gets the next item. The lower rank breaks ties, so that all ranks choose the same one without
+    communication.
     """
 
     @classmethod
     def of(cls, ranks: Iterable[int]) -> Self:
-        """Return the load of ranks that have nothing to do yet."""
+        """Return a load of zero bytes for each rank."""
         return cls(dict.fromkeys(ranks, 0))
 
     def least(self, ranks: Iterable[int] | None = None) -> int:
-        """Return the least loaded rank, of all of them or some."""
+        """Return the least loaded of `ranks`; None: of all ranks."""
         return min(self if ranks is None else ranks, key=lambda rank: (self.get(rank, 0), rank))
 
     def add(self, rank: int, size: int) -> int:
-        """Give a rank so many bytes more, and return it."""
+        """Assign `size` more bytes to a rank, and return the rank."""
         self[rank] = self.get(rank, 0) + size
         return rank
 
 
 class StoppedError(Exception):
-    """Raised in a worker that need not go on, because another one failed; it never leaves `share`."""
+    """Stops a worker after another one failed; `run_workers` catches it."""
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """How many workers, and how much buffer they have together."""
+    """Number of workers, and the size of their buffers."""
 
     jobs: int
-    """Worker threads."""
+    """Number of worker threads."""
     memory: int
     """Bytes of all buffers together."""
-    band: int = 0
-    """Bytes that a worker must be able to hold at once, however little memory there is."""
-    said: bool = False
-    """Whether somebody said how much memory there is: then more is never taken."""
+    min_block: int = 0
+    """Smallest block in bytes that a worker can use, even if that exceeds `memory`."""
+    is_explicit: bool = False
+    """Whether the user gave `memory`; it is then never exceeded."""
     waste: float = 4.0
-    """Bytes that may be read for each byte wanted; see `Scratch`."""
+    """Largest ratio of bytes read to bytes needed, for strided reads with their gaps; see `Scratch`."""
     gap: int = 1 << 14
-    """Bytes between two runs that may be read along however many they are in all."""
+    """Largest gap, in bytes, that strided reads include whatever the ratio."""
     few: int = 0
-    """So many runs are read one by one."""
+    """Up to this number of runs, each run is read by itself."""
 
     @property
     def strided_block(self) -> int:
-        """Bytes of the target that a worker produces at once where runs are short."""
-        fair = self.memory // self.jobs // _PARTS
+        """Bytes of a block that is filled by strided reads of short runs."""
+        fair = self.memory // self.jobs // _BLOCKS_PER_WORKER
         return max(_SMALLEST, min(_STRIDED_BLOCK, fair)) // _GRAIN * _GRAIN
 
     @property
     def block(self) -> int:
-        """Bytes of a worker's block."""
-        return max(self.strided_block, -(-self.band // _GRAIN) * _GRAIN)
+        """Size in bytes of a worker's block."""
+        return max(self.strided_block, -(-self.min_block // _GRAIN) * _GRAIN)
 
     @property
     def scratch(self) -> int:
-        """Bytes of a worker's scratch buffer."""
-        return (_PARTS - 1) * self.strided_block
+        """Size in bytes of a worker's scratch buffer."""
+        return (_BLOCKS_PER_WORKER - 1) * self.strided_block
 
     @property
     def peak(self) -> int:
-        """Bytes of all buffers together, as used."""
+        """Bytes that the buffers of all workers use together."""
         return self.jobs * (self.block + self.scratch)
 
-    def holding(self, band: int) -> Limits:
-        """Return the same memory for workers that must hold so many bytes at once: fewer of them, at least one."""
-        jobs = min(self.jobs, max(1, self.memory // (_PARTS * band))) if band else self.jobs
-        return replace(self, jobs=jobs, band=band)
+    def with_min_block(self, min_block: int) -> Limits:
+        """Return limits with the same memory for blocks of at least `min_block` bytes, with fewer workers if needed."""
+        jobs = min(self.jobs, max(1, self.memory // (_BLOCKS_PER_WORKER * min_block))) if min_block else self.jobs
+        return replace(self, jobs=jobs, min_block=min_block)
 
     @property
-    def holding_runs(self) -> Limits:
-        """The same, for a worker that makes whole runs."""
-        return replace(self, band=max(self.band, RUN))
+    def for_item_ranges(self) -> Limits:
+        """The same limits, with blocks for whole item ranges."""
+        return replace(self, min_block=max(self.min_block, RANGE_BYTES))
 
-    def least(self, band: int) -> int:
-        """Return the bytes of memory that one worker needs which must hold so many bytes at once."""
-        return max(LEAST_MEMORY, _PARTS * band)
+    def min_memory(self, min_block: int) -> int:
+        """Return the bytes of memory that one worker with blocks of `min_block` bytes needs."""
+        return max(MIN_MEMORY, _BLOCKS_PER_WORKER * min_block)
 
     @property
-    def halved(self) -> Limits:
-        """What each of two workers has that run side by side in one thread."""
+    def half(self) -> Limits:
+        """Limits with half of the memory, for each of two workers in one thread."""
         return Limits(self.jobs, self.memory // 2)
 
 
@@ -237,28 +236,28 @@ def limits(jobs: int | None = None, memory: Size | None = None) -> Limits:
 
     Args:
         jobs: worker threads; None: one per core, at most eight.
-        memory: bytes of all buffers together; None: 64 MiB. Where it is too little for so many workers there are
-            fewer; one worker alone needs 384 KiB.
+        memory: bytes of all buffers together; None: 64 MiB. With too little memory for `jobs` workers there are fewer;
+            one worker needs 384 KiB.
 
     Raises:
-        TypeError: for what is no number.
-        ValueError: for less memory than that, or less than one worker.
+        TypeError: for a value that is not a number.
+        ValueError: for memory below 384 KiB, or less than one worker.
     """
     workers = min(_DEFAULT_JOBS, os.cpu_count() or 1) if jobs is None else read_count("jobs", jobs)
     total = _DEFAULT_MEMORY if memory is None else read_size("memory", memory)
-    if total < LEAST_MEMORY:
-        raise ValueError(f"{total} bytes of memory are too few: one worker needs {LEAST_MEMORY:,} (384 KiB)")
-    return Limits(min(workers, total // LEAST_MEMORY), total, said=memory is not None)
+    if total < MIN_MEMORY:
+        raise ValueError(f"{total} bytes of memory are too few: one worker needs {MIN_MEMORY:,} (384 KiB)")
+    return Limits(min(workers, total // MIN_MEMORY), total, is_explicit=memory is not None)
 
 
 class Worker:
-    """The buffers of one thread.
+    """The buffers and the list of steps of one worker thread.
 
     Args:
-        reader: the source files; safe to share.
-        limit: how large the buffers are.
-        stop: set when the work is no longer wanted.
-        steps: the list of steps; None: one of its own, carried out block by block.
+        reader: the source files; safe to share between threads.
+        limit: size of the buffers.
+        stop: an event that tells all workers to stop.
+        steps: the list of steps; None: a new list, carried out block by block.
     """
 
     def __init__(
@@ -271,79 +270,79 @@ class Worker:
         self.steps = steps or Steps()
         self._reader = reader
         self._stop = stop
-        # Pages that nobody has written to take no memory: few blocks are as large as the largest may be.
+        # Untouched pages take no memory, and few blocks are as large as the limit.
         self._memory = memoryview(mmap(-1, limit.block, MAP_PRIVATE))
         self._limit = limit
         self._lend: Callable[[str, int, int], Bytes] | None = getattr(reader, "lend", None)
 
     @cached_property
     def _block(self) -> Bytes:
-        """The block as an array, which whole ranges of files need not be."""
+        """The block as an array; contiguous ranges of files do without numpy."""
         return np.frombuffer(self._memory, np.uint8)
 
     @cached_property
     def scratch(self) -> Scratch:
-        """Room for strided reads; what memory lends needs none."""
+        """Buffer for strided reads; created on first use, as lent memory needs none."""
         return Scratch(self._limit.scratch, self._limit.waste, self._limit.gap, self._limit.few)
 
     @property
-    def room(self) -> int:
-        """Bytes that are produced at once at most."""
+    def capacity(self) -> int:
+        """Size of the block in bytes."""
         return len(self._memory)
 
-    def go_on(self) -> None:
-        """Raise StoppedError where the work is no longer wanted."""
+    def check_stop(self) -> None:
+        """Raise StoppedError if the workers were told to stop."""
         if self._stop.is_set():
             raise StoppedError
 
-    def note_fill(self, parts: Collection[Transfer], start: int, out: Bytes) -> None:
-        """List what makes bytes of a target where they belong; see `produce`."""
-        self.go_on()
-        note_parts(self.steps, self._reader, parts, start, out, self.scratch)
+    def add_transfer(self, parts: Collection[Transfer], start: int, out: Bytes) -> None:
+        """Add the steps that fill `out` with a byte range of a target; see `produce`."""
+        self.check_stop()
+        add_transfers(self.steps, self._reader, parts, start, out, self.scratch)
         self.steps.breathe()
 
     def fill(self, parts: Collection[Transfer], start: int, out: Bytes) -> None:
-        """Make bytes of a target where they belong; see `produce`."""
+        """Fill `out` with a byte range of a target; see `produce`."""
         with self.steps as steps:
-            self.note_fill(parts, start, out)
+            self.add_transfer(parts, start, out)
             steps.run()
 
     def block(self, parts: Sequence[Transfer], start: int, stop: int) -> Bytes:
-        """Return the bytes `[start, stop)` of a target in the block."""
+        """Produce the bytes `[start, stop)` of a target in the worker's block, and return them."""
         out = self._block[: stop - start]
         self.fill(parts, start, out)
         return out
 
-    def note(self, item: Item, start: int, stop: int) -> Iterator[tuple[int, memoryview]]:
-        """List how bytes of an item are made, in order.
+    def add_item(self, item: Item, start: int, stop: int) -> Iterator[tuple[int, memoryview]]:
+        """Add the steps that produce a byte range of an item, block by block.
 
-        Memory that is lent is copied into the block, and read once: somebody may write to it meanwhile, and what is
-        written to a file must be what is hashed.
+        Lent memory is copied into the block, and read only once: another thread may write to it, and the bytes written
+        to a file must be the bytes that were hashed.
 
         Yields:
-            `(byte of the item, the block that its bytes will be in)`: what is listed next finds them there.
+            `(offset in the item, the block)`; steps that the caller adds next find the bytes in the block.
         """
-        transfers = _between(item, start, stop)
+        transfers = _transfers_between(item, start, stop)
         if self._lend is not None:  # whole ranges are cut where they begin, and into pieces that stay in the cache
-            ends = [end for cut in pairwise(item.cuts) for end in _cut(*cut, BLOCK)]
+            ends = [end for cut in pairwise(item.cuts) for end in _chunk_ends(*cut, BLOCK)]
         else:
-            ends = block_ends(transfers, stop - start, self.room)
-        for at, block in self.noted(transfers, ends):
+            ends = block_ends(transfers, stop - start, self.capacity)
+        for at, block in self.add_blocks(transfers, ends):
             yield start + at, block
 
-    def noted(self, transfers: Sequence[Transfer], ends: Iterable[int]) -> Iterator[tuple[int, memoryview]]:
-        """List how a tensor is made in order, in blocks that end at these bytes; otherwise as `note`."""
-        for low, high, parts in active(transfers, ends):
-            self.go_on()
+    def add_blocks(self, transfers: Sequence[Transfer], ends: Iterable[int]) -> Iterator[tuple[int, memoryview]]:
+        """Add the steps that produce a tensor in blocks with these end offsets; otherwise as `add_item`."""
+        for low, high, parts in clip_blocks(transfers, ends):
+            self.check_stop()
             out = self._memory[: high - low]
             if self._lend is not None or any(part.loops for part in parts):
-                note_parts(self.steps, self._reader, parts, low, self._block[: high - low], self.scratch)
+                add_transfers(self.steps, self._reader, parts, low, self._block[: high - low], self.scratch)
             else:  # without numpy, which plain ranges do not need
                 if sum(part.width for part in parts) != high - low:
                     self.steps.call(partial(_clear, out))
                 for part in parts:
-                    room = out[part.target - low : part.target_end - low]
-                    self._reader.note_read(self.steps, part.file, part.source, room)
+                    capacity = out[part.target - low : part.target_end - low]
+                    self._reader.add_read(self.steps, part.file, part.source, capacity)
             yield low, out
             self.steps.breathe()
 
@@ -356,18 +355,20 @@ class Worker:
         dtype: str = "U8",
         arithmetic: AffineSteps | None = None,
     ) -> Iterator[memoryview]:
-        """Produce a tensor in order; each block is valid until the next one is asked for.
+        """Produce a tensor block by block, in order; a block is valid until the next iteration.
 
         Args:
-            transfers: sorted by where they land.
-            size: bytes of the tensor.
-            length: bytes per block at most; None: what suits the transfers.
-            dtype: the tensor's type, where there is arithmetic.
-            arithmetic: what is done to every value.
+            transfers: transfers that produce the tensor, sorted by target offset.
+            size: size of the tensor in bytes.
+            length: maximum bytes of a block; None: chosen by the transfers.
+            dtype: dtype of the tensor, needed for `arithmetic`.
+            arithmetic: operations on every value; None: a plain copy.
         """
-        return self.cut(transfers, block_ends(transfers, size, self.room, length), dtype=dtype, arithmetic=arithmetic)
+        return self.blocks_until(
+            transfers, block_ends(transfers, size, self.capacity, length), dtype=dtype, arithmetic=arithmetic
+        )
 
-    def cut(
+    def blocks_until(
         self,
         transfers: Sequence[Transfer],
         ends: Iterable[int],
@@ -375,9 +376,9 @@ class Worker:
         dtype: str = "U8",
         arithmetic: AffineSteps | None = None,
     ) -> Iterator[memoryview]:
-        """Produce a tensor in order, in blocks that end at these bytes; otherwise as `blocks`."""
+        """Produce a tensor in blocks with these end offsets; otherwise as `blocks`."""
         with self.steps as steps:
-            for _, block in self.noted(transfers, ends):
+            for _, block in self.add_blocks(transfers, ends):
                 steps.run()
                 if arithmetic is not None:
                     _apply(block, dtype, arithmetic)
@@ -389,7 +390,7 @@ def _clear(block: memoryview) -> None:
 
 
 def _apply(block: memoryview, dtype: str, arithmetic: AffineSteps) -> None:
-    """Change values in place: the block is a worker's own, and its old values are not needed again."""
+    """Apply arithmetic to a block in place."""
     values = np.frombuffer(block, numpy_dtype(dtype))
     try:
         values[...] = applied(values, arithmetic)
@@ -397,51 +398,51 @@ def _apply(block: memoryview, dtype: str, arithmetic: AffineSteps) -> None:
         raise refuse("LOSSY", f"the arithmetic has no finite result for the value {error}") from None
 
 
-def _between(item: Item, start: int, stop: int) -> Sequence[Transfer]:
-    """Return what fills the bytes `[start, stop)` of an item, as if it were these alone."""
+def _transfers_between(item: Item, start: int, stop: int) -> Sequence[Transfer]:
+    """Return the transfers of an item's bytes `[start, stop)`, with target offsets that count from `start`."""
     if stop - start == item.size:
         return item.transfers
     return [replace(part, target=part.target - start) for part in item.parts(start, stop)]
 
 
-def block_ends(transfers: Sequence[Transfer], size: int, room: int, length: int | None = None) -> list[int]:
-    """Return where the blocks end in which a tensor is produced.
+def block_ends(transfers: Sequence[Transfer], size: int, capacity: int, length: int | None = None) -> list[int]:
+    """Return the end offsets of the blocks in which a tensor is produced.
 
     Args:
-        transfers: what fills it, sorted by where it lands.
-        size: its bytes.
-        room: bytes that a worker produces at once at most.
-        length: bytes of every block but the last; None: what suits the transfers.
+        transfers: transfers that produce the tensor, sorted by target offset.
+        size: size of the tensor in bytes.
+        capacity: size of a worker's block in bytes.
+        length: bytes of every block but the last; None: chosen by the transfers.
     """
     if length is not None:
-        return _cut(0, size, min(length, room))
-    # Long runs are read straight into the block, where a small one stays in the cache; so do short ones that follow one
-    # another in the file. Others want the larger one, so that a strided read covers more of them.
+        return _chunk_ends(0, size, min(length, capacity))
+    # Long runs, and short ones that are contiguous in the file, are read directly into the block; a small block stays
+    # in the cache. Other runs need a larger block, so that a strided read covers more of them.
     plain = all(transfer.width >= _SMALLEST or transfer.is_dense for transfer in transfers)
-    fitting = min(BLOCK, room)
-    most = fitting if plain else room
+    cached_bytes = min(BLOCK, capacity)
+    max_bytes = cached_bytes if plain else capacity
     ends: list[int] = []
-    begin = last = 0
-    # What is copied as a whole (an expert's matrix) is not cut where it fits: it then takes one read and one write, and
-    # a transposed one is read once. As many as stay in the cache make a block.
+    block_start = clean_end = 0
+    # A transfer that fits (an expert's matrix) is not cut: it then takes one read and one write, and is read once also
+    # if it is transposed. A block has as many of them as stay in the cache.
     for end in _clean_cuts(transfers, size):
-        if end - begin > fitting:
-            if last > begin:
-                ends.append(last)
-                begin = last
-            if end - begin > most:
-                ends += _cut(begin, end, most)
-                begin = end
-        last = end
-    return ends if begin == size else [*ends, size]
+        if end - block_start > cached_bytes:
+            if clean_end > block_start:
+                ends.append(clean_end)
+                block_start = clean_end
+            if end - block_start > max_bytes:
+                ends += _chunk_ends(block_start, end, max_bytes)
+                block_start = end
+        clean_end = end
+    return ends if block_start == size else [*ends, size]
 
 
-def _cut(begin: int, end: int, length: int) -> list[int]:
+def _chunk_ends(begin: int, end: int, length: int) -> list[int]:
     return [*range(begin + length, end, length), end] if end > begin else []
 
 
 def _clean_cuts(transfers: Sequence[Transfer], size: int) -> Iterator[int]:
-    """Yield the places of a tensor that no transfer lies across, and its end."""
+    """Yield the offsets of a tensor at which no transfer is cut, and the end of the tensor."""
     reached = 0
     for transfer in transfers:
         if reached and transfer.target >= reached:
@@ -452,55 +453,55 @@ def _clean_cuts(transfers: Sequence[Transfer], size: int) -> Iterator[int]:
 
 
 def largest_first(tasks: Iterable[tuple[Task, int]]) -> list[tuple[Task, int]]:
-    """Return tasks, each with its bytes, in the order in which none is left with one worker at the end."""
+    """Sort `(task, bytes)` by size, largest first, so that the workers finish at about the same time."""
     return sorted(tasks, key=lambda task: -task[1])
 
 
-def are_noted(*readers: Readable) -> bool:
-    """Tell whether reads of files are noted and done in batches."""
-    return all(getattr(each, "takes_notes", False) for each in readers)
+def can_batch(*readers: Readable) -> bool:
+    """Tell whether all readers can batch their reads as steps."""
+    return all(getattr(each, "batches_steps", False) for each in readers)
 
 
 def new_steps(*, together: bool) -> Steps:
-    """Return an empty list of steps; together: many are carried out in one call, if that is compiled."""
+    """Return an empty list of steps; `together`: many steps are carried out in one call, if the C copier is there."""
     return Steps(_BATCH if together and load_steps() is not None else 0)
 
 
-def grouped(tasks: Iterable[tuple[Task, int]], *, noted: bool, fair: int) -> Iterator[list[Task]]:
-    """Yield tasks in groups for one worker each.
+def group_tasks(tasks: Iterable[tuple[Task, int]], *, batched: bool, fair: int) -> Iterator[list[Task]]:
+    """Group tasks for one worker each.
 
     Args:
-        tasks: each with its bytes.
-        noted: their steps are: then a call for each of many small ones would cost more than they do. Otherwise each is
-            a group: workers wait for other machines side by side.
-        fair: bytes of all tasks for each worker, of which every one shall have some groups.
+        tasks: `(task, bytes)`.
+        batched: whether steps of several tasks are batched, which saves a call for each small task. Otherwise each task
+            is a group, so that many workers wait for remote machines at the same time.
+        fair: bytes of one worker's share of all tasks; groups are so small that each worker gets several.
     """
-    least = max(_SMALL_GROUP, min(_LARGE_GROUP, fair // _GROUPS)) if noted else 0
-    together: list[Task] = []
+    least = max(_SMALL_GROUP, min(_LARGE_GROUP, fair // _GROUPS_PER_WORKER)) if batched else 0
+    group: list[Task] = []
     size = 0
     for task, task_size in tasks:
-        together.append(task)
+        group.append(task)
         size += task_size
         if size >= least:
-            yield together
-            together, size = [], 0
-    if together:
-        yield together
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
 
 
-def share(
+def run_workers(
     items: Iterable[Task],
     jobs: int,
     make: Callable[[threading.Event], Buffers],
     work: Callable[[Buffers, Task], None],
 ) -> None:
-    """Let workers take items in order until none is left; the first error stops all of them and is raised.
+    """Process items in several worker threads, in order; the first error stops all workers and is raised.
 
     Args:
-        items: what is to be done.
+        items: the tasks.
         jobs: number of workers.
-        make: makes a worker's buffers; the event tells them to stop.
-        work: does one item with a worker's buffers.
+        make: creates a worker's buffers; its argument is the event that tells workers to stop.
+        work: processes one task with a worker's buffers.
     """
     queue = iter(items)
     lock = threading.Lock()
@@ -519,37 +520,37 @@ def share(
                 work(buffers, item)
         except StoppedError:
             return
-        except BaseException as error:  # noqa: BLE001 - it is raised again, by the thread that waits
+        except BaseException as error:  # noqa: BLE001 - the waiting thread raises it again
             with lock:
-                # Only the first error is raised; those after it are mostly its consequences.
+                # Only the first error is raised; later ones are mostly consequences of it.
                 errors.append(error)
             stop.set()
 
     if jobs == 1:
         run()
     else:
-        _in_threads(run, jobs, stop)
+        _run_threads(run, jobs, stop)
     if errors:
         raise errors[0]
 
 
-def _in_threads(run: Callable[[], None], jobs: int, stop: threading.Event) -> None:
-    over = threading.Semaphore(0)
+def _run_threads(run: Callable[[], None], jobs: int, stop: threading.Event) -> None:
+    finished = threading.Semaphore(0)
 
-    def counted() -> None:
+    def run_and_release() -> None:
         try:
             run()
         finally:
-            over.release()
+            finished.release()
 
-    threads = [threading.Thread(target=counted, name=f"transaxle_{number}") for number in range(jobs)]
+    threads = [threading.Thread(target=run_and_release, name=f"transaxle_{number}") for number in range(jobs)]
     try:
         for thread in threads:
             thread.start()
         for _ in threads:
-            over.acquire()  # no `join`: one that Ctrl-C interrupts takes a running thread for ended (Python 3.11)
+            finished.acquire()  # no `join`: if Ctrl-C interrupts it, a running thread counts as ended (Python 3.11)
     finally:
-        # The event is set on the way out, whatever happened (Ctrl-C too): the threads would finish all items first.
+        # Set the event whatever happened (Ctrl-C too), or the threads would finish all items first.
         stop.set()
         for thread in threads:
             if thread.is_alive():

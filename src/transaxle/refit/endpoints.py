@@ -16,7 +16,7 @@ from transaxle.errors import Refusal, Where, gathered
 from transaxle.live.memory import tensor_of
 from transaxle.live.model.destination import overlapping, unlike_overlap, view_of
 from transaxle.live.model.state_tensors import Leaves
-from transaxle.move.transfer import Transfer, in_elements
+from transaxle.move.transfer import Transfer, as_box_copy
 from transaxle.torch_tensors import (
     copy_box,
     local_of,
@@ -124,7 +124,7 @@ class SourceValues:
         name = tensor_of(transfer.file)
         dtype, values = self._types[name], self._flat(name)
         wanted = torch.uint8 if dtype.itemsize == 1 else dtype
-        copy_box(in_elements(transfer, dtype.itemsize), values, room if room.dtype == wanted else room.view(wanted))
+        copy_box(as_box_copy(transfer, dtype.itemsize), values, room if room.dtype == wanted else room.view(wanted))
 
     def _flat(self, name: str) -> torch.Tensor:
         """Return the values of a part in one dim; a copy of those that are not contiguous is kept for the next run."""
@@ -201,7 +201,7 @@ class TargetRoom:
     def lay(self, key: int, transfer: Transfer, parcel: torch.Tensor) -> None:
         """Take values out of a parcel."""
         room = self.of(key)
-        copy_box(in_elements(transfer, room.dtype.itemsize), parcel.view(room.dtype), room)
+        copy_box(as_box_copy(transfer, room.dtype.itemsize), parcel.view(room.dtype), room)
 
     def hand_over(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Give some tensors their values before the others: nobody else sees these."""

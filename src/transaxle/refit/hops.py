@@ -29,9 +29,9 @@ from transaxle.errors import refuse
 from transaxle.live.transport.shared_store import SharedStore, StoreServer, check_connections
 from transaxle.live.transport.tensor_exchange import SHARES, BucketExchange, Route
 from transaxle.live.transport.world import World
-from transaxle.move.mover import batches, packed
+from transaxle.move.mover import batches, pack_copies
 from transaxle.move.transfer import Parcel, Transfer
-from transaxle.move.workers import RUN, Item, Owner
+from transaxle.move.workers import RANGE_BYTES, Item, Owner
 
 _LEAST = 1 << 16
 """Bytes of a run at least: so many are sent as fast as more are."""
@@ -107,25 +107,25 @@ def schedule(items: Sequence[Item], names: Sequence[str], owner: Owner, world: W
         bucket: bytes of a bucket.
     """
     most, rank = bucket // SHARES, world.rank
-    fine = [replace(item, grain=_grain(most, len(item.takers))) for item in items if item.size]
+    fine = [replace(item, max_range=_grain(most, len(item.target_ranks))) for item in items if item.size]
     rounds: list[list[Hop]] = []
     own: list[tuple[str, int, Sequence[Transfer]]] = []
     for batch in batches(fine, dict.fromkeys(world.ranks, 0), owner, most):
         hops = []
         for run in batch:
             name = names[run.item.key]
-            for maker in run.makers:
-                others = tuple(taker for taker in run.takers if taker != maker)
+            for maker in run.source_ranks:
+                others = tuple(taker for taker in run.target_ranks if taker != maker)
                 parts = [part for part in run.parts(maker) if part.size]
-                if maker == rank and rank in run.takers and parts:
+                if maker == rank and rank in run.target_ranks and parts:
                     own.append((name, run.item.key, parts))
                 if others and parts:
-                    steps = list(packed(parts)) if rank in (maker, *others) else []
+                    steps = list(pack_copies(parts)) if rank in (maker, *others) else []
                     parcel = Parcel(maker, others, sum(part.size for part in parts))
                     hops.append(Hop(run.item.key, name, parcel, steps))
         if hops:
             rounds.append(hops)
-    taken = [(names[item.key], item.key, _of_others(item, owner, rank)) for item in items if rank in item.takers]
+    taken = [(names[item.key], item.key, _of_others(item, owner, rank)) for item in items if rank in item.target_ranks]
     return Schedule(rounds, own, taken)
 
 
@@ -134,9 +134,9 @@ def _of_others(item: Item, owner: Owner, rank: int) -> int:
     return sum(transfer.size for transfer in item.transfers if owner(transfer.file) != rank)
 
 
-def _grain(most: int, takers: int) -> int:
+def _grain(most: int, target_ranks: int) -> int:
     """Return the bytes of a run at most: so that several of them, once for each rank that takes them, fit."""
-    return min(RUN, max(_LEAST, most // (_FACTOR * max(takers, 1)) // _LEAST * _LEAST))
+    return min(RANGE_BYTES, max(_LEAST, most // (_FACTOR * max(target_ranks, 1)) // _LEAST * _LEAST))
 
 
 def program(whole: Schedule, wanted: frozenset[str] | None, exchange: BucketExchange) -> Program:

@@ -43,7 +43,7 @@ from transaxle.live.model.quantized_model import published
 from transaxle.live.model.state_tensors import Leaves, State, leaves, shared_config, unsavable
 from transaxle.live.transport.tensor_exchange import BucketExchange
 from transaxle.live.transport.world import World
-from transaxle.move.transfer import Deferred
+from transaxle.move.transfer import DeferredErrors
 from transaxle.move.workers import Item
 from transaxle.options import select
 from transaxle.refit.endpoints import SourceValues, TargetRoom
@@ -78,7 +78,7 @@ def carry(program: Program, source: SourceValues, target: TargetRoom, exchange: 
             target.lay(hop.key, spreading, buffer)
 
     # An error of this rank must not end the collective calls, or the others would wait for it.
-    later = Deferred()
+    later = DeferredErrors()
     later(copy_own)()
     exchange.run(program.route, later(pack), later(take))
     later.check()
@@ -155,11 +155,11 @@ def named_tensors(
     with world.together():
         size, target = read_size("bucket", bucket), read_text("to", to, "hf")
         place = read_device("device", device)
-        takers = world.ranks if on is None else tuple(on)
-        if not set(takers) <= set(world.ranks):
+        target_ranks = world.ranks if on is None else tuple(on)
+        if not set(target_ranks) <= set(world.ranks):
             raise ValueError(f"on must be ranks of the group, {list(world.ranks)}; got {on!r}")
-    world.require_alike({"to": target, "bucket": size, "on": takers, "dtype": str(dtype)})
-    return streamed(planned_stream(state, target, options, world), takers, size, place, world)
+    world.require_alike({"to": target, "bucket": size, "on": target_ranks, "dtype": str(dtype)})
+    return streamed(planned_stream(state, target, options, world), target_ranks, size, place, world)
 
 
 def read_streaming(options: Mapping[str, Any]) -> tuple[str | None, Settings]:
@@ -228,13 +228,13 @@ def _scales(source: Checkpoint) -> set[str]:
 
 
 def streamed(
-    stream: Stream, takers: tuple[int, ...], size: int, device: torch.device | None, world: World
+    stream: Stream, target_ranks: tuple[int, ...], size: int, device: torch.device | None, world: World
 ) -> Iterator[Bucket]:
     """Put the tensors together; collective.
 
     Args:
         stream: what is put together.
-        takers: ranks that get it.
+        target_ranks: ranks that get it.
         size: bytes of the tensors that are yielded at once.
         device: where they are; None: where the model's are.
         world: the ranks.
@@ -243,11 +243,11 @@ def streamed(
     place = device or next((local_of(tensor).device for tensor in stream.own.tensors.values()), torch.device("cpu"))
     try:
         for planned in _buckets(stream.planned, size):
-            whole = [Item(key, tensor.nbytes, tensor.transfers, takers) for key, tensor in enumerate(planned)]
+            whole = [Item(key, tensor.nbytes, tensor.transfers, target_ranks) for key, tensor in enumerate(planned)]
             items = [item for each in whole for item in stream.replicas.near(each)]
             names = [tensor.name for tensor in planned]
             with world.together():
-                mine = planned if world.rank in takers else []
+                mine = planned if world.rank in target_ranks else []
                 made = {t.name: torch.empty(t.shape, dtype=torch_dtype(t.dtype), device=place) for t in mine}
                 padded = [item.key for item in items if sum(each.size for each in item.transfers) != item.size]
                 room = TargetRoom(made, names, padded, in_place=True)
@@ -331,8 +331,8 @@ class VllmSource:
 
     def __iter__(self) -> Iterator[Named]:
         stream = planned_stream(self._state, self._to, self._options, self._world)
-        stream, takers = replace(stream, planned=_by_layer(stream.planned)), self._world.ranks
-        for tensors in streamed(stream, takers, self._bucket, self._device, self._world):
+        stream, target_ranks = replace(stream, planned=_by_layer(stream.planned)), self._world.ranks
+        for tensors in streamed(stream, target_ranks, self._bucket, self._device, self._world):
             yield from tensors
 
     def held_names(self) -> None:

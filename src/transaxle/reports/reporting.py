@@ -23,7 +23,7 @@ from transaxle.arguments import (
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, CheckpointLike, opened
 from transaxle.engine.values import measure_values
 from transaxle.errors import Refused, TransaxleError
-from transaxle.move.workers import Progress, limits, unwatched
+from transaxle.move.workers import Progress, limits, no_progress
 from transaxle.options import OPENING, select
 from transaxle.reports.html_page import Page, as_html, check_destination, check_jinja, write_page
 
@@ -44,7 +44,7 @@ def report(
     *,
     overwrite: Overwrite = False,
     values: bool = False,
-    progress: Progress = unwatched,
+    progress: Progress = no_progress,
     format: str | None = None,  # noqa: A002 - the contract's name
     family: str | None = None,
     dialect: str | None = None,

@@ -31,7 +31,7 @@ from transaxle.engine.plan.conversion import make_plan
 from transaxle.errors import Code, refuse
 from transaxle.formats.storage import copier
 from transaxle.move import workers
-from transaxle.move.workers import LEAST_MEMORY, Limits, StoppedError, limits, share
+from transaxle.move.workers import MIN_MEMORY, Limits, StoppedError, limits, run_workers
 
 ROOT = Path(__file__).parents[3]
 SIZES = {**checkpoints.SIZES, "num_hidden_layers": 1, "num_experts": 2}
@@ -481,7 +481,7 @@ def test_buffers_stay_within_the_memory_given(tmp_path: Path) -> None:
 
 def test_limits() -> None:
     for jobs, memory in [
-        (1, LEAST_MEMORY),
+        (1, MIN_MEMORY),
         (8, 64 << 20),
         (64, 1 << 20),
         (3, 10_000_001),
@@ -491,10 +491,10 @@ def test_limits() -> None:
         limit = limits(jobs, memory)
         assert 1 <= limit.jobs <= jobs
         assert limit.peak <= memory
-        assert limit.halved.peak * 2 <= memory
+        assert limit.half.peak * 2 <= memory
         assert limit.strided_block % 4096 == 0
     assert limits() == Limits(min(8, os.cpu_count() or 1), 64 << 20)
-    for wrong in [(0, None), (-1, None), (None, 0), (None, -1), (None, 1000), (1, LEAST_MEMORY - 1)]:
+    for wrong in [(0, None), (-1, None), (None, 0), (None, -1), (None, 1000), (1, MIN_MEMORY - 1)]:
         with pytest.raises(ValueError, match=r"positive|too few"):
             limits(*wrong)
 
@@ -598,17 +598,17 @@ def test_the_first_error_stops_the_others_and_is_the_one_raised() -> None:
         done.append(item)
 
     with pytest.raises(ValueError, match="the first"):
-        share(range(1000), 3, lambda stop: stop, work)
+        run_workers(range(1000), 3, lambda stop: stop, work)
     assert sorted(done) == [0, 1, 2]
     assert told == [True, True]
 
 
 def test_items_are_done_once_each_in_order() -> None:
     done: list[int] = []
-    share(range(500), 4, lambda _: done, lambda held, item: held.append(item))
+    run_workers(range(500), 4, lambda _: done, lambda held, item: held.append(item))
     assert sorted(done) == list(range(500))
-    share([], 4, lambda _: done, lambda held, item: held.append(item))
-    share(iter("ab"), 1, lambda _: None, lambda _, item: done.append(ord(item)))
+    run_workers([], 4, lambda _: done, lambda held, item: held.append(item))
+    run_workers(iter("ab"), 1, lambda _: None, lambda _, item: done.append(ord(item)))
     assert done[-2:] == [97, 98]
 
 

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from transaxle.engine.carry import file_queues, items_of
 from transaxle.engine.plan.planned import PlannedTensor
-from transaxle.move.mover import alone
-from transaxle.move.transfer import Alone, Transfer
+from transaxle.move.mover import divide_by_rank
+from transaxle.move.transfer import NoExchange, Transfer
 
 
 def planned(name: str, *files: str) -> PlannedTensor:
@@ -18,9 +18,9 @@ def planned(name: str, *files: str) -> PlannedTensor:
 
 def portions(tensors: list[PlannedTensor], *, ordered: bool) -> list[list[str]]:
     """What one worker does from beginning to end, by name."""
-    own, others = alone(items_of(tensors, {}, {}, ordered=ordered), lambda _: Alone.rank)
+    own, others = divide_by_rank(items_of(tensors, {}, {}, ordered=ordered), lambda _: NoExchange.rank)
     assert not others
-    return [[tensors[item.key].name for item in queue] for queue in own.get(Alone.rank, [])]
+    return [[tensors[item.key].name for item in queue] for queue in own.get(NoExchange.rank, [])]
 
 
 @given(st.lists(st.lists(st.sampled_from("abcdef"), max_size=3), max_size=12))

@@ -26,7 +26,7 @@ from transaxle.engine.checkpoint.checkpoint import open_checkpoint
 from transaxle.engine.plan.conversion import Prepared, make_plan, parse_to
 from transaxle.engine.plan.planned import Plan
 from transaxle.errors import Code, Refused
-from transaxle.move.workers import LEAST_MEMORY
+from transaxle.move.workers import MIN_MEMORY
 
 GATE = checkpoints.GATE
 UP = GATE.replace("gate", "up")
@@ -406,9 +406,7 @@ def test_rounding_never_happens_unasked(tmp_path: Path) -> None:
     assert "norm - 1" in plan.refusals[0].message
     allowed = prepared(source, "minus", rules=rules, family="shifted", allow_lossy=True).plan
     assert [t.arithmetic for t in allowed.tensors if t.name == "0.minus"] == [(("affine", 1.0, -1.0),)]
-    tx.convert(
-        source, tmp_path / "out", to="minus", rules=rules, family="shifted", allow_lossy=True, memory=LEAST_MEMORY
-    )
+    tx.convert(source, tmp_path / "out", to="minus", rules=rules, family="shifted", allow_lossy=True, memory=MIN_MEMORY)
     found = checkpoints.read(tmp_path / "out")
     wanted = (held["0.norm"].astype(np.float64) - 1).astype(ml_dtypes.bfloat16)
     assert found["0.minus"].tobytes() == wanted.tobytes()

@@ -20,7 +20,7 @@ from tests.engine.quantized import BF16, SCALE, Array, Tensors
 from transaxle.encodings.arithmetic.codec import amax, encode_rows
 from transaxle.encodings.encoding import FLOAT8_BLOCK, MXFP8, NVFP4, Encoding
 from transaxle.errors import UsageError
-from transaxle.move.workers import LEAST_MEMORY
+from transaxle.move.workers import MIN_MEMORY
 
 ENCODINGS: dict[str, Encoding] = {"float8_block": FLOAT8_BLOCK, "mxfp8": MXFP8, "nvfp4": NVFP4}
 SIZES = {"d": 256, "f": 320, "g": 2, "r": 2, "head": 32}
@@ -103,7 +103,7 @@ def test_each_expert_of_a_stack_is_tiled_for_itself(tmp_path: Path, encoding: st
         to="transformers",
         encode=encoding,
         only="*.experts.*",
-        memory=LEAST_MEMORY,
+        memory=MIN_MEMORY,
         sync=False,
     )
     linear = [name for name in held if ".experts." in name]

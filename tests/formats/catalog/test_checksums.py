@@ -59,11 +59,11 @@ class Counted(LocalStorage):
         self.count += view.nbytes
         super().read_into(name, offset, view)
 
-    def note_read(
+    def add_read(
         self, steps: Steps, name: str, offset: int, view: memoryview, width: int = 0, loops: Sequence[Loop] = ()
     ) -> None:
         self.count += view.nbytes
-        super().note_read(steps, name, offset, view, width, loops)
+        super().add_read(steps, name, offset, view, width, loops)
 
 
 def test_only_what_was_not_read_is_read_in_the_end(tmp_path: Path) -> None:

@@ -33,12 +33,12 @@ RANGE = Checksum("f", BEFORE, len(DATA), zlib.crc32(DATA), "the matrix")
 class Twice(LocalStorage):
     """Fails where anything is read for a checksum alone."""
 
-    def note_read(
+    def add_read(
         self, steps: Steps, name: str, offset: int, view: memoryview, width: int = 0, loops: Sequence[Loop] = ()
     ) -> None:
         if not loops:
             raise AssertionError((name, offset, view.nbytes))
-        super().note_read(steps, name, offset, view, width, loops)
+        super().add_read(steps, name, offset, view, width, loops)
 
 
 def runs_of(loops: Sequence[Loop], side: int) -> list[int]:
@@ -70,7 +70,7 @@ def test_the_share_of_runs_is_that_of_the_file_with_zeros_between_them(
     folder = tmp_path_factory.mktemp("runs")
     (folder / "f").write_bytes(data)
     steps, out = Steps(), bytearray(max(rooms) + width)
-    LocalStorage(folder).note_read(steps, "f", offset, memoryview(out), width, loops)
+    LocalStorage(folder).add_read(steps, "f", offset, memoryview(out), width, loops)
     found = steps.share(memoryview(out), [_moved(step) for _, step, _ in loops])
     steps.run()
     alone, expected = bytearray(len(data) - offset), bytearray(len(out))
@@ -87,7 +87,7 @@ def read_columns(witness: Witness, first: int, last: int, rows: int = ROWS) -> T
     """Read columns of the matrix in a batch, and return the progress of its range."""
     steps, out = Steps(), np.zeros((rows, last - first), np.uint8)
     loops = [(rows, COLUMNS, last - first)]
-    witness.note_read(steps, "f", BEFORE + first, out.reshape(-1).data, last - first, loops)
+    witness.add_read(steps, "f", BEFORE + first, out.reshape(-1).data, last - first, loops)
     steps.run()
     expected = np.frombuffer(DATA, np.uint8).reshape(ROWS, COLUMNS)[:rows, first:last]
     assert (out != expected).sum() <= 1  # a test damages one byte
@@ -139,7 +139,7 @@ def test_the_same_zeros_twice_are_not_all_zeros(tmp_path: Path) -> None:
     for first in (half, half, 0, 0):
         witness = Witness(LocalStorage(tmp_path), [zeros], {})
         steps, out = Steps(), memoryview(bytearray(ROWS * half))
-        witness.note_read(steps, "f", first, out, half, [(ROWS, COLUMNS, half)])
+        witness.add_read(steps, "f", first, out, half, [(ROWS, COLUMNS, half)])
         steps.run()
         tallies.append(witness.tally(zeros))
     for some in ([0, 1], [0, 2], [2, 3]):

@@ -60,7 +60,7 @@ def read(storage: Storage, places: list[tuple[str, int, int]]) -> list[bytes]:
         at += size
     with Steps() as steps:
         for name, offset, view in ranges:
-            storage.note_read(steps, name, offset, view)
+            storage.add_read(steps, name, offset, view)
         steps.run()
     assert room[0] == room[-1] == 7
     return [bytes(view) for *_, view in ranges]
@@ -99,7 +99,7 @@ def test_a_truncated_file_is_an_error_that_names_it(storage: LocalStorage) -> No
 
 def test_bytes_that_may_not_be_written_are_refused(storage: LocalStorage) -> None:
     with pytest.raises(TypeError):
-        storage.note_read(Steps(), "0.bin", 0, memoryview(bytes(10)))
+        storage.add_read(Steps(), "0.bin", 0, memoryview(bytes(10)))
 
 
 @pytest.mark.parametrize("damaged", range(4))

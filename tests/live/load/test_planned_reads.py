@@ -65,7 +65,7 @@ def test_the_union_of_the_parts_is_the_whole_plan(once: bool, tmp_path: Path) ->
         taken: Counter[str] = Counter()
         for rank, plan in enumerate(plans):
             for item, name in zip(plan.items, plan.names, strict=True):
-                if rank not in item.takers:
+                if rank not in item.target_ranks:
                     continue
                 wanted = _rows(arrays[name], census[name].held[rank])
                 out = np.empty(item.size, np.uint8)
@@ -84,19 +84,20 @@ def test_what_is_left_out_is_counted(once: bool, tmp_path: Path) -> None:
         stored = {name: opened[name] for name in opened}
         plans = [plan_reads(_census(stored), stored, rank, once=once) for rank in range(RANKS)]
     shared = [
-        [(n, i.size, i.takers) for n, i in zip(p.names, p.items, strict=True) if len(i.takers) > 1] for p in plans
+        [(n, i.size, i.target_ranks) for n, i in zip(p.names, p.items, strict=True) if len(i.target_ranks) > 1]
+        for p in plans
     ]
     assert shared[1:] == shared[:1] * (RANKS - 1)
     assert bool(shared[0]) is once
     alone = {rank: _alone(plan, rank) for rank, plan in enumerate(plans)}
     for rank, plan in enumerate(plans):
-        assert {each for item in plan.items for each in item.takers if len(item.takers) == 1} == {rank}
+        assert {each for item in plan.items for each in item.target_ranks if len(item.target_ranks) == 1} == {rank}
         assert dict(plan.elsewhere) == {other: size for other, size in alone.items() if other != rank}
         assert [item.key for item in plan.items] == list(range(len(plan.names)))
 
 
 def _alone(plan: PlannedReads, rank: int) -> int:
-    return sum(item.size for item in plan.items if item.takers == (rank,))
+    return sum(item.size for item in plan.items if item.target_ranks == (rank,))
 
 
 def _stacked(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -78,7 +78,7 @@ def test_a_source_that_changes_while_it_is_converted(tmp_path: Path, monkeypatch
     tx.save(state, tmp_path / "ck", to="safetensors:identity")
     (tmp_path / "ck" / "transaxle.json").unlink()
     (file,) = (tmp_path / "ck").glob("*.safetensors")
-    note = journal.HashingFiles.note
+    note = journal.HashingFiles.add_take
 
     def touching(*given: Any) -> None:
         with file.open("r+b") as held:
@@ -86,7 +86,7 @@ def test_a_source_that_changes_while_it_is_converted(tmp_path: Path, monkeypatch
             held.write(b"changed!")
         note(*given)
 
-    monkeypatch.setattr(journal.HashingFiles, "note", touching)
+    monkeypatch.setattr(journal.HashingFiles, "add_take", touching)
     with pytest.raises(tx.TransaxleError) as caught:
         tx.convert(tmp_path / "ck", tmp_path / "out", to="dcp:identity")
     assert caught.value.code == "CORRUPT"

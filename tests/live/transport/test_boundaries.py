@@ -24,7 +24,7 @@ from transaxle.live.transport import wire
 from transaxle.live.transport.shared_memory import Address, Region, seen
 from transaxle.live.transport.shared_store import SharedStore
 from transaxle.live.transport.world import World
-from transaxle.move.journal import begun, digest, item_file, result_of, results_in, task_in
+from transaxle.move.journal import digest, item_file, parse_result, read_results, read_task, unfinished_task
 
 
 class _Canary:
@@ -45,14 +45,14 @@ def _of_scratch(octets: bytes, folder: Path) -> object:
     for name in (item_file(0), "journal.json", "journal", "transaxle.journal", "moves"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(octets)
-    return (results_in(folder, [0]) or None, task_in(folder), begun(folder)) == (None, None, None) or None
+    return (read_results(folder, [0]) or None, read_task(folder), unfinished_task(folder)) == (None, None, None) or None
 
 
 CHANNELS: dict[str, Callable[[bytes, Path], object]] = {
     "between ranks": lambda octets, _: wire.decode(octets),
     "a plan of work": lambda octets, _: parse_plan(octets, "plan.json"),
     "what an item does": _moves,
-    "what a worker has done": lambda octets, _: result_of(octets),
+    "what a worker has done": lambda octets, _: parse_result(octets),
     "a folder of work": _of_scratch,
 }
 

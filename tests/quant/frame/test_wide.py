@@ -158,7 +158,7 @@ def test_a_load_that_writes_nothing_is_refused(tmp_path: Path, monkeypatch: pyte
     """TransformerEngine's resharded MXFP8 loads copied into values that were thrown away, and reported success."""
     model = _linear("mxfp8", 1)
     tx.save(model, tmp_path / "saved", to="identity")
-    monkeypatch.setattr(Movement, "move_own", lambda _: None)
+    monkeypatch.setattr(Movement, "move_local", lambda _: None)
     with pytest.raises(TransaxleError, match="0 bytes were written") as refused:
         tx.load(model, tmp_path / "saved", dialect="identity")
     assert refused.value.code == "INCOMPLETE"

@@ -445,23 +445,23 @@ class HashWitness(Overlay):
     def _judge(self, unsettled: Sequence[int]) -> None:
         """Read tensors whose bytes did not pass in order, and refuse all that do not have their hash."""
         from transaxle.move.journal import digest_in
-        from transaxle.move.workers import limits, share
+        from transaxle.move.workers import limits, run_workers
 
         def check(_: object, number: int) -> None:
             tensor = self._records[number]
             self.settle(number, digest_in(self.below, tensor.transfers, tensor.span))
 
         if unsettled:
-            share(sorted(unsettled), limits().jobs, lambda _: None, check)
+            run_workers(sorted(unsettled), limits().jobs, lambda _: None, check)
         wrong = sorted(number for number, right in self._settled.items() if not right)
         if wrong:
             raise gathered([self._problem(self._records[number]) for number in wrong])
 
-    def note_read(
+    def add_read(
         self, steps: Steps, name: str, offset: int, view: memoryview, width: int = 0, loops: Sequence[Loop] = ()
     ) -> None:
         """See `Storage`; runs are read once more for their hash."""
-        self.below.note_read(steps, name, offset, view, width, loops)
+        self.below.add_read(steps, name, offset, view, width, loops)
         if loops:
             self._count(name, offset, width, loops)
         else:
@@ -498,7 +498,7 @@ class HashWitness(Overlay):
             passing = self._next(number, at, inside)
             if passing is not None:
                 passing.reached += len(part)
-                passing.hashed.note(steps, 0, part)
+                passing.hashed.add_update(steps, 0, part)
                 if passing.reached == min(tensor.span, tensor.size - at * tensor.span):
                     steps.then(partial(self._end, number, at, passing))
             start, data = start + len(part), data[len(part) :]
@@ -517,7 +517,7 @@ class HashWitness(Overlay):
 
     def _end(self, number: int, at: int, passing: _Passing) -> None:
         """Note the hash of a span; with the last one, that of the tensor."""
-        from transaxle.move.journal import joined
+        from transaxle.move.journal import join_hashes
 
         tensor = self._records[number]
         with self._lock:
@@ -528,7 +528,7 @@ class HashWitness(Overlay):
             self._spans.pop(number)
             for each in spans:
                 self._passing.pop((number, each), None)
-        self.settle(number, joined([spans[each] for each in sorted(spans)]))
+        self.settle(number, join_hashes([spans[each] for each in sorted(spans)]))
 
     def _touched(self, file: str, offset: int, size: int) -> Iterator[tuple[int, int, int, int]]:
         """Yield the tensors that lie in a range of a file: number, first byte in it, and the bytes in the file."""

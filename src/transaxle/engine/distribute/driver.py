@@ -43,8 +43,16 @@ from transaxle.formats.storage.local import failed
 from transaxle.formats.storage.storage import is_url, layer
 from transaxle.formats.store.place import ITEMS
 from transaxle.formats.store.staging import Staging, shared_staging_at, shown
-from transaxle.move.journal import Done, ItemResult, Journal, item_file, refuse_other, result_of, results_in
-from transaxle.move.workers import Limits, Progress, limits, unwatched
+from transaxle.move.journal import (
+    FinishedTensor,
+    ItemResult,
+    Journal,
+    item_file,
+    parse_result,
+    read_results,
+    refuse_other_task,
+)
+from transaxle.move.workers import Limits, Progress, limits, no_progress
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -132,7 +140,7 @@ class Watcher:
         self._total = total
         self._before = self._done = done
         self._finished = 0
-        self._progress = progress if each else unwatched
+        self._progress = progress if each else no_progress
         self._watch = watch
         self._begun = time.monotonic()
         progress(done)
@@ -186,7 +194,7 @@ def begin(plan: WorkPlan, prepared: Prepared, stage: SharedStage) -> dict[int, I
     """
     if not isinstance(stage, Staging):
         return _begin_upload(plan, prepared, stage)
-    refuse_other(stage.scratch, plan.task, shown(plan.order.target))
+    refuse_other_task(stage.scratch, plan.task, shown(plan.order.target))
     kept = stage.prepare(_files(prepared, stage))
     write_fragments(stage, prepared.draft.early())
     Journal(stage.scratch, plan.task).close()
@@ -224,7 +232,7 @@ def _believed(plan: WorkPlan, prepared: Prepared, scratch: Path, kept: frozenset
     """
     files = {unit.name: [place.file for place in unit.everywhere] for unit in prepared.plan.units}
     results, beyond = {}, _ASIDE
-    found = results_in(scratch)
+    found = read_results(scratch)
     for number, result in found.items():
         path = scratch / item_file(number)
         ours = result.task.key == plan.task.key and files.keys() >= result.tensors.keys()
@@ -270,7 +278,7 @@ def hand_out(
     prepared: Prepared,
     stage: SharedStage,
     executor: Executor,
-    progress: Progress = unwatched,
+    progress: Progress = no_progress,
     watch: Watch = unseen,
 ) -> tuple[dict[int, ItemResult], int]:
     """Begin, and let an executor do what is left to do; afterwards no worker is at work.
@@ -291,11 +299,11 @@ def hand_out(
     """
     results = begin(plan, prepared, stage)
     items, resumed = left_to_do(plan, prepared, results), finished_of(results.values())
-    here = progress if isinstance(executor, Here) else unwatched
-    watcher = Watcher(items, *sizes_of(prepared, resumed), progress, watch, each=here is unwatched)
+    here = progress if isinstance(executor, Here) else no_progress
+    watcher = Watcher(items, *sizes_of(prepared, resumed), progress, watch, each=here is no_progress)
 
     def take(text: bytes) -> None:
-        result = result_of(text)
+        result = parse_result(text)
         if result is None or result.task.key != plan.task.key:
             raise refuse("IO", "a worker's result was damaged on its way", file=plan.order.target)
         if result.number not in results:
@@ -357,7 +365,7 @@ def commit(
     return replace(report, workers=_shares(results.values()))
 
 
-def finished_of(results: Iterable[ItemResult]) -> dict[str, Done]:
+def finished_of(results: Iterable[ItemResult]) -> dict[str, FinishedTensor]:
     """Return all tensors, and spans of tensors, that are written."""
     return {name: done for result in results for name, done in result.finished.items()}
 
@@ -421,7 +429,7 @@ def carry_out(
     executor: Executor,
     *,
     resume: bool = False,
-    progress: Progress = unwatched,
+    progress: Progress = no_progress,
     watch: Watch = unseen,
 ) -> Report:
     """Carry a plan out by several workers, from its beginning to its commit.
@@ -498,7 +506,7 @@ def convert_on(
     *,
     jobs: int | None = None,
     resume: bool = False,
-    progress: Progress = unwatched,
+    progress: Progress = no_progress,
     watch: Watch = unseen,
     **how: Any,
 ) -> Report:
@@ -599,7 +607,7 @@ def convert_in_parts(
     resume: bool = False,
     sync: bool = True,
     limit: Limits | None = None,
-    progress: Progress = unwatched,
+    progress: Progress = no_progress,
 ) -> Report:
     """Carry a plan out in this process whose target is on a service that takes parts; see `execute`.
 

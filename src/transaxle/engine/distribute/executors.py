@@ -16,7 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 from transaxle.engine.distribute.work_plan import WorkItem
 from transaxle.errors import StorageError, TransaxleError, refuse
 from transaxle.extras import install
-from transaxle.move.journal import result_of
+from transaxle.move.journal import parse_result
 
 Work = Callable[[int], bytes]
 """Does the item of a number, anywhere, and returns its result. It can be pickled, and called in any process that sees
@@ -107,7 +107,7 @@ def _do(work: Work, number: int) -> bytes:
     except BaseException as error:
         sys.stderr.write(f"transaxle item {number}: {error}\n")
         raise
-    result = result_of(text)
+    result = parse_result(text)
     if result is not None:
         sys.stderr.write(f"transaxle item {number}: {result.nbytes:,} bytes in {result.seconds:.1f} s\n")
     return text

@@ -31,9 +31,9 @@ from transaxle.formats.storage.local import failed
 from transaxle.formats.storage.storage import Storage, is_url, layer
 from transaxle.formats.store.place import MOVES
 from transaxle.formats.store.staging import storage_at
-from transaxle.move.journal import ItemResult, Task, digest, written_error
+from transaxle.move.journal import ItemResult, Task, digest, error_text
 from transaxle.move.transfer import Writable
-from transaxle.move.workers import Limits, Progress, limits, unwatched
+from transaxle.move.workers import Limits, Progress, limits, no_progress
 
 
 class OpenedPlan:
@@ -48,7 +48,7 @@ class OpenedPlan:
         TransaxleError: what opening the source raises; CORRUPT where it has changed since.
     """
 
-    def __init__(self, plan: WorkPlan, prepared: Prepared | None = None, progress: Progress = unwatched) -> None:
+    def __init__(self, plan: WorkPlan, prepared: Prepared | None = None, progress: Progress = no_progress) -> None:
         self.plan = plan
         self._progress = progress
         self._lock = RLock()
@@ -134,7 +134,7 @@ class OpenedPlan:
             earlier = place.results([number]).get(number)
             if earlier is not None and Known([earlier], self.plan.task).has(item, part):
                 return earlier
-            limit = limits(self.plan.jobs, self.plan.memory).holding(part.band)
+            limit = limits(self.plan.jobs, self.plan.memory).with_min_block(part.band)
             return writer.keep(
                 _carried_out(self.plan, item, part, storage, recoding, limit, writer.files, self._progress)
             )
@@ -190,9 +190,9 @@ def _carried_out(
     return ItemResult(
         task=plan.task,
         number=item.number,
-        tensors={name: (each.hash, written_error(each.error)) for name, each in done.items()},
+        tensors={name: (each.hash, error_text(each.error)) for name, each in done.items()},
         checks=tuple(numbers(item.checks)),
-        measured={step.name: (written_error(error), infinite) for step, (error, infinite) in measured.items()},
+        measured={step.name: (error_text(error), infinite) for step, (error, infinite) in measured.items()},
         summed=tuple((each.file, each.offset, tuple(tally.parts)) for each, tally in tallies.items()),
         proved=proved,
         worker=f"{socket.gethostname()}:{os.getpid()}",
@@ -270,7 +270,7 @@ def do_item(text: bytes, number: int) -> bytes:
 
 
 @contextmanager
-def lent(plan: WorkPlan, prepared: Prepared, progress: Progress = unwatched) -> Iterator[None]:
+def lent(plan: WorkPlan, prepared: Prepared, progress: Progress = no_progress) -> Iterator[None]:
     """Let `do_item` use the source that is open in this process, until the block ends.
 
     Args:

@@ -23,7 +23,7 @@ from transaxle.formats.storage.local import failed
 from transaxle.formats.storage.storage import is_url
 from transaxle.formats.store.place import MOVES, TargetPlace
 from transaxle.formats.store.staging import Writer
-from transaxle.move.journal import ItemResult, Task, digest, item_file, result_of, results_in, task_in
+from transaxle.move.journal import ItemResult, Task, digest, item_file, parse_result, read_results, read_task
 
 if TYPE_CHECKING:
     from transaxle.formats.store.multipart import StoredPart
@@ -98,18 +98,18 @@ class _FolderPlace:
 
     def refuse_not_begun(self) -> None:
         """See `WorkPlace`."""
-        begun = task_in(self._scratch)
+        begun = read_task(self._scratch)
         if begun is None:
             raise _not_begun(self._plan)
         _refuse_other(self._plan, begun.key)
 
     def results(self, wanted: Iterable[int] | None = None) -> dict[int, ItemResult]:
         """See `WorkPlace`."""
-        return results_in(self._scratch, wanted)
+        return read_results(self._scratch, wanted)
 
     def stored_share(self, item: WorkItem) -> Share | None:
         """See `WorkPlace`."""
-        begun = task_in(self._scratch) if item.key else None
+        begun = read_task(self._scratch) if item.key else None
         if begun is None or begun.key != self._plan.task.key:
             return None
         path = self._scratch / MOVES
@@ -247,7 +247,7 @@ def results_on(upload: SharedUpload, token: str, wanted: Iterable[int] | None = 
     found = {}
     for number in upload.hidden.numbers() if wanted is None else wanted:
         text = upload.hidden.result(number)
-        result = None if text is None else result_of(text)
+        result = None if text is None else parse_result(text)
         if result is not None and result.begun == token and result.number == number:
             found[number] = result
     return found

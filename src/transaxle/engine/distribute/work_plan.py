@@ -47,7 +47,7 @@ from transaxle.formats.storage.storage import Overlay, Storage, as_text, is_url,
 from transaxle.formats.store.multipart import multipart
 from transaxle.formats.store.service import Service, local_path
 from transaxle.move.journal import Task, digest
-from transaxle.move.workers import Unions
+from transaxle.move.workers import DisjointSets
 from transaxle.options import OPTIONS
 
 _VERSION = 1
@@ -473,7 +473,7 @@ def _files(plan: Plan) -> Iterator[_Piece]:
         own.update(inside)
         beyond.update({file: unit.nbytes - size for file, size in inside.items()})
     wasteful = {file for file in own if beyond[file] * _LITTLE > own[file]}
-    together = Unions[str]()
+    together = DisjointSets[str]()
     for unit, sizes in zip(plan.units, places, strict=True):
         parted = [file for file, size in sizes.items() if size < unit.nbytes]
         if not wasteful.isdisjoint(parted):

@@ -21,7 +21,7 @@ from transaxle.engine.views.encode import Step
 from transaxle.engine.wording import notebook, plural, size
 from transaxle.errors import Refusal
 from transaxle.move.journal import span_ends
-from transaxle.move.transfer import Transfer, active
+from transaxle.move.transfer import Transfer, clip_blocks
 
 _SHOWN, _SHOWN_REFUSALS = 12, 3
 """Rules and refusals that a printed plan shows."""
@@ -115,7 +115,7 @@ class PlannedTensor(msgspec.Struct, frozen=True, gc=False):
         ends = span_ends(self.nbytes)
         if len(ends) == 1 or self.step is not None or self.arithmetic is not None:
             return ()
-        divided = (active(sorted(side, key=_start), ends) for side in (self.transfers, self.places, self.copies))
+        divided = (clip_blocks(sorted(side, key=_start), ends) for side in (self.transfers, self.places, self.copies))
         return tuple(
             PlannedTensor(
                 f"{self.name}\n{start}",

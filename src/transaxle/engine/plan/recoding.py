@@ -53,7 +53,7 @@ from transaxle.errors import Refusal, TransaxleError, Where, gathered
 from transaxle.formats.catalog import Container, Entry, Extent, Recoding
 from transaxle.formats.registry import SAFETENSORS
 from transaxle.formats.storage.storage import InMemoryFile, VirtualFiles, is_url
-from transaxle.move.workers import Limits, share
+from transaxle.move.workers import Limits, run_workers
 
 _FILE = "\0restated "
 """Prefix of the names of virtual files."""
@@ -375,7 +375,7 @@ def measure(recoding: Recoding, steps: Iterable[Recoded], limit: Limits) -> dict
     def measure_one(_: object, number: int) -> None:
         errors[computed[number].step] = computed[number].measure()
 
-    share(range(len(computed)), limit.jobs, lambda _: None, measure_one)
+    run_workers(range(len(computed)), limit.jobs, lambda _: None, measure_one)
     return errors
 
 

@@ -210,7 +210,7 @@ class Stencils(Generic[Result]):
                 reads = [(begin, 0, head, 1), middle, (end + tail, (count - 1) * width + head, length - tail, 1)]
             with Steps() as steps:
                 for offset, into, size, times in reads:
-                    self._storage.note_read(steps, file, offset, room[into:], size, ((times, step, width),))
+                    self._storage.add_read(steps, file, offset, room[into:], size, ((times, step, width),))
                 steps.run()
         return rows
 

@@ -88,8 +88,8 @@ class LocalStorage(Storage):
         self._bytes_read = ByteCount()
 
     @property
-    def takes_notes(self) -> bool:
-        """Whether files are read in batches; see `Storage.takes_notes`."""
+    def batches_steps(self) -> bool:
+        """Whether files are read in batches; see `Storage.batches_steps`."""
         return True
 
     @property
@@ -155,10 +155,10 @@ class LocalStorage(Storage):
         self._bytes_read.add(view.nbytes)
         self._fill(name, offset, view)
 
-    def note_read(
+    def add_read(
         self, steps: Steps, name: str, offset: int, view: memoryview, width: int = 0, loops: Sequence[Loop] = ()
     ) -> None:
-        """List that a view is filled, or runs are read into their places in it; see `Storage.note_read`."""
+        """List that a view is filled, or runs are read into their places in it; see `Storage.add_read`."""
         size = width * runs_in(view, width, loops) if loops else view.nbytes
         if size:
             self._bytes_read.add(size)

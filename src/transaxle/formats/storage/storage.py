@@ -64,7 +64,7 @@ class Storage(Protocol):
     """Read access to the files of one checkpoint. Safe to share between threads."""
 
     @property
-    def takes_notes(self) -> bool:
+    def batches_steps(self) -> bool:
         """Whether many reads are worth one call: files of this machine, for which nobody waits."""
         return False
 
@@ -115,7 +115,7 @@ class Storage(Protocol):
             StorageError: IO.
         """
 
-    def note_read(
+    def add_read(
         self, steps: Steps, name: str, offset: int, view: memoryview, width: int = 0, loops: Sequence[Loop] = ()
     ) -> None:
         """List that a view is filled, or runs are read into their places in it.
@@ -170,9 +170,9 @@ class Overlay(Storage):
         self.below = below
 
     @property
-    def takes_notes(self) -> bool:
+    def batches_steps(self) -> bool:
         """See `Storage`."""
-        return self.below.takes_notes
+        return self.below.batches_steps
 
     @property
     def bytes_read(self) -> int:
@@ -204,14 +204,14 @@ class Overlay(Storage):
     def read_into(self, name: str, offset: int, view: memoryview) -> None:
         """See `Storage`; the same as what is listed."""
         with Steps() as steps:
-            self.note_read(steps, name, offset, view.cast("B"))
+            self.add_read(steps, name, offset, view.cast("B"))
             steps.run()
 
-    def note_read(
+    def add_read(
         self, steps: Steps, name: str, offset: int, view: memoryview, width: int = 0, loops: Sequence[Loop] = ()
     ) -> None:
         """See `Storage`."""
-        self.below.note_read(steps, name, offset, view, width, loops)
+        self.below.add_read(steps, name, offset, view, width, loops)
 
     def recheck(self) -> None:
         """See `Storage`."""
@@ -283,13 +283,13 @@ class VirtualFiles(Overlay):
         """See `Storage`; virtual files change with the files that they are computed from."""
         return "" if name in self._files else super().version(name)
 
-    def note_read(
+    def add_read(
         self, steps: Steps, name: str, offset: int, view: memoryview, width: int = 0, loops: Sequence[Loop] = ()
     ) -> None:
         """See `Storage`."""
         virtual = self._files.get(name)
         if virtual is None:
-            self.below.note_read(steps, name, offset, view, width, loops)
+            self.below.add_read(steps, name, offset, view, width, loops)
         else:
             steps.call(partial(read_each, virtual.read_into, offset, view, width, loops), READING, view.nbytes)
 
@@ -575,11 +575,11 @@ class Renaming(Overlay):
         """See `Storage`."""
         return self.below.version(self.named(name))
 
-    def note_read(
+    def add_read(
         self, steps: Steps, name: str, offset: int, view: memoryview, width: int = 0, loops: Sequence[Loop] = ()
     ) -> None:
         """See `Storage`."""
-        self.below.note_read(steps, self.named(name), offset, view, width, loops)
+        self.below.add_read(steps, self.named(name), offset, view, width, loops)
 
 
 class SubFolder(Renaming):

@@ -258,7 +258,7 @@ class Staging:
         with view.cast("B") as octets, self._handles.use(file) as fd:
             write_at(fd, octets, offset, file)
 
-    def note_write(self, steps: Steps, file: str, offset: int, view: memoryview) -> None:
+    def add_write(self, steps: Steps, file: str, offset: int, view: memoryview) -> None:
         """List that a contiguous view is written; otherwise as `pwrite`."""
         if view.nbytes:
             self._mark(file, offset, view)
@@ -486,7 +486,7 @@ class Writer:
             self._dirty.add(file)
             write_at(fd, octets, offset, file)
 
-    def note_write(self, steps: Steps, file: str, offset: int, view: memoryview) -> None:
+    def add_write(self, steps: Steps, file: str, offset: int, view: memoryview) -> None:
         """List that a contiguous view is written; otherwise as `pwrite`."""
         if view.nbytes:
             self._dirty.add(file)

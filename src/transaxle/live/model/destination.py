@@ -57,18 +57,18 @@ class Rooms(Sink):
         self._landings = landings
         self._names = names
 
-    def room(self, key: int, start: int, stop: int) -> Bytes:
+    def buffer(self, key: int, start: int, stop: int) -> Bytes:
         """See `Sink`."""
         return self._landings[self._names[key]].part(start, stop)
 
-    def filled(self, key: int, start: int, stop: int) -> None:
+    def mark_filled(self, key: int, start: int, stop: int) -> None:
         """See `Sink`."""
         self._landings[self._names[key]].done(stop - start)
 
     def take(self, key: int, start: int, data: memoryview) -> None:
         """Copy bytes that another rank sent into their room."""
-        self.room(key, start, start + len(data)).data[:] = data
-        self.filled(key, start, start + len(data))
+        self.buffer(key, start, start + len(data)).data[:] = data
+        self.mark_filled(key, start, start + len(data))
 
 
 class Landing:
