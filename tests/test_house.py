@@ -1,7 +1,6 @@
-"""The map of the house, kept true: which room may import which; and its rules, as far as they can be counted.
+"""The map of the code: which room may import which, and the rules for names and sizes that can be counted.
 
-The map is `HOUSE`. It holds for imports inside functions too: being lazy changes when a room is entered, not
-whether. A room may be in the map before it is in the package, and never the other way round.
+The map is `HOUSE`. It also applies to imports inside functions. A room may be on the map before it is in the package.
 """
 
 from __future__ import annotations
@@ -15,7 +14,10 @@ import zipfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "transaxle"
@@ -198,6 +200,17 @@ def _faults(where: str, room: str, package: list[str], source: str) -> list[str]
     return faults
 
 
+@cache
+def _tree(module: Path) -> ast.Module:
+    return ast.parse(module.read_text("utf-8"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_trees_afterwards() -> Iterator[None]:
+    yield
+    _tree.cache_clear()
+
+
 def _where(module: Path) -> str:
     return module.relative_to(PACKAGE).as_posix()
 
@@ -298,7 +311,7 @@ _NAMES = frozenset(map(_module_name, MODULES))
 
 def _module_imports(module: Path) -> set[str]:
     """The package's modules that one imports when it runs, itself and packages above it left out."""
-    tree = ast.parse(module.read_text("utf-8"))
+    tree = _tree(module)
     typing_only = {
         id(child)
         for node in ast.walk(tree)
@@ -358,7 +371,7 @@ def test_modules_are_in_order() -> None:
         if BANNED_NAMES & {part.strip("_") for part in Path(where).with_suffix("").parts}:
             faults.append(f"{where}: its name says nothing")
         private = module.stem.startswith("_") and not module.stem.startswith("__")
-        if not (private or ast.get_docstring(ast.parse(text))):
+        if not (private or ast.get_docstring(_tree(module))):
             faults.append(f"{where}: no docstring")
     assert faults == []
 
@@ -392,7 +405,7 @@ def test_functions_are_short() -> None:
     long = {
         f"{_where(module)}:{name}": _code_lines(function)
         for module in MODULES
-        for name, function in _functions(ast.parse(module.read_text("utf-8")))
+        for name, function in _functions(_tree(module))
         if _code_lines(function) > MAX_FUNCTION_LINES
     }
     assert long == {}
@@ -461,7 +474,7 @@ def test_what_returns_several_values_names_them() -> None:
     bare = [
         f"{_where(module)}:{name}"
         for module in MODULES
-        for name, function in _functions(ast.parse(module.read_text("utf-8")))
+        for name, function in _functions(_tree(module))
         if isinstance(result := function.returns, ast.Subscript)
         and ast.unparse(result.value) == "tuple"
         and isinstance(result.slice, ast.Tuple)
@@ -479,7 +492,7 @@ def test_variables_say_what_they_hold() -> None:
 
 def _bindings(module: Path) -> Iterator[str]:
     """Yield the names of variables and parameters, once for each binding."""
-    nodes = list(ast.walk(ast.parse(module.read_text("utf-8"))))
+    nodes = list(ast.walk(_tree(module)))
     inside = {id(part) for node in nodes if isinstance(node, ast.comprehension) for part in ast.walk(node.target)}
     for node in nodes:
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and id(node) not in inside:
@@ -492,7 +505,7 @@ def test_functions_say_what_they_do() -> None:
     names = [
         f"{_where(module)}:{name}"
         for module in MODULES
-        for name, function in _functions(ast.parse(module.read_text("utf-8")))
+        for name, function in _functions(_tree(module))
         if not function.name.startswith("__") and _is_participle(function.name.strip("_").partition("_")[0])
     ]
     assert len(names) <= Counted.PARTICIPLES, names
@@ -531,10 +544,11 @@ PRIMITIVES = {
 def test_hard_things_are_done_in_one_place() -> None:
     uses: dict[str, set[str]] = {name: set() for name in PRIMITIVES}
     for module in MODULES:
-        for node in ast.walk(ast.parse(module.read_text("utf-8"))):
-            spelled = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
+        for node in ast.walk(_tree(module)):
+            if not isinstance(node, ast.Attribute):
+                continue
             for name in PRIMITIVES:
-                if f".{spelled}".endswith(f".{name}"):
+                if node.attr == name.rpartition(".")[2] and f".{ast.unparse(node)}".endswith(f".{name}"):
                     uses[name].add(_where(module))
     assert uses == PRIMITIVES
 
@@ -559,12 +573,7 @@ def _hints(node: ast.AST) -> Iterator[str]:
 
 
 def test_hints_are_sentences() -> None:
-    found = [
-        (text, _where(module))
-        for module in MODULES
-        for node in ast.walk(ast.parse(module.read_text("utf-8")))
-        for text in _hints(node)
-    ]
+    found = [(text, _where(module)) for module in MODULES for node in ast.walk(_tree(module)) for text in _hints(node)]
     assert len(found) > 200
     assert [each for each in found if each[0][:1].islower()] == []
 
@@ -642,8 +651,6 @@ def _named(tree: ast.Module) -> Iterator[str]:
 
 
 def test_few_modules_name_an_option() -> None:
-    counts = Counter(
-        name for module in MODULES for name in CAPS.keys() & {*_named(ast.parse(module.read_text("utf-8")))}
-    )
+    counts = Counter(name for module in MODULES for name in CAPS.keys() & {*_named(_tree(module))})
     assert {name: count for name, count in counts.items() if count > CAPS[name]} == {}
     assert counts.keys() == CAPS.keys()
