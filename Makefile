@@ -40,7 +40,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 QUICK := -m 'not oracle and not journey and not megatron and not vllm and not golden and not peers and not slow and not gpu' --quick --examples 10
 
-.PHONY: help demo check test golden tables oracle journeys megatron vllm gpu fuzz bench bench-compare docs charts wheel lint format clean
+.PHONY: help demo check test golden tables oracle journeys megatron vllm gpu fuzz mutants bench bench-compare docs charts wheel lint format clean
 .DELETE_ON_ERROR:
 
 help:
@@ -55,6 +55,7 @@ help:
 	@echo 'make vllm    vLLM itself, in an environment of its own'
 	@echo 'make gpu     what needs a CUDA device, tests and benchmarks, with a Python that has one (GPU_PYTHON=python3)'
 	@echo 'make fuzz    hostile inputs, each with a cap on time and memory'
+	@echo 'make mutants  wrong values planted in twenty random functions: how many the tests notice'
 	@echo 'make bench   the speed figures against what is promised, in one table (three quarters of an hour)'
 	@echo 'make bench-compare BASE=REV  the same beside those of another revision'
 	@echo 'make docs    the documentation, in build/docs/index.html'
@@ -111,6 +112,10 @@ gpu:
 
 fuzz: $(VENV)/.all
 	$(BIN)/python fuzz/resources.py
+
+# Hours; FIRST=--first takes minutes: only the tests of the room whose code was changed.
+mutants: $(VENV)/.all
+	$(BIN)/python -m tests.mutation --seed $(or $(SEED),1) $(FIRST)
 
 lint: $(VENV)/.all
 	$(BIN)/ruff check .
