@@ -42,7 +42,7 @@ def _killed(rank: int, world: int, victim: int, port: int) -> str:
         tensor.add_(10)
     if rank == victim:
         moment = "copy" if rank == 0 else "lay"
-        where: Any = endpoints.SourceValues if rank == 0 else endpoints.TargetRoom
+        where: Any = endpoints.SourceReader if rank == 0 else endpoints.TargetMemory
         calls, usual = [], getattr(where, moment)
 
         def die(self: Any, *args: Any) -> None:
@@ -101,7 +101,7 @@ def _failing(rank: int, world: int) -> tuple[str, int]:
             def fail(*_: object) -> None:
                 raise refuse("NO_SPACE", "no memory left")
 
-            patch.setattr(endpoints.TargetRoom, "lay", fail)
+            patch.setattr(endpoints.TargetMemory, "lay", fail)
         with pytest.raises(tx.TransaxleError) as found:
             refit.push()
     assert not any(bool(tensor.any()) for tensor in taken.values())

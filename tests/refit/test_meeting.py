@@ -46,7 +46,7 @@ def server() -> Iterator[StoreServer]:
     found.close()
 
 
-def _joined(server: StoreServer, number: int, secret: str = SECRET, said: str = "2 ranks") -> SharedStore:
+def _connect(server: StoreServer, number: int, secret: str = SECRET, said: str = "2 ranks") -> SharedStore:
     return SharedStore(("127.0.0.1", server.port), secret.encode(), number, said, PATIENCE)
 
 
@@ -121,10 +121,10 @@ def test_a_stranger_takes_no_number_and_runs_no_code(
     try:
         stranger(server.port, canary)
         begin = time.monotonic()
-        first = _joined(server, 0)
+        first = _connect(server, 0)
         first.set("a", b"1")
         stranger(server.port, canary)
-        second = _joined(server, 1)
+        second = _connect(server, 1)
         assert second.get("a") == b"1"
         assert first.num_keys() == 1
         assert time.monotonic() - begin < 15
@@ -135,7 +135,7 @@ def test_a_stranger_takes_no_number_and_runs_no_code(
 
 
 def test_the_port_is_closed_when_all_have_come(server: StoreServer) -> None:
-    stores = [_joined(server, 1), _joined(server, 0)]
+    stores = [_connect(server, 1), _connect(server, 0)]
     stores[0].set("late", "said")
     end = time.monotonic() + 10
     with pytest.raises(ConnectionRefusedError):  # noqa: PT012 - it closes soon
@@ -156,21 +156,21 @@ def test_it_listens_at_the_address_alone(server: StoreServer) -> None:
 
 
 def test_a_number_is_taken_once_and_by_those_who_agree(server: StoreServer) -> None:
-    first = _joined(server, 0)
+    first = _connect(server, 0)
     with pytest.raises(tx.TransaxleError, match="another rank has the number 0"):
-        _joined(server, 0)
+        _connect(server, 0)
     with pytest.raises(tx.TransaxleError, match="another rank has the number 7"):
-        _joined(server, 7)
+        _connect(server, 7)
     with pytest.raises(tx.TransaxleError, match="this rank meets 3 ranks, but another one 2 ranks"):
-        _joined(server, 1, said="3 ranks")
-    second = _joined(server, 1)
+        _connect(server, 1, said="3 ranks")
+    second = _connect(server, 1)
     first.set("a", b"1")
     assert second.check(["a"])
 
 
 def test_a_rank_may_ask_while_it_waits(server: StoreServer) -> None:
     """A thread that waits for a key does not keep the others of its rank from the store."""
-    first, second = _joined(server, 0), _joined(server, 1)
+    first, second = _connect(server, 0), _connect(server, 1)
     heard: list[bytes] = []
     waiting = threading.Thread(target=lambda: heard.append(first.get("late")))
     waiting.start()
@@ -289,7 +289,7 @@ def test_what_is_changed_on_its_way_is_not_taken(at: int, server: StoreServer) -
 
 
 def test_a_store_does_what_torch_asks_of_it(server: StoreServer) -> None:
-    first, second = _joined(server, 0), _joined(server, 1)
+    first, second = _connect(server, 0), _connect(server, 1)
     assert first.compare_set("job", "", "a") == b"a"
     assert second.compare_set("job", "", "b") == b"a"
     assert second.compare_set("job", "a", "c") == b"c"

@@ -1,4 +1,4 @@
-"""Refit: live weights into inference engines, every rank only its own bytes."""
+"""Refit: send live weights into inference engines; each rank receives only the bytes of its own parts."""
 
 from transaxle.refit.hops import meet
 from transaxle.refit.hub_stream import VllmSource, named_tensors

@@ -1,6 +1,6 @@
-"""Adapters of a trainer: an engine gets the base with them merged into it, or the adapter alone.
+"""LoRA adapters of a trainer: an engine receives the base weights with the adapters merged in, or one adapter alone.
 
-What merging gives is asked of peft. The trained weights are afterwards what they were, bit by bit.
+peft itself computes the merged weights. Afterwards the trainer's weights are restored bit by bit.
 """
 
 from __future__ import annotations
@@ -20,62 +20,63 @@ from transaxle.live.model.state_tensors import Leaves, State, leaves
 from transaxle.torch_tensors import local_of, place_like, same_bytes
 
 MERGED, ALONE = "merged", "alone"
-_WAYS = (MERGED, ALONE)
+_MODES = (MERGED, ALONE)
 
 
-def read_adapter(given: object) -> str | None:
-    """Return what becomes of a trainer's adapter.
+def read_adapter(adapter: object) -> str | None:
+    """Read the option `adapter`: `merged`, `alone` or None.
 
     Raises:
-        ValueError: it is no such way.
+        ValueError: any other value.
     """
-    if given is not None and given not in _WAYS:
-        raise ValueError(f"adapter must be one of {', '.join(_WAYS)}, or None; got {given!r}")
-    return None if given is None else str(given)
+    if adapter is not None and adapter not in _MODES:
+        raise ValueError(f"adapter must be one of {', '.join(_MODES)}, or None; got {adapter!r}")
+    return None if adapter is None else str(adapter)
 
 
 def source_leaves(state: State, adapter: str | None, *, values: bool) -> Leaves:
-    """Return what is sent of a source.
+    """Return this rank's source tensors as they are sent, with adapters merged or alone.
 
     Args:
-        state: model or state dict, the sharded one of a Megatron model too; a model under ZeRO-3, without an adapter.
-        adapter: what becomes of the adapter of a model of peft.
-        values: merge; otherwise the tensors have the right form, and are tied as they would be.
+        state: model or state dict, including the sharded state dict of a Megatron model, or a model under ZeRO-3 if
+            `adapter` is None.
+        adapter: how the adapter of a peft model is sent, see `read_adapter`.
+        values: compute merged values; if False, tensors have the final shapes, dtypes and ties, but not the values.
 
     Raises:
-        Refused: see `leaves`; UNSUPPORTED, AMBIGUOUS where an adapter cannot be sent in that way.
+        Refused: see `leaves`; UNSUPPORTED or AMBIGUOUS where the adapter cannot be sent this way.
     """
-    found = leaves(state, sharded=True, ranges=adapter is None)
+    state_leaves = leaves(state, sharded=True, ranges=adapter is None)
     model = adapted(state) if isinstance(state, nn.Module) else None
-    if adapter is None or not found.tensors:
-        return found
+    if adapter is None or not state_leaves.tensors:
+        return state_leaves
     if model is None:
         raise refuse("UNSUPPORTED", "adapter= is given, but the source is no model of peft", hint="Omit adapter=.")
-    alone = seen_by(model, found, (), adapter=adapter == ALONE)
-    if problems := [each for each in alone.kept if each not in found.kept]:
+    base = seen_by(model, state_leaves, (), adapter=adapter == ALONE)
+    if problems := [each for each in base.kept if each not in state_leaves.kept]:
         raise gathered(problems)
     if adapter == ALONE:
-        return alone
-    trained = dict(_trained(model, alone))
+        return base
+    trained = dict(_active_copies(model, base))
     with torch.no_grad():
-        merged = dict(_merged(model, _Names(model, found, alone), values=values))
-    return replace(alone, tensors={**alone.tensors, **trained, **merged}, copies={})
+        merged = dict(_merge_adapters(model, _Names(model, state_leaves, base), values=values))
+    return replace(base, tensors={**base.tensors, **trained, **merged}, copies={})
 
 
 def target_leaves(state: State, adapter: str | None) -> Leaves:
-    """Return what is written of a target: of a model of peft that gets an adapter alone, its active one."""
-    found = leaves(state)
+    """Return this rank's target tensors: all of them, or only the active adapter of a peft model that receives one."""
+    state_leaves = leaves(state)
     model = adapted(state) if adapter == ALONE and isinstance(state, nn.Module) else None
-    return found if model is None else seen_by(model, found, (), adapter=True)
+    return state_leaves if model is None else seen_by(model, state_leaves, (), adapter=True)
 
 
-def _trained(model: Any, own: Leaves) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) of the modules that are trained as a whole: the copy that is active.
+def _active_copies(model: Any, base: Leaves) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, tensor) for modules that peft trains as whole copies (`modules_to_save`): the active copy.
 
     Raises:
-        Refused: AMBIGUOUS where several are.
+        Refused: AMBIGUOUS unless exactly one copy is active.
     """
-    for name, copies in own.copies.items():
+    for name, copies in base.copies.items():
         active = [copy for copy in copies if is_active(model, copy)]
         if len(active) != 1:
             raise gathered([Refusal("AMBIGUOUS", "several adapters have trained it", hint="Call set_adapter().")])
@@ -83,90 +84,99 @@ def _trained(model: Any, own: Leaves) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 class _Names:
-    """The names that a plain model has for what adapters change, and what of it is tied.
+    """Names that the model without peft gives to the weights that adapters change, and which of these weights are tied.
 
     Args:
-        model: the model of peft.
-        found: all that it holds.
-        alone: its base, under a plain model's names.
+        model: the peft model.
+        state_leaves: all tensors of the peft model.
+        base: the base model's tensors, under the names of the model without peft.
     """
 
-    def __init__(self, model: nn.Module, found: Leaves, alone: Leaves) -> None:
-        self._tensors = alone.tensors
-        self._plain = base_names(model, found.tensors)
+    def __init__(self, model: nn.Module, state_leaves: Leaves, base: Leaves) -> None:
+        self._tensors = base.tensors
+        self._plain = base_names(model, state_leaves.tensors)
         self._paths: dict[int, list[str]] = {}
         for path, module in model.named_modules(remove_duplicate=False):
             self._paths.setdefault(id(module), []).append(path)
         self.tied: dict[int, set[str]] = {}
-        """Names of what has several, by the tensor's id."""
+        """All names of each tied tensor, by the `id` of the tensor."""
         for name, tensor in self._tensors.items():
             self.tied.setdefault(id(tensor), set()).add(name)
         self.tied = {key: names for key, names in self.tied.items() if len(names) > 1}
 
     def of(self, base: nn.Module) -> dict[str, list[str]]:
-        """Return, for the parameters of a module that adapters change, the names that a plain model has for each."""
-        found = {}
-        for each, parameter in base.named_parameters(recurse=False):
-            paths = (own_name(f"{path}.{each}") for path in self._paths[id(base)])
+        """Return the names without peft of each parameter of a module that adapters change."""
+        base_parameters = {}
+        for parameter_name, parameter in base.named_parameters(recurse=False):
+            paths = (own_name(f"{path}.{parameter_name}") for path in self._paths[id(base)])
             names = (self._plain.get(path) for path in paths)
-            found[each] = [name for name in names if name is not None and self._tensors.get(name) is parameter]
-        return found
+            base_parameters[parameter_name] = [
+                name for name in names if name is not None and self._tensors.get(name) is parameter
+            ]
+        return base_parameters
 
 
-def _merged(model: nn.Module, names: _Names, *, values: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) of the base's weights with the active adapter merged into them.
+def _merge_adapters(model: nn.Module, names: _Names, *, values: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, tensor) for base weights with the active adapter merged in.
 
-    Of tied weights each name has what its own adapters make of it; they stay one where all of them make the same.
+    Each name of a tied weight gets the result of its own adapters; the tie is kept where all results are equal.
 
     Args:
-        model: the model of peft.
-        names: what its weights are called.
-        values: all; otherwise those of tied weights only, of which the values tell what stays tied.
+        model: the peft model.
+        names: names of its base weights.
+        values: merge every weight; if False, only tied ones, because their values decide which ties are kept.
     """
     by_base: dict[int, list[Any]] = {}
-    for module in tuners(model):  # several may change one module, each another of its parameters
+    for module in tuners(model):  # several tuners may wrap one module, each for another of its parameters
         by_base.setdefault(id(module.get_base_layer()), []).append(module)
-    of_tied: dict[int, dict[str, torch.Tensor]] = {}
+    tied_results: dict[int, dict[str, torch.Tensor]] = {}
     for changing in by_base.values():
         parameters, plain = _parameters(changing[0]), names.of(changing[0].get_base_layer())
-        tied = {each for each, parameter in parameters.items() if id(parameter) in names.tied}
+        tied = {parameter_name for parameter_name, parameter in parameters.items() if id(parameter) in names.tied}
         if not values and not tied:
             continue
-        with _changed(changing):
-            for each, now in _parameters(changing[0]).items():
-                of_one, result = plain[each], place_like(now, local_of(now).clone())
-                if each in tied:
-                    of_tied.setdefault(id(parameters[each]), {}).update(dict.fromkeys(of_one, result))
+        with _merge_temporarily(changing):
+            for parameter_name, merged in _parameters(changing[0]).items():
+                plain_names, result = plain[parameter_name], place_like(merged, local_of(merged).clone())
+                if parameter_name in tied:
+                    tied_results.setdefault(id(parameters[parameter_name]), {}).update(
+                        dict.fromkeys(plain_names, result)
+                    )
                 else:
-                    yield from ((name, result) for name in of_one)
-    for key, found in of_tied.items():
-        first = next(iter(found.values()), None)
-        one = found.keys() == names.tied[key] and all(_same(first, tensor) for tensor in found.values())
-        yield from ((name, first if one and first is not None else tensor) for name, tensor in found.items())
+                    yield from ((name, result) for name in plain_names)
+    for key, results in tied_results.items():
+        first_result = next(iter(results.values()), None)
+        stays_tied = results.keys() == names.tied[key] and all(
+            _same_values(first_result, tensor) for tensor in results.values()
+        )
+        yield from (
+            (name, first_result if stays_tied and first_result is not None else tensor)
+            for name, tensor in results.items()
+        )
 
 
 @contextmanager
-def _changed(changing: Sequence[Any]) -> Iterator[None]:
-    """Merge adapters into their module for a while; its parameters are afterwards what they were, bit by bit."""
-    before = {each: local_of(parameter).clone() for each, parameter in _parameters(changing[0]).items()}
-    begun = list[Any]()
+def _merge_temporarily(changing: Sequence[Any]) -> Iterator[None]:
+    """Merge adapters into their module inside the block, then restore the module's parameters bit by bit."""
+    saved = {name: local_of(parameter).clone() for name, parameter in _parameters(changing[0]).items()}
+    started = list[Any]()
     try:
         for module in changing:
-            begun.append(module)
+            started.append(module)
             module.merge()
         yield
     finally:
-        for module in reversed(begun):
+        for module in reversed(started):
             if module.merged:
                 module.unmerge()
-        for each, parameter in _parameters(changing[0]).items():
-            local_of(parameter).copy_(before[each])
+        for name, parameter in _parameters(changing[0]).items():
+            local_of(parameter).copy_(saved[name])
 
 
 def _parameters(module: Any) -> dict[str, torch.Tensor]:
-    """Return the parameters of what an adapter changes; merging may put others into their place."""
+    """Return the current parameters of an adapter's base layer; merging may replace them by new objects."""
     return dict(module.get_base_layer().named_parameters(recurse=False))
 
 
-def _same(first: torch.Tensor | None, second: torch.Tensor) -> bool:
+def _same_values(first: torch.Tensor | None, second: torch.Tensor) -> bool:
     return first is second or (first is not None and same_bytes(local_of(first), local_of(second)))

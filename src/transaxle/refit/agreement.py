@@ -1,13 +1,13 @@
-"""What a refit moves, as all ranks of both sides have agreed when it was made: later pushes ask nothing of it again.
+"""What a refit moves: all ranks of both sides agree on it once, when the refit is made; later pushes reuse it.
 
-Values are cast where they are sent, so what is compared with the target is the source as it arrives. A target that
-keeps codes gets values, which it quantizes when it has all of them.
+Values are cast before they are sent, so the target is compared with the source tensors after the cast. A target
+parameter that quantizes receives plain values, and quantizes them once all have arrived.
 
-**Encoded targets**: an engine's plain tensors of codes and scales, which are made of a source's values on their way.
+**Encoded targets** are an engine's plain tensors of codes and scales, encoded on arrival from the source's values.
 
-Each rank gets the values of the whole tiles that its codes and scales lie in, and encodes these: what comes out is what
-encoding the whole tensor gives. Where there is a scale for a whole matrix, the ranks tell each other their largest
-values.
+Each rank receives the values of every whole tile that overlaps its codes and scales, and encodes these tiles: the
+result equals that of encoding the whole tensor. Where an encoding has one scale per matrix, the ranks exchange their
+largest magnitudes.
 """
 
 from __future__ import annotations
@@ -58,89 +58,93 @@ from transaxle.torch_tensors import (
 
 _ROLES = frozenset({Role.CODES, Role.SCALE, Role.GLOBAL})
 Buffers = Mapping[str, np.ndarray]
-"""Bytes of a rank's codes and scales, by the names of its tensors."""
-Sizes = Mapping[str, np.ndarray]
-"""Largest magnitude of each matrix of a tensor, by name."""
+"""Encoded bytes of this rank's codes and scales, by tensor name."""
+Maxima = Mapping[str, np.ndarray]
+"""amax (largest magnitude) of each matrix of a tensor, by tensor name."""
 
 
 @dataclass(frozen=True)
 class EncodedTarget:
-    """One tensor that a target has as codes and scales."""
+    """One logical tensor that the target stores as codes and scales."""
 
     tensor: Encoded
-    """Its buffers."""
+    """The tensor's encoding, logical shape and buffer names."""
     buffers: Mapping[Role, Global]
-    """How they lie on the ranks."""
+    """Each buffer (codes, scales, global scale) with its placement on the ranks."""
 
     @property
     def spec(self) -> Encoding:
-        """The encoding, as it is made."""
+        """The built-in encoding of this tensor."""
         return ENCODINGS[self.tensor.encoding.name]
 
-    def held(self, rank: int) -> Positions | None:
-        """Return the values that a rank needs, whole tiles of them; None where it has neither codes nor scales."""
+    def value_intervals(self, rank: int) -> Positions | None:
+        """Return the box of values, in whole tiles, that a rank needs; None if it has neither codes nor scales."""
         spans: list[list[tuple[int, int]]] = [[] for _ in self.tensor.shape]
         for role in (Role.CODES, Role.SCALE):
-            own = self.buffers[role].held.get(rank)
-            for dim, intervals in enumerate(() if own is None else own):
+            intervals_by_dim = self.buffers[role].held.get(rank)
+            for dim, intervals in enumerate(() if intervals_by_dim is None else intervals_by_dim):
                 unit, size, tile = self.unit(role, dim), self.tensor.shape[dim], self.unit(Role.SCALE, dim)
                 for first, last in intervals:
                     low, high = first * unit // tile * tile, -(-min(last * unit, size) // tile) * tile
                     spans[dim].append((low, min(high, size)))
-        return tuple(_joined(each) for each in spans) if spans[-1] else None
+        return tuple(_join_intervals(each) for each in spans) if spans[-1] else None
 
     def unit(self, role: Role, dim: int) -> int:
-        """Return how many values one number of a buffer stands for along a dim."""
+        """Return how many values along a dim share one element of a buffer."""
         if role is Role.SCALE:
             return self.spec.tiles(self.tensor.shape)[dim]
         return self.tensor.shape[dim] // max(self.buffers[role].shape[dim], 1) or 1
 
     def stand_in(self, rank: int, code: str, device: str) -> torch.Tensor | None:
-        """Return room for a rank's values; None where it needs none."""
-        held = self.held(rank)
-        if held is None:
+        """Return an empty tensor for the values that a rank receives; None if it needs none."""
+        needed_box = self.value_intervals(rank)
+        if needed_box is None:
             return None
-        values = torch.empty(local_shape(held), dtype=torch_dtype(code), device=device)
-        return mark(values, Part(self.tensor.shape, held))
+        values = torch.empty(local_shape(needed_box), dtype=torch_dtype(code), device=device)
+        return mark(values, Part(self.tensor.shape, needed_box))
 
 
-def encoded_targets(
-    wanted: Census, config: Mapping[str, Any] | None, aside: Container[str], rank: int
+def find_encodable(
+    targets: Census, config: Mapping[str, Any] | None, aside: Container[str], rank: int
 ) -> dict[str, EncodedTarget]:
-    """Return what a target has in codes that can be made here, by the names that tables know.
+    """Return the target's encoded tensors that this module can encode, by logical tensor name.
 
     Args:
-        wanted: the target's tensors.
-        config: its model's config, which may say how they are stored.
-        aside: names of tensors that belong to quantized parameters.
+        targets: the target's tensors on all ranks.
+        config: the target model's config, whose `quantization_config` may name the encoding.
+        aside: names of tensors to leave out, because they belong to parameters that quantize themselves.
         rank: this rank.
 
     Raises:
-        Refused: INCOMPLETE where the ranks do not hold all codes of a tensor.
+        Refused: INCOMPLETE where the ranks together lack some codes of a tensor.
     """
-    entries = {name: tensor for name, tensor in wanted.items() if name not in aside}
-    found = {}
+    entries = {name: tensor for name, tensor in targets.items() if name not in aside}
+    encodable = {}
     for name, tensor in group(entries, None if config is None else read(config)).encoded.items():
-        one = EncodedTarget(tensor, {role: wanted[stored] for role, stored in tensor.parts.items()})
-        if _is_made_here(one):
-            codes = one.buffers[Role.CODES]
-            container({codes.name: codes}, {}, rank, None)  # the largest value of a matrix is that of all its parts
-            found[name] = one
-    return found
+        target = EncodedTarget(tensor, {role: targets[stored] for role, stored in tensor.parts.items()})
+        if _is_encodable(target):
+            codes = target.buffers[Role.CODES]
+            container({codes.name: codes}, {}, rank, None)  # refuses gaps: the amax of a matrix needs all of its parts
+            encodable[name] = target
+    return encodable
 
 
-def _is_made_here(one: EncodedTarget) -> bool:
-    """Tell whether the codes of a target, and how they are stored, are what is written here."""
-    tensor, usual = one.tensor, ENCODINGS.get(one.tensor.encoding.name)
-    if usual is None or usual.name not in METHODS or not _ROLES.issuperset(tensor.parts) or len(tensor.shape) < 2:
+def _is_encodable(target: EncodedTarget) -> bool:
+    """Tell whether `encode` can produce this tensor's buffers, in their stored dtypes and shapes."""
+    tensor, encoding = target.tensor, ENCODINGS.get(target.tensor.encoding.name)
+    if encoding is None or encoding.name not in METHODS or not _ROLES.issuperset(tensor.parts) or len(tensor.shape) < 2:
         return False
-    if (usual.code, usual.scale, usual.tile) != (tensor.encoding.code, tensor.encoding.scale, tensor.encoding.tile):
+    if (encoding.code, encoding.scale, encoding.tile) != (
+        tensor.encoding.code,
+        tensor.encoding.scale,
+        tensor.encoding.tile,
+    ):
         return False
-    if usual.has_global != (Role.GLOBAL in tensor.parts) or usual.scale_max != tensor.encoding.scale_max:
+    if encoding.has_global != (Role.GLOBAL in tensor.parts) or encoding.scale_max != tensor.encoding.scale_max:
         return False
     convention = CONVENTIONS[tensor.convention]
-    for role, buffer in one.buffers.items():
-        code, shape = convention.presented(usual, tensor.shape, role)
+    for role, buffer in target.buffers.items():
+        code, shape = convention.presented(encoding, tensor.shape, role)
         if buffer.shape != shape or buffer.padded or buffer.apart:
             return False
         if buffer.dtype != code and {buffer.dtype, code} != {"U8", "F8_E8M0"}:
@@ -150,113 +154,115 @@ def _is_made_here(one: EncodedTarget) -> bool:
     return True
 
 
-def largest(targets: Mapping[str, EncodedTarget], values: Mapping[str, torch.Tensor], world: World) -> Sizes:
-    """Return the largest values of matrices that have a scale for the whole; collective where any has.
+def gather_maxima(targets: Mapping[str, EncodedTarget], values: Mapping[str, torch.Tensor], world: World) -> Maxima:
+    """Return the amax of each matrix that has a global scale; collective if there is any such matrix.
 
     Args:
-        targets: those that are encoded in this push, the same on all ranks.
-        values: what this rank has received, by name.
+        targets: the tensors encoded in this push, the same on all ranks.
+        values: the values that this rank has received, by tensor name.
         world: the ranks.
     """
     names = [name for name, one in targets.items() if one.spec.has_global]
     if not names:
         return {}
-    own = {n: np.array([amax(m) for m in _matrices(values[n])], np.float32) for n in names if n in values}
-    places = {name: [(rank, targets[name].held(rank)) for rank in world.ranks] for name in names}
-    return dict(_heard(world.gather(own), places, targets))
+    rank_maxima = {n: np.array([amax(m) for m in _matrices(values[n])], np.float32) for n in names if n in values}
+    needed_by_rank = {name: [(rank, targets[name].value_intervals(rank)) for rank in world.ranks] for name in names}
+    return dict(_merge_maxima(world.gather(rank_maxima), needed_by_rank, targets))
 
 
-def _heard(
-    of_ranks: Sequence[Mapping[str, np.ndarray]],
-    places: Mapping[str, Sequence[tuple[int, Positions | None]]],
+def _merge_maxima(
+    maxima_by_rank: Sequence[Mapping[str, np.ndarray]],
+    needed_by_name: Mapping[str, Sequence[tuple[int, Positions | None]]],
     targets: Mapping[str, EncodedTarget],
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield (name, largest value of each of its matrices), whichever ranks hold parts of them."""
-    for name, helds in places.items():
+    """Yield (tensor name, amax of each matrix): the maximum over all ranks that hold a part of the matrix."""
+    for name, needed_by_rank in needed_by_name.items():
         leading = targets[name].tensor.shape[:-2]
-        sizes = np.zeros(leading, np.float32)
-        for sizes_of_rank, (_, held) in zip(of_ranks, helds, strict=True):
-            if held is None or name not in sizes_of_rank:
+        maxima = np.zeros(leading, np.float32)
+        for rank_maxima, (_, needed_box) in zip(maxima_by_rank, needed_by_rank, strict=True):
+            if needed_box is None or name not in rank_maxima:
                 continue
-            index = np.ix_(*(_positions(intervals) for intervals in held[:-2])) if leading else ()
-            shape = local_shape(held)[:-2]
-            sizes[index] = np.maximum(sizes[index], sizes_of_rank[name].reshape(shape))
-        yield name, sizes
+            index = np.ix_(*(_positions(intervals) for intervals in needed_box[:-2])) if leading else ()
+            shape = local_shape(needed_box)[:-2]
+            maxima[index] = np.maximum(maxima[index], rank_maxima[name].reshape(shape))
+        yield name, maxima
 
 
-def encode(one: EncodedTarget, values: torch.Tensor, sizes: np.ndarray | None, rank: int) -> Buffers:
-    """Encode what a rank has received of a tensor.
+def encode(target: EncodedTarget, values: torch.Tensor, maxima: np.ndarray | None, rank: int) -> Buffers:
+    """Encode the values that a rank has received of a tensor.
 
     Args:
-        one: the tensor.
-        values: whole tiles, see `EncodedTarget.held`.
-        sizes: largest value of each matrix, where there is a scale for the whole.
+        target: the tensor to encode.
+        values: this rank's values in whole tiles, see `EncodedTarget.value_intervals`.
+        maxima: amax of each matrix; None if the encoding has no global scale.
         rank: this rank.
 
     Returns:
-        The bytes of its own codes and scales.
+        The bytes of this rank's codes and scales.
     """
-    held = one.held(rank)
-    assert held is not None  # else there are no values
-    convention, codes, scales = CONVENTIONS[one.tensor.convention], [], []
-    own_sizes = None
-    if sizes is not None:
-        leading = np.ix_(*(_positions(intervals) for intervals in held[:-2])) if len(held) > 2 else ()
-        own_sizes = sizes[leading].reshape(-1)
+    needed_box = target.value_intervals(rank)
+    assert needed_box is not None  # a rank without values does not encode
+    convention, codes, scales = CONVENTIONS[target.tensor.convention], [], []
+    matrix_maxima = None
+    if maxima is not None:
+        leading = np.ix_(*(_positions(intervals) for intervals in needed_box[:-2])) if len(needed_box) > 2 else ()
+        matrix_maxima = maxima[leading].reshape(-1)
     for number, matrix in enumerate(_matrices(values)):
-        size = None if own_sizes is None else float(own_sizes[number])
-        own_codes, own_scales = encode_rows(one.spec, matrix, amax=size)
-        codes.append(own_codes)
-        scales.append(np.ascontiguousarray(own_scales))
-    found: dict[str, np.ndarray] = {}
-    for role, made in ((Role.CODES, codes), (Role.SCALE, scales)):
-        buffer = one.buffers[role]
+        size = None if matrix_maxima is None else float(matrix_maxima[number])
+        matrix_codes, matrix_scales = encode_rows(target.spec, matrix, amax=size)
+        codes.append(matrix_codes)
+        scales.append(np.ascontiguousarray(matrix_scales))
+    buffers: dict[str, np.ndarray] = {}
+    for role, elements in ((Role.CODES, codes), (Role.SCALE, scales)):
+        buffer = target.buffers[role]
         if rank in buffer.held:
-            shape = [-(-size // one.unit(role, dim)) for dim, size in enumerate(local_shape(held))]
-            stacked = np.stack(made).reshape(shape) if made else np.zeros(shape, np.uint8)
+            shape = [-(-size // target.unit(role, dim)) for dim, size in enumerate(local_shape(needed_box))]
+            stacked = np.stack(elements).reshape(shape) if elements else np.zeros(shape, np.uint8)
             for dim, intervals in enumerate(buffer.held[rank]):
-                there = _in_units(held[dim], one.unit(role, dim))
-                if there == intervals:
+                encoded_intervals = _in_units(needed_box[dim], target.unit(role, dim))
+                if encoded_intervals == intervals:
                     continue
-                places = {at: local for local, at in enumerate(_positions(there))}
-                stacked = np.take(stacked, [places[at] for at in _positions(intervals)], dim)
-            found[buffer.name] = np.ascontiguousarray(stacked).reshape(-1).view(np.uint8)
-    buffer_of_whole = one.buffers.get(Role.GLOBAL)
-    if buffer_of_whole is not None and sizes is not None and rank in buffer_of_whole.held:
-        every = np.array([convention.global_from_amax(float(size), one.spec) for size in sizes.reshape(-1)], np.float32)
-        every = every.reshape(buffer_of_whole.shape)
-        for dim, intervals in enumerate(buffer_of_whole.held[rank]):
-            every = np.take(every, _positions(intervals), dim)
-        found[buffer_of_whole.name] = np.ascontiguousarray(every).reshape(-1).view(np.uint8)
-    return found
+                index_of = {at: local for local, at in enumerate(_positions(encoded_intervals))}
+                stacked = np.take(stacked, [index_of[at] for at in _positions(intervals)], dim)
+            buffers[buffer.name] = np.ascontiguousarray(stacked).reshape(-1).view(np.uint8)
+    global_buffer = target.buffers.get(Role.GLOBAL)
+    if global_buffer is not None and maxima is not None and rank in global_buffer.held:
+        global_scales = np.array(
+            [convention.global_from_amax(float(size), target.spec) for size in maxima.reshape(-1)], np.float32
+        )
+        global_scales = global_scales.reshape(global_buffer.shape)
+        for dim, intervals in enumerate(global_buffer.held[rank]):
+            global_scales = np.take(global_scales, _positions(intervals), dim)
+        buffers[global_buffer.name] = np.ascontiguousarray(global_scales).reshape(-1).view(np.uint8)
+    return buffers
 
 
 def put(buffers: Buffers, tensors: Mapping[str, torch.Tensor]) -> int:
-    """Write codes and scales into local tensors; return the bytes."""
+    """Copy codes and scales into local tensors; return the number of bytes copied."""
     for name, content in buffers.items():
         local = tensors[name]
-        made = byte_view(torch.empty(local.shape, dtype=local.dtype))
-        made.copy_(torch.from_numpy(content))
-        local.view(torch.uint8).copy_(made.view(torch.uint8).view(local.view(torch.uint8).shape))
+        plain = byte_view(torch.empty(local.shape, dtype=local.dtype))
+        plain.copy_(torch.from_numpy(content))
+        local.view(torch.uint8).copy_(plain.view(torch.uint8).view(local.view(torch.uint8).shape))
     return sum(content.nbytes for content in buffers.values())
 
 
 def _matrices(values: torch.Tensor) -> Iterator[np.ndarray]:
-    """Yield the matrices of a stack, as numpy has them."""
+    """Yield each matrix of a stack as a numpy array, with no copy."""
     array = as_bytes(values).view(numpy_dtype(code_of(values.dtype)))
     rows, columns = values.shape[-2:]
     yield from array.reshape(prod(values.shape[:-2]), rows, columns)
 
 
-def _joined(spans: Sequence[tuple[int, int]]) -> Intervals:
-    """Return intervals in order; those that touch are one."""
-    found: list[tuple[int, int]] = []
+def _join_intervals(spans: Sequence[tuple[int, int]]) -> Intervals:
+    """Sort intervals, and join those that touch or overlap."""
+    joined: list[tuple[int, int]] = []
     for start, stop in sorted(spans):
-        if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(found[-1][1], stop)
+        if joined and start <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(joined[-1][1], stop)
         else:
-            found.append((start, stop))
-    return tuple(found)
+            joined.append((start, stop))
+    return tuple(joined)
 
 
 def _in_units(intervals: Intervals, unit: int) -> Intervals:
@@ -273,8 +279,8 @@ _CONFIGS = "Give the engine the trainer's config; if it differs on purpose, use 
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What the user says of a refit; arguments of `Refit`, which documents them."""
+class RefitOptions:
+    """Options of a refit, as the user gave them to `Refit`, which documents them."""
 
     family: str | None
     """Model family."""
@@ -283,209 +289,225 @@ class Asked:
     config: Config | None
     """The model's config."""
     rules: PathLike | None
-    """A table of the user's own."""
+    """Path of the user's own table."""
     dtype: str | None
     """Type that values may be cast to, a key of `CASTS`."""
     strict: bool
-    """Whether names that only one side has are refused."""
+    """Whether names that only one side has, and differing configs, are refused."""
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """What is moved; the same on all ranks."""
+    """Result of the agreement: what a push moves; the same on all ranks."""
 
     match: Match
-    """The source's tensors by the target's names."""
+    """The source's tensors, matched to the target's names."""
     quantized: Sorted
-    """The target's parameters that quantize what comes."""
+    """The target's parameters that quantize the values they receive."""
     codes: Mapping[str, EncodedTarget]
-    """The target's tensors that are encoded, by table name."""
+    """The target's tensors that are encoded on arrival, by logical tensor name."""
     checks: tuple[Check, ...]
-    """What must be so in the source for the target to be the same model."""
+    """Checks that the source's values must pass, such as padding that must be zero."""
     sent_as: Mapping[str, str]
-    """Safetensors codes of the source's tensors that are cast on the way."""
+    """Source tensor name -> safetensors dtype code to which it is cast before it is sent."""
     items: list[Item]
-    """Every part of the target that ranks hold."""
+    """One item for each distinct part of a target tensor, with the ranks that hold this part."""
     names: list[str]
-    """The target's tensor of each item, by its key."""
+    """Target tensor name of each item; the index is the item's key."""
     parts: list[str]
-    """The name of the part on the ranks that hold it, likewise."""
+    """Name of each item's part on the ranks that hold it; the index is the item's key."""
 
 
-def agreed(source: tuple[State, Leaves], target: tuple[State, Leaves], world: World, asked: Asked) -> Agreement:
-    """Find out what all ranks hold, and what goes where; collective.
+def agree(source: tuple[State, Leaves], target: tuple[State, Leaves], world: World, options: RefitOptions) -> Agreement:
+    """Gather the tensors of all ranks, and match sources with targets; collective.
 
     Args:
-        source: what is read, and what this rank holds of it.
-        target: what is written, likewise.
+        source: the source's model or state dict, and this rank's tensors of it.
+        target: the target's model or state dict, and this rank's tensors of it.
         world: the ranks.
-        asked: what the user says.
+        options: the user's options.
 
     Raises:
         TransaxleError: on every rank, with every problem of every rank.
     """
     with world.together():
-        said = settings(family=asked.family, config=asked.config, rules=asked.rules)
-    own_source, own_target = source[1], target[1]
-    config = shared_config(source[0], said.config, world)
+        model_settings = settings(family=options.family, config=options.config, rules=options.rules)
+    source_leaves, target_leaves = source[1], target[1]
+    config = shared_config(source[0], model_settings.config, world)
     config_of_target = shared_config(target[0], None, world)
-    differences = _differences(
-        shared_config(source[0], said.config, world, whole=True), shared_config(target[0], None, world, whole=True)
+    config_differences = _config_differences(
+        shared_config(source[0], model_settings.config, world, whole=True),
+        shared_config(target[0], None, world, whole=True),
     )
-    if config is not None and RANKS in (config_of_target or ()):  # some tensors have a part for each of an engine's
+    if config is not None and RANKS in (
+        config_of_target or ()
+    ):  # some tensors hold one part for each of the engine's ranks
         config = for_ranks(config, config_of_target[RANKS])  # type: ignore[index]  # it is in there
-    everything, wanted = census(own_source.tensors, world), census(own_target.tensors, world)
-    weights = Weights(own_target.weights, world)
+    sources, targets = census(source_leaves.tensors, world), census(target_leaves.tensors, world)
+    weights = Weights(target_leaves.weights, world)
     with world.together():
-        codes = encoded_targets(wanted, config_of_target, weights.names, world.rank)
-        views = _Views(own_source, config or config_of_target, said, asked, weights, world.rank)
-        seen = views.of(everything, wanted, codes)
-        stand_ins = _stand_ins(own_target, seen, world.rank)
-    gone = seen.quantized.gone | {name for one in seen.codes.values() for name in one.tensor.parts.values()}
-    filled = {n: t for n, t in own_target.tensors.items() if n not in gone} | stand_ins
-    targets = {n: t for n, t in wanted.items() if n not in gone} | dict(census(stand_ins, world))
-    sides = Sides(own_source.tensors, filled, seen.everything, targets, world)
-    others = [*seen.quantized.problems, *unsavable(own_source.tensors), *(differences if asked.strict else ())]
-    made = seen.quantized.anew.keys() | seen.codes.keys()
-    kept = {name: tensor for name, tensor in seen.stored.items() if name not in gone or name in made}
-    match = matched(sides, own_target, lambda: kept, strict=asked.strict, others=lambda: others, hint=_CAST, once=False)
+        codes = find_encodable(targets, config_of_target, weights.names, world.rank)
+        views = _Translator(source_leaves, config or config_of_target, model_settings, options, weights, world.rank)
+        translation = views.of(sources, targets, codes)
+        stand_ins = _stand_ins(target_leaves, translation, world.rank)
+    replaced = translation.quantized.gone | {
+        name for one in translation.codes.values() for name in one.tensor.parts.values()
+    }
+    local_targets = {n: t for n, t in target_leaves.tensors.items() if n not in replaced} | stand_ins
+    global_targets = {n: t for n, t in targets.items() if n not in replaced} | dict(census(stand_ins, world))
+    sides = Sides(source_leaves.tensors, local_targets, translation.tensors, global_targets, world)
+    problems = [
+        *translation.quantized.problems,
+        *unsavable(source_leaves.tensors),
+        *(config_differences if options.strict else ()),
+    ]
+    computed = translation.quantized.anew.keys() | translation.codes.keys()
+    stored = {name: tensor for name, tensor in translation.stored.items() if name not in replaced or name in computed}
+    match = matched(
+        sides, target_leaves, lambda: stored, strict=options.strict, others=lambda: problems, hint=_CAST, once=False
+    )
     return Agreement(
-        match, seen.quantized, seen.codes, seen.checks, seen.sent_as, *_items(targets, match, Replicas(seen.everything))
+        match,
+        translation.quantized,
+        translation.codes,
+        translation.checks,
+        translation.sent_as,
+        *_items(global_targets, match, Replicas(translation.tensors)),
     )
 
 
 @dataclass(frozen=True)
-class _Seen:
-    """The source by the target's names, as it arrives there."""
+class _Translation:
+    """The source's tensors after casts, under the target's names."""
 
-    everything: Census
-    """What all ranks hold of it, in the types that are sent."""
+    tensors: Census
+    """The source's tensors on all ranks, with the dtypes in which they are sent."""
     sent_as: Mapping[str, str]
-    """Safetensors codes of its tensors that are cast on the way."""
+    """Source tensor name -> safetensors dtype code to which it is cast before it is sent."""
     stored: Mapping[str, StoredTensor]
-    """Its tensors by the target's names."""
+    """The source's tensors, by the target's names."""
     quantized: Sorted
-    """The target's parameters that quantize what comes."""
+    """The target's parameters that quantize the values they receive."""
     codes: Mapping[str, EncodedTarget]
-    """The target's tensors that are encoded, by table name."""
+    """The target's tensors that are encoded on arrival, by logical tensor name."""
     checks: tuple[Check, ...]
-    """What must be so for the target to be the same model."""
+    """Checks that the source's values must pass, such as padding that must be zero."""
 
 
 @dataclass(frozen=True)
-class _Views:
-    """Sees a source as a target names it."""
+class _Translator:
+    """Translates a source into the target's names."""
 
-    own: Leaves
-    """What this rank holds of the source."""
+    leaves: Leaves
+    """This rank's tensors of the source."""
     config: Mapping[str, Any] | None
     """The model's config."""
-    said: Settings
-    """What the user says of the source."""
-    asked: Asked
-    """What the user says of both."""
+    settings: Settings
+    """Family, config and rules of the source, as the user gave them."""
+    options: RefitOptions
+    """Options of the refit."""
     weights: Weights
-    """The target's quantized parameters."""
+    """The target's parameters that quantize themselves."""
     rank: int
     """This rank."""
 
-    def of(self, everything: Census, wanted: Census, codes: Mapping[str, EncodedTarget]) -> _Seen:
-        """Return the source in the target's names.
+    def of(self, sources: Census, targets: Census, codes: Mapping[str, EncodedTarget]) -> _Translation:
+        """Return the source's tensors under the target's names.
 
         Args:
-            everything: what all ranks hold of it.
-            wanted: the target's tensors.
-            codes: those that could be encoded.
+            sources: the source's tensors on all ranks.
+            targets: the target's tensors on all ranks.
+            codes: the target's tensors that could be encoded on arrival.
         """
-        view = self._view(everything, _shown(wanted, codes))
+        view = self._view(sources, _with_values(targets, codes))
         stored = view.tensors()
-        plain = {name: one for name, one in codes.items() if name in stored and stored[name].dtype in WIDE}
-        if plain.keys() != codes.keys():  # what the source has in codes travels so
-            codes, view = plain, self._view(everything, _shown(wanted, plain))
-        sent_as = self._casts(view, everything, wanted, codes)
+        encodable = {name: target for name, target in codes.items() if name in stored and stored[name].dtype in WIDE}
+        if encodable.keys() != codes.keys():  # codes that the source has already are moved as they are
+            codes, view = encodable, self._view(sources, _with_values(targets, encodable))
+        sent_as = self._casts(view, sources, targets, codes)
         if sent_as:
-            everything = {n: replace(t, dtype=sent_as.get(n, t.dtype)) for n, t in everything.items()}
-            view = self._view(everything, _shown(wanted, codes))
+            sources = {n: replace(t, dtype=sent_as.get(n, t.dtype)) for n, t in sources.items()}
+            view = self._view(sources, _with_values(targets, codes))
         stored = view.tensors()
-        return _Seen(everything, sent_as, stored, self.weights.sorted(view, stored), codes, view.checkpoint.checks)
+        return _Translation(sources, sent_as, stored, self.weights.sorted(view, stored), codes, view.checkpoint.checks)
 
-    def _view(self, everything: Census, names: Census) -> View:
-        parts = {part: tensor for _, part, tensor in local_parts(self.own.tensors)}
-        memory = container(everything, parts, self.rank, self.config)
-        source = Checkpoint(memory, msgspec.structs.replace(self.said, config=None, partial=True), None, None)
-        return self.weights.seen(source, names, self.asked.family, self.asked.dialect, None, partial=False)
+    def _view(self, sources: Census, targets: Census) -> View:
+        parts = {part: tensor for _, part, tensor in local_parts(self.leaves.tensors)}
+        memory = container(sources, parts, self.rank, self.config)
+        source = Checkpoint(memory, msgspec.structs.replace(self.settings, config=None, partial=True), None, None)
+        return self.weights.seen(source, targets, self.options.family, self.options.dialect, None, partial=False)
 
     def _casts(
-        self, view: View, everything: Census, wanted: Census, codes: Mapping[str, EncodedTarget]
+        self, view: View, sources: Census, targets: Census, codes: Mapping[str, EncodedTarget]
     ) -> dict[str, str]:
-        """Return the source's tensors that are cast on the way: those of which others of the asked type are made."""
-        if self.asked.dtype is None:
+        """Return source tensor name -> dtype code, for tensors that must be cast for a target of the option `dtype`."""
+        if self.options.dtype is None:
             return {}
-        to = CASTS[self.asked.dtype]
-        takes = dict.fromkeys(codes, to) | {n: t.dtype for n, t in wanted.items() if n not in codes}
-        found: dict[str, str] = {}
+        to = CASTS[self.options.dtype]
+        target_types = dict.fromkeys(codes, to) | {n: t.dtype for n, t in targets.items() if n not in codes}
+        casts: dict[str, str] = {}
         for name, stored in view.tensors().items():
-            if (self.weights.value_type(name) or takes.get(name)) == to:
-                found |= {o: to for o in stored.origins if everything[o].dtype in PLAIN and everything[o].dtype != to}
-        return found
+            if (self.weights.value_type(name) or target_types.get(name)) == to:
+                casts |= {o: to for o in stored.origins if sources[o].dtype in PLAIN and sources[o].dtype != to}
+        return casts
 
 
-def _shown(wanted: Census, codes: Mapping[str, EncodedTarget]) -> Census:
-    """Return a target's tensors with values in the place of codes and scales."""
-    parts = {stored for one in codes.values() for stored in one.tensor.parts.values()}
-    values = {name: Global(name, "", one.tensor.shape, {}) for name, one in codes.items()}
-    return {name: tensor for name, tensor in wanted.items() if name not in parts} | values
+def _with_values(targets: Census, codes: Mapping[str, EncodedTarget]) -> Census:
+    """Replace the buffers of encoded targets by one tensor of values each."""
+    parts = {stored for target in codes.values() for stored in target.tensor.parts.values()}
+    values = {name: Global(name, "", target.tensor.shape, {}) for name, target in codes.items()}
+    return {name: tensor for name, tensor in targets.items() if name not in parts} | values
 
 
-def _stand_ins(own_target: Leaves, seen: _Seen, rank: int) -> dict[str, torch.Tensor]:
-    """Return tensors without memory for the values that this rank's target quantizes or encodes."""
-    found = {
-        name: stand_in(own_target.weights[name], code, meta=True)
-        for name, code in seen.quantized.anew.items()
-        if name in own_target.weights
+def _stand_ins(target_leaves: Leaves, translation: _Translation, rank: int) -> dict[str, torch.Tensor]:
+    """Return meta tensors for the values that this rank's target quantizes or encodes."""
+    tensors = {
+        name: stand_in(target_leaves.weights[name], code, meta=True)
+        for name, code in translation.quantized.anew.items()
+        if name in target_leaves.weights
     }
-    for name, one in seen.codes.items():
-        values = one.stand_in(rank, seen.stored[name].dtype, "meta")
-        found |= {} if values is None else {name: values}
-    return found
+    for name, target in translation.codes.items():
+        values = target.stand_in(rank, translation.stored[name].dtype, "meta")
+        tensors |= {} if values is None else {name: values}
+    return tensors
 
 
-def _differences(config: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> list[Refusal]:
-    """Return why the target's model is another one than the source's, whatever their shapes say.
+def _config_differences(source: Mapping[str, Any] | None, target: Mapping[str, Any] | None) -> list[Refusal]:
+    """Return one refusal for each size that differs between the configs of source and target.
 
     Args:
-        config: the source's.
-        other: the target's.
+        source: the source model's config.
+        target: the target model's config.
     """
-    if other is None or config is None:
+    if target is None or source is None:
         return []
-    here, there = _sizes(config), _sizes(other)
-    unlike = [
-        f"{key} is {there[key]} in the target's config, but {here[key]} in the source's"
-        for key in here
-        if here[key] != there.get(key, here[key])
+    source_sizes, target_sizes = _sizes(source), _sizes(target)
+    messages = [
+        f"{key} is {target_sizes[key]} in the target's config, but {source_sizes[key]} in the source's"
+        for key in source_sizes
+        if source_sizes[key] != target_sizes.get(key, source_sizes[key])
     ]
-    return [Refusal("SHAPE_MISMATCH", message, Where(), _CONFIGS) for message in unlike]
+    return [Refusal("SHAPE_MISMATCH", message, Where(), _CONFIGS) for message in messages]
 
 
 def _sizes(config: Mapping[str, Any]) -> dict[str, int]:
-    """Return the numbers of a config that say what a model is."""
+    """Return the integers of a model's config, except token ids: its sizes and counts."""
     nested = config.get("text_config")
     flat = {**config, **nested} if isinstance(nested, Mapping) else config
     return {key: value for key, value in flat.items() if type(value) is int and not key.endswith(_TOKENS)}
 
 
 def _items(targets: Census, match: Match, replicas: Replicas) -> tuple[list[Item], list[str], list[str]]:
-    """Return every part of a target that ranks hold; by the items' keys, the names of its tensor and of itself."""
+    """Return (items, tensor name of each item, part name of each item); the names are indexed by the items' keys."""
     items, names, parts = list[Item](), list[str](), list[str]()
     for name, tensor in targets.items():
         stored = match.stored.get(name)
         if stored is None:
             continue
-        for held, ranks in tensor.boxes.items():
-            within = tensor.within(held, stored.shape)
+        for held_box, ranks in tensor.boxes.items():
+            within = tensor.within(held_box, stored.shape)
             size = nbytes(stored.dtype, local_shape(within))
             items += replicas.near(Item(len(names), size, stored.transfers(within), ranks))
             names.append(name)
-            parts.append(tensor.part_name(held))
+            parts.append(tensor.part_name(held_box))
     return items, names, parts

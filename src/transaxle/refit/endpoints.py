@@ -1,7 +1,7 @@
-"""Endpoints: this rank's side of a refit, read anew at each push: its tensors may have moved, but keep their form.
+"""Endpoints: this rank's source and target tensors, looked up anew at each push.
 
-What is read are the values of that moment. A target gets them in memory of its own first (staged), from which it takes
-them all at once; or straight into its tensors.
+Their memory may have moved since the last push, but not their form. A push sends the source's current values. The
+target receives them either in staging memory, from which all are copied at once, or directly in its tensors.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ _ANEW = "Make the Refit anew when tensors of a model are replaced by others."
 
 @dataclass(frozen=True)
 class Form:
-    """What must not change between two pushes."""
+    """The properties of a rank's tensor that must not change between two pushes."""
 
     dtype: torch.dtype
-    """Element type."""
+    """Dtype of the elements."""
     shape: tuple[int, ...]
-    """Of this rank's part."""
+    """Global shape of a DTensor; otherwise the shape on this rank."""
     placement: object
-    """Its mesh, and how it lies there."""
+    """Mesh and placements of a DTensor, and which part of the whole tensor this rank has."""
     tied_to: str
-    """Name of the first tensor that is the same memory: its own where there is no other."""
+    """Name of the first tensor in the same memory; the tensor's own name if it is not tied."""
 
 
 def forms(tensors: Mapping[str, torch.Tensor]) -> dict[str, Form]:
-    """Return the forms of this rank's tensors."""
+    """Return the form of each of this rank's tensors, by name."""
     first: dict[object, str] = {}
     return {name: _form(tensor, first.setdefault(view_of(tensor), name)) for name, tensor in tensors.items()}
 
@@ -60,16 +60,16 @@ def _form(tensor: torch.Tensor, tied_to: str) -> Form:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this rank holds of a tensor, as `local_of`; of DTensors in a tenth of the time."""
+    """Return this rank's local tensor, as `local_of` does, but ten times faster for DTensors."""
     return raw_local(tensor).detach() if isinstance(tensor, DTensor) else local_of(tensor)
 
 
-def check_forms(side: str, now: Mapping[str, torch.Tensor], planned: Mapping[str, Form]) -> None:
-    """Refuse tensors that are no longer what was planned with.
+def check_forms(side: str, tensors: Mapping[str, torch.Tensor], planned: Mapping[str, Form]) -> None:
+    """Refuse tensors whose form has changed since the refit was made.
 
     Args:
-        side: source or target.
-        now: this rank's tensors.
+        side: "source" or "target", for error messages.
+        tensors: this rank's tensors at this push.
         planned: their forms when the refit was made.
 
     Raises:
@@ -78,85 +78,90 @@ def check_forms(side: str, now: Mapping[str, torch.Tensor], planned: Mapping[str
     problems = [
         Refusal("MISSING_TENSOR", f"the {side} no longer has it", Where(None, name), _ANEW)
         for name in planned
-        if name not in now
+        if name not in tensors
     ]
-    for name, form in forms(now).items():
-        was = planned.get(name)
-        if was is None:
+    for name, form in forms(tensors).items():
+        planned_form = planned.get(name)
+        if planned_form is None:
             problems.append(Refusal("UNEXPECTED_TENSOR", f"the {side} did not have it", Where(None, name), _ANEW))
-        elif was != form:
-            message = f"the {side} has it in another form: {_words(form, was, name)}; was {_words(was, form, name)}"
+        elif planned_form != form:
+            now, before = _words(form, planned_form, name), _words(planned_form, form, name)
+            message = f"the {side} has it in another form: {now}; was {before}"
             problems.append(Refusal("SHAPE_MISMATCH", message, Where(None, name), _ANEW))
     if problems:
         raise gathered(problems)
 
 
-def _words(form: Form, other: Form, name: str) -> str:
+def _words(form: Form, other_form: Form, name: str) -> str:
     words = f"{str(form.dtype).removeprefix('torch.')} {list(form.shape)}"
-    if form.tied_to == other.tied_to:
+    if form.tied_to == other_form.tied_to:
         return words
     return f"{words}, not tied" if form.tied_to == name else f"{words}, tied to {form.tied_to}"
 
 
-class SourceValues:
-    """The values of this rank's tensors, as they are sent.
+class SourceReader:
+    """Reads the values of this rank's source tensors, cast to the dtypes in which they are sent.
 
     Args:
-        own: what this rank holds.
-        sent_as: safetensors codes of the tensors whose values are cast on the way, by name.
+        source: this rank's source tensors.
+        sent_as: tensor name -> safetensors dtype code, for tensors that are cast before they are sent.
     """
 
-    def __init__(self, own: Leaves, sent_as: Mapping[str, str]) -> None:
-        self._locals = {part: tensor for _, part, tensor in local_parts(own.tensors)}
+    def __init__(self, source: Leaves, sent_as: Mapping[str, str]) -> None:
+        self._locals = {part: tensor for _, part, tensor in local_parts(source.tensors)}
         self._types = {
             part: torch_dtype(sent_as[name]) if name in sent_as else tensor.dtype
-            for name, part, tensor in local_parts(own.tensors)
+            for name, part, tensor in local_parts(source.tensors)
         }
         self._last: tuple[str, torch.Tensor] = "", torch.empty(0)
 
-    def copy(self, transfer: Transfer, room: torch.Tensor) -> None:
-        """Copy values to where they belong.
+    def copy(self, transfer: Transfer, buffer: torch.Tensor) -> None:
+        """Copy values of one source part into a buffer, with a cast where one is due.
 
         Args:
-            transfer: from a part of the source into the room.
-            room: bytes, or elements of the type that is sent.
+            transfer: the copy, from a part of the source into the buffer.
+            buffer: target memory, as bytes or as elements of the dtype that is sent.
         """
         name = tensor_of(transfer.file)
         dtype, values = self._types[name], self._flat(name)
-        wanted = torch.uint8 if dtype.itemsize == 1 else dtype
-        copy_box(as_box_copy(transfer, dtype.itemsize), values, room if room.dtype == wanted else room.view(wanted))
+        element_type = torch.uint8 if dtype.itemsize == 1 else dtype
+        copy_box(
+            as_box_copy(transfer, dtype.itemsize),
+            values,
+            buffer if buffer.dtype == element_type else buffer.view(element_type),
+        )
 
     def _flat(self, name: str) -> torch.Tensor:
-        """Return the values of a part in one dim; a copy of those that are not contiguous is kept for the next run."""
+        """Return the values of a part as one flat tensor; the last one is cached, as it may be a copy."""
         if self._last[0] != name:
             self._last = name, with_plain_bytes(_local(self._locals[name]).contiguous()).view(-1)
         return self._last[1]
 
 
 class Overlaps:
-    """Remembers which tensors may share elements, until tensors move: to look at all of them takes long."""
+    """Caches which tensors may share elements, until any tensor moves: the search over all tensors is slow."""
 
     def __init__(self) -> None:
         self._places: list[tuple[str, int]] = []
         self._names: frozenset[str] = frozenset()
 
     def of(self, tensors: Mapping[str, torch.Tensor]) -> frozenset[str]:
-        """Return the names of those that may, see `overlapping`."""
+        """Return the names of tensors that may share elements, see `overlapping`."""
         places = [(name, _local(tensor).data_ptr()) for name, tensor in tensors.items()]
         if places != self._places:
             self._places, self._names = places, frozenset(overlapping(tensors))
         return self._names
 
 
-class TargetRoom:
-    """Where values come in on this rank.
+class TargetMemory:
+    """Memory that receives values on this rank, until they are copied into the target tensors.
 
     Args:
-        tensors: what takes them, by the parts' names.
-        names: the part of each item, by key; those of other ranks are not among the tensors.
-        padded: keys of the items that no value fills whole.
-        in_place: write them straight into the tensors.
-        shared: names of tensors that may share elements, which are looked at before anything is written.
+        tensors: this rank's target tensors, by part name.
+        names: part name of each item, indexed by key; names of other ranks' parts are not in `tensors`.
+        padded: keys of items whose values do not fill the whole part; the rest is set to zero.
+        in_place: receive values directly in the target tensors where that is possible.
+        shared: names of tensors that may share elements; these are staged and checked before anything is written.
     """
 
     def __init__(
@@ -171,74 +176,76 @@ class TargetRoom:
         self._names = names
         self._padded = frozenset(padded)
         self._locals = {name: _local(tensor) for name, tensor in tensors.items()}
-        self._rooms: dict[str, torch.Tensor] = {}
+        self._staged: dict[str, torch.Tensor] = {}
         self._in_place = in_place
         self._shared = shared
 
     def __bool__(self) -> bool:
-        """Whether this rank has any of the target."""
+        """Tell whether this rank has any target tensor."""
         return bool(self._locals)
 
     def begin(self, keys: Iterable[int]) -> None:
-        """Make room for items."""
+        """Allocate memory for the items with these keys."""
         for key in keys:
             name = self._names[key]
             local = self._locals.get(name)
-            if local is None or name in self._rooms:
+            if local is None or name in self._staged:
                 continue
             if self._in_place and local.is_contiguous() and name not in self._shared:
-                room = local
+                memory = local
             else:
-                room = torch.empty(local.shape, dtype=local.dtype, device=local.device)
-            self._rooms[name] = with_plain_bytes(room).view(-1)
+                memory = torch.empty(local.shape, dtype=local.dtype, device=local.device)
+            self._staged[name] = with_plain_bytes(memory).view(-1)
             if key in self._padded:
-                self._rooms[name].zero_()
+                self._staged[name].zero_()
 
     def of(self, key: int) -> torch.Tensor:
-        """Return the room of an item: elements of its type in one dim."""
-        return self._rooms[self._names[key]]
+        """Return the memory of an item as a flat tensor of the item's dtype."""
+        return self._staged[self._names[key]]
 
     def lay(self, key: int, transfer: Transfer, parcel: torch.Tensor) -> None:
-        """Take values out of a parcel."""
-        room = self.of(key)
-        copy_box(as_box_copy(transfer, room.dtype.itemsize), parcel.view(room.dtype), room)
+        """Copy values out of a received parcel into the memory of an item."""
+        memory = self.of(key)
+        copy_box(as_box_copy(transfer, memory.dtype.itemsize), parcel.view(memory.dtype), memory)
 
     def hand_over(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Give some tensors their values before the others: nobody else sees these."""
+        """Copy the received values into these tensors now; they are internal, so no reader sees them early."""
         for name, tensor in tensors.items():
-            room = self._rooms.pop(name, None)
-            if room is not None and room.data_ptr() != tensor.data_ptr():
-                with_plain_bytes(tensor).copy_(room.view(tensor.shape))
+            memory = self._staged.pop(name, None)
+            if memory is not None and memory.data_ptr() != tensor.data_ptr():
+                with_plain_bytes(tensor).copy_(memory.view(tensor.shape))
 
     def check_shared(self) -> None:
-        """Prove that tensors in the same memory can hold the values that came in, each its own.
+        """Check that tensors which share memory received equal values for the elements they share.
 
         Raises:
             Refused: UNEQUAL_COPIES.
         """
         groups: dict[tuple[torch.device, int], list[str]] = {}
-        for name in sorted(self._rooms.keys() & self._shared):
+        for name in sorted(self._staged.keys() & self._shared):
             local = self._locals[name]
             groups.setdefault((local.device, local.untyped_storage().data_ptr()), []).append(name)
         problems: list[Refusal] = []
         for names in groups.values():
             views = same_views({name: with_plain_bytes(self._locals[name]) for name in names})
             for name, view in views.items():
-                view.copy_(self._rooms[name].view(view.shape))
-            lost = (name for name, view in views.items() if not same_bytes(view, self._rooms[name].view(view.shape)))
-            problems += (unlike_overlap(name) for name in sorted(lost))
+                view.copy_(self._staged[name].view(view.shape))
+            unequal = (
+                name for name, view in views.items() if not same_bytes(view, self._staged[name].view(view.shape))
+            )
+            problems += (unlike_overlap(name) for name in sorted(unequal))
         if problems:
             raise gathered(problems)
 
     def switch(self) -> int:
-        """Give the tensors the values that came in; return their bytes."""
-        written = 0
+        """Copy all staged values into the target tensors; return the number of bytes written."""
+        byte_count = 0
         with torch.no_grad():
-            for name, room in self._rooms.items():
+            for name, memory in self._staged.items():
                 local = self._locals[name]
-                written += local.nbytes
-                if room.data_ptr() != local.data_ptr() or not local.numel():
+                byte_count += local.nbytes
+                if memory.data_ptr() != local.data_ptr() or not local.numel():
                     plain = with_plain_bytes(local)
-                    plain.copy_(room.view(local.shape))
-        self._rooms.clear()
-        return written
+                    plain.copy_(memory.view(local.shape))
+        self._staged.clear()
+        return byte_count

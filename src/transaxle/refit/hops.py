@@ -1,12 +1,12 @@
-"""Hops: what goes from one rank to another, bucket by bucket, worked out once for all pushes.
+"""Hops: the schedule of transfers between ranks, bucket by bucket, computed once for all pushes.
 
-A parcel has the bytes that one rank holds of a run of one tensor, packed without gaps: nothing is sent that its
-receivers do not need. What a rank holds itself it copies straight from its source into its target.
+A parcel contains the bytes that one rank has of a range of one tensor, packed without gaps: receivers get only bytes
+that they need. Bytes that a rank has itself are copied directly from its source to its target.
 
-**Meeting**: a process group of the ranks of several jobs that know nothing of each other but an address and a secret.
+**Meeting**: a process group across the ranks of several jobs, which share only an address and a secret.
 
-Each job keeps its own torch world, which the group does not become a part of. Other ways to make such a group, such as
-those of verl and OpenRLHF, will do as well: `World` finds out which ranks belong together.
+Each job keeps its own torch world; the group is not part of any. A group made in another way, such as by verl or
+OpenRLHF, works as well: `World` finds out which ranks are in it.
 """
 
 from __future__ import annotations
@@ -33,139 +33,143 @@ from transaxle.move.mover import batches, pack_copies
 from transaxle.move.transfer import Parcel, Transfer
 from transaxle.move.workers import RANGE_BYTES, Item, Owner
 
-_LEAST = 1 << 16
-"""Bytes of a run at least: so many are sent as fast as more are."""
-_FACTOR = 4
-"""Runs that a round has room for at least."""
+_SMALLEST_RANGE = 1 << 16
+"""Smallest size in bytes of a range; larger ranges are not sent any faster per byte."""
+_RANGES_PER_ROUND = 4
+"""A round has room for at least this many ranges."""
 
 
 @dataclass(frozen=True)
 class Hop:
-    """One parcel of one run, or what a rank copies by itself."""
+    """One parcel on its way from one rank to others, with the copies that pack and unpack it."""
 
     key: int
-    """Number of the target's part that it goes into."""
+    """Key of the item (part of a target tensor) that receives the parcel."""
     name: str
-    """The target's tensor."""
+    """Name of the target tensor."""
     parcel: Parcel
-    """Who sends it to whom."""
+    """Sender, receivers and size in bytes."""
     steps: Sequence[tuple[Transfer, Transfer]]
-    """On its sender and its receivers: how each copy is packed, and how it is spread again."""
+    """Pairs (copy into the parcel, copy out of it); empty on ranks that neither send nor receive it."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Everything that is moved in one push, for all ranks."""
+    """All transfers of one push, on all ranks."""
 
     rounds: Sequence[Sequence[Hop]]
-    """What is sent, in order; each round fits into the buckets of all ranks."""
-    own: Sequence[tuple[str, int, Sequence[Transfer]]]
-    """What this rank copies by itself: name, number of the part, copies from the source into the part."""
+    """Parcels in the order of sending; those of one round fit into the buckets of every rank."""
+    local_copies: Sequence[tuple[str, int, Sequence[Transfer]]]
+    """Copies within this rank: target tensor name, item key, copies from the source into the item."""
     parts: Sequence[tuple[str, int, int]]
-    """What this rank takes: name, number of the part, bytes of it that other ranks have."""
+    """Items that this rank receives: target tensor name, item key, bytes of it that only other ranks have."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """The part of a schedule that one push carries out."""
+    """The part of a schedule that one push carries out, for chosen tensors."""
 
     schedule: Schedule
-    """What is moved."""
+    """Transfers of the chosen tensors."""
     route: Route
-    """Where the parcels lie on their way."""
+    """Positions of the parcels in the exchange buckets."""
     names: frozenset[str] | None
-    """The target's names of what is moved; None: all."""
+    """Names of the chosen target tensors; None: all."""
 
     @property
     def keys(self) -> list[int]:
-        """Numbers of the parts that this rank takes."""
+        """Keys of the items that this rank receives."""
         return [key for _, key, _ in self.schedule.parts]
 
     @property
     def tensors(self) -> int:
-        """Tensors that they are parts of."""
+        """Number of target tensors of which this rank receives a part."""
         return len({name for name, _, _ in self.schedule.parts})
 
     @property
-    def needed(self) -> int:
-        """Bytes of them that other ranks have."""
+    def remote_bytes(self) -> int:
+        """Bytes that this rank needs from other ranks."""
         return sum(size for _, _, size in self.schedule.parts)
 
     def moves(self, name: str) -> bool:
-        """Tell whether a tensor of the target is moved."""
+        """Tell whether this target tensor is moved."""
         return self.names is None or name in self.names
 
 
 def schedule(items: Sequence[Item], names: Sequence[str], owner: Owner, world: World, bucket: int) -> Schedule:
-    """Work out what goes where; the same on all ranks but for the steps.
+    """Compute the transfers of a push; the result differs between ranks only in `steps` and the local copies.
 
     Args:
-        items: what is moved, each with the ranks that need it.
-        names: of the target's tensors, by the items' numbers.
-        owner: tells the rank that holds a part of the source.
+        items: the parts of the target to fill, each with the ranks that have it.
+        names: target tensor names, indexed by item key.
+        owner: returns the rank that has a given part of the source.
         world: the ranks.
-        bucket: bytes of a bucket.
+        bucket: bytes of an exchange bucket.
     """
-    most, rank = bucket // SHARES, world.rank
-    fine = [replace(item, max_range=_grain(most, len(item.target_ranks))) for item in items if item.size]
+    capacity, rank = bucket // SHARES, world.rank
+    split_items = [replace(item, max_range=_grain(capacity, len(item.target_ranks))) for item in items if item.size]
     rounds: list[list[Hop]] = []
-    own: list[tuple[str, int, Sequence[Transfer]]] = []
-    for batch in batches(fine, dict.fromkeys(world.ranks, 0), owner, most):
+    local_copies: list[tuple[str, int, Sequence[Transfer]]] = []
+    for batch in batches(split_items, dict.fromkeys(world.ranks, 0), owner, capacity):
         hops = []
         for run in batch:
             name = names[run.item.key]
-            for maker in run.source_ranks:
-                others = tuple(taker for taker in run.target_ranks if taker != maker)
-                parts = [part for part in run.parts(maker) if part.size]
-                if maker == rank and rank in run.target_ranks and parts:
-                    own.append((name, run.item.key, parts))
-                if others and parts:
-                    steps = list(pack_copies(parts)) if rank in (maker, *others) else []
-                    parcel = Parcel(maker, others, sum(part.size for part in parts))
+            for sender in run.source_ranks:
+                receivers = tuple(taker for taker in run.target_ranks if taker != sender)
+                parts = [part for part in run.parts(sender) if part.size]
+                if sender == rank and rank in run.target_ranks and parts:
+                    local_copies.append((name, run.item.key, parts))
+                if receivers and parts:
+                    steps = list(pack_copies(parts)) if rank in (sender, *receivers) else []
+                    parcel = Parcel(sender, receivers, sum(part.size for part in parts))
                     hops.append(Hop(run.item.key, name, parcel, steps))
         if hops:
             rounds.append(hops)
-    taken = [(names[item.key], item.key, _of_others(item, owner, rank)) for item in items if rank in item.target_ranks]
-    return Schedule(rounds, own, taken)
+    received = [(names[item.key], item.key, _remote_bytes(item, owner, rank)) for item in items if rank in item.target_ranks]
+    return Schedule(rounds, local_copies, received)
 
 
-def _of_others(item: Item, owner: Owner, rank: int) -> int:
-    """Return the bytes of an item that other ranks have."""
+def _remote_bytes(item: Item, owner: Owner, rank: int) -> int:
+    """Return how many bytes of an item come from other ranks."""
     return sum(transfer.size for transfer in item.transfers if owner(transfer.file) != rank)
 
 
-def _grain(most: int, target_ranks: int) -> int:
-    """Return the bytes of a run at most: so that several of them, once for each rank that takes them, fit."""
-    return min(RANGE_BYTES, max(_LEAST, most // (_FACTOR * max(target_ranks, 1)) // _LEAST * _LEAST))
+def _grain(capacity: int, target_ranks: int) -> int:
+    """Return the largest size of a range such that several ranges, each once per receiver, fit into `capacity`."""
+    return min(
+        RANGE_BYTES, max(_SMALLEST_RANGE, capacity // (_RANGES_PER_ROUND * max(target_ranks, 1)) // _SMALLEST_RANGE * _SMALLEST_RANGE)
+    )
 
 
-def program(whole: Schedule, wanted: frozenset[str] | None, exchange: BucketExchange) -> Program:
-    """Return how a part of a schedule is carried out; collective.
+def program(full_schedule: Schedule, names: frozenset[str] | None, exchange: BucketExchange) -> Program:
+    """Restrict a schedule to chosen tensors, and route its parcels through the buckets; collective.
 
     Args:
-        whole: everything.
-        wanted: the target's names that are moved; None: all.
-        exchange: carries the parcels.
+        full_schedule: the schedule of all tensors.
+        names: names of the chosen target tensors; None: all.
+        exchange: sends the parcels.
     """
-    part = whole
-    if wanted is not None:
-        rounds = [[hop for hop in hops if hop.name in wanted] for hops in whole.rounds]
-        own = [copies for copies in whole.own if copies[0] in wanted]
-        part = Schedule([hops for hops in rounds if hops], own, [each for each in whole.parts if each[0] in wanted])
-    return Program(part, exchange.route([[hop.parcel for hop in hops] for hops in part.rounds]), wanted)
+    part = full_schedule
+    if names is not None:
+        rounds = [[hop for hop in hops if hop.name in names] for hops in full_schedule.rounds]
+        local_copies = [copies for copies in full_schedule.local_copies if copies[0] in names]
+        part = Schedule(
+            [hops for hops in rounds if hops], local_copies, [each for each in full_schedule.parts if each[0] in names]
+        )
+    return Program(part, exchange.route([[hop.parcel for hop in hops] for hops in part.rounds]), names)
 
 
 _GLOO, _NCCL = "gloo", "nccl"
 _BACKENDS = {_GLOO: ("cpu", "cuda"), _NCCL: ("cuda",)}
-"""What each backend moves."""
-_PATIENCE = 300
+"""Backend -> device types whose tensors it can send."""
+_TIMEOUT = 300
 SECRET = "TRANSAXLE_REFIT_SECRET"
-"""Variable of the environment that has the secret of all jobs that meet."""
-_SHORTEST = 16
-"""Characters of a secret: who listens in may try shorter ones."""
-_MADE = 'python -c "import secrets; print(secrets.token_hex(32))"'
-_ALL = frozenset({"0.0.0.0", "::"})
-"""Addresses that stand for all of a machine."""
+"""Environment variable with the secret that all jobs of a meeting share."""
+_LEAST_LENGTH = 16
+"""Least length of a secret in characters; an eavesdropper could guess a shorter one."""
+_SECRET_COMMAND = 'python -c "import secrets; print(secrets.token_hex(32))"'
+_ALL_INTERFACES = frozenset({"0.0.0.0", "::"})
+"""Addresses that mean all interfaces of a machine."""
 
 
 def meet(
@@ -175,28 +179,28 @@ def meet(
     *,
     secret: str | None = None,
     backend: str | None = None,
-    timeout: float = _PATIENCE,
+    timeout: float = _TIMEOUT,
 ) -> dist.ProcessGroup:
-    """Meet ranks of other jobs, in a process group that no job's torch world knows of; all of them call this.
+    """Form a process group with ranks of other jobs, outside each job's torch world; every rank calls this.
 
         group = tx.refit.meet("10.0.0.7:29600", number=rank, size=4 + 2)         # a trainer of 4 ranks
         group = tx.refit.meet("10.0.0.7:29600", number=4 + rank, size=4 + 2)     # an engine of 2
 
     Args:
-        address: `HOST:PORT` where number 0 listens until all have come: an address of its own machine.
-        number: this rank's, from 0 to `size - 1`; every rank has another one.
-        size: how many meet.
-        secret: a text of 16 characters or more that all of them know, and nobody else: each proves to number 0 that it
-            does, and number 0 to each, without sending it. None: the environment's TRANSAXLE_REFIT_SECRET.
-        backend: `gloo` or `nccl`, the same for all; None: `nccl` where torch has a GPU, else `gloo`.
-        timeout: seconds that any of them waits for the others, now and in each exchange. gloo tells of a lost rank
-            those that are just talking to it at once, the others when this time is over.
+        address: `HOST:PORT` on the machine of rank 0 of the group, where that rank listens until all have connected.
+        number: this rank's number in the group, from 0 to `size - 1`, different on every rank.
+        size: number of ranks in the group.
+        secret: a text of at least 16 characters that only the ranks of the group know. Each rank and rank 0 prove to
+            each other that they know it, without sending it. None: the value of TRANSAXLE_REFIT_SECRET.
+        backend: `gloo` or `nccl`, the same on all ranks; None: `nccl` where torch has a GPU, else `gloo`.
+        timeout: seconds that a rank waits for the others, both here and in each later exchange. With gloo, ranks that
+            are communicating with a lost rank notice at once; the others notice after this time.
 
     Raises:
-        TypeError, ValueError: an argument that it cannot have, or no secret.
-        StorageError: IO where the others do not come in time, or number 0 cannot listen at the address.
-        Refused: UNSUPPORTED where who listens there has another secret.
-        UsageError: AMBIGUOUS where they give another size or backend, or the number of another one.
+        TypeError, ValueError: an invalid argument, or no secret.
+        StorageError: IO where the other ranks do not connect in time, or rank 0 cannot listen at the address.
+        Refused: UNSUPPORTED where the process that listens at the address has another secret.
+        UsageError: AMBIGUOUS where ranks disagree about size or backend, or two have the same number.
     """
     host, port = _read_address(address)
     size = read_count("size", size)
@@ -208,86 +212,88 @@ def meet(
         backend = _NCCL if torch.cuda.is_available() and dist.is_nccl_available() else _GLOO
     if backend not in _BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(_BACKENDS)}; got {backend!r}")
-    key, patience = read_secret(secret), timedelta(seconds=timeout)
-    said = f"{size} ranks over {backend}"
-    with ExitStack() as failing:
-        server = StoreServer(host, port, key, size, said) if number == 0 else None
+    secret_bytes, patience = read_secret(secret), timedelta(seconds=timeout)
+    terms = f"{size} ranks over {backend}"
+    with ExitStack() as cleanup:
+        server = StoreServer(host, port, secret_bytes, size, terms) if number == 0 else None
         if server is not None:
-            failing.callback(server.close)
-        store = SharedStore((host, port), key, number, said, patience)
-        failing.callback(store.close)
+            cleanup.callback(server.close)
+        store = SharedStore((host, port), secret_bytes, number, terms, patience)
+        cleanup.callback(store.close)
         try:
-            group = _group(backend, store, (number, size), patience, named="" if host in _ALL else store.own_host)
+            group = _create_group(
+                backend, store, (number, size), patience, host="" if host in _ALL_INTERFACES else store.own_host
+            )
         except RuntimeError as error:
             strangers = f"; {server.refused} with another secret did" if server is not None and server.refused else ""
             raise refuse("IO", f"not all {size} ranks came to {address} in time: {error}{strangers}") from error
-        check_connections(group, store, key, number, size)
-        failing.pop_all()
+        check_connections(group, store, secret_bytes, number, size)
+        cleanup.pop_all()
     return group
 
 
-def _read_address(given: object) -> tuple[str, int]:
-    host, colon, port = read_text("address", given, "10.0.0.7:29600").rpartition(":")
+def _read_address(address: object) -> tuple[str, int]:
+    host, colon, port = read_text("address", address, "10.0.0.7:29600").rpartition(":")
     if not (host and colon and port.isdecimal()):
-        raise ValueError(f"address must be HOST:PORT, such as 10.0.0.7:29600; got {given!r}")
+        raise ValueError(f"address must be HOST:PORT, such as 10.0.0.7:29600; got {address!r}")
     return host.strip("[]"), int(port)
 
 
-def read_secret(given: object) -> bytes:
-    """Return the secret of a meeting; errors do not show it.
+def read_secret(secret_option: object) -> bytes:
+    """Return the secret of a meeting as bytes, from the argument or the environment; errors do not show it.
 
     Raises:
-        TypeError: it is no text.
-        ValueError: there is none, or it is too short.
+        TypeError: the secret is not a str.
+        ValueError: there is no secret, or it is too short.
     """
-    if given is not None and not isinstance(given, str):
-        raise TypeError(f"secret must be a text or None; got a {type(given).__name__}")
-    secret = os.environ.get(SECRET, "") if given is None else given
-    if len(secret) < _SHORTEST:
-        said = f"has {len(secret)} characters" if secret else "there is none"
+    if secret_option is not None and not isinstance(secret_option, str):
+        raise TypeError(f"secret must be a text or None; got a {type(secret_option).__name__}")
+    secret = os.environ.get(SECRET, "") if secret_option is None else secret_option
+    if len(secret) < _LEAST_LENGTH:
+        problem = f"has {len(secret)} characters" if secret else "there is none"
         raise ValueError(
-            f"secret must be a text of {_SHORTEST} characters or more that all jobs know, but {said}: give secret= or "
-            f"{SECRET}. To make one:  {_MADE}"
+            f"secret must be a text of {_LEAST_LENGTH} characters or more that all jobs know, but {problem}: give "
+            f"secret= or {SECRET}. To make one:  {_SECRET_COMMAND}"
         )
     return secret.encode()
 
 
-def _group(
-    backend: str, store: SharedStore, place: tuple[int, int], patience: timedelta, *, named: str
+def _create_group(
+    backend: str, store: SharedStore, place: tuple[int, int], patience: timedelta, *, host: str
 ) -> dist.ProcessGroup:
-    """Make the group; as `init_process_group` does, but without making it the default or any other known one.
+    """Create the process group as `init_process_group` does, but without registering it as the default group.
 
     Args:
         backend: `gloo` or `nccl`.
-        store: where the ranks tell each other how they are reached.
-        place: this rank's number, and how many there are.
-        patience: of every exchange.
-        named: the address of this machine at which gloo listens; "" for what torch finds.
+        store: store through which the ranks exchange their addresses.
+        place: (this rank's number, number of ranks).
+        patience: timeout of every exchange.
+        host: address of this machine at which gloo listens; "": torch chooses one.
     """
     group = dist.ProcessGroup(store, *place)
-    made: Any
+    backend_group: Any
     if backend == _NCCL:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = patience
-        made, kind = dist.ProcessGroupNCCL(store, *place, options), dist.ProcessGroup.BackendType.NCCL
+        backend_group, backend_type = dist.ProcessGroupNCCL(store, *place, options), dist.ProcessGroup.BackendType.NCCL
     else:
-        made = _gloo(store, place, patience, named)
-        kind = dist.ProcessGroup.BackendType.GLOO
-    made._set_sequence_number_for_group()
-    group._set_default_backend(kind)
+        backend_group = _create_gloo(store, place, patience, host)
+        backend_type = dist.ProcessGroup.BackendType.GLOO
+    backend_group._set_sequence_number_for_group()
+    group._set_default_backend(backend_type)
     for device in _BACKENDS[backend]:
-        group._register_backend(torch.device(device), kind, made)
+        group._register_backend(torch.device(device), backend_type, backend_group)
     # torch asks for the backend of a group whose operation failed, and hides the failure if it does not find one. And
     # the store must live as long as the group.
     distributed_c10d._world.pg_map[group] = backend, store
     return group
 
 
-def _gloo(store: SharedStore, place: tuple[int, int], patience: timedelta, named: str) -> Any:
-    """Return gloo's part of a group; it listens at one address, unless the user names networks."""
-    if not named or os.environ.get("GLOO_SOCKET_IFNAME"):
+def _create_gloo(store: SharedStore, place: tuple[int, int], patience: timedelta, host: str) -> Any:
+    """Create the gloo backend of a group; it listens at `host`, unless GLOO_SOCKET_IFNAME names networks."""
+    if not host or os.environ.get("GLOO_SOCKET_IFNAME"):
         return dist.ProcessGroupGloo(store, *place, patience)
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # it is there
     options._timeout = patience
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=named)]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
     return dist.ProcessGroupGloo(store, *place, options)

@@ -1,12 +1,10 @@
-"""The stream of whole tensors: what every rank holds a part of, put together bucket by bucket under a hub's names.
+"""Stream of whole tensors under a hub's names, assembled bucket by bucket from the parts on all ranks.
 
-For engines that cut what they are given themselves. Where both sides are known, `Refit` sends much less.
+It is for engines that take whole tensors and shard them themselves. Where the engine's sharding is known, `Refit` sends
+much less. `carry` moves the bytes: each rank packs its parts, sends them, and copies received ones into their place.
 
-**Carrying a program out**: what each rank holds is packed, sent, and laid where it belongs.
-
-A source for the trainer engines that vLLM itself has, such as `nccl`: whole tensors under a hub's names.
-
-Those engines broadcast every tensor to every worker. `VllmRefit` sends each worker its own part alone.
+`VllmSource` gives the stream to the trainer engines that vLLM itself has, such as `nccl`, which broadcast every tensor
+to every worker. `VllmRefit` sends each worker only its own part.
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ from transaxle.live.transport.world import World
 from transaxle.move.transfer import DeferredErrors
 from transaxle.move.workers import Item
 from transaxle.options import select
-from transaxle.refit.endpoints import SourceValues, TargetRoom
+from transaxle.refit.endpoints import SourceReader, TargetMemory
 from transaxle.refit.hops import Program, program, schedule
 from transaxle.torch_tensors import Device, Ranks, local_of, local_parts, read_device, torch_dtype
 
@@ -54,17 +52,17 @@ if TYPE_CHECKING:
     from vllm.distributed.weight_transfer import ParamMeta
 
 
-def carry(program: Program, source: SourceValues, target: TargetRoom, exchange: BucketExchange) -> None:
-    """Give this rank's target everything that the program moves into it; collective.
+def carry(program: Program, source: SourceReader, target: TargetMemory, exchange: BucketExchange) -> None:
+    """Carry out a program: send this rank's parcels, receive and unpack those for its target; collective.
 
     Raises:
         StorageError: IO where a rank is lost.
-        Exception: what an endpoint raised, on this rank alone, when all exchanges are over.
+        Exception: an error of this rank's source or target, raised on this rank only, after all exchanges.
     """
     rounds = program.schedule.rounds
 
     def copy_own() -> None:
-        for _, key, transfers in program.schedule.own:
+        for _, key, transfers in program.schedule.local_copies:
             for transfer in transfers:
                 source.copy(transfer, target.of(key))
 
@@ -85,28 +83,28 @@ def carry(program: Program, source: SourceValues, target: TargetRoom, exchange: 
 
 
 _BUCKET = 64_000_000
-"""Bytes of the buckets in which parts travel."""
+"""Bytes of the exchange buckets."""
 _FORMAT = "safetensors:"
 Bucket = list[tuple[str, torch.Tensor]]
-"""Whole tensors by name."""
+"""Pairs (name, whole tensor) that are yielded together."""
 
 
 STREAMING = ("family", "dialect", "config", "rules", "dtype", "device")
-"""How tensors are put together: keyword arguments of `named_tensors`."""
+"""Keyword arguments of `named_tensors` that choose names and dtypes of the assembled tensors."""
 
 
 @dataclass(frozen=True)
 class Stream:
-    """What is put together; the same on all ranks."""
+    """Plan of a stream; the same on all ranks, apart from `parts`."""
 
     planned: Sequence[PlannedTensor]
-    """The tensors, in order."""
-    own: Leaves
-    """What this rank holds of what they are made of."""
+    """The whole tensors to assemble, in order."""
+    parts: Leaves
+    """This rank's parts of the source tensors."""
     sent_as: Mapping[str, str]
-    """Safetensors codes of the tensors whose values are cast on the way."""
+    """Source tensor name -> safetensors dtype code to which it is cast before it is sent."""
     replicas: Replicas
-    """The ranks that hold the same."""
+    """Which ranks have copies of the same parts."""
 
 
 @suggests
@@ -124,30 +122,30 @@ def named_tensors(
     dtype: DType | None = None,
     device: Device | None = None,
 ) -> Iterator[Bucket]:
-    """Yield whole tensors in a dialect's names, bucket by bucket; collective: all ranks go through it to the end.
+    """Yield whole tensors in a dialect's names, bucket by bucket; collective: all ranks must iterate to the end.
 
         for tensors in tx.refit.named_tensors(model, bucket="1GB"):
             engine.update_weights_from_tensor(tensors)
 
-    They are those that `tx.save(model, ..., to=to)` writes, with the same bytes, and in memory of their own: nothing
-    that is done to them changes the model.
+    The tensors equal those that `tx.save(model, ..., to=to)` writes, byte for byte. They have their own memory, so
+    changes to them do not change the model.
 
     Args:
         state: a model under any parallelism, or a state dict whose leaves are tensors or DTensors.
         to: the dialect.
-        bucket: bytes of the tensors that are yielded at once; a larger one is alone.
-        on: ranks that get the tensors; the others get empty buckets. None: all.
-        group: ranks that hold the state, a process group or a mesh of one dim; None: all.
+        bucket: bytes of the tensors that are yielded together; a tensor larger than that is yielded alone.
+        on: ranks that get the tensors, while all others get empty buckets; None: all.
+        group: ranks that have the state, a process group or a mesh of one dim; None: all.
         family: model family; None: recognised.
-        dialect: of the model's names; None: recognised.
+        dialect: dialect of the model's names; None: recognised.
         config: the model's config; None: `model.config`, where it has one.
         rules: path of a table of your own.
-        dtype: `bf16`, `fp16` or `fp32`: plain weights are cast where they are sent, but for those that the table marks
-            as precise.
-        device: where the tensors are; None: where the model's are.
+        dtype: `bf16`, `fp16` or `fp32`: plain weights are cast to it before they are sent, except those that the table
+            marks as precise; None: no cast.
+        device: device of the yielded tensors; None: that of the model's tensors.
 
     Raises:
-        TypeError: an argument of a type that it cannot have.
+        TypeError: an argument of a wrong type.
         TransaxleError: on every rank.
     """
     options = select(locals(), STREAMING)
@@ -159,14 +157,14 @@ def named_tensors(
         if not set(target_ranks) <= set(world.ranks):
             raise ValueError(f"on must be ranks of the group, {list(world.ranks)}; got {on!r}")
     world.require_alike({"to": target, "bucket": size, "on": target_ranks, "dtype": str(dtype)})
-    return streamed(planned_stream(state, target, options, world), target_ranks, size, place, world)
+    return assemble(plan_stream(state, target, options, world), target_ranks, size, place, world)
 
 
 def read_streaming(options: Mapping[str, Any]) -> tuple[str | None, Settings]:
-    """Return the type that weights are cast to, and what the user says of the model.
+    """Read the options of `STREAMING`: return the dtype to cast weights to, and the settings of the model.
 
     Raises:
-        TypeError: an argument of a type that it cannot have.
+        TypeError: an option of a wrong type.
         Refused: UNSUPPORTED for a `dtype` that parameters cannot be cast to; see `settings`.
     """
     dtype = read_float_type("dtype", options.get("dtype"))
@@ -180,11 +178,11 @@ def read_streaming(options: Mapping[str, Any]) -> tuple[str | None, Settings]:
     )
 
 
-def planned_stream(state: State, to: str, options: Mapping[str, Any], world: World) -> Stream:
-    """Find out what all ranks hold, and how it is put together; collective.
+def plan_stream(state: State, to: str, options: Mapping[str, Any], world: World) -> Stream:
+    """Gather the parts of all ranks, and plan how whole tensors are assembled from them; collective.
 
     Args:
-        state: what they hold.
+        state: model or state dict of this rank.
         to: the dialect.
         options: see `named_tensors`.
         world: the ranks.
@@ -193,109 +191,113 @@ def planned_stream(state: State, to: str, options: Mapping[str, Any], world: Wor
         TransaxleError: on every rank.
     """
     with world.together():
-        dtype, said = read_streaming(options)
-        own = leaves(state, sharded=True, ranges=True)
-        if problems := unsavable(own.tensors):
+        dtype, model_settings = read_streaming(options)
+        state_leaves = leaves(state, sharded=True, ranges=True)
+        if problems := unsavable(state_leaves.tensors):
             raise gathered(problems)
-    config = shared_config(state, said.config, world)
-    everything, tensors = census(own.tensors, world), own.tensors
+    config = shared_config(state, model_settings.config, world)
+    global_tensors, tensors = census(state_leaves.tensors, world), state_leaves.tensors
     if for_hub(_FORMAT + to):
-        of_hub = published(tensors, everything, own.weights, config, world)
-        tensors, everything, config = of_hub.tensors, of_hub.everything, of_hub.config
+        of_hub = published(tensors, global_tensors, state_leaves.weights, config, world)
+        tensors, global_tensors, config = of_hub.tensors, of_hub.everything, of_hub.config
     with world.together():
         parts = {part: tensor for _, part, tensor in local_parts(tensors)}
 
-        def seen() -> Checkpoint:
-            memory = container(everything, parts, world.rank, config)
-            return Checkpoint(memory, msgspec.structs.replace(said, config=None), None, None)
+        def open_source() -> Checkpoint:
+            memory = container(global_tensors, parts, world.rank, config)
+            return Checkpoint(memory, msgspec.structs.replace(model_settings, config=None), None, None)
 
         sent_as: dict[str, str] = {}
         if dtype is not None:
-            source = seen()
-            keep = precise(None if source.family is None else source.bound)
+            source = open_source()
+            precise_names = precise(None if source.family is None else source.bound)
             code = CASTS[dtype]
-            sent_as = {n: code for n, t in everything.items() if t.dtype in PLAIN and t.dtype != code and n not in keep}
+            sent_as = {
+                n: code
+                for n, t in global_tensors.items()
+                if t.dtype in PLAIN and t.dtype != code and n not in precise_names
+            }
             sent_as = {name: code for name in sent_as if name not in _scales(source)}
-            everything = {n: replace(t, dtype=sent_as.get(n, t.dtype)) for n, t in everything.items()}
-        plan = ready(make_plan(seen(), _FORMAT + to, shard_size=_BUCKET, target=to))
+            global_tensors = {n: replace(t, dtype=sent_as.get(n, t.dtype)) for n, t in global_tensors.items()}
+        plan = ready(make_plan(open_source(), _FORMAT + to, shard_size=_BUCKET, target=to))
         check_zero(plan.checks, tensors)
-    return Stream(plan.tensors, replace(own, tensors=tensors), sent_as, Replicas(everything))
+    return Stream(plan.tensors, replace(state_leaves, tensors=tensors), sent_as, Replicas(global_tensors))
 
 
 def _scales(source: Checkpoint) -> set[str]:
-    """Return the tensors that are scales of codes: these are not values."""
+    """Return the stored names of all buffers of encoded tensors: neither codes nor scales are cast."""
     return {stored for encoded in source.catalog.encoded.values() for stored in encoded.parts.values()}
 
 
-def streamed(
+def assemble(
     stream: Stream, target_ranks: tuple[int, ...], size: int, device: torch.device | None, world: World
 ) -> Iterator[Bucket]:
-    """Put the tensors together; collective.
+    """Assemble the tensors of a stream, and yield them bucket by bucket; collective.
 
     Args:
-        stream: what is put together.
-        target_ranks: ranks that get it.
-        size: bytes of the tensors that are yielded at once.
-        device: where they are; None: where the model's are.
+        stream: the plan.
+        target_ranks: ranks that get the tensors.
+        size: bytes of the tensors that are yielded together.
+        device: device of the yielded tensors; None: that of the model's tensors.
         world: the ranks.
     """
-    source, exchange = SourceValues(stream.own, stream.sent_as), BucketExchange(world)
-    place = device or next((local_of(tensor).device for tensor in stream.own.tensors.values()), torch.device("cpu"))
+    source, exchange = SourceReader(stream.parts, stream.sent_as), BucketExchange(world)
+    place = device or next((local_of(tensor).device for tensor in stream.parts.tensors.values()), torch.device("cpu"))
     try:
         for planned in _buckets(stream.planned, size):
             whole = [Item(key, tensor.nbytes, tensor.transfers, target_ranks) for key, tensor in enumerate(planned)]
             items = [item for each in whole for item in stream.replicas.near(each)]
             names = [tensor.name for tensor in planned]
             with world.together():
-                mine = planned if world.rank in target_ranks else []
-                made = {t.name: torch.empty(t.shape, dtype=torch_dtype(t.dtype), device=place) for t in mine}
+                local_plan = planned if world.rank in target_ranks else []
+                assembled = {t.name: torch.empty(t.shape, dtype=torch_dtype(t.dtype), device=place) for t in local_plan}
                 padded = [item.key for item in items if sum(each.size for each in item.transfers) != item.size]
-                room = TargetRoom(made, names, padded, in_place=True)
-                room.begin(range(len(names)))
+                memory = TargetMemory(assembled, names, padded, in_place=True)
+                memory.begin(range(len(names)))
             steps = program(schedule(items, names, rank_of, world, _BUCKET), None, exchange)
             with world.together():
-                carry(steps, source, room, exchange)
-            yield list(made.items())
+                carry(steps, source, memory, exchange)
+            yield list(assembled.items())
     finally:
         exchange.close()
 
 
 def _buckets(planned: Sequence[PlannedTensor], size: int) -> Iterator[list[PlannedTensor]]:
-    """Yield tensors in order, so many at once that they do not exceed a size."""
-    held: list[PlannedTensor] = []
+    """Split tensors, in order, into lists of at most `size` bytes; a larger tensor is alone in its list."""
+    bucket: list[PlannedTensor] = []
     total = 0
     for tensor in planned:
-        if held and total + tensor.nbytes > size:
-            yield held
-            held, total = [], 0
-        held.append(tensor)
+        if bucket and total + tensor.nbytes > size:
+            yield bucket
+            bucket, total = [], 0
+        bucket.append(tensor)
         total += tensor.nbytes
-    if held:
-        yield held
+    if bucket:
+        yield bucket
 
 
 Named = tuple[str, torch.Tensor]
 
 
 class VllmSource:
-    """A model as vLLM's trainer engines take it: a `WeightSource` of vLLM 0.32; collective to make and to go through.
+    """A model as a `WeightSource` of vLLM 0.32, for vLLM's trainer engines; collective to create and to iterate.
 
         source = tx.refit.VllmSource(model, dtype="bf16")
         trainer = WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)
 
-    Its tensors are those that `tx.save(model, ..., to=to)` writes. All ranks go through it to the end, as vLLM's
-    engines do. It needs vLLM in the trainer's environment.
+    Its tensors are those that `tx.save(model, ..., to=to)` writes. All ranks must iterate to the end, as vLLM's engines
+    do. The trainer's environment must have vLLM.
 
     Args:
         state: a model under any parallelism, or a state dict.
         to: the dialect.
-        bucket: bytes of the tensors that are put together at once.
-        group: ranks that hold the state, a process group or a mesh of one dim; None: all.
+        bucket: bytes of the tensors that are assembled together.
+        group: ranks that have the state, a process group or a mesh of one dim; None: all.
 
     The other arguments are those of `tx.refit.named_tensors`.
 
     Raises:
-        TypeError: an argument of a type that it cannot have.
+        TypeError: an argument of a wrong type.
         TransaxleError: on every rank.
     """
 
@@ -320,41 +322,41 @@ class VllmSource:
             read_streaming(self._options)
             self._to, self._bucket = read_text("to", to, "hf"), read_size("bucket", bucket)
             self._device = read_device("device", device)
-        self._planned = planned_stream(state, self._to, self._options, self._world).planned
+        self._planned = plan_stream(state, self._to, self._options, self._world).planned
 
     def metadata(self) -> list[ParamMeta]:
-        """Return name, type and whole shape of everything that comes, in its order."""
+        """Return name, dtype and whole shape of every tensor, in the order of the stream."""
         from vllm.distributed.weight_transfer import ParamMeta
 
         ordered = _by_layer(self._planned)
         return [ParamMeta(each.name, torch_dtype(each.dtype), tuple(each.shape)) for each in ordered]
 
     def __iter__(self) -> Iterator[Named]:
-        stream = planned_stream(self._state, self._to, self._options, self._world)
+        stream = plan_stream(self._state, self._to, self._options, self._world)
         stream, target_ranks = replace(stream, planned=_by_layer(stream.planned)), self._world.ranks
-        for tensors in streamed(stream, target_ranks, self._bucket, self._device, self._world):
+        for tensors in assemble(stream, target_ranks, self._bucket, self._device, self._world):
             yield from tensors
 
     def held_names(self) -> None:
         """Return None: every rank gets every tensor."""
 
     def groups(self) -> list[list[str]]:
-        """Return the names layer by layer."""
+        """Return the tensor names, one list per layer."""
         from vllm.distributed.weight_transfer.base import layerwise_groups
 
         return list(layerwise_groups([each.name for each in self.metadata()]))
 
     def iter_groups(self) -> Iterator[tuple[list[str], list[torch.Tensor]]]:
-        """Yield names and tensors layer by layer; collective."""
+        """Yield (names, tensors), one pair per layer; collective."""
         tensors = iter(self)
         for names in self.groups():
             yield names, [next(tensors)[1] for _ in names]
-        for _ in tensors:  # to the end, as all ranks
+        for _ in tensors:  # iterate to the end, as all ranks must
             raise AssertionError("there are as many tensors as names")
 
 
 def _by_layer(planned: Sequence[PlannedTensor]) -> list[PlannedTensor]:
-    """Return tensors in the order of the layers."""
+    """Sort tensors by layer, in vLLM's order."""
     from vllm.distributed.weight_transfer.base import layerwise_groups
 
     by_name = {each.name: each for each in planned}

@@ -1,4 +1,4 @@
-"""Refit: live weights of a trainer into an inference engine, again and again. It plans once; then only bytes move."""
+"""Refit: sends live weights from a trainer into an inference engine, repeatedly. It plans once; pushes move bytes."""
 
 from __future__ import annotations
 
@@ -34,45 +34,45 @@ from transaxle.live.transport.tensor_exchange import BucketExchange
 from transaxle.live.transport.world import World, is_loss
 from transaxle.quant.entries import put_values, reset_scaling_state
 from transaxle.refit.adapters import read_adapter, source_leaves, target_leaves
-from transaxle.refit.agreement import Agreement, Asked, Buffers, agreed, encode, largest, put
-from transaxle.refit.endpoints import Form, Overlaps, SourceValues, TargetRoom, check_forms, forms
+from transaxle.refit.agreement import Agreement, Buffers, RefitOptions, agree, encode, gather_maxima, put
+from transaxle.refit.endpoints import Form, Overlaps, SourceReader, TargetMemory, check_forms, forms
 from transaxle.refit.hops import Program, program, schedule
 from transaxle.refit.hub_stream import carry
 from transaxle.torch_tensors import Ranks, local_of
 
-_LEAST = 1 << 20
-"""Bytes of a bucket at least."""
+_SMALLEST_BUCKET = 1 << 20
+"""Smallest bucket in bytes."""
 _ANEW = "Make a new Refit when all ranks are there again."
 Pause = Callable[[], AbstractContextManager[Any]]
-"""Returns what is entered while a target is written; see `Refit`."""
+"""Returns a context manager that is active while the target is written; see `Refit`."""
 
 
 @dataclass(frozen=True)
 class RefitReport:
-    """What a push did on this rank."""
+    """Result of a push on this rank."""
 
     version: int
-    """How many pushes there have been, this one included."""
+    """Number of pushes so far, including this one."""
     tensors: int
-    """Target tensors of which this rank holds anything, and which were moved."""
+    """Number of pushed target tensors of which this rank has a part."""
     bytes_needed: int
-    """Bytes of them that other ranks hold."""
+    """Bytes of these parts that only other ranks have."""
     bytes_received: int
-    """Bytes that came from other ranks."""
+    """Bytes received from other ranks."""
     bytes_written: int
     """Bytes written into the target."""
     buffers: int
-    """Bytes of this rank's buckets: at most two of them."""
+    """Bytes of this rank's exchange buckets, of which there are at most two."""
     seconds: float
-    """Wall time."""
+    """Wall-clock seconds of the push."""
 
     def as_json(self) -> dict[str, Any]:
-        """Return it as plain JSON data."""
+        """Return the report as plain JSON data."""
         return asdict(self)
 
 
 class Refit:
-    """Moves live weights into other live tensors of any placement and dialect, as often as asked; collective to make.
+    """Copies live weights into other live tensors of any placement and dialect, repeatedly; creation is collective.
 
         refit = tx.Refit(trainer, {}, group)    # on the trainer's ranks
         refit.push()
@@ -81,29 +81,29 @@ class Refit:
         refit.pull()
 
     Args:
-        src_state: model or state dict to read; a rank without any of it gives `{}`.
-        dst_state: model or state dict to write; likewise.
-        group: ranks of both sides, a process group (see `tx.refit.meet` for that of two jobs) or a mesh of one dim;
+        src_state: model or state dict to read; `{}` on a rank that has no part of it.
+        dst_state: model or state dict to write; `{}` on a rank that has no part of it.
+        group: ranks of both sides, a process group (`tx.refit.meet` makes one across two jobs) or a mesh of one dim;
             None: all.
-        in_place: write what comes straight into the target. It needs no memory for a second copy of this rank's part of
-            the target, but a reader sees old and new weights beside one another, and a push that fails leaves both.
+        in_place: receive values directly in the target. This saves the memory of a second copy of this rank's part, but
+            a reader can see a mixture of old and new weights, and a failed push leaves such a mixture.
         family: model family; None: recognised.
-        dialect: of the target's names; None: recognised.
-        config: the model's config; None: that of a model that has one.
+        dialect: dialect of the target's names; None: recognised.
+        config: the model's config; None: `config` of the model, where it has one.
         rules: path of a table of your own.
-        dtype: `bf16`, `fp16` or `fp32`: parameters of this type take plain floating-point tensors of other types, cast
-            where they are sent; None: other types are refused.
-        strict: refuse names that only one side has, and configs that differ; a tied name may be missing where both are
-            one tensor.
-        bucket: bytes; each rank has two for what is sent.
-        adapter: of a source that is a model of peft: `merged` sends the base with the active adapter merged into it, as
-            a plain model; `alone` sends the adapter, under the names of its files; None: all that the model has, under
-            its own names.
-        pause: called on ranks with a target; returns a context manager that is entered while the target is written,
+        dtype: `bf16`, `fp16` or `fp32`: parameters of this dtype accept plain floating-point tensors of other dtypes,
+            which are cast before they are sent; None: other dtypes are refused.
+        strict: refuse names that only one side has, and configs that differ; the second name of a tied weight may be
+            missing on one side.
+        bucket: bytes of an exchange bucket, of which each rank has two.
+        adapter: for a peft model as source: `merged` sends the base weights with the active adapter merged in, as a
+            model without peft; `alone` sends only the adapter, under the names of its files; None: all tensors of the
+            model, under its own names.
+        pause: called on ranks with a target; returns a context manager that is active while the target is written,
             such as one that stops requests.
 
     Raises:
-        TypeError: an argument of a type that it cannot have.
+        TypeError: an argument of a wrong type.
         TransaxleError: on every rank, with every problem of both sides.
     """
 
@@ -130,14 +130,17 @@ class Refit:
         self._in_place = in_place
         self._pause = pause
         with world.together():
-            asked, bucket_bytes = _asked(family, dialect, config, rules, dtype, strict=strict), _bucket(bucket)
+            options, bucket_bytes = (
+                _read_refit_options(family, dialect, config, rules, dtype, strict=strict),
+                _read_bucket(bucket),
+            )
             self._adapter = read_adapter(adapter)
             source = source_leaves(src_state, self._adapter, values=False)
             target = target_leaves(dst_state, self._adapter)
             self._forms: tuple[Mapping[str, Form], Mapping[str, Form]] = forms(source.tensors), forms(target.tensors)
-        said = {name: getattr(asked, name) for name in ("strict", "dtype", "family", "dialect")}
-        world.require_alike({"adapter": self._adapter, **said, "in_place": in_place, "bucket": bucket_bytes})
-        self._plan: Agreement = agreed((src_state, source), (dst_state, target), world, asked)
+        compared = {name: getattr(options, name) for name in ("strict", "dtype", "family", "dialect")}
+        world.require_alike({"adapter": self._adapter, **compared, "in_place": in_place, "bucket": bucket_bytes})
+        self._plan: Agreement = agree((src_state, source), (dst_state, target), world, options)
         plan = self._plan
         self._exchange = BucketExchange(world)
         self._schedule = schedule(plan.items, plan.names, rank_of, world, bucket_bytes)
@@ -151,12 +154,12 @@ class Refit:
 
     @property
     def version(self) -> int:
-        """How many pushes have changed the target of this rank, or were sent from its source."""
+        """Number of completed pushes in which this rank took part."""
         return self._version
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The target's names of what is moved, those of other ranks too."""
+        """Names of all target tensors that are moved, including those on other ranks."""
         return tuple(dict.fromkeys(self._plan.names))
 
     @property
@@ -166,31 +169,31 @@ class Refit:
 
     @property
     def unexpected(self) -> tuple[str, ...]:
-        """Names that only the source has (`strict=False`), as the target would name them."""
+        """Names that only the source has (`strict=False`), translated into the target's dialect."""
         return self._plan.match.unexpected
 
     def push(self, *, only: Patterns = (), skip: Patterns = ()) -> RefitReport:
-        """Move the values of now; collective: every rank calls this, or `pull`.
+        """Move the current values; collective: every rank calls this, or `pull`.
 
-        All ranks receive everything first; only if all of them have it, each writes it into its target.
+        All ranks receive their values first. Only when all have succeeded, each rank writes its target.
 
         Args:
-            only: patterns of the target's names that are moved; none: all.
-            skip: patterns of names that are not moved, such as those of frozen parameters.
+            only: patterns of target names to move; none: all.
+            skip: patterns of target names to leave out, such as those of frozen parameters.
 
         Raises:
-            TypeError: an argument of a type that it cannot have.
-            TransaxleError: on every rank. The targets are then as they were, unless this writes in place; and where a
-                rank is lost in the moment in which the others begin to write, `version` tells which have written.
+            TypeError: an argument of a wrong type.
+            TransaxleError: on every rank. Targets are unchanged then, unless `in_place`. If a rank is lost just when
+                the others begin to write, their `version` shows which of them have written.
         """
         return self._move((read_patterns("only", only), read_patterns("skip", skip)))
 
     def pull(self) -> RefitReport:
-        """Do the same on a rank that leaves the choice to those that push."""
+        """Take part in a push, and leave the choice of tensors to the ranks that call `push`; collective."""
         return self._move(None)
 
     def close(self) -> None:
-        """Let the buckets go; another push makes them anew."""
+        """Free the exchange buckets; another push allocates them again."""
         self._exchange.close()
         self._programs.clear()
 
@@ -200,21 +203,21 @@ class Refit:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _move(self, asked: _Patterns | None) -> RefitReport:
+    def _move(self, patterns: _Patterns | None) -> RefitReport:
         begin = time.monotonic()
         if self._lost:
             raise refuse("IO", f"an earlier push failed: {self._lost}", hint=_ANEW)
         try:
-            program = self._program(self._wanted(asked))
+            program = self._program(self._choose_names(patterns))
             with ExitStack() as stack:
-                room, own = self._read(program)
+                endpoints, target_leaves_now = self._read(program)
                 if self._in_place:
-                    self._stop_requests(stack, room)
-                buffers = self._receive(program, room)
+                    self._stop_requests(stack, endpoints)
+                buffers = self._receive(program, endpoints)
                 if not self._in_place:
-                    self._stop_requests(stack, room)
+                    self._stop_requests(stack, endpoints)
                 with self._world.together():
-                    written = self._write(program, room, own, buffers)
+                    written_bytes = self._write(program, endpoints, target_leaves_now, buffers)
         except TransaxleError as error:
             self._lost = error.refusals[0].message if is_loss(error) else ""
             raise
@@ -222,21 +225,21 @@ class Refit:
         return RefitReport(
             version=self._version,
             tensors=program.tensors,
-            bytes_needed=program.needed,
+            bytes_needed=program.remote_bytes,
             bytes_received=program.route.received,
-            bytes_written=written,
+            bytes_written=written_bytes,
             buffers=self._exchange.held,
             seconds=time.monotonic() - begin,
         )
 
-    def _wanted(self, asked: _Patterns | None) -> frozenset[str] | None:
-        """Return the names that are moved, as those say that push; None: all. Collective."""
+    def _choose_names(self, patterns: _Patterns | None) -> frozenset[str] | None:
+        """Return the target names that the pushing ranks have chosen; None: all. Collective."""
         world = self._world
-        said = world.gather((self._version, asked))
-        if len({version for version, _ in said}) > 1:
-            versions = ", ".join(f"rank {rank}: {v}" for rank, (v, _) in zip(world.ranks, said, strict=True))
+        answers = world.gather((self._version, patterns))
+        if len({version for version, _ in answers}) > 1:
+            versions = ", ".join(f"rank {rank}: {v}" for rank, (v, _) in zip(world.ranks, answers, strict=True))
             raise refuse("AMBIGUOUS", f"the ranks are at different versions: {versions}", hint=_ANEW)
-        choices = {patterns for _, patterns in said if patterns is not None}
+        choices = {choice for _, choice in answers if choice is not None}
         if len(choices) > 1:
             message = "the ranks push different tensors"
             raise refuse("AMBIGUOUS", message, hint="Give the same only= and skip= wherever push is called.")
@@ -247,14 +250,14 @@ class Refit:
             self._chosen[only, skip] = frozenset(chosen(self.names, only, skip, "tensor"))
         return self._chosen[only, skip]
 
-    def _program(self, wanted: frozenset[str] | None) -> Program:
-        """Return what is carried out for some names; collective when they are asked for the first time."""
-        if wanted not in self._programs:
-            self._programs[wanted] = program(self._schedule, wanted, self._exchange)
-        return self._programs[wanted]
+    def _program(self, names: frozenset[str] | None) -> Program:
+        """Return the program for a choice of names; collective on the first call for this choice."""
+        if names not in self._programs:
+            self._programs[names] = program(self._schedule, names, self._exchange)
+        return self._programs[names]
 
-    def _read(self, program: Program) -> tuple[_Room, Leaves]:
-        """Look at both sides as they are now, and make room for what comes."""
+    def _read(self, program: Program) -> tuple[_Endpoints, Leaves]:
+        """Look up this rank's current source and target tensors, and allocate memory for received values."""
         with self._world.together():
             source = source_leaves(self._states[0], self._adapter, values=True)
             target = target_leaves(self._states[1], self._adapter)
@@ -272,68 +275,70 @@ class Refit:
                 for name, each in plan.codes.items()
             }
             encoded = {name: tensor for name, tensor in codes.items() if tensor is not None}
-            filled = {n: t for n, t in target.tensors.items() if n not in plan.quantized.gone} | values | encoded
-            taken = {name: tensor for name, tensor in filled.items() if name in plan.match.stored}
-            shared = self._overlaps.of(taken)
-            room = TargetRoom(taken, plan.parts, self._padded, in_place=self._in_place, shared=shared)
-            room.begin(program.keys)
-            return _Room(SourceValues(source, plan.sent_as), room, values, encoded), target
+            local_targets = {n: t for n, t in target.tensors.items() if n not in plan.quantized.gone} | values | encoded
+            matched = {name: tensor for name, tensor in local_targets.items() if name in plan.match.stored}
+            shared = self._overlaps.of(matched)
+            memory = TargetMemory(matched, plan.parts, self._padded, in_place=self._in_place, shared=shared)
+            memory.begin(program.keys)
+            return _Endpoints(SourceReader(source, plan.sent_as), memory, values, encoded), target
 
-    def _receive(self, program: Program, room: _Room) -> Buffers:
-        """Exchange everything; every rank has then what it needs. Return the codes and scales that were made of it."""
+    def _receive(self, program: Program, endpoints: _Endpoints) -> Buffers:
+        """Exchange the values of all ranks; return the codes and scales encoded from the received values."""
         with self._world.together():
-            carry(program, room.source, room.target, self._exchange)
+            carry(program, endpoints.source, endpoints.target, self._exchange)
         with self._world.together():
-            room.target.hand_over(room.encoded)
-            room.target.check_shared()
-        targets = {name: each for name, each in self._plan.codes.items() if program.moves(name)}
-        sizes = largest(targets, room.encoded, self._world)
+            endpoints.target.hand_over(endpoints.encoded)
+            endpoints.target.check_shared()
+        targets = {name: encoded_target for name, encoded_target in self._plan.codes.items() if program.moves(name)}
+        sizes = gather_maxima(targets, endpoints.encoded, self._world)
         buffers: dict[str, np.ndarray] = {}
         with self._world.together():
-            for name, each in targets.items():
-                if name in room.encoded:
-                    buffers |= encode(each, room.encoded[name], sizes.get(name), self._world.rank)
+            for name, encoded_target in targets.items():
+                if name in endpoints.encoded:
+                    buffers |= encode(encoded_target, endpoints.encoded[name], sizes.get(name), self._world.rank)
         return buffers
 
-    def _stop_requests(self, stack: ExitStack, room: _Room) -> None:
-        """Enter what the user gave for the time in which the target is written."""
+    def _stop_requests(self, stack: ExitStack, endpoints: _Endpoints) -> None:
+        """Enter the user's `pause` on ranks with a target; it ends with the stack."""
         with self._world.together():
-            if self._pause is not None and room.target:
+            if self._pause is not None and endpoints.target:
                 stack.enter_context(self._pause())
 
-    def _write(self, program: Program, room: _Room, own: Leaves, buffers: Buffers) -> int:
-        """Give this rank's target the values that it has received; return the bytes written."""
+    def _write(self, program: Program, endpoints: _Endpoints, target: Leaves, buffers: Buffers) -> int:
+        """Write the received values into this rank's target; return the number of bytes written."""
         quantized = self._plan.quantized
-        written = room.target.switch() + put(buffers, {name: local_of(own.tensors[name]) for name in buffers})
-        for name, values in room.values.items():
+        written_bytes = endpoints.target.switch() + put(
+            buffers, {name: local_of(target.tensors[name]) for name in buffers}
+        )
+        for name, values in endpoints.values.items():
             if program.moves(name):
-                written += put_values(own.weights[name], local_of(values)) - local_of(values).nbytes
+                written_bytes += put_values(target.weights[name], local_of(values)) - local_of(values).nbytes
         for name in quantized.begins:
-            if name in own.weights and program.moves(name):
-                reset_scaling_state(own.weights[name])
-        settle(own.islands, own.tensors)
-        return written
+            if name in target.weights and program.moves(name):
+                reset_scaling_state(target.weights[name])
+        settle(target.islands, target.tensors)
+        return written_bytes
 
 
 @dataclass(frozen=True)
-class _Room:
-    """Both sides of this rank in one push."""
+class _Endpoints:
+    """This rank's source and target in one push."""
 
-    source: SourceValues
-    """What is sent."""
-    target: TargetRoom
-    """Where it comes in."""
+    source: SourceReader
+    """Reads the values that this rank sends."""
+    target: TargetMemory
+    """Receives values for this rank's target."""
     values: Mapping[str, torch.Tensor]
-    """Values that are quantized into the target when all of them are there, by the parameters' names."""
+    """Received values of parameters that quantize them once all have arrived, by parameter name."""
     encoded: Mapping[str, torch.Tensor]
-    """Values that are encoded for the target, by the names that tables know."""
+    """Received values that are encoded for the target, by logical tensor name."""
 
 
 _Patterns = tuple[tuple[str, ...], tuple[str, ...]]
-"""What is moved, and what is not."""
+"""(patterns of names to move, patterns of names to leave out)."""
 
 
-def _asked(
+def _read_refit_options(
     family: str | None,
     dialect: str | None,
     config: Config | None,
@@ -341,17 +346,17 @@ def _asked(
     dtype: DType | None,
     *,
     strict: bool,
-) -> Asked:
-    """Return what the user says, checked.
+) -> RefitOptions:
+    """Check the user's options, and collect them in one record.
 
     Raises:
-        TypeError: an argument of a type that it cannot have.
+        TypeError: an option of a wrong type.
         Refused: UNSUPPORTED for a `dtype` that parameters cannot be cast to.
     """
     cast_to = read_float_type("dtype", dtype)
     if cast_to is not None:
         check_dtype(cast_to)
-    return Asked(
+    return RefitOptions(
         read_optional_text("family", family, "qwen3_moe"),
         read_optional_text("dialect", dialect, "hf"),
         config,
@@ -361,14 +366,14 @@ def _asked(
     )
 
 
-def _bucket(given: Size) -> int:
-    """Return the bytes of a bucket.
+def _read_bucket(bucket: Size) -> int:
+    """Read the option `bucket`; return the size in bytes.
 
     Raises:
-        TypeError: it is no size.
-        ValueError: it is too small.
+        TypeError: the option is not a size.
+        ValueError: the size is less than 1 MiB.
     """
-    size = read_size("bucket", given)
-    if size < _LEAST:
-        raise ValueError(f"bucket must be at least {_LEAST:,} bytes (1 MiB); got {given!r}")
+    size = read_size("bucket", bucket)
+    if size < _SMALLEST_BUCKET:
+        raise ValueError(f"bucket must be at least {_SMALLEST_BUCKET:,} bytes (1 MiB); got {bucket!r}")
     return size

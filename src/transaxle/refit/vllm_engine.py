@@ -1,17 +1,16 @@
-"""The engine that vLLM's workers call where `weight_transfer_config` names the backend `transaxle`.
+"""Weight transfer engine that vLLM's workers call where `weight_transfer_config` names the backend `transaxle`.
 
-It has the methods of vLLM's `WeightTransferEngine` (0.32), which it does not inherit: nothing of it is needed. What the
-trainer sends comes in beside the running model (`update_weights`); only when all ranks of all sides have everything
-does the trainer say that the model is to have it (`finish_weight_update`).
+It has the methods of vLLM's `WeightTransferEngine` (0.32) without inheriting from it. `update_weights` receives values
+in staging memory, beside the running model. Once all ranks of trainer and engines have received theirs, the trainer
+calls `finish_weight_update`, which copies them into the model.
 
-An error of one worker becomes that of all, and only the last of them raises it: vLLM reads the answers of its workers
-in order, stops at the first error, and takes the answers that it has not read for those of the next call.
+If one worker fails, all do, but only the last one raises the error: vLLM reads its workers' answers in order, stops at
+the first error, and would take the unread answers for those of the next call.
 
-The weights of one vLLM worker: what its parameters are parts of, and how new values get into the running model.
-
-vLLM repacks parameters after it has loaded them: they may have another shape then, be codes of what was loaded, or
-exist only inside a kernel. It knows how each was before, and can repack new values into the same memory: its layer-wise
-reload. Values go through that, already cut, so that whatever vLLM makes of loaded ones it makes of these too.
+`VllmWeights` knows which part of which tensor each parameter of a worker is, and how new values enter the running
+model. vLLM repacks parameters after loading: they may get another shape, be quantized, or exist only inside a kernel.
+Its layer-wise reload remembers their shapes before that, and repacks new values into the same memory. The values of a
+push, already sharded, go through this reload, and so are processed as loaded values are.
 """
 
 from __future__ import annotations
@@ -46,23 +45,23 @@ _WHOLE = "Push all parameters of a layer, or none of them."
 
 @dataclass(frozen=True)
 class Ranks:
-    """Where a worker stands among those that share the model out."""
+    """A worker's position among the tensor-parallel and expert-parallel ranks."""
 
     tp: int
-    """Tensor-parallel ranks."""
+    """Number of tensor-parallel ranks."""
     tp_rank: int
-    """This worker's number among them."""
+    """This worker's tensor-parallel rank."""
     ep: int = 1
-    """Ranks that share out the experts; 1 where each has a part of every expert."""
+    """Number of expert-parallel ranks; 1 where each rank has a part of every expert."""
     ep_rank: int = 0
-    """This worker's number among those."""
+    """This worker's expert-parallel rank."""
 
 
 class Staged(dict[str, torch.Tensor]):
-    """Parameters as they come in, before the running model has them; without memory between two updates.
+    """Staging tensors for a worker's parameters, by name; meta tensors, without memory, between two updates.
 
     Args:
-        config: of the model, which engines compare with the trainer's.
+        config: config of vLLM's model, which is compared with the trainer's.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -71,7 +70,7 @@ class Staged(dict[str, torch.Tensor]):
 
 
 class _Config:
-    """A config, as models carry it."""
+    """A config with `to_dict()`, as the `config` of a transformers model has it."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values = values
@@ -81,52 +80,52 @@ class _Config:
 
 
 @dataclass(frozen=True)
-class _Held:
-    """A parameter or buffer of one layer, as it was before vLLM repacked it."""
+class _Slot:
+    """A parameter or buffer of one layer, in its form before vLLM repacked it."""
 
     layer: nn.Module
-    """Its owner."""
+    """Layer that owns the parameter or buffer."""
     name: str
-    """Its name there."""
+    """Name of the attribute of the layer."""
     form: torch.Tensor
-    """Shape and type; without memory, but for what vLLM never repacks."""
+    """Tensor with the original shape and dtype; a meta tensor, unless vLLM never repacks it."""
 
     @property
     def live(self) -> torch.Tensor | None:
-        """What the running model has of it now."""
-        found: torch.Tensor | None = getattr(self.layer, self.name, None)
-        return found
+        """The tensor that the running model has now; None if there is none."""
+        tensor: torch.Tensor | None = getattr(self.layer, self.name, None)
+        return tensor
 
 
 class VllmWeights:
-    """What a worker's model takes.
+    """The parameters of a worker's model, as parts of whole tensors, and their staging memory.
 
     Args:
-        model: vLLM's.
-        config: of the model, as vLLM read it.
-        ranks: where the worker stands.
-        device: where its parameters are.
+        model: vLLM's model on this worker.
+        config: config of the model, as vLLM read it.
+        ranks: the worker's parallel ranks.
+        device: device of its parameters.
 
     Raises:
-        TransaxleError: with every parameter that is not understood.
+        TransaxleError: with every parameter whose part of the model is unknown.
     """
 
     def __init__(self, model: nn.Module, config: Mapping[str, Any], ranks: Ranks, device: torch.device) -> None:
         self._model, self._device = model, device
-        self._held = dict(_held(model))
-        parameters = [name for name, each in self._held.items() if each.name in _names(each.layer, buffers=False)]
+        self._slots = dict(_find_slots(model))
+        parameters = [name for name, each in self._slots.items() if each.name in _names(each.layer, buffers=False)]
         read = recognise(parameters, config, builtin(), None, DIALECT)
-        parts = engine_parts(read.family, DIALECT, config, self._held, tp=ranks.tp, ep=ranks.ep)
-        self._twins = _twins(self._held, parts)
+        parts = engine_parts(read.family, DIALECT, config, self._slots, tp=ranks.tp, ep=ranks.ep)
+        self._twins = _twins(self._slots, parts)
         parts = {name: part for name, part in parts.items() if name not in self._twins}
-        unread = [n for n in parameters if n not in parts and n not in self._twins and not _is_scale(self._held[n])]
+        unread = [n for n in parameters if n not in parts and n not in self._twins and not _is_scale(self._slots[n])]
         problems = [
             Refusal("UNSUPPORTED", f"the table {read.family.name} does not say what it is", Where(None, name), _ANOTHER)
             for name in unread
         ]
         self.staged = Staged(for_ranks(config, 1 if ranks.ep > 1 else ranks.tp))
         for name, part in parts.items():
-            form = self._held[name].form
+            form = self._slots[name].form
             try:
                 share = _share(tuple(form.shape), part, ranks)
             except ValueError as error:
@@ -134,7 +133,7 @@ class VllmWeights:
                 continue
             self.staged[name] = mark(torch.empty_like(form, device="meta").detach(), share)
         self._shares = dict(self.staged)
-        if device.type != "cpu" and any(_prepares_experts(each.layer) for each in self._held.values()):
+        if device.type != "cpu" and any(_prepares_experts(each.layer) for each in self._slots.values()):
             problems.append(
                 Refusal("UNSUPPORTED", "vLLM prepares experts in a way that it does not repeat", Where(), _ANOTHER)
             )
@@ -142,38 +141,38 @@ class VllmWeights:
             raise gathered(problems)
 
     def begin(self, names: Iterable[str]) -> None:
-        """Make room for the values of parameters."""
+        """Allocate staging memory for the values of these parameters."""
         for name in names:
-            empty = self._shares[name]
-            room = torch.empty(empty.shape, dtype=empty.dtype, device=self._device)
-            self.staged[name] = mark(room, part_of(empty))
+            share = self._shares[name]
+            memory = torch.empty(share.shape, dtype=share.dtype, device=self._device)
+            self.staged[name] = mark(memory, part_of(share))
 
     def drop(self) -> None:
-        """Give the room back."""
+        """Free the staging memory."""
         self.staged.update(self._shares)
 
     def apply(self, model_config: Any) -> None:
-        """Give the running model the values that have come in, and give the room back.
+        """Copy the staged values into the running model through vLLM's reload, and free the staging memory.
 
         Args:
-            model_config: vLLM's.
+            model_config: vLLM's `ModelConfig`.
         """
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
         values = self._values()
-        for layer in {id(self._held[name].layer): self._held[name].layer for name in values}.values():
+        for layer in {id(self._slots[name].layer): self._slots[name].layer for name in values}.values():
             if _prepares_experts(layer):
                 layer.quant_method.moe_kernel = None  # type: ignore[union-attr]  # vLLM's own
-        with torch.no_grad(), _quiet(), _taking_parts(self._held[name] for name in values):
+        with torch.no_grad(), _quiet(), _load_shards(self._slots[name] for name in values):
             initialize_layerwise_reload(self._model)
             try:
                 for name, value in values.items():
-                    each = self._held[name]
-                    into = getattr(each.layer, each.name)
-                    getattr(into, _LOADER)(into, value)
+                    slot = self._slots[name]
+                    parameter = getattr(slot.layer, slot.name)
+                    getattr(parameter, _LOADER)(parameter, value)
             except BaseException:
-                for layer in self._model.modules():  # those that are not through keep what they have
+                for layer in self._model.modules():  # layers that are not finished keep their weights
                     info = get_layerwise_info(layer)
                     info.load_numel = 0
                     info.loaded_weights.clear()
@@ -183,90 +182,90 @@ class VllmWeights:
         self.drop()
 
     def _values(self) -> dict[str, torch.Tensor]:
-        """Return what every layer gets that gets anything, buffers of its own included: it is made anew."""
+        """Return all tensors of each layer that has a new value; vLLM reloads whole layers, so the rest are copied."""
         values: dict[str, torch.Tensor] = {name: tensor for name, tensor in self.staged.items() if not tensor.is_meta}
         values |= {twin: values[name] for twin, name in self._twins.items() if name in values}
-        touched = {id(self._held[name].layer) for name in values}
-        for name, each in self._held.items():
-            live = each.live
-            if name not in values and id(each.layer) in touched and live is not None and live.shape == each.form.shape:
+        touched = {id(self._slots[name].layer) for name in values}
+        for name, slot in self._slots.items():
+            live = slot.live
+            if name not in values and id(slot.layer) in touched and live is not None and live.shape == slot.form.shape:
                 values[name] = live.detach().clone()
         return values
 
 
-def split_layers(names: Iterable[str], wanted: Collection[str]) -> None:
-    """Refuse to give a layer some of its parameters alone: vLLM repacks them together.
+def split_layers(names: Iterable[str], chosen_names: Collection[str]) -> None:
+    """Refuse a choice with only some parameters of a layer: vLLM repacks a layer as a whole.
 
     Args:
-        names: all parameters.
-        wanted: those that are moved.
+        names: names of all parameters.
+        chosen_names: names of the parameters to push.
 
     Raises:
         Refused: UNSUPPORTED.
     """
-    touched = {name.rpartition(".")[0] for name in wanted}
-    left = [name for name in names if name not in wanted and name.rpartition(".")[0] in touched]
-    if left:
+    touched = {name.rpartition(".")[0] for name in chosen_names}
+    missing = [name for name in names if name not in chosen_names and name.rpartition(".")[0] in touched]
+    if missing:
         message = "vLLM repacks a layer as a whole, and this parameter of one is not pushed"
-        raise gathered(Refusal("UNSUPPORTED", message, Where(None, name), _WHOLE) for name in left)
+        raise gathered(Refusal("UNSUPPORTED", message, Where(None, name), _WHOLE) for name in missing)
 
 
 def _names(layer: nn.Module, *, buffers: bool) -> dict[str, torch.Tensor]:
-    """Return what vLLM loads into a layer, in its form before it is repacked."""
+    """Return the tensors that vLLM loads into a layer, in their form before repacking, by attribute name."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
     from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 
-    parameters, others = get_layerwise_info(layer).restore_metadata
+    parameters, all_buffers = get_layerwise_info(layer).restore_metadata
     live = {n: p for n, p in layer._parameters.items() if p is not None and n in SKIP_TENSORS}
-    passing = layer._non_persistent_buffers_set
-    kept = {n: b for n, b in others.items() if n not in passing} if buffers else {}
-    return {**parameters, **live, **kept}
+    non_persistent = layer._non_persistent_buffers_set
+    layer_buffers = {n: b for n, b in all_buffers.items() if n not in non_persistent} if buffers else {}
+    return {**parameters, **live, **layer_buffers}
 
 
-def _held(model: nn.Module) -> Iterator[tuple[str, _Held]]:
+def _find_slots(model: nn.Module) -> Iterator[tuple[str, _Slot]]:
     for path, layer in model.named_modules():
         for name, form in _names(layer, buffers=True).items():
-            yield f"{path}.{name}" if path else name, _Held(layer, name, form)
+            yield f"{path}.{name}" if path else name, _Slot(layer, name, form)
 
 
-def _twins(held: Mapping[str, _Held], known: Collection[str]) -> dict[str, str]:
-    """Return the names of tied parameters, of which there is one tensor: -> the first name that the table knows."""
+def _twins(slots: Mapping[str, _Slot], table_names: Collection[str]) -> dict[str, str]:
+    """Return, for names of tied parameters: name -> first name of the same tensor that the table knows."""
     first: dict[int, str] = {}
-    for name in known:
-        if held[name].live is not None:
-            first.setdefault(id(held[name].live), name)
-    return {name: first[id(e.live)] for name, e in held.items() if first.get(id(e.live), name) != name}
+    for name in table_names:
+        if slots[name].live is not None:
+            first.setdefault(id(slots[name].live), name)
+    return {name: first[id(e.live)] for name, e in slots.items() if first.get(id(e.live), name) != name}
 
 
-def _is_scale(each: _Held) -> bool:
-    """Tell whether a parameter belongs to the cache of keys and values, which no trainer has."""
+def _is_scale(slot: _Slot) -> bool:
+    """Tell whether a parameter is a scale of an attention layer's key-value cache, which no trainer has."""
     from vllm.model_executor.layers.attention import is_deferred_attention_layer
 
-    return bool(is_deferred_attention_layer(each.layer))
+    return bool(is_deferred_attention_layer(slot.layer))
 
 
 def _share(shape: tuple[int, ...], part: tuple[int, tuple[Intervals, ...]] | None, ranks: Ranks) -> Part | None:
-    """Return what a worker holds of a parameter; None where it holds all of it.
+    """Return the part of a whole tensor that a worker's parameter is; None if it is the whole tensor.
 
     Raises:
-        ValueError: the worker holds something else than the table says.
+        ValueError: the parameter's size differs from that of the part that the table gives it.
     """
     if part is None:
         return None
     dim, positions = part
-    own = positions[ranks.ep_rank if len(positions) == ranks.ep > 1 else ranks.tp_rank]
-    count = sum(stop - start for start, stop in own)
+    intervals = positions[ranks.ep_rank if len(positions) == ranks.ep > 1 else ranks.tp_rank]
+    count = sum(stop - start for start, stop in intervals)
     if shape[dim] != count:
         raise ValueError(f"vLLM has {shape[dim]} along dim {dim} on this worker, where the table gives it {count}")
     whole = max(stop for each in positions for _, stop in each)
-    held = tuple(own if at == dim else ((0, size),) for at, size in enumerate(shape))
-    return Part((*shape[:dim], whole, *shape[dim + 1 :]), held)
+    box = tuple(intervals if at == dim else ((0, size),) for at, size in enumerate(shape))
+    return Part((*shape[:dim], whole, *shape[dim + 1 :]), box)
 
 
 def _prepares_experts(layer: nn.Module) -> bool:
-    """Tell whether vLLM packs the experts of a layer only when it makes their kernel: its reload leaves that out.
+    """Tell whether vLLM packs a layer's experts while it creates their kernel, a step that its reload skips.
 
-    On a CPU the kernel is made anew, as when the weights were first loaded.
+    On a CPU we let it create the kernel anew, as at the first load; on other devices this is refused.
     """
     from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExperts
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
@@ -280,7 +279,7 @@ def _prepares_experts(layer: nn.Module) -> bool:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep vLLM from warning of layers that get nothing, such as tables of positions: nothing was to get there."""
+    """Silence vLLM's warnings about layers without new values, such as position tables: these are intended."""
     log = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
     level = log.level
     log.setLevel(logging.ERROR)
@@ -291,17 +290,17 @@ def _quiet() -> Iterator[None]:
 
 
 @contextmanager
-def _taking_parts(held: Iterable[_Held]) -> Iterator[None]:
-    """Let parameters take values that are cut already; vLLM's own loaders cut whole ones."""
+def _load_shards(slots: Iterable[_Slot]) -> Iterator[None]:
+    """Let parameters load values that are sharded already; outside the block vLLM's loaders shard whole ones."""
     from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-    usual = [(each.form, getattr(each.form, _LOADER, None)) for each in held]
-    for form, _ in usual:
+    loaders = [(each.form, getattr(each.form, _LOADER, None)) for each in slots]
+    for form, _ in loaders:
         setattr(form, _LOADER, default_weight_loader)
     try:
         yield
     finally:
-        for form, loader in usual:
+        for form, loader in loaders:
             if loader is None:
                 delattr(form, _LOADER)
             else:
@@ -309,52 +308,52 @@ def _taking_parts(held: Iterable[_Held]) -> Iterator[None]:
 
 
 def check_config(vllm_config: Any) -> None:
-    """Refuse what a worker is asked to do with its weights beside serving them.
+    """Refuse vLLM options that change a worker's weights in ways that cannot be refitted, such as LoRA or offloading.
 
     Args:
-        vllm_config: vLLM's.
+        vllm_config: vLLM's `VllmConfig`.
 
     Raises:
         Refused: UNSUPPORTED.
     """
     parallel = vllm_config.parallel_config
     offloads = getattr(getattr(vllm_config, "cache_config", None), "cpu_offload_gb", 0)
-    for asked, what in (
+    for enabled, feature in (
         (getattr(vllm_config, "lora_config", None) is not None, "adapters (enable_lora)"),
         (getattr(parallel, "enable_eplb", False), "experts that move between ranks (enable_eplb)"),
         (getattr(parallel, "expert_placement_strategy", "linear") != "linear", "experts that are dealt out in turn"),
         (bool(offloads), "weights that are offloaded"),
     ):
-        if asked:
-            raise refuse("UNSUPPORTED", f"this vLLM has {what}: its parameters are not told apart", hint=_ANOTHER)
+        if enabled:
+            raise refuse("UNSUPPORTED", f"this vLLM has {feature}: its parameters are not told apart", hint=_ANOTHER)
 
 
 VERSION = 2
-"""Of what trainers and engines say to each other."""
+"""Version of the messages between trainers and engines."""
 _LOG = logging.getLogger("transaxle.vllm")
 _SAME = "Install the same version of transaxle in the trainer and in vLLM."
 
 
 @dataclass(frozen=True)
-class PieceOverlap:
-    """What a trainer says when it comes; plain JSON."""
+class Meeting:
+    """Message with which a trainer invites an engine to meet; plain JSON."""
 
     version: int
-    """See `VERSION`."""
+    """Version of the message format, `VERSION` of the sender."""
     address: str
-    """`HOST:PORT` where all ranks meet; "": only find out whether this engine can take weights."""
+    """`HOST:PORT` where all ranks meet; "": only check whether this engine can take weights."""
     first: int
-    """Number of this engine's first worker in the meeting."""
+    """Rank of this engine's first worker in the common group."""
     size: int
-    """How many ranks meet."""
+    """Number of ranks in the common group."""
     backend: str
-    """Of the process group."""
+    """Backend of the common group, `gloo` or `nccl`."""
     timeout: float
     """Seconds that ranks wait for each other."""
     secret: str = field(default="", repr=False)
-    """Of the meeting: all ranks prove that they know it."""
+    """Secret that each rank must prove to know."""
     dtype: str | None = None
-    """See `Refit`, as the following."""
+    """Option `dtype` of `Refit`; the fields below are options of `Refit` too."""
     family: str | None = None
     strict: bool = True
     bucket: Size = "64MB"
@@ -365,29 +364,29 @@ class PieceOverlap:
         return asdict(self)
 
 
-wire.tellable(PieceOverlap)  # the trainer's first rank tells the others
+wire.tellable(Meeting)  # the trainer's first rank sends it to the others
 
 
 @dataclass(frozen=True)
 class Update:
-    """What a trainer says when it pushes; plain JSON."""
+    """Message with which a trainer announces a push; plain JSON."""
 
     only: list[str]
-    """Patterns of the parameters that are moved; none: all."""
+    """Patterns of the parameter names to push; none: all."""
     skip: list[str]
-    """Patterns of those that are not."""
+    """Patterns of the parameter names to leave out."""
     forget: bool
-    """Take nothing, and forget what has come."""
+    """Receive nothing, and drop values that were received before."""
 
 
 class VllmEngine:
-    """Takes weights into one worker's model.
+    """Receives weights for one worker's model.
 
     Args:
-        config: vLLM's config of the transfer.
-        vllm_config: its whole config.
-        device: where the parameters are.
-        model: this worker's.
+        config: vLLM's `WeightTransferConfig`.
+        vllm_config: vLLM's `VllmConfig`.
+        device: device of the parameters.
+        model: this worker's model.
     """
 
     supports_draft_weight_update = False
@@ -402,64 +401,71 @@ class VllmEngine:
         self._open = False
         self._complete = False
 
-    def parse_init_info(self, init_dict: Mapping[str, Any]) -> PieceOverlap:
-        """Read what a trainer says when it comes; what is wrong with it is said by `init_transfer_engine`."""
+    def parse_init_info(self, init_dict: Mapping[str, Any]) -> Meeting:
+        """Read a trainer's invitation; `init_transfer_engine` refuses one of another version."""
         if init_dict.get("version") != VERSION:
-            return PieceOverlap(-1, "", 0, 0, "", 0)
-        known = {each.name for each in fields(PieceOverlap)}
-        return PieceOverlap(**{name: value for name, value in init_dict.items() if name in known})
+            return Meeting(-1, "", 0, 0, "", 0)
+        field_names = {each.name for each in fields(Meeting)}
+        return Meeting(**{name: value for name, value in init_dict.items() if name in field_names})
 
     def parse_update_info(self, update_dict: Mapping[str, Any]) -> Update:
-        """Read what a trainer says when it pushes."""
+        """Read a trainer's announcement of a push."""
         return Update(list(update_dict.get("only", ())), list(update_dict.get("skip", ())), "forget" in update_dict)
 
-    def init_transfer_engine(self, init_info: PieceOverlap) -> None:
-        """Find out what the model takes, and meet the trainer."""
+    def init_transfer_engine(self, init_info: Meeting) -> None:
+        """Analyse the model's parameters, and meet the trainer where the invitation has an address."""
 
         def begin() -> None:
             if init_info.version != VERSION:
                 raise refuse("UNSUPPORTED", "the trainer is of another version of transaxle", hint=_SAME)
             if self._weights is None:
-                self._weights = self._understood()
+                self._weights = self._analyse()
             if init_info.address:
                 self._meet(init_info)
 
         self.shutdown()
         self._as_one(begin)
 
-    def _understood(self) -> VllmWeights:
+    def _analyse(self) -> VllmWeights:
         check_config(self.vllm_config)
         config = dict(self.model_config.hf_config.to_dict())
         return VllmWeights(self.model, config, _ranks(self.vllm_config.parallel_config), self.device)
 
-    def _meet(self, said: PieceOverlap) -> None:
+    def _meet(self, meeting: Meeting) -> None:
         parallel = self.vllm_config.parallel_config
-        number = said.first + parallel.data_parallel_index * parallel.world_size + parallel.rank
-        group = meet(said.address, number, said.size, secret=said.secret, backend=said.backend, timeout=said.timeout)
+        number = meeting.first + parallel.data_parallel_index * parallel.world_size + parallel.rank
+        group = meet(
+            meeting.address,
+            number,
+            meeting.size,
+            secret=meeting.secret,
+            backend=meeting.backend,
+            timeout=meeting.timeout,
+        )
         assert self._weights is not None  # it is made before
         self._world = World(group)
-        self._world.gather((number - said.first, self._open))
+        self._world.gather((number - meeting.first, self._open))
         self._refit = Refit(
             {}, self._weights.staged, group,
-            in_place=True, dialect=DIALECT, family=said.family, dtype=said.dtype, strict=said.strict,
-            bucket=said.bucket, adapter=said.adapter,  # type: ignore[arg-type]  # Refit checks it
+            in_place=True, dialect=DIALECT, family=meeting.family, dtype=meeting.dtype, strict=meeting.strict,
+            bucket=meeting.bucket, adapter=meeting.adapter,  # type: ignore[arg-type]  # Refit checks it
         )  # fmt: skip
 
     def set_weight_update_target(self, *_: object) -> None:
-        """Refuse another model: vLLM asks first, see `supports_draft_weight_update`."""
+        """Refuse: only the main model can be updated, as `supports_draft_weight_update` says."""
         raise RuntimeError("the backend transaxle updates no draft model")
 
     def reset_weight_update_target(self) -> None:
-        """Do nothing: there is one model only."""
+        """Do nothing: the main model is the only target."""
 
     def start_weight_update(self) -> None:
-        """Forget what an earlier update has left."""
+        """Begin an update; values left by an earlier one are dropped."""
         self._open, self._complete = True, False
         if self._weights is not None:
             self._weights.drop()
 
     def update_weights(self, update_info: Mapping[str, Any]) -> None:
-        """Take everything that the trainer sends; an error is raised in the trainer, where all learn of it."""
+        """Receive the trainer's values; an error is raised in the trainer, not here."""
         info = self.parse_update_info(update_info)
         self._complete = not info.forget and self._as_one(lambda: self._receive(info), silent=True)
 
@@ -468,15 +474,15 @@ class VllmEngine:
         if weights is None or refit is None or world is None:
             raise refuse("IO", "no trainer has met this engine", hint="Make a new VllmRefit.")
         with world.together():
-            wanted = chosen(refit.names, tuple(info.only), tuple(info.skip), "tensor")
-            split_layers(refit.names, frozenset(wanted))
-            weights.begin(name for name in wanted if name in weights.staged)
+            chosen_names = chosen(refit.names, tuple(info.only), tuple(info.skip), "tensor")
+            split_layers(refit.names, frozenset(chosen_names))
+            weights.begin(name for name in chosen_names if name in weights.staged)
         refit.push(only=info.only, skip=info.skip)
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
 
     def finish_weight_update(self) -> None:
-        """Give the running model what has come in; nothing, if not all of it has."""
+        """Copy the received values into the running model, if the update is complete; otherwise drop them."""
         complete, self._open, self._complete = self._complete, False, False
         weights = self._weights
         if weights is None:
@@ -486,10 +492,10 @@ class VllmEngine:
         weights.drop()
 
     def drain_pending(self) -> None:
-        """Do nothing: what is finished is there."""
+        """Do nothing: no work is pending after `finish_weight_update`."""
 
     def shutdown(self) -> None:
-        """Leave the trainer; the model keeps the weights it has."""
+        """Leave the common group; the model keeps its weights."""
         if self._refit is not None:
             self._refit.close()
         if self._weights is not None:
@@ -497,22 +503,22 @@ class VllmEngine:
         self._refit, self._world, self._complete = None, None, False
 
     def _as_one(self, action: Callable[[], None], *, silent: bool = False) -> bool:
-        """Run something on all workers; tell whether it succeeded on all of them.
+        """Run an action on every worker; return whether it succeeded on all of them.
 
         Args:
-            action: what is run.
-            silent: log what fails, and raise nothing.
+            action: called on this worker.
+            silent: only log errors, and raise none.
 
         Raises:
             RuntimeError: on the last worker.
         """
-        said = ""
+        failure = ""
         try:
             action()
         except Exception as error:  # noqa: BLE001 - raised below, on one worker
             _LOG.warning("weights cannot be taken: %s", error)
-            said = str(error)
-        failures = [each for each in self._workers().gather(said) if each]
+            failure = str(error)
+        failures = [each for each in self._workers().gather(failure) if each]
         parallel = self.vllm_config.parallel_config
         if failures and not silent and parallel.rank == parallel.world_size - 1:
             raise RuntimeError(failures[0])
@@ -525,7 +531,7 @@ class VllmEngine:
 
 
 def _ranks(parallel: Any) -> Ranks:
-    """Return where this worker stands."""
+    """Return this worker's parallel ranks."""
     from vllm.distributed.parallel_state import get_ep_group, get_tp_group
 
     tp = get_tp_group()

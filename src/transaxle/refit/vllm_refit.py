@@ -1,6 +1,7 @@
-"""The trainer's side of the plug for vLLM: it comes to running engines, and pushes its weights into them.
+"""The trainer's side of the vLLM plugin: it connects to running engines, and pushes its weights into them.
 
-How a trainer tells vLLM what to do: over HTTP, by an `LLM` in this process, or by a client of vLLM's own kind.
+A trainer controls an engine over HTTP, through an `LLM` object in this process, or through a client with the methods of
+vLLM's own.
 """
 
 from __future__ import annotations
@@ -42,59 +43,59 @@ from transaxle.options import select
 from transaxle.refit.adapters import MERGED, read_adapter
 from transaxle.refit.hops import meet
 from transaxle.refit.refitting import Pause, Refit, RefitReport
-from transaxle.refit.vllm_engine import DIALECT, VERSION, PieceOverlap, split_layers
+from transaxle.refit.vllm_engine import DIALECT, VERSION, Meeting, split_layers
 from transaxle.torch_tensors import Ranks
 
 _LOCAL = "127.0.0.1"
 _PORTS = {"http": 80, "https": 443}
-_LONGEST = 1 << 20
-"""Bytes of an answer: vLLM's have a few hundred."""
-_SHOWN = 2000
-"""Characters of an answer that an error shows."""
-_MOST = 1 << 20
-"""Workers of an engine."""
-_DEV = "Is it there, and was it started with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config?"
+_LONGEST_ANSWER = 1 << 20
+"""Longest accepted answer in bytes; vLLM's have a few hundred."""
+_SHOWN_CHARACTERS = 2000
+"""Number of characters of an answer that an error shows."""
+_MOST_WORKERS = 1 << 20
+"""Largest accepted number of workers of an engine."""
+_CHECK_SERVER = "Is it there, and was it started with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config?"
 _FINISH = "Let requests finish before you push, or use a server, which stops them by itself."
-Said = Mapping[str, Any]
+Payload = Mapping[str, Any]
 
 
 class Control(Protocol):
-    """What a trainer asks of one engine."""
+    """Controls one engine on behalf of a trainer."""
 
     def workers(self) -> int:
-        """Return how many workers the engine has."""
+        """Return the number of the engine's workers."""
 
     def local_host(self) -> str:
-        """Return the address of this machine as the engine can reach it."""
+        """Return an address of this machine that the engine can reach."""
 
-    def init(self, info: Said) -> None:
-        """Say who comes."""
+    def init(self, info: Payload) -> None:
+        """Send the fields of a `Meeting`."""
 
     def pause(self) -> None:
-        """Let requests finish, and hold back new ones."""
+        """Wait until running requests have finished, and hold back new ones."""
 
     def start(self) -> None:
-        """Say that an update begins."""
+        """Begin an update."""
 
-    def update(self, info: Said) -> None:
-        """Say what comes; returns when it is there."""
+    def update(self, info: Payload) -> None:
+        """Send the fields of an `Update`; return when the engine has received all values."""
 
     def finish(self, version: str | None) -> None:
-        """Say that the engine is to have what has come."""
+        """End the update: the engine's model gets the received values, if they are complete."""
 
     def resume(self) -> None:
-        """Forget what was computed with older weights, and serve requests again."""
+        """Clear caches computed with older weights, and serve requests again."""
 
 
 class _Server:
-    """A server, `vllm serve`. Errors show neither what is secret in its URL nor what it was told in confidence.
+    """Controls a server, `vllm serve`, over HTTP. Errors show neither secrets of its URL nor the meeting's secret.
 
     Args:
-        url: its address; a user and password in it are sent as such.
-        timeout: seconds that it may take for an answer.
+        url: address of the server; a user and password in it are sent as HTTP basic authentication.
+        timeout: seconds within which the server must answer.
 
     Raises:
-        ValueError: it is no address of the web.
+        ValueError: `url` is not an HTTP URL.
         Refused: UNSUPPORTED where httpx is not installed.
     """
 
@@ -104,33 +105,41 @@ class _Server:
         except ImportError:
             message, hint = "no installed package speaks HTTP to vLLM", f"Install it:  {install('vllm')}"
             raise refuse("UNSUPPORTED", message, hint=hint) from None
-        self._shown, self._timeout = without_secrets(url), timeout
+        self._with_values, self._timeout = without_secrets(url), timeout
         try:
             parsed = httpx.URL(url.rstrip("/"))
         except (httpx.InvalidURL, ValueError):
             parsed = httpx.URL()
         if parsed.scheme not in _PORTS or not parsed.host or parsed.query or parsed.fragment:
-            raise ValueError(f"engine must be a URL such as http://10.0.0.8:8000; got {self._shown}")
+            raise ValueError(f"engine must be a URL such as http://10.0.0.8:8000; got {self._with_values}")
         self._url = parsed.copy_with(userinfo=b"")
         self._host, self._port = parsed.host, parsed.port or _PORTS[parsed.scheme]
         self._trusted = ssl.create_default_context() if parsed.scheme == "https" else False
         self._login = httpx.BasicAuth(parsed.username, parsed.password) if parsed.userinfo else None
         encoded = base64.b64encode(f"{parsed.username}:{parsed.password}".encode()).decode()
-        own = parsed.password or parsed.username  # a user alone is a token
+        credential = parsed.password or parsed.username  # a user alone is a token
         raw = parsed.userinfo.decode("ascii")
-        forms = (own, raw, raw.partition(":")[2], quote(own), quote(own, ""), json.dumps(own)[1:-1], encoded)
+        forms = (
+            credential,
+            raw,
+            raw.partition(":")[2],
+            quote(credential),
+            quote(credential, ""),
+            json.dumps(credential)[1:-1],
+            encoded,
+        )
         self._secrets = {each for each in forms if each} if parsed.userinfo else set[str]()
 
-    def _ask(self, path: str, said: Said | None = None, *, post: bool = True) -> Mapping[str, Any]:
-        """Return what the server answers; {} where that is no object, which nobody reads."""
+    def _ask(self, path: str, payload: Payload | None = None, *, post: bool = True) -> Mapping[str, Any]:
+        """Send a request, and return the answer's JSON object; {} if the answer is other JSON."""
         import httpx
 
-        content = json.dumps(said).encode() if said is not None else b""
+        content = json.dumps(payload).encode() if payload is not None else b""
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity", "User-Agent": "transaxle"}
-        where = f"{self._url}/{path}".partition("?")[0]
+        address = f"{self._url}/{path}".partition("?")[0]
         body = bytearray()
-        # nobody in between: no proxy of the environment, and no login that it has for other programs
-        how: dict[str, Any] = {
+        # ignore the environment's proxies and .netrc: the request must reach the server directly
+        client_options: dict[str, Any] = {
             "timeout": self._timeout,
             "trust_env": False,
             "auth": self._login,
@@ -138,61 +147,65 @@ class _Server:
         }
         try:
             with (
-                httpx.Client(follow_redirects=False, **how) as client,
+                httpx.Client(follow_redirects=False, **client_options) as client,
                 client.stream(
                     "POST" if post else "GET", f"{self._url}/{path}", content=content, headers=headers
-                ) as got,
+                ) as answer,
             ):
-                begun = time.monotonic()
-                for part in got.iter_raw():
-                    body += part[: _LONGEST + 1 - len(body)]
-                    if len(body) > _LONGEST:
-                        raise refuse("IO", f"{where} sent more than {_LONGEST:,} bytes", hint=_DEV)
-                    if time.monotonic() - begun > self._timeout:
-                        raise refuse("IO", f"{where} did not end its answer in {self._timeout:g} s", hint=_DEV)
-                status, to = got.status_code, got.headers.get("Location")
+                started = time.monotonic()
+                for part in answer.iter_raw():
+                    body += part[: _LONGEST_ANSWER + 1 - len(body)]
+                    if len(body) > _LONGEST_ANSWER:
+                        raise refuse("IO", f"{address} sent more than {_LONGEST_ANSWER:,} bytes", hint=_CHECK_SERVER)
+                    if time.monotonic() - started > self._timeout:
+                        raise refuse(
+                            "IO", f"{address} did not end its answer in {self._timeout:g} s", hint=_CHECK_SERVER
+                        )
+                status, to = answer.status_code, answer.headers.get("Location")
         except httpx.HTTPError as error:
             message = f"{self._url} cannot be reached: {self._harmless(str(error)) or type(error).__name__}"
-            raise refuse("IO", message, hint=_DEV) from None
+            raise refuse("IO", message, hint=_CHECK_SERVER) from None
         except (ValueError, httpx.InvalidURL, httpx.StreamError) as error:
-            raise refuse("IO", f"asking {self._url}: {type(error).__name__}", hint=_DEV) from None
+            raise refuse("IO", f"asking {self._url}: {type(error).__name__}", hint=_CHECK_SERVER) from None
         if to is not None and 300 <= status < 400:
-            message = f"{where} redirects to {self._harmless(to)}; nothing was sent there"
+            message = f"{address} redirects to {self._harmless(to)}; nothing was sent there"
             raise refuse("IO", message, hint="Give the address of vLLM itself.")
         if not 200 <= status < 300:
-            raise refuse("IO", f"{where} answered {status}: {self._harmless(_text(body))}", hint=_DEV)
-        return self._read(where, bytes(body))
+            raise refuse("IO", f"{address} answered {status}: {self._harmless(_text(body))}", hint=_CHECK_SERVER)
+        return self._read(address, bytes(body))
 
-    def _read(self, where: str, body: bytes) -> Mapping[str, Any]:
+    def _read(self, address: str, body: bytes) -> Mapping[str, Any]:
         try:
-            found = json.loads(body or b"null")
+            answer = json.loads(body or b"null")
         except (ValueError, RecursionError):
-            message = f"{where} answered no JSON: {self._harmless(_text(body))}"
+            message = f"{address} answered no JSON: {self._harmless(_text(body))}"
             raise refuse("IO", message, hint="Is it vLLM that listens there?") from None
-        return found if isinstance(found, dict) else {}
+        return answer if isinstance(answer, dict) else {}
 
     def _harmless(self, text: str) -> str:
-        """Return what somebody says without what is secret."""
+        """Return a text without secrets and control characters, cut to a readable length."""
         for secret in sorted(self._secrets, key=len, reverse=True):
             text = text.replace(secret, "…")
-        return "\n".join(harmless(line) for line in text[:_SHOWN].splitlines() if line.strip())
+        return "\n".join(harmless(line) for line in text[:_SHOWN_CHARACTERS].splitlines() if line.strip())
 
     def workers(self) -> int:
         answer = self._ask("get_world_size", post=False)
         size = answer.get("world_size")
-        if type(size) is not int or not 1 <= size <= _MOST:
+        if type(size) is not int or not 1 <= size <= _MOST_WORKERS:
             message = f"{self._url} does not say how many workers it has"
             raise refuse("IO", message, hint="Is it vLLM that listens there?")
         return size
 
     def local_host(self) -> str:
         try:
-            with socket.create_connection((self._host, self._port), self._timeout) as seen:
-                return str(seen.getsockname()[0])
+            with socket.create_connection((self._host, self._port), self._timeout) as connection:
+                return str(connection.getsockname()[0])
         except OSError as error:
-            raise refuse("IO", f"{self._url} cannot be reached: {error.strerror or error}", hint=_DEV) from None
+            raise refuse(
+                "IO", f"{self._url} cannot be reached: {error.strerror or error}", hint=_CHECK_SERVER
+            ) from None
 
-    def init(self, info: Said) -> None:
+    def init(self, info: Payload) -> None:
         if secret := info.get("secret"):
             self._secrets.add(str(secret))
         self._ask("init_weight_transfer_engine", {"init_info": info})
@@ -203,7 +216,7 @@ class _Server:
     def start(self) -> None:
         self._ask("start_weight_update")
 
-    def update(self, info: Said) -> None:
+    def update(self, info: Payload) -> None:
         self._ask("update_weights", {"update_info": info})
 
     def finish(self, version: str | None) -> None:
@@ -218,7 +231,7 @@ def _text(body: bytes | bytearray) -> str:
 
 
 class _Local:
-    """An `LLM` of this process."""
+    """Controls an `LLM` object in this process."""
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
@@ -229,7 +242,7 @@ class _Local:
     def local_host(self) -> str:
         return _LOCAL
 
-    def init(self, info: Said) -> None:
+    def init(self, info: Payload) -> None:
         self._llm.init_weight_transfer_engine({"init_info": info})
 
     def pause(self) -> None:
@@ -239,7 +252,7 @@ class _Local:
     def start(self) -> None:
         self._llm.start_weight_update()
 
-    def update(self, info: Said) -> None:
+    def update(self, info: Payload) -> None:
         self._llm.update_weights({"update_info": info})
 
     def finish(self, version: str | None) -> None:
@@ -252,11 +265,13 @@ class _Local:
 
 
 class _Client:
-    """A client with the four methods of vLLM's `VLLMWeightSyncClient`; requests are the user's own to stop.
+    """Controls an engine through a client with the four methods of vLLM's `VLLMWeightSyncClient`.
+
+    The user must stop requests, because the client cannot.
 
     Args:
         client: the client.
-        workers: how many workers it speaks for.
+        workers: number of the engine's workers.
     """
 
     def __init__(self, client: Any, workers: int | None) -> None:
@@ -274,7 +289,7 @@ class _Client:
             message = f"this machine's name {socket.gethostname()} has no address: {error.strerror or error}"
             raise refuse("IO", message, hint="Give address=, HOST:PORT of this machine.") from error
 
-    def init(self, info: Said) -> None:
+    def init(self, info: Payload) -> None:
         self._client.init_weight_transfer_engine(dict(info))
 
     def pause(self) -> None:
@@ -283,7 +298,7 @@ class _Client:
     def start(self) -> None:
         self._client.start_weight_update()
 
-    def update(self, info: Said) -> None:
+    def update(self, info: Payload) -> None:
         self._client.update_weights(dict(info))
 
     def finish(self, version: str | None) -> None:
@@ -294,16 +309,16 @@ class _Client:
 
 
 def control(engine: object, workers: int | None, timeout: float) -> Control:
-    """Return how an engine is told what to do.
+    """Return the control of an engine, by the engine's type.
 
     Args:
-        engine: URL, `LLM`, or client.
-        workers: what the user says of its workers.
-        timeout: seconds that a server may take for an answer.
+        engine: URL of a server, `LLM`, or client.
+        workers: number of workers behind a client; None: not given.
+        timeout: seconds within which a server must answer.
 
     Raises:
-        TypeError: it is none of these.
-        ValueError: it is no address of the web.
+        TypeError: `engine` is none of the three.
+        ValueError: `engine` is a str, but not an HTTP URL.
         Refused: UNSUPPORTED where httpx is not installed.
     """
     if isinstance(engine, str):
@@ -316,45 +331,45 @@ def control(engine: object, workers: int | None, timeout: float) -> Control:
     raise TypeError(f"engine must be {kinds}; got {without_secrets(repr(engine))} ({type(engine).__name__})")
 
 
-_PATIENCE = 300
+_TIMEOUT = 300
 _LOOK = "Look at vLLM's own log."
-_OURS = frozenset({"backend", "workers", "timeout", "pause"})
-"""Options that are not those of a refit."""
+_OWN_OPTIONS = frozenset({"backend", "workers", "timeout", "pause"})
+"""Options of `VllmRefit` that are not passed on to `Refit`."""
 _ANEW = "Make a new VllmRefit; the engine serves the weights it had."
 
 
 _OPTIONS = (
     "family", "config", "dtype", "strict", "bucket", "adapter", "backend", "workers", "timeout", "pause",
 )  # fmt: skip
-"""How weights are moved into vLLM: keyword arguments of `VllmRefit`."""
+"""Keyword arguments of `VllmRefit` that say how weights are moved."""
 
 
 class VllmRefit:
-    """Moves a trainer's weights into running vLLM engines, as often as asked; collective on the trainer's ranks.
+    """Pushes a trainer's weights into running vLLM engines, repeatedly; collective on the trainer's ranks.
 
         refit = tx.refit.VllmRefit(model, "http://10.0.0.8:8000", dtype="bf16")
         refit.push()
 
-    Engines are started with `weight_transfer_config={"backend": "transaxle"}`, in an environment that has this package.
-    Requests that are in flight when all has come finish with the old weights, and later ones wait for the new.
+    Start the engines with `weight_transfer_config={"backend": "transaxle"}`, in an environment that has this package.
+    Requests in flight finish with the old weights; later ones wait for the new weights.
 
     Args:
         src_state: the trainer's model or state dict.
         engine: URL of a server (`vllm serve` with `VLLM_SERVER_DEV_MODE=1`), an `LLM`, a client with the four methods
-            of vLLM's `VLLMWeightSyncClient`; or a list of these. The first rank's counts.
+            of vLLM's `VLLMWeightSyncClient`; or a list of these. Only the first rank's value is used.
         group: the trainer's ranks; None: all.
-        address: `HOST:PORT` where the first rank waits for the engines; None: found out.
-        family: as of `Refit`, and so are `config`, `dtype`, `strict` and `bucket`.
-        adapter: `merged`: the trainer's adapter is merged into what is sent.
-        backend: `gloo` or `nccl`; None: `nccl` where torch has a GPU.
-        workers: of a client: how many it speaks for.
-        timeout: seconds that any side waits for the other.
-        pause: returns a context manager that is entered on the first rank while engines are updated; None: requests of
-            servers are stopped, an `LLM` must have none.
+        address: `HOST:PORT` on which the first rank waits for the engines; None: chosen automatically.
+        family: see `Refit`, also for `config`, `dtype`, `strict` and `bucket`.
+        adapter: `merged`: send the base weights of a peft model with its active adapter merged in.
+        backend: `gloo` or `nccl`; None: `nccl` where torch has a GPU, else `gloo`.
+        workers: number of workers behind a client; not needed for a URL or an `LLM`.
+        timeout: seconds that trainer and engines wait for each other.
+        pause: returns a context manager that is active on the first rank while engines switch to the new weights; None:
+            servers hold back requests, and an `LLM` must have none.
 
     Raises:
-        TypeError: an argument of a type that it cannot have.
-        TransaxleError: on every rank of the trainer; the engines' logs say the same.
+        TypeError: an argument of a wrong type.
+        TransaxleError: on every rank of the trainer; the engines log the same error.
     """
 
     @suggests
@@ -373,7 +388,7 @@ class VllmRefit:
         adapter: Literal["merged", "alone"] | None = None,
         backend: str | None = None,
         workers: int | None = None,
-        timeout: float = _PATIENCE,
+        timeout: float = _TIMEOUT,
         pause: Pause | None = None,
     ) -> None:
         options = select(locals(), _OPTIONS)
@@ -381,55 +396,55 @@ class VllmRefit:
         with trainers.together():
             read_optional_text("address", address, "10.0.0.7:29600")
             self._engines = _Engines(engine if trainers.rank == trainers.ranks[0] else [], options)
-            meeting = self._engines.prepare(address, trainers.size, _said(options))
+            meeting = self._engines.prepare(address, trainers.size, _invitation(options))
         meeting = trainers.gather(meeting)[0]
         assert meeting is not None  # of the first rank
         number = trainers.ranks.index(trainers.rank)
-        with self._while_engines(lambda each, first: each.init(replace(meeting, first=first).as_json())):
+        with self._while_engines(lambda control, first: control.init(replace(meeting, first=first).as_json())):
             group = meet(
                 meeting.address, number, meeting.size,
                 secret=meeting.secret, backend=meeting.backend, timeout=meeting.timeout,
             )  # fmt: skip
             self._world = World(group)
-            heard = self._world.gather((-1, False))
+            answers = self._world.gather((-1, False))
             self._refit = Refit(src_state, {}, group, **_of_refit(options))
-        self._engines.left_open([left for _, left in heard])
+        self._engines.note_open([is_open for _, is_open in answers])
         self._lost = ""
 
     @property
     def version(self) -> int:
-        """How many pushes the engines have taken; vLLM says it as its `weight_version`."""
+        """Number of completed pushes; vLLM reports it as `weight_version`."""
         return self._refit.version
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of what is moved, as vLLM has them."""
+        """VLLM's names of all parameters that are moved."""
         return self._refit.names
 
     def push(self, *, only: Patterns = (), skip: Patterns = ()) -> RefitReport:
-        """Move the values of now; collective on the trainer's ranks.
+        """Push the current values; collective on the trainer's ranks.
 
         Args:
-            only: patterns of vLLM's names that are moved, all of a layer or none; none: all.
-            skip: patterns of names that are not moved.
+            only: patterns of vLLM's parameter names to push, which must choose layers as a whole; none: all.
+            skip: patterns of parameter names to leave out.
 
         Raises:
-            TypeError: an argument of a type that it cannot have.
-            TransaxleError: on every rank. Engines that live serve the weights that they had.
+            TypeError: an argument of a wrong type.
+            TransaxleError: on every rank. Engines that still run serve their old weights.
         """
-        wanted, unwanted = read_patterns("only", only), read_patterns("skip", skip)
+        only_patterns, skip_patterns = read_patterns("only", only), read_patterns("skip", skip)
         if self._lost:
             raise refuse("IO", f"an earlier push failed: {self._lost}", hint=_ANEW)
-        split_layers(self.names, frozenset(chosen(self.names, wanted, unwanted, "tensor")))
-        said = {"only": [*wanted], "skip": [*unwanted]}
+        split_layers(self.names, frozenset(chosen(self.names, only_patterns, skip_patterns, "tensor")))
+        update = {"only": [*only_patterns], "skip": [*skip_patterns]}
         try:
             try:
                 with self._trainers.together():
                     self._engines.start()
-                with self._while_engines(lambda each, _: each.update(said)):
+                with self._while_engines(lambda control, _: control.update(update)):
                     with self._world.together():
-                        pass  # all have room for what comes
-                    report = self._refit.push(only=wanted, skip=unwanted)
+                        pass  # every rank has allocated its memory
+                    report = self._refit.push(only=only_patterns, skip=skip_patterns)
                 with self._trainers.together():
                     self._engines.switch(str(self.version))
             except TransaxleError:
@@ -441,7 +456,7 @@ class VllmRefit:
         return report
 
     def close(self) -> None:
-        """Let the buckets go; make a new one for another push."""
+        """Free the exchange buckets; another push needs a new `VllmRefit`."""
         self._refit.close()
         self._lost = "it was closed"
 
@@ -453,137 +468,139 @@ class VllmRefit:
 
     @contextmanager
     def _while_engines(self, action: Callable[[Control, int], None]) -> Iterator[None]:
-        """Do something while engines do their part of it; what goes wrong in one of them goes wrong on all ranks."""
-        asked = self._engines.begin(action)
+        """Run an action on all engines during the block; an error of one engine is raised on all ranks."""
+        futures = self._engines.begin(action)
         try:
             yield
         except BaseException:
-            wait(asked)
+            wait(futures)
             raise
         with self._trainers.together():
-            for each in asked:
-                each.result()
+            for future in futures:
+                future.result()
 
 
 class _Engines:
-    """The engines, as the first rank speaks to them; the others have none.
+    """Controls all engines from the trainer's first rank; on other ranks the list of engines is empty.
 
     Args:
-        engine: one, or several.
-        options: how they are spoken to.
+        engine: one engine, or a list of engines.
+        options: `workers`, `timeout` and `pause` of `VllmRefit`.
     """
 
     def __init__(self, engine: object, options: Mapping[str, Any]) -> None:
         several = engine if isinstance(engine, list | tuple) else [engine]
         self._timeout = options["timeout"]
-        self._controls = [control(each, options["workers"], self._timeout + _PATIENCE) for each in several]
+        self._controls = [control(each, options["workers"], self._timeout + _TIMEOUT) for each in several]
         self._firsts: list[int] = []
         self._secret = ""
         self._pause = options["pause"]
         self._pool = ThreadPoolExecutor(max(1, len(self._controls)))
         self._open: set[Control] = set()
 
-    def left_open(self, left: Sequence[bool]) -> None:
-        """Note the engines in which a lost trainer has left an update open.
+    def note_open(self, open_by_rank: Sequence[bool]) -> None:
+        """Note which engines have an update that a lost trainer left open.
 
         Args:
-            left: of each rank of the meeting, whether it has one.
+            open_by_rank: for each rank of the common group, whether its engine has an open update.
         """
-        ends = [*self._firsts[1:], len(left)][: len(self._firsts)]  # none on ranks that speak to no engine
+        ends = [*self._firsts[1:], len(open_by_rank)][: len(self._firsts)]  # empty on ranks that control no engine
         spans = zip(self._controls, self._firsts, ends, strict=True)
-        self._open = {each for each, first, last in spans if any(left[first:last])}
+        self._open = {each for each, first, last in spans if any(open_by_rank[first:last])}
 
-    def prepare(self, address: str | None, trainers: int, said: PieceOverlap) -> PieceOverlap | None:
-        """Ask all engines whether they can take weights; return what all ranks need to meet."""
+    def prepare(self, address: str | None, trainers: int, invitation: Meeting) -> Meeting | None:
+        """Check that all engines can take weights; return the complete invitation, None without engines."""
         if not self._controls:
             return None
         size = trainers
-        for each in self._controls:
+        for control in self._controls:
             self._firsts.append(size)
-            size += each.workers()
-        self.each(lambda each, _: each.init(said.as_json()))
+            size += control.workers()
+        self.each(lambda control, _: control.init(invitation.as_json()))
         address = address or _address(self._controls[0].local_host())
         self._secret = secrets.token_hex()
-        return replace(said, address=address, size=size, secret=self._secret)
+        return replace(invitation, address=address, size=size, secret=self._secret)
 
     def begin(
         self, action: Callable[[Control, int], None], only: Container[Control] | None = None
     ) -> list[Future[None]]:
-        """Begin something with several engines at once.
+        """Start an action on several engines at once; return the futures.
 
         Args:
-            action: what is begun; it is given the number of an engine's first worker.
-            only: with these; None: with all.
+            action: called in a thread with an engine's control and the rank of its first worker.
+            only: controls of the engines to use; None: all.
         """
 
-        def run(each: Control, first: int) -> None:
+        def run(control: Control, first: int) -> None:
             try:
-                action(each, first)
+                action(control, first)
             except TransaxleError:
                 raise
             except Exception as error:  # noqa: BLE001 - whatever a client raises
-                said = str(error)
-                shown = said.replace(self._secret, "…") if self._secret else said
-                raise refuse("IO", f"vLLM could not do it: {shown}", hint=_LOOK) from (error if shown == said else None)
+                message = str(error)
+                shown = message.replace(self._secret, "…") if self._secret else message
+                raise refuse("IO", f"vLLM could not do it: {shown}", hint=_LOOK) from (
+                    error if shown == message else None
+                )
 
         engines = zip(self._controls, self._firsts, strict=True)
-        return [self._pool.submit(run, each, first) for each, first in engines if only is None or each in only]
+        return [self._pool.submit(run, control, first) for control, first in engines if only is None or control in only]
 
     def each(self, action: Callable[[Control, int], None], only: Container[Control] | None = None) -> None:
-        """Do something with engines at once; see `begin`."""
-        asked = self.begin(action, only)
-        wait(asked)
-        for future in asked:
+        """Run an action on several engines at once, and wait for all; see `begin`."""
+        futures = self.begin(action, only)
+        wait(futures)
+        for future in futures:
             future.result()
 
     def start(self) -> None:
-        """Begin an update; one that a lost trainer has left open ends without a trace."""
+        """Begin an update; abandon one that a lost trainer has left open."""
         self.abandon()
 
-        def begin(each: Control, _: int) -> None:
-            each.start()
-            self._open.add(each)
+        def begin(control: Control, _: int) -> None:
+            control.start()
+            self._open.add(control)
 
         self.each(begin)
 
     def switch(self, version: str) -> None:
-        """Let the engines have what has come, while they serve no requests."""
+        """Let the engines switch to the received values, while they serve no requests."""
 
-        def finish(each: Control, _: int) -> None:
-            self._open.discard(each)  # whatever comes of it: nobody knows what a model has that could not take them
-            each.finish(version)
+        def finish(control: Control, _: int) -> None:
+            self._open.discard(control)  # even if finish fails: the state of that model is unknown then
+            control.finish(version)
 
-        with self._stopped():
+        with self._pause_requests():
             self.each(finish)
 
     def abandon(self) -> None:
-        """End an update that has failed: engines that live keep what they have."""
-        for action in (lambda each, _: each.update({"forget": True}), lambda each, _: each.finish(None)):
+        """End a failed update: engines that still run keep their weights."""
+        for action in (lambda control, _: control.update({"forget": True}), lambda control, _: control.finish(None)):
             with suppress(TransaxleError):
                 self.each(action, self._open)
         self._open.clear()
 
     @contextmanager
-    def _stopped(self) -> Iterator[None]:
+    def _pause_requests(self) -> Iterator[None]:
         if self._pause is not None and self._controls:
             with self._pause():
                 yield
             return
         try:
-            self.each(lambda each, _: each.pause())
+            self.each(lambda control, _: control.pause())
             yield
         except BaseException:
-            with suppress(TransaxleError):  # the first error is the one to tell
-                self.each(lambda each, _: each.resume())
+            with suppress(TransaxleError):  # report the first error
+                self.each(lambda control, _: control.resume())
             raise
-        self.each(lambda each, _: each.resume())
+        self.each(lambda control, _: control.resume())
 
 
-def _said(options: Mapping[str, Any]) -> PieceOverlap:
-    """Return what engines are told, but for where all meet.
+def _invitation(options: Mapping[str, Any]) -> Meeting:
+    """Return the invitation to the engines, without address, size and secret.
 
     Raises:
-        TypeError, ValueError: an argument that it cannot have.
+        TypeError, ValueError: an invalid option.
     """
     read_config(options["config"])
     adapter = read_adapter(options["adapter"])
@@ -592,7 +609,7 @@ def _said(options: Mapping[str, Any]) -> PieceOverlap:
             f"adapter must be {MERGED}, or None: vLLM has the parameters of a whole model; got {adapter!r}"
         )
     timeout, backend = options["timeout"], options["backend"]
-    return PieceOverlap(
+    return Meeting(
         version=VERSION, address="", first=0, size=0, timeout=timeout,
         backend=backend or ("nccl" if torch.cuda.is_available() else "gloo"),
         dtype=read_float_type("dtype", options["dtype"]),
@@ -602,13 +619,13 @@ def _said(options: Mapping[str, Any]) -> PieceOverlap:
 
 
 def _of_refit(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of the trainer's side of the refit."""
-    own = {key: value for key, value in options.items() if key not in _OURS}
-    return {"in_place": True, "dialect": DIALECT, **own}
+    """Return the keyword arguments of the trainer's `Refit`."""
+    refit_options = {key: value for key, value in options.items() if key not in _OWN_OPTIONS}
+    return {"in_place": True, "dialect": DIALECT, **refit_options}
 
 
 def _address(host: str) -> str:
-    """Return an address of this machine where nobody listens."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as found:
-        found.bind((host, 0))
-        return f"[{host}]:{found.getsockname()[1]}" if ":" in host else f"{host}:{found.getsockname()[1]}"
+    """Return `HOST:PORT` with a port that is free now."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
+        listener.bind((host, 0))
+        return f"[{host}]:{listener.getsockname()[1]}" if ":" in host else f"{host}:{listener.getsockname()[1]}"

@@ -19,7 +19,7 @@ import pytest
 
 import transaxle as tx
 from transaxle.refit import vllm_refit
-from transaxle.refit.vllm_refit import _OPTIONS, VllmRefit, _Engines, _said, control
+from transaxle.refit.vllm_refit import _OPTIONS, VllmRefit, _Engines, _invitation, control
 
 USER, PASSWORD = "trainer", "s3cr/et+pass"
 ENCODED = "s3cr%2Fet+pass"
@@ -250,7 +250,7 @@ class _Talkative:
 def test_each_meeting_has_a_secret_of_its_own_which_no_error_shows() -> None:
     clients = [_Talkative() for _ in range(2)]
     engines = [_Engines(each, {**DEFAULTS, "workers": 1}) for each in clients]
-    meetings = [each.prepare("127.0.0.1:1", 1, _said(DEFAULTS)) for each in engines]
+    meetings = [each.prepare("127.0.0.1:1", 1, _invitation(DEFAULTS)) for each in engines]
     assert meetings[0] is not None
     assert meetings[1] is not None
     assert len(meetings[0].secret) == 64
@@ -270,4 +270,4 @@ def test_the_address_is_one_of_this_machine_as_the_engine_reaches_it(vllm: tuple
     address, _, port = vllm_refit._address(host).rpartition(":")
     assert address == "127.0.0.1"
     socket.create_server((address, int(port))).close()
-    assert vllm_refit._LONGEST == 1 << 20
+    assert vllm_refit._LONGEST_ANSWER == 1 << 20

@@ -298,7 +298,7 @@ def _killing(rank: int, world: int, name: str, server: Server, victim: int) -> s
         for parameter in model.parameters():
             parameter.mul_(1.1)
     dist.barrier()
-    calls, usual = itertools.count(), endpoints.SourceValues.copy
+    calls, usual = itertools.count(), endpoints.SourceReader.copy
     target = os.getpid() if rank == victim else -1
     if victim < 0 and rank == 0:
         target = server.workers()[-1]
@@ -309,7 +309,7 @@ def _killing(rank: int, world: int, name: str, server: Server, victim: int) -> s
         usual(self, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(endpoints.SourceValues, "copy", die)
+        patch.setattr(endpoints.SourceReader, "copy", die)
         with pytest.raises(tx.TransaxleError) as found:
             refit.push()
     with pytest.raises(tx.TransaxleError, match="an earlier push failed"):

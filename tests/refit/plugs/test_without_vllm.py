@@ -23,7 +23,7 @@ from tests.live.jobs import free_port
 from tests.refit.plugs.test_control import DEFAULTS
 from transaxle import vllm_plugin
 from transaxle.refit.vllm_engine import VERSION, Ranks, VllmEngine, _share, check_config, split_layers
-from transaxle.refit.vllm_refit import _Engines, _said, control
+from transaxle.refit.vllm_refit import _Engines, _invitation, control
 
 PROJECT = Path(__file__).parents[3] / "pyproject.toml"
 FACTORY = "vllm.distributed.weight_transfer.factory"
@@ -195,10 +195,10 @@ def test_an_update_is_open_in_all_engines_or_in_none() -> None:
     """What fails in one engine ends in those that had begun; what a lost trainer has left open is ended first."""
     clients = [Obedient(), Obedient("start")]
     engines = _Engines(clients, {**DEFAULTS, "workers": 2})
-    meeting = engines.prepare("127.0.0.1:1", 3, _said(DEFAULTS))
+    meeting = engines.prepare("127.0.0.1:1", 3, _invitation(DEFAULTS))
     assert meeting is not None
     assert (meeting.size, meeting.address) == (3 + 2 * 2, "127.0.0.1:1")
-    engines.left_open([False] * 3 + [False, False] + [False, True])
+    engines.note_open([False] * 3 + [False, False] + [False, True])
     with pytest.raises(tx.TransaxleError, match="cannot start"):
         engines.start()
     engines.abandon()
@@ -210,8 +210,8 @@ def test_an_update_is_open_in_all_engines_or_in_none() -> None:
 
 def test_other_ranks_speak_to_no_engine() -> None:
     engines = _Engines([], {**DEFAULTS})
-    assert engines.prepare(None, 2, _said(DEFAULTS)) is None
-    engines.left_open([False, False, True])
+    assert engines.prepare(None, 2, _invitation(DEFAULTS)) is None
+    engines.note_open([False, False, True])
     engines.start()
     engines.switch("1")
     engines.abandon()
@@ -227,7 +227,7 @@ def test_all_engines_switch_while_requests_are_stopped() -> None:
         entered.append("goes on")
 
     engines = _Engines(clients, {**DEFAULTS, "workers": 1, "pause": pause})
-    engines.prepare("127.0.0.1:1", 1, _said(DEFAULTS))
+    engines.prepare("127.0.0.1:1", 1, _invitation(DEFAULTS))
     engines.start()
     engines.switch("7")
     engines.abandon()  # nothing is open any more
