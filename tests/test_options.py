@@ -22,7 +22,7 @@ from transaxle import verbs
 from transaxle.arguments import read_options
 from transaxle.cli.command import program
 from transaxle.engine.views.encode import METHODS
-from transaxle.options import EXCLUSIONS, KEYWORDS, OPENING, OPTIONS, VERBS, Exclusion, refused, spelled
+from transaxle.options import EXCLUSIONS, KEYWORDS, OPENING, OPTIONS, VERBS, Exclusion, combination_error, command_spelling
 
 FUNCTIONS: Mapping[str, Callable[..., Any]] = {name: getattr(tx, name) for name in VERBS}
 COMMANDS = {"open": "ls"}
@@ -147,11 +147,11 @@ def test_combinations_are_refused_in_both_languages(
     with pytest.raises(TypeError) as caught:
         FUNCTIONS[verb](*places, **to, **options)
     assert str(caught.value) == sentence
-    words = [f"{spelled(name)}={value}" for name, value in {**to, **options}.items()]
+    words = [f"{command_spelling(name)}={value}" for name, value in {**to, **options}.items()]
     done = transaxle(COMMANDS.get(verb, verb), *map(str, places), *words)
     assert done.code == USAGE
     typed = done.err.splitlines()[0]
-    assert typed == refused(verb, options, spelled)
+    assert typed == combination_error(verb, options, command_spelling)
     assert typed.replace("--", "") == sentence
     assert not target.exists()
 

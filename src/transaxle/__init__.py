@@ -17,7 +17,7 @@ from transaxle.errors import CODES, Refusal, TransaxleError
 __version__ = "0.2.0"
 
 _LAZY = "transaxle.verbs"
-"""Where everything below lives that is not imported above: it is loaded when it is first used."""
+"""Module of the public names that have no entry in `_ELSEWHERE`; it is imported on first use."""
 _ELSEWHERE = {
     "AccelerateHooks": "live.integrations.hugging_face",
     "Checkpoint": "engine.checkpoint.checkpoint",
@@ -54,10 +54,10 @@ _ELSEWHERE = {
     "sharding": "live.reshard",
     "state_dict_as": "live.state_dict_adapter",
 }
-"""What is no verb of files -> its module: results, and what works on live models, which imports torch."""
+"""Public name -> module that defines it: result types, and functions on live models, which import torch."""
 
 _ROOMS = frozenset({"nn", "parallel", "quant", "refit"})
-"""Rooms with public names of their own, `tx.quant.MXFP8`; they import torch."""
+"""Subpackages with public names of their own, such as `tx.quant.MXFP8`; they import torch."""
 
 if TYPE_CHECKING:
     from transaxle import nn, parallel, quant, refit
@@ -93,7 +93,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = name if name in _ROOMS else _ELSEWHERE.get(name, "")
     try:
-        found = import_module(f"{__name__}.{module}" if module else _LAZY)
+        imported = import_module(f"{__name__}.{module}" if module else _LAZY)
     except ModuleNotFoundError as error:
         if str(error.name).partition(".")[0] != "torch":
             raise
@@ -101,17 +101,17 @@ def __getattr__(name: str) -> Any:
 
         message = f"transaxle.{name} needs torch, which is not installed: {install('torch')}"
         raise ImportError(message, name=error.name) from None
-    return found if name in _ROOMS else getattr(found, name)
+    return imported if name in _ROOMS else getattr(imported, name)
 
 
 def __dir__() -> list[str]:
-    """Return the public names, for Tab and `help`; without torch those that work without it."""
+    """Return the public names, for completion and `help`; without torch, only those that work without it."""
     hidden = () if _has_torch() else filter(_is_live, __all__)
     return sorted({*__all__, *(name for name in globals() if name.startswith("__"))}.difference(hidden))
 
 
 def _is_live(name: str) -> bool:
-    """Tell whether a name brings torch."""
+    """Tell whether using a public name imports torch."""
     return name in _ROOMS or _ELSEWHERE.get(name, "").startswith(("live.", "refit."))
 
 
@@ -120,7 +120,7 @@ def _has_torch() -> bool:
 
     try:
         return find_spec("torch") is not None
-    except (ImportError, ValueError):  # what hides a module raises the first, one without a spec the second
+    except (ImportError, ValueError):  # an import hook may raise the first, a module without a spec the second
         return False
 
 

@@ -1,4 +1,4 @@
-"""`python -m transaxle`: the command line, where its script is not on the PATH."""
+"""`python -m transaxle` runs the command line, for when its script is not on the PATH."""
 
 from transaxle.cli import main
 

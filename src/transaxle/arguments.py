@@ -1,7 +1,7 @@
-"""Arguments that many public functions share: what each may be, and the one sentence for what it may not be.
+"""Arguments that many public functions share: their types, and the functions that read and check them.
 
-`config` means the same to `open`, `save` and `reshard`, `shard_size` the same in Python and on the command line: every
-public function annotates such an argument with the type below, and reads it with the function beside that type.
+`config` means the same in `open`, `save` and `reshard`, and `shard_size` the same in Python and on the command line:
+every public function annotates such an argument with a type of this module, and reads it with its `read_…` function.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Literal, Protocol, SupportsIndex, TypeAlias, TypeVar, cast, runtime_checkable
 
 from transaxle.errors import refuse, without_secrets
-from transaxle.options import OPTIONS, VERBS, Option, refused
+from transaxle.options import OPTIONS, VERBS, Option, combination_error
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +29,7 @@ class Configuration(Protocol):
     """A config object, such as a `PretrainedConfig` of transformers."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as config.json holds it, with all defaults."""
+        """Return the config as a dict, as config.json has it, including defaults."""
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -42,14 +42,14 @@ Axes: TypeAlias = Mapping[str, int] | str | Sequence[str]
 Size: TypeAlias = int | str
 """Bytes: 5_000_000_000, or a text such as "5GB" (10^9) or "500MiB" (2^20)."""
 Patterns: TypeAlias = str | Sequence[str]
-"""Patterns of names, in which `*` stands for any characters; one alone needs no list."""
+"""Patterns of names, where `*` matches any characters; a single pattern needs no list."""
 DType: TypeAlias = "str | torch.dtype"
 """An element type: torch's own, its name ("bfloat16"), its short name ("bf16") or its safetensors code ("BF16")."""
 EVERYTHING: Literal["everything"] = "everything"
 Overwrite: TypeAlias = bool | Literal["everything"]
-"""Whether a checkpoint may be replaced; `everything`: with everything else in its folder."""
+"""Whether to replace an existing checkpoint; `everything`: also delete all other files in its folder."""
 Weights: TypeAlias = Literal["fp32", "lp"]
-"""Which weights of a DeepSpeed checkpoint: those that the optimizer keeps, or the module's own."""
+"""Which weights of a DeepSpeed or Megatron checkpoint to read: the optimizer's fp32, or the model's own (`lp`)."""
 
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
 _POWERS = "kmgt"
@@ -59,43 +59,43 @@ _SHORT_NAMES = {
     "fp32": "fp32", "float32": "fp32", "f32": "fp32", "float": "fp32",
     "fp64": "fp64", "float64": "fp64", "f64": "fp64", "double": "fp64",
 }  # fmt: skip
-"""Floating-point types, by each of their names in lower case -> the short name."""
+"""Name of a floating-point type, in lower case -> short name."""
 _DIGITS = 9
-"""Digits of the largest number of a job."""
+"""Largest number of digits of a rank or world size in an environment variable."""
 _LONGEST_VALUE = 80
-"""Characters of a wrong value that an error shows."""
+"""Number of characters of a wrong value that an error shows."""
 _LISTED = 5
-"""Keywords that an error lists."""
+"""Number of keywords that an error lists."""
 
 
 @dataclass(frozen=True, slots=True)
 class Degrees:
-    """The ranks for which a checkpoint is written that has files for each of them."""
+    """Parallel degrees of a target checkpoint that has files for each rank."""
 
     tp: int = 1
-    """Tensor-parallel ranks."""
+    """Number of tensor-parallel ranks."""
     pp: int = 1
-    """Pipeline stages."""
+    """Number of pipeline stages."""
     ep: int = 1
-    """Expert-parallel ranks."""
+    """Number of expert-parallel ranks."""
     rows: int = 128
-    """The vocabulary is padded to a multiple of this, times the tensor-parallel ranks."""
+    """The rows of the vocabulary are padded to a multiple of this number times `tp`."""
 
 
-def wrong_type(argument: str, accepted: str, given: object) -> TypeError:
-    """Build (not raise) the error for an argument of a type that it cannot have."""
-    return TypeError(f"{argument} must be {accepted}; got {_shortened(given)} ({type(given).__name__})")
+def wrong_type(argument: str, accepted: str, value: object) -> TypeError:
+    """Build (not raise) the TypeError for an argument of a wrong type."""
+    return TypeError(f"{argument} must be {accepted}; got {_repr_of(value)} ({type(value).__name__})")
 
 
-def _shortened(given: object) -> str:
-    text = without_secrets(repr(given).replace("\n", " "))
+def _repr_of(value: object) -> str:
+    text = without_secrets(repr(value).replace("\n", " "))
     return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]} …"
 
 
 def suggests(function: _Function) -> _Function:
-    """Let a call with an unknown keyword, or with a value that lacks its keyword, say which one may be meant.
+    """Decorate a function so that a call with an unknown or a missing keyword suggests the right one.
 
-    Python says so itself from 3.13 on, of unknown keywords. The signature stays that of the function.
+    From 3.13 on Python itself suggests a name for an unknown keyword. The function's signature is preserved.
     """
     parameters = inspect.signature(function).parameters
     name = function.__qualname__.removesuffix(".__init__")
@@ -103,74 +103,74 @@ def suggests(function: _Function) -> _Function:
     keywords = [parameter for parameter in parameters.values() if parameter.kind is parameter.KEYWORD_ONLY]
 
     @functools.wraps(function)
-    def called(*given: Any, **options: Any) -> Any:
+    def wrapper(*positional: Any, **options: Any) -> Any:
         for argument in options.keys() - parameters.keys():
             close = get_close_matches(argument, parameters, 1)
-            meant = f". Did you mean {close[0]!r}?" if close else ""
-            raise TypeError(f"{name}() got an unexpected keyword argument {argument!r}{meant}")
-        if len(given) > places:
-            left = [parameter for parameter in keywords if parameter.name not in options]
-            needed = [parameter.name for parameter in left if parameter.default is parameter.empty]
-            names = needed[:1] or [parameter.name for parameter in left]
-            raise TypeError(_needs_keyword(name, given[places], names))
-        return function(*given, **options)
+            suggestion = f". Did you mean {close[0]!r}?" if close else ""
+            raise TypeError(f"{name}() got an unexpected keyword argument {argument!r}{suggestion}")
+        if len(positional) > places:
+            unset = [parameter for parameter in keywords if parameter.name not in options]
+            needed = [parameter.name for parameter in unset if parameter.default is parameter.empty]
+            names = needed[:1] or [parameter.name for parameter in unset]
+            raise TypeError(_needs_keyword(name, positional[places], names))
+        return function(*positional, **options)
 
-    return cast("_Function", called)
+    return cast("_Function", wrapper)
 
 
-def read_options(verb: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Check the options of a verb, and return those that are given: whose value is not the default.
+def read_options(verb: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Check the options of a verb, and return those whose value is not the default.
 
     Args:
         verb: one of `options.VERBS`.
-        given: every option of the verb, and possibly other arguments.
+        arguments: all options of the verb, and possibly other arguments.
 
     Raises:
-        TypeError: a value of a type that the option cannot have, or options that exclude each other.
-        ValueError: a number or a text that is none of those it may be.
-        StorageError: IO for a path that no system takes.
+        TypeError: a value of a wrong type, or options that exclude each other.
+        ValueError: a number or text that the option does not accept.
+        StorageError: IO for a path with a character that no file system accepts.
     """
-    values = {name: read_option(OPTIONS[name], given[name]) for name in VERBS[verb]}
+    values = {name: read_option(OPTIONS[name], arguments[name]) for name in VERBS[verb]}
     chosen = {name: value for name, value in values.items() if value != OPTIONS[name].default}
-    if sentence := refused(verb, chosen):
+    if sentence := combination_error(verb, chosen):
         raise TypeError(sentence)
     return chosen
 
 
-def read_option(option: Option, given: Any) -> Any:
-    """Return the value of an option as the verbs use it; raises as `read_options`."""
-    if given is None and option.default is None and not option.required:
+def read_option(option: Option, value: Any) -> Any:
+    """Check the value of one option, and return it in the form that verbs use; raises as `read_options`."""
+    if value is None and option.default is None and not option.required:
         return None
     if option.kind == "text":
-        return read_text(option.name, given, option.example)
+        return read_text(option.name, value, option.example)
     if option.kind == "choice":
-        return _read_choice(option, given)
-    if option.kind in {"on", "overwrite"}:  # whoever looks at the target reads these, with all else against it
-        return given
+        return _read_choice(option, value)
+    if option.kind in {"on", "overwrite"}:  # checked with the target, so that all refusals are raised together
+        return value
     if option.kind == "axes":
-        return read_axes(given) or None
+        return read_axes(value) or None
     if option.kind == "config":
-        return read_config(given)
-    return _READERS[option.kind](option.name, given)
+        return read_config(value)
+    return _READERS[option.kind](option.name, value)
 
 
-def _read_choice(option: Option, given: Any) -> str:
-    """Return one of the values that an option may have: in any case, and a floating-point type by any of its names.
+def _read_choice(option: Option, value: Any) -> str:
+    """Return the choice that a value means, in upper or lower case; floating-point types may have any of their names.
 
-    Whoever acts on it refuses another text.
+    Any other text is returned unchanged, and refused later.
 
     Raises:
-        TypeError: it is no text.
+        TypeError: the value is not a str.
     """
-    if type(given).__module__ != "torch":
-        given = read_text(option.name, given, option.choices[0])
-    name = str(read_float_type(option.name, given)).lower()
-    return name if name in option.choices else str(given)
+    if type(value).__module__ != "torch":
+        value = read_text(option.name, value, option.choices[0])
+    name = str(read_float_type(option.name, value)).lower()
+    return name if name in option.choices else str(value)
 
 
-def _needs_keyword(function: str, given: object, keywords: Sequence[str]) -> str:
-    """Return the sentence for a value that follows the last argument without a keyword."""
-    text = _shortened(given)
+def _needs_keyword(function: str, value: object, keywords: Sequence[str]) -> str:
+    """Return the error text for a positional argument that is only accepted as a keyword."""
+    text = _repr_of(value)
     if len(keywords) == 1:
         return f"{function}() takes {text} only with its keyword: {keywords[0]}={text}"
     listed = f"{', '.join(keywords[:_LISTED])}{', …' if len(keywords) > _LISTED else ''}"
@@ -178,14 +178,14 @@ def _needs_keyword(function: str, given: object, keywords: Sequence[str]) -> str
 
 
 def read_number_of_job(name: str, default: int | None = None) -> int:
-    """Return a number that a launcher such as torchrun has put into an environment variable.
+    """Read a number from an environment variable that a launcher such as torchrun sets.
 
     Args:
-        name: of the variable, `RANK`.
-        default: what holds where it is not there; None: it must be.
+        name: name of the variable, such as `RANK`.
+        default: value if the variable is not set; None: it must be set.
 
     Raises:
-        UsageError: AMBIGUOUS where it is no number of a job.
+        UsageError: AMBIGUOUS if the variable is not a non-negative integer.
     """
     text = os.environ.get(name, "" if default is None else str(default))
     if not (text.isascii() and text.isdigit() and len(text) <= _DIGITS):
@@ -194,16 +194,16 @@ def read_number_of_job(name: str, default: int | None = None) -> int:
     return int(text)
 
 
-def read_path(argument: str, given: object) -> str:
-    """Return a path or URL as text.
+def read_path(argument: str, value: object) -> str:
+    """Return a path or URL as a str.
 
     Raises:
-        TypeError: it is neither a `str` nor an `os.PathLike` of one.
-        StorageError: IO where no system takes it as a path.
+        TypeError: the value is neither a `str` nor an `os.PathLike` of one.
+        StorageError: IO if the text has a character that no path can have.
     """
-    text = os.fspath(given) if isinstance(given, os.PathLike) else given
+    text = os.fspath(value) if isinstance(value, os.PathLike) else value
     if not isinstance(text, str):
-        raise wrong_type(argument, "a path: a str or an os.PathLike", given)
+        raise wrong_type(argument, "a path: a str or an os.PathLike", value)
     try:
         is_path = b"\0" not in os.fsencode(text)
     except UnicodeEncodeError:
@@ -213,54 +213,54 @@ def read_path(argument: str, given: object) -> str:
     return text
 
 
-def read_source(argument: str, given: object) -> str:
-    """Return the path of a source that is no opened checkpoint; raises as `read_path`."""
-    if not isinstance(given, str | os.PathLike):
-        raise wrong_type(argument, "a path (a str or an os.PathLike), or an opened checkpoint", given)
-    return read_path(argument, given)
+def read_source(argument: str, value: object) -> str:
+    """Return the path of a source, which must not be an opened checkpoint; raises as `read_path`."""
+    if not isinstance(value, str | os.PathLike):
+        raise wrong_type(argument, "a path (a str or an os.PathLike), or an opened checkpoint", value)
+    return read_path(argument, value)
 
 
-def read_text(argument: str, given: object, example: str) -> str:
-    """Return a name: of a family, a dialect, a format.
+def read_text(argument: str, value: object, example: str) -> str:
+    """Return a text, such as the name of a family, dialect or format.
 
     Args:
-        argument: what the function calls it.
-        given: what the caller gave.
-        example: such a name, for the error.
+        argument: name of the argument, for the error.
+        value: value of the argument.
+        example: a valid text, for the error.
 
     Raises:
-        TypeError: it is no `str`.
+        TypeError: the value is not a `str`.
     """
-    if not isinstance(given, str):
-        raise wrong_type(argument, f'a str such as "{example}"', given)
-    return given
+    if not isinstance(value, str):
+        raise wrong_type(argument, f'a str such as "{example}"', value)
+    return value
 
 
-def read_optional_text(argument: str, given: object, example: str) -> str | None:
-    """Return a name, or None where nothing is given; raises as `read_text`."""
-    return None if given is None else read_text(argument, given, example)
+def read_optional_text(argument: str, value: object, example: str) -> str | None:
+    """Return a text, or None for None; raises as `read_text`."""
+    return None if value is None else read_text(argument, value, example)
 
 
-def read_size(argument: str, given: object) -> int:
+def read_size(argument: str, value: object) -> int:
     """Return a number of bytes.
 
     Raises:
-        TypeError: it is neither an integer nor a text.
-        ValueError: the text is no size, or the size is zero or less.
+        TypeError: the value is neither an integer nor a str.
+        ValueError: the text is not a size, or the size is not positive.
     """
     accepted = 'a number of bytes: an int, or a str such as "5GB" or "500MiB"'
-    if isinstance(given, str):
-        count = parse_size(given)
+    if isinstance(value, str):
+        count = parse_size(value)
         if not count:
-            raise ValueError(f"{argument} must be {accepted}; got {given!r}")
+            raise ValueError(f"{argument} must be {accepted}; got {value!r}")
         return count
-    if isinstance(given, bool) or not isinstance(given, SupportsIndex):
-        raise wrong_type(argument, accepted, given)
-    return read_count(argument, given)
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        raise wrong_type(argument, accepted, value)
+    return read_count(argument, value)
 
 
 def parse_size(text: str) -> int | None:
-    """Read a number of bytes such as `5GB`, `512MB`, `1.5 GiB` or `1000`; None where it is none, or endless."""
+    """Parse a number of bytes such as `5GB`, `512MB`, `1.5 GiB` or `1000`; None if the text is not a finite size."""
     match = _SIZE.fullmatch(text.strip())
     if match is None or (match[3] and not match[2]):
         return None
@@ -269,42 +269,42 @@ def parse_size(text: str) -> int | None:
     return int(size) if size < math.inf else None
 
 
-def read_config(given: object) -> str | Mapping[str, Any] | None:
-    """Return a config's content, or the path of what has it, which is not read here; None where nothing is given.
+def read_config(value: object) -> str | Mapping[str, Any] | None:
+    """Return a config's content, or its path, which is not read here; None for None.
 
     Raises:
-        TypeError: it is none of what `Config` names.
+        TypeError: the value has none of the types of `Config`.
     """
-    if given is None or isinstance(given, Mapping):
-        return given
-    if isinstance(given, str | os.PathLike):
-        return read_path("config", given)
-    if isinstance(given, Configuration) and not isinstance(given, type):
-        return dict(given.to_dict())
+    if value is None or isinstance(value, Mapping):
+        return value
+    if isinstance(value, str | os.PathLike):
+        return read_path("config", value)
+    if isinstance(value, Configuration) and not isinstance(value, type):
+        return dict(value.to_dict())
     accepted = "a path (of a config.json or of its folder), a mapping, or an object with to_dict()"
-    raise wrong_type("config", accepted, given)
+    raise wrong_type("config", accepted, value)
 
 
-def read_axes(given: object) -> dict[str, int]:
-    """Return sizes by axis; none where nothing is given.
+def read_axes(value: object) -> dict[str, int]:
+    """Return axis -> size; empty for None.
 
     Raises:
-        TypeError: it is neither a mapping of names to integers, nor texts.
+        TypeError: the value is neither a mapping of names to integers nor a text or list of texts.
         ValueError: a text is not `AXIS=SIZE`, or an axis has two sizes.
     """
     accepted = 'a mapping of axes to sizes, such as {"g": 8}, or a text such as "g=8"'
-    if given is None:
+    if value is None:
         return {}
     sizes: dict[str, int] = {}
-    if isinstance(given, Mapping):
-        for axis, size in given.items():
+    if isinstance(value, Mapping):
+        for axis, size in value.items():
             if not isinstance(axis, str) or isinstance(size, bool) or not isinstance(size, SupportsIndex):
-                raise wrong_type("axes", accepted, given)
+                raise wrong_type("axes", accepted, value)
             sizes[axis] = operator.index(size)
         return sizes
-    texts = [given] if isinstance(given, str) else given
+    texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, Sequence) or not all(isinstance(text, str) for text in texts):
-        raise wrong_type("axes", accepted, given)
+        raise wrong_type("axes", accepted, value)
     for text in texts:
         axis, equals, count = text.partition("=")
         if not (axis and equals and count.isascii() and count.isdigit()):
@@ -314,88 +314,88 @@ def read_axes(given: object) -> dict[str, int]:
     return sizes
 
 
-def read_count(argument: str, given: object) -> int:
-    """Return a number of workers.
+def read_count(argument: str, value: object) -> int:
+    """Return a positive integer, such as a number of workers.
 
     Raises:
-        TypeError: it is no integer.
-        ValueError: it is zero or less.
+        TypeError: the value is not an integer.
+        ValueError: the value is not positive.
     """
-    if isinstance(given, bool) or not isinstance(given, SupportsIndex):
-        raise wrong_type(argument, "an int", given)
-    count = operator.index(given)
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        raise wrong_type(argument, "an int", value)
+    count = operator.index(value)
     if count < 1:
         raise ValueError(f"{argument} must be positive, not {count}")
     return count
 
 
-def read_flag(argument: str, given: object) -> bool:
-    """Return True or False.
+def read_flag(argument: str, value: object) -> bool:
+    """Return a bool.
 
     Raises:
-        TypeError: it is neither.
+        TypeError: the value is neither True nor False.
     """
-    if not isinstance(given, bool):
-        raise wrong_type(argument, "a bool: True or False", given)
-    return given
+    if not isinstance(value, bool):
+        raise wrong_type(argument, "a bool: True or False", value)
+    return value
 
 
-def check_flags(**given: object) -> None:
-    """Refuse arguments that are neither True nor False: a text such as "false" would count as True.
+def check_flags(**flags: object) -> None:
+    """Refuse arguments that are neither True nor False, since a text such as "false" would count as True.
 
     Raises:
-        TypeError: names the first of them.
+        TypeError: for the first such argument.
     """
-    for argument, value in given.items():
+    for argument, value in flags.items():
         read_flag(argument, value)
 
 
-def read_degrees(given: Mapping[str, Any]) -> Degrees | None:
-    """Read the ranks for which a checkpoint is written; None where none are given.
+def read_degrees(options: Mapping[str, Any]) -> Degrees | None:
+    """Read the parallel degrees of a target checkpoint; None if no degree is given.
 
     Args:
-        given: `tp`, `pp`, `ep` and `make_vocab_size_divisible_by`, as far as they are.
+        options: `tp`, `pp`, `ep` and `make_vocab_size_divisible_by`; each may be missing.
 
     Raises:
-        TypeError: for what is no number.
-        ValueError: for less than one.
+        TypeError: a degree is not an integer.
+        ValueError: a degree is less than one.
     """
     names = {"tp": "tp", "pp": "pp", "ep": "ep", "make_vocab_size_divisible_by": "rows"}
-    counts = {field: read_count(name, given[name]) for name, field in names.items() if given.get(name) is not None}
+    counts = {field: read_count(name, options[name]) for name, field in names.items() if options.get(name) is not None}
     return Degrees(**counts) if counts else None
 
 
-def read_patterns(argument: str, given: object) -> tuple[str, ...]:
-    """Return patterns of names.
+def read_patterns(argument: str, value: object) -> tuple[str, ...]:
+    """Return patterns of names as a tuple.
 
     Raises:
-        TypeError: it is neither a `str` nor a sequence of these.
+        TypeError: the value is neither a `str` nor a sequence of `str`.
     """
-    patterns = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, Iterable) else (given,)
+    patterns = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Iterable) else (value,)
     if not all(isinstance(pattern, str) for pattern in patterns):
-        raise wrong_type(argument, "a pattern of names, or a list of patterns", given)
+        raise wrong_type(argument, "a pattern of names, or a list of patterns", value)
     return patterns
 
 
-def read_float_type(argument: str, given: object) -> str | None:
-    """Return the short name of a floating-point type, `bf16`; a name that is none of these stays as it is.
+def read_float_type(argument: str, value: object) -> str | None:
+    """Return the short name of a floating-point type, such as `bf16`; any other name is returned unchanged.
 
-    Whoever reads a checkpoint knows which types it can be read as, and refuses the others.
+    Unsupported types are refused later, when the checkpoint is opened.
 
     Raises:
-        TypeError: it is neither a `str` nor a `torch.dtype`.
+        TypeError: the value is neither a `str` nor a `torch.dtype`.
     """
-    if given is None:
+    if value is None:
         return None
-    is_dtype = type(given).__module__ == "torch" and type(given).__name__ == "dtype"  # torch may not be imported here
-    name = str(given).removeprefix("torch.") if is_dtype else given
+    is_dtype = type(value).__module__ == "torch" and type(value).__name__ == "dtype"  # torch may not be imported here
+    name = str(value).removeprefix("torch.") if is_dtype else value
     if not isinstance(name, str):
-        raise wrong_type(argument, 'an element type such as "bf16" or torch.bfloat16', given)
+        raise wrong_type(argument, 'an element type such as "bf16" or torch.bfloat16', value)
     return _SHORT_NAMES.get(name.lower().removeprefix("torch."), name)
 
 
 def read_overwrite(overwrite: object) -> Overwrite:
-    """Return the `overwrite` option if it is valid.
+    """Check the `overwrite` option, and return it.
 
     Raises:
         UsageError: AMBIGUOUS for anything but True, False and `everything`.
@@ -418,4 +418,4 @@ _READERS: Mapping[str, Callable[[str, object], Any]] = {
     "size": read_size,
     "switch": read_flag,
 }
-"""What reads an option, by its kind."""
+"""Kind of an option -> function that reads its value."""

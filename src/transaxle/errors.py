@@ -2,15 +2,15 @@
 
 TransaxleError
 ├── Refused     exit 3   one or more refusals: the input is unsafe, corrupt, unsupported or would be lossy
-├── UsageError  exit 2   the call itself is off: unknown option or axis, the target exists, the dialect is ambiguous
-└── StorageError exit 4  the machine said no: missing or unreadable source, no space
+├── UsageError  exit 2   the call is wrong: unknown option or axis, the target exists, the dialect is ambiguous
+└── StorageError exit 4  the storage failed: missing or unreadable source, no space
 
-Those of a missing file, denied access, a folder in place of a file (or the reverse) and an existing target have classes
-of their own, which are also the built-in FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError and
-FileExistsError.
+Errors for a missing file, denied access, a folder in place of a file (or the reverse) and an existing target have their
+own classes, which also derive from the built-in FileNotFoundError, PermissionError, IsADirectoryError,
+NotADirectoryError and FileExistsError.
 
-Every error carries a `code` of `CODES`, a `where` (file, tensor) and a `hint` (what to do). Problems are gathered and
-raised together: `.refusals` holds all of them, most important first.
+Every error has a `code` of `CODES`, a `where` (file, tensor) and a `hint` (what to do). Problems are collected and
+raised together: `.refusals` has all of them, most important first.
 """
 
 from __future__ import annotations
@@ -50,26 +50,26 @@ CODES: tuple[Code, ...] = get_args(Code)
 
 _USAGE: frozenset[Code] = frozenset({"AMBIGUOUS", "UNKNOWN_FAMILY", "UNKNOWN_AXIS", "EXISTS"})
 _SHOWN = 30
-"""Refusals that the text of an error spells out."""
+"""Number of refusals that the text of an error shows."""
 _STORAGE: frozenset[Code] = frozenset({"IO", "NO_SPACE"})
-_MOST = 100
-"""Cap on the number of reported problems."""
+_MAX_PROBLEMS = 100
+"""Maximum number of problems that are collected for one error."""
 LONGEST_NAME = 4_096
-"""Characters of a tensor's name, as many as a path may have; a stranger's may have a hundred million."""
+"""Maximum length of a tensor's name, that of a path; a hostile file may have names of a hundred million characters."""
 _LONGEST_TEXT = 10_000
-"""Characters of a message that are shown: rules and lists of what is known fit, names by the megabyte do not."""
+"""Number of characters of a message that are shown: enough for rules and lists, not for names of megabytes."""
 
 _RUN, _QUOTED = re.compile(r"\S+"), re.compile(r"[^\s'\"]+")
 _URL, _WEB = re.compile(r":\\?/"), re.compile(r"(?i)\bhttps?:\\?/")
-r"""Some write JSON with `\/`."""
+r"""Patterns of a URL; the slashes may be escaped as `\/`, as in some JSON."""
 _PASSWORD = re.compile(r":\\?/[\\/]*[^/@:\s]*:(?!\d{1,5}(?:[/?#\s'\",)]|$))")
-"""A password may have any letter, `/` and `@` too; digits before a `/` are a port."""
+"""Start of a password in a URL; it may contain `/` and `@`, but digits before a `/` are a port."""
 _KEY = re.compile(r"(?i)\bs3a?:\\?/[\\/]*[^/@:\s]*:")
-"""Buckets have no port."""
+"""Start of a secret key in an S3 URL, where digits are never a port."""
 _TOKEN = re.compile(r"(?i)(\bhttps?:\\?/[\\/]*)[^\\/@:\s]+@")
-"""A user without a password: servers take tokens so."""
+"""A user without a password in a URL, which may be an access token."""
 HIDDEN = "…"
-"""What stands for a secret."""
+"""Replacement for a secret in shown texts."""
 
 _COMMAND = re.compile(r"(?:torchrun|transaxle)(?: [^\s,;)`]+)+")
 _OPTION = re.compile(r"(--[a-z][a-z0-9-]*[a-z])(=\w+)?")
@@ -79,47 +79,50 @@ _PROSE = frozenset({
     "if", "instead", "is", "leaves", "looks", "lists", "makes", "of", "on", "or", "reads", "says", "takes", "that",
     "the", "there", "what", "where", "which", "with", "writes",
 })  # fmt: skip
-"""Words that follow an option in a sentence, and are no value of it."""
+"""English words that can follow an option in a sentence, and so are not its value."""
 
 
 def in_both_languages(text: str) -> str:
-    """Return what to do with each option of the command line followed by the same in Python, in parentheses.
+    """Add to each command-line option in a hint the same as a Python keyword, in parentheses.
 
-    A whole command stays as it is, and so does an option whose keyword the text names already.
+    Complete commands are not changed, nor options whose keyword the text has already.
     """
     if "--" not in text:
         return text
-    made: list[str] = []
-    done = 0
+    parts: list[str] = []
+    copied_to = 0
     commands = [match.span() for match in _COMMAND.finditer(text)]
     for option in _OPTION.finditer(text):
         keyword, _, value = KEYWORDS.get(option[1], "").partition("=")
-        named = any(re.search(rf"(?<![\w-]){keyword}=", part) for part in (text, *made))
-        if not keyword or named or any(start <= option.start() < end for start, end in commands):
+        is_named = any(re.search(rf"(?<![\w-]){keyword}=", part) for part in (text, *parts))
+        if not keyword or is_named or any(start <= option.start() < end for start, end in commands):
             continue
-        end, given = option.end(), (option[2] or "")[1:]
-        match = None if value or given else _VALUE.match(text, end)
+        end, typed_value = option.end(), (option[2] or "")[1:]
+        match = None if value or typed_value else _VALUE.match(text, end)
         if match is not None and match[1] not in _PROSE:
-            end, given = match.end(), match[1]
-        same = f"{keyword}={_in_python(keyword, given) or value}"
-        made += [text[done:end], f", {same}" if text[option.start() - 1 : option.start()] == "(" else f" ({same})"]
-        done = end
-    return "".join((*made, text[done:]))
+            end, typed_value = match.end(), match[1]
+        python_option = f"{keyword}={_in_python(keyword, typed_value) or value}"
+        parts += [
+            text[copied_to:end],
+            f", {python_option}" if text[option.start() - 1 : option.start()] == "(" else f" ({python_option})",
+        ]
+        copied_to = end
+    return "".join((*parts, text[copied_to:]))
 
 
-def _in_python(keyword: str, given: str) -> str:
-    """Return a value of the command line as Python writes it."""
-    if keyword == "axes" and given:
-        axis, _, size = given.partition("=")
+def _in_python(keyword: str, typed_value: str) -> str:
+    """Return a command-line value in Python syntax."""
+    if keyword == "axes" and typed_value:
+        axis, _, size = typed_value.partition("=")
         return f'{{"{axis}": {size}}}'
-    if not given or given.isdecimal() or given == "N":
-        return given
-    text = given.strip("'")
+    if not typed_value or typed_value.isdecimal() or typed_value == "N":
+        return typed_value
+    text = typed_value.strip("'")
     return f'"{text}"'
 
 
 def without_secrets(text: str) -> str:
-    """Return a text whose URLs have no password, no token in the place of a user, and no query string."""
+    """Remove passwords, tokens in place of a user, and query strings from the URLs in a text."""
     if _URL.search(text) is None:
         return text
     text = _TOKEN.sub(rf"\1{HIDDEN}@", _RUN.sub(_without_password, text))
@@ -145,17 +148,17 @@ def _without_query(run: re.Match[str]) -> str:
     return text
 
 
-def shortened(text: str, most: int) -> str:
-    """Return a text of at most some `most` characters: of a longer one the beginning, the end, and how long it was."""
-    if len(text) <= most:
+def shortened(text: str, limit: int) -> str:
+    """Cut the middle out of a text longer than `limit` characters, and insert its length there."""
+    if len(text) <= limit:
         return text
-    half = most // 2
+    half = limit // 2
     return f"{text[:half]} … ({len(text):,} characters) … {text[-half:]}"
 
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """The place of a refusal."""
+    """File and tensor that a refusal is about."""
 
     file: str | None = None
     """Path of the file as the user typed it, or its name inside the checkpoint."""
@@ -173,24 +176,21 @@ class Refusal:
     code: Code
     """Member of the closed set `CODES`."""
     message: str
-    """What is wrong, with the rule's text, what was expected and what was found."""
+    """Description of the problem: the rule's text, the expected and the actual value."""
     where: Where = field(default_factory=Where)
     """File and tensor."""
     hint: str = ""
-    """What the user can do, for those who call from Python as well as for those at the command line."""
+    """Advice to the user, for callers from Python and for the command line."""
     detail: Callable[[], object] | None = field(default=None, compare=False, repr=False)
-    """Works out what a figure of it shows; None where there is nothing to draw."""
+    """Computes the data of a figure for reports; None if the refusal has no figure."""
     system: type[OSError] | None = field(default=None, compare=False, repr=False)
-    """Error of the system that it stands for, whose handlers catch it too; None: of none in particular."""
+    """Built-in exception class that the error also derives from; None: only `OSError`-free classes."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "hint", in_both_languages(self.hint))
 
     def shown(self) -> Refusal:
-        """Return the refusal with texts that anybody can read.
-
-        The middle of a name by the megabyte is left out, and what is secret in URLs.
-        """
+        """Return the refusal with texts fit for printing: very long ones are cut, and secrets in URLs removed."""
         file = self.where.file and shortened(without_secrets(self.where.file), LONGEST_NAME)
         tensor = self.where.tensor and shortened(self.where.tensor, LONGEST_NAME)
         message, hint = (shortened(without_secrets(text), _LONGEST_TEXT) for text in (self.message, self.hint))
@@ -206,7 +206,7 @@ class Refusal:
         return "\n".join(lines)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the refusal as plain JSON data; texts that are too long to read are cut, as in its text."""
+        """Return the refusal as plain JSON data; very long texts are cut, as in `str()`."""
         shown = self.shown()
         return {
             "code": self.code,
@@ -218,7 +218,7 @@ class Refusal:
 
 
 class TransaxleError(Exception):
-    """Base of all errors that this package raises for bad input, calls or storage; it lists every problem at once.
+    """Base class of all errors for bad input, calls or storage; one error lists every problem.
 
     `str(error)` shows the first 30 problems: code, place, message and hint of each.
 
@@ -275,31 +275,31 @@ class StorageError(TransaxleError):
 
 
 class MissingFileError(StorageError, FileNotFoundError):
-    """A `StorageError` of a file or folder that does not exist."""
+    """A `StorageError` for a file or folder that does not exist."""
 
     errno = numbers.ENOENT
 
 
 class NoAccessError(StorageError, PermissionError):
-    """A `StorageError` of a file or folder to which access is denied."""
+    """A `StorageError` for a file or folder to which access is denied."""
 
     errno = numbers.EACCES
 
 
 class FolderError(StorageError, IsADirectoryError):
-    """A `StorageError` of a folder where a file is needed."""
+    """A `StorageError` for a folder where a file is needed."""
 
     errno = numbers.EISDIR
 
 
 class NoFolderError(StorageError, NotADirectoryError):
-    """A `StorageError` of a path that leads through a file."""
+    """A `StorageError` for a path that has a file in place of a folder."""
 
     errno = numbers.ENOTDIR
 
 
 class ExistsError(UsageError, FileExistsError):
-    """A `UsageError` of a target that exists."""
+    """A `UsageError` for a target that exists."""
 
     errno = numbers.EEXIST
 
@@ -310,7 +310,7 @@ OF_SYSTEM: dict[type[OSError], type[StorageError]] = {
     IsADirectoryError: FolderError,
     NotADirectoryError: NoFolderError,
 }
-"""Errors of the system -> ours that are these too."""
+"""Built-in exception class -> our class that also derives from it."""
 
 
 def refuse(
@@ -322,15 +322,15 @@ def refuse(
     hint: str = "",
     system: type[OSError] | None = None,
 ) -> TransaxleError:
-    """Build (not raise) the error for one refusal; its class follows from the code, and from the system's error."""
+    """Build (not raise) the error for one refusal; its class depends on `code` and `system`."""
     return gathered([Refusal(code, message, Where(file, tensor), hint, system=system)])
 
 
 def gathered(refusals: Iterable[Refusal]) -> TransaxleError:
     """Build the error for several refusals.
 
-    Its class, and with it the exit code, is that of the first one in the order
-    storage, refused, usage: a broken source explains more than a missing option.
+    Its class, and so the exit code, follows from the most important refusal, in the order storage, refused, usage: a
+    broken source explains more than a missing option.
     """
     items = sorted(refusals, key=lambda r: (r.code not in _STORAGE, r.code in _USAGE))
     first = items[0].code
@@ -342,7 +342,7 @@ def gathered(refusals: Iterable[Refusal]) -> TransaxleError:
 
 
 class Faults:
-    """The problems of one input, up to the cap, so that it is refused once with everything on the list."""
+    """Collects the problems of one input, up to a maximum, so that one error lists them all."""
 
     def __init__(self) -> None:
         self._refusals: list[Refusal] = []
@@ -352,20 +352,20 @@ class Faults:
 
     @property
     def full(self) -> bool:
-        """Whether the cap is reached, so that the search can stop."""
-        return len(self._refusals) >= _MOST
+        """Whether the maximum is reached, so that the search can stop."""
+        return len(self._refusals) >= _MAX_PROBLEMS
 
     def add(self, code: Code, message: str, file: str | None, tensor: str | None = None, hint: str = "") -> None:
         """Add one refusal."""
         self.extend(Refusal(code, message, Where(file, tensor), hint))
 
     def extend(self, *refusals: Refusal) -> None:
-        """Add refusals that exist already, such as those of an error that was caught."""
-        self._refusals.extend(refusals[: _MOST - len(self._refusals)])
+        """Add existing refusals, such as those of a caught error."""
+        self._refusals.extend(refusals[: _MAX_PROBLEMS - len(self._refusals)])
 
     def error(self) -> TransaxleError:
         """Build the error for the collected refusals; there must be at least one."""
         if self.full:
-            overflow = Refusal("CORRUPT", f"there are more; these are the first {_MOST} problems")
+            overflow = Refusal("CORRUPT", f"there are more; these are the first {_MAX_PROBLEMS} problems")
             return gathered([*self._refusals, overflow])
         return gathered(self._refusals)

@@ -1,6 +1,6 @@
-"""How to install what an extra of this package brings: its packages by name.
+"""Command that installs the packages of an extra, by their names.
 
-`pip install 'transaxle[report]'` asks an index for this package, and finds none where it was installed from a clone.
+`pip install 'transaxle[report]'` would look for this package in an index, and fail if it was installed from a clone.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _EXTRA = re.compile(r"""extra == ['"]([\w-]+)['"]""")
 
 
 def install(extra: str) -> str:
-    """Return the command that installs what an extra brings, from the metadata of this installation."""
+    """Return the pip command that installs the packages of an extra, from this installation's metadata."""
     from importlib.metadata import PackageNotFoundError, requires
 
     try:

@@ -1,8 +1,8 @@
-"""The options of the verbs, each written down once: name, kind, default, sentence, spelling on the command line.
+"""Table of the verbs' options: name, kind, default, help text and command-line spelling of each.
 
-Public functions state these options as keyword arguments, and tests hold their signatures against this table. The
-command line makes its options from it, errors take from it what an option is called in Python, and the combinations
-that no verb takes are here too. Nothing is imported, so anybody may ask.
+Public functions have these options as keyword arguments, and tests compare their signatures with this table. The
+command line builds its options from it, error hints translate options to Python with it, and it lists the combinations
+that no verb accepts. It imports nothing of the package, so every module may import it.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ Kind = Literal[
     "axes", "choice", "config", "count", "flag", "float_type", "memory", "on", "overwrite", "path", "patterns", "size",
     "switch", "text",
 ]  # fmt: skip
-"""What an option takes; `arguments` has what reads each kind. A switch is True, False or None, a flag True or False."""
+"""Kind of an option's value, read by `arguments`. A switch is True, False or None, a flag True or False."""
 SHARD_SIZE = 5_000_000_000
-"""Bytes of tensors per file where nothing else is asked for."""
-_MANY = 1 << 20
+"""Default for the bytes of tensors per file."""
+_MAX_COUNT = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,31 +26,31 @@ class Option:
     """One option of the verbs."""
 
     name: str
-    """Keyword in Python."""
+    """Name of the keyword argument in Python."""
     kind: Kind
-    """What it takes."""
+    """Kind of its value."""
     help: str
-    """What it does, as `--help` prints it."""
+    """Help text of the command line."""
     default: Any = None
-    """Value where it is not given."""
+    """Default value."""
     flags: tuple[str, ...] = ()
-    """Spellings on the command line, the first of which messages use; none: that of the name."""
+    """Spellings on the command line; messages use the first one. Empty: `--` and the name."""
     metavar: str = ""
-    """What stands for its value in the help."""
+    """Placeholder for the value in the help text."""
     example: str = ""
-    """A value, for errors."""
+    """A valid value, for error messages."""
     choices: tuple[str, ...] = ()
-    """Values that the command line takes."""
-    most: int = _MANY
-    """Largest count."""
+    """Values that the command line accepts; empty: any."""
+    maximum: int = _MAX_COUNT
+    """Largest accepted value of a count."""
     required: bool = False
-    """Whether it must be given."""
+    """Whether the option must be given."""
     common: bool = False
-    """Whether the short help of a command with many options shows it."""
+    """Whether `--help` of a command with many options shows this one; `--help-all` shows all."""
 
     @property
     def spellings(self) -> tuple[str, ...]:
-        """Its spellings on the command line."""
+        """Spellings of the option on the command line."""
         return self.flags or (f"--{self.name.replace('_', '-')}",)
 
 
@@ -58,7 +58,7 @@ SECTIONS: Mapping[str, tuple[Option, ...]] = {
     "Choosing the target": (
         Option("to", "text", "FORMAT, FORMAT:DIALECT, or DIALECT alone: `hf` is short for safetensors:hf.",
                metavar="TARGET", example="safetensors:hf", required=True, common=True),
-        Option("shard_size", "size", "Most bytes of tensors in one written file.  [default: 5GB]", SHARD_SIZE,
+        Option("shard_size", "size", "Most bytes of tensors per file.  [default: 5GB]", SHARD_SIZE,
                metavar="SIZE"),
         Option("allow_lossy", "flag", "Allow arithmetic that the table marks as lossy.", default=False),
         Option("strict", "flag", "Refuse tensors that have no line in the target dialect.", default=False),
@@ -111,32 +111,34 @@ SECTIONS: Mapping[str, tuple[Option, ...]] = {
         Option("resume", "flag", "Keep finished work if interrupted, and continue it.", default=False, common=True),
         Option("verify", "flag", "Read the result back, and check it against SRC and its manifest.", default=False,
                common=True),
-        Option("sync", "flag", "Wait until everything is on disk, or do not.  [default: wait]", default=True),
-        Option("values", "flag", "Read all tensors, and show what values each has.", default=False),
+        Option("sync", "flag", "Sync all files to disk before the target appears, or do not.  [default: sync]",
+               default=True),
+        Option("values", "flag", "Read all tensors, and show statistics of their values.", default=False),
     ),
     "Working": (
-        Option("jobs", "count", "Threads.  [default: cores, up to 8]", metavar="N", most=1024),
+        Option("jobs", "count", "Threads.  [default: cores, up to 8]", metavar="N", maximum=1024),
         Option("memory", "memory", "Memory for all buffers together.  [default: 64MB]", metavar="SIZE"),
-        Option("on", "on", "Let several processes do it: ray, ray://HOST:PORT or torchrun.", metavar="WHERE",
+        Option("on", "on", "Let several processes do the work: ray, ray://HOST:PORT or torchrun.", metavar="WHERE",
                common=True),
-        Option("items", "count", "Divide their work into so many items.  [default: one for each GiB]", metavar="N"),
+        Option("items", "count", "Divide the work of --on or --write into N items.  [default: one per GiB]",
+               metavar="N"),
         Option("report", "path", "Write an HTML page; FILE must not exist.", metavar="FILE", common=True),
         Option("write", "path", "Write the plan into a file, for `work`.", metavar="PLAN", common=True),
     ),
 }  # fmt: skip
-"""Title in the help -> its options."""
+"""Section title of the help text -> its options."""
 OPTIONS: Mapping[str, Option] = {option.name: option for section in SECTIONS.values() for option in section}
 
 READING = ("format", "family", "dialect", "config", "axes", "rules", "weights", "optimizer", "average")
-"""How a checkpoint is read."""
+"""Options that say how a checkpoint is recognised and read."""
 OPENING = (*READING, "decode", "dtype", "merge", "only", "skip")
-"""How a checkpoint is opened: how it is read, and which numbers are other ones then."""
+"""Options of `open`: those of reading, and those that change numbers on reading."""
 OF_FIRST = frozenset({"dialect", "format", "only", "skip", "dtype", "merge"})
-"""Options of names, files, casts and adapters: they hold for the first of two checkpoints only."""
+"""Options that apply only to the first of two checkpoints: names, files, casts and adapters."""
 OF_ONE = frozenset({"decode", "weights", "average"})
-"""Options that need hold for one of two checkpoints only: the other may have nothing to decode or to choose."""
+"""Options that may apply to only one of two checkpoints: the other may have nothing to decode or to choose."""
 SHAPING = ("shard_size", "allow_lossy", "strict")
-"""How a target is made, as far as that is said by plain data."""
+"""Options of the target that are plain data."""
 _DEGREES = ("tp", "pp", "ep", "make_vocab_size_divisible_by")
 _WRITING = (*OPENING, *SHAPING, "encode", *_DEGREES, "jobs", "memory", "on", "items")
 VERBS: Mapping[str, tuple[str, ...]] = {
@@ -153,32 +155,32 @@ VERBS: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Exclusion:
-    """A combination of options that no verb takes."""
+    """A combination of options that no verb accepts."""
 
     names: tuple[str, ...]
-    """Options of which at most one may be given; with `needs`, those that need one of these."""
+    """Options of which at most one may be given; or, if `needs` is not empty, options that need one of those."""
     needs: tuple[str, ...] = ()
-    """Options one of which must be given too."""
+    """Options of which one must be given together with `names`; empty: `names` exclude each other."""
     why: str = ""
-    """End of the sentence."""
+    """Reason, appended to the error message."""
 
-    def sentence(self, verb: str, given: Collection[str], spell: Callable[[str], str]) -> str:
-        """Say what is wrong with the options that are given; empty where nothing is.
+    def sentence(self, verb: str, given_names: Collection[str], spell: Callable[[str], str]) -> str:
+        """Return the error message for a set of given options; empty if the combination is allowed.
 
         Args:
-            verb: the verb, which may have some of the options only.
-            given: names of the options that are given.
-            spell: what the caller calls an option.
+            verb: the verb, which may have only some of these options.
+            given_names: names of the given options.
+            spell: returns the spelling of an option in the message.
         """
-        chosen = [spell(name) for name in self.names if name in given]
+        chosen = [spell(name) for name in self.names if name in given_names]
         if not self.needs:
             return f"{' and '.join(chosen)} exclude each other; give only one" if len(chosen) > 1 else ""
-        if not chosen or any(name in given for name in self.needs):
+        if not chosen or any(name in given_names for name in self.needs):
             return ""
-        have = [name for name in self.names if name in VERBS[verb]]
-        *rest, last = (spell(name) for name in self.needs if name in VERBS[verb])
-        needed = f"{', '.join(rest)} or {last}" if rest else last
-        return f"{' and '.join(map(spell, have))} need{'s' * (len(have) == 1)} {needed}{self.why}"
+        available = [name for name in self.names if name in VERBS[verb]]
+        *needed_first, needed_last = (spell(name) for name in self.needs if name in VERBS[verb])
+        needed = f"{', '.join(needed_first)} or {needed_last}" if needed_first else needed_last
+        return f"{' and '.join(map(spell, available))} need{'s' * (len(available) == 1)} {needed}{self.why}"
 
 
 EXCLUSIONS = (
@@ -186,32 +188,32 @@ EXCLUSIONS = (
     Exclusion(("only", "skip"), needs=("decode", "encode", "dtype")),
     Exclusion(("items",), needs=("write", "on"), why=": nothing else is divided"),
 )
-"""Every combination that is refused whatever the checkpoint is."""
+"""All combinations that are refused for every checkpoint."""
 
 
-def refused(verb: str, given: Collection[str], spell: Callable[[str], str] = str) -> str:
-    """Return the sentence against a combination of options; empty where there is none.
+def combination_error(verb: str, given_names: Collection[str], spell: Callable[[str], str] = str) -> str:
+    """Return the error message for a combination of options; empty if it is allowed.
 
     Args:
         verb: one of `VERBS`.
-        given: names of the options that are given.
-        spell: what the caller calls an option: as it is in Python, `spelled` on the command line.
+        given_names: names of the given options.
+        spell: returns the spelling of an option: its name in Python, `command_spelling` on the command line.
     """
-    return next(filter(None, (each.sentence(verb, given, spell) for each in EXCLUSIONS)), "")
+    return next(filter(None, (each.sentence(verb, given_names, spell) for each in EXCLUSIONS)), "")
 
 
-def spelled(name: str) -> str:
-    """Return an option as it is written on the command line, without its value."""
+def command_spelling(name: str) -> str:
+    """Return the main spelling of an option on the command line, without a value."""
     return OPTIONS[name].spellings[0]
 
 
 def select(options: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Return the options of these names, as far as they are given."""
+    """Return the options among `names` that are in `options`."""
     return {name: options[name] for name in names if name in options}
 
 
 def _in_python() -> dict[str, str]:
-    """Return the options of the command line with the same in Python, with a value where the option has none."""
+    """Return command-line spelling -> Python keyword; `=VALUE` is appended if the spelling takes no value."""
     keywords = {}
     for option in OPTIONS.values():
         values = {"flag": "=True", "switch": "=True", "overwrite": "=True"}
@@ -223,4 +225,4 @@ def _in_python() -> dict[str, str]:
 
 
 KEYWORDS: Mapping[str, str] = _in_python()
-"""Options of the command line -> the same in Python: a keyword, with its value where the option has none."""
+"""Command-line spelling -> Python keyword; `=VALUE` is appended if the spelling takes no value."""

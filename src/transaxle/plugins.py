@@ -1,7 +1,7 @@
-"""Installed packages that add to Transaxle: each names what it adds in its metadata, under an entry point.
+"""Plugins: entry points of installed packages that extend Transaxle.
 
-Looking for them reads the metadata of every installed distribution. That is done once in a process, and only where
-nothing that ships with Transaxle answers.
+Finding them reads the metadata of every installed distribution. This happens at most once per process, and only if
+nothing that ships with Transaxle fits.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ class Plugin:
     """One entry point of an installed package."""
 
     group: str
-    """What kind of addition it is, e.g. `transaxle.formats`."""
+    """Entry point group, such as `transaxle.formats`."""
     name: str
-    """Its name in that group."""
+    """Name of the entry point in its group."""
     package: str
-    """Distribution that it comes from, with its version."""
+    """Distribution that has the entry point, with its version."""
     _load: Callable[[], Any] = field(repr=False)
 
     def load(self) -> Any:
-        """Import what it names.
+        """Import the object that the entry point names.
 
         Raises:
-            Refused: UNSUPPORTED where that cannot be imported.
+            Refused: UNSUPPORTED if it cannot be imported.
         """
         try:
             with aside():
@@ -43,19 +43,19 @@ class Plugin:
             raise self.refusal("UNSUPPORTED", f"it cannot be imported: {error!r}") from error
 
     def refusal(self, code: Code, message: str) -> TransaxleError:
-        """Build the refusal of what a package adds, which says which package that is."""
+        """Build the refusal of this plugin; the message names its package and entry point."""
         place = f"{self.package}, entry point {self.name} of {self.group}"
         hint = f"Repair or remove the package {self.package.partition(' ')[0]}."
         return refuse(code, f"{place}: {message}", hint=hint)
 
 
 def is_users(error: BaseException) -> bool:
-    """Tell whether what installed code has raised is the user's doing, or the machine's; anything else is its own."""
+    """Tell whether an error in a plugin comes from the user or the machine (Ctrl-C, no memory), not from the plugin."""
     return isinstance(error, KeyboardInterrupt | GeneratorExit | MemoryError)
 
 
 def aside() -> AbstractContextManager[object]:
-    """Let what installed code prints appear beside the result, which a program may read."""
+    """Redirect a plugin's output to standard error: standard output has only the result, which a program may read."""
     return redirect_stdout(sys.stderr)
 
 
@@ -68,11 +68,11 @@ def plugins(group: str) -> tuple[Plugin, ...]:
     """
     from importlib.metadata import entry_points
 
-    known: dict[str, Plugin] = {}
+    by_name: dict[str, Plugin] = {}
     for point in sorted(entry_points(group=group), key=lambda point: point.name):
         package = f"{point.dist.name} {point.dist.version}" if point.dist is not None else point.value
         plugin = Plugin(group, point.name, package, point.load)
-        other = known.setdefault(point.name, plugin)
-        if other is not plugin:
-            raise plugin.refusal("NAME_COLLISION", f"{other.package} has an entry point of this name too")
-    return tuple(known.values())
+        first = by_name.setdefault(point.name, plugin)
+        if first is not plugin:
+            raise plugin.refusal("NAME_COLLISION", f"{first.package} has an entry point of this name too")
+    return tuple(by_name.values())

@@ -1,7 +1,7 @@
-"""What the program did, when and in which thread, in the format that Chrome, Perfetto and Speedscope show.
+"""Trace of the program: spans of time per thread, in the format that Chrome, Perfetto and Speedscope display.
 
-Nothing is recorded unless a trace is asked for; a `span` then costs one comparison. With one it costs about a
-microsecond, so spans stand around stages and blocks of bytes, never around single values.
+Without a trace a `span` costs one comparison. With a trace it costs about a microsecond, so spans enclose stages and
+blocks of bytes, never single values.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Result = TypeVar("Result")
 
 
 class Trace:
-    """Spans of time as they ended, from several threads."""
+    """Recorded spans of time, in the order in which they ended, from several threads."""
 
     def __init__(self) -> None:
         self._spans: list[tuple[str, int, int, int, int | None]] = []
@@ -39,14 +39,14 @@ class Trace:
     def add(self, name: str, begin: int, end: int, size: int | None = None) -> None:
         """Record a span of this thread, in ns of `time.perf_counter_ns`."""
         thread = threading.get_native_id()
-        # A list takes from all threads at once; a name is set more than once at worst.
+        # list.append is safe from several threads; setting a name twice does no harm
         self._names.setdefault(thread, threading.current_thread().name)
         self._spans.append((name, thread, begin, end, size))
 
     def document(self) -> dict[str, object]:
-        """Return it in Chrome's Trace Event Format: complete events, times in microseconds from `start_clock` on."""
+        """Return the trace in Chrome's Trace Event Format, with times in microseconds since `start_clock`."""
         process = os.getpid()
-        named = [
+        thread_names = [
             {"ph": "M", "name": "thread_name", "pid": process, "tid": thread, "args": {"name": name}}
             for thread, name in self._names.items()
         ]
@@ -62,55 +62,55 @@ class Trace:
             }
             for name, thread, begin, end, size in sorted(self._spans, key=lambda span: (span[2], -span[3]))
         ]
-        return {"traceEvents": [*named, *spans], "displayTimeUnit": "ms"}
+        return {"traceEvents": [*thread_names, *spans], "displayTimeUnit": "ms"}
 
 
 class _Program:
-    """What is recorded of this process."""
+    """Recording state of this process."""
 
     trace: Trace | None = None
-    """None: nothing."""
+    """The trace that is being recorded; None: no recording."""
     began = time.perf_counter_ns()
-    """When its times count from."""
+    """Start of the program in ns of `time.perf_counter_ns`; the trace's times are relative to it."""
 
 
 def start_clock() -> None:
-    """Let the times of traces count from now: the program begins."""
+    """Set the zero of a trace's times to now; called when the program begins."""
     _Program.began = time.perf_counter_ns()
 
 
 def span(name: str, size: int | None = None) -> AbstractContextManager[None]:
-    """Record how long a block takes, where a trace is asked for.
+    """Record the time of a block, if a trace is being recorded.
 
     Args:
-        name: what is done in it.
-        size: how many bytes are moved in it.
+        name: name of the span in the trace.
+        size: number of bytes that the block moves; None: not shown.
     """
     return _NOTHING if _Program.trace is None else _Program.trace.span(name, size)
 
 
-def is_recorded() -> bool:
-    """Tell whether a trace is asked for."""
+def is_recording() -> bool:
+    """Tell whether a trace is being recorded."""
     return _Program.trace is not None
 
 
 def stage(name: str) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
-    """Record how long each call of a function takes, where a trace is asked for."""
+    """Decorate a function so that each call is recorded as a span."""
 
     def of(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
         @wraps(function)
-        def timed(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        def wrapper(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
             with span(name):
                 return function(*args, **kwargs)
 
-        return timed
+        return wrapper
 
     return of
 
 
 @contextmanager
-def recording() -> Iterator[Trace]:
-    """Record what the block does; what came before it, since `start_clock`, counts as imports."""
+def record_trace() -> Iterator[Trace]:
+    """Record a trace during the block; the time from `start_clock` to its begin is recorded as `import`."""
     trace = _Program.trace = Trace()
     trace.add("import", _Program.began, time.perf_counter_ns())
     try:

@@ -1,6 +1,6 @@
-"""The verbs: what one can do with checkpoints of any format and dialect. The command line calls these too, and prints.
+"""The verbs: public functions on checkpoints of any format and dialect, which the command line calls too.
 
-Every option is documented in `options`, where tests hold these signatures against it.
+Module `options` documents every option; tests compare these signatures with it.
 """
 
 from __future__ import annotations
@@ -52,39 +52,39 @@ if TYPE_CHECKING:
     from transaxle.reports.reporting import ConversionPage
 
 Progress: TypeAlias = Callable[[int], None]
-"""Called with the bytes just done, from several threads."""
+"""Called with the number of bytes just read or written, from several threads."""
 _CONVERTED = ("hf", "converted")
-"""Dialects of a function's table: what it takes and what it gives."""
+"""Default names of the two dialects in a table derived from a function: of its input and of its output."""
 
 
 def no_progress(_: int) -> None:
-    """Progress that nobody watches."""
+    """Ignore the progress."""
 
 
 class Watch(Protocol):
-    """Sees what a verb does while it does it; the screen of the command line is one."""
+    """Observer that a verb informs while it runs; the command line's screen implements it."""
 
     def state(self, consequence: str, way_on: str = "") -> None:
-        """Take note of what it means if the verb fails now, and of what to do if the user stops it."""
+        """Note the consequence if the verb fails from now on, and what the user can do after stopping it."""
 
     def working(self, activity: str) -> AbstractContextManager[None]:
-        """Show an activity until it ends."""
+        """Show an activity while the block runs."""
 
     def opened(self, *checkpoints: Checkpoint) -> None:
-        """See the checkpoints, which are open until the verb ends."""
+        """Receive the opened checkpoints; the verb closes them when it ends."""
 
     def planned(self, cleared: Cleared) -> None:
-        """See the plan, with all refusals."""
+        """Receive the plan, with all refusals."""
 
     def progress(self, total: int, label: str = "copying", *, stays: bool = False) -> AbstractContextManager[Progress]:
-        """Give what is called with the bytes of each block, of so many in all."""
+        """Show progress while the block runs; the context gives the function to call with the bytes of each block."""
 
     def workers(self) -> AbstractContextManager[Callable[[Event], None]]:
-        """Give what is called with each event of work that other processes do."""
+        """Show the work of other processes; the context gives the function to call with each event."""
 
 
 class _Unwatched:
-    """Watches nothing."""
+    """A `Watch` that ignores everything."""
 
     def state(self, consequence: str, way_on: str = "") -> None:
         """See `Watch`."""
@@ -109,10 +109,10 @@ class _Unwatched:
 
 
 @contextmanager
-def _counted(
+def _report_progress(
     watch: Watch | None, progress: Progress, total: int, label: str, *, stays: bool = False
 ) -> Iterator[Progress]:
-    """Give what is called with the bytes of each block, and calls both `watch` and `progress` with them."""
+    """Give a function that reports the bytes of each block to both `watch` and `progress`."""
     if watch is None or type(watch) is _Unwatched:
         yield progress
         return
@@ -126,10 +126,10 @@ def _counted(
 
 
 class Unverified(Refused):
-    """A conversion is done, and its result, read back, is not what the source has.
+    """A conversion was completed, but its result, read back, does not equal the source.
 
     Attributes:
-        report: what was written, and what reading it back has shown.
+        report: report of the conversion, with the verification.
     """
 
     def __init__(self, refusals: Sequence[Refusal], report: Report) -> None:
@@ -169,17 +169,17 @@ def open(  # noqa: A001 - the contract's name
         config: the model's config: a path, a mapping, or an object with `to_dict()`; None: the checkpoint's own.
         axes: sizes of axes that override everything: `{"g": 8}`, "g=8" or ["g=8"].
         rules: path of a table of your own.
-        weights: of DeepSpeed and Megatron, `fp32` (those that the optimizer keeps) or `lp` (the model's own).
+        weights: of a DeepSpeed or Megatron checkpoint: `fp32` (the optimizer's weights) or `lp` (the model's own).
         optimizer: include the optimizer's state, or leave it out; None: include it, except in `safetensors:hf`.
-        average: where replicas of DeepSpeed or Megatron differ between ranks, use their mean.
-        decode: `bf16` or `fp32`: encoded tensors are plain ones, decoded when they are read.
-        dtype: `bf16`, `fp16` or `fp32`: plain floating-point tensors are cast when they are read.
+        average: where replicas of a DeepSpeed or Megatron checkpoint differ between ranks, use their mean.
+        decode: `bf16` or `fp32`: decode encoded tensors to this dtype when they are read.
+        dtype: `bf16`, `fp16` or `fp32`: cast plain floating-point tensors to this dtype when they are read.
         merge: path of a LoRA adapter of peft, merged into the weights when they are read.
-        only: patterns of the names that `decode` or `dtype` changes; none: all.
-        skip: patterns of the names that stay as they are.
+        only: patterns of names to which `decode` or `dtype` applies; none: all.
+        skip: patterns of names to which they do not apply.
 
     Raises:
-        TypeError: an argument of a type that it cannot have, or options that exclude each other.
+        TypeError: an argument of a wrong type, or options that exclude each other.
         StorageError: IO if the path is missing or unreadable.
         Refused: CORRUPT, INCOMPLETE, UNSUPPORTED …: every problem in the files.
         UsageError: UNKNOWN_AXIS for an axis that no family has.
@@ -206,7 +206,7 @@ def info(
     only: Patterns = (),
     skip: Patterns = (),
 ) -> dict[str, Any]:
-    """Describe a checkpoint by its headers: how it is recognised, and what it holds.
+    """Describe a checkpoint from its headers: format, family, dialect, and contents.
 
     Args:
         src: path, or an opened checkpoint.
@@ -214,9 +214,9 @@ def info(
     The other arguments are those of `open`.
 
     Returns:
-        Plain data, which `transaxle info PATH --json` prints beside what it says of the installation: `format`,
-        `family`, `dialect`, `reason` (of a family that is not recognised), `axes`, `unknown` (names that no line
-        reads), `tensors`, `bytes`, `dtypes`, `encodings`, `files`, `manifest` and others.
+        Plain data, which `transaxle info PATH --json` prints together with facts about the installation: `format`,
+        `family`, `dialect`, `reason` (why no family is recognised), `axes`, `unknown` (names that no line reads),
+        `tensors`, `bytes`, `dtypes`, `encodings`, `files`, `manifest` and others.
     """
     from transaxle.engine.checkpoint_facts import checkpoint_facts
 
@@ -225,15 +225,15 @@ def info(
 
 
 def check_rules(rules: PathLike, path: PathLike | None = None) -> dict[str, Any]:
-    """Check a table of families and dialects, and tell what it reads of a checkpoint.
+    """Check a table of families and dialects; with a checkpoint, also report which of its names the table reads.
 
     Args:
         rules: path of the table.
-        path: a checkpoint that the table is for.
+        path: a checkpoint to read with the table.
 
     Returns:
         Plain data, as `transaxle check-rules --json` prints it: `families` that the table declares; with a checkpoint
-        also `reads`, and `fits`, which is False where a tensor does not have the shape that its line says.
+        also `reads`, and `fits`, which is False if the shape of a tensor differs from that of its line.
 
     Raises:
         Refused: CORRUPT with every mistake in the table.
@@ -245,31 +245,31 @@ def check_rules(rules: PathLike, path: PathLike | None = None) -> dict[str, Any]
 
 
 def is_lead() -> bool:
-    """Tell whether this process is the rank of a job that speaks for all, or in no job."""
+    """Tell whether this process is the first rank of a torchrun job, or in no such job."""
     from transaxle.engine.distribute.driver import is_lead
 
     return is_lead()
 
 
 class _Conversion:
-    """A conversion as it is asked for.
+    """A conversion that the user has requested, with its options read.
 
     Args:
         src: path, or an opened checkpoint.
-        dst: where it is to be written.
-        options: those that are given.
-        watch: sees what is done.
+        dst: path or URL of the target.
+        options: options that differ from their defaults.
+        watch: observer.
 
     Attributes:
-        target: the path or URL that it is to be written to.
-        opening: how the source is opened.
-        limit: workers and memory.
-        page: the page of it, where one is asked for; of the ranks of a job the first one writes it.
-        order: the conversion as data, where other processes carry it out.
+        target: path or URL of the target.
+        opening: options for opening the source.
+        limit: number of workers, and memory.
+        page: writes the HTML page, if one is requested; in a job only the first rank has it.
+        order: the conversion as plain data for other processes; None if this process converts alone.
 
     Raises:
-        TypeError: the source is an opened checkpoint, and other processes are to open it.
-        TransaxleError: what `order` raises, or refuses to write the page.
+        TypeError: the source is an opened checkpoint, but other processes must open it themselves.
+        TransaxleError: what `order` raises, or the reason why the page cannot be written.
     """
 
     def __init__(self, src: CheckpointLike, dst: PathLike, options: Mapping[str, Any], watch: Watch) -> None:
@@ -309,11 +309,11 @@ class _Conversion:
         return ConversionPage(self._options["report"])
 
     @contextmanager
-    def cleared(self, *, running: bool) -> Iterator[Cleared]:
-        """Open the source, plan, and look at the target; the files are open until the block ends.
+    def open_and_plan(self, *, running: bool) -> Iterator[Cleared]:
+        """Open the source, plan the conversion, and check the target; files stay open until the block ends.
 
         Args:
-            running: it is about to be carried out; see `preflight`.
+            running: whether the plan will be executed next, see `preflight`.
         """
         from transaxle.engine.execute import in_order, preflight
         from transaxle.engine.plan.conversion import make_plan
@@ -335,10 +335,10 @@ class _Conversion:
             yield cleared
 
     def carry_out(self, progress: Progress) -> Report:
-        """Convert, read the result back and write the page, as far as they are asked for.
+        """Convert; then, if requested, read the result back and write the page.
 
         Args:
-            progress: called with the bytes that are written.
+            progress: called with the number of bytes written.
         """
         from transaxle.engine.plan.conversion import ready
 
@@ -347,26 +347,26 @@ class _Conversion:
             prepared: Prepared | None = None
             if self._together:
                 self._watch.state("nothing was written", way_on)
-                done = self._by_ranks(progress)
+                report = self._by_ranks(progress)
                 if self._leads and self.order is not None:
                     prepared = stack.enter_context(self.order.planned())
             else:
-                prepared = cleared = stack.enter_context(self.cleared(running=True))
+                prepared = cleared = stack.enter_context(self.open_and_plan(running=True))
                 if self.page is not None:
                     self.page.write_refused(cleared.plan)
                 ready(cleared)
                 self._watch.state("nothing was written", way_on)
-                done = self._written(cleared, progress)
+                report = self._execute(cleared, progress)
             if prepared is not None and self._options.get("verify", False):
                 self._watch.state(f"{self.target} is written, but not verified")
-                done = replace(done, verification=self._read_back(prepared))
+                report = replace(report, verification=self._read_back(prepared))
             if prepared is not None and self.page is not None:
                 self._watch.state(f"{self.target} is written, but not its report")
-                self.page.write(prepared.plan, done)
-        return done
+                self.page.write(prepared.plan, report)
+        return report
 
-    def _written(self, cleared: Cleared, progress: Progress) -> Report:
-        """Carry a plan out, in this process or by workers that get the items of it."""
+    def _execute(self, cleared: Cleared, progress: Progress) -> Report:
+        """Execute the plan, in this process or by several workers."""
         if self.order is not None:
             from transaxle.engine.distribute.driver import convert_on
 
@@ -379,7 +379,7 @@ class _Conversion:
 
         how = select(self._options, ("overwrite", "resume", "sync"))
         total = sum(tensor.nbytes for tensor in cleared.plan.tensors)
-        with _counted(self._watch, progress, total, "copying", stays=True) as counted:
+        with _report_progress(self._watch, progress, total, "copying", stays=True) as counted:
             if takes_parts(self.target):
                 from transaxle.engine.distribute.driver import convert_in_parts
 
@@ -388,7 +388,7 @@ class _Conversion:
             return execute(cleared, self.target, limit=self.limit, progress=counted, times=times, **how)
 
     def _by_ranks(self, progress: Progress) -> Report:
-        """Convert together with the other ranks of a job; collective."""
+        """Convert together with the other ranks of a torchrun job; collective."""
         from transaxle.live.torchrun import convert_together
 
         assert self.order is not None
@@ -398,7 +398,7 @@ class _Conversion:
             return convert_together(self.order, progress=progress, watch=events, look=self._look, **self._how)
 
     def _look(self, prepared: Prepared) -> None:
-        """Begin the page of a conversion by ranks, and write it where it is refused; on the first rank."""
+        """Create the HTML page, and write it if the plan has refusals; called on the first rank of a job."""
         if "report" not in self._options:
             return
         from transaxle.engine.execute import preflight
@@ -411,13 +411,13 @@ class _Conversion:
         return select(self._options, ("items", "overwrite", "resume", "sync", "jobs", "memory"))
 
     def _read_back(self, prepared: Prepared) -> Verification:
-        """Read the result back, with what was said when the source was opened."""
+        """Read the result back, with the options with which the source was opened."""
         from transaxle.engine.read_back import read_back
 
-        known: Mapping[str, Any] = self.opening
+        opening: Mapping[str, Any] = self.opening
         if isinstance(self._src, Checkpoint):
-            known = self._src.reopening.options if self._src.reopening else {}
-        return read_back(prepared, self.target, known, self.limit, self._watch.progress)
+            opening = self._src.reopening.options if self._src.reopening else {}
+        return read_back(prepared, self.target, opening, self.limit, self._watch.progress)
 
 
 @suggests
@@ -460,30 +460,30 @@ def plan(
     on: On | None = None,
     items: int | None = None,
 ) -> Plan:
-    """Plan a conversion without writing anything; with the arguments of `convert`, it finds every refusal in advance.
+    """Plan a conversion without writing it; this finds every refusal of `convert` with the same arguments.
 
     Args:
         src: path, or an opened checkpoint.
-        dst: where it would be written.
-        report: path of an HTML page of the plan, which must not exist.
-        write: path of a file for the plan, divided into `items`, which `transaxle work` carries out.
-        watch: sees what is done.
+        dst: path or URL of the target.
+        report: path of an HTML page of the plan to write; it must not exist.
+        write: path of a plan file to write, divided into `items`, for `transaxle work`.
+        watch: observer of the run.
 
     The other arguments are those of `convert`.
 
     Returns:
-        The plan; `.refusals` lists all that prevents it, in the tensors and files of `src` and at `dst`.
+        The plan; `.refusals` lists every reason against the conversion, in `src` and at `dst`.
     """
     options = read_options("plan", locals())
-    asked = _Conversion(src, dst, options, watch or _Unwatched())
-    with asked.cleared(running=False) as cleared:
-        if write is not None and asked.order is not None and not cleared.plan.refusals:
+    conversion = _Conversion(src, dst, options, watch or _Unwatched())
+    with conversion.open_and_plan(running=False) as cleared:
+        if write is not None and conversion.order is not None and not cleared.plan.refusals:
             from transaxle.engine.distribute.work_plan import work_plan, write_plan
 
             how = select(options, ("overwrite", "sync", "jobs", "memory"))
-            write_plan(work_plan(asked.order, cleared, items, **how), options["write"])
-        if asked.page is not None:
-            asked.page.write(cleared.plan)
+            write_plan(work_plan(conversion.order, cleared, items, **how), options["write"])
+        if conversion.page is not None:
+            conversion.page.write(cleared.plan)
         return cleared.plan
 
 
@@ -538,50 +538,50 @@ def convert(
         resume: keep finished work if interrupted, and continue it; a `dst` that is already the expected result stays as
             it is. Without it, unfinished work beside `dst` is refused, and with `overwrite` deleted.
         sync: sync everything to disk before `dst` appears.
-        verify: read the result back, check it against its manifest and compare it with `src`; the report has the
-            verification. What is read of `src` is always held against its own hashes, if it has any.
-        report: path of an HTML page of what was done, or of every reason against it; it must not exist.
+        verify: read the result back, check it against its manifest and compare it with `src`; the report then has a
+            `verification`. The bytes read from `src` are always checked against its hashes, if it has any.
+        report: path of an HTML page to write, of the conversion or of every reason against it; it must not exist.
         progress: called with the bytes of each block written, from several threads.
-        watch: sees what is done, `progress` included.
+        watch: observer of the run, including progress.
         shard_size: bytes of tensors per file, 5_000_000_000 or "5GB"; ignored if `dst` is one file.
-        allow_lossy: allow a dialect's arithmetic.
+        allow_lossy: allow arithmetic that a table marks as lossy, and finite values that become infinite.
         strict: refuse tensors without a line in the target dialect instead of keeping them under their names.
         encode: `float8_block`, `mxfp8` or `nvfp4`: write the weights of linear layers in this encoding.
-        only: patterns of the table names to encode instead; with `decode` or `dtype`, to decode or cast.
-        skip: patterns of the names that stay as they are.
-        tp: tensor-parallel ranks of `megatron_torch`, which has a folder for each; of `torch_dist`, which pads.
-        pp: pipeline stages of `megatron_torch`.
-        ep: expert-parallel ranks of `megatron_torch`.
-        make_vocab_size_divisible_by: the vocabulary is padded to a multiple of this, times `tp`; 128 for
-            `megatron_torch`, as in Megatron.
-        jobs: worker threads.
+        only: patterns of names in the table to encode, decode or cast; none: with `encode`, linear layers.
+        skip: patterns of names to leave unchanged.
+        tp: number of tensor-parallel ranks, for `megatron_torch` (one folder each) and the padding in `torch_dist`.
+        pp: number of pipeline stages, for `megatron_torch`.
+        ep: number of expert-parallel ranks, for `megatron_torch`.
+        make_vocab_size_divisible_by: pad the vocabulary to a multiple of this number times `tp`; default for
+            `megatron_torch`: 128, as in Megatron.
+        jobs: number of worker threads.
         memory: bytes of all buffers together.
-        on: by whom: "ray", "ray://HOST:PORT", "torchrun", an object with the method of `Executor`, or a pool with
-            `submit`. `jobs` and `memory` are then those of each worker. Of the ranks of torchrun the first one reads
-            the result back and writes the page.
-        items: into how many items of work; one for each GiB.
+        on: workers: "ray", "ray://HOST:PORT", "torchrun", an object with the method of `Executor`, or a pool with
+            `submit`. `jobs` and `memory` then apply to each worker. Under torchrun, the first rank reads the result
+            back and writes the page.
+        items: number of work items; None: one per GiB.
 
     The other arguments are those of `open`.
 
     Raises:
-        TypeError: an argument of a type that it cannot have, or options that exclude each other.
-        TransaxleError: all refusals at once, before anything is written; or what went wrong while writing; or, with
-            `verify`, `Unverified`, which has the report of what was written.
+        TypeError: an argument of a wrong type, or options that exclude each other.
+        TransaxleError: all refusals at once, before anything is written; or an error while writing; or, with `verify`,
+            `Unverified`, which has the report of the conversion.
     """
     options = read_options("convert", locals())
-    seen = watch or _Unwatched()
-    seen.state("nothing was written")
-    done = _Conversion(src, dst, options, seen).carry_out(progress)
-    if done.verification is not None:
-        _refuse_unverified(done, done.verification)
-    return done
+    observer = watch or _Unwatched()
+    observer.state("nothing was written")
+    result = _Conversion(src, dst, options, observer).carry_out(progress)
+    if result.verification is not None:
+        _refuse_unverified(result, result.verification)
+    return result
 
 
 def _refuse_unverified(report: Report, verification: Verification) -> None:
-    """Raise what reading a result back has shown.
+    """Refuse a result that reading back has shown to be wrong.
 
     Raises:
-        Unverified: it is not what the source has.
+        Unverified: the result does not equal the source.
     """
     from transaxle.engine.read_back import refuse_unequal
 
@@ -619,18 +619,18 @@ def verify(
 
     Args:
         a: path or opened checkpoint.
-        b: the other one; None: `a`'s manifest.
-        jobs: worker threads.
+        b: checkpoint to compare with; None: check `a` against its own manifest.
+        jobs: number of worker threads.
         memory: bytes of all buffers together.
         progress: called with the bytes of each block read.
-        watch: sees what is done, `progress` included.
+        watch: observer of the run, including progress.
 
     The other arguments are those of `open`; `dialect`, `format`, `dtype`, `merge`, `only` and `skip` apply to the first
     checkpoint only.
 
     Returns:
-        The verification. It is true if all is well, so `assert tx.verify(a, b)` fails if they differ; `.ok` is the same
-        verdict, and `.problems` and `.differences` list what is wrong.
+        The verification. It is true on success, so `assert tx.verify(a, b)` fails if they differ; `.ok` is the same
+        verdict, `.problems` and `.differences` list the errors.
     """
     options = read_options("verify", locals())
     from transaxle.engine.verification import opened_pair, verify_against
@@ -641,12 +641,12 @@ def verify(
     if b is None:
         with (
             opened("a", a, opening) as alone,
-            _counted(watch, progress, alone.container.nbytes, "verifying") as counted,
+            _report_progress(watch, progress, alone.container.nbytes, "verifying") as counted,
         ):
             return verify_alone(alone, limit, counted)
     with (
         opened_pair(a, b, opening) as (first, second),
-        _counted(watch, progress, first.container.nbytes, "comparing") as counted,
+        _report_progress(watch, progress, first.container.nbytes, "comparing") as counted,
     ):
         return verify_against(first, second, limit, counted)
 
@@ -681,13 +681,13 @@ def diff(
 
     Args:
         a: path or opened checkpoint.
-        b: the other one.
+        b: path or opened checkpoint to compare with.
         numeric: compare values, also across number formats, and measure their differences.
-        report: path of an HTML page of where they differ, which must not exist; values are then measured too.
-        jobs: worker threads.
+        report: path of an HTML page of the differences to write; it must not exist. Implies `numeric`.
+        jobs: number of worker threads.
         memory: bytes of all buffers together.
         progress: called with the bytes of each block read.
-        watch: sees what is done, `progress` included.
+        watch: observer of the run, including progress.
 
     The other arguments are those of `open`; `dialect`, `format`, `dtype`, `merge`, `only` and `skip` apply to the first
     checkpoint only.
@@ -700,7 +700,7 @@ def diff(
     from transaxle.engine.verification import opened_pair
     from transaxle.move.workers import limits
 
-    seen = watch or _Unwatched()
+    observer = watch or _Unwatched()
     measured = numeric or report is not None
     if report is not None:
         from transaxle.reports.html_page import check_destination, check_jinja
@@ -708,14 +708,14 @@ def diff(
         check_jinja()
         check_destination(options["report"], overwrite=None)
     with opened_pair(a, b, select(options, OPENING)) as (first, second):
-        seen.opened(first, second)
-        with _counted(watch, progress, first.container.nbytes, "comparing") as counted:
-            found = compare(first, second, numeric=measured, limit=limits(jobs, memory), progress=counted)
+        observer.opened(first, second)
+        with _report_progress(watch, progress, first.container.nbytes, "comparing") as counted:
+            comparison = compare(first, second, numeric=measured, limit=limits(jobs, memory), progress=counted)
     if report is not None:
         from transaxle.reports.reporting import report as write_report
 
-        write_report(found, options["report"])
-    return found
+        write_report(comparison, options["report"])
+    return comparison
 
 
 def derive(
@@ -727,25 +727,25 @@ def derive(
     family: str | None = None,
     dialects: tuple[str, str] = _CONVERTED,
 ) -> Table:
-    """Derive a table from what a converter does with numbered elements.
+    """Derive a table from a converter, by tracing where it moves numbered elements.
 
     Args:
         converter: a model type of the installed transformers, or a function from a state dict to a state dict.
-        config: of a model type: a config whose flags and kinds of layers count.
-        samples: for a function: state dicts of numpy arrays or torch tensors whose values do not matter. Several, of
-            models of different sizes, show which sizes hang together; the last one proves the table.
+        config: for a model type: a config with the flags and kinds of layers to trace.
+        samples: for a function: input state dicts, of numpy arrays or torch tensors with any values. Samples of
+            different sizes show which sizes depend on each other; the last one is used to check the table.
         configs: for a function: the config of each sample.
-        family: name of the family; None: the model type's or the function's, of a lambda `derived`.
-        dialects: for a function: names of what it takes and what it gives.
+        family: name of the family; None: the model type, the function's name, or `derived` for a lambda.
+        dialects: for a function: names of the dialects of its input and output.
 
     Returns:
-        The table; `.text` is what `--rules` reads, `.left_out` lists what no table can say.
+        The table; `.text` can be read with `--rules`, `.left_out` lists what no table can express.
 
     Raises:
-        TypeError: the samples are no mappings of names to arrays or tensors, or the function returns none; an argument
-            that is not for such a converter.
-        ValueError: `configs` is not one for each sample, or `dialects` not two different names.
-        Refused: UNSUPPORTED where no table says what the converter does.
+        TypeError: a sample or the function's result is not a mapping of names to arrays or tensors; or an argument
+            that does not apply to this kind of converter.
+        ValueError: the number of `configs` differs from that of samples, or `dialects` are not two different names.
+        Refused: UNSUPPORTED where no table can express the converter.
         UsageError: UNKNOWN_FAMILY for a model type that transformers does not know.
     """
     from transaxle.derivation.sources import UNNAMED, are_dialects, family_name, from_function, from_transformers
@@ -768,18 +768,18 @@ def derive(
 
 
 def clean(path: PathLike, *, remove: bool = True) -> tuple[Leftover, ...]:
-    """Remove what killed runs have left beside a target, or directly inside a folder of targets.
+    """Remove files that killed runs have left beside a target, or directly inside a folder of targets.
 
-    If a run died while it replaced a checkpoint, the old checkpoint is put back. On S3 these are uploads that were not
-    completed, and unfinished work of several workers; a run that is still at work on them fails.
+    If a run died while it replaced a checkpoint, the old checkpoint is put back. On S3, leftovers are incomplete
+    uploads and unfinished work of several workers; a run that still uses them fails.
 
     Args:
         path: a target, which need not exist, a folder of targets, or a leftover itself; on S3 a URL, also of a bucket.
-        remove: False only lists the leftovers.
+        remove: if False, only list the leftovers.
 
     Returns:
-        Each leftover with its `outcome`: `removed`, `put back`, `found` if `remove` is False, or `kept` with the reason
-        in `why`: a process is using it, or it contains files that belong to no checkpoint.
+        All leftovers, each with its `outcome`: `removed`; `put back`; `found` if `remove` is False; or `kept`, with the
+        reason in `why`: a process uses it, or it contains files that belong to no checkpoint.
 
     Raises:
         Refused: UNSUPPORTED for a URL of another service.
@@ -788,8 +788,12 @@ def clean(path: PathLike, *, remove: bool = True) -> tuple[Leftover, ...]:
     from transaxle.formats.store import leftovers
 
     read_flag("remove", remove)
-    found = leftovers.leftovers(read_path("path", path))
-    return tuple(leftovers.clean(each) if each.outcome == "found" else each for each in found) if remove else found
+    all_leftovers = leftovers.leftovers(read_path("path", path))
+    return (
+        tuple(leftovers.clean(each) if each.outcome == "found" else each for each in all_leftovers)
+        if remove
+        else all_leftovers
+    )
 
 
 __all__ = ["Unverified", "Watch", "check_rules", "clean", "convert", "derive", "diff", "info", "open", "plan", "verify"]

@@ -1,6 +1,6 @@
-"""What vLLM calls in each of its processes, by the entry point `vllm.general_plugins`; it imports nothing of ours.
+"""Entry point `vllm.general_plugins`, which vLLM calls in each of its processes; it imports no other of our modules.
 
-The engine itself is imported only where a config asks for the backend `transaxle`.
+The weight transfer engine is imported only if a config names the backend `transaxle`.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ _MODULE, _CLASS = "transaxle.refit.vllm_engine", "VllmEngine"
 
 
 def register() -> None:
-    """Make `weight_transfer_config={"backend": "transaxle"}` known to vLLM; it may be called more than once.
+    """Register the weight transfer backend `transaxle` with vLLM; repeated calls do nothing.
 
-    A vLLM that has no such config starts as it does without this package, and is told why it has no such backend.
+    A vLLM without weight transfer starts normally; a warning in its log says why the backend is missing.
     """
     try:
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     except ImportError as error:
-        text = "the weight transfer backend %r is not there: it needs vLLM 0.32 or newer (%s)"
+        text = "the weight transfer backend %r is not available: it needs vLLM 0.32 or newer (%s)"
         logging.getLogger(__name__).warning(text, BACKEND, error)
         return
     if BACKEND not in WeightTransferEngineFactory._registry:

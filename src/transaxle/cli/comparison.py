@@ -1,9 +1,4 @@
-"""`transaxle verify` and `transaxle diff`: whether checkpoints are equal, and where they differ.
-
-**`transaxle verify`**: checks a checkpoint against its own manifest, or compares two.
-
-**`transaxle diff`**: where two checkpoints differ.
-"""
+"""`transaxle verify` checks a checkpoint against its manifest or compares two; `diff` shows where two differ."""
 
 from __future__ import annotations
 
@@ -15,7 +10,7 @@ import click
 
 from transaxle import verbs
 from transaxle.axes.notation.name import natural
-from transaxle.cli.command import Command, options_of, printing, profiling
+from transaxle.cli.command import Command, options_of, with_profile, with_screen
 from transaxle.cli.refusals import print_refusals
 from transaxle.cli.screen import Screen
 from transaxle.engine.compare import Comparison, Difference, components
@@ -41,8 +36,8 @@ from transaxle.formats.registry import listed
 @click.argument("a", type=click.Path(readable=False))
 @click.argument("b", type=click.Path(readable=False), required=False)
 @options_of("verify")
-@profiling
-@printing
+@with_profile
+@with_screen
 def verify_command(screen: Screen, a: str, b: str | None, options: dict[str, Any]) -> int:
     """Verify a checkpoint, or compare two."""
     result = verbs.verify(a, b, watch=screen, **options)
@@ -56,7 +51,7 @@ def verify_command(screen: Screen, a: str, b: str | None, options: dict[str, Any
 
 
 def print_verification(screen: Screen, result: Verification) -> None:
-    """Print the outcome of checking a checkpoint against its manifest."""
+    """Print the result of checking a checkpoint against its manifest or digests."""
     amount = f"{plural(result.tensors, 'tensor')}, {parameters(result.parameters)}, {size(result.bytes_read)} read"
     if result.problems:
         screen.line(("not intact", "red"), f": {amount}")
@@ -67,13 +62,13 @@ def print_verification(screen: Screen, result: Verification) -> None:
         screen.line(("intact", "green"), f": {amount}; every digest in the file matches (xxh3-128)")
     else:
         screen.line(f"checked the structure only, there are no digests: {amount}")
-        screen.line(f"  {_unproved(result)}: give a second checkpoint to compare with")
+        screen.line(f"  {_describe_unchecked(result)}: give a second checkpoint to compare with")
     if result.unlisted:
         screen.line(f"  not checked, as the manifest does not list them: {listed(result.unlisted)}")
 
 
-def _unproved(result: Verification) -> str:
-    """Say what nothing proves of a checkpoint without hashes."""
+def _describe_unchecked(result: Verification) -> str:
+    """Describe which bytes of a checkpoint without hashes remain unchecked."""
     if not result.unproved:
         return "checksums of the format cover all tensors; nothing covers headers and the files beside them"
     if result.unproved == result.bytes_read:
@@ -82,10 +77,14 @@ def _unproved(result: Verification) -> str:
 
 
 def print_comparison(screen: Screen, compared: Comparison) -> None:
-    """Print whether two checkpoints are equal, and if not, where to look."""
+    """Print whether two checkpoints are equal; if not, print how to list the differences."""
     first, second = (f"{count:,}" for count in compared.stored)
     if compared.equal:
-        counts = f"{first} = {second} tensors" if first != second else plural(compared.stored[0], "tensor")
+        counts = (
+            f"{first} tensors on the left are {second} on the right"
+            if first != second
+            else plural(compared.stored[0], "tensor")
+        )
         screen.line(("equal", "green"), f": {counts}, {parameters(compared.parameters)}")
         print_across(screen, compared)
         return
@@ -95,20 +94,20 @@ def print_comparison(screen: Screen, compared: Comparison) -> None:
     )
     screen.line(f"  to see where: transaxle diff {compared.first} {compared.second}")
     if compared.optimizer_only:
-        screen.line("  all of it is optimizer state that only one of them has: --no-optimizer compares the rest")
+        screen.line("  all differences are optimizer state that only one of them has: --no-optimizer compares the rest")
 
 
 def print_across(screen: Screen, comparison: Comparison) -> None:
-    """Print which tensors were compared by value because they are stored in two number formats."""
+    """Print how many tensors were compared by value, because the two checkpoints store them in different encodings."""
     for formats, count in comparison.across.items():
         screen.line(f"  {plural(count, 'tensor')} compared by value, stored as {formats}")
 
 
 _ROWS = 20
 _NO_TABLE = "(in no table)"
-_ALONE = frozenset({"only_first", "only_second"})
-_UNCOMPARED = _ALONE | {"encoding"}
-"""Kinds of difference for which the values were not compared."""
+_ONE_SIDED = frozenset({"only_first", "only_second"})
+_UNCOMPARED = _ONE_SIDED | {"encoding"}
+"""Kinds of difference that have no comparison of values."""
 
 
 @click.command(
@@ -118,7 +117,7 @@ _UNCOMPARED = _ALONE | {"encoding"}
         ("transaxle diff run-a/ run-b/", "which tensors differ"),
         ("transaxle diff run-a/ run-b/ --stat", "counts per logical tensor, with the largest difference"),
         ("transaxle diff run-a/ run-b/ --numeric", "which tensors differ, and by how much"),
-        ("transaxle diff run-a/ run-b/ --report diff.html", "the same as a page to look at in a browser"),
+        ("transaxle diff run-a/ run-b/ --report diff.html", "the same as an HTML page"),
     ),
     help="""Show where two checkpoints differ, across formats and dialects.
 
@@ -136,14 +135,14 @@ _UNCOMPARED = _ALONE | {"encoding"}
 @click.argument("b", type=click.Path(readable=False))
 @click.option("--stat", is_flag=True, help="Print counts per logical tensor instead of names.")
 @options_of("diff")
-@profiling
-@printing
+@with_profile
+@with_screen
 def diff_command(screen: Screen, a: str, b: str, stat: bool, options: dict[str, Any]) -> int:
     """Compare two checkpoints."""
-    named: dict[str, str] = {}
+    logical_names: dict[str, str] = {}
     if stat:
         options = {**options, "numeric": True}
-        screen.on_opened = lambda pair: named.update(components(pair[1]))
+        screen.on_opened = lambda pair: logical_names.update(components(pair[1]))
     comparison = verbs.diff(a, b, watch=screen, **options)
     report = options["report"]
     if screen.as_json:
@@ -151,7 +150,7 @@ def diff_command(screen: Screen, a: str, b: str, stat: bool, options: dict[str, 
     elif comparison.equal:
         print_comparison(screen, comparison)
     elif stat:
-        _print_stat(screen, comparison, named)
+        _print_stat(screen, comparison, logical_names)
     else:
         _print_names(screen, comparison)
     if report is not None and not screen.as_json:
@@ -160,12 +159,12 @@ def diff_command(screen: Screen, a: str, b: str, stat: bool, options: dict[str, 
 
 
 def _print_names(screen: Screen, comparison: Comparison) -> None:
-    """Print the tensors that differ, folded."""
+    """Print the names of differing tensors; similar names share one row."""
     by_name = {difference.name: difference for difference in comparison.differences}
     names = sorted(by_name, key=natural)
-    folded = fold(names, [_what(by_name[name], comparison) for name in names])
-    cells = [[row.name, row.times, str(row.key), _measured(by_name[name] for name in row.names)] for row in folded]
-    hidden_rows = screen.table(cells, most=_ROWS)
+    folded = fold(names, [_describe(by_name[name], comparison) for name in names])
+    cells = [[row.name, row.times, str(row.key), _distances(by_name[name] for name in row.names)] for row in folded]
+    hidden_rows = screen.table(cells, limit=_ROWS)
     if hidden_rows:
         screen.line(f"  … and {hidden_rows:,} more rows (--all or --json shows them)")
     equal = comparison.tensors - sum(d.kind not in _UNCOMPARED for d in comparison.differences)
@@ -175,8 +174,8 @@ def _print_names(screen: Screen, comparison: Comparison) -> None:
     print_across(screen, comparison)
 
 
-def _what(difference: Difference, comparison: Comparison) -> str:
-    """Describe how a tensor differs, in the same words for all that differ alike."""
+def _describe(difference: Difference, comparison: Comparison) -> str:
+    """Describe how a tensor differs; equal texts are folded into one row."""
     match difference.kind:
         case "only_first":
             return f"only in {comparison.first}"
@@ -189,8 +188,8 @@ def _what(difference: Difference, comparison: Comparison) -> str:
     return f"{difference.kind} {difference.detail}"
 
 
-def _measured(group: Iterable[Difference]) -> str:
-    """Return the measured distances of a group, or an empty text."""
+def _distances(group: Iterable[Difference]) -> str:
+    """Describe the measured distances of a group of tensors; empty if none was measured."""
     measured = [
         (d.elements, d.max_abs, d.rms or 0.0, d.relative or 0.0)
         for d in group
@@ -203,27 +202,27 @@ def _measured(group: Iterable[Difference]) -> str:
     return f"{words}, RMS {max(rms):.1e}, relative {max(relative):.1e}"
 
 
-def _print_stat(screen: Screen, comparison: Comparison, named: Mapping[str, str]) -> None:
+def _print_stat(screen: Screen, comparison: Comparison, logical_names: Mapping[str, str]) -> None:
     """Print one row per logical tensor.
 
     Args:
         screen: where to print.
         comparison: the differences.
-        named: name in the second checkpoint -> its logical tensors.
+        logical_names: tensor name in the second checkpoint -> its logical tensors.
     """
     groups: dict[str, list[Difference]] = defaultdict(list)
     uncompared: dict[str, int] = defaultdict(int)
     for difference in comparison.differences:
         if difference.kind in _UNCOMPARED:
-            uncompared[_what(difference, comparison)] += 1
+            uncompared[_describe(difference, comparison)] += 1
         else:
-            groups[named.get(difference.name, _NO_TABLE)].append(difference)
-    totals = Counter(named.values())
+            groups[logical_names.get(difference.name, _NO_TABLE)].append(difference)
+    totals = Counter(logical_names.values())
     cells = [
         [
             component,
             f"{len(group):,} of {max(totals[component], len(group)):,} tensors differ",
-            _measured(group) or "; ".join(dict.fromkeys(_what(difference, comparison) for difference in group)),
+            _distances(group) or "; ".join(dict.fromkeys(_describe(difference, comparison) for difference in group)),
         ]
         for component, group in groups.items()
     ]

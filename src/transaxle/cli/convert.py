@@ -1,11 +1,4 @@
-"""`transaxle convert` and `transaxle plan`: a conversion, or what it would do.
-
-**`transaxle convert`**: converts a checkpoint; and the rows that it prints as `transaxle plan` does.
-
-**`transaxle plan`**: shows what a conversion would do.
-
-How much a refit would move, as text: totals, and pairs of ranks, alike ones folded.
-"""
+"""`transaxle convert` converts a checkpoint; `transaxle plan` shows what a conversion or a refit would do."""
 
 from __future__ import annotations
 
@@ -19,7 +12,7 @@ from click.core import ParameterSource
 
 from transaxle import verbs
 from transaxle.axes.notation.name import natural
-from transaxle.cli.command import Command, Seldom, deriving, options_of, printing, profiling
+from transaxle.cli.command import Command, Seldom, options_of, with_derive, with_profile, with_screen
 from transaxle.cli.refusals import error_document, print_refusals
 from transaxle.cli.screen import Screen
 from transaxle.encodings.value_steps import Measured, Recoded
@@ -40,8 +33,8 @@ if TYPE_CHECKING:
     from transaxle.engine.traffic import Matrix, Traffic
 
 
-def _how(recoded: Recoded) -> str:
-    """Describe the change of number format, or what was averaged."""
+def _describe_change(recoded: Recoded) -> str:
+    """Describe a change of values: averaging, merging, a cast, or a change of encoding."""
     if recoded.action == "averaged":
         return f"replicas that differ, {recoded.dtype}"
     if recoded.action == "merged":
@@ -54,31 +47,36 @@ def _how(recoded: Recoded) -> str:
 
 
 def print_recoded(screen: Screen, recoded: Sequence[Recoded]) -> None:
-    """Print which tensors a plan decodes or encodes."""
+    """Print which tensors a plan decodes, encodes, casts, merges or averages."""
     by_name = sorted(recoded, key=lambda tensor: natural(tensor.name))
-    rows = fold((tensor.name for tensor in by_name), ((tensor.action, _how(tensor)) for tensor in by_name))
+    rows = fold((tensor.name for tensor in by_name), ((tensor.action, _describe_change(tensor)) for tensor in by_name))
     for (action, change), count in _counts(by_name).items():
         matching_rows = [f"{row.name}  {row.times}".rstrip() for row in rows if row.key == (action, change)]
         screen.some(f"  {plural(count, 'tensor')} will be {action}, {change}", matching_rows)
 
 
 def print_measured(screen: Screen, measured: Sequence[Measured]) -> None:
-    """Print which tensors were decoded or encoded, and how far their values moved."""
+    """Print which tensors' values have changed, and by how much."""
     ordered = sorted(measured, key=lambda item: natural(item.what.name))
     for (action, change), count in _counts([item.what for item in ordered]).items():
-        named = {item.what.name: item for item in ordered if (item.what.action, _how(item.what)) == (action, change)}
-        exact = sum(item.error.exact for item in named.values())
-        rows = fold(named, (item.error.exact for item in named.values()))
+        items_by_name = {
+            item.what.name: item
+            for item in ordered
+            if (item.what.action, _describe_change(item.what)) == (action, change)
+        }
+        exact = sum(item.error.exact for item in items_by_name.values())
+        rows = fold(items_by_name, (item.error.exact for item in items_by_name.values()))
         widths = [max(map(len, column)) for column in zip(*((row.name, row.times) for row in rows), strict=True)]
+        errors = [_largest_errors([items_by_name[name] for name in row.names]) for row in rows]
         listed = [
-            f"{row.name.ljust(widths[0])}  {row.times.ljust(widths[1])}  {_moved([named[name] for name in row.names])}"
-            for row in rows
+            f"{row.name.ljust(widths[0])}  {row.times.ljust(widths[1])}  {error}"
+            for row, error in zip(rows, errors, strict=True)
         ]
         screen.some(f"  {plural(count, 'tensor')} {action}, {change}; {exact:,} exactly", listed)
 
 
-def _moved(measured: Sequence[Measured]) -> str:
-    """Describe how far the values of tensors moved at most."""
+def _largest_errors(measured: Sequence[Measured]) -> str:
+    """Describe the largest changes of values among these tensors."""
     if all(measurement.error.exact for measurement in measured):
         return "exact"
     largest, rms = (
@@ -92,7 +90,7 @@ def _moved(measured: Sequence[Measured]) -> str:
 
 
 def print_stayed(screen: Screen, stayed: tuple[str, ...]) -> None:
-    """Print which plain tensors keep their type where others are cast."""
+    """Print the plain tensors that keep their dtype although others are cast."""
     if stayed:
         rows = [f"{row.name}  {row.times}".rstrip() for row in fold(sorted(stayed, key=natural))]
         screen.some(f"  {plural(len(stayed), 'plain tensor')} not cast (--only PATTERN chooses what is)", rows)
@@ -101,13 +99,13 @@ def print_stayed(screen: Screen, stayed: tuple[str, ...]) -> None:
 def _counts(recoded: Sequence[Recoded]) -> dict[tuple[str, str], int]:
     counts: dict[tuple[str, str], int] = {}
     for tensor in recoded:
-        key = tensor.action, _how(tensor)
+        key = tensor.action, _describe_change(tensor)
         counts[key] = counts.get(key, 0) + 1
     return counts
 
 
 def print_counted(screen: Screen, counted: Mapping[str, int]) -> None:
-    """Print the axis sizes that only the names show, because no config states them."""
+    """Print axis sizes that were counted from tensor names, because no config states them."""
     for axis, count in counted.items():
         screen.line(
             f"  size of {axis} unknown: counted {count} from the names (with --axis {axis}=N or --config FILE a "
@@ -115,13 +113,15 @@ def print_counted(screen: Screen, counted: Mapping[str, int]) -> None:
         )
 
 
-def print_others(screen: Screen, kept: tuple[str, ...], ignored: tuple[str, ...], carried: tuple[str, ...]) -> None:
-    """Print what is not converted: tensors that keep their names, and files that are copied or left behind."""
-    if kept:
-        count = plural(len(kept), "tensor")
+def print_others(
+    screen: Screen, unconverted: tuple[str, ...], ignored: tuple[str, ...], carried: tuple[str, ...]
+) -> None:
+    """Print tensors that keep their names, entries that are left behind, and files that are copied."""
+    if unconverted:
+        count = plural(len(unconverted), "tensor")
         screen.some(
             f"  {count} without a line in the target dialect, names unchanged (--strict refuses them)",
-            list(folded(kept)),
+            list(folded(unconverted)),
         )
     state = () if screen.everything else tuple(name for name in ignored if name.startswith(OPTIMIZER))
     if state:
@@ -130,24 +130,24 @@ def print_others(screen: Screen, kept: tuple[str, ...], ignored: tuple[str, ...]
     extra = () if screen.everything else tuple(name for name in ignored if name.endswith(_EXTRA))
     if extra:
         screen.line(f"  left behind: {_EXTRA[1:]} of {plural(len(extra), 'module')} (--all lists them)")
-    if others := tuple(sorted({*ignored}.difference(state, extra))):
-        screen.some("  left behind", list(folded(others)))
+    if left_behind := tuple(sorted({*ignored}.difference(state, extra))):
+        screen.some("  left behind", list(folded(left_behind)))
     if carried:
         shown = ", ".join(carried) if screen.everything or len(carried) <= 8 else f"{', '.join(carried[:8])} …"
         screen.line(f"  carried along: {shown}")
 
 
 def print_notes(screen: Screen, notes: tuple[str, ...]) -> None:
-    """Print what programs that go on with the target must be told."""
+    """Print notes for users of the target."""
     for note in notes:
-        if note.startswith(NO_CONFIG):  # the target does not serve its purpose as it is
+        if note.startswith(NO_CONFIG):  # without a config the target cannot be loaded
             screen.note(f"warning: {note}")
         else:
             screen.line(f"  note: {note}")
 
 
 _EXTRA = "._extra_state"
-"""End of the names under which Megatron's modules save what is no tensor."""
+"""Suffix of the names under which Megatron's modules save state that is not a tensor."""
 
 
 @click.command(
@@ -182,17 +182,17 @@ _EXTRA = "._extra_state"
     the beginning. Unfinished work with other options or from another source is refused, and left as it is. Without
     --resume unfinished work beside DST is refused, too: `transaxle clean` removes it, or --overwrite.
 
-    --report FILE writes an HTML page of what was done, or, if it is refused, of every reason against it.""",
+    --report FILE writes an HTML page of the conversion, or, if it is refused, of every reason against it.""",
 )
 @click.argument("src", type=click.Path(readable=False))
 @click.argument("dst", type=click.Path(readable=False))
 @options_of("convert")
-@profiling
-@printing
-@deriving
+@with_profile
+@with_screen
+@with_derive
 def convert_command(screen: Screen, src: str, dst: str, options: dict[str, Any]) -> int:
     """Convert a checkpoint."""
-    with _one_voice(together := options["on"] == "torchrun"):
+    with _print_once(together := options["on"] == "torchrun"):
         try:
             report = verbs.convert(src, dst, watch=screen, **options)
         except verbs.Unverified as error:
@@ -203,8 +203,8 @@ def convert_command(screen: Screen, src: str, dst: str, options: dict[str, Any])
 
 
 @contextmanager
-def _one_voice(together: bool) -> Iterator[None]:
-    """Let the first rank of a job say what all of them raise."""
+def _print_once(together: bool) -> Iterator[None]:
+    """Let only the first rank of a job print an error that all ranks raise."""
     try:
         yield
     except TransaxleError as error:
@@ -217,7 +217,7 @@ def _one_voice(together: bool) -> Iterator[None]:
 
 
 def _print_result(screen: Screen, report: Report, page: str | None) -> int:
-    """Print what was done, and the file that shows it; return the exit code."""
+    """Print the report of a conversion and its verification; return the exit code."""
     verification = report.verification
     code = 0 if verification is None or verification.ok else 1
     if screen.as_json:
@@ -238,7 +238,7 @@ def _print_result(screen: Screen, report: Report, page: str | None) -> int:
 
 
 def print_report(screen: Screen, report: Report) -> None:
-    """Print what is said of a conversion that is done."""
+    """Print the report of a completed conversion."""
     if unpinned(report.source) != report.source:
         screen.line(f"read {report.source}")
     parts = [
@@ -268,7 +268,7 @@ def print_report(screen: Screen, report: Report) -> None:
 
 
 def print_workers(screen: Screen, workers: Mapping[str, int]) -> None:
-    """Print who wrote how much: by machine where there are several, and otherwise, or where all is asked for, each."""
+    """Print the bytes written by each machine if there are several; otherwise, or with `--all`, by each process."""
     from transaxle.engine.distribute.driver import node_of
 
     nodes: dict[str, list[int]] = {}
@@ -292,7 +292,7 @@ _OF_REFIT = frozenset({
     "src", "dst", "meshes", "together", "ranks_per_node", "config", "family", "axes", "rules", "dtype", "as_json",
     "everything", "quiet", "verbose",
 })  # fmt: skip
-"""Parameters that planning a refit takes."""
+"""Parameters of the command that apply to planning a refit."""
 
 
 @click.command(
@@ -311,16 +311,15 @@ _OF_REFIT = frozenset({
     reason against the conversion: in the tensors, in the files of SRC, and at DST. Takes the options of convert. Exits
     with 0 if the conversion can run, and otherwise with the exit code that convert would return.
 
-    --report FILE also writes the plan as an HTML page to look at in a browser: what becomes what, and how axes move.
+    --report FILE also writes the plan as an HTML page: which tensors become which, and how axes move.
 
-    --write PLAN also writes the plan into a file, divided into items, which any number of processes carry out: see
-    `transaxle work --help`. They read SRC and write DST under the paths that these have here.
+    --write PLAN also writes the plan into a file, divided into items for any number of processes: see `transaxle work
+    --help`. They must see SRC and DST under the same paths.
 
-    With --mesh, twice, it tells instead how many bytes a refit of live weights (`tx.Refit`) would send between which
-    ranks, from a config.json alone: SRC is then the dialect of the trainer, DST that of the engine, and --to is left
-    out. A mesh of a trainer has the dims replicate, pp, fsdp, ep, tp, outermost first as you write them (expert_dim=1:
-    FSDP divides experts along dim 1); that of vllm has replicas, dp, pp, tp, and ep=N where its ranks share out the
-    experts.""",
+    With --mesh, given twice, it shows instead how many bytes a refit of live weights (`tx.Refit`) would send between
+    which ranks, from a config.json alone: SRC is then the dialect of the trainer, DST that of the engine, and --to is
+    omitted. The mesh of a trainer has the dims replicate, pp, fsdp, ep, tp, outermost first (expert_dim=1: FSDP shards
+    experts along dim 1); that of vllm has replicas, dp, pp, tp, and ep=N if its ranks distribute the experts.""",
 )
 @click.option(
     "--mesh",
@@ -329,20 +328,22 @@ _OF_REFIT = frozenset({
     multiple=True,
     help="Plan a refit: the trainer's mesh, then, given again, the engine's.",
 )
-@click.option("--same-ranks", "together", cls=Seldom, is_flag=True, help="With --mesh: both are on the same ranks.")
+@click.option(
+    "--same-ranks", "together", cls=Seldom, is_flag=True, help="With --mesh: trainer and engine run on the same ranks."
+)
 @click.option(
     "--ranks-per-node",
     cls=Seldom,
     metavar="N",
     type=click.IntRange(1, 1 << 20),
-    help="With --mesh: tell what is sent inside machines of so many ranks, and between them.",
+    help="With --mesh: show bytes inside and between machines of N ranks each.",
 )
 @click.argument("src", type=click.Path(readable=False))
 @click.argument("dst", type=click.Path(readable=False))
 @options_of("plan")
-@profiling
-@printing
-@deriving
+@with_profile
+@with_screen
+@with_derive
 def plan_command(
     screen: Screen,
     src: str,
@@ -367,13 +368,13 @@ def plan_command(
 
 
 def _show(screen: Screen, prepared: Cleared, dst: str, options: Mapping[str, Any]) -> int:
-    """Print a plan.
+    """Print a plan; return the exit code.
 
     Args:
-        screen: where it is printed.
-        prepared: what is planned.
-        dst: the target, as typed.
-        options: those of the verb.
+        screen: where to print.
+        prepared: the plan, with the state of its target.
+        dst: path or URL of the target, as typed.
+        options: options of the verb `plan`.
     """
     plan, limit = prepared.plan, limits(options["jobs"], options["memory"])
     error = gathered(plan.refusals) if plan.refusals else None
@@ -409,22 +410,22 @@ def _plan_refit(
     options: Mapping[str, Any],
     refit: tuple[tuple[str, ...], bool, int | None],
 ) -> int:
-    """Tell what a refit would send.
+    """Print how many bytes a refit would send; return the exit code.
 
     Args:
-        screen: where it is told.
-        context: of the command.
-        dialects: of both sides.
-        options: those of the verb.
-        refit: meshes, whether they are of the same ranks, and the ranks of a machine.
+        screen: where to print.
+        context: click's context of the command.
+        dialects: dialects of trainer and engine.
+        options: options of the verb `plan`.
+        refit: values of `--mesh`, `--same-ranks` and `--ranks-per-node`.
     """
-    # No other command waits for these, of which some import this module.
+    # imported here, because only this command needs it
     from transaxle.engine.traffic import planned_traffic, read_mesh
 
     typed = {name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
-    others = [option.opts[0] for option in context.command.params if option.name in typed - _OF_REFIT]
-    if others:
-        raise click.UsageError(f"{', '.join(others)}: not with --mesh, which plans a refit")
+    unrelated = [option.opts[0] for option in context.command.params if option.name in typed - _OF_REFIT]
+    if unrelated:
+        raise click.UsageError(f"{', '.join(unrelated)}: not with --mesh, which plans a refit")
     meshes, together, ranks_per_node = refit
     if len(meshes) != 2:
         raise click.UsageError("a refit has two meshes: --mesh of the trainer, and --mesh of the engine")
@@ -465,7 +466,7 @@ def _print_plan(screen: Screen, plan: Plan, limit: Limits) -> None:
 
 
 def _print_routes(screen: Screen, plan: Plan) -> None:
-    """Print one row per rule; rules that move nothing are only counted."""
+    """Print one row per rule of the plan; unchanged rules share one line."""
     moving = [(route, words(route, plan.axes)) for route in plan.routes]
     unchanged = [route.component for route, movement in moving if movement == UNCHANGED]
     moving = [(route, movement) for route, movement in moving if movement != UNCHANGED]
@@ -492,70 +493,70 @@ def _print_routes(screen: Screen, plan: Plan) -> None:
 
 
 _RUNS = 3
-"""Runs of ranks that one cell lists."""
+"""Number of ranges of ranks that one cell lists."""
 
 
-def print_traffic(screen: Screen, found: Traffic, ranks_per_node: int | None) -> None:
-    """Print what a refit would move.
+def print_traffic(screen: Screen, traffic: Traffic, ranks_per_node: int | None) -> None:
+    """Print how many bytes a refit would send between which ranks.
 
     Args:
-        screen: where.
-        found: what it would move.
-        ranks_per_node: how many ranks a machine has; None: not known.
+        screen: where to print.
+        traffic: bytes between each pair of ranks.
+        ranks_per_node: number of ranks per machine; None: unknown.
     """
-    trainer, engine = found.trainer, found.engine
-    screen.line((f"{found.family} · {trainer.dialect} -> {engine.dialect}", "bold"))
-    screen.line(f"  {parameters(found.parameters)}, sent as {found.dtype}")
+    trainer, engine = traffic.trainer, traffic.engine
+    screen.line((f"{traffic.family} · {trainer.dialect} -> {engine.dialect}", "bold"))
+    screen.line(f"  {parameters(traffic.parameters)}, sent as {traffic.dtype}")
     screen.line(f"  trainer: {plural(trainer.ranks, 'rank')}, {trainer.text}")
-    screen.line(f"  engine: {plural(engine.ranks, 'rank')}, {engine.text}{', the same' if found.together else ''}")
-    if found.stays:
-        screen.some("  the engine does not have", found.stays)
-    if found.undecided:
-        screen.some("  the config does not say whether the model has these; counted as absent", found.undecided)
-    own = f"; {size(found.own)} more are on the right rank already" if found.together else ""
-    screen.line(f"  {size(found.total)} are sent in one push{own}")
+    screen.line(f"  engine: {plural(engine.ranks, 'rank')}, {engine.text}{', the same' if traffic.together else ''}")
+    if traffic.stays:
+        screen.some("  the engine does not have", traffic.stays)
+    if traffic.undecided:
+        screen.some("  the config does not say whether the model has these; counted as absent", traffic.undecided)
+    local_note = f"; {size(traffic.own)} more are on the right rank already" if traffic.together else ""
+    screen.line(f"  {size(traffic.total)} are sent in one push{local_note}")
     if ranks_per_node is not None:
-        inside = found.within(ranks_per_node)
-        screen.line(f"    {size(inside)} inside machines, {size(found.total - inside)} between them")
+        inside = traffic.within(ranks_per_node)
+        screen.line(f"    {size(inside)} inside machines, {size(traffic.total - inside)} between them")
     rows = [
         ("", "least", "median", "most"),
-        ("a rank of the trainer sends", *_spread(found.sent.sum(axis=1))),
-        ("a rank of the engine receives", *_spread(found.sent.sum(axis=0))),
+        ("a rank of the trainer sends", *_spread(traffic.sent.sum(axis=1))),
+        ("a rank of the engine receives", *_spread(traffic.sent.sum(axis=0))),
     ]
     screen.table(rows)
     screen.line("  bytes per pair of ranks:")
-    pairs = _folded(found.sent)
-    left = screen.table(
+    pairs = _fold_pairs(traffic.sent)
+    hidden_pairs = screen.table(
         [(f"{a} -> {b}", f"{size(count)} each", plural(times, "pair")) for count, times, a, b in pairs],
         indent="    ",
-        most=20,
+        limit=20,
     )
-    if left:
-        screen.line(f"    … and {left:,} more (--all shows them, --json the whole matrix)")
+    if hidden_pairs:
+        screen.line(f"    … and {hidden_pairs:,} more (--all shows them, --json the whole matrix)")
 
 
 def _spread(counts: Matrix) -> tuple[str, str, str]:
     return size(int(counts.min())), size(int(np.median(counts))), size(int(counts.max()))
 
 
-def _folded(matrix: Matrix) -> list[tuple[int, int, str, str]]:
-    """Return bytes, number of pairs, and the ranks of both sides; the largest first, those without any left out."""
-    sources, columns = _alike(matrix), _alike(matrix.T)
-    found = []
+def _fold_pairs(matrix: Matrix) -> list[tuple[int, int, str, str]]:
+    """Return (bytes, number of pairs, senders, receivers), largest first; pairs with equal bytes share a row."""
+    sources, columns = _group_equal_rows(matrix), _group_equal_rows(matrix.T)
+    rows = []
     for source in sources:
         targets: dict[int, list[int]] = {}
         for column in columns:
             targets.setdefault(int(matrix[source[0], column[0]]), []).extend(column)
-        found += [
+        rows += [
             (count, len(source) * len(ranks), ranks_text(source), ranks_text(sorted(ranks)))
             for count, ranks in targets.items()
             if count
         ]
-    return sorted(found, key=lambda row: -row[0])
+    return sorted(rows, key=lambda row: -row[0])
 
 
-def _alike(matrix: Matrix) -> list[list[int]]:
-    """Return the numbers of equal rows together."""
+def _group_equal_rows(matrix: Matrix) -> list[list[int]]:
+    """Group the indices of equal rows."""
     groups: dict[bytes, list[int]] = {}
     for number, row in enumerate(np.ascontiguousarray(matrix)):
         groups.setdefault(row.tobytes(), []).append(number)
@@ -563,7 +564,7 @@ def _alike(matrix: Matrix) -> list[list[int]]:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Write ascending numbers of ranks: `0-7`, `0-3, 8-11`, `0, 8, … 248 (32 ranks)`."""
+    """Write ascending ranks as text: `0-7`, `0-3, 8-11`, `0, 8, … 248 (32 ranks)`."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and runs[-1][1] + 1 == rank:

@@ -1,4 +1,4 @@
-"""`transaxle demo`: the whole of it on a model so small that every number can be looked at."""
+"""`transaxle demo`: conversions there and back, on a model so small that every number can be inspected."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 import transaxle as tx
-from transaxle.cli.command import Command, printing
+from transaxle.cli.command import Command, with_screen
 from transaxle.cli.screen import Screen
 from transaxle.engine.moves import RENAMED, UNCHANGED, rules, words
 from transaxle.engine.wording import parameters, plural
@@ -34,10 +34,10 @@ _SIZES = {
     "num_experts": 5,
     "num_experts_per_tok": 2,
 }
-"""Small, and no two alike where a mistaken axis could hide behind an equal size."""
+"""Small sizes; those of axes that could be confused differ."""
 _SOURCE = "hub"
-_WAY = (("torchtitan", "dcp:torchtitan"), ("automodel", "safetensors:automodel"), ("back", "hf"))
-"""The folders that are written, one from the other, and what `--to` says for each."""
+_CONVERSIONS = (("torchtitan", "dcp:torchtitan"), ("automodel", "safetensors:automodel"), ("back", "hf"))
+"""(folder, value of `--to`) of each conversion; each converts the result of the one before."""
 _EXPERT, _ROW, _COLUMN = 3, 5, 7
 _PLACES = (
     (_SOURCE, f"model.layers.0.mlp.experts.{_EXPERT}.gate_proj.weight", (_ROW, _COLUMN)),
@@ -45,16 +45,16 @@ _PLACES = (
     ("automodel", "model.layers.0.mlp.experts.gate_and_up_projs", (_EXPERT, _COLUMN, _ROW)),
     ("back", f"model.layers.0.mlp.experts.{_EXPERT}.gate_proj.weight", (_ROW, _COLUMN)),
 )
-"""Where each dialect keeps one and the same number: expert 3's gate, row 5, column 7."""
+"""(folder, tensor, index) of one number in each dialect: expert 3's gate, row 5, column 7."""
 _TOKENS = 16
 
 
-_TOLD = {
+_STEP_TEXTS = {
     "torchtitan": "Every expert was a tensor of its own; now its number e is the first dim of one tensor per layer.",
     "automodel": "gate and up become one tensor, end to end in its last dim, and each expert's matrix is transposed.",
     "back": "The same two tables, read the other way.",
 }
-"""Explanation of each step for newcomers."""
+"""Explanation of each conversion for newcomers."""
 
 JsonFacts = dict[str, Any]
 
@@ -71,11 +71,11 @@ JsonFacts = dict[str, Any]
     give --keep.""",
 )
 @click.option("--keep", metavar="DIR", type=click.Path(readable=False), help="Keep the checkpoints in this new folder.")
-@printing
+@with_screen
 def demo_command(screen: Screen, keep: str | None) -> int:
     """Run the demo."""
     with _quiet():
-        _needed()
+        _require_packages()
         if keep is None:
             with TemporaryDirectory(prefix="transaxle-demo-") as temporary:
                 return _run(screen, Path(temporary), shown="")
@@ -89,8 +89,8 @@ def demo_command(screen: Screen, keep: str | None) -> int:
         return _run(screen, folder, shown=f"{keep.rstrip('/')}/")
 
 
-def _needed() -> None:
-    """Refuse to run without torch and transformers, with a hint on how to install them."""
+def _require_packages() -> None:
+    """Refuse to run without torch and transformers; the hint says how to install them."""
     try:
         import torch
         import transformers
@@ -103,10 +103,10 @@ def _needed() -> None:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Hide the progress bars and warnings of other packages."""
-    wanted = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    before = {name: os.environ.get(name) for name in wanted}
+    variables = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    before = {name: os.environ.get(name) for name in variables}
     muted = logging.root.manager.disable
-    os.environ.update(wanted)
+    os.environ.update(variables)
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings():
@@ -126,8 +126,8 @@ def _run(screen: Screen, folder: Path, shown: str) -> int:
 
     Args:
         screen: where to print.
-        folder: where the checkpoints go.
-        shown: what stands before their names in the commands that are printed.
+        folder: folder of the checkpoints.
+        shown: path of the folder in the printed commands.
     """
     facts: JsonFacts = {"folder": shown or None, "steps": []}
     model, tokens, logits = _make(folder / _SOURCE)
@@ -136,10 +136,10 @@ def _run(screen: Screen, folder: Path, shown: str) -> int:
     _step(screen, "1  transformers makes a small Qwen3-MoE with random weights, and saves it")
     facts["steps"].append(_describe(screen, folder, _SOURCE))
     source = _SOURCE
-    for number, (target, to) in enumerate(_WAY, 2):
+    for number, (target, to) in enumerate(_CONVERSIONS, 2):
         _step(screen, f"{number}  transaxle convert {shown}{source} {shown}{target} --to {to}")
-        moved = _moved(folder / source, folder / target, to)
-        _say(screen, _TOLD[target])
+        moved = _axis_moves(folder / source, folder / target, to)
+        _say(screen, _STEP_TEXTS[target])
         _print_moved(screen, moved)
         tx.convert(folder / source, folder / target, to=to)
         facts["steps"].append({"to": to, "moved": moved, **_describe(screen, folder, target)})
@@ -168,7 +168,7 @@ def _step(screen: Screen, title: str) -> None:
 
 
 def _make(folder: Path) -> tuple[Any, Any, Any]:
-    """Make a model and save it; return it with some tokens and the logits it gives for them."""
+    """Create a model and save it; return (model, tokens, the model's logits for them)."""
     import torch
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, Qwen3MoeConfig
@@ -180,25 +180,25 @@ def _make(folder: Path) -> tuple[Any, Any, Any]:
     random = torch.Generator().manual_seed(0)
     model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**_SIZES), dtype=torch.bfloat16).eval()
     with torch.no_grad():
-        for weight in model.parameters():  # norms too: all ones would look right in any place
+        for weight in model.parameters():  # norms too: all ones would look right at any index
             weight.normal_(0, 0.5, generator=random)
         tokens = torch.randint(_SIZES["vocab_size"], (1, _TOKENS), generator=random)
         logits = model(tokens).logits
     try:
         model.save_pretrained(folder)
-    except SafetensorError as error:  # it tells of a full disk so, too
+    except SafetensorError as error:  # it is also raised when the disk is full
         hint = "Make room there, or choose a folder elsewhere with --keep."
         raise refuse("IO", f"the model cannot be saved: {error}", file=str(folder), hint=hint) from None
     return model, tokens, logits
 
 
 def _describe(screen: Screen, folder: Path, name: str) -> JsonFacts:
-    """Print the size of a checkpoint, with its attention query and experts."""
-    from transaxle.cli.ls import cells, folded_rows
+    """Print the size of a checkpoint, and its rows of attention queries and experts."""
+    from transaxle.cli.ls import cells, fold_rows
 
     with tx.open(folder / name) as checkpoint:
         amount = sum(tensor.parameters for tensor in checkpoint.values())
-        shown_rows = [cells(row) for row in folded_rows(checkpoint) if _is_shown(row.names[0])]
+        shown_rows = [cells(row) for row in fold_rows(checkpoint) if _is_shown(row.names[0])]
         facts: JsonFacts = {
             "folder": name,
             "dialect": checkpoint.dialect,
@@ -215,8 +215,8 @@ def _is_shown(name: str) -> bool:
     return any(segment in name for segment in ("q_proj", ".wq.", "experts"))
 
 
-def _moved(source: Path, target: Path, to: str) -> list[JsonFacts]:
-    """Return what a conversion moves, rule by rule; rules that only rename are left out."""
+def _axis_moves(source: Path, target: Path, to: str) -> list[JsonFacts]:
+    """Return the axis moves of a conversion, rule by rule; rules that only rename are omitted."""
     plan = tx.plan(source, target, to=to)
     moved = []
     for route in plan.routes:
@@ -238,7 +238,7 @@ def _print_moved(screen: Screen, moved: Sequence[JsonFacts]) -> None:
 
 
 def _follow(screen: Screen, folder: Path) -> list[JsonFacts]:
-    """Read one number in every dialect."""
+    """Read the same number from the checkpoint of each dialect."""
     readings: list[JsonFacts] = []
     for name, tensor, place in _PLACES:
         with tx.open(folder / name) as checkpoint:
@@ -255,7 +255,7 @@ def _follow(screen: Screen, folder: Path) -> list[JsonFacts]:
 
 
 def _same_tensors(screen: Screen, folder: Path) -> bool:
-    """Compare the first and the last checkpoint as the safetensors library reads them, not as we do."""
+    """Compare the first and the last checkpoint, read with the safetensors library rather than our own reader."""
     first, last = ({k: v for f in _files(folder / name) for k, v in _load(f).items()} for name in (_SOURCE, "back"))
     same = sum(name in last and first[name] == last[name] for name in first)
     equal = same == len(first) == len(last)
@@ -269,16 +269,16 @@ def _files(folder: Path) -> Sequence[Path]:
 
 
 def _load(file: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-    """Read a file with the safetensors library: dtype, shape and bytes of every tensor."""
+    """Read a file with the safetensors library: tensor name -> (dtype, shape, bytes)."""
     from safetensors import safe_open
 
     with safe_open(file, framework="numpy") as opened:
-        arrays = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - it is no mapping
+        arrays = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - not a mapping
     return {name: (str(array.dtype), array.shape, array.tobytes()) for name, array in arrays.items()}
 
 
 def _same_logits(screen: Screen, folder: Path, tokens: Any, logits: Any, kind: Any) -> bool:
-    """Load the last checkpoint with transformers, and compare what it computes."""
+    """Load the last checkpoint with transformers, and compare its logits with those of the original model."""
     import torch
 
     model = kind.from_pretrained(folder, dtype=torch.bfloat16).eval()

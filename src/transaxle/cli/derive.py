@@ -1,8 +1,7 @@
-"""`transaxle derive` and `transaxle check-rules`: tables made, and tables checked.
+"""`transaxle derive` derives a table from a converter; `transaxle check-rules` checks a table.
 
-**`transaxle derive`**: writes the table of a converter, read off from where it puts every number.
-
-**`transaxle check-rules`**: whether a table is sound, and which names of a checkpoint it reads.
+A table is derived by tracing where a converter moves each of a checkpoint's numbered elements. A check lists mistakes
+in a table, and which names of a checkpoint it reads.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import click
 
 from transaxle.arguments import Overwrite
 from transaxle.axes.notation import tables
-from transaxle.cli.command import Command, overwriting, printing
+from transaxle.cli.command import Command, overwrite_option, with_screen
 from transaxle.cli.screen import Screen
 from transaxle.cli.tracing import silence
 from transaxle.derivation.sources import (
@@ -38,28 +37,28 @@ from transaxle.errors import Refused, TransaxleError, gathered, refuse
 from transaxle.families import builtin
 
 _MODEL_TYPE = r"[\w.-]{1,100}"
-"""A word that may be a model type: only for such, which is no path, torch and transformers are imported."""
+"""Pattern of a model type; torch and transformers are imported only for an argument that matches it."""
 
 
 @click.command(
     "derive",
     cls=Command,
     examples=(
-        ("transaxle derive ctrl -o ctrl.rules", "what transformers does with this model type"),
+        ("transaxle derive ctrl -o ctrl.rules", "a table for this model type, from transformers"),
         ("transaxle derive my-model/config.json", "the same, with the flags of this config"),
         ("transaxle derive --number hub/ numbered/", "a copy whose elements are numbered, for your converter"),
-        ("transaxle derive numbered/ converted/ -o my.rules", "what your converter did with it"),
+        ("transaxle derive numbered/ converted/ -o my.rules", "a table for your converter"),
     ),
     help="""Derive a table from a converter.
 
-    SOURCE is a model type of transformers, a config.json or the folder of one: tiny models with numbered elements are
-    saved by the installed transformers, and the table follows from where each number went. It is proved on a config of
+    SOURCE is a model type of transformers, a config.json or a folder with one: the installed transformers saves tiny
+    models with numbered elements, and the table follows from where each number went. It is checked on a config with
     other sizes before it is printed.
 
-    Or SOURCE is a pair of folders: a checkpoint with numbered elements (--number makes one), and what your converter
-    made of it. Several pairs, of models of different sizes, show which sizes hang together.
+    Or SOURCE is a pair of folders: a checkpoint with numbered elements (--number makes one), and the result of your
+    converter for it. Several pairs, of models of different sizes, show which sizes depend on each other.
 
-    What no table can say (values that are changed, dropped or invented) is listed, never guessed.""",
+    Anything that no table can express (values that are changed, dropped or invented) is listed, never guessed.""",
 )
 @click.argument("source", nargs=-1, required=True, type=click.Path(readable=False))
 @click.option(
@@ -71,10 +70,10 @@ _MODEL_TYPE = r"[\w.-]{1,100}"
 )
 @click.option("--family", metavar="NAME", help="Name of the family.  [default: the model type; of folders, `derived`]")
 @click.option("--dialects", metavar="FIRST:SECOND", default="hf:converted", show_default=True,
-              help="Of pairs of folders: names of the two dialects.")  # fmt: skip
-@overwriting("table", "Replace the table in FILE; `=everything` replaces any file.")
+              help="For pairs of folders: names of the two dialects.")  # fmt: skip
+@overwrite_option("table", "Replace the table in FILE; `=everything` replaces any file.")
 @click.option("--number", is_flag=True, help="Write a copy of the first folder, with numbered elements, to the second.")
-@printing
+@with_screen
 def derive_command(
     screen: Screen,
     source: Sequence[str],
@@ -119,11 +118,11 @@ def _table(source: Sequence[str], family: str | None, dialects: str) -> Table:
 
 
 def model_of(source: str) -> tuple[str, dict[str, Any] | None]:
-    """Return the model type that is meant, and its config where one is given.
+    """Return the model type that SOURCE means, and its config if SOURCE is a file or folder.
 
     Raises:
         Refused: CORRUPT for a config without a model type.
-        StorageError: IO for a path that leads to no config.
+        StorageError: IO for a path without a config.
     """
     path = Path(source)
     if re.fullmatch(_MODEL_TYPE, source) and not os.path.lexists(path) and path.suffix != ".json":
@@ -170,10 +169,10 @@ def _facts(table: Table, output: str | None) -> dict[str, Any]:
 
 
 def _ships(table: Table) -> str | None:
-    """Return the family that ships for the model of a derived table; None where there is none."""
+    """Return the built-in family for the model of a derived table; None if there is none."""
     (family,) = tables.read(table.text)
-    known = builtin().of_types(family.model_types)
-    return known[0].name if known else None
+    families = builtin().of_types(family.model_types)
+    return families[0].name if families else None
 
 
 def _print_table(screen: Screen, table: Table, output: str | None) -> None:
@@ -183,17 +182,21 @@ def _print_table(screen: Screen, table: Table, output: str | None) -> None:
             screen.line(line)
     else:
         screen.line((output, "bold"), f": family {table.family}, {plural(table.text.count(chr(10)), 'line')}")
-    proof = "exact both ways on one of other sizes" if table.proved else "exact both ways on itself; no other was given"
+    proof = (
+        "exact both ways on a model of other sizes"
+        if table.proved
+        else "exact both ways on its own model; no model of other sizes was given"
+    )
     say(f"  from {plural(table.traces, 'trace')}, {proof}")
     for note in table.left_out:
         say(f"  not in the table: {note}")
     ships = _ships(table)
     if ships is not None:
-        say(f"  a table of this model ships, and may say more:  transaxle info --family {ships}")
+        say(f"  a built-in table of this model exists, and may say more:  transaxle info --family {ships}")
 
 
 _SHOWN = 6
-"""Misshapen tensors that are listed without `--all`."""
+"""Number of tensors with wrong shapes that are listed without `--all`."""
 
 
 @click.command(
@@ -201,9 +204,9 @@ _SHOWN = 6
     cls=Command,
     examples=(
         ("transaxle check-rules my.rules", "list every mistake with its line"),
-        ("transaxle check-rules my.rules my-model/", "and show what it reads of this checkpoint"),
+        ("transaxle check-rules my.rules my-model/", "and show which names of this checkpoint it reads"),
     ),
-    help="""Check a table of families and dialects, and show what it reads of a checkpoint.
+    help="""Check a table of families and dialects, and show which names of a checkpoint it reads.
 
     Without CKPT: prints every mistake in FILE with its line, and what the file declares and replaces. With CKPT: also
     prints how many tensor names each dialect reads, the names that no line reads, the tensors whose shape is not that
@@ -212,7 +215,7 @@ _SHOWN = 6
 )
 @click.argument("file", type=click.Path(readable=False))
 @click.argument("ckpt", type=click.Path(readable=False), required=False)
-@printing
+@with_screen
 def check_rules_command(screen: Screen, file: str, ckpt: str | None) -> int:
     """Check a table."""
     report = rules_facts(file, ckpt)
@@ -245,7 +248,7 @@ def _print_family(screen: Screen, family: JsonFacts) -> None:
         )
     if family["says_anew"]:
         changes = [f"{each['own']}  (in {each['of']}: {each['taken']})" for each in family["says_anew"]]
-        screen.some("    says anew what it takes over:", [f"  {change}" for change in changes])
+        screen.some("    overrides what it takes over:", [f"  {change}" for change in changes])
     for label, lines in family["dialects"].items():
         screen.line(f"    dialect {label}: {plural(lines, 'line')}")
 
@@ -285,5 +288,5 @@ def _print_writing(screen: Screen, label: str, outcome: JsonFacts) -> None:
 
 
 def _one_line(refusal: JsonFacts) -> str:
-    """Write a refusal of a tensor's shape on one line: the name, the rule, and both shapes."""
+    """Write the refusal of a tensor's shape on one line: name, rule and both shapes."""
     return f"{refusal['tensor']}: {': '.join(refusal['message'].splitlines())}"

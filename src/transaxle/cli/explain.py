@@ -1,4 +1,4 @@
-"""`transaxle explain`: the long form of a refusal."""
+"""`transaxle explain`: explanations of the refusal codes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from transaxle.cli.command import Command, completing, printing
+from transaxle.cli.command import Command, complete_with, with_screen
 from transaxle.cli.screen import Screen
 from transaxle.engine.explanations import EXPLANATIONS, Explanation
 from transaxle.errors import CODES, Code, refuse
@@ -16,16 +16,16 @@ from transaxle.errors import CODES, Code, refuse
 _WIDTH = 100
 
 
-def _known(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ...]) -> tuple[Code, ...]:
-    """Return the typed codes, in any case; an unknown one gets a suggestion."""
+def _parse_codes(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ...]) -> tuple[Code, ...]:
+    """Parse codes, in upper or lower case; the error for an unknown one suggests a code."""
     codes: list[Code] = []
     for typed in values:
-        wanted = typed.upper().replace("-", "_")
-        close = difflib.get_close_matches(wanted, CODES, 1)
-        code = next((code for code in CODES if code == wanted), None)
+        spelling = typed.upper().replace("-", "_")
+        close = difflib.get_close_matches(spelling, CODES, 1)
+        code = next((code for code in CODES if code == spelling), None)
         if code is None:
             hint = f" Did you mean {close[0]}?" if close else " `transaxle explain` alone lists them."
-            raise click.BadParameter(f"there is no code {typed!r}.{hint}")
+            raise click.BadParameter(f"no such code: {typed!r}.{hint}")
         codes.append(code)
     return tuple(codes)
 
@@ -38,8 +38,10 @@ def _known(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ...]
 
     Without CODE: lists all codes. No error has a code outside this list.""",
 )
-@click.argument("codes", metavar="[CODE]...", nargs=-1, callback=_known, shell_complete=completing(lambda: CODES))
-@printing
+@click.argument(
+    "codes", metavar="[CODE]...", nargs=-1, callback=_parse_codes, shell_complete=complete_with(lambda: CODES)
+)
+@with_screen
 def explain_command(screen: Screen, codes: tuple[Code, ...]) -> int:
     """Explain codes, or list them."""
     if screen.as_json:

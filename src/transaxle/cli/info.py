@@ -1,6 +1,6 @@
-"""`transaxle info`: how a checkpoint is recognised, and what it holds; or what this installation can do.
+"""`transaxle info` describes a checkpoint, a family's table, or this installation.
 
-The names of a checkpoint as a tree, with numbers folded, and how many bytes there are in each branch.
+With `--tree` it prints the tensor names as a tree, with numbers folded and the bytes of each branch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import click
 
 from transaxle import __version__, verbs
 from transaxle.axes.notation.name import natural
-from transaxle.cli.command import COMMANDS, Command, options_of, printing
+from transaxle.cli.command import COMMANDS, Command, options_of, with_screen
 from transaxle.cli.screen import Screen, printable
 from transaxle.encodings.arithmetic.codec import active
 from transaxle.engine.checkpoint.recognise import pick_family
@@ -38,39 +38,39 @@ if TYPE_CHECKING:
     from transaxle.engine.checkpoint.stored_tensor import StoredTensor
 
 
-_MOST = 20
-"""Branches of one branch that are printed where not everything is asked for."""
+_MOST_BRANCHES = 20
+"""Number of branches per branch that are printed without `--all`."""
 _WIDE = 4096
-"""Columns where there is no terminal: lines may have any length."""
+"""Line width in columns without a terminal, in effect unlimited."""
 _DEEPEST = 12
-"""Dots of a name at which branches part."""
+"""Maximum depth of the tree, in segments of a name."""
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 _BAR = 10
-"""Columns of a bar as long as all bytes."""
+"""Length in columns of a bar for all bytes."""
 
 
 @dataclass
 class Branch:
-    """Names that begin alike."""
+    """A node of the name tree: the tensors whose names begin with the same segments."""
 
     name: str
-    """Their common segments, after those of the branch that it grows from; numbers are folded."""
+    """Segments of this node, without those of its parents; numbers are folded."""
     about: str = ""
-    """Type and shape of the tensors that end here; empty where none does."""
+    """Dtype and shape of the tensors whose names end here; empty if there are none."""
     tensors: int = 0
-    """How many there are."""
+    """Number of tensors in this branch."""
     nbytes: int = 0
-    """Their bytes."""
+    """Bytes of the tensors in this branch."""
     branches: dict[str, Branch] = field(default_factory=dict)
-    """What grows from it, by the next segment."""
+    """Child branches, by their next segment."""
 
 
 def name_tree(tensors: Mapping[str, StoredTensor], title: str) -> Branch:
     """Return the names of tensors as a tree.
 
     Args:
-        tensors: by name.
-        title: what the root is called.
+        tensors: tensors by name.
+        title: name of the root.
     """
     names = sorted(tensors, key=natural)
     keys = [(tensors[name].dtype, tensors[name].shape) for name in names]
@@ -90,33 +90,35 @@ def name_tree(tensors: Mapping[str, StoredTensor], title: str) -> Branch:
     return root
 
 
-def print_tree(root: Branch, stream: TextIO, *, everything: bool) -> None:
+def print_tree(root: Branch, stream: TextIO, *, all_rows: bool) -> None:
     """Print a tree, the largest branches first.
 
     Args:
-        root: of the tree.
-        stream: where to.
-        everything: print all branches.
+        root: root of the tree.
+        stream: output stream.
+        all_rows: print all branches, not only the largest.
     """
     from rich.console import Console
     from rich.tree import Tree
 
-    grown = Tree(_label(root, root.nbytes))
-    _grow(grown, root, root.nbytes, None if everything else _MOST)
+    tree = Tree(_label(root, root.nbytes))
+    _add_branches(tree, root, root.nbytes, None if all_rows else _MOST_BRANCHES)
     console = Console(file=stream, highlight=False, emoji=False, markup=False)
-    console.print(grown, width=None if console.is_terminal else _WIDE)
+    console.print(tree, width=None if console.is_terminal else _WIDE)
 
 
-def _grow(tree: Tree, branch: Branch, total: int, most: int | None) -> None:
-    branches = sorted(map(_shortened, branch.branches.values()), key=lambda each: -each.nbytes)
-    for each in branches[:most]:
-        _grow(tree.add(_label(each, total)), each, total, most)
-    if most is not None and len(branches) > most:
-        tree.add(f"… and {len(branches) - most:,} more, {size(sum(each.nbytes for each in branches[most:]))} (--all)")
+def _add_branches(tree: Tree, branch: Branch, total: int, limit: int | None) -> None:
+    branches = sorted(map(_merge_single_children, branch.branches.values()), key=lambda child: -child.nbytes)
+    for child in branches[:limit]:
+        _add_branches(tree.add(_label(child, total)), child, total, limit)
+    if limit is not None and len(branches) > limit:
+        tree.add(
+            f"… and {len(branches) - limit:,} more, {size(sum(child.nbytes for child in branches[limit:]))} (--all)"
+        )
 
 
-def _shortened(branch: Branch) -> Branch:
-    """Return a branch together with the only one that grows from it, and so on."""
+def _merge_single_children(branch: Branch) -> Branch:
+    """Merge a branch with its child as long as it has a single child and no tensors of its own."""
     while len(branch.branches) == 1 and not branch.about:
         (only,) = branch.branches.values()
         branch = Branch(f"{branch.name}.{only.name}", only.about, only.tensors, only.nbytes, only.branches)
@@ -138,14 +140,14 @@ def _words(branch: Branch, total: int) -> Iterator[str]:
     yield plural(branch.tensors, "tensor") if branch.tensors > 1 else ""
 
 
-_TOLD = frozenset({GROUPS, NOTE, MEGATRON, LEFT_BEHIND})
-"""Metadata keys that have lines of their own: `groups`, `encodings`, `run`, `left`."""
-_OF_RUN = ("iteration", "checkpoint_version")
-"""What Megatron's run says of itself first."""
+_PRINTED_ELSEWHERE = frozenset({GROUPS, NOTE, MEGATRON, LEFT_BEHIND})
+"""Metadata keys that are printed in other lines: `groups`, `encodings`, `run` and `left`."""
+_RUN_FACTS = ("iteration", "checkpoint_version")
+"""Facts about Megatron's run that are printed first."""
 _REPLACED = "which replaces the built-in family of this name"
 _SHOWN = 6
 _LABELS = 24
-"""Columns reserved for labels and their margins."""
+"""Width in columns of the labels and their margins."""
 
 
 @click.command(
@@ -154,7 +156,7 @@ _LABELS = 24
     examples=(
         ("transaxle info Qwen3-30B-A3B/", "describe a checkpoint"),
         ("transaxle info Qwen3-30B-A3B/ --tree", "and where its bytes are, as a tree of names"),
-        ("transaxle info --family qwen3", "print the table of a family, all that it takes over included"),
+        ("transaxle info --family qwen3", "print the table of a family, including all that it takes over"),
         ("transaxle info", "describe this installation: version, kernels, packages, formats"),
     ),
     help="""Describe a checkpoint, or this installation.
@@ -167,7 +169,7 @@ _LABELS = 24
 @click.argument("path", type=click.Path(readable=False), required=False)
 @click.option("--tree", is_flag=True, help="Also print the names as a tree, with the bytes of each branch.")
 @options_of("info")
-@printing
+@with_screen
 def info_command(screen: Screen, path: str | None, tree: bool, options: dict[str, Any]) -> int:
     """Describe a checkpoint, or the installation."""
     facts: JsonFacts = {}
@@ -186,14 +188,14 @@ def info_command(screen: Screen, path: str | None, tree: bool, options: dict[str
     else:
         _print(screen, facts)
         if names is not None and not screen.quiet:
-            print_tree(names, sys.stdout, everything=screen.everything)
+            print_tree(names, sys.stdout, all_rows=screen.everything)
     return 0
 
 
 def _print_table(screen: Screen, name: str, rules: str | None) -> int:
-    """Print the table of a family as it is read: nothing in it is taken over from another."""
+    """Print the complete table of a family, with all statements that it takes over from other families."""
     family = pick_family(name, settings(rules=rules).families)
-    assert family.written is not None  # only families made in memory have no text
+    assert family.written is not None  # only families created in memory have no text
     text = family.written.spelled()
     if screen.as_json:
         legend = {"model_types": list(family.model_types), "frameworks": dialect_facts(family.labels)}
@@ -201,7 +203,7 @@ def _print_table(screen: Screen, name: str, rules: str | None) -> int:
         screen.document({"family": family.name, "dialects": list(family.labels), **legend, "table": text})
     else:
         for title, rows in (("dialects", dialect_rows(family.labels)), ("axes", axis_rows(family))):
-            screen.line((f"# {title}", "dim"))  # a comment: what is printed can be given with --rules
+            screen.line((f"# {title}", "dim"))  # as a comment, so that the output is a valid file for --rules
             screen.table(rows, indent="#   ")
         for line in text.splitlines():
             screen.line(line)
@@ -209,13 +211,13 @@ def _print_table(screen: Screen, name: str, rules: str | None) -> int:
 
 
 def _installation(*, complete: bool) -> JsonFacts:
-    """Return the facts about this installation."""
+    """Return facts about this installation: versions only, or, if `complete`, packages, formats and families too."""
     facts: JsonFacts = {"transaxle": __version__, "kernels": active(), "python": platform.python_version()}
     if complete:
         needed = ("numpy", "ml_dtypes", "safetensors", "torch", "transformers")
         facts |= {
             "machine": f"{platform.system()} {platform.machine()}, {plural(os.cpu_count() or 1, 'core')}",
-            "packages": {name: _installed(name) for name in needed},
+            "packages": {name: _version_of(name) for name in needed},
             "formats": {"reads": [each.name for each in every_format()], "writes": list(writable())},
             "families": {name: list(entry.dialects) for name, entry in builtin().everything.entries.items()},
             "commands": list(COMMANDS),
@@ -223,7 +225,7 @@ def _installation(*, complete: bool) -> JsonFacts:
     return facts
 
 
-def _installed(name: str) -> str | None:
+def _version_of(name: str) -> str | None:
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -235,10 +237,10 @@ def _print(screen: Screen, facts: JsonFacts) -> None:
     if "path" in facts:
         lines = [*_checkpoint_lines(screen, facts), *lines]
     screen.line((facts.get("path", "this installation"), "bold"))
-    screen.table([row for label, text in lines if text for row in _wrapped(screen, label, text)])
+    screen.table([row for label, text in lines if text for row in _wrap(screen, label, text)])
 
 
-def _wrapped(screen: Screen, label: str, text: str) -> list[list[str]]:
+def _wrap(screen: Screen, label: str, text: str) -> list[list[str]]:
     """Wrap a long text within its own column."""
     if screen.width is None:
         return [[label, text]]
@@ -284,16 +286,21 @@ def _checkpoint_lines(screen: Screen, facts: JsonFacts) -> list[tuple[str, str]]
         ("ignored", _some(screen, list(folded(tuple(facts["ignored"]))))),
         ("groups", _some(screen, [_group(group) for group in facts["metadata"].get(GROUPS, ())])),
         *_run_lines(screen, facts["metadata"].get(MEGATRON, {})),
-        ("left", _left(screen, facts["metadata"].get(LEFT_BEHIND, {}))),
-        ("metadata", _some(screen, [f"{key}={value}" for key, value in facts["metadata"].items() if key not in _TOLD])),
+        ("left", _describe_left_behind(screen, facts["metadata"].get(LEFT_BEHIND, {}))),
+        (
+            "metadata",
+            _some(
+                screen, [f"{key}={value}" for key, value in facts["metadata"].items() if key not in _PRINTED_ELSEWHERE]
+            ),
+        ),
         ("manifest", _manifest_line(facts["manifest"])),
     ]
     return lines
 
 
 def _run_lines(screen: Screen, run: JsonFacts) -> list[tuple[str, str]]:
-    """Describe the run of Megatron that saved a checkpoint."""
-    words = [f"{key} {run[key]}" for key in _OF_RUN if key in run]
+    """Describe the Megatron run that saved a checkpoint."""
+    words = [f"{key} {run[key]}" for key in _RUN_FACTS if key in run]
     degrees = " ".join(f"{axis} {size}" for axis, size in run.get("parallel", {}).items())
     words += [f"saved by {degrees}"] if degrees else []
     rows = run.get("vocabulary", {})
@@ -304,7 +311,7 @@ def _run_lines(screen: Screen, run: JsonFacts) -> list[tuple[str, str]]:
         words.append(f"a vocabulary padded to {rows['padded_vocab_size']:,}")
     words += [f"{name} {count:,}" for name, count in run.get("counters", {}).items()]
     words += [
-        f"{key} {value}" for key, value in run.items() if key not in _OF_RUN and not isinstance(value, dict | list)
+        f"{key} {value}" for key, value in run.items() if key not in _RUN_FACTS and not isinstance(value, dict | list)
     ]
     arguments = [f"{key} {_value(value)}" for key, value in run.get("arguments", {}).items()]
     whole = "" if screen.everything or not arguments else f"{len(arguments):,} of them; --all, or --json, shows them"
@@ -314,16 +321,18 @@ def _run_lines(screen: Screen, run: JsonFacts) -> list[tuple[str, str]]:
     ]
 
 
-def _left(screen: Screen, left: dict[str, str]) -> str:
-    """Say what is left behind, and why."""
-    reasons: dict[str, list[str]] = {}
-    for name, why in left.items():
-        reasons.setdefault(str(why), []).append(name)
-    return "; ".join(f"{_some(screen, list(folded(tuple(names))))} ({why})" for why, names in reasons.items())
+def _describe_left_behind(screen: Screen, reasons_by_name: dict[str, str]) -> str:
+    """Describe which entries would be left behind by a conversion, and why."""
+    names_by_reason: dict[str, list[str]] = {}
+    for name, reason in reasons_by_name.items():
+        names_by_reason.setdefault(str(reason), []).append(name)
+    return "; ".join(
+        f"{_some(screen, list(folded(tuple(names))))} ({reason})" for reason, names in names_by_reason.items()
+    )
 
 
 def _group(group: ParamGroup) -> str:
-    """Describe a parameter group, without unset values."""
+    """Describe a parameter group of an optimizer, without unset values."""
     settings = [f"{key}={value}" for key, value in group.items() if key != PARAMS and value is not None]
     return f"{plural(len(group[PARAMS]), 'parameter')}: {' '.join(settings)}"
 
@@ -354,7 +363,7 @@ def _encoding_words(facts: JsonFacts) -> str:
 
 
 def _value(value: Any) -> str:
-    """Write a config value on one line, without the contents of nested ones."""
+    """Write a config value on one line; nested mappings are abbreviated."""
     if isinstance(value, dict):
         return str(value.get("quant_method", "{…}"))
     return ",".join(map(str, value)) if isinstance(value, list) else str(value)
@@ -367,8 +376,10 @@ def _manifest_line(manifest: JsonFacts) -> str:
         made_of = f"; made of {manifest['source']}" if "source" in manifest else ""
         return f"matches: all files still have the recorded sizes and headers{made_of}"
     first_problem = manifest["problems"][0]
-    rest = f" and {len(manifest['problems']) - 1} more" if len(manifest["problems"]) > 1 else ""
-    return f"no longer matches, so it is ignored: {first_problem['file'] or ''} {first_problem['message']}{rest}"
+    more_problems = f" and {len(manifest['problems']) - 1} more" if len(manifest["problems"]) > 1 else ""
+    return (
+        f"no longer matches, so it is ignored: {first_problem['file'] or ''} {first_problem['message']}{more_problems}"
+    )
 
 
 def _installation_lines(facts: JsonFacts) -> list[tuple[str, str]]:

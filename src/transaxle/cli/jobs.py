@@ -1,9 +1,4 @@
-"""`transaxle work` and `transaxle clean`: parts of a conversion on many machines, and what killed runs left.
-
-`transaxle work`: does items of a plan that `transaxle plan --write` has stored.
-
-**`transaxle clean`**: lists the leftovers of killed runs, and removes them.
-"""
+"""`transaxle work` carries out a stored plan in parts; `transaxle clean` removes the leftovers of killed runs."""
 
 from __future__ import annotations
 
@@ -12,7 +7,7 @@ from collections.abc import Sequence
 
 import click
 
-from transaxle.cli.command import Command, printing
+from transaxle.cli.command import Command, with_screen
 from transaxle.cli.convert import print_report
 from transaxle.cli.screen import Screen
 from transaxle.engine.distribute.driver import begin_work, carry_out, commit_work, refuse_beyond
@@ -26,7 +21,7 @@ from transaxle.move.journal import ItemResult
 
 
 def _numbers(_ctx: click.Context, _param: click.Parameter, typed: str | None) -> tuple[int, ...] | None:
-    """Parse numbers of items: `7`, `0-99`, `3,7-9`."""
+    """Parse numbers of work items, such as `7`, `0-99` or `3,7-9`."""
     if typed is None:
         return None
     numbers: dict[int, None] = {}
@@ -48,17 +43,17 @@ def _numbers(_ctx: click.Context, _param: click.Parameter, typed: str | None) ->
     examples=(
         ("transaxle work PLAN --begin", "create the files, hidden beside the target"),
         ("transaxle work PLAN --items 0-99", "do items, in any number of processes and on any machines"),
-        ("transaxle work PLAN --commit", "let the target appear"),
+        ("transaxle work PLAN --commit", "complete the target"),
     ),
     help="""Carry out a conversion in parts, by any number of processes.
 
     PLAN is the file that `transaxle plan --write PLAN` wrote. --begin creates the target's files in a hidden folder
-    beside it; it can be repeated, and keeps what is done. --items does some of the items, in this process; it can run
-    many times at once, on all machines that have the source and the target's folder under the same paths. An item that
-    is done is not done again, and an item whose worker was killed is done by the next one. --commit writes the index
-    and the manifest, and moves the complete checkpoint to its place; it is refused where an item is missing, where a
-    worker is still at work, or where the source has changed since the plan was made. Without any of them, everything is
-    done here, one item after the other.
+    beside it; it can be repeated, and keeps finished items. --items does some of the items, in this process; it can run
+    many times at once, on all machines that have the source and the target's folder under the same paths. A finished
+    item is not done again, and an item whose worker was killed is done by the next worker. --commit writes the index
+    and the manifest, and moves the complete checkpoint to its place; it is refused if an item is missing, if a worker
+    is still running, or if the source has changed since the plan was made. Without any of these options, this process
+    does all items, one after the other, and commits.
 
     In a Slurm array:  sbatch --array=0-99 --wrap 'transaxle work PLAN --items $SLURM_ARRAY_TASK_ID'""",
 )
@@ -67,17 +62,17 @@ def _numbers(_ctx: click.Context, _param: click.Parameter, typed: str | None) ->
 @click.option(
     "--items", metavar="NUMBERS", callback=_numbers, help="Do these items, such as 7, 0-99 or 3,7-9; counted from 0."
 )
-@click.option("--commit", is_flag=True, help="Let the target appear, when all items are done.")
-@printing
+@click.option("--commit", is_flag=True, help="Complete the target, when all items are done.")
+@with_screen
 def work_command(screen: Screen, plan: str, begin: bool, items: tuple[int, ...] | None, commit: bool) -> int:
-    """Do a part of a plan, or all of it."""
+    """Carry out a part of a plan, or all of it."""
     if begin + commit + (items is not None) > 1:
         raise click.UsageError("--begin, --items and --commit are three steps; give one of them")
     work = read_plan(plan)
     if begin:
-        return _begun(screen, plan, work)
+        return _begin(screen, plan, work)
     if items is not None:
-        return _done(screen, work, items)
+        return _do_items(screen, work, items)
     screen.consequence = "the target is as it was"
     if commit:
         with screen.working("committing"):
@@ -95,17 +90,17 @@ def work_command(screen: Screen, plan: str, begin: bool, items: tuple[int, ...] 
     return 0
 
 
-def _begun(screen: Screen, path: str, work: WorkPlan) -> int:
-    left = begin_work(work)
+def _begin(screen: Screen, path: str, work: WorkPlan) -> int:
+    unfinished = begin_work(work)
     if screen.as_json:
-        screen.document({"items": len(work.items), "left": left})
+        screen.document({"items": len(work.items), "left": unfinished})
     else:
-        screen.line(f"{plural(left, 'item')} of {len(work.items):,} left to do")
+        screen.line(f"{plural(unfinished, 'item')} of {len(work.items):,} left to do")
         screen.line(f"  transaxle work {path} --items 0-{len(work.items) - 1}")
     return 0
 
 
-def _done(screen: Screen, work: WorkPlan, numbers: tuple[int, ...]) -> int:
+def _do_items(screen: Screen, work: WorkPlan, numbers: tuple[int, ...]) -> int:
     refuse_beyond(work, numbers)
     results: list[ItemResult] = []
     with OpenedPlan(work) as opened, screen.progress(sum(work.items[each].nbytes for each in numbers)) as progress:
@@ -127,12 +122,12 @@ def _done(screen: Screen, work: WorkPlan, numbers: tuple[int, ...]) -> int:
     "clean",
     cls=Command,
     examples=(
-        ("transaxle clean out/", "what a killed conversion to out/ left behind"),
-        ("transaxle clean checkpoints/", "what is left beside and inside a folder of checkpoints"),
-        ("transaxle clean checkpoints/ --yes", "remove it without asking"),
-        ("transaxle clean s3://models/out", "uploads that were not completed, and unfinished work"),
+        ("transaxle clean out/", "leftovers of a killed conversion to out/"),
+        ("transaxle clean checkpoints/", "leftovers beside and inside a folder of checkpoints"),
+        ("transaxle clean checkpoints/ --yes", "remove them without asking"),
+        ("transaxle clean s3://models/out", "incomplete uploads, and unfinished work"),
     ),
-    help="""Remove what killed runs left behind.
+    help="""Remove files that killed runs left behind.
 
     A run that ends by SIGKILL, a power cut or a batch job's time limit leaves hidden folders beside its target:
     .NAME.transaxle-partial holds the unfinished work, and, where the file system cannot swap two names,
@@ -150,9 +145,9 @@ def _done(screen: Screen, work: WorkPlan, numbers: tuple[int, ...]) -> int:
 )
 @click.argument("path", type=click.Path(readable=False))
 @click.option("--yes", is_flag=True, help="Remove without asking.")
-@printing
+@with_screen
 def clean_command(screen: Screen, path: str, yes: bool) -> int:
-    """Remove what killed runs have left."""
+    """Remove leftovers of killed runs."""
     screen.consequence = "nothing was removed"
     listed = leftovers(path)
     todo = [leftover for leftover in listed if leftover.outcome == "found"]

@@ -1,8 +1,6 @@
-"""`transaxle families` and `transaxle dialects`: what the tables know.
+"""`transaxle families` lists the families that have tables; `transaxle dialects` lists the dialects of these tables.
 
-**`transaxle families`**: the families whose tables ship, or that installed packages add.
-
-**`transaxle dialects`**: whose layouts the tables know, and those of one family with a legend of its axes.
+Tables are built in, or come from plugins. For one family, `dialects` also explains its axes.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ from typing import Any
 
 import click
 
-from transaxle.cli.command import Command, completing, families, printing
+from transaxle.cli.command import Command, complete_with, families, with_screen
 from transaxle.cli.screen import Screen
 from transaxle.engine.checkpoint.recognise import pick_family
 from transaxle.engine.moves import axis_facts, axis_rows, dialect_facts, dialect_rows
@@ -27,15 +25,15 @@ _TRACED, _WRITTEN = "tracing", "hand"
     cls=Command,
     examples=(
         ("transaxle families", "list all"),
-        ("transaxle families qwen", "those with this word in their name or model types"),
+        ("transaxle families qwen", "families with this word in their name or model types"),
     ),
-    help="""List the families of models that tables are known for.
+    help="""List the model families that have tables.
 
-    Of each: its name, the values of model_type in a config.json that mean it, and its dialects. Tables by tracing were
-    derived from transformers; the others are by hand.""",
+    For each family: its name, the values of model_type in a config.json that select it, and its dialects. With --json
+    also whether its table was derived from transformers by tracing, or written by hand.""",
 )
 @click.argument("word", required=False)
-@printing
+@with_screen
 def families_command(screen: Screen, word: str | None) -> int:
     """List families."""
     entries = builtin().everything.entries
@@ -56,8 +54,8 @@ def families_command(screen: Screen, word: str | None) -> int:
     rows = [[name, _types(name, entry), ", ".join(entry.dialects)] for name, entry in shown.items()]
     if rows:
         screen.table(rows, indent="")
-    more = "`transaxle dialects FAMILY` says more" if rows else "`transaxle derive` makes tables of other models"
-    screen.note(f"{plural(len(shown), 'family', 'families')} of {len(entries):,}; {more}")
+    advice = "`transaxle dialects FAMILY` says more" if rows else "`transaxle derive` makes tables of other models"
+    screen.note(f"{plural(len(shown), 'family', 'families')} of {len(entries):,}; {advice}")
     return 0
 
 
@@ -66,7 +64,7 @@ def _has(word: str | None, name: str, entry: Entry) -> bool:
 
 
 def _types(name: str, entry: Entry) -> str:
-    """Return the model types where they are more than the name."""
+    """Return the model types of a family as text; empty if its name is the only one."""
     return "" if entry.model_types == (name,) else ", ".join(entry.model_types)
 
 
@@ -74,30 +72,34 @@ def _types(name: str, entry: Entry) -> str:
     "dialects",
     cls=Command,
     examples=(
-        ("transaxle dialects", "list all, with the frameworks they are of"),
-        ("transaxle dialects qwen3_moe", "those of a family, and what its axes stand for"),
+        ("transaxle dialects", "list all, with their frameworks"),
+        ("transaxle dialects qwen3_moe", "dialects of one family, and the meaning of its axes"),
     ),
     help="""List dialects: the names and layouts that frameworks give the tensors of a model.
 
-    Of each: the framework and its version that the tables were compared with. Every family has dialects of its own
-    under these names; with FAMILY they are listed, with a legend of the axes of its table.""",
+    For each dialect: the framework, and the version with which its tables were compared. Every family defines its own
+    dialects under these names; with FAMILY its dialects are listed, and the axes of its table.""",
 )
-@click.argument("family", required=False, shell_complete=completing(families))
-@printing
+@click.argument("family", required=False, shell_complete=complete_with(families))
+@with_screen
 def dialects_command(screen: Screen, family: str | None) -> int:
     """List dialects."""
-    known = builtin()
+    all_families = builtin()
     facts: dict[str, Any]
     if family is None:
-        count = Counter(label for entry in known.everything.entries.values() for label in entry.dialects)
+        count = Counter(label for entry in all_families.everything.entries.values() for label in entry.dialects)
         facts = {"dialects": [{**fact, "families": count[fact["dialect"]]} for fact in dialect_facts(count)]}
         rows = dialect_rows(count)
         lines = [[*row[:2], plural(count[row[0]], "family", "families"), *row[2:]] for row in rows]
         legend: list[list[str]] = []
     else:
-        found = pick_family(family, known)
-        facts = {"family": found.name, "dialects": dialect_facts(found.labels), "axes": axis_facts(found)}
-        lines, legend = dialect_rows(found.labels), axis_rows(found)
+        chosen_family = pick_family(family, all_families)
+        facts = {
+            "family": chosen_family.name,
+            "dialects": dialect_facts(chosen_family.labels),
+            "axes": axis_facts(chosen_family),
+        }
+        lines, legend = dialect_rows(chosen_family.labels), axis_rows(chosen_family)
     if screen.as_json:
         screen.document(facts)
         return 0

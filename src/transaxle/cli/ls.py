@@ -1,7 +1,4 @@
-"""`transaxle ls`: lists the tensors of a checkpoint.
-
-A checkpoint on one line, and its tensors on as few lines as are true.
-"""
+"""`transaxle ls` lists the tensors of a checkpoint, in as few rows as possible."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from typing import Any
 import click
 
 from transaxle import verbs
-from transaxle.cli.command import Command, completing, dialects, options_of, printing
+from transaxle.cli.command import Command, complete_with, dialects, options_of, with_screen
 from transaxle.cli.screen import Screen
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.checkpoint_facts import totals
@@ -25,8 +22,8 @@ def headline(checkpoint: Checkpoint, view: Checkpoint) -> str:
     """Describe a checkpoint: format, family, dialect, and amount of data.
 
     Args:
-        checkpoint: as it is stored.
-        view: the same in the dialect that is shown.
+        checkpoint: the checkpoint as stored.
+        view: the checkpoint in the dialect to show.
     """
     amounts = totals(view)
     descriptions = [checkpoint.family, view.dialect] if checkpoint.family else [UNKNOWN]
@@ -43,29 +40,31 @@ def headline(checkpoint: Checkpoint, view: Checkpoint) -> str:
     return " · ".join(text for text in parts if text)
 
 
-def folded_rows(view: Checkpoint, *, everything: bool = False) -> list[FoldedRow]:
-    """Return a checkpoint's tensors in the order of its dialect's table, folded where dtype and shape are alike.
+def fold_rows(view: Checkpoint, *, all_names: bool = False) -> list[FoldedRow]:
+    """Return rows of a checkpoint's tensors, in the order of its dialect's table.
+
+    Tensors whose names differ only in numbers share a row, if dtype and shape are equal.
 
     Args:
-        view: the checkpoint, in the dialect that is shown.
-        everything: a row for each name.
+        view: the checkpoint, in the dialect to show.
+        all_names: return one row per name instead.
 
     Returns:
         Rows whose keys are `(dtype, shape)`.
     """
-    if everything:
+    if all_names:
         return [FoldedRow(name, (name,), (view[name].dtype, view[name].shape)) for name in view.in_order()]
     return view.folded()
 
 
 def cells(row: FoldedRow) -> list[str]:
-    """Return a row of `rows` as printed cells: name, count, dtype, shape."""
+    """Return the cells to print for a row: name, count, dtype, shape."""
     dtype, shape = _key(row)
     return [row.name, row.times, dtype, str(list(shape))]
 
 
 def as_json(row: FoldedRow) -> dict[str, Any]:
-    """Return a row of `rows` as JSON data."""
+    """Return a row as JSON data."""
     dtype, shape = _key(row)
     return {"name": row.name, "count": row.count, "dtype": dtype, "shape": list(shape)}
 
@@ -94,16 +93,16 @@ def _key(row: FoldedRow) -> tuple[str, tuple[int, ...]]:
     "--as",
     "seen_as",
     metavar="DIALECT",
-    shell_complete=completing(dialects),
+    shell_complete=complete_with(dialects),
     help="List the tensors as they would be in another dialect.",
 )
 @options_of("open")
-@printing
+@with_screen
 def ls_command(screen: Screen, path: str, seen_as: str | None, options: dict[str, Any]) -> int:
     """List a checkpoint."""
     with verbs.open(path, **options) as checkpoint:
         view = checkpoint if seen_as is None else checkpoint.as_dialect(seen_as)
-        rows = folded_rows(view, everything=screen.everything)
+        rows = fold_rows(view, all_names=screen.everything)
         if screen.as_json:
             screen.document(
                 {

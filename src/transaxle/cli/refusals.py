@@ -1,4 +1,4 @@
-"""Printing why a command ends: all refusals at once, the most important first, or the signal that stopped it."""
+"""Prints why a command ended: all refusals, most important first, or the signal that stopped it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from transaxle.cli.screen import Screen, Text
 from transaxle.errors import Refusal, StorageError, TransaxleError, UsageError
 
 MOST = 5
-"""Refusals that are shown without `--all`."""
+"""Number of refusals that are shown without `--all`."""
 _PLACES = 3
-"""Cap on the rows of tensors that are shown for one refusal."""
+"""Number of rows of tensors that are shown for one refusal."""
 INTERRUPTED = 130
-"""Exit code that a shell reports for a program that Ctrl-C ended."""
+"""Exit code that a shell reports for a program ended by Ctrl-C."""
 
 
-def failed(screen: Screen, error: TransaxleError) -> int:
+def print_error(screen: Screen, error: TransaxleError) -> int:
     """Print the error of a command.
 
     Returns:
@@ -31,13 +31,13 @@ def failed(screen: Screen, error: TransaxleError) -> int:
     return error.exit_code
 
 
-def interrupted(screen: Screen, code: int, reason: str) -> int:
-    """Print that the user or a signal stopped the command, and what that leaves.
+def print_interruption(screen: Screen, code: int, reason: str) -> int:
+    """Print that the user or a signal stopped the command, and the consequence.
 
     Args:
         screen: where to print.
         code: the exit code.
-        reason: `interrupted`, or the signal.
+        reason: `interrupted`, or the name of the signal.
 
     Returns:
         The exit code.
@@ -51,20 +51,20 @@ def interrupted(screen: Screen, code: int, reason: str) -> int:
 
 
 def print_refusals(screen: Screen, head: str, refusals: Sequence[Refusal], put: Callable[..., None]) -> None:
-    """Print refusals, as many as a person reads.
+    """Print refusals: the first few, or all of them with `--all`.
 
     Args:
-        screen: how much to print.
-        head: what they amount to.
-        refusals: most important first.
-        put: prints one line.
+        screen: whose options say how many to print.
+        head: first line, such as "refused, nothing was written".
+        refusals: refusals, most important first.
+        put: function that prints one line.
     """
     count = len(refusals)
     put((head, "bold"), f" ({count:,} reasons)" if count > 1 else "")
-    groups = _alike([refusal.shown() for refusal in refusals])
+    groups = _group_refusals([refusal.shown() for refusal in refusals])
     shown = groups if screen.everything else groups[:MOST]
     for group in shown:
-        for parts in _lines(group, everything=screen.everything):
+        for parts in _lines(group, all_rows=screen.everything):
             put(*parts)
     hidden = count - sum(len(group) for group in shown)
     if hidden:
@@ -73,8 +73,8 @@ def print_refusals(screen: Screen, head: str, refusals: Sequence[Refusal], put: 
     put((f"  for details: transaxle explain {' '.join(codes)}", "dim"))
 
 
-def _alike(refusals: Sequence[Refusal]) -> list[list[Refusal]]:
-    """Group refusals that say the same about several tensors, in the order of the first of each."""
+def _group_refusals(refusals: Sequence[Refusal]) -> list[list[Refusal]]:
+    """Group refusals that differ only in the tensor, in the order of their first."""
     groups: dict[object, list[Refusal]] = {}
     for refusal in refusals:
         key = refusal.code, refusal.where.file, refusal.message, refusal.hint
@@ -82,16 +82,16 @@ def _alike(refusals: Sequence[Refusal]) -> list[list[Refusal]]:
     return list(groups.values())
 
 
-def _lines(group: Sequence[Refusal], *, everything: bool) -> list[tuple[Text, ...]]:
-    """Return the lines for refusals that say the same: code and place, the message, the hint."""
-    from transaxle.engine.wording import fold  # the help of commands waits for nothing of the engine
+def _lines(group: Sequence[Refusal], *, all_rows: bool) -> list[tuple[Text, ...]]:
+    """Return the lines for a group of refusals: code and place, message, hint."""
+    from transaxle.engine.wording import fold  # imported here, so that --help does not import the engine
 
     model = group[0]
     rows = [
         f"{row.name} {row.times}".rstrip()
         for row in fold(dict.fromkeys(r.where.tensor for r in group if r.where.tensor))
     ]
-    if not everything and len(rows) > _PLACES:
+    if not all_rows and len(rows) > _PLACES:
         rows = [*rows[:_PLACES], f"… {len(group):,} tensors in all"]
     places = [model.where.file or "", *rows[:1]]
     place = " · ".join(text for text in places if text)
@@ -114,7 +114,7 @@ def _outcome(error: TransaxleError) -> str:
 
 
 def error_document(error: TransaxleError) -> dict[str, Any]:
-    """Return an error as the JSON document that stands for it."""
+    """Return the JSON document of an error."""
     return error_of(error.exit_code, error.refusals[0].shown().message, *error.refusals)
 
 
@@ -125,10 +125,10 @@ def error_of(exit_code: int, message: str, *refusals: Refusal) -> dict[str, Any]
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal that asks the process to end.
+    """Exception for a signal that asks the process to end.
 
     Args:
-        number: of the signal.
+        number: number of the signal.
     """
 
     def __init__(self, number: int) -> None:
@@ -140,10 +140,10 @@ class Stopped(KeyboardInterrupt):
 
     @property
     def exit_code(self) -> int:
-        """Exit code that a shell reports for a program that this signal ended: 143 for SIGTERM, 129 for SIGHUP."""
+        """Exit code that a shell reports for a program ended by this signal: 143 for SIGTERM, 129 for SIGHUP."""
         return 128 + self.number
 
 
 def outcome(stop: BaseException) -> tuple[int, str]:
-    """Return the exit code and the message for the exception that stopped a command."""
+    """Return (exit code, message) for the exception that stopped a command."""
     return (stop.exit_code, str(stop)) if isinstance(stop, Stopped) else (INTERRUPTED, "interrupted")

@@ -1,4 +1,4 @@
-"""`transaxle report`: a checkpoint as one HTML page."""
+"""`transaxle report` writes a report of a checkpoint as one HTML page."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from transaxle.cli.command import Command, given, options_of, printing
+from transaxle.cli.command import Command, non_default_options, options_of, with_screen
 from transaxle.cli.screen import Screen
 from transaxle.engine.wording import size
 from transaxle.move.workers import no_progress
@@ -23,16 +23,16 @@ from transaxle.reports.reporting import reported
     examples=(
         ("transaxle report Qwen3-30B-A3B/", "write Qwen3-30B-A3B.html"),
         ("transaxle report Qwen3-30B-A3B/ --open", "and show it in the browser"),
-        ("transaxle report Qwen3-30B-A3B/ --values", "with what values each tensor has"),
+        ("transaxle report Qwen3-30B-A3B/ --values", "with statistics of each tensor's values"),
         ("transaxle report out/ -o out.html --overwrite", "replace an older report"),
     ),
     help="""Write a report of a checkpoint: one HTML file to look at in a browser.
 
-    SRC is a folder or a file. The page shows where the bytes are, by tensor, layer and expert, the layout in the
-    notation of tables, types, encodings, files and ties, and what is unusual. It loads nothing from the network. Reads
-    only headers, unless --values is given: then it reads every tensor once, and shows minimum, maximum, mean and RMS,
-    zeros, NaN and infinite values, and channels that stand out. What is refused has a page too, with every reason;
-    the exit code is 3 as ever. Needs Jinja2 (pip install jinja2).""",
+    SRC is a folder or a file. The page shows where the bytes are, by tensor, layer and expert; the layout in the
+    notation of tables; dtypes, encodings, files and ties; and anything unusual. It loads nothing from the network. Only
+    headers are read, unless you give --values: then every tensor is read once, and the page shows minimum, maximum,
+    mean and RMS, zeros, NaN and infinite values, and channels that stand out. A refused checkpoint gets a page too,
+    with every reason; the exit code is then 3. Needs Jinja2 (pip install jinja2).""",
 )
 @click.argument("src", type=click.Path(readable=False))
 @click.option(
@@ -42,18 +42,18 @@ from transaxle.reports.reporting import reported
     type=click.Path(readable=False),
     help="File to write.  [default: the name of SRC, with .html]",
 )
-@click.option("--overwrite", is_flag=True, help="Replace the report that is there; other files are never replaced.")
-@click.option("--open", "shows", is_flag=True, help="Show it in the browser.")
+@click.option("--overwrite", is_flag=True, help="Replace an existing report; other files are never replaced.")
+@click.option("--open", "shows", is_flag=True, help="Open the report in the browser.")
 @options_of("report", but=("overwrite",))
-@printing
+@with_screen
 def report_command(
     screen: Screen, src: str, output: str | None, overwrite: bool, shows: bool, options: dict[str, Any]
 ) -> int:
-    """Report on a checkpoint."""
+    """Write a report of a checkpoint."""
     with screen.working("writing the report"):
         how: dict[str, bool] = {"overwrite": overwrite, "values": options["values"]}
-        reading = given(options, OPENING)
-        path, refused = reported(src, output or _named_after(src), reading, **how, progress=no_progress)
+        reading = non_default_options(options, OPENING)
+        path, refused = reported(src, output or _default_file(src), reading, **how, progress=no_progress)
     amount = path.stat().st_size
     if not screen.as_json:
         screen.line(f"{path} · {size(amount)}")
@@ -66,7 +66,9 @@ def report_command(
     return 0
 
 
-def _named_after(src: str) -> str:
-    """Return the file for a report that the user did not name: in the current folder."""
-    name = src.rstrip("/").rpartition("/")[2] if "://" in src else Path(os.path.realpath(src)).name  # of a loop too
+def _default_file(src: str) -> str:
+    """Return the default file of a report: in the current folder, with the name of SRC."""
+    name = (
+        src.rstrip("/").rpartition("/")[2] if "://" in src else Path(os.path.realpath(src)).name
+    )  # also works for a loop of links
     return f"{name or 'checkpoint'}.html"

@@ -1,7 +1,7 @@
-"""Output: text or one JSON document to standard output, everything else to standard error.
+"""Output of commands: text or one JSON document to standard output, everything else to standard error.
 
-Without a terminal, text is plain: no colours, and of progress a line every few seconds. Names and messages come from
-files that anybody may have written, so control characters in them are shown, never sent to the terminal.
+Without a terminal, text has no colours, and progress is a line every few seconds. Names and messages may come from
+hostile files, so control characters in them are escaped, never sent to the terminal.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ if TYPE_CHECKING:
 _STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
 _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 _LONGEST = 20_000
-"""Cap on the printed characters of one piece of a line."""
-_ENOUGH = 20
-"""Rows of a list that are shown without `--all`."""
-_MOST = 16
-"""Machines that have a bar of their own."""
+"""Maximum number of printed characters of one piece of a line."""
+_SHOWN_ROWS = 20
+"""Number of rows of a list that are shown without `--all`."""
+_MOST_MACHINES = 16
+"""Maximum number of machines with a progress bar of their own."""
 _PERIOD = 120.0
-"""Seconds over which the rates of workers are taken: items are done seldom."""
-_EVERY = 5.0
-"""Seconds between two lines of progress where there is no terminal."""
+"""Seconds over which rates of workers are averaged; long, because items finish rarely."""
+_LINE_SECONDS = 5.0
+"""Seconds between two lines of progress without a terminal."""
 
 Text = str | tuple[str, str]
-"""A text, or a text with its style."""
+"""A text, or (text, name of its style)."""
 Progress = Callable[[int], None]
 
 
 def printable(text: str) -> str:
-    """Return the text with its control characters escaped, such as ESC; the middle of a very long one is cut."""
+    """Escape control characters in a text, such as ESC, and cut the middle out of a very long one."""
     return _CONTROL.sub(lambda match: repr(match[0])[1:-1], shortened(text, _LONGEST))
 
 
@@ -56,10 +56,10 @@ class Screen:
     """The output of one run of the program.
 
     Args:
-        as_json: results and errors are one JSON document.
-        everything: lists are printed completely.
-        quiet: nothing is printed but errors and JSON documents.
-        verbose: what was done is said beside the result, and how long it took.
+        as_json: print the result or the error as one JSON document.
+        everything: print lists completely.
+        quiet: print only errors and JSON documents.
+        verbose: also print which steps were done, and their times.
     """
 
     def __init__(
@@ -70,32 +70,32 @@ class Screen:
         self.quiet = quiet
         self.verbose = verbose
         self.consequence = ""
-        """What it means if the command fails now, such as `nothing was written`."""
+        """Consequence if the command fails now, such as `nothing was written`."""
         self.way_on = ""
-        """What to do if the user stops it now; empty where the consequence says enough."""
+        """Advice if the user stops the command now; empty: the consequence is printed instead."""
         self.on_opened: Callable[[Sequence[Checkpoint]], None] | None = None
-        """Called with the checkpoints that a verb has opened."""
+        """Callback for the checkpoints that a verb has opened."""
         self.on_planned: Callable[[Cleared], None] | None = None
-        """Called with the plan of a conversion."""
+        """Callback for the plan of a conversion."""
 
     def state(self, consequence: str, way_on: str = "") -> None:
-        """Take note of what it means if the command fails now, and of what to do if the user stops it."""
+        """Note the consequence if the command fails from now on, and the advice if the user stops it."""
         self.consequence, self.way_on = consequence, way_on
 
     def opened(self, *checkpoints: Checkpoint) -> None:
-        """Hand on the checkpoints that a verb has opened."""
+        """Pass the opened checkpoints to `on_opened`."""
         if self.on_opened is not None:
             self.on_opened(checkpoints)
 
     def planned(self, cleared: Cleared) -> None:
-        """Hand on the plan of a conversion."""
+        """Pass the plan of a conversion to `on_planned`."""
         if self.on_planned is not None:
             self.on_planned(cleared)
 
     @property
     def width(self) -> int | None:
-        """Columns of the terminal; None without one, where lines may have any length."""
-        return shutil.get_terminal_size().columns if _watched(sys.stdout) else None
+        """Width of the terminal in columns; None without a terminal: lines may have any length."""
+        return shutil.get_terminal_size().columns if _is_terminal(sys.stdout) else None
 
     def line(self, *parts: Text) -> None:
         """Print one line of the result."""
@@ -104,11 +104,11 @@ class Screen:
         self._write(sys.stdout, parts)
 
     def note(self, *parts: Text) -> None:
-        """Print one line beside the result."""
+        """Print one line to standard error."""
         self._write(sys.stderr, parts)
 
     def document(self, data: Mapping[str, Any]) -> None:
-        """Print the result as the one JSON document."""
+        """Print the result as a JSON document."""
         try:
             text = json.dumps(data, indent=2, default=_number, allow_nan=False)
         except ValueError:
@@ -116,18 +116,18 @@ class Screen:
         sys.stdout.write(text + "\n")
         sys.stdout.flush()
 
-    def table(self, rows: Sequence[Sequence[str]], *, indent: str = "  ", most: int | None = None) -> int:
-        """Print rows in aligned columns; a column that holds only numbers is aligned to the right.
+    def table(self, rows: Sequence[Sequence[str]], *, indent: str = "  ", limit: int | None = None) -> int:
+        """Print rows in aligned columns.
 
         Args:
-            rows: cells, the same number in each.
-            indent: what stands before each row.
-            most: rows to print where not everything is asked for; None: all.
+            rows: rows with the same number of cells.
+            indent: text before each row.
+            limit: number of rows to print without `--all`; None: all.
 
         Returns:
-            The number of rows that were left out.
+            The number of rows that were not printed.
         """
-        shown = rows if most is None or self.everything else rows[:most]
+        shown = rows if limit is None or self.everything else rows[:limit]
         cells = [[printable(cell) for cell in row] for row in shown]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         for row in cells:
@@ -135,9 +135,9 @@ class Screen:
             self.line((indent + "  ".join(padded)).rstrip())
         return len(rows) - len(shown)
 
-    def some(self, label: str, items: Sequence[str], most: int = _ENOUGH) -> None:
-        """Print a list under a label, as much of it as a person reads."""
-        shown = items if self.everything else items[:most]
+    def some(self, label: str, items: Sequence[str], limit: int = _SHOWN_ROWS) -> None:
+        """Print a list under a label; without `--all`, at most `limit` items."""
+        shown = items if self.everything else items[:limit]
         self.line(label)
         for item in shown:
             self.line(f"    {item}")
@@ -146,47 +146,47 @@ class Screen:
 
     @contextmanager
     def progress(self, total: int, label: str = "copying", *, stays: bool = False) -> Iterator[Progress]:
-        """Show on standard error how many bytes were moved: a bar, or without a terminal a line every few seconds.
+        """Show progress in bytes on standard error: a bar, or without a terminal a line every few seconds.
 
         Args:
-            total: bytes that will be counted.
-            label: what is done with them.
-            stays: the bar is left on the screen when it is done; something may remain to be done after the last byte.
+            total: total number of bytes.
+            label: name of the activity.
+            stays: leave the bar on the screen, and mark the time between its last byte and the end as finishing.
 
         Yields:
-            The function that counts them.
+            The function to call with each number of bytes done.
         """
-        counted = _Counted(label, total)
+        counted = _ByteCounter(label, total)
         if self.quiet:
             yield counted
-        elif not _watched(sys.stderr):
-            yield counted if self.as_json else counted.telling(self.note)
+        elif not _is_terminal(sys.stderr):
+            yield counted if self.as_json else counted.print_with(self.note)
         else:
             with _bar(label, total, stays=stays) as advance:
-                yield counted.telling_each(advance)
-        self._took(str(counted), counted.began)
+                yield counted.pass_to(advance)
+        self._note_time(str(counted), counted.began)
 
     @contextmanager
     def workers(self) -> Iterator[Watch]:
-        """Show on standard error what several workers do: a bar for all and one for each machine.
+        """Show the progress of several workers on standard error: a bar for all, and one per machine.
 
-        Where results are JSON, each event is a line of JSON there. The context gives the function that is told events.
+        With `--json`, print each event as a line of JSON instead. The context gives the function to call with events.
         """
         if self.as_json:
             yield _json_line
             return
-        if self.quiet or not _watched(sys.stderr):
+        if self.quiet or not _is_terminal(sys.stderr):
             yield lambda _: None
             return
         bars = _bars(speed_estimate_period=_PERIOD)
         nodes: dict[str, TaskID] = {}
         with bars:
-            everything = bars.add_task("", total=None)
+            total_bar = bars.add_task("", total=None)
 
             def watch(event: Event) -> None:
                 text = f"{event.items_done} of {event.items} items"
-                bars.update(everything, total=event.total, completed=event.done, description=text)
-                if event.node and event.node not in nodes and len(nodes) < _MOST:
+                bars.update(total_bar, total=event.total, completed=event.done, description=text)
+                if event.node and event.node not in nodes and len(nodes) < _MOST_MACHINES:
                     nodes[event.node] = bars.add_task(event.node, total=None)
                 if event.node in nodes:
                     bars.update(nodes[event.node], advance=event.nbytes)
@@ -195,23 +195,23 @@ class Screen:
 
     @contextmanager
     def working(self, activity: str) -> Iterator[None]:
-        """Say on standard error what is being done, until it is done."""
+        """Show an activity on standard error while the block runs."""
         began = time.monotonic()
-        if self.quiet or not _watched(sys.stderr):
+        if self.quiet or not _is_terminal(sys.stderr):
             yield
         else:
             from rich.console import Console
 
             with Console(file=sys.stderr).status(activity):
                 yield
-        self._took(activity, began)
+        self._note_time(activity, began)
 
-    def _took(self, what: str, began: float) -> None:
+    def _note_time(self, activity: str, began: float) -> None:
         if self.verbose and not self.quiet:
-            self.note(f"{what}, {time.monotonic() - began:.2f} s")
+            self.note(f"{activity}, {time.monotonic() - began:.2f} s")
 
     def _write(self, stream: TextIO, parts: Sequence[Text]) -> None:
-        coloured = _watched(stream) and not os.environ.get("NO_COLOR")
+        coloured = _is_terminal(stream) and not os.environ.get("NO_COLOR")
         written = []
         for piece in parts:
             text, style = (piece, "") if isinstance(piece, str) else piece
@@ -220,42 +220,42 @@ class Screen:
         stream.write("".join(written) + "\n")
 
 
-class _Counted:
-    """Counts the bytes that several threads move.
+class _ByteCounter:
+    """Thread-safe counter of bytes done, which can print progress.
 
     Args:
-        label: what is done with them.
-        total: how many there will be.
+        label: name of the activity.
+        total: total number of bytes.
     """
 
     def __init__(self, label: str, total: int) -> None:
         self.label = label
         self.total = total
         self.count = 0
-        self.began = self._told = time.monotonic()
-        self._tell: Callable[[str], None] | None = None
-        self._each: Progress | None = None
+        self.began = self._printed_at = time.monotonic()
+        self._print: Callable[[str], None] | None = None
+        self._advance: Progress | None = None
         self._counting = threading.Lock()
 
-    def telling(self, tell: Callable[[str], None]) -> _Counted:
-        """Let it tell how many there are, every few seconds."""
-        self._tell = tell
+    def print_with(self, tell: Callable[[str], None]) -> _ByteCounter:
+        """Print the progress every few seconds with the function `tell`; return the counter."""
+        self._print = tell
         return self
 
-    def telling_each(self, advance: Progress) -> _Counted:
-        """Let it hand on each count."""
-        self._each = advance
+    def pass_to(self, advance: Progress) -> _ByteCounter:
+        """Pass each count on to `advance`; return the counter."""
+        self._advance = advance
         return self
 
     def __call__(self, count: int) -> None:
         with self._counting:
             self.count += count
-            if self._each is not None:
-                self._each(count)
-            if self._tell is None or time.monotonic() < self._told + _EVERY:
+            if self._advance is not None:
+                self._advance(count)
+            if self._print is None or time.monotonic() < self._printed_at + _LINE_SECONDS:
                 return
-            self._told = time.monotonic()
-            self._tell(str(self))
+            self._printed_at = time.monotonic()
+            self._print(str(self))
 
     def __str__(self) -> str:
         from transaxle.engine.wording import percent, size, speed
@@ -266,7 +266,7 @@ class _Counted:
 
 
 def _bars(**options: Any) -> Bars:
-    """Return what shows bars of bytes on standard error, with rich's own options."""
+    """Return rich's progress display for bytes on standard error, with further options of rich."""
     from rich import progress
     from rich.console import Console
 
@@ -283,14 +283,14 @@ def _bars(**options: Any) -> Bars:
 
 @contextmanager
 def _bar(label: str, total: int, *, stays: bool) -> Iterator[Progress]:
-    """Show a bar with a label on standard error; the context gives the function that moves it on."""
+    """Show a bar with a label on standard error; the context gives the function that advances it."""
     bar = _bars(transient=not stays)
     with bar:
         task = bar.add_task(label, total=total)
 
         def advance(count: int) -> None:
             bar.advance(task, count)
-            if stays and bar.tasks[0].finished:  # the files are still to be synced, and to appear under their name
+            if stays and bar.tasks[0].finished:  # files must still be synced and renamed
                 bar.update(task, description="finishing")
 
         yield advance
@@ -298,12 +298,12 @@ def _bar(label: str, total: int, *, stays: bool) -> Iterator[Progress]:
 
 
 def _number(value: Any) -> object:
-    """Return a numpy scalar, such as a setting of an optimizer, as a plain number."""
+    """Convert a numpy scalar to a plain number, for JSON."""
     return value.item()
 
 
 def _with_words(value: Any) -> Any:
-    """Return JSON data with words for numbers that JSON has no digits for."""
+    """Replace NaN and infinite numbers in JSON data by texts."""
     if isinstance(value, Mapping):
         return {key: _with_words(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -321,5 +321,5 @@ def _json_line(event: Event) -> None:
     sys.stderr.flush()
 
 
-def _watched(stream: TextIO) -> bool:
+def _is_terminal(stream: TextIO) -> bool:
     return stream.isatty() and os.environ.get("TERM") != "dumb"

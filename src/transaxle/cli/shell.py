@@ -1,8 +1,7 @@
-"""What the program leaves with the shell: reports of bugs, and completion.
+"""Bug reports, and completion in bash.
 
-What is kept of a bug: a file with the traceback and the circumstances, for whoever reports it.
-
-Completion in bash, where a colon divides words: `dcp:torchtitan` is three of them, and click takes it for others.
+A bug report is a file with the traceback and the versions of packages. Bash splits words at colons, so that click's own
+completion fails for `dcp:torchtitan`; `Bash` completes the whole word.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ from transaxle.cli import NAME
 from transaxle.errors import without_secrets
 
 _PACKAGES = ("numpy", "ml_dtypes", "torch", "transformers")
-"""Packages whose versions matter most."""
+"""Packages whose versions a bug report has."""
 _LABELS = ("issues", "bug tracker", "tracker", "repository", "source")
-"""Labels of the page on which bugs are reported, in the package's own description."""
+"""Labels of a project URL for bug reports in the package metadata, best first."""
 
 
 def write_report(error: BaseException, arguments: Sequence[str]) -> str:
-    """Write the report of a bug into a new file, and return what the user can do with it.
+    """Write a bug report into a new file, and return advice for the user.
 
     Args:
-        error: what nobody expected.
+        error: the unexpected exception.
         arguments: the command line after the program's name.
     """
     head = [
@@ -53,14 +52,14 @@ def write_report(error: BaseException, arguments: Sequence[str]) -> str:
 
 
 def _place() -> str:
-    """Return where bugs are reported, as the installed package says it."""
+    """Return the place for bug reports, from the metadata of the installed package."""
     try:
         lines = metadata.metadata(NAME).get_all("Project-URL") or []
     except metadata.PackageNotFoundError:
         lines = []
     pages = {label.strip().lower(): page.strip() for label, _, page in (line.partition(",") for line in lines)}
-    found = next((pages[label] for label in _LABELS if label in pages), "")
-    return f"at {found}" if found else f"to those from whom you have {NAME}"
+    tracker = next((pages[label] for label in _LABELS if label in pages), "")
+    return f"at {tracker}" if tracker else f"to those from whom you have {NAME}"
 
 
 def _version(name: str) -> str:
@@ -105,12 +104,12 @@ complete -o nosort -F %(complete_func)s %(prog_name)s
 
 
 class Bash(BashComplete):
-    """Completion in bash, from the line as it was typed; it offers the part of a word after its first colon."""
+    """Completion in bash that reads the typed line, and offers the part of a word after its first colon."""
 
     source_template = _SOURCE
 
     def get_completion_args(self) -> tuple[list[str], str]:
-        """Return the words before the one under the cursor, and that one."""
+        """Return (words before the cursor's word, the incomplete word at the cursor)."""
         line = os.environ.get("COMP_LINE")
         if line is None:  # a script of an earlier version, still loaded in some shell
             return super().get_completion_args()

@@ -1,4 +1,4 @@
-"""Tables that are derived on the way: `--derive` of `plan` and `convert`."""
+"""Option `--derive` of `plan` and `convert`, which derives a missing table on the fly."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ _UNKNOWN: Code = "UNKNOWN_FAMILY"
 
 @contextmanager
 def silence() -> Iterator[None]:
-    """Keep apart what peers print while they are imported: a table or a JSON document is all that a reader expects."""
+    """Discard output of other packages during the block, so that only the table or JSON document is printed."""
     with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
         yield
 
 
-def derived_rules(screen: Screen, src: str, opening: Mapping[str, Any], check: Callable[[], None]) -> str | None:
-    """Return the path of a derived table where no other table knows the model; the user's own where one does.
+def derive_rules(screen: Screen, src: str, opening: Mapping[str, Any], check: Callable[[], None]) -> str | None:
+    """Return the path of a table derived for the model, or the user's `--rules` if a table knows the model already.
 
     Args:
-        screen: where it is said.
-        src: the checkpoint.
+        screen: where to print a note.
+        src: path of the checkpoint.
         opening: options of `open_checkpoint`.
-        check: refuses what would be in vain, before a table is derived.
+        check: refuses a conversion that would fail anyway, before a table is derived.
 
     Raises:
-        UsageError: UNKNOWN_FAMILY where nothing says which model type to ask transformers for.
+        UsageError: UNKNOWN_FAMILY if the model type is unknown.
         TransaxleError: what `open_checkpoint`, `check` and `from_transformers` raise.
     """
     with open_checkpoint(src, **opening) as source:
@@ -80,33 +80,33 @@ def derived_rules(screen: Screen, src: str, opening: Mapping[str, Any], check: C
 
 
 def check_dialect(to: str) -> None:
-    """Refuse a target dialect that no derived table has.
+    """Refuse a target whose dialect a derived table cannot have.
 
     Raises:
-        UsageError: AMBIGUOUS for such a dialect.
+        UsageError: AMBIGUOUS for an unknown dialect.
         Refused: UNSUPPORTED for a format that cannot be written.
     """
     from transaxle.derivation.table import Labels
     from transaxle.engine.plan.conversion import parse_to
 
     label = parse_to(to)[1]
-    known = (*Labels.dialects, IDENTITY)
-    if label is not None and label not in known:
+    dialects = (*Labels.dialects, IDENTITY)
+    if label is not None and label not in dialects:
         raise refuse(
             "AMBIGUOUS",
-            f"a derived table has no dialect {label!r}; it has: {', '.join(known)}",
+            f"a derived table has no dialect {label!r}; it has: {', '.join(dialects)}",
             hint="Keep the table in a file, and add the dialect by hand:  docs/how-to/derive-a-table.md.",
         )
 
 
 def check_target(dst: str, *, overwrite: Overwrite, resume: bool) -> None:
-    """Refuse a target that no conversion may be put at; one that is resumed may be finished."""
+    """Refuse a target path that a conversion could not write; with `resume` an existing target is allowed."""
     if not resume:
         staging_at(dst, overwrite=overwrite).look({}, {})
 
 
 def _no_type(error: TransaxleError, *, has_config: bool) -> TransaxleError:
-    """Return the refusal of a model of which transformers cannot be asked."""
+    """Return the refusal of a model whose model type is unknown."""
     why = "its config.json has no model_type" if has_config else "it has no config.json"
     first = error.refusals[0]
     return refuse(

@@ -31,7 +31,7 @@ import xxhash
 
 from transaxle.axes.geometry import Loop
 from transaxle.errors import TransaxleError
-from transaxle.spans import is_recorded, span
+from transaxle.spans import is_recording, span
 
 if TYPE_CHECKING:
     from transaxle.formats.storage.storage import Handles
@@ -260,7 +260,7 @@ class Steps:
     def _carry_out(self) -> None:
         compiled = load_steps()
         place, total, finished = self._numbers.buffer_info()[0], len(self._again), 0
-        apart = is_recorded()
+        apart = is_recording()
         while finished < total:
             stop = finished + 1 if apart else total  # a trace says how long each step takes
             with self._span(finished):
