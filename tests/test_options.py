@@ -22,7 +22,16 @@ from transaxle import verbs
 from transaxle.arguments import read_options
 from transaxle.cli.command import program
 from transaxle.engine.views.encode import METHODS
-from transaxle.options import EXCLUSIONS, KEYWORDS, OPENING, OPTIONS, VERBS, Exclusion, combination_error, command_spelling
+from transaxle.options import (
+    EXCLUSIONS,
+    KEYWORDS,
+    OPENING,
+    OPTIONS,
+    VERBS,
+    Exclusion,
+    combination_error,
+    command_spelling,
+)
 
 FUNCTIONS: Mapping[str, Callable[..., Any]] = {name: getattr(tx, name) for name in VERBS}
 COMMANDS = {"open": "ls"}

@@ -333,7 +333,7 @@ def test_a_conversion_says_first_what_was_done(finished: Path, opened: Open) -> 
     assert "Values. None changed." in shown.locator("#first").inner_text()
     assert "Nothing." not in shown.locator("#first").inner_text()
     titles = shown.locator("main h2").all_inner_texts()
-    assert titles[:5] == ["What was done", "What becomes what", "How axes move", "Rules", "Time and rate by file"]
+    assert titles[:5] == ["Result", "From source to target", "How axes move", "Rules", "Time and rate by file"]
 
 
 def test_one_colour_is_of_one_tensor(page: Path, opened: Open) -> None:

@@ -65,7 +65,7 @@ def test_it_says_what_happens_to_the_experts(tmp_path: Path) -> None:
     assert moves["down", "d"]["moves"] == "dim 0 -> dim 1"
     assert (moves["q", "g"]["in the source"], moves["q", "g"]["moves"]) == ("dim 0 (g r c)", "")
     (joined,) = (row for row in table(_page(tmp_path, source, "megatron"), "rules") if row["tensor"] == "gate, up")
-    assert joined["what moves"] == "joined"
+    assert joined["moves"] == "joined"
     assert joined["source"].count("experts.{e}") == 2
 
 
@@ -76,10 +76,10 @@ def test_what_stands_against_it_and_what_is_kept(tmp_path: Path) -> None:
     plan = tx.plan(source, tmp_path / "out", to="torchtitan")
     page = tx.report(plan, tmp_path / "page.html")
     assert "<li><strong>EXISTS.</strong>" in page.read_text("utf-8")
-    kept = [row for row in table(data(page), "others") if "kept" in row["what becomes of it"]]
+    kept = [row for row in table(data(page), "others") if "unchanged" in row["result"]]
     assert [(row["name"], row["names"]) for row in kept] == [("extra.[0-1].weight", 2)]
     assert data(page)["figures"]["flow"]["data"]["others"] == [["as named", 48], ["zeros", 64]]
-    assert page.read_text("utf-8").count("reason against it</dt>") == 1
+    assert page.read_text("utf-8").count("refusal</dt>") == 1
     noted = tx.report(tx.plan(source, tmp_path / "other", to="torchtitan"), tmp_path / "noted.html").read_text("utf-8")
     assert noted.index("<strong>Refused.</strong> <bdi>Nothing.") < noted.index("<strong>Note.</strong>")
     assert "against it</dt>" not in noted
@@ -130,7 +130,7 @@ def test_it_says_what_becomes_of_the_experts(tmp_path: Path) -> None:
     become = "8 tensors of each become one."
     for number, (source, to, *sentences) in enumerate((
         ("hf", "torchtitan", f"{into} gate, down and up: {become}"),
-        ("stacked", "hf", f"{out} gate, up and down: one tensor of each becomes 8 tensors."),
+        ("stacked", "hf", f"{out} gate, up and down: each becomes 8 tensors."),
         ("hf", "transformers", f"{into} gate, up and down: {become}", f"Joined: gate and up become {joined}."),
         ("hf", "megatron", f"{e} stays in the names of gate, up and down."),
         ("stacked", "transformers", f"{e} stays in dim 0 of router, gate, up and down."),

@@ -14,7 +14,7 @@ from transaxle.cli.screen import Screen
 from transaxle.engine.wording import size
 from transaxle.move.workers import no_progress
 from transaxle.options import OPENING
-from transaxle.reports.reporting import reported
+from transaxle.reports.reporting import write_report
 
 
 @click.command(
@@ -53,7 +53,7 @@ def report_command(
     with screen.working("writing the report"):
         how: dict[str, bool] = {"overwrite": overwrite, "values": options["values"]}
         reading = non_default_options(options, OPENING)
-        path, refused = reported(src, output or _default_file(src), reading, **how, progress=no_progress)
+        path, refused = write_report(src, output or _default_file(src), reading, **how, progress=no_progress)
     amount = path.stat().st_size
     if not screen.as_json:
         screen.line(f"{path} · {size(amount)}")

@@ -1,1 +1,1 @@
-"""Reports: checkpoints as pages for a browser, each one HTML file that needs nothing else."""
+"""Reports: self-contained HTML pages about checkpoints, plans, conversions, differences and shardings."""

@@ -1,11 +1,8 @@
-"""The page of a checkpoint: where its bytes are, its layout in the notation, and what is unusual about it.
+"""The page of a checkpoint: where its bytes are, its layout in the notation, and anything unusual about it.
 
-The tensors of a checkpoint on few rows, from which a figure knows each of them.
-
-A row stands for every combination of its indices, as in folded names, and its tensors are alike: 70,000 of them are
-some twenty rows, and the picture of their bytes is drawn from these, without a list of all.
-
-What somebody who looks at a checkpoint should look at first.
+`layout_rows` puts the tensors into few rows: each stands for tensors that differ only in their indices, such as layer
+and expert, for every combination of these indices. 70,000 tensors are some twenty rows, from which the treemap is drawn
+without a list of all tensors. `find_unusual` lists what a reader should look at first.
 """
 
 from __future__ import annotations
@@ -31,59 +28,59 @@ from transaxle.engine.values import CheckpointValues, TensorValues
 from transaxle.engine.wording import Indices, Position, fold, parameters, plural, products, ranges, size
 from transaxle.errors import TransaxleError, shortened
 from transaxle.formats.catalog import NUMBERS
-from transaxle.reports.html_page import MOST_ROWS, Column, Figure, Page, Section, Table, capped, shades
+from transaxle.reports.html_page import MOST_ROWS, Column, Figure, Page, Section, Table, limit_rows, shades
 
 Kind = Literal["table", "ignored", "unknown"]
 
 
 @dataclass(frozen=True, slots=True)
 class RowKey:
-    """What the tensors of a row have in common."""
+    """Properties that all tensors of a row share."""
 
     kind: Kind
-    """Whether a line of the table reads them, the table lists them as none of the model, or it does not know them."""
+    """`table`: a line of the table reads them; `ignored`: the table lists them as no weights; `unknown`: neither."""
     rule: str
-    """The line as the table writes it; for other names the name, with `*` for its indices."""
+    """Line of the table; for names outside the table the name, with `*` for its indices."""
     component: str
-    """Logical tensors; of other names the rule."""
+    """Names of the logical tensors; outside the table the same as `rule`."""
     slot: str
-    """Name of the optimizer's state; empty for weights."""
+    """Name of the optimizer state, such as `exp_avg`; empty for weights."""
     role: str
-    """Which buffer of an encoded tensor; empty for plain ones."""
+    """Role of the buffer in its encoded tensor; empty for plain tensors."""
     encoding: str
-    """Its encoding; empty for plain tensors."""
+    """Name of the encoding; empty for plain tensors."""
     axes: tuple[str, ...]
-    """Axes in the names; empty texts where no table names them."""
+    """Axes in the names, one per index; empty texts outside the table."""
     dtype: str
-    """Safetensors code."""
+    """Safetensors code of the dtype."""
     shape: tuple[int, ...]
-    """Logical elements along each dim."""
+    """Shape in logical elements."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayoutRow:
-    """Tensors that differ in their indices only."""
+    """Tensors whose names differ only in their indices, and that are otherwise alike."""
 
     key: RowKey
-    """What they have in common."""
+    """Properties that all of them share."""
     sets: Indices
-    """The indices along each axis; the row has every combination."""
+    """Indices along each axis; the row has a tensor for every combination."""
     count: int
-    """How many they are."""
+    """Number of tensors."""
     bytes: int
-    """Bytes of all of them."""
+    """Bytes of all tensors together."""
     example: str
-    """Stored name of the first."""
+    """Stored name of the first tensor."""
     misfit: str = ""
-    """Why their shape is not the one that the table says for the sizes of the config; empty if it is."""
+    """How their shape differs from the table's, for the sizes of the config; empty if it does not."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a table says that a stored tensor belongs."""
+    """Line, logical tensors and indices that the table gives to one stored tensor."""
 
-    number: int
-    """Of the line, in table order."""
+    line: int
+    """Number of the line, in table order."""
     rule: str
     component: str
     slot: str
@@ -94,29 +91,29 @@ class _Place:
 
 
 def layout_rows(checkpoint: Checkpoint) -> list[LayoutRow]:
-    """Return the stored tensors of a checkpoint: those of the table in its order, then all others.
+    """Return rows for all stored tensors: those of the table in its order, then all others.
 
     Args:
-        checkpoint: as it is stored.
+        checkpoint: the checkpoint as stored.
     """
     places = _places(checkpoint) if checkpoint.family is not None else {}
     groups: dict[tuple[int, RowKey], dict[Position, str]] = defaultdict(dict)
-    others: list[str] = []
+    outside_names: list[str] = []
     for name, tensor in checkpoint.items():
         place = places.get(name)
         if place is None:
-            others.append(name)
+            outside_names.append(name)
             continue
         encoding = "" if place.encoded is None else place.encoded.encoding.name
         role = "" if place.role is None else place.role.value
         common = place.rule, place.component, place.slot, role, encoding, place.axes
-        groups[place.number, RowKey("table", *common, tensor.dtype, tensor.shape)][place.index] = name
+        groups[place.line, RowKey("table", *common, tensor.dtype, tensor.shape)][place.index] = name
     rows = [
         _row(checkpoint, key, sets, names_by_index[_first(sets)], _misfit(checkpoint, number, key, _first(sets)))
         for (number, key), names_by_index in sorted(groups.items(), key=lambda item: item[0][0])
         for sets in products(names_by_index)
     ]
-    return [*rows, *_other_rows(checkpoint, others)]
+    return [*rows, *_other_rows(checkpoint, outside_names)]
 
 
 def _first(sets: Indices) -> Position:
@@ -124,7 +121,7 @@ def _first(sets: Indices) -> Position:
 
 
 def _misfit(checkpoint: Checkpoint, line: int, key: RowKey, index: Position) -> str:
-    """Return what a conversion would refuse in the shape of plain weights, for the first one of a row."""
+    """Return why a conversion would refuse the shape of a row's first tensor; empty if it would not."""
     if key.slot != WEIGHT or key.encoding:
         return ""
     expression = checkpoint.bound.dialect.lines[line].expression
@@ -143,7 +140,7 @@ def _row(checkpoint: Checkpoint, key: RowKey, sets: Indices, example: str, misfi
 
 
 def _places(checkpoint: Checkpoint) -> dict[str, _Place]:
-    """Return where the table puts each stored tensor that it reads."""
+    """Return stored name -> place in the table, for all tensors that the table reads."""
     bound, encoded = checkpoint.bound, checkpoint.encoded
     numbers = {line: number for number, line in enumerate(bound.dialect.lines)}
     places: dict[str, _Place] = {}
@@ -165,7 +162,7 @@ def _parts(group: Encoded | None) -> Iterator[tuple[Role, str]]:
 
 
 def _other_rows(checkpoint: Checkpoint, names: list[str]) -> Iterator[LayoutRow]:
-    """Yield rows of the tensors that no line reads; their indices are the numbers in their names."""
+    """Yield rows of tensors that no line reads; their indices are the numbers in their names."""
     ignored = frozenset(checkpoint.bound.ignored) if checkpoint.family is not None else frozenset()
     kinds: Mapping[bool, Kind] = {True: "ignored", False: "unknown"}
     keys = [(kinds[name in ignored], checkpoint[name].dtype, checkpoint[name].shape) for name in names]
@@ -182,75 +179,78 @@ def _other_key(key: object) -> tuple[Kind, str, tuple[int, ...]]:
     return kind, dtype, shape
 
 
-_LOOKED_FOR = (
+_SEARCHED = (
     "Looked for: names outside the table, scales that do not fit, shapes that do not fit the config, files that "
     "changed since they were written, files more than twice as large as usual, tensors that differ in type or shape "
     "from the others of their rule, missing combinations of indices, and tensors without elements."
 )
 _NO_VALUES = "Values were not read; --values (values=True) looks for NaN and infinite ones."
-_MOST = 30
-"""Notices that are shown."""
-_LARGER = 2
-"""How many times as large as the median an unusual file is."""
+_MOST_NOTICES = 30
+"""Maximum number of notices that are shown."""
+_LARGE_FACTOR = 2
+"""A file is unusual if it is larger than the median file by this factor."""
 _FEW = 3
-"""Files of which none is unusual."""
+"""Number of listed values of a property; also the number of files up to which none counts as unusual."""
 
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """One thing to look at."""
+    """One unusual finding."""
 
     title: str
-    """What it is, in a few words."""
+    """The finding in a few words."""
     text: str
-    """What was seen."""
+    """Details of the finding."""
 
 
-def looked_for(values: CheckpointValues | None) -> str:
-    """Return what would be unusual, and was looked for."""
-    return f"{_LOOKED_FOR} {_NO_VALUES if values is None else 'And NaN and infinite values.'}"
+def search_text(values: CheckpointValues | None) -> str:
+    """Return the sentence that lists which unusual things were searched for."""
+    return f"{_SEARCHED} {_NO_VALUES if values is None else 'And NaN and infinite values.'}"
 
 
-def unusual(
+def find_unusual(
     facts: JsonFacts,
     rows: Sequence[LayoutRow],
     tensor_bytes: Mapping[str, int],
     values: CheckpointValues | None = None,
 ) -> list[Notice]:
-    """Return what is unusual about a checkpoint; values that are no numbers come first.
+    """Return notices about unusual things in a checkpoint; NaN and infinite values come first.
 
     Args:
-        facts: of the checkpoint.
-        rows: its tensors.
+        facts: facts about the checkpoint, see `checkpoint_facts`.
+        rows: the checkpoint's tensors.
         tensor_bytes: file -> bytes of tensors in it.
-        values: of its tensors, where they were measured.
+        values: statistics of the values, if they were measured.
     """
-    of_values = [] if values is None else _of_values(values)
+    of_values = [] if values is None else _value_notices(values)
     notices = [
         *of_values,
-        *_of_names(facts, rows),
-        *_of_shapes(rows),
-        *_of_files(facts, tensor_bytes),
-        *_of_rules(rows),
+        *_name_notices(facts, rows),
+        *_shape_notices(rows),
+        *_file_notices(facts, tensor_bytes),
+        *_rule_notices(rows),
     ]
-    more = len(notices) - _MOST
-    return [*notices[:_MOST], *([Notice("And more", f"{plural(more, 'notice')} like these.")] if more > 0 else [])]
+    hidden_count = len(notices) - _MOST_NOTICES
+    return [
+        *notices[:_MOST_NOTICES],
+        *([Notice("And more", f"{plural(hidden_count, 'notice')} like these.")] if hidden_count > 0 else []),
+    ]
 
 
-def _of_values(values: CheckpointValues) -> Iterator[Notice]:
+def _value_notices(values: CheckpointValues) -> Iterator[Notice]:
     for title, counts in (
         ("NaN values", {name: each.nans for name, each in values.tensors.items()}),
         ("Infinite values", {name: each.infinite for name, each in values.tensors.items()}),
     ):
         counts = {name: count for name, count in counts.items() if count}
         if counts:
-            most = max(counts, key=counts.__getitem__)
-            of_most = f"{counts[most]:,} of {values.tensors[most].elements:,}"
+            worst = max(counts, key=counts.__getitem__)
+            share_of_worst = f"{counts[worst]:,} of {values.tensors[worst].elements:,}"
             text = f"{plural(sum(counts.values()), 'element')} of {plural(len(counts), 'tensor')}, the most"
-            yield Notice(title, f"{text} in {most}: {of_most}.")
+            yield Notice(title, f"{text} in {worst}: {share_of_worst}.")
 
 
-def _of_names(facts: JsonFacts, rows: Sequence[LayoutRow]) -> Iterator[Notice]:
+def _name_notices(facts: JsonFacts, rows: Sequence[LayoutRow]) -> Iterator[Notice]:
     reason = facts["reason"]
     if reason is not None:
         yield Notice("No table reads these names", f"{reason['message']}. {reason['hint']}".strip())
@@ -264,12 +264,12 @@ def _of_names(facts: JsonFacts, rows: Sequence[LayoutRow]) -> Iterator[Notice]:
             yield Notice("Tensors outside the table", f"{text}, such as {outside[0].example}.")
     if facts["misfits"]:
         first = facts["misfits"][0]
-        more = f" And {len(facts['misfits']) - 1:,} more." if len(facts["misfits"]) > 1 else ""
+        more_misfits = f" And {len(facts['misfits']) - 1:,} more." if len(facts["misfits"]) > 1 else ""
         place = first["tensor"] or first["file"] or ""
-        yield Notice("Scales that do not fit", f"{place} {first['message']}{more}".strip())
+        yield Notice("Scales that do not fit", f"{place} {first['message']}{more_misfits}".strip())
 
 
-def _of_shapes(rows: Sequence[LayoutRow]) -> Iterator[Notice]:
+def _shape_notices(rows: Sequence[LayoutRow]) -> Iterator[Notice]:
     misfits = [row for row in rows if row.misfit]
     if misfits:
         amount, first = plural(sum(row.count for row in misfits), "tensor"), misfits[0]
@@ -277,27 +277,27 @@ def _of_shapes(rows: Sequence[LayoutRow]) -> Iterator[Notice]:
         yield Notice("Shapes that do not fit the config", text)
 
 
-def _of_files(facts: JsonFacts, tensor_bytes: Mapping[str, int]) -> Iterator[Notice]:
+def _file_notices(facts: JsonFacts, tensor_bytes: Mapping[str, int]) -> Iterator[Notice]:
     problems = facts["manifest"]["problems"]
     if problems:
         file = problems[0]["file"] or ""
         yield Notice("The manifest no longer matches", f"{file} {problems[0]['message']}".strip())
     usual = median(tensor_bytes.values()) if len(tensor_bytes) > _FEW else 0
     for file, count in tensor_bytes.items():
-        if usual and count > _LARGER * usual:
+        if usual and count > _LARGE_FACTOR * usual:
             text = f"{file} has {size(count)} of tensors; half of the files have {size(int(usual))} or less."
             yield Notice("A file much larger than the others", text)
 
 
-def _of_rules(rows: Sequence[LayoutRow]) -> Iterator[Notice]:
+def _rule_notices(rows: Sequence[LayoutRow]) -> Iterator[Notice]:
     by_rule: defaultdict[tuple[str, str, str], list[LayoutRow]] = defaultdict(list)
     for row in rows:
         if row.key.kind == "table":
             by_rule[row.key.rule, row.key.slot, row.key.role].append(row)
     for (rule, _, _), alike in by_rule.items():
         name = f"{alike[0].key.component} ({rule})"
-        yield from _different("types", name, [(row.key.dtype, row) for row in alike])
-        yield from _different("shapes", name, [(str(list(row.key.shape)), row) for row in alike])
+        yield from _difference_notice("types", name, [(row.key.dtype, row) for row in alike])
+        yield from _difference_notice("shapes", name, [(str(list(row.key.shape)), row) for row in alike])
         combinations = prod(len(set().union(*places)) for places in zip(*(row.sets for row in alike), strict=True))
         count_all = sum(row.count for row in alike)
         if count_all != combinations:
@@ -312,8 +312,8 @@ def _of_rules(rows: Sequence[LayoutRow]) -> Iterator[Notice]:
         yield Notice("Tensors without elements", f"{plural(count_empty, 'tensor')}, such as {empty[0].example}.")
 
 
-def _different(what: str, name: str, valued: Sequence[tuple[str, LayoutRow]]) -> Iterator[Notice]:
-    """Yield a notice if the rows of a rule have different values: the usual first, an example of the rarest."""
+def _difference_notice(properties: str, name: str, valued: Sequence[tuple[str, LayoutRow]]) -> Iterator[Notice]:
+    """Yield a notice if the rows of a rule differ in a property: counts, and an example of the rarest value."""
     count: Counter[str] = Counter()
     for value, row in valued:
         count[value] += row.count
@@ -321,20 +321,20 @@ def _different(what: str, name: str, valued: Sequence[tuple[str, LayoutRow]]) ->
         listed = ", ".join(f"{number:,} of {value}" for value, number in count.most_common(_FEW))
         rarest = count.most_common()[-1][0]
         example = next(row.example for value, row in valued if value == rarest)
-        yield Notice(f"Different {what} in one rule", f"{name}: {listed}; {example} is of {rarest}.")
+        yield Notice(f"Different {properties} in one rule", f"{name}: {listed}; {example} is of {rarest}.")
 
 
 _LONGEST_VALUE = 2000
-"""Characters of a value of the config or of metadata."""
+"""Maximum length of a shown value of the config or metadata, in characters."""
 _FACTS = (
     "format", "family", "dialect", "prefix", "names", "read", "tensors", "parameters", "bytes", "dtypes", "encodings",
     "axes",
 )  # fmt: skip
-"""What programs find in the page under the keys of `transaxle info --json`."""
+"""Keys of `transaxle info --json` that the page also has, for programs that read it."""
 _MOST_GROUPS, _MOST_LAYERS, _SHOWN = 60, 256, 12
-"""Rows and columns of the map of values, and channels that are named of a tensor."""
-_ONE_OF = {"layers": "layer", "experts": "expert"}
-"""What an axis counts -> what one of them is called; others go by their letter."""
+"""Maximum number of rows and columns of the map of values, and of channels listed per tensor."""
+_INDEX_NOUNS = {"layers": "layer", "experts": "expert"}
+"""Meaning of an axis -> noun for one index; other axes are called by their letter."""
 _AMOUNTS = (Column("tensors", "count"), Column("bytes", "bytes"), Column("share", "share"))
 
 
@@ -342,23 +342,23 @@ def checkpoint_page(opened: Checkpoint, values: CheckpointValues | None = None) 
     """Return the page of a checkpoint; only headers are read.
 
     Args:
-        opened: in any view; the page shows it as it is stored.
-        values: what values it has, where they were measured.
+        opened: the checkpoint in any view; the page shows it as stored.
+        values: statistics of the values, if they were measured.
 
     Raises:
-        TransaxleError: the user named the family or the dialect, and the names are not of it.
+        TransaxleError: the user named a family or dialect that does not fit the tensor names.
     """
     checkpoint = opened.stored
     facts, rows = checkpoint_facts(checkpoint), layout_rows(checkpoint)
-    in_files = _in_files(checkpoint)
+    in_files = _tensors_by_file(checkpoint)
     tensor_bytes = {file: count for file, (_, count) in in_files.items()}
     sections = (
-        _bytes(checkpoint, facts, rows),
-        *(() if values is None else _values(values)),
-        _layout(checkpoint, facts, rows),
-        _formats(facts),
-        _files(facts, in_files),
-        *_beside(checkpoint, facts),
+        _bytes_section(checkpoint, facts, rows),
+        *(() if values is None else _values_section(values)),
+        _layout_section(checkpoint, facts, rows),
+        _formats_section(facts),
+        _files_section(facts, in_files),
+        *_optional_sections(checkpoint, facts),
     )
     return Page(
         kind="checkpoint",
@@ -373,19 +373,19 @@ def checkpoint_page(opened: Checkpoint, values: CheckpointValues | None = None) 
             (f"{len(tensor_bytes):,}", "files" if len(tensor_bytes) != 1 else "file"),
         ),
         first="What is unusual",
-        notices=tuple((each.title, each.text) for each in unusual(facts, rows, tensor_bytes, values)),
-        quiet=looked_for(values),
+        notices=tuple((each.title, each.text) for each in find_unusual(facts, rows, tensor_bytes, values)),
+        quiet=search_text(values),
         sections=sections,
         facts={key: facts[key] for key in _FACTS},
     )
 
 
-def _bytes(checkpoint: Checkpoint, facts: JsonFacts, rows: Sequence[LayoutRow]) -> Section:
-    """Return the treemap: each of its leaves is a tensor, and as large as that is."""
-    words = {axis: _ONE_OF.get(meaning, axis) for axis, meaning in _meanings(checkpoint).items()}
+def _bytes_section(checkpoint: Checkpoint, facts: JsonFacts, rows: Sequence[LayoutRow]) -> Section:
+    """Return the treemap, with one leaf per tensor, as large as its bytes."""
+    words = {axis: _INDEX_NOUNS.get(meaning, axis) for axis, meaning in _meanings(checkpoint).items()}
     largest = sorted(rows, key=lambda row: -row.bytes)[:MOST_ROWS]
     shown = {id(row) for row in largest}
-    kept, rest = [row for row in rows if id(row) in shown], [row for row in rows if id(row) not in shown]
+    shown_rows, other_rows = [row for row in rows if id(row) in shown], [row for row in rows if id(row) not in shown]
     groups: list[dict[str, Any]] = [
         {
             "component": row.key.component, "rule": row.key.rule, "slot": row.key.slot, "role": row.key.role,
@@ -393,22 +393,22 @@ def _bytes(checkpoint: Checkpoint, facts: JsonFacts, rows: Sequence[LayoutRow]) 
             "sets": [_runs(indices) for indices in row.sets],
             "dtype": row.key.dtype, "shape": row.key.shape, "each": row.bytes // row.count, "example": row.example,
         }
-        for row in kept
+        for row in shown_rows
     ]  # fmt: skip
     data = {
         "groups": groups,
-        "rest": {"count": sum(row.count for row in rest), "bytes": sum(row.bytes for row in rest)},
+        "rest": {"count": sum(row.count for row in other_rows), "bytes": sum(row.bytes for row in other_rows)},
         "bytes": facts["bytes"],
     }
     label = (
         f"Treemap of {size(facts['bytes'])} in {plural(facts['tensors'], 'tensor')}; the table below has its numbers."
     )
-    text = "The larger an area, the more bytes. Choose one to look inside; the search also covers the tables below."
+    text = "The larger an area, the more bytes. Click one to look inside; the search also covers the tables below."
     return Section("bytes", "Where the bytes are", text, Figure("treemap", label, data))
 
 
 def _runs(indices: Sequence[int]) -> list[tuple[int, int]]:
-    """Return sorted indices as first and last of each run."""
+    """Return (first, last) of each range of consecutive indices; the indices are sorted."""
     runs: list[tuple[int, int]] = []
     for index in indices:
         if runs and index == runs[-1][1] + 1:
@@ -418,19 +418,19 @@ def _runs(indices: Sequence[int]) -> list[tuple[int, int]]:
     return runs
 
 
-def _layout(checkpoint: Checkpoint, facts: JsonFacts, rows: Sequence[LayoutRow]) -> Section:
+def _layout_section(checkpoint: Checkpoint, facts: JsonFacts, rows: Sequence[LayoutRow]) -> Section:
     columns = (
         Column("tensor"), Column("rule", "name"), Column("indices"), Column("type"), Column("shape"), *_AMOUNTS,
         Column("example", "name"),
     )  # fmt: skip
     cells = [
         (
-            _tensor(row), row.key.rule, _indices(row), row.key.dtype, " x ".join(map(str, row.key.shape)) or "1",
-            row.count, row.bytes, row.bytes, row.example,
+            _tensor_label(row), row.key.rule, _indices_text(row), row.key.dtype,
+            " x ".join(map(str, row.key.shape)) or "1", row.count, row.bytes, row.bytes, row.example,
         )
         for row in rows
     ]  # fmt: skip
-    text = "A rule says under which names a tensor is stored, and which axes its dims have, outermost first."
+    text = "A rule gives the names under which a tensor is stored, and the axes of its dims, outermost first."
     if facts["family"] is None:
         text = "No table reads these names: a row is a name, with * for its numbers."
     return Section(
@@ -438,25 +438,25 @@ def _layout(checkpoint: Checkpoint, facts: JsonFacts, rows: Sequence[LayoutRow])
         "Layout",
         text,
         None,
-        (capped("layout", "Tensors by rule", columns, cells, 6), *_axes(checkpoint, facts)),
+        (limit_rows("layout", "Tensors by rule", columns, cells, 6), *_axes(checkpoint, facts)),
     )
 
 
-def _tensor(row: LayoutRow) -> str:
+def _tensor_label(row: LayoutRow) -> str:
     key = row.key
     if key.kind != "table":
-        return "outside the table" if key.kind == "unknown" else "none of the model"
+        return "outside the table" if key.kind == "unknown" else "not part of the model"
     words = [f"({key.role}, {key.encoding})" if key.role else "", f"· {key.slot}" if key.slot else ""]
     return " ".join(filter(None, [key.component, *words]))
 
 
-def _indices(row: LayoutRow) -> str:
+def _indices_text(row: LayoutRow) -> str:
     texts = [ranges(indices).strip("[]") for indices in row.sets]
     return "  ".join(f"{axis} {text}".strip() for axis, text in zip(row.key.axes, texts, strict=True))
 
 
 def _meanings(checkpoint: Checkpoint) -> dict[str, str]:
-    """Return what the axes of the family count."""
+    """Return axis -> its meaning, for the axes of the family."""
     if checkpoint.family is None:
         return {}
     return {each.axis: each.meaning for each in axes_of(checkpoint.recognised.family)}
@@ -466,12 +466,12 @@ def _axes(checkpoint: Checkpoint, facts: JsonFacts) -> Iterator[Table]:
     if facts["axes"]:
         meanings = _meanings(checkpoint)
         rows = [(axis, count, meanings.get(axis, "")) for axis, count in facts["axes"].items()]
-        yield Table("axes", "Axes", (Column("axis", "name"), Column("size", "count"), Column("what it counts")), rows)
+        yield Table("axes", "Axes", (Column("axis", "name"), Column("size", "count"), Column("meaning")), rows)
 
 
-def _formats(facts: JsonFacts) -> Section:
+def _formats_section(facts: JsonFacts) -> Section:
     dtypes = [(code, each["tensors"], each["bytes"], each["bytes"]) for code, each in facts["dtypes"].items()]
-    tables = [capped("dtypes", "Types", (Column("type"), *_AMOUNTS), dtypes, 2)]
+    tables = [limit_rows("dtypes", "Types", (Column("type"), *_AMOUNTS), dtypes, 2)]
     encodings = [(each["encoding"], each["convention"], each["tensors"]) for each in facts["encodings"]]
     if encodings:
         columns = Column("encoding"), Column("convention"), Column("tensors", "count")
@@ -479,20 +479,20 @@ def _formats(facts: JsonFacts) -> Section:
     return Section("formats", "Types and encodings", tables=tuple(tables))
 
 
-def _in_files(checkpoint: Checkpoint) -> dict[str, tuple[int, int]]:
-    """Return file -> number of tensors in it, and their bytes; a tensor in several files counts in each."""
+def _tensors_by_file(checkpoint: Checkpoint) -> dict[str, tuple[int, int]]:
+    """Return file -> (number of tensors, bytes of tensors); a tensor in several files counts in each."""
     count: Counter[str] = Counter()
     amount: Counter[str] = Counter()
     for entry in checkpoint.container.entries.values():
         elements = prod(entry.shape)
-        extents = [extent for extent in entry.extents if extent.file != NUMBERS]  # those are in a pickle
+        extents = [extent for extent in entry.extents if extent.file != NUMBERS]  # numbers are inside a pickle
         count.update({extent.file for extent in extents})
         for extent in extents:
             amount[extent.file] += entry.nbytes * prod(extent.shape) // elements if elements else 0
     return {file: (count[file], amount[file]) for file in sorted(count, key=natural)}
 
 
-def _files(facts: JsonFacts, in_files: Mapping[str, tuple[int, int]]) -> Section:
+def _files_section(facts: JsonFacts, in_files: Mapping[str, tuple[int, int]]) -> Section:
     names = dict.fromkeys([*in_files, *facts["files"]])
     rows = [
         (name, *in_files.get(name, (0, 0)), facts["files"].get(name, 0), facts["files"].get(name, 0)) for name in names
@@ -503,29 +503,29 @@ def _files(facts: JsonFacts, in_files: Mapping[str, tuple[int, int]]) -> Section
         "matches": "The manifest matches: all files still have the recorded sizes and headers.",
         "stale": "The manifest no longer matches the files.",
     }[facts["manifest"]["state"]]
-    table = capped("files", "Files", (*columns, Column("share", "share")), rows, 3)
+    table = limit_rows("files", "Files", (*columns, Column("share", "share")), rows, 3)
     return Section("files", "Files", manifest, None, (table,))
 
 
-def _beside(checkpoint: Checkpoint, facts: JsonFacts) -> Iterator[Section]:
-    """Yield the sections that not every checkpoint has."""
+def _optional_sections(checkpoint: Checkpoint, facts: JsonFacts) -> Iterator[Section]:
+    """Yield the sections that only some checkpoints have: ties, other names, config and metadata."""
     ties = [tuple(tie.split(" = ", 1)) for tie in facts["tied"]]
     ties += [(alias, original) for alias, original in facts["aliases"].items()]
     if ties:
         columns = Column("tensor", "name"), Column("is the same as", "name")
         yield Section("ties", "Ties", tables=(Table("ties", "Tied tensors", columns, ties),))
-    others = [
-        (what, row.name, row.count)
-        for what, names in (
+    other_names = [
+        (kind, row.name, row.count)
+        for kind, names in (
             ("tensor outside the table", facts["unknown"]),
             ("not part of the model", facts["ignored"]),
-            ("travels with the model", facts["carried"]),
+            ("copied by conversions", facts["carried"]),
         )
         for row in fold(sorted(names, key=natural))
     ]
-    if others:
+    if other_names:
         kinds = Column("what it is"), Column("name", "name"), Column("names", "count")
-        table = capped("others", "Other names", kinds, others)
+        table = limit_rows("others", "Other names", kinds, other_names)
         yield Section("others", "Other names and files", tables=(table,))
     for label, title, values in (
         ("config", "Config", checkpoint.config),
@@ -534,24 +534,24 @@ def _beside(checkpoint: Checkpoint, facts: JsonFacts) -> Iterator[Section]:
         if values:
             heads = Column("key", "name"), Column("value", "name")
             cells = [(str(key), _value(value)) for key, value in values.items()]
-            yield Section(label, title, tables=(capped(label, title, heads, cells),))
+            yield Section(label, title, tables=(limit_rows(label, title, heads, cells),))
 
 
-def _values(found: CheckpointValues) -> Iterator[Section]:
-    """Yield the values: a map of their sizes by tensor and layer, those of each tensor, and channels that stand out."""
-    where = places(found.seen)
+def _values_section(values: CheckpointValues) -> Iterator[Section]:
+    """Yield the section of values: a map by tensor and layer, and tables of tensors and of channels that stand out."""
+    places_by_name = places(values.seen)
     cells: dict[tuple[str, int | None], list[TensorValues]] = {}
-    for name, each in found.tensors.items():
-        place = where.get(name) or place_of(name)
-        cells.setdefault((place.group, place.layer), []).append(each)
+    for name, tensor_values in values.tensors.items():
+        place = places_by_name.get(name) or place_of(name)
+        cells.setdefault((place.group, place.layer), []).append(tensor_values)
     layers: list[int | None] = [*sorted({layer for _, layer in cells if layer is not None})]
     columns = [*([None] if any(layer is None for _, layer in cells) else []), *layers][:_MOST_LAYERS]
     groups = list(dict.fromkeys(group for group, _ in cells))[:_MOST_GROUPS]
-    drawn: list[Any] = []
+    map_cells: list[Any] = []
     for (group, layer), inside in cells.items():
         if group in groups and layer in columns:
-            drawn.append((columns.index(layer), groups.index(group), *_value_cell(inside)))
-    measured = [[each[3][at] for each in drawn if not each[2]] for at in (0, 1)]
+            map_cells.append((columns.index(layer), groups.index(group), *_value_cell(inside)))
+    measured = [[cell[3][at] for cell in map_cells if not cell[2]] for at in (0, 1)]
     data = {
         "columns": ["no layer" if layer is None else str(layer) for layer in columns],
         "rows": groups,
@@ -561,21 +561,21 @@ def _values(found: CheckpointValues) -> Iterator[Section]:
             {"title": "RMS", "kind": "number", **shades(measured[1], "{:.3g}", 1)},
         ],
         "states": {"none": "no finite value"},
-        "cells": drawn,
+        "cells": map_cells,
     }
     text = (
         "NaN and infinite values are counted and left out of the other numbers; quantized tensors are decoded. A "
         "channel is a position along the last dim; it stands out where its largest value is more than six times that "
         "of the median channel."
     )
-    if found.unmeasured:
-        text += f" Not measured: {plural(len(found.unmeasured), 'tensor')} of types without numbers of whole bytes."
-    label = f"Map of the largest values of {plural(len(found.tensors), 'tensor')} by layer; a table has their numbers."
-    yield Section("values", "Values", text, Figure("heat", label, data), tuple(_value_tables(found.tensors)))
+    if values.unmeasured:
+        text += f" Not measured: {plural(len(values.unmeasured), 'tensor')} of types without numbers of whole bytes."
+    label = f"Map of the largest values of {plural(len(values.tensors), 'tensor')} by layer; a table has their numbers."
+    yield Section("values", "Values", text, Figure("heat", label, data), tuple(_value_tables(values.tensors)))
 
 
 def _value_cell(inside: Sequence[TensorValues]) -> tuple[str, tuple[float, float], tuple[str, ...]]:
-    """Return the state, the measures and the words of a cell."""
+    """Return (state, (largest absolute value, RMS), lines of text) of a cell of the map."""
     finite = [(each, each.elements - each.nans - each.infinite) for each in inside]
     count = sum(number for _, number in finite)
     odd = sum(each.nans + each.infinite for each in inside)
@@ -596,10 +596,10 @@ def _value_tables(tensors: Mapping[str, TensorValues]) -> Iterator[Table]:
         )
         for name, each in tensors.items()
     ]  # fmt: skip
-    # Those with NaN, then with the largest values.
+    # tensors with NaN or infinite values first, then those with the largest values
     rows.sort(key=lambda row: (-(row[7] + row[8]), -max(-row[1], row[2]) if row[1] == row[1] else 0.0))
     columns = (Column("name", "name"), *numbers, *counts, Column("channels that stand out", "count"))
-    yield capped("tensor-values", "Values of each tensor", columns, rows)
+    yield limit_rows("tensor-values", "Values of each tensor", columns, rows)
     standing = [(name, each) for name, each in tensors.items() if each.outstanding]
     standing.sort(key=lambda item: -item[1].times)
     channels = [
@@ -616,7 +616,7 @@ def _value_tables(tensors: Mapping[str, TensorValues]) -> Iterator[Table]:
         Column("name", "name"), Column("channels", "count"), Column("stand out", "count"),
         Column("times the median", "number"), Column("which, the largest first"),
     )  # fmt: skip
-    yield capped("channels", "Channels that stand out", heads, channels, 3)
+    yield limit_rows("channels", "Channels that stand out", heads, channels, 3)
 
 
 def _value(value: Any) -> str:

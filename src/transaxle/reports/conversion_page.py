@@ -1,8 +1,8 @@
-"""The page of a plan: which rules become which, how axes move between names and dims, and what stands against it.
+"""Pages of a plan, a finished conversion and a refusal.
 
-What is refused before there is a plan, or when a checkpoint is opened, has a page of its reasons alone.
-
-The page of a finished conversion: what was written and how fast, what was left out, and which values changed.
+The page of a plan shows which rules become which, how axes move between names and dims, and its refusals. The page of a
+finished conversion adds the bytes and times of files, names that were left out, and the values that changed. If there
+is no plan, because a checkpoint cannot be opened or planned, the page lists the reasons.
 """
 
 from __future__ import annotations
@@ -34,31 +34,31 @@ from transaxle.engine.plan.planned import Plan, Route
 from transaxle.engine.wording import duration, fold, plural, size
 from transaxle.errors import Refusal, TransaxleError
 from transaxle.families import builtin
-from transaxle.reports.html_page import SHADES, Column, Figure, Page, Section, capped, visible
+from transaxle.reports.html_page import SHADES, Column, Figure, Page, Section, limit_rows, visible
 
 _MOST_BARS = 200
-_MOVED = ("flow", "axes", "rules")
-"""Sections of the plan's page that say what becomes of the tensors."""
+_MOVE_SECTIONS = ("flow", "axes", "rules")
+"""Ids of the sections of a plan's page about the moves of tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """What was done of a plan."""
+    """Result of an executed plan."""
 
     report: Report
-    """What the conversion says."""
+    """Report of the conversion."""
     times: Mapping[str, FileTime] = field(default_factory=dict)
-    """File -> when it was written; empty where nobody noted that."""
+    """File -> its bytes and times of writing; empty if they were not recorded."""
 
 
-def finished_page(done: Finished, plan: Page | None = None) -> Page:
+def result_page(finished: Finished, plan: Page | None = None) -> Page:
     """Return the page of a finished conversion.
 
     Args:
-        done: what was done.
-        plan: the page of the plan; None: there is only what the conversion says.
+        finished: result of the conversion.
+        plan: the page of its plan; None: only the report is known.
     """
-    report = done.report
+    report = finished.report
     rate = f"{size(round(report.bytes_written / report.seconds))}/s" if report.seconds else ""
     return Page(
         kind="conversion",
@@ -71,10 +71,10 @@ def finished_page(done: Finished, plan: Page | None = None) -> Page:
             (f"{len(report.recoded):,}", "changed in value"),
             *(() if plan is None else plan.tiles[-1:]),
         ),
-        first="What was done",
+        first="Result",
         notices=tuple(_notices(report)),
-        quiet=f"Read {report.source or 'the source'}; every tensor was hashed while it was written (xxh3-128).",
-        sections=tuple(_finished_sections(done, plan)),
+        quiet=f"Source: {report.source or 'unknown'}. Every tensor was hashed while it was written (xxh3-128).",
+        sections=tuple(_result_sections(finished, plan)),
         lead=() if plan is None else plan.lead,
         facts={
             "bytes_read": report.bytes_read, "bytes_written": report.bytes_written, "tensors": report.tensors,
@@ -85,16 +85,16 @@ def finished_page(done: Finished, plan: Page | None = None) -> Page:
 
 
 def _notices(report: Report) -> Iterator[tuple[str, str]]:
-    found = report.verification
+    verification = report.verification
     actions = Counter(each.what.action for each in report.recoded)
     exact = sum(each.error.exact for each in report.recoded)
-    done = ", ".join(f"{plural(count, 'tensor')} {action}" for action, count in actions.items())
+    change_counts = ", ".join(f"{plural(count, 'tensor')} {action}" for action, count in actions.items())
     infinite = sum(each.infinite for each in report.recoded)
     if infinite:
         yield "Values became infinite", f"{plural(infinite, 'value')}; this was allowed."
-    yield "Values", f"{done}; {exact:,} exactly." if done else "None changed."
-    if found is not None:
-        yield "Verified" if found.ok else "Not what it should be", f"{found.verdict}."
+    yield "Values", f"{change_counts}; {exact:,} exactly." if change_counts else "None changed."
+    if verification is not None:
+        yield "Verified" if verification.ok else "Verification failed", f"{verification.verdict}."
     if report.resumed:
         yield "Resumed", f"{plural(report.resumed, 'tensor')} had been written by an earlier run."
     if report.checks:
@@ -105,30 +105,36 @@ def _notices(report: Report) -> Iterator[tuple[str, str]]:
     yield from (("Left by a killed run", note) for note in report.leftovers)
 
 
-def _finished_sections(done: Finished, plan: Page | None) -> Iterator[Section]:
-    """Yield which values changed, what became what, how long it took, and what else the plan's page says."""
-    own = {section.id: section for section in _own_sections(done)}
-    planned = {} if plan is None else {section.id: section for section in plan.sections}
-    ids = dict.fromkeys(("recoded", *_MOVED, *own, *planned))
-    yield from (found for each in ids if (found := own.get(each) or planned.get(each)) is not None)
+def _result_sections(finished: Finished, plan: Page | None) -> Iterator[Section]:
+    """Yield the sections of changed values, of moves and of times, then all others of the plan's page."""
+    conversion_sections = {section.id: section for section in _conversion_sections(finished)}
+    plan_sections = {} if plan is None else {section.id: section for section in plan.sections}
+    ids = dict.fromkeys(("recoded", *_MOVE_SECTIONS, *conversion_sections, *plan_sections))
+    yield from (
+        chosen_section
+        for each in ids
+        if (chosen_section := conversion_sections.get(each) or plan_sections.get(each)) is not None
+    )
 
 
-def _own_sections(done: Finished) -> Iterator[Section]:
-    report = done.report
+def _conversion_sections(finished: Finished) -> Iterator[Section]:
+    report = finished.report
     if report.recoded:
-        yield _recoded(report.recoded)
-    if done.times:
-        yield _files(done.times)
+        yield _changed_values(report.recoded)
+    if finished.times:
+        yield _times_section(finished.times)
     if report.workers:
         rows = [(worker, count, count) for worker, count in report.workers.items()]
         columns = Column("worker", "name"), Column("written", "bytes"), Column("share", "share")
-        yield Section("workers", "Workers", tables=(capped("workers", "Workers", columns, rows, 1),))
-    yield from _other_names(report)
+        yield Section("workers", "Workers", tables=(limit_rows("workers", "Workers", columns, rows, 1),))
+    yield from _other_names_section(report)
 
 
-def _recoded(recoded: Sequence[Measured]) -> Section:
+def _changed_values(recoded: Sequence[Measured]) -> Section:
     keys = [(each.what.action, each.what.encoding, each.what.convention, each.what.dtype) for each in recoded]
-    steps = {(each.what.name, key): each for each, key in zip(recoded, keys, strict=True)}  # some tensors have several
+    steps = {
+        (each.what.name, key): each for each, key in zip(recoded, keys, strict=True)
+    }  # a tensor may have several steps
     rows: list[tuple[Any, ...]] = []
     for row in fold([each.what.name for each in recoded], keys):
         assert isinstance(row.key, tuple)
@@ -141,70 +147,70 @@ def _recoded(recoded: Sequence[Measured]) -> Section:
         Column("tensors", "count"), Column("exact", "count"), Column("max |Δ|", "number"),
         Column("largest RMS of Δ", "number"), Column("became infinite", "count"),
     )  # fmt: skip
-    text = "Errors are those of the values that were written, measured against those that they were made of."
-    return Section("recoded", "Values that changed", text, None, (capped("recoded", "Values", columns, rows, 7),))
+    text = "Errors are the differences of the written values from the source's values."
+    return Section("recoded", "Values that changed", text, None, (limit_rows("recoded", "Values", columns, rows, 7),))
 
 
-def _files(times: Mapping[str, FileTime]) -> Section:
+def _times_section(times: Mapping[str, FileTime]) -> Section:
     ordered = sorted(times.items(), key=lambda item: natural(item[0]))
     rates = {file: round(each.bytes / max(each.last - each.first, 1e-9)) for file, each in ordered}
     rows = [(file, each.bytes, each.first, each.last, each.last - each.first, rates[file]) for file, each in ordered]
     columns = (
         Column("file", "name"), Column("tensors", "bytes"), Column("from second", "number"),
-        Column("to second", "number"), Column("seconds", "number"), Column("bytes a second", "bytes"),
+        Column("to second", "number"), Column("seconds", "number"), Column("bytes per second", "bytes"),
     )  # fmt: skip
     bars = [(file, rates[file]) for file, _ in ordered[:_MOST_BARS]]
-    data = {"series": [{"title": "file", "kind": "bytes", "of": "bytes a second", "bars": bars}]}
-    label = f"Bars: bytes a second of {plural(len(bars), 'file')}, from its first to its last byte; a table has them."
+    data = {"series": [{"title": "file", "kind": "bytes", "of": "bytes per second", "bars": bars}]}
+    label = f"Bars: bytes per second of {plural(len(bars), 'file')}; the table below has the numbers."
     text = (
-        "From the first bytes of tensors that were given to the system to the last, counted from the first of all; "
-        "several files may be written at a time, and syncing comes after."
+        "Each file's time runs from its first to its last written byte; seconds count from the first byte of all "
+        "files. Several files may be written at the same time; syncing to disk comes later and is not included."
     )
-    table = capped("times", "Files in time", columns, rows, 1)
+    table = limit_rows("times", "Files in time", columns, rows, 1)
     return Section(
         "times", "Time and rate by file", text, Figure("bars", label, data) if len(bars) > 1 else None, (table,)
     )
 
 
-def _other_names(report: Report) -> Iterator[Section]:
+def _other_names_section(report: Report) -> Iterator[Section]:
     listed: tuple[tuple[str, Sequence[str]], ...] = (
-        ("kept under its name: no rule in the target", report.kept),
-        ("copied along", report.carried),
+        ("name unchanged: no rule in the target dialect", report.kept),
+        ("file copied", report.carried),
         ("left behind", report.ignored),
-        ("kept its type", report.stayed),
+        ("dtype unchanged", report.stayed),
     )
     rows = [(what, row.name, row.count) for what, names in listed for row in fold(sorted(names, key=natural))]
     if rows:
-        columns = Column("what became of it"), Column("name", "name"), Column("names", "count")
-        yield Section("others", "What was not converted", tables=(capped("others", "Other names", columns, rows),))
+        columns = Column("result"), Column("name", "name"), Column("names", "count")
+        yield Section("others", "What was not converted", tables=(limit_rows("others", "Other names", columns, rows),))
 
 
 _MOST_LINKS = 40
-"""Rules that the figure shows; the smaller ones are one line together."""
+"""Number of links that the figure shows; all smaller ones are one link."""
 _IN_NAME = "name"
-"""Where an axis is whose every index is a tensor of its own."""
+"""Place of an axis in tensor names: each of its indices is a tensor of its own."""
 _EXPERTS = "experts"
-"""What an axis counts of which a page always says where it is."""
+"""Meaning of the axis whose place the page always states, even if it does not move."""
 _MOST_REFUSALS = 50
 _MOST_MOVES = 12
-"""Rules whose axes are drawn."""
+"""Maximum number of rules whose axes are drawn."""
 _MOST_TILES = 16
-"""Tiles that are drawn: one of each rule."""
+"""Maximum number of tiles that are drawn, one per rule."""
 _ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth")
 _AMOUNTS = (Column("tensors", "count"), Column("bytes", "bytes"), Column("share", "share"))
 
 
-def conversion_page(plan: Plan, done: Finished | None = None) -> Page:
-    """Return the page of a plan.
+def conversion_page(plan: Plan, finished: Finished | None = None) -> Page:
+    """Return the page of a plan or, if it was executed, of the finished conversion.
 
     Args:
-        plan: what is to be done.
-        done: what was done of it.
+        plan: the plan.
+        finished: its result; None: it was not executed.
     """
     contiguous = round(100 * plan.contiguous / plan.copies) if plan.copies else 100
-    against = len(plan.refusals)
+    refusal_count = len(plan.refusals)
     before = f"{plan.source_format}:{plan.from_dialect or 'own names'}"
-    notices: list[tuple[str, str]] = [(each.code, _told(each)) for each in plan.refusals[:_MOST_REFUSALS]]
+    notices: list[tuple[str, str]] = [(each.code, _refusal_text(each)) for each in plan.refusals[:_MOST_REFUSALS]]
     if plan.notes and not notices:
         notices = [("Refused", "Nothing.")]
     notices += [("Note", note) for note in plan.notes]
@@ -217,110 +223,110 @@ def conversion_page(plan: Plan, done: Finished | None = None) -> Page:
         title=plan.source,
         headline=f"{before} -> {plan.format}:{plan.dialect}" + (f" · {plan.family}" if plan.family else ""),
         tiles=(
-            *([(f"{against:,}", "reason against it" if against == 1 else "reasons against it")] if against else []),
+            *([(f"{refusal_count:,}", "refusal" if refusal_count == 1 else "refusals")] if refusal_count else []),
             (size(plan.bytes_read), "to read"),
             (size(plan.bytes_written), "to write"),
             (f"{len(plan.tensors):,}", "tensors in the target"),
             (f"{contiguous} %", f"of {plural(plan.copies, 'copy', 'copies')} in one piece"),
         ),
-        first="What stands against it",
+        first="Blockers",
         notices=tuple(notices),
-        quiet="Nothing has been written. A conversion with refusals does not begin."
-        + (" All amounts leave out the tensors that are refused." if against else ""),
-        sections=tuple(_planned_sections(plan)),
-        lead=tuple(_in_short(plan)),
+        quiet="Nothing has been written. A conversion with refusals does not start."
+        + (" Numbers of tensors and bytes exclude refused tensors." if refusal_count else ""),
+        sections=tuple(_plan_sections(plan)),
+        lead=tuple(_summary(plan)),
         facts={
             "bytes_read": plan.bytes_read, "bytes_written": plan.bytes_written, "tensors": len(plan.tensors),
             "copies": plan.copies, "contiguous": plan.contiguous,
         },
     )  # fmt: skip
-    return page if done is None else finished_page(done, page)
+    return page if finished is None else result_page(finished, page)
 
 
-def refused_page(source: str, error: TransaxleError) -> Page:
-    """Return the page of what is refused: every reason, and the tensors whose tiles split.
+def refusal_page(source: str, error: TransaxleError) -> Page:
+    """Return the page of a refusal: every reason, and a figure of split tiles if there are any.
 
     Args:
-        source: what was to be read, as the user typed it.
-        error: why it is not.
+        source: path of the checkpoint, as the user typed it.
+        error: the refusal.
     """
-    told = [refusal.shown() for refusal in error.refusals]
-    files = {each.where.file for each in told if each.where.file}
-    names = {each.where.tensor for each in told if each.where.tensor}
+    refusals = [refusal.shown() for refusal in error.refusals]
+    files = {each.where.file for each in refusals if each.where.file}
+    names = {each.where.tensor for each in refusals if each.where.tensor}
     rows = [
         (each.code, each.where.file or "", each.where.tensor or "", " ".join(each.message.split()), each.hint)
-        for each in told
+        for each in refusals
     ]
     columns = Column("code"), Column("file", "name"), Column("tensor", "name"), Column("why"), Column("what to do")
-    text = "The same as the command line says, most important first."
-    reasons = Section("reasons", "Every reason", text, None, (capped("reasons", "Reasons", columns, rows),))
-    kinds = Counter(each.code for each in told)
+    text = "The same reasons as on the command line, most important first."
+    reasons = Section("reasons", "Every reason", text, None, (limit_rows("reasons", "Reasons", columns, rows),))
+    kinds = Counter(each.code for each in refusals)
     return Page(
         kind="refusal",
         title=source,
         headline="refused: " + ", ".join(f"{code} x {count}" if count > 1 else code for code, count in kinds.items()),
         tiles=(
-            (f"{len(told):,}", "reason" if len(told) == 1 else "reasons"),
+            (f"{len(refusals):,}", "reason" if len(refusals) == 1 else "reasons"),
             (f"{len(names):,}", "tensor named" if len(names) == 1 else "tensors named"),
             (f"{len(files):,}", "file named" if len(files) == 1 else "files named"),
         ),
         first="Why it is refused",
-        notices=tuple((each.code, _told(each)) for each in error.refusals[:_MOST_REFUSALS]),
-        quiet="Nothing is shown of a checkpoint that is refused: what its files say cannot be relied on. "
-        "transaxle explain CODE tells more of each code.",
+        notices=tuple((each.code, _refusal_text(each)) for each in error.refusals[:_MOST_REFUSALS]),
+        quiet="The contents of a refused checkpoint are not shown, because its files cannot be trusted. "
+        "transaxle explain CODE explains each code.",
         sections=(*_split_tiles(error.refusals), reasons),
         facts={"exit_code": error.exit_code, "refusals": [each.as_json() for each in error.refusals]},
     )
 
 
-def _told(refusal: Refusal) -> str:
-    """Return a refusal without its code, in the lines of the command line."""
+def _refusal_text(refusal: Refusal) -> str:
+    """Return place, message and hint of a refusal, as lines of text."""
     shown = refusal.shown()
     return "\n".join(filter(None, (visible(str(shown.where)), shown.message, shown.hint)))
 
 
-def _planned_sections(plan: Plan) -> Iterator[Section]:
+def _plan_sections(plan: Plan) -> Iterator[Section]:
     amounts = _amounts(plan)
     yield from _split_tiles(plan.refusals)
-    yield _flow(plan, amounts)
-    yield _axes(plan)
-    yield _rules(plan, amounts)
-    yield _tensors(plan)
+    yield _flow_section(plan, amounts)
+    yield _axes_section(plan)
+    yield _rules_section(plan, amounts)
+    yield _tensors_section(plan)
     files = [(name, count, count) for name, count in plan.files.items()]
     columns = Column("file", "name"), Column("size", "bytes"), Column("share", "share")
-    yield Section("files", "Files of the target", tables=(capped("files", "Files", columns, files, 1),))
+    yield Section("files", "Files of the target", tables=(limit_rows("files", "Files", columns, files, 1),))
     yield from _other_tensors(plan)
 
 
 def _split_tiles(refusals: Sequence[Refusal]) -> Iterator[Section]:
-    """Yield the figure of tiles that draw on several: one of each rule, position by position."""
+    """Yield the section of target tiles that would mix several source tiles: one example per rule."""
     tiles: dict[str, tuple[str, SplitTile]] = {}
     for refusal in refusals:
         rule = refusal.message.partition("\n")[0]
         if refusal.detail is None or rule in tiles or len(tiles) == _MOST_TILES:
             continue
-        found = refusal.detail()
-        if isinstance(found, SplitTile):
-            tiles[rule] = refusal.where.tensor or rule, found
+        tile_detail = refusal.detail()
+        if isinstance(tile_detail, SplitTile):
+            tiles[rule] = refusal.where.tensor or rule, tile_detail
     if not tiles:
         return
     cells: list[Any] = []
     rows: list[tuple[Any, ...]] = []
     width = max(tile.runs[-1][1] - tile.runs[0][0] for _, tile in tiles.values())
-    most = 0
+    highest = 0
     for row, (name, tile) in enumerate(tiles.values()):
         first, places = tile.runs[0][0], list(dict.fromkeys(run[2:] for run in tile.runs))
         for start, stop, source, number in tile.runs:
             at = places.index((source, number))
-            most = max(most, at)
+            highest = max(highest, at)
             words = f"{source}, tile {number}" if source else "padding"
             rows.append(
                 (name, tile.dim, str(tile.number), start, stop, source or "padding", str(number) if source else "")
             )
             cells += [(position - first, row, "", (at,), (words,)) for position in range(start, stop)]
-    shown = [min(each, SHADES - 1) for each in range(most + 1)]
+    shown = [min(each, SHADES - 1) for each in range(highest + 1)]
     labels = [f"the {_ORDINALS[each]} source tile" for each in dict.fromkeys(shown)]
-    if most >= SHADES:
+    if highest >= SHADES:
         labels[-1] += " or a later one"
     data = {
         "columns": [str(at) for at in range(width)],
@@ -331,20 +337,20 @@ def _split_tiles(refusals: Sequence[Refusal]) -> Iterator[Section]:
         "cells": [(column, row, state, (min(at[0], SHADES - 1),), words) for column, row, state, at, words in cells],
     }
     text = (
-        "A row is a tile along the dim in which it splits; all of it would have one scale. Where its colour changes, "
-        "its elements come from another tile of the source, which has another."
+        "A row is a tile of the target, along the dim in which it splits; a tile has one scale. Where the colour "
+        "changes, the elements come from another tile of the source, which has another scale."
     )
     columns = (
         Column("tensor", "name"), Column("dim", "count"), Column("its tile"), Column("from position", "count"),
         Column("to before", "count"), Column("source", "name"), Column("tile of the source"),
     )  # fmt: skip
     label = f"Map of {plural(len(tiles), 'tile')} by the source tile that each position comes from; a table has them."
-    table = capped("split", "Positions of these tiles", columns, rows)
+    table = limit_rows("split", "Positions of these tiles", columns, rows)
     yield Section("split", "Where tiles split", text, Figure("heat", label, data), (table,))
 
 
 def _amounts(plan: Plan) -> dict[str, tuple[int, int]]:
-    """Return rule of the target -> how many tensors follow it, and their bytes; zeros for no tensor count nowhere."""
+    """Return rule of the target -> (number of tensors, bytes)."""
     count: Counter[str] = Counter()
     amount: Counter[str] = Counter()
     for tensor in plan.tensors:
@@ -357,8 +363,8 @@ def _routes(plan: Plan) -> dict[str, Route]:
     return {route.target: route for route in plan.routes}
 
 
-def _flow(plan: Plan, amounts: dict[str, tuple[int, int]]) -> Section:
-    """Return the figure: rules of the source to the left, of the target to the right, as wide as the bytes written."""
+def _flow_section(plan: Plan, amounts: dict[str, tuple[int, int]]) -> Section:
+    """Return the flow figure: rules of the source on the left, rules of the target on the right."""
     routes = _routes(plan)
     links: list[tuple[str, str, str, int]] = []
     joined: list[tuple[str, str, int, int]] = []
@@ -369,71 +375,73 @@ def _flow(plan: Plan, amounts: dict[str, tuple[int, int]]) -> Section:
         if route is None:
             unchanged += nbytes
             continue
-        target, what = rules(route)[1], words(route, plan.axes)
+        target, movement = rules(route)[1], words(route, plan.axes)
         amounts_in[target] = nbytes
         parts = divided(route, nbytes, plan.axes)
-        links += [(source, target, what, part) for source, part in parts.items()]
+        links += [(source, target, movement, part) for source, part in parts.items()]
         if len(parts) > 1:
             joined += [(source, target, part, part) for source, part in parts.items()]
     links.sort(key=lambda link: -amounts_in[link[1]])
     smaller = sum(link[3] for link in links[_MOST_LINKS:])
-    everything = sum(nbytes for _, nbytes in amounts.values())
+    total = sum(nbytes for _, nbytes in amounts.values())
     zeros = sum(tensor.nbytes for tensor in plan.tensors if not tensor.transfers)
-    others = ("smaller rules", smaller), ("as named", unchanged - zeros), ("zeros", zeros)
+    other_flows = ("smaller rules", smaller), ("as named", unchanged - zeros), ("zeros", zeros)
     data = {
         "links": links[:_MOST_LINKS],
-        "others": [(text, nbytes) for text, nbytes in others if nbytes],
-        "bytes": everything,
+        "others": [(text, nbytes) for text, nbytes in other_flows if nbytes],
+        "bytes": total,
     }
-    label = f"Flow of {size(everything)} from the rules of the source to those of the target; a table has its numbers."
-    text = "Rules of the source are to the left, of the target to the right; a band is as wide as the bytes written."
+    label = f"Flow of {size(total)} from the rules of the source to those of the target; a table has its numbers."
+    text = (
+        "Rules of the source are on the left, rules of the target on the right; bands are as wide as the bytes written."
+    )
     heads = Column("source", "name"), Column("target", "name"), Column("bytes", "bytes"), Column("share", "share")
-    tables = (capped("joined", "Tensors that are joined", heads, joined, 2),) if joined else ()
-    return Section("flow", "What becomes what", text, Figure("sankey", label, data), tables)
+    tables = (limit_rows("joined", "Tensors that are joined", heads, joined, 2),) if joined else ()
+    return Section("flow", "From source to target", text, Figure("sankey", label, data), tables)
 
 
-def _in_short(plan: Plan) -> Iterator[str]:
-    """Yield a sentence for each axis that leaves the names or enters them, for experts, and for what is joined."""
-    meanings, found = _meanings(plan), dict[tuple[str, str, str], dict[str, None]]()
+def _summary(plan: Plan) -> Iterator[str]:
+    """Yield sentences about axes that move into or out of names, about experts, and about joined tensors."""
+    meanings, places = _meanings(plan), dict[tuple[str, str, str], dict[str, None]]()
     for move in (move for route in plan.routes for move in axis_moves(route)):
         if (move.before == _IN_NAME) != (move.after == _IN_NAME) or meanings.get(move.axis) == _EXPERTS:
-            found.setdefault((move.axis, move.before, move.after), {})[move.component] = None
-    changing = {axis for axis, before, after in found if (before == _IN_NAME) != (after == _IN_NAME)}
-    for (axis, before, after), components in found.items():
-        count, what = plan.axes.get(axis), _listed(list(components))
+            places.setdefault((move.axis, move.before, move.after), {})[move.component] = None
+    changing = {axis for axis, before, after in places if (before == _IN_NAME) != (after == _IN_NAME)}
+    for (axis, before, after), components in places.items():
+        count, tensors = plan.axes.get(axis), _join_words(list(components))
         called = f"{axis} ({meanings[axis]})" if meanings.get(axis) else axis
-        many = f"{count:,} tensors" if isinstance(count, int) else "several tensors"
+        count_text = f"{count:,} tensors" if isinstance(count, int) else "several tensors"
         if axis not in changing:
             place = "the names" if before == _IN_NAME else before
-            yield f"Axis {called} {'stays in' if before == after else f'goes to {after} from'} {place} of {what}."
+            yield f"Axis {called} {'stays in' if before == after else f'goes to {after} from'} {place} of {tensors}."
         elif before == after:
-            continue  # the router's, which has a row for each expert
+            continue  # the router weight, which has a row per expert
         elif before == _IN_NAME:
-            yield f"Axis {called} goes from the names into {after} of {what}: {many} of each become one."
+            yield f"Axis {called} goes from the names into {after} of {tensors}: {count_text} of each become one."
         else:
-            yield f"Axis {called} goes from {before} into the names of {what}: one tensor of each becomes {many}."
+            yield f"Axis {called} goes from {before} into the names of {tensors}: each becomes {count_text}."
     joined: dict[str, list[str]] = {}
     for route in plan.routes:
         sources, target = rules(route)
         if len(sources) > 1:
             joined.setdefault(route.component, []).append(target)
     for component, targets in joined.items():
-        yield f"Joined: {_listed(component.split(', '))} become {_listed(targets)}."
+        yield f"Joined: {_join_words(component.split(', '))} become {_join_words(targets)}."
 
 
-def _listed(names: Sequence[str]) -> str:
+def _join_words(names: Sequence[str]) -> str:
     return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
 def _meanings(plan: Plan) -> dict[str, str]:
-    """Return what axes count, where the family is one of ours and has all of them."""
+    """Return axis -> meaning, if the family is built in and has all axes of the plan; otherwise empty."""
     family = builtin().get(plan.family or "")
     if family is None or not plan.axes.keys() <= family.axes.keys():
         return {}
     return {each.axis: each.meaning.partition(":")[0] for each in axes_of(family)}
 
 
-def _rules(plan: Plan, amounts: dict[str, tuple[int, int]]) -> Section:
+def _rules_section(plan: Plan, amounts: dict[str, tuple[int, int]]) -> Section:
     routes, rows = _routes(plan), []
     for rule, (count, nbytes) in amounts.items():
         route = routes.get(rule)
@@ -441,16 +449,18 @@ def _rules(plan: Plan, amounts: dict[str, tuple[int, int]]) -> Section:
             sources = " + ".join(text for text in route.source if text) or "(tied)"
             rows.append((route.component, words(route, plan.axes), sources, rule, count, nbytes, nbytes))
     rows.sort(key=lambda row: -row[5])
-    kept = [amounts[rule] for rule in amounts if rule not in routes]
-    if kept:
-        total = sum(nbytes for _, nbytes in kept)
-        rows.append(("", "unchanged", "names without a rule", "the same names", sum(n for n, _ in kept), total, total))
-    columns = (Column("tensor"), Column("what moves"), Column("source", "name"), Column("target", "name"), *_AMOUNTS)
-    text = "Each rule of the target with those of the source that it is made of, and what happens on the way."
-    return Section("rules", "Rules", text, None, (capped("rules", "Rules", columns, rows, 5),))
+    unruled = [amounts[rule] for rule in amounts if rule not in routes]
+    if unruled:
+        total = sum(nbytes for _, nbytes in unruled)
+        rows.append(
+            ("", "unchanged", "names without a rule", "the same names", sum(n for n, _ in unruled), total, total)
+        )
+    columns = (Column("tensor"), Column("moves"), Column("source", "name"), Column("target", "name"), *_AMOUNTS)
+    text = "Each rule of the target, the rules of the source that it is made of, and the moves of axes between them."
+    return Section("rules", "Rules", text, None, (limit_rows("rules", "Rules", columns, rows, 5),))
 
 
-def _axes(plan: Plan) -> Section:
+def _axes_section(plan: Plan) -> Section:
     meanings = _meanings(plan)
     rows = [
         (
@@ -460,38 +470,40 @@ def _axes(plan: Plan) -> Section:
             str(plan.axes.get(move.axis, "by layer")),
             move.before,
             move.after,
-            _moved(move),
+            _move_text(move),
         )
         for route in plan.routes
         for move in axis_moves(route)
     ]
     rows.sort(key=lambda row: not row[-1])
     columns = (
-        Column("tensor"), Column("axis"), Column("what it counts"), Column("size"), Column("in the source"),
+        Column("tensor"), Column("axis"), Column("meaning"), Column("size"), Column("in the source"),
         Column("in the target"), Column("moves"),
     )  # fmt: skip
-    text = "An axis is in the name, where each index is a tensor of its own, or in a dim."
-    figure = _drawn_moves(plan, meanings)
-    table = capped("axes", "Axes of each tensor; those that move come first", columns, rows)
-    return Section("axes", "How axes move", text if rows else "No rule moves any.", figure, (table,))
+    text = "An axis is either in the name, so that each index is a tensor of its own, or in a dim."
+    figure = _moves_figure(plan, meanings)
+    table = limit_rows("axes", "Axes of each tensor; those that move come first", columns, rows)
+    return Section("axes", "How axes move", text if rows else "No rule moves any axis.", figure, (table,))
 
 
-def _drawn_moves(plan: Plan, meanings: Mapping[str, str]) -> Figure | None:
-    """Return the drawing of the rules that move axes: those with the most bytes, before and after."""
+def _moves_figure(plan: Plan, meanings: Mapping[str, str]) -> Figure | None:
+    """Return a drawing of the axes before and after, for the rules with the most bytes; None if no axis moves."""
     amounts = _amounts(plan)
     moving = [(route, words(route, plan.axes)) for route in plan.routes]
-    moving = [(route, what) for route, what in moving if what not in {RENAMED, UNCHANGED} and any(route.source)]
+    moving = [
+        (route, movement) for route, movement in moving if movement not in {RENAMED, UNCHANGED} and any(route.source)
+    ]
     moving.sort(key=lambda item: -amounts.get(item[0].target, (0, 0))[1])
     if not moving:
         return None
     drawn = []
-    for route, what in moving[:_MOST_MOVES]:
+    for route, movement in moving[:_MOST_MOVES]:
         sources, target = arrangements(route)
-        moves = dict.fromkeys(f"{move.axis}: {_moved(move)}" for move in axis_moves(route) if _moved(move))
-        moved = sorted({move.axis for move in axis_moves(route) if _moved(move)})
+        moves = dict.fromkeys(f"{move.axis}: {_move_text(move)}" for move in axis_moves(route) if _move_text(move))
+        moved = sorted({move.axis for move in axis_moves(route) if _move_text(move)})
         drawn.append(
             {
-                "tensors": route.component, "what": what, "steps": list(moves), "moved": moved,
+                "tensors": route.component, "what": movement, "steps": list(moves), "moved": moved,
                 "before": [asdict(each) for each in sources], "after": asdict(target),
             }
         )  # fmt: skip
@@ -500,11 +512,11 @@ def _drawn_moves(plan: Plan, meanings: Mapping[str, str]) -> Figure | None:
     return Figure("moves", label, {"rules": drawn, "meanings": dict(meanings), "sizes": dict(plan.axes)})
 
 
-def _moved(move: AxisMove) -> str:
+def _move_text(move: AxisMove) -> str:
     return "" if move.before == move.after else f"{move.before} -> {move.after}"
 
 
-def _tensors(plan: Plan) -> Section:
+def _tensors_section(plan: Plan) -> Section:
     keys = [(tensor.dtype, tensor.shape, tensor.nbytes) for tensor in plan.tensors]
     rows = []
     for row in fold([tensor.name for tensor in plan.tensors], keys):
@@ -513,22 +525,22 @@ def _tensors(plan: Plan) -> Section:
         total = nbytes * row.count
         rows.append((row.name, dtype, " x ".join(map(str, shape)) or "1", row.count, total, total))
     columns = Column("name", "name"), Column("type"), Column("shape"), *_AMOUNTS
-    return Section("tensors", "Tensors of the target", tables=(capped("tensors", "Tensors", columns, rows, 4),))
+    return Section("tensors", "Tensors of the target", tables=(limit_rows("tensors", "Tensors", columns, rows, 4),))
 
 
 def _other_tensors(plan: Plan) -> Iterator[Section]:
-    """Yield the sections that not every plan has."""
+    """Yield the sections that only some plans have."""
     listed: tuple[tuple[str, Sequence[str]], ...] = (
-        ("kept under its name: no rule in the target", plan.kept),
-        ("copied along", plan.carried),
+        ("name unchanged: no rule in the target dialect", plan.kept),
+        ("file copied", plan.carried),
         ("left behind", plan.ignored),
-        ("keeps its type", plan.stayed),
+        ("dtype unchanged", plan.stayed),
     )
     rows = [(what, row.name, row.count) for what, names in listed for row in fold(sorted(names, key=natural))]
     rows += [(f"tied to {original}", alias, 1) for alias, original in plan.aliases.items()]
     if rows:
-        columns = Column("what becomes of it"), Column("name", "name"), Column("names", "count")
-        yield Section("others", "What is not converted", tables=(capped("others", "Other names", columns, rows),))
+        columns = Column("result"), Column("name", "name"), Column("names", "count")
+        yield Section("others", "What is not converted", tables=(limit_rows("others", "Other names", columns, rows),))
     if plan.recoded:
         recoded: list[tuple[Any, ...]] = []
         keys = [(each.action, each.encoding, each.convention, each.dtype) for each in plan.recoded]
@@ -536,5 +548,5 @@ def _other_tensors(plan: Plan) -> Iterator[Section]:
             assert isinstance(row.key, tuple)
             recoded.append((row.name, *row.key, row.count))
         heads = Column("name", "name"), Column("action"), Column("encoding"), Column("convention"), Column("type")
-        table = capped("recoded", "Values", (*heads, Column("tensors", "count")), recoded)
+        table = limit_rows("recoded", "Values", (*heads, Column("tensors", "count")), recoded)
         yield Section("recoded", "Values that change", tables=(table,))

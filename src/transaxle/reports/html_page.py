@@ -1,7 +1,7 @@
-"""Pages: sections of tables and figures, written into one HTML file that loads nothing and trusts nothing.
+"""Pages: sections of tables and figures, rendered into one HTML file that loads nothing from elsewhere.
 
-Names and metadata come from files that anybody may have written. They reach the page as JSON that no parser of HTML
-can leave, and the page's script shows them as text; its policy lets nothing run but the scripts that were packed.
+Names and metadata may come from hostile files. They are embedded as JSON without characters that HTML interprets, and
+the page's script shows them as text. A content security policy allows only the embedded scripts to run.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from transaxle.formats.storage.local import failed
 from transaxle.formats.store.access import opened_draft
 
 MARK = b"<!doctype html><!-- a report of transaxle -->"
-"""How every report begins: what begins otherwise is never replaced."""
+"""First bytes of every report; a file that begins otherwise is never replaced."""
 _HIDDEN = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
 _MOST_TEXT, _LONG_TEXT = 2_000_000, 240
-"""Characters of all names of a page, and of each where there are more."""
+"""Maximum length of all texts of a page; beyond it, each text is cut to the second length."""
 MOST_ROWS = 4000
-"""Rows of a table; a checkpoint of 70,000 tensors has some twenty, one without rhyme or reason one for each."""
+"""Maximum number of rows of a table; only checkpoints with irregular names have so many."""
 SHADES = 6
-"""Colours of a map, from little to much."""
+"""Number of colours of a map."""
 _ASSETS = "assets"
 
 
@@ -41,38 +41,38 @@ class Column:
     """A column of a table."""
 
     title: str
-    """Its heading."""
+    """Heading of the column."""
     kind: str = "text"
-    """`text`, `name` (set as code), `count`, `bytes`, `share` (bytes, with a bar of their share of all), or `number`
-    (any other number)."""
+    """Kind of its values: `text`, `name` (shown as code), `count`, `bytes`, `share` (bytes, shown as a bar of their
+    share of the total), or `number` (any other number)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows of plain values; readers sort, search, copy and download them."""
+    """A table of plain values, which readers can sort, search, copy and download."""
 
     id: str
-    """Unique in the page; also the name of what is downloaded."""
+    """Unique id in the page; also the name of the downloaded file."""
     title: str
-    """What its rows are."""
+    """Title of the table."""
     columns: tuple[Column, ...]
-    """One for each value of a row."""
+    """The columns, one per value of a row."""
     rows: Sequence[Sequence[Any]]
-    """Texts and numbers."""
+    """Rows of texts and numbers."""
     left_out: str = ""
-    """What is not in it, in words; empty where it is complete."""
+    """Sentence about omitted rows; empty if the table is complete."""
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """What is drawn, as data for the script of the same name."""
+    """A figure, as data for the page's script that draws this kind of figure."""
 
     kind: str
     """`treemap`, `sankey`, `heat` (a map of cells), `moves` (axes in names and dims) or `bars`."""
     label: str
-    """What it shows, for those who do not see it."""
+    """Description of the figure for screen readers."""
     data: Mapping[str, Any]
-    """Its numbers."""
+    """Data of the figure, in the form that its script expects."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,62 +80,64 @@ class Section:
     """A part of a page with a heading."""
 
     id: str
-    """Unique in the page."""
+    """Unique id in the page."""
     title: str
-    """Its heading."""
+    """Heading of the section."""
     text: str = ""
     """A sentence or two below the heading."""
     figure: Figure | None = None
-    """What is drawn there."""
+    """Figure of the section."""
     tables: tuple[Table, ...] = ()
-    """The numbers."""
+    """Tables of the section, below the figure."""
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """A page before it is HTML."""
+    """Content of a page, before it is rendered to HTML."""
 
     kind: str
-    """What is reported on, in a word: `checkpoint`, `plan`, `conversion`, `difference`, `sharding`, `refusal`."""
+    """Subject: `checkpoint`, `plan`, `conversion`, `difference`, `sharding` or `refusal`."""
     title: str
-    """Its name."""
+    """Name of the subject, such as its path."""
     headline: str
-    """All of it on one line."""
+    """Summary on one line."""
     tiles: tuple[tuple[str, str], ...]
-    """The main numbers: value and label."""
+    """Main numbers, as pairs (value, label)."""
     first: str
     """Heading of the notices."""
     notices: tuple[tuple[str, str], ...]
-    """What to look at first: title and text."""
+    """Most important messages, as pairs (title, text)."""
     quiet: str
-    """What is said where there are no notices, and below those that there are."""
+    """Text below the notices, shown also if there are none."""
     sections: tuple[Section, ...]
-    """In reading order."""
+    """Sections in reading order."""
     lead: tuple[str, ...] = ()
-    """What everybody should know, in sentences above all else."""
+    """Summary sentences at the top of the page."""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """Further numbers, for programs that read the page."""
+    """Further data for programs that read the page."""
 
 
-def capped(
+def limit_rows(
     label: str, title: str, columns: tuple[Column, ...], rows: Sequence[tuple[Any, ...]], by: int | None = None
 ) -> Table:
-    """Return a table of at most so many rows: those with the most in column `by`, or the first."""
+    """Return a table of at most `MOST_ROWS` rows: those with the largest values in column `by`, or the first."""
     if len(rows) <= MOST_ROWS:
         return Table(label, title, columns, rows)
-    kept = rows if by is None else sorted(rows, key=lambda row: -row[by])
+    ordered = rows if by is None else sorted(rows, key=lambda row: -row[by])
     which = "first" if by is None else "largest"
     left_out = f"The {which} {MOST_ROWS:,} of {len(rows):,} rows; --json of the command line has all."
-    return Table(label, title, columns, kept[:MOST_ROWS], left_out)
+    return Table(label, title, columns, ordered[:MOST_ROWS], left_out)
 
 
 def shades(values: Sequence[float], words: str, times: int) -> dict[str, Any]:
-    """Return bounds between colours, and labels: a colour for each value where they are few, or for as many of them.
+    """Return the bounds between colours of a map, and a label per colour.
+
+    Few distinct values get a colour each; more are divided into groups of equal size.
 
     Args:
-        values: what is drawn.
-        words: how a value is written.
-        times: what it is multiplied by then.
+        values: values of the cells.
+        words: format string of a value in the labels.
+        times: factor by which a value is multiplied in the labels.
     """
     distinct = sorted({round(value, 6) for value in values})
     if len(distinct) <= SHADES:
@@ -147,13 +149,13 @@ def shades(values: Sequence[float], words: str, times: int) -> dict[str, Any]:
 
 
 def check_jinja() -> None:
-    """Refuse where the package that fills in the page is not installed.
+    """Refuse if Jinja2, which renders the page, is not installed.
 
     Raises:
         Refused: UNSUPPORTED.
     """
     try:
-        import jinja2  # noqa: F401 - only whether it is there
+        import jinja2  # noqa: F401 - checks only that it is installed
     except ModuleNotFoundError:
         from transaxle.extras import install
 
@@ -162,12 +164,12 @@ def check_jinja() -> None:
 
 
 def visible(text: str) -> str:
-    """Return a text with those characters spelled out that cannot be seen, or that reorder what is beside them."""
+    """Escape characters in a text that are invisible, or that reorder the text around them."""
     return _HIDDEN.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def as_html(page: Page) -> bytes:
-    """Return a page as HTML."""
+    """Render a page to HTML."""
     import jinja2
 
     environment = jinja2.Environment(
@@ -181,7 +183,7 @@ def as_html(page: Page) -> bytes:
         style=style,
         scripts=scripts,
         policy=_policy(style, scripts),
-        data=_embedded(page),
+        data=_data_json(page),
     )
     return text.encode("utf-8")
 
@@ -191,47 +193,47 @@ def _asset(name: str) -> str:
 
 
 def _policy(style: str, scripts: Sequence[str]) -> str:
-    """Return a policy under which nothing is loaded, and nothing runs but these."""
+    """Return the content security policy that allows only this style and these scripts."""
     hashes = " ".join(_hash(script) for script in scripts)
-    nothing = " ".join(f"{kind} 'none';" for kind in ("default-src", "base-uri", "form-action"))
-    return f"{nothing} script-src {hashes}; style-src {_hash(style)}"
+    forbidden = " ".join(f"{kind} 'none';" for kind in ("default-src", "base-uri", "form-action"))
+    return f"{forbidden} script-src {hashes}; style-src {_hash(style)}"
 
 
 def _hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
-def _embedded(page: Page) -> str:
-    """Return the data of a page as JSON without a character that means something in HTML."""
+def _data_json(page: Page) -> str:
+    """Return the data of a page as JSON, with all characters escaped that HTML interprets."""
     tables = [asdict(table) for section in page.sections for table in section.tables]
     figures = {section.id: asdict(section.figure) for section in page.sections if section.figure is not None}
     data: Any = {"kind": page.kind, "title": page.title, "facts": page.facts, "tables": tables, "figures": figures}
     data = _plain(data)
-    if _characters(data) > _MOST_TEXT:
-        data = _cut(data)
+    if _text_length(data) > _MOST_TEXT:
+        data = _cut_texts(data)
     text = json.dumps(data, separators=(",", ":"), default=str, allow_nan=False)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
-def _characters(data: object) -> int:
+def _text_length(data: object) -> int:
     if isinstance(data, str):
         return len(data)
     if isinstance(data, Mapping):
-        return sum(map(_characters, data.values()))
-    return sum(map(_characters, data)) if isinstance(data, list | tuple) else 0
+        return sum(map(_text_length, data.values()))
+    return sum(map(_text_length, data)) if isinstance(data, list | tuple) else 0
 
 
-def _cut(data: Any) -> Any:
-    """Return the data with the middle of each long text left out."""
+def _cut_texts(data: Any) -> Any:
+    """Cut the middle out of each long text in the data."""
     if isinstance(data, str):
         return shortened(data, _LONG_TEXT)
     if isinstance(data, Mapping):
-        return {key: _cut(value) for key, value in data.items()}
-    return [_cut(value) for value in data] if isinstance(data, list | tuple) else data
+        return {key: _cut_texts(value) for key, value in data.items()}
+    return [_cut_texts(value) for value in data] if isinstance(data, list | tuple) else data
 
 
 def _plain(data: Any) -> Any:
-    """Return the data with numpy's scalars as plain numbers, and with those that JSON lacks as JavaScript's words."""
+    """Convert numpy scalars in the data to plain numbers, and NaN and infinities to texts that JavaScript parses."""
     if isinstance(data, Mapping):
         return {key: _plain(value) for key, value in data.items()}
     if isinstance(data, list | tuple):
@@ -243,14 +245,14 @@ def _plain(data: Any) -> Any:
 
 
 def check_destination(path: str, *, overwrite: bool | None) -> None:
-    """Refuse a file that cannot be written.
+    """Refuse a path at which a report cannot be written.
 
     Args:
-        path: the file.
-        overwrite: a report that is there may be replaced; None: nothing ever is, whatever the user says.
+        path: path of the report.
+        overwrite: whether an existing report may be replaced; None: never, because there is no such option.
 
     Raises:
-        UsageError: EXISTS for a file that is there, unless it is a report that may be replaced.
+        UsageError: EXISTS for an existing file, unless it is a report that may be replaced.
         StorageError: IO for a folder that is missing or read-only.
         Refused: UNSUPPORTED for a URL.
     """

@@ -1,4 +1,4 @@
-"""The public function: a report of a checkpoint, a plan, a comparison or a sharding, as one HTML file."""
+"""Public function `report`: writes a checkpoint, plan, conversion, comparison or sharding as one HTML file."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
     from transaxle.engine.compare import Comparison
     from transaxle.engine.plan.planned import Plan
 
-Made: TypeAlias = "Plan | Report | Comparison | Sharding"
-"""What other functions return, and a report shows."""
+VerbResult: TypeAlias = "Plan | Report | Comparison | Sharding"
+"""Results of other functions that a report can show."""
 
 
 @suggests
 def report(
-    src: CheckpointLike | Made,
+    src: CheckpointLike | VerbResult,
     dst: PathLike,
     *,
     overwrite: Overwrite = False,
@@ -62,20 +62,19 @@ def report(
 ) -> Path:
     """Write a report: one HTML file that opens in a browser and needs nothing else.
 
-    Of a checkpoint it shows where the bytes are, the layout in the notation, types, files, ties, and what is unusual;
-    of a plan what becomes what, how axes move, what is left out, and what stands against it. Only headers are read, but
-    for `values`. Of a finished conversion it shows what was written, left out and changed in value.
-    Of a comparison it shows where in the model values differ, and by how much; of a live model's sharding which rank
-    holds what.
-    Needs Jinja2: `pip install jinja2`.
+    For a checkpoint it shows where the bytes are, the layout in the notation, dtypes, files, ties and unusual things;
+    for a plan which tensors become which, how axes move, names that are left out, and refusals. Only headers are read,
+    unless `values` is given. For a finished conversion it shows written files, names left out, and changed values; for
+    a comparison where in the model values differ, and by how much; for a live model's sharding which rank has which
+    part. Needs Jinja2: `pip install jinja2`.
 
     Args:
-        src: path, an opened checkpoint, which is shown under its own names, a plan, or what `convert`,
-            `diff(..., numeric=True)` or `sharding` returned.
-        dst: the file to write, on this machine; it must not exist unless `overwrite`.
-        overwrite: replace a report; another file is never replaced.
-        values: of a checkpoint: read all of it, and show what values each tensor has.
-        progress: called with the bytes of each block read for that, from several threads.
+        src: path, or an opened checkpoint, which is shown under its stored names; or a result of `plan`, `convert`,
+            `diff(..., numeric=True)` or `sharding`.
+        dst: path of the file to write, on this machine; it must not exist unless `overwrite`.
+        overwrite: replace an existing report; other files are never replaced.
+        values: for a checkpoint: read all tensors, and show statistics of their values.
+        progress: called with the bytes of each block read for `values`, from several threads.
 
     The other arguments are those of `open`.
 
@@ -83,32 +82,32 @@ def report(
         The path of the file.
 
     Raises:
-        TypeError: an argument of a type that it cannot have; a comparison in which values were not measured.
+        TypeError: an argument of a wrong type, or a comparison without measured values.
         UsageError: EXISTS.
-        Refused: UNSUPPORTED without Jinja2, and for a URL as `dst`; what `open` refuses: the report is then written
-            too, and shows every reason.
+        Refused: UNSUPPORTED without Jinja2, and for a URL as `dst`; or refusals of `open`: a report is then written
+            too, which lists every reason.
         StorageError: IO, NO_SPACE.
     """
     check_flags(overwrite=overwrite)
     options = read_options("report", locals())
     reading = select(options, OPENING)
-    path, refused = reported(src, dst, reading, overwrite=overwrite is True, values=values, progress=progress)
+    path, refused = write_report(src, dst, reading, overwrite=overwrite is True, values=values, progress=progress)
     if refused is not None:
         raise refused
     return path
 
 
 class ConversionPage:
-    """The page of a conversion, of what is planned, refused or done.
+    """Writes the HTML page of a conversion: its plan, refusals or result.
 
     Args:
-        path: the file to write.
+        path: path of the file to write.
 
     Attributes:
-        times: takes note of when each file was written.
+        times: records when each file is written.
 
     Raises:
-        TransaxleError: EXISTS for a file that is there; UNSUPPORTED for a URL, and without Jinja2; IO.
+        TransaxleError: EXISTS for an existing file; UNSUPPORTED for a URL, and without Jinja2; IO.
     """
 
     def __init__(self, path: str) -> None:
@@ -120,20 +119,20 @@ class ConversionPage:
         self._path = path
 
     def write_refused(self, plan: Plan) -> None:
-        """Write the page of a plan, if something stands against it."""
+        """Write the page of a plan if it has refusals."""
         if plan.refusals:
             self.write(plan)
 
     def write(self, plan: Plan, report: Report | None = None) -> None:
-        """Write the page of a plan, or of what was done."""
+        """Write the page of a plan or, with a report, of the finished conversion."""
         from transaxle.reports.conversion_page import Finished, conversion_page
 
-        done = None if report is None else Finished(report, self.times.files)
-        write_page(as_html(conversion_page(plan, done)), self._path, overwrite=False)
+        finished = None if report is None else Finished(report, self.times.files)
+        write_page(as_html(conversion_page(plan, finished)), self._path, overwrite=False)
 
 
-def reported(
-    src: CheckpointLike | Made,
+def write_report(
+    src: CheckpointLike | VerbResult,
     dst: PathLike,
     reading: Mapping[str, Any],
     *,
@@ -141,43 +140,43 @@ def reported(
     values: bool,
     progress: Progress,
 ) -> tuple[Path, TransaxleError | None]:
-    """Write a report as `report` does; return its path, and why a checkpoint is refused whose page tells just that.
+    """Write a report as `report` does; return (path, refusal of the checkpoint that the page describes, or None).
 
     Raises:
-        TransaxleError: what `report` raises, where no page can be written or there is nothing to be told.
+        TransaxleError: as `report`, if no page can be written.
     """
     path = read_path("dst", dst)
     check_jinja()
     check_destination(path, overwrite=bool(overwrite))
     refused = None
-    if _is_made(src):
+    if _is_verb_result(src):
         if values:
             raise TypeError("values is for a checkpoint")
-        html = as_html(_made(src, reading))
+        html = as_html(_result_html_page(src, reading))
     else:
-        html, refused = _checkpoint(cast("CheckpointLike", src), reading, progress if values else None)
+        html, refused = _checkpoint_html(cast("CheckpointLike", src), reading, progress if values else None)
     write_page(html, path, overwrite=bool(overwrite))
     return Path(path), refused
 
 
-def _checkpoint(
+def _checkpoint_html(
     src: CheckpointLike, reading: Mapping[str, Any], progress: Progress | None
 ) -> tuple[bytes, TransaxleError | None]:
-    """Return the page of a checkpoint, or that of why it is refused; values are measured where there is `progress`."""
+    """Return (page of a checkpoint, None) or (page of its refusal, refusal); `progress` enables value statistics."""
     from transaxle.reports.checkpoint_page import checkpoint_page
 
     try:
         with opened("src", src, reading) as checkpoint:
-            found = measure_values(checkpoint.stored, limits(), progress) if progress is not None else None
-            return as_html(checkpoint_page(checkpoint, found)), None
+            statistics = measure_values(checkpoint.stored, limits(), progress) if progress is not None else None
+            return as_html(checkpoint_page(checkpoint, statistics)), None
     except Refused as error:
-        from transaxle.reports.conversion_page import refused_page
+        from transaxle.reports.conversion_page import refusal_page
 
-        return as_html(refused_page(src.path if isinstance(src, Checkpoint) else str(src), error)), error
+        return as_html(refusal_page(src.path if isinstance(src, Checkpoint) else str(src), error)), error
 
 
-def _is_made(src: CheckpointLike | Made) -> TypeGuard[Made]:
-    """Tell whether another function has made it; what plans and conversions need is imported only then."""
+def _is_verb_result(src: CheckpointLike | VerbResult) -> TypeGuard[VerbResult]:
+    """Tell whether `src` is the result of another verb; modules of plans and conversions are imported only then."""
     if isinstance(src, str | os.PathLike | Checkpoint):
         return False
     from transaxle.engine.carry import Report
@@ -188,12 +187,12 @@ def _is_made(src: CheckpointLike | Made) -> TypeGuard[Made]:
     return isinstance(src, Plan | Report | Comparison | Sharding)
 
 
-def _made(src: Made, reading: Mapping[str, Any]) -> Page:
-    """Return the page of what another function has made."""
+def _result_html_page(src: VerbResult, reading: Mapping[str, Any]) -> Page:
+    """Return the page of another verb's result."""
     from transaxle.engine.carry import Report
     from transaxle.engine.checkpoint_facts import Sharding
     from transaxle.engine.plan.planned import Plan
-    from transaxle.reports.conversion_page import Finished, conversion_page, finished_page
+    from transaxle.reports.conversion_page import Finished, conversion_page, result_page
     from transaxle.reports.difference_page import difference_page
     from transaxle.reports.sharding_page import sharding_page
 
@@ -204,7 +203,7 @@ def _made(src: Made, reading: Mapping[str, Any]) -> Page:
     if isinstance(src, Report):
         if reading:
             raise TypeError(f"{', '.join(reading)}: the conversion is already done")
-        return finished_page(Finished(src))
+        return result_page(Finished(src))
     if isinstance(src, Plan):
         if reading:
             raise TypeError(f"{', '.join(reading)}: pass this to plan() instead; the plan is already made")

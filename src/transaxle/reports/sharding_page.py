@@ -1,4 +1,4 @@
-"""The page of a live model's sharding: which rank holds how much of what, and what there are copies of."""
+"""The page of a live model's sharding: which rank has which part of which tensor, and how many copies there are."""
 
 from __future__ import annotations
 
@@ -8,67 +8,67 @@ from typing import Any
 
 from transaxle.engine.checkpoint_facts import HeldTensor, Sharding
 from transaxle.engine.wording import plural, ranges, size, taken_apart
-from transaxle.reports.html_page import Column, Figure, Page, Section, capped, shades
+from transaxle.reports.html_page import Column, Figure, Page, Section, limit_rows, shades
 
 _MOST_GROUPS, _MOST_RANKS = 60, 256
-"""Rows and columns of the map; what is beyond is in the tables."""
+"""Maximum number of rows and columns of the map; the tables have all."""
 _UNEVEN = 0.1
-"""From which imbalance on it is said."""
+"""Imbalance above which a notice is shown: share by which the fullest rank exceeds the mean."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Tensors whose names differ in numbers only."""
+    """Tensors whose names differ only in numbers."""
 
     name: str
-    """Their name, with `*` for numbers."""
+    """Common name, with `*` for numbers."""
     tensors: Sequence[HeldTensor]
-    """All of them."""
+    """Tensors of the group."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one copy of each."""
+        """Bytes of one copy of each tensor."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
-    def held(self) -> dict[int, tuple[int, float]]:
-        """Return rank -> bytes that it holds, and on how many ranks these are, on average."""
-        found: dict[int, tuple[int, int]] = {}
+    def bytes_by_rank(self) -> dict[int, tuple[int, float]]:
+        """Return rank -> (bytes of the group on it, mean number of ranks that have the same bytes)."""
+        sums: dict[int, tuple[int, int]] = {}
         for tensor in self.tensors:
             for rank, count in tensor.rank_bytes.items():
-                before, copied = found.get(rank, (0, 0))
-                found[rank] = before + count, copied + count * tensor.copies[rank]
-        return {rank: (count, copied / count) for rank, (count, copied) in found.items()}
+                byte_sum, copied = sums.get(rank, (0, 0))
+                sums[rank] = byte_sum + count, copied + count * tensor.copies[rank]
+        return {rank: (count, copied / count) for rank, (count, copied) in sums.items()}
 
 
 def sharding_page(sharding: Sharding, title: str = "Live model") -> Page:
     """Return the page of a live model's sharding.
 
     Args:
-        sharding: what the ranks have told.
-        title: what the page is called.
+        sharding: parts of the model on all ranks.
+        title: title of the page.
     """
-    groups, held = _groups(sharding), sharding.rank_bytes
-    most = max(held.values(), default=0)
+    groups, rank_bytes = _groups(sharding), sharding.rank_bytes
+    fullest = max(rank_bytes.values(), default=0)
     return Page(
         kind="sharding",
         title=title,
         headline=f"{plural(len(sharding.tensors), 'tensor')} on {plural(len(sharding.ranks), 'rank')}",
         tiles=(
             (size(sharding.nbytes), "of the model, once"),
-            (size(most), "on the fullest rank"),
+            (size(fullest), "on the fullest rank"),
             (f"{100 * sharding.imbalance:.1f} %", "more there than on average"),
             (size(sharding.spare_bytes), "of copies on all ranks"),
         ),
-        first="What to look at",
+        first="What is unusual",
         notices=tuple(_notices(sharding)),
         quiet=(
-            f"Looked for: ranks with nothing, ranks more than {_UNEVEN:.0%} above the mean, and tensors that are whole "
-            "on every rank. Plain tensors that several ranks have under one name count as copies. Gradients, optimizer "
-            "states and activations are not counted."
+            f"Searched for: empty ranks, ranks more than {_UNEVEN:.0%} above the mean, and tensors that are whole on "
+            "every rank. Plain tensors with one name on several ranks count as copies. Gradients, optimizer states and "
+            "activations are not counted."
         ),
         sections=tuple(_sections(sharding, groups)),
         facts={
-            "bytes": sharding.nbytes, "rank_bytes": {str(rank): count for rank, count in held.items()},
+            "bytes": sharding.nbytes, "rank_bytes": {str(rank): count for rank, count in rank_bytes.items()},
             "imbalance": sharding.imbalance, "spare_bytes": sharding.spare_bytes,
         },
     )  # fmt: skip
@@ -81,30 +81,30 @@ def _groups(sharding: Sharding) -> list[_Group]:
     return [_Group(name, tensors) for name, tensors in by_name.items()]
 
 
-def _place(sharding: Sharding, rank: int) -> str:
-    """Return where a rank is on the meshes' named dims: `dp 0, tp 1`; empty where that is not known."""
+def _coordinates_text(sharding: Sharding, rank: int) -> str:
+    """Return a rank's coordinates on the named mesh dims, such as `dp 0, tp 1`; empty if unknown."""
     return ", ".join(f"{name} {place}" for name, place in sharding.coordinates.get(rank, {}).items())
 
 
-def _mesh(sharding: Sharding) -> tuple[Column, ...]:
-    """Return the column of what `_place` says, where anything is known."""
+def _mesh_column(sharding: Sharding) -> tuple[Column, ...]:
+    """Return the column for mesh coordinates; empty if none are known."""
     return (Column("mesh"),) if sharding.coordinates else ()
 
 
-def _places(sharding: Sharding, rank: int) -> tuple[str, ...]:
-    """Return its value for a rank."""
-    return (_place(sharding, rank),) if sharding.coordinates else ()
+def _mesh_cell(sharding: Sharding, rank: int) -> tuple[str, ...]:
+    """Return a rank's value for the column of mesh coordinates; empty if there is no such column."""
+    return (_coordinates_text(sharding, rank),) if sharding.coordinates else ()
 
 
 def _notices(sharding: Sharding) -> Iterator[tuple[str, str]]:
-    held = sharding.rank_bytes
-    empty = [rank for rank, count in held.items() if not count]
+    rank_bytes = sharding.rank_bytes
+    empty = [rank for rank, count in rank_bytes.items() if not count]
     if empty:
         yield "Ranks with nothing", f"{'rank' if len(empty) == 1 else 'ranks'} {ranges(empty)}."
     if sharding.imbalance > _UNEVEN:
-        fullest = max(held, key=lambda rank: held[rank])
-        mean = size(round(sum(held.values()) / len(held)))
-        yield "Uneven", f"Rank {fullest} holds {size(held[fullest])}; the mean is {mean}."
+        fullest = max(rank_bytes, key=lambda rank: rank_bytes[rank])
+        mean = size(round(sum(rank_bytes.values()) / len(rank_bytes)))
+        yield "Uneven", f"Rank {fullest} holds {size(rank_bytes[fullest])}; the mean is {mean}."
     ranks = set(sharding.ranks)
     whole = [
         tensor
@@ -119,26 +119,26 @@ def _notices(sharding: Sharding) -> Iterator[tuple[str, str]]:
 
 
 def _sections(sharding: Sharding, groups: Sequence[_Group]) -> Iterator[Section]:
-    yield _map(sharding, groups)
-    yield _ranks(sharding)
-    yield _tensors(groups)
+    yield _map_section(sharding, groups)
+    yield _ranks_section(sharding)
+    yield _tensors_section(groups)
     if sharding.aliases:
         columns = Column("name", "name"), Column("is the same tensor as", "name")
-        table = capped("aliases", "Names", columns, list(sharding.aliases.items()))
+        table = limit_rows("aliases", "Names", columns, list(sharding.aliases.items()))
         yield Section("aliases", "Tied tensors", tables=(table,))
 
 
-def _map(sharding: Sharding, groups: Sequence[_Group]) -> Section:
-    """Return the map: a row for tensors of one kind, a column for each rank."""
+def _map_section(sharding: Sharding, groups: Sequence[_Group]) -> Section:
+    """Return the map, with a row per group of tensors and a column per rank."""
     largest = sorted(groups, key=lambda group: -group.nbytes)[:_MOST_GROUPS]
-    kept = set(map(id, largest))
-    shown = [group for group in groups if id(group) in kept]
+    largest_ids = set(map(id, largest))
+    shown = [group for group in groups if id(group) in largest_ids]
     ranks = sharding.ranks[:_MOST_RANKS]
     cells: list[Any] = []
     for row, group in enumerate(shown):
-        held = group.held()
+        bytes_and_copies = group.bytes_by_rank()
         for column, rank in enumerate(ranks):
-            count, copies = held.get(rank, (0, 0.0))
+            count, copies = bytes_and_copies.get(rank, (0, 0.0))
             lines = (f"{size(count)} of {size(group.nbytes)}", plural(len(group.tensors), "tensor"))
             share = count / group.nbytes if group.nbytes else 0.0
             cells.append((column, row, "" if count else "none", (share, copies), lines if count else ()))
@@ -147,7 +147,7 @@ def _map(sharding: Sharding, groups: Sequence[_Group]) -> Section:
         "columns": [str(rank) for rank in ranks],
         "rows": [group.name for group in shown],
         "across": "rank",
-        "notes": [_place(sharding, rank) for rank in ranks],
+        "notes": [_coordinates_text(sharding, rank) for rank in ranks],
         "measures": [
             {"title": "Share of the tensors", "kind": "share", **shades(measured[0], "{:.4g} %", 100)},
             {"title": "Ranks with the same part", "kind": "number", **shades(measured[1], "{:.4g}", 1)},
@@ -156,34 +156,34 @@ def _map(sharding: Sharding, groups: Sequence[_Group]) -> Section:
         "cells": cells,
     }
     text = (
-        "A row stands for all tensors whose names differ in numbers only, a column for a rank; the colour says which "
-        "share of their bytes the rank holds, or how many ranks hold the same."
+        "A row stands for all tensors whose names differ only in numbers, a column for a rank; the colour shows the "
+        "share of their bytes on that rank, or the number of ranks with the same part."
     )
     if len(shown) < len(groups) or len(ranks) < len(sharding.ranks):
         text += f" The figure has the largest {len(shown)} rows and the first {len(ranks)} ranks; the tables have all."
     label = f"Map of {plural(len(shown), 'kind')} of tensors on {plural(len(ranks), 'rank')}; a table has its numbers."
     heads = (
-        Column("tensors", "name"), Column("rank"), *_mesh(sharding), Column("bytes", "bytes"),
-        Column("share of them", "number"), Column("ranks with the same", "number"),
+        Column("tensors", "name"), Column("rank"), *_mesh_column(sharding), Column("bytes", "bytes"),
+        Column("share", "number"), Column("ranks with the same part", "number"),
     )  # fmt: skip
     rows = [
-        (group.name, rank, *_places(sharding, rank), count, count / group.nbytes, copies)
+        (group.name, rank, *_mesh_cell(sharding, rank), count, count / group.nbytes, copies)
         for group in groups
-        for rank, (count, copies) in sorted(group.held().items())
+        for rank, (count, copies) in sorted(group.bytes_by_rank().items())
     ]
-    table = capped("held", "What each rank holds", heads, rows, 2 + len(_mesh(sharding)))
-    return Section("map", "Who holds what", text, Figure("heat", label, data), (table,))
+    table = limit_rows("held", "Parts on each rank", heads, rows, 2 + len(_mesh_column(sharding)))
+    return Section("map", "Which rank holds which part", text, Figure("heat", label, data), (table,))
 
 
-def _ranks(sharding: Sharding) -> Section:
-    held = sharding.rank_bytes
-    mean = sum(held.values()) / len(held) if held else 0.0
+def _ranks_section(sharding: Sharding) -> Section:
+    rank_bytes = sharding.rank_bytes
+    mean = sum(rank_bytes.values()) / len(rank_bytes) if rank_bytes else 0.0
     rows = [
-        (rank, *_places(sharding, rank), count, count, count / mean - 1 if mean else 0.0)
-        for rank, count in held.items()
+        (rank, *_mesh_cell(sharding, rank), count, count, count / mean - 1 if mean else 0.0)
+        for rank, count in rank_bytes.items()
     ]
     columns = (
-        Column("rank"), *_mesh(sharding), Column("bytes", "bytes"), Column("share", "share"),
+        Column("rank"), *_mesh_column(sharding), Column("bytes", "bytes"), Column("share", "share"),
         Column("above the mean", "number"),
     )  # fmt: skip
     data = {
@@ -192,17 +192,17 @@ def _ranks(sharding: Sharding) -> Section:
                 "title": "rank",
                 "kind": "bytes",
                 "of": "bytes",
-                "bars": [(str(rank), count) for rank, count in held.items()],
-                "notes": [_place(sharding, rank) for rank in held],
+                "bars": [(str(rank), count) for rank, count in rank_bytes.items()],
+                "notes": [_coordinates_text(sharding, rank) for rank in rank_bytes],
             }
         ]
     }
-    label = f"Bars: bytes of parameters on each of {plural(len(held), 'rank')}; a table has the numbers."
-    table = capped("ranks", "Ranks", columns, rows)
+    label = f"Bars: bytes of parameters on each of {plural(len(rank_bytes), 'rank')}; a table has the numbers."
+    table = limit_rows("ranks", "Ranks", columns, rows)
     return Section("ranks", "Bytes by rank", "", Figure("bars", label, data), (table,))
 
 
-def _tensors(groups: Sequence[_Group]) -> Section:
+def _tensors_section(groups: Sequence[_Group]) -> Section:
     rows = []
     for group in groups:
         alike: dict[tuple[Any, ...], list[HeldTensor]] = {}
@@ -225,7 +225,7 @@ def _tensors(groups: Sequence[_Group]) -> Section:
         Column("count", "count"), Column("bytes", "bytes"), Column("share", "share"), Column("example", "name"),
     )  # fmt: skip
     text = (
-        "How each kind of tensor is cut, into how many different parts along which dims, and on how many ranks there "
-        "is the same part."
+        "For each kind of tensor: into how many different parts it is cut, along which dims, and how many ranks have "
+        "the same part."
     )
-    return Section("tensors", "How tensors are cut", text, None, (capped("tensors", "Tensors", columns, rows, 7),))
+    return Section("tensors", "How tensors are cut", text, None, (limit_rows("tensors", "Tensors", columns, rows, 7),))

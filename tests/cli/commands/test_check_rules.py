@@ -186,7 +186,7 @@ def test_what_a_family_says_anew_is_shown(here: Path, transaxle: Transaxle) -> N
     )
     out = transaxle("check-rules", "heir.rules").out
     assert (
-        "    says anew what it takes over:\n"
+        "    overrides what it takes over:\n"
         "      let tied = True  (in decoder: let tied = tie_word_embeddings)\n"
         "      axes f=ffn_dim  (in mlp: axes f=intermediate_size)\n"
         "      axes draft_l=1  (in decoder: axes draft_l=draft.num_hidden_layers)\n"
