@@ -98,7 +98,7 @@ def test_numbers_are_those_of_memory(task: Any, tmp_path: Path) -> None:
         told = by_place.get((drawn["rows"][row], drawn["columns"][column]))
         assert (state == "none") == (told is None)
         if told is not None:
-            assert (share, copies) == (told["share"], told["ranks with the same part"])
+            assert (share, copies) == (told["share"], told["copies"])
     bars = page["figures"]["ranks"]["data"]["series"][0]["bars"]
     assert bars == [[str(rank), count] for rank, count in each_rank.items()]
 

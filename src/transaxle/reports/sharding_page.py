@@ -164,7 +164,7 @@ def _map_section(sharding: Sharding, groups: Sequence[_Group]) -> Section:
     label = f"Map of {plural(len(shown), 'kind')} of tensors on {plural(len(ranks), 'rank')}; a table has its numbers."
     heads = (
         Column("tensors", "name"), Column("rank"), *_mesh_column(sharding), Column("bytes", "bytes"),
-        Column("share", "number"), Column("ranks with the same part", "number"),
+        Column("share", "number"), Column("copies", "number"),
     )  # fmt: skip
     rows = [
         (group.name, rank, *_mesh_cell(sharding, rank), count, count / group.nbytes, copies)
