@@ -125,7 +125,9 @@ def schedule(items: Sequence[Item], names: Sequence[str], owner: Owner, world: W
                     hops.append(Hop(run.item.key, name, parcel, steps))
         if hops:
             rounds.append(hops)
-    received = [(names[item.key], item.key, _remote_bytes(item, owner, rank)) for item in items if rank in item.target_ranks]
+    received = [
+        (names[item.key], item.key, _remote_bytes(item, owner, rank)) for item in items if rank in item.target_ranks
+    ]
     return Schedule(rounds, local_copies, received)
 
 
@@ -137,7 +139,10 @@ def _remote_bytes(item: Item, owner: Owner, rank: int) -> int:
 def _grain(capacity: int, target_ranks: int) -> int:
     """Return the largest size of a range such that several ranges, each once per receiver, fit into `capacity`."""
     return min(
-        RANGE_BYTES, max(_SMALLEST_RANGE, capacity // (_RANGES_PER_ROUND * max(target_ranks, 1)) // _SMALLEST_RANGE * _SMALLEST_RANGE)
+        RANGE_BYTES,
+        max(
+            _SMALLEST_RANGE, capacity // (_RANGES_PER_ROUND * max(target_ranks, 1)) // _SMALLEST_RANGE * _SMALLEST_RANGE
+        ),
     )
 
 
