@@ -1,19 +1,17 @@
 """State dicts of grouped layers in the layouts of frameworks: of one layer, of a whole model, of its optimizer.
 
-Expert layouts of frameworks and grouped layers, converted in one step: names, order of gate and up, transposes.
+`experts_as` converts one layer's experts between the layouts of frameworks and of grouped layers: names, order of gate
+and up, transposes. `transaxle.load`, `transaxle.state_dict_as` and `transaxle.convert` do the same for whole models,
+and support DTensors.
 
-This is for the state dict of one layer's experts. `transaxle.load`, `transaxle.state_dict_as` and `transaxle.convert`
-do the same for whole models, and understand DTensors.
+`load_state_dict` loads a whole model on all ranks or on none. torch loads module by module and writes as it goes, so if
+the last module refuses, the others have already changed. Here a copy of the old values is kept until every module of
+every rank has loaded.
 
-A whole model's state dict, loaded by all modules on all ranks or by none.
-
-torch loads module by module and writes as it goes, so what the last module refuses finds the others changed. Here the
-values of before are kept until every module of every rank has taken its own.
-
-Optimizer state of grouped parameters: moments follow their parameters from N names to one tensor and back.
-
-It takes state dicts with parameter names, as `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict` gives
-them. `transaxle.load(..., optimizer=...)` and the DCP planners do this by themselves.
+`optimizer_state_as` regroups optimizer state of grouped parameters: moments follow their parameters from N names to one
+tensor and back. It takes state dicts with parameter names, as
+`torch.distributed.checkpoint.state_dict.get_optimizer_state_dict` returns them. `transaxle.load(..., optimizer=...)`
+and the DCP planners do this by themselves.
 """
 
 from __future__ import annotations
@@ -43,21 +41,21 @@ from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
 from transaxle.formats.training_state import GROUPS, PARAMS, ParamGroup
 from transaxle.formats.training_state import groups_of_equal_settings as groups_of
 from transaxle.formats.training_state import renamed as renamed_groups
-from transaxle.nn.expert_relayout import Entry, Layer, described, move, stems, under
+from transaxle.nn.expert_relayout import Entry, Layer, add_prefix, describe, move, stems
 from transaxle.nn.grouped_linear import GroupedLinear
 from transaxle.quant.tensor import QuantizedTensor
 from transaxle.torch_tensors import Ranks, place_like, positions_of, raw_local, read_group, take, unwrap
 
 _TABLE = "experts.rules"
 STACKED = "stacked"
-"""The dialect of two grouped layers `linear_fc1`, `linear_fc2` with one weight each."""
+"""Name of the dialect of two grouped layers `linear_fc1`, `linear_fc2` with one weight each."""
 SEPARATE = "separate"
-"""The same, with one weight per expert."""
+"""Name of the same dialect with one weight per expert."""
 
 
 @cache
 def family() -> Family:
-    """Return the table of expert layouts."""
+    """Return the family of expert layouts."""
     (table,) = read(files("transaxle.nn").joinpath(_TABLE).read_text("utf-8"), file=_TABLE)
     return table
 
@@ -69,8 +67,8 @@ def _dialect(label: str) -> Dialect:
     return dialect
 
 
-def recognised(names: list[str]) -> Dialect | None:
-    """Return the layout that reads most of the names; None if no layout reads any."""
+def recognise_layout(names: list[str]) -> Dialect | None:
+    """Return the layout that matches most of the names; None if no layout matches any."""
     grouped = group(split_slot(name)[0] for name in names)
     scored = [(score(grouped, dialect), dialect) for dialect in family().dialects]
     fitting = [(matched, dialect) for (matched, prefix), dialect in scored if matched and not prefix]
@@ -84,7 +82,7 @@ def experts_as(state: Mapping[str, Any], layout: str, *, prefix: str = "", sourc
         state: any state dict, which is not changed. Optimizer states are named `optim/<parameter>/<state>`.
         layout: `stacked`, `separate`, `hf`, `transformers`, `torchtitan`, `torchtitan@0.2` or `automodel`.
         prefix: prefix of the experts' names, such as `model.layers.0.mlp.experts.`
-        source: their present layout; None: it is recognised by the names.
+        source: their present layout; None: recognise it by the names.
 
     Raises:
         Refused: MISSING_TENSOR for missing experts; SHAPE_MISMATCH; UNSUPPORTED for DTensors, and for codes, which
@@ -92,36 +90,36 @@ def experts_as(state: Mapping[str, Any], layout: str, *, prefix: str = "", sourc
         UsageError: AMBIGUOUS for an unknown layout, or names of no known layout.
     """
     target = _dialect(layout)
-    own, rest = _divided(state, prefix)
-    origin = recognised(list(own)) if source is None else _dialect(source)
+    experts, other_entries = _split_prefix(state, prefix)
+    origin = recognise_layout(list(experts)) if source is None else _dialect(source)
     if origin is None:
-        first = ", ".join(list(own)[:3]) or "(none)"
+        first = ", ".join(list(experts)[:3]) or "(none)"
         raise refuse(
             "AMBIGUOUS",
             f"no expert layout reads the names {first}",
             hint=f"Give source= one of {', '.join(family().labels)}.",
         )
     sizes = Sizes(family(), {})
-    bound = bind(tuple(own), family(), origin, sizes)
-    _refuse_codes({name: value for name, value in own.items() if name not in bound.unknown})
-    moved = move(translate(bound, described(own), target, sizes), own)
-    return {**rest, **under(prefix, moved)}
+    bound = bind(tuple(experts), family(), origin, sizes)
+    _refuse_codes({name: value for name, value in experts.items() if name not in bound.unknown})
+    moved = move(translate(bound, describe(experts), target, sizes), experts)
+    return {**other_entries, **add_prefix(prefix, moved)}
 
 
-def _divided(state: Mapping[str, Any], prefix: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Return the tensors below a prefix, without it, and all the rest."""
-    own, rest = {}, {}
+def _split_prefix(state: Mapping[str, Any], prefix: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Return the tensors below a prefix, without the prefix, and all other entries."""
+    tensors, other_entries = {}, {}
     for name, value in state.items():
         parameter, slot = split_slot(name)
         if parameter.startswith(prefix) and isinstance(value, torch.Tensor):
-            own[join_slot(parameter[len(prefix) :], slot)] = value
+            tensors[join_slot(parameter[len(prefix) :], slot)] = value
         else:
-            rest[name] = value
-    return own, rest
+            other_entries[name] = value
+    return tensors, other_entries
 
 
-def _refuse_codes(own: Mapping[str, torch.Tensor]) -> None:
-    for name, value in own.items():
+def _refuse_codes(tensors: Mapping[str, torch.Tensor]) -> None:
+    for name, value in tensors.items():
         if value.dtype.itemsize == 1:
             raise refuse(
                 "UNSUPPORTED",
@@ -132,14 +130,16 @@ def _refuse_codes(own: Mapping[str, torch.Tensor]) -> None:
 
 
 def _translated(owner: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:  # noqa: ARG001
-    """Bring experts into the layout `stacked`. A hook of torch, with a name, so that its module can be pickled."""
-    own = [name.removeprefix(prefix) for name in state if name.startswith(prefix)]
-    layout = recognised(own)
+    """Convert experts into the layout `stacked`. This is a hook of torch, and a named function so that its module can
+    be pickled.
+    """
+    names = [name.removeprefix(prefix) for name in state if name.startswith(prefix)]
+    layout = recognise_layout(names)
     if layout is None or layout.label in (STACKED, SEPARATE):
         return
     stacked = experts_as(state, STACKED, prefix=prefix)
     for name in [name for name in state if name not in stacked]:
-        del state[name]  # torch hands the hooks a copy that is theirs
+        del state[name]  # torch gives the hooks a copy of the caller's dict
     state.update(stacked)
 
 
@@ -149,7 +149,7 @@ def accept_layouts(module: nn.Module) -> nn.Module:
     The hook belongs to this module, since each layer sees only the names below its own.
 
     Args:
-        module: the owner of both layers; the first computes gate and up.
+        module: owner of both layers; the first computes gate and up.
     """
     module.register_load_state_dict_pre_hook(_translated)
     return module
@@ -165,43 +165,45 @@ def load_state_dict(
 ) -> Any:
     """Load a state dict into a module, all of it or nothing, on every rank or on none.
 
-    It takes memory for one more copy of what this rank has of the module until it returns. If torch.distributed is
+    Until it returns, it needs memory for one more copy of this rank's part of the module. If torch.distributed is
     initialized, every rank of the group must call it.
 
     Args:
-        module: any module; one that is divided or sharded over ranks too.
-        state: its state dict, as for the module's own `load_state_dict`, which loads it; of a tensor that the module
-            has sharded, the whole tensor will do too, and each rank takes its own part of it.
+        module: any module, also one that is divided or sharded over ranks.
+        state: its state dict, as for the module's own `load_state_dict`. For a tensor that the module has sharded, the
+            whole tensor is accepted too, and each rank takes its own part of it.
         strict: see torch.
         assign: see torch.
         group: the ranks that load together, a process group or a mesh of one dim; None: all.
 
     Returns:
-        What the module's `load_state_dict` returns: the names that were missing, and those not expected.
+        The result of the module's `load_state_dict`: missing and unexpected names.
 
     Raises:
-        Exception: what the module's `load_state_dict` raises on the first rank that it fails on. Parameters and buffers
-            are then the objects that they were, with the values that they had.
+        Exception: the exception of the module's `load_state_dict` on the first rank on which it fails. Parameters and
+            buffers are then the same objects as before, with the same values.
     """
     ranks = read_group("group", group)
-    before = _Kept(module)
-    found, failure = None, None
+    before = _Snapshot(module)
+    result, failure = None, None
     try:
-        found = module.load_state_dict(_own_parts(module, state), strict=strict, assign=assign)
+        result = module.load_state_dict(_own_parts(module, state), strict=strict, assign=assign)
     except Exception as error:  # noqa: BLE001 - it is raised below, on every rank
         failure = error
     except BaseException:
         before.restore()
         raise
-    failed = _first_of(failure, ranks)
-    if failed is not None:
+    first_failure = _first_of(failure, ranks)
+    if first_failure is not None:
         before.restore()
-        raise failed
-    return found
+        raise first_failure
+    return result
 
 
 def _own_parts(module: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a state dict with this rank's parts of whole tensors that the module has sharded, which torch refuses."""
+    """Return a state dict in which whole tensors that the module has sharded, which torch would refuse, are replaced by
+    this rank's parts.
+    """
     whole = {name: value for name, value in state.items() if type(value) is torch.Tensor}
     entries = module.state_dict() if whole else {}
     parts = {
@@ -211,39 +213,43 @@ def _own_parts(module: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]
     }
     if not parts:
         return state
-    own = OrderedDict(state) | parts
-    own._metadata = getattr(state, "_metadata", None)  # type: ignore[attr-defined]
-    return own
+    replaced = OrderedDict(state) | parts
+    replaced._metadata = getattr(state, "_metadata", None)  # type: ignore[attr-defined]
+    return replaced
 
 
-class _Kept:
-    """What a module holds, and the values."""
+class _Snapshot:
+    """Snapshot of a module's parameters and buffers and their values."""
 
     def __init__(self, module: nn.Module) -> None:
-        held: list[Any] = [tensors for each in module.modules() for tensors in (each._parameters, each._buffers)]
-        self._held = [(tensors, dict(tensors)) for tensors in held]
-        every = {id(each): each for _, tensors in self._held for each in tensors.values() if each is not None}
-        self._values = [(room, room.clone()) for each in every.values() for room in _rooms(each)]
+        tensor_dicts: list[Any] = [
+            tensors for each in module.modules() for tensors in (each._parameters, each._buffers)
+        ]
+        self._tensor_dicts = [(tensors, dict(tensors)) for tensors in tensor_dicts]
+        unique_tensors = {
+            id(each): each for _, tensors in self._tensor_dicts for each in tensors.values() if each is not None
+        }
+        self._values = [(memory, memory.clone()) for each in unique_tensors.values() for memory in _local_tensors(each)]
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put everything back."""
-        for tensors, before in self._held:
+        """Put all tensors and values back."""
+        for tensors, before in self._tensor_dicts:
             tensors.clear()
             tensors.update(before)
-        for room, value in self._values:
-            room.copy_(value)
+        for memory, value in self._values:
+            memory.copy_(value)
 
 
-def _rooms(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the plain tensors in which this rank keeps the values of one."""
+def _local_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the plain tensors in which this rank stores the values of a tensor."""
     local = raw_local(tensor.detach())
     parts = [*local.components.values(), *local.state.values()] if isinstance(local, QuantizedTensor) else [local]
     yield from (part for part in parts if part.device.type != "meta")
 
 
 def _first_of(failure: Exception | None, group: dist.ProcessGroup | None) -> Exception | None:
-    """Return the failure of the first rank that failed; None where all have loaded."""
+    """Return the failure of the first rank that failed; None if all ranks have loaded."""
     if not dist.is_initialized():
         return failure
     device = torch.device("cuda" if dist.get_backend(group) == dist.Backend.NCCL else "cpu")
@@ -266,7 +272,7 @@ def _first_of(failure: Exception | None, group: dist.ProcessGroup | None) -> Exc
 
 
 def _as_bytes(failure: Exception) -> bytes:
-    """Return an error as bytes: plain data, which other ranks read without unpickling anything."""
+    """Serialize an error as JSON, which other ranks read without unpickling anything."""
     text: object = str(failure) if isinstance(failure, RuntimeError) else repr(failure)
     if isinstance(failure, TransaxleError):
         text = [(r.code, r.message, r.where.file, r.where.tensor, r.hint) for r in failure.refusals]
@@ -285,11 +291,11 @@ def _as_error(octets: bytes) -> Exception:
 STATE = "state"
 """Key of the parameters' states in torch's optimizer state dicts."""
 _FLAT_STATE, _FLAT_GROUPS = f"{STATE}.", f"{GROUPS}."
-"""What names in flattened ones begin with: `state.<parameter>.<state>`, `param_groups.<parameter>.<setting>`."""
+"""Prefixes of names in flattened state dicts: `state.<parameter>.<state>`, `param_groups.<parameter>.<setting>`."""
 
 
 def optimizer_state_as(state: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Return an optimizer's state dict in the form (one stack, or N) that a model's grouped layers have.
+    """Return an optimizer's state dict in the form of a model's grouped layers: one stack, or N parameters.
 
     Args:
         state: `{"state": {parameter: {"exp_avg": tensor, …}}, "param_groups": [{"params": [names], …}]}`; it is not
@@ -297,14 +303,14 @@ def optimizer_state_as(state: Mapping[str, Any], model: nn.Module) -> dict[str, 
         model: the model that will load it.
 
     Returns:
-        A new dict, flat if `state` was. Numbers of N parameters (a step) must be equal to become one.
+        A new dict, flat if `state` was. If N parameters become one, their numbers (a step) must be equal.
 
     Raises:
         Refused: UNEQUAL_COPIES for numbers that differ; INCOMPLETE, SHAPE_MISMATCH for another set of experts;
             UNSUPPORTED for experts trained with different settings, and for parameters without names.
     """
     if STATE not in state and any(name.startswith((_FLAT_STATE, _FLAT_GROUPS)) for name in state):
-        return _flattened(optimizer_state_as(_nested(state), model))
+        return _flatten(optimizer_state_as(_unflatten(state), model))
     states = {name: dict(slots) for name, slots in state[STATE].items()}
     renamed: dict[str, list[str]] = {}
     trained = {name for group in state.get(GROUPS, []) for name in group[PARAMS]} | states.keys()
@@ -321,16 +327,16 @@ def optimizer_state_as(state: Mapping[str, Any], model: nn.Module) -> dict[str, 
             prefix = f"{name}." if name else ""
             shapes = _shapes(trained, states, prefix, layer)
             for stem in stems(shapes, prefix, layer):
-                _move(states, stem, shapes, renamed, layer.own)
+                _move(states, stem, shapes, renamed, layer.local_experts)
     return {**state, STATE: states, GROUPS: _groups(state.get(GROUPS, []), renamed)}
 
 
 def _shapes(
     trained: Collection[str], states: Mapping[str, Mapping[str, Any]], prefix: str, layer: Layer
 ) -> dict[str, Shape]:
-    """Return the shapes of a layer's parameters that a state dict of an optimizer is of, as their states tell them.
+    """Return the shapes of a layer's parameters in an optimizer's state dict, inferred from their states.
 
-    Those that have their own names and no others are left out: experts that were not trained have no state.
+    Separate experts whose parameters keep their names are left out: experts that were not trained have no state.
     """
     shapes = {}
     for name in trained:
@@ -351,11 +357,11 @@ def _move(
     stem: Stem,
     shapes: Mapping[str, Shape],
     renamed: dict[str, list[str]],
-    own: range,
+    experts: range,
 ) -> None:
-    """Bring the states of one stem's parameters, where they have any yet, into the other form; of experts here."""
+    """Convert the states of one stem's parameters into the other form, for the experts of this rank."""
     names = stem.sources
-    new_names = [stem.member(place) for place in own] if stem.wanted == MEMBERS else stem.targets
+    new_names = [stem.member(expert) for expert in experts] if stem.wanted == MEMBERS else stem.targets
     renamed.update(dict.fromkeys(names, new_names))
     old_states = {name: states.pop(name, {}) for name in names}
     lacking = [name for name, state in old_states.items() if not state]
@@ -366,55 +372,57 @@ def _move(
     values = {(name, slot): value for name, state in old_states.items() for slot, value in state.items()}
     number_slots = {slot for (_, slot), value in values.items() if not isinstance(value, torch.Tensor)}
     tensors = {join_slot(*key): torch.as_tensor(value) for key, value in values.items()}
-    translation = regrouped([stem], described(tensors) | {name: Entry("", shapes[name]) for name in names})
+    translation = regrouped([stem], describe(tensors) | {name: Entry("", shapes[name]) for name in names})
     targets = {name: target for name, target in translation.targets.items() if split_slot(name)[1] != WEIGHT}
     checks = tuple(check for check in translation.checks if _of_states(check))
     for name, value in move(replace(translation, checks=checks), tensors, targets).items():
         parameter, slot = split_slot(name)
         if parameter in new_names:
-            own_value = value if value.dim() else value.clone()  # a step is counted up in place: each has its own
+            own_value = (
+                value if value.dim() else value.clone()
+            )  # a step is incremented in place, so each expert needs its own
             states.setdefault(parameter, {})[slot] = own_value.item() if slot in number_slots else own_value
 
 
 def _of_states(check: Check) -> bool:
-    """Tell whether a check is of states: of the parameters themselves nothing is known here."""
+    """Tell whether a check compares states; parameters themselves are not in an optimizer's state dict."""
     return all(split_slot(part.origins[0].name)[1] != WEIGHT for part in check.second.parts)
 
 
 def _groups(groups: Iterable[ParamGroup], renamed: Mapping[str, list[str]]) -> list[ParamGroup]:
-    """Return parameter groups with other names; what becomes one parameter has to be of one group."""
+    """Return parameter groups with new names; parameters that become one must be in the same group."""
     new_groups = renamed_groups(groups, renamed)
     group_of: dict[str, int] = {}
     problems = []
     for number, new_group in enumerate(new_groups):
         for name in new_group[PARAMS]:
             if group_of.setdefault(name, number) != number:
-                both = f"{group_of[name]} and {number}"
-                message = f"its parts are in the parameter groups {both}; one parameter can only be in one"
+                numbers = f"{group_of[name]} and {number}"
+                message = f"its parts are in the parameter groups {numbers}; one parameter can only be in one"
                 problems.append(Refusal("UNSUPPORTED", message, Where(None, name)))
     if problems:
         raise gathered(problems)
     return new_groups
 
 
-def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a flattened state dict as it was before; parameters of equal settings are a group."""
+def _unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a flattened state dict in nested form; parameters with equal settings become a group."""
     states: dict[str, dict[str, Any]] = {}
     settings: dict[str, dict[str, Any]] = {}
-    rest = {}
+    other_entries = {}
     for key, value in flat.items():
-        before, _, last = key.rpartition(".")
+        name, _, key_end = key.rpartition(".")
         if key.startswith(_FLAT_STATE):
-            states.setdefault(before.removeprefix(_FLAT_STATE), {})[last] = value
+            states.setdefault(name.removeprefix(_FLAT_STATE), {})[key_end] = value
         elif key.startswith(_FLAT_GROUPS):
-            settings.setdefault(before.removeprefix(_FLAT_GROUPS), {})[last] = value
+            settings.setdefault(name.removeprefix(_FLAT_GROUPS), {})[key_end] = value
         else:
-            rest[key] = value
-    return {**rest, STATE: states, GROUPS: groups_of(settings)}
+            other_entries[key] = value
+    return {**other_entries, STATE: states, GROUPS: groups_of(settings)}
 
 
-def _flattened(nested: Mapping[str, Any]) -> dict[str, Any]:
-    """Inverse of `_nested`."""
+def _flatten(nested: Mapping[str, Any]) -> dict[str, Any]:
+    """Inverse of `_unflatten`."""
     flat = {name: value for name, value in nested.items() if name not in (STATE, GROUPS)}
     for name, slots in nested[STATE].items():
         flat |= {f"{_FLAT_STATE}{name}.{slot}": value for slot, value in slots.items()}

@@ -1,15 +1,10 @@
-"""Experts renamed and restacked in a state dict: N tensors and one stack are two dialects of one table.
+"""Rename and restack experts in state dicts: N tensors and one stack are two dialects of one table.
 
-Carry out a translation of `transaxle.axes` on the torch tensors of a state dict.
+One implementation serves the module, containers of modules, and optimizer state; `transaxle.load` and the DCP planners
+use the same (`transaxle.axes.translation.grouped`) for files. It carries out translations of `transaxle.axes` on the
+torch tensors of a state dict.
 
-What a state dict has to hold for a grouped layer: how many experts, of what shapes, under one name or under N.
-
-Rename and restack grouped parameters in state dicts: N tensors and one stack are two dialects of one table.
-
-One implementation for the module, for containers of modules, and for optimizer state; `transaxle.load` and the DCP
-planners use the same (`transaxle.axes.translation.grouped`) on what is in
-files. Quantized parameters are several plain entries, each of which is stacked or taken apart by itself: no value is
-computed.
+Quantized parameters are several plain entries, each of which is stacked or split separately: no value is computed.
 """
 
 from __future__ import annotations
@@ -40,59 +35,61 @@ class _Whole:
     shape: tuple[int, ...]
     """Elements along each dim."""
     strides: tuple[int, ...] | None = None
-    """Row-major."""
+    """None: row-major."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor of a state dict, as the tables see it."""
+    """Dtype and shape of a tensor in a state dict, for the tables."""
 
     dtype: str
-    """Its type, as torch calls it: a translation only compares types."""
+    """Dtype in torch's spelling; a translation only compares dtypes."""
     shape: tuple[int, ...]
     """Elements along each dim."""
 
     @cached_property
     def extents(self) -> tuple[_Whole, ...]:
-        """The tensor in one chunk."""
+        """The tensor as one chunk."""
         return (_Whole((0,) * len(self.shape), self.shape),)
 
 
-def described(tensors: Mapping[str, torch.Tensor]) -> dict[str, Entry]:
-    """Return what the tables need to know of tensors."""
+def describe(tensors: Mapping[str, torch.Tensor]) -> dict[str, Entry]:
+    """Return dtype and shape of each tensor, for the tables."""
     return {name: Entry(str(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
 def move(
-    found: Translation, tensors: Mapping[str, torch.Tensor], targets: Mapping[str, Target] | None = None
+    translation: Translation, tensors: Mapping[str, torch.Tensor], targets: Mapping[str, Target] | None = None
 ) -> dict[str, torch.Tensor]:
-    """Return the tensors of a translation; none shares memory with those given, unless it is one of them.
+    """Carry out a translation; return its tensors. They share no memory with the sources, except for unchanged tensors.
 
     Args:
-        found: the translation.
-        tensors: what it is of, by name.
-        targets: those of its tensors that are wanted; None: all.
+        translation: the translation.
+        tensors: its sources, by name.
+        targets: the targets to make; None: all.
 
     Raises:
-        Refused: what stands against the translation; UNEQUAL_COPIES for numbers that had to be equal and are not;
-            UNSUPPORTED for a rearrangement of DTensors that is more than putting together and taking apart.
+        Refused: the refusals of the translation; UNEQUAL_COPIES for copies that must be equal and are not; UNSUPPORTED
+            for a rearrangement of DTensors other than stacking and unstacking.
     """
-    if found.refusals:
-        raise gathered(found.refusals)
-    copier = Copier(described(tensors))
-    unequal = [check for check in found.checks if not _agree(check, copier, tensors)]
+    if translation.refusals:
+        raise gathered(translation.refusals)
+    copier = Copier(describe(tensors))
+    unequal = [check for check in translation.checks if not _agree(check, copier, tensors)]
     if unequal:
-        told = [(check.why, check.second.parts[0].origins[0].name) for check in unequal]
-        raise gathered(Refusal("UNEQUAL_COPIES", f"{why}\nbut they differ", Where(None, name)) for why, name in told)
+        differences = [(check.why, check.second.parts[0].origins[0].name) for check in unequal]
+        raise gathered(
+            Refusal("UNEQUAL_COPIES", f"{why}\nbut they differ", Where(None, name)) for why, name in differences
+        )
     with torch.no_grad():
         return {
-            name: _made(target, copier, tensors)
-            for name, target in (found.targets if targets is None else targets).items()
+            name: _build_target(target, copier, tensors)
+            for name, target in (translation.targets if targets is None else targets).items()
         }
 
 
 def _agree(check: Check, copier: Copier, tensors: Mapping[str, torch.Tensor]) -> bool:
-    first, second = (_whole(_made(side, copier, tensors)) for side in (check.first, check.second))
+    first, second = (_whole(_build_target(side, copier, tensors)) for side in (check.first, check.second))
     return same_bytes(first, second)
 
 
@@ -101,28 +98,28 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
     return detached.full_tensor() if isinstance(detached, DTensor) else detached
 
 
-def _made(target: Target, copier: Copier, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def _build_target(target: Target, copier: Copier, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
     origins = [origin.name for part in target.parts for origin in part.origins]
     first = tensors[origins[0]]
     if len(origins) == 1 and tuple(first.shape) == target.shape and _is_whole(target, copier):
         return first
     if any(isinstance(tensors[name], DTensor) for name in origins):
-        return _distributed(target, origins, tensors)
+        return _stack_dtensors(target, origins, tensors)
     sources = {name: flat(tensors[name]) for name in origins}
     boxes = [(copy.move, sources[copy.source]) for copy in copier.copies(target)]
     return assemble_boxes(target.shape, first.dtype, first.device, boxes)
 
 
 def _is_whole(target: Target, copier: Copier) -> bool:
-    """Tell whether a target is its one source, element by element."""
+    """Tell whether a target equals its one source, element by element."""
     copies = list(copier.copies(target))
     loops = copies[0].move.loops if len(copies) == 1 else ()
     run = not loops or (len(loops) == 1 and loops[0][1:] == (1, 1))
     return len(copies) == 1 and run and not copies[0].move.source_offset and not copies[0].move.target_offset
 
 
-def _distributed(target: Target, origins: list[str], tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Stack DTensors, or take one out of a stack: torch keeps their placements right in both."""
+def _stack_dtensors(target: Target, origins: list[str], tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Stack DTensors, or take one out of a stack: torch keeps their placements correct in both."""
     first = tensors[origins[0]]
     if len(target.parts) == 1 and len(origins) > 1 and target.shape == (len(origins), *first.shape):
         return torch.stack([tensors[name] for name in origins])
@@ -136,13 +133,13 @@ def _distributed(target: Target, origins: list[str], tensors: Mapping[str, torch
     )
 
 
-def under(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return tensors with a prefix before their names; states of an optimizer have it before their parameters'."""
-    found = {}
+def add_prefix(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return tensors with a prefix before their names; for optimizer states, before the names of their parameters."""
+    prefixed = {}
     for name, tensor in tensors.items():
         parameter, slot = split_slot(name)
-        found[join_slot(f"{prefix}{parameter}", slot)] = tensor
-    return found
+        prefixed[join_slot(f"{prefix}{parameter}", slot)] = tensor
+    return prefixed
 
 
 WEIGHT = "weight"
@@ -151,34 +148,34 @@ BIAS = "bias"
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A grouped layer as its state dict sees it."""
+    """Number, names and shapes of a grouped layer's parameters, as its state dict must have them."""
 
     count: int
-    """Experts."""
+    """Number of experts."""
     shapes: Mapping[str, tuple[int, ...]]
-    """Stem (`weight`, `bias`) -> shape of one expert's."""
+    """Stem (`weight`, `bias`) -> shape of one expert's parameter."""
     single: Mapping[str, bool]
     """Stem -> whether all experts are one tensor."""
-    beside: Mapping[str, Mapping[str, tuple[int, ...]]]
-    """Stem -> what follows it in the names of the other buffers of a quantized parameter -> shape of one expert's."""
-    own: range
-    """Experts whose parameters are here, where each has its own: not those of other ranks."""
+    further_buffers: Mapping[str, Mapping[str, tuple[int, ...]]]
+    """Stem -> suffix of each further buffer of a quantized parameter -> shape of one expert's buffer."""
+    local_experts: range
+    """Experts of this rank. With one parameter per expert, the layer has no others."""
 
 
 EXTRA_STATE = "_extra_state"
-"""Name of what TransformerEngine keeps beside the parameters of a module; nothing in it is needed here."""
+"""Name of TransformerEngine's extra state of a module, which is not needed here."""
 
 
-def remapped(state: Mapping[str, Any], prefix: str, layer: Layer) -> dict[str, Any]:
+def remap(state: Mapping[str, Any], prefix: str, layer: Layer) -> dict[str, Any]:
     """Return a state dict whose entries have the names and the form (one stack, or N) of a layer's parameters.
 
     Args:
-        state: any state dict; it is left as it is.
-        prefix: what stands before the layer's names.
-        layer: what it needs.
+        state: any state dict; it is not changed.
+        prefix: prefix of the layer's names.
+        layer: names and shapes that the layer needs.
 
     Returns:
-        A new dict. Tensors that are rearranged have memory of their own; the others are the same objects.
+        A new dict. Rearranged tensors have their own memory; the others are the same objects.
 
     Raises:
         Refused: see `transaxle.axes.translation.grouped.Arranged`; UNEQUAL_COPIES for two forms of one parameter
@@ -193,17 +190,17 @@ def remapped(state: Mapping[str, Any], prefix: str, layer: Layer) -> dict[str, A
     }
     changing = stems(shapes, prefix, layer)
     sources = {name: entries.pop(name) for stem in changing for name in stem.sources}
-    entries |= move(regrouped(changing, described(sources)), sources)
+    entries |= move(regrouped(changing, describe(sources)), sources)
     return {name: value for name, value in entries.items() if not _elsewhere(name, prefix, layer)}
 
 
 def stems(shapes: Mapping[str, Shape], prefix: str, layer: Layer) -> tuple[Stem, ...]:
-    """Return which of a layer's parameters are there in another form than its own, or in both.
+    """Return the layer's parameters that a state dict has in another form than the layer, or in both forms.
 
     Args:
-        shapes: what is there.
-        prefix: what stands before the layer's names.
-        layer: what it needs.
+        shapes: shapes of the tensors in the state dict.
+        prefix: prefix of the layer's names.
+        layer: names and shapes that the layer needs.
 
     Raises:
         Refused: see `transaxle.axes.translation.grouped.Arranged`.
@@ -213,17 +210,17 @@ def stems(shapes: Mapping[str, Shape], prefix: str, layer: Layer) -> tuple[Stem,
 
 def _groups(prefix: str, layer: Layer) -> list[ExpertSet]:
     return [
-        ExpertSet(f"{prefix}{stem}", rest, layer.count, shape, layer.single[stem], own=layer.own)
-        for stem, own in layer.shapes.items()
-        for rest, shape in {"": own, **layer.beside.get(stem, {})}.items()
+        ExpertSet(f"{prefix}{stem}", suffix, layer.count, shape, layer.single[stem], own=layer.local_experts)
+        for stem, weight_shape in layer.shapes.items()
+        for suffix, shape in {"": weight_shape, **layer.further_buffers.get(stem, {})}.items()
     ]
 
 
 def _unwrap(state: dict[str, Any], prefix: str, layer: Layer) -> None:
-    """Put codes and scales in the place of quantized tensors."""
+    """Replace quantized tensors by the entries for their codes and scales."""
     for name in [name for name, value in state.items() if is_quantized(value) and _is_own(name, prefix, layer)]:
         parameter = state.pop(name)
-        state |= {f"{name}{rest}": entry for rest, entry in entries(parameter).items()}
+        state |= {f"{name}{suffix}": entry for suffix, entry in entries(parameter).items()}
 
 
 def _is_own(name: str, prefix: str, layer: Layer) -> bool:
@@ -233,12 +230,12 @@ def _is_own(name: str, prefix: str, layer: Layer) -> bool:
 
 
 def _elsewhere(name: str, prefix: str, layer: Layer) -> bool:
-    """Tell whether a name is that of an expert whose parameters another rank has."""
+    """Tell whether a name is that of an expert on another rank."""
     split = numbered(name)
     if split is None or not split.before.startswith(prefix):
         return False
     stem = split.before.removeprefix(prefix)
-    return stem in layer.shapes and not layer.single[stem] and split.number not in layer.own
+    return stem in layer.shapes and not layer.single[stem] and split.number not in layer.local_experts
 
 
 def refuse_codes(state: Mapping[str, Any], prefix: str, parameters: Mapping[str, torch.Tensor | None]) -> None:
@@ -246,8 +243,8 @@ def refuse_codes(state: Mapping[str, Any], prefix: str, parameters: Mapping[str,
 
     Args:
         state: a state dict.
-        prefix: what stands before the parameters' names in it.
-        parameters: of a module, by name.
+        prefix: prefix of the parameters' names in the state dict.
+        parameters: parameters of a module, by name.
 
     Raises:
         Refused: DTYPE_MISMATCH.
@@ -268,9 +265,9 @@ def refuse_codes(state: Mapping[str, Any], prefix: str, parameters: Mapping[str,
 
 
 def apart(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return copies of those tensors that share memory with another one, or with themselves (`expand`).
+    """Return copies of the tensors that share memory with another one, or with themselves (`expand`).
 
-    Taken as they are (`assign=True`), experts would change together.
+    If they were assigned as they are (`assign=True`), experts would change together.
     """
     spans: list[tuple[int, int, str]] = []
     copied: list[str] = []

@@ -1,22 +1,18 @@
 """The product of rows with the weights of their experts, as one autograd function.
 
-The product of rows with the weights of their experts, and its gradients.
+It is one `grouped_mm` if the path allows it, or a grouped product of codes, otherwise one product per expert; gradients
+of weights are never products of codes. Between forward and backward only the input, the weights themselves (codes if
+they are quantized) and the offsets are saved.
 
-One `grouped_mm` where the path allows it, or a product of codes, else a product per expert; gradients of weights are
-never products of codes. Between forward and backward nothing is kept but the input, the weights themselves (codes where
-they are quantized) and the offsets.
+Properties of torch's grouped product that this module works around: rows after the last offset are not written, strides
+must be multiples of 16 bytes, gradients of stride 0 are refused, and on devices of compute capability 10 the gradient
+of an expert without rows is not written (pytorch #172439).
 
-Facts about torch's grouped product that this is built around: rows past the last offset are not written, strides must
-be multiples of 16 bytes, gradients of stride 0 are refused, and on devices of compute capability 10 the gradient of an
-expert without rows is not written (pytorch #172439).
+**NVFP4 training** quantizes all operands. Each expert's rows are a separate matrix with its own amax, so there is one
+product per expert.
 
-Products of rows with the weights of their experts, all of whose operands are quantized to nvfp4.
-
-Each expert's rows are a matrix of their own, with their own amax; so there is a product for each expert.
-
-The grouped product as one autograd function.
-
-**Delayed gradients of weights**: FSDP2 has sharded the parameters again before they exist, so they are reduced here.
+**Delayed gradients of weights**: by the time they are computed, FSDP2 has sharded the parameters again, so this module
+reduces them itself.
 """
 
 from __future__ import annotations
@@ -35,17 +31,17 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from transaxle.errors import refuse
-from transaxle.nn.grouped_tensor import Splits, stacked, values
+from transaxle.nn.grouped_tensor import Splits, stack_values, values
 from transaxle.nn.kernel_choice import (
     GROUPED,
     PER_EXPERT,
     SCALED,
     Way,
-    back,
-    backwards,
     capability_of,
-    product,
-    together,
+    has_backward_codes,
+    multiply,
+    multiply_transposed,
+    stack_codes,
 )
 from transaxle.quant import NVFP4BlockScaling, QuantizedTensor
 from transaxle.quant.frame import Frame, count_rounding, state_of
@@ -55,23 +51,25 @@ from transaxle.torch_tensors import as_dtensor, place_like, raw_local
 
 
 @dataclass(frozen=True, slots=True)
-class Codes:
-    """How the rows of experts, and their gradients, are quantized."""
+class QuantizedProducts:
+    """Products whose operands are all quantized: how the rows of experts and their gradients become codes."""
 
     recipe: NVFP4BlockScaling
-    """Of the weights."""
+    """Recipe of the weights."""
     counts: tuple[int, ...]
-    """Rows of each expert that are here."""
+    """Number of rows of each expert on this rank."""
     share: Share | None
-    """What each weight is a part of, where tensor parallelism has cut it."""
+    """This rank's share of each weight, if tensor parallelism has cut it."""
     batch: Batch
     """The ranks that have other rows of these experts."""
     firsts: tuple[int, ...]
-    """Number, among all rows of each expert, of the first one here."""
+    """For each expert, the index among all its rows of the first one on this rank."""
     frames: tuple[Frame, ...]
-    """Of the parameters: one for all experts, or one for each. They count, even if hooks put copies into backward."""
+    """Frames of the parameters: one for all experts, or one for each. Their rounding counters are used even if hooks
+    replace the weights for backward.
+    """
     states: torch.Tensor | None = None
-    """In backward: the experts' states of random rounding, int64 [experts, 2]."""
+    """During backward, the experts' rounding states, int64 [experts, 2]."""
 
     def output(
         self, x: torch.Tensor, weight: QuantizedTensor, biases: torch.Tensor | None, features: int
@@ -79,8 +77,8 @@ class Codes:
         """Return [rows, out]: each row times its expert's weight, plus its bias."""
         result = x.new_zeros((x.shape[0], features))
         for expert, rows, products, _ in self._experts():
-            made = products.output(x[rows], weight.frame.member(weight.skip + expert), x.dtype)
-            result[rows] = made if biases is None else made + biases[expert].to(x.dtype)
+            product = products.output(x[rows], weight.frame.member(weight.skip + expert), x.dtype)
+            result[rows] = product if biases is None else product + biases[expert].to(x.dtype)
         return result
 
     def input_gradient(self, grad: torch.Tensor, weight: QuantizedTensor, features: int) -> torch.Tensor:
@@ -99,11 +97,11 @@ class Codes:
             result[expert] = products.weight_gradient(grad[rows], x[rows], state, x.dtype)
         return result
 
-    def backward(self, weights: Sequence[torch.Tensor]) -> Codes:
-        """Return the same with the states of random rounding, and count the call.
+    def backward(self, weights: Sequence[torch.Tensor]) -> QuantizedProducts:
+        """Return a copy with the experts' rounding states, and count the call.
 
         Args:
-            weights: what autograd has kept of the parameters.
+            weights: the parameters as autograd saved them.
 
         Raises:
             Refused: UNSUPPORTED for values in place of codes.
@@ -119,7 +117,7 @@ class Codes:
         return replace(self, states=torch.cat([count_rounding(frame).view(-1, 2) for frame in self.frames]))
 
     def _experts(self) -> Iterator[tuple[int, slice, Products, torch.Tensor | None]]:
-        """Yield each expert that has rows, on this rank or on others, with its rows and its products."""
+        """Yield (expert, rows, products, rounding state) for each expert that has rows, on this rank or on others."""
         common = self.batch.group is not None
         for expert, start, stop in spans_of(self.counts):
             if start < stop or common:
@@ -128,18 +126,20 @@ class Codes:
 
 
 def spans_of(counts: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Return (expert, first row, row after the last) of each expert."""
+    """Return (expert, first row, row after the last) for each expert."""
     ends = list(accumulate(counts))
     return [(expert, end - count, end) for expert, (count, end) in enumerate(zip(counts, ends, strict=True))]
 
 
-def codes_of(weights: Sequence[torch.Tensor], counts: Sequence[int] | None, device: torch.device) -> Codes | None:
-    """Return how rows are quantized for weights; None for those whose recipe says nothing of it.
+def codes_of(
+    weights: Sequence[torch.Tensor], counts: Sequence[int] | None, device: torch.device
+) -> QuantizedProducts | None:
+    """Return how rows are quantized for the weights; None if their recipe does not quantize rows.
 
     Args:
         weights: one parameter for all experts, or one for each.
-        counts: rows of each expert.
-        device: of the rows.
+        counts: number of rows of each expert.
+        device: device of the rows.
     """
     first = weights[0]
     recipe = first.quantizer if isinstance(first, QuantizedTensor) else None
@@ -150,54 +150,54 @@ def codes_of(weights: Sequence[torch.Tensor], counts: Sequence[int] | None, devi
     if share is not None and first.frame.matrix is not None:
         share = share.member
     frames = tuple(weight.frame for weight in weights if isinstance(weight, QuantizedTensor))
-    return Codes(recipe, tuple(counts), share, batch, tuple(batch.first_rows(counts, device)), frames)
+    return QuantizedProducts(recipe, tuple(counts), share, batch, tuple(batch.first_rows(counts, device)), frames)
 
 
 _BYTES = 16
-"""Strides of operands are multiples of this."""
+"""Strides of operands must be multiples of this many bytes."""
 _ROWS = 8
-"""Rows of ones that sum the rows of a group; one is used, the others are there for the alignment."""
+"""Rows of ones that sum the rows of a group; only the first result is used, the others are for alignment."""
 _WRITES_EMPTY = 9
-"""Major compute capability up to which experts without rows get their zeros from the kernel."""
+"""Highest major compute capability at which the kernel writes zeros for experts without rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Operands:
-    """How an input is multiplied."""
+    """Rows, dtypes and method of one grouped product."""
 
     splits: Splits
-    """Rows of each expert."""
+    """The rows of each expert."""
     way: Way
     """One grouped product of values or of codes, or one product per expert."""
     features: tuple[int, int]
-    """Output and input features."""
+    """Number of output and of input features."""
     dtype: torch.dtype
-    """Of the product."""
-    codes: Codes | None = None
-    """How inputs and gradients are quantized, where the weights' recipe says so."""
+    """Dtype of the product."""
+    codes: QuantizedProducts | None = None
+    """How inputs and gradients are quantized; None unless the weights' recipe says so."""
 
 
 def weights_of(parameters: Sequence[torch.Tensor], operands: Operands) -> torch.Tensor:
-    """Return the weights as one plain tensor [experts, out, in] of the product's dtype, copied only where they must be.
+    """Return the weights as one plain tensor [experts, out, in] of the product's dtype, copied only if necessary.
 
-    On the grouped path it is padded to whole steps of 16 bytes along both dims. It is codes on the scaled path,
-    and where inputs are quantized too.
+    For a grouped product both dims are padded to multiples of 16 bytes. For a scaled product, and if inputs are
+    quantized too, the result is codes.
     """
     if (operands.way == SCALED or operands.codes is not None) and operands.splits.offsets.shape[0]:
-        return together(parameters)
-    weights = stacked(parameters, 3, operands.dtype)
-    return weights if operands.way == PER_EXPERT else _aligned(_pad_bytes(weights, 1))
+        return stack_codes(parameters)
+    weights = stack_values(parameters, 3, operands.dtype)
+    return weights if operands.way == PER_EXPERT else _align(_pad(weights, 1))
 
 
-def _pad_bytes(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """Return a tensor with zeros at the end of a dim up to a whole number of steps of 16 bytes."""
-    more = -x.shape[dim] % (_BYTES // x.element_size())
-    return functional.pad(x, (0, 0) * (x.dim() - 1 - dim) + (0, more)) if more else x
+def _pad(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """Pad a dim with zeros to a multiple of 16 bytes."""
+    padding = -x.shape[dim] % (_BYTES // x.element_size())
+    return functional.pad(x, (0, 0) * (x.dim() - 1 - dim) + (0, padding)) if padding else x
 
 
-def _aligned(x: torch.Tensor) -> torch.Tensor:
-    """Return a tensor whose rows are dense and begin at steps of 16 bytes, padded and copied if they are not."""
-    x = _pad_bytes(x, x.dim() - 1)
+def _align(x: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose rows are dense and aligned to 16 bytes, padded and copied only if necessary."""
+    x = _pad(x, x.dim() - 1)
     if torch.compiler.is_compiling():
         return x.contiguous()
     step = _BYTES // x.element_size()
@@ -218,8 +218,10 @@ def _(first: torch.Tensor, second: torch.Tensor, offsets: torch.Tensor) -> torch
     return first.new_empty((*experts, first.shape[0], second.shape[-1]))
 
 
-def _grouped_mm(first: torch.Tensor, second: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Return torch's grouped product; traced, or of fake tensors, torch knows of no type but bfloat16."""
+def _multiply_groups(first: torch.Tensor, second: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Call torch's grouped product. When traced or for fake tensors, torch accepts only bfloat16; other dtypes use an
+    opaque operation.
+    """
     if first.dtype != torch.bfloat16 and (torch.compiler.is_compiling() or type(first) is not torch.Tensor):
         result: torch.Tensor = _opaque(first, second, offsets)
         return result
@@ -227,13 +229,13 @@ def _grouped_mm(first: torch.Tensor, second: torch.Tensor, offsets: torch.Tensor
 
 
 def forward(x: torch.Tensor, weight: torch.Tensor, biases: torch.Tensor | None, operands: Operands) -> torch.Tensor:
-    """Return [rows, out]: each row times its expert's weight, plus its bias; zeros past the last expert's rows.
+    """Return [rows, out]: each row times its expert's weight, plus its bias; zeros after the last expert's rows.
 
     Args:
         x: [rows, in].
         weight: see `weights_of`.
         biases: [experts, out], or None.
-        operands: how they are multiplied.
+        operands: rows, dtypes and method of the product.
     """
     splits, (out, _) = operands.splits, operands.features
     if operands.codes is not None and isinstance(weight, QuantizedTensor) and weight.numel():
@@ -241,28 +243,30 @@ def forward(x: torch.Tensor, weight: torch.Tensor, biases: torch.Tensor | None, 
     if not x.shape[0] or not out or not len(splits.offsets):
         return x.new_zeros((x.shape[0], out))
     if operands.way == PER_EXPERT:
-        return _each(x, weight, biases, operands)
+        return _multiply_each(x, weight, biases, operands)
     if isinstance(weight, QuantizedTensor):
-        result = product(x, weight, splits.offsets)
+        result = multiply(x, weight, splits.offsets)
     else:
-        result = _grouped_mm(_aligned(x), weight.transpose(1, 2), splits.offsets)
+        result = _multiply_groups(_align(x), weight.transpose(1, 2), splits.offsets)
     if out != result.shape[1]:
         result = result[:, :out].contiguous()
     if biases is None:
-        return _ended(result, splits)
+        return _zero_tail(result, splits)
     experts = splits.experts()
     if splits.complete:
         return result.add_(biases.index_select(0, experts))
-    result.add_(biases.index_select(0, experts.clamp(max=len(biases) - 1)))  # rows past the end lose it again
+    result.add_(biases.index_select(0, experts.clamp(max=len(biases) - 1)))  # rows after the last are zeroed below
     return result.masked_fill_((experts == len(biases)).unsqueeze(1), 0)
 
 
-def _ended(result: torch.Tensor, splits: Splits) -> torch.Tensor:
-    """Put zeros into rows past the last expert's, and return them all."""
+def _zero_tail(result: torch.Tensor, splits: Splits) -> torch.Tensor:
+    """Zero the rows after the last expert's, in place; return all rows."""
     return result if splits.complete else result.masked_fill_(splits.past(), 0)
 
 
-def _each(x: torch.Tensor, weight: torch.Tensor, biases: torch.Tensor | None, operands: Operands) -> torch.Tensor:
+def _multiply_each(
+    x: torch.Tensor, weight: torch.Tensor, biases: torch.Tensor | None, operands: Operands
+) -> torch.Tensor:
     result = x.new_zeros((x.shape[0], operands.features[0]))
     for expert, start, stop in spans(operands.splits):
         bias = None if biases is None else biases[expert].to(x.dtype)
@@ -271,13 +275,13 @@ def _each(x: torch.Tensor, weight: torch.Tensor, biases: torch.Tensor | None, op
 
 
 def spans(splits: Splits) -> list[tuple[int, int, int]]:
-    """Return (expert, first row, row after the last) of each expert that has rows."""
+    """Return (expert, first row, row after the last) for each expert that has rows."""
     assert splits.counts is not None
     return [span for span in spans_of(splits.counts) if span[1] < span[2]]
 
 
 def input_gradient(grad: torch.Tensor, weight: torch.Tensor, operands: Operands) -> torch.Tensor:
-    """Return the gradient of the input [rows, in]; zeros past the last expert's rows."""
+    """Return the gradient of the input [rows, in]; zeros after the last expert's rows."""
     splits, (out, features) = operands.splits, operands.features
     if operands.codes is not None and isinstance(weight, QuantizedTensor) and weight.numel():
         return operands.codes.input_gradient(grad, weight, features)
@@ -288,17 +292,17 @@ def input_gradient(grad: torch.Tensor, weight: torch.Tensor, operands: Operands)
         for expert, start, stop in spans(splits):
             gradient[start:stop] = grad[start:stop] @ weight[expert]
         return gradient
-    if isinstance(weight, QuantizedTensor) and backwards(weight):
-        gradient = back(grad, weight, splits.offsets)
+    if isinstance(weight, QuantizedTensor) and has_backward_codes(weight):
+        gradient = multiply_transposed(grad, weight, splits.offsets)
     else:
         if isinstance(weight, QuantizedTensor):
-            weight = _aligned(values(weight, operands.dtype))
-        gradient = _grouped_mm(_aligned(grad), weight, splits.offsets)
-    return _ended(gradient if gradient.shape[1] == features else gradient[:, :features].contiguous(), splits)
+            weight = _align(values(weight, operands.dtype))
+        gradient = _multiply_groups(_align(grad), weight, splits.offsets)
+    return _zero_tail(gradient if gradient.shape[1] == features else gradient[:, :features].contiguous(), splits)
 
 
 def weight_gradient(grad: torch.Tensor, x: torch.Tensor, operands: Operands) -> torch.Tensor:
-    """Return the gradient of the weights [experts, out, in], zeros for experts without rows."""
+    """Return the gradient of the weights [experts, out, in]; zeros for experts without rows."""
     splits, (out, features) = operands.splits, operands.features
     experts = splits.offsets.shape[0]
     if operands.codes is not None and out and features and experts:
@@ -310,7 +314,7 @@ def weight_gradient(grad: torch.Tensor, x: torch.Tensor, operands: Operands) -> 
         for expert, start, stop in spans(splits):
             gradient[expert] = grad[start:stop].t() @ x[start:stop]
         return gradient
-    gradient = _grouped_mm(_aligned(grad).t(), _aligned(x), splits.offsets)
+    gradient = _multiply_groups(_align(grad).t(), _align(x), splits.offsets)
     if x.device.type == "cuda" and capability_of(x.device.index)[0] > _WRITES_EMPTY:
         gradient.masked_fill_(splits.empty(), 0)
     return gradient[:, :out, :features].contiguous()
@@ -319,7 +323,7 @@ def weight_gradient(grad: torch.Tensor, x: torch.Tensor, operands: Operands) -> 
 def bias_gradient(grad: torch.Tensor, operands: Operands) -> torch.Tensor:
     """Return the gradient of the biases [experts, out]: the sum of each expert's rows.
 
-    As a product with ones: the sums are taken in float32, in an order that does not change from run to run.
+    It is computed as a product with ones, which sums in float32 and in an order that does not change from run to run.
     """
     splits, out = operands.splits, operands.features[0]
     experts = splits.offsets.shape[0]
@@ -331,7 +335,7 @@ def bias_gradient(grad: torch.Tensor, operands: Operands) -> torch.Tensor:
             gradient[expert] = grad[start:stop].sum(0)
         return gradient
     ones = torch.ones((grad.shape[0], _ROWS), dtype=grad.dtype, device=grad.device)
-    gradient = _grouped_mm(ones.t(), _aligned(grad), splits.offsets)[:, 0, :out]
+    gradient = _multiply_groups(ones.t(), _align(grad), splits.offsets)[:, 0, :out]
     if grad.device.type == "cuda" and capability_of(grad.device.index)[0] > _WRITES_EMPTY:
         return gradient.masked_fill(splits.empty().view(-1, 1), 0)
     return gradient.contiguous()
@@ -340,34 +344,34 @@ def bias_gradient(grad: torch.Tensor, operands: Operands) -> torch.Tensor:
 class Sink(Protocol):
     """Receives gradients of weights that do not go to `.grad` at once: delayed ones, and those for `main_grad`."""
 
-    def take(self, pending: Pending) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Accept gradients; return those of weights and biases that autograd should still get."""
+    def take(self, pending: PendingGradients) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Accept gradients; return those of weights and biases that autograd must still receive."""
 
 
 @dataclass(frozen=True, slots=True)
-class Pending:
+class PendingGradients:
     """The tensors from which delayed gradients of weights and biases are computed."""
 
     grad: torch.Tensor
-    """Of the output, [rows, out]."""
+    """Gradient of the output, [rows, out]."""
     x: torch.Tensor
     """The input, [rows, in]."""
     operands: Operands
-    """The rest of what was multiplied."""
-    wanted: tuple[bool, bool]
+    """Rows, dtypes and method of the product."""
+    trained: tuple[bool, bool]
     """Whether weights, and whether biases, are trained."""
 
     def versions(self) -> tuple[int, ...]:
-        """Return version numbers, which change when one of the tensors is changed in place."""
+        """Return the tensors' version numbers, which change if one of them is changed in place."""
         return tuple(0 if tensor.is_inference() else tensor._version for tensor in (self.grad, self.x))
 
     def weight(self) -> torch.Tensor | None:
-        """Return the gradient of the weights [experts, out, in]."""
-        return weight_gradient(self.grad, self.x, self.operands) if self.wanted[0] else None
+        """Return the gradient of the weights [experts, out, in]; None if they are not trained."""
+        return weight_gradient(self.grad, self.x, self.operands) if self.trained[0] else None
 
     def bias(self) -> torch.Tensor | None:
-        """Return the gradient of the biases [experts, out]."""
-        return bias_gradient(self.grad, self.operands) if self.wanted[1] else None
+        """Return the gradient of the biases [experts, out]; None if they are not trained."""
+        return bias_gradient(self.grad, self.operands) if self.trained[1] else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,21 +379,21 @@ class Setting:
     """The settings of one call."""
 
     way: Way
-    """How it multiplies."""
+    """One grouped product of values or of codes, or one product per expert."""
     features: tuple[int, int]
-    """Output and input features."""
+    """Number of output and of input features."""
     dtype: torch.dtype
-    """Of the product."""
+    """Dtype of the product."""
     counts: tuple[int, ...] | None
-    """Rows of each expert, where the host knows them."""
+    """Number of rows of each expert; None if only the device knows."""
     weights: int
-    """Parameters that are weights: one, or one per expert; those after them are biases."""
+    """Number of parameters that are weights: one, or one per expert; the parameters after them are biases."""
     original: bool = False
-    """Whether the input is kept as it was given, not as it is multiplied."""
+    """Whether to save the input as given, not as it is multiplied."""
     sink: Sink | None = None
-    """What takes gradients of weights; None: autograd."""
-    codes: Codes | None = None
-    """How inputs and gradients are quantized, where the weights' recipe says so."""
+    """Receiver of the gradients of weights; None: autograd."""
+    codes: QuantizedProducts | None = None
+    """How inputs and gradients are quantized; None unless the weights' recipe says so."""
 
 
 class Product(torch.autograd.Function):
@@ -408,15 +412,15 @@ class Product(torch.autograd.Function):
         """Return [rows, out].
 
         Args:
-            ctx: of autograd.
+            ctx: context of autograd.
             inp: [rows, in]; may be quantized.
             offsets: see `Splits.offsets`.
-            cached: the weights as `weights_of` gave them before; None: made here.
-            dgrad_out: where the gradient of the input goes, if it is given.
+            cached: an earlier result of `weights_of`; None: call it.
+            dgrad_out: buffer for the gradient of the input; None: allocate it.
             setting: the settings of the call.
             *parameters: weights, then biases.
         """
-        result, x = _multiplied(inp, offsets, cached, setting, parameters)
+        result, x = _multiply(inp, offsets, cached, setting, parameters)
         ctx.setting, ctx.dgrad_out, ctx.has_cached = setting, dgrad_out, cached is not None
         ctx.save_for_backward(
             inp if setting.original else x, offsets, *(() if cached is None else (cached,)), *parameters
@@ -428,34 +432,38 @@ class Product(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         """Return the gradients of the input and of all parameters."""
         setting: Setting = ctx.setting
-        inp, offsets, *rest = ctx.saved_tensors
-        cached = rest.pop(0) if ctx.has_cached else None
-        weights = rest[: setting.weights]
+        inp, offsets, *parameters = ctx.saved_tensors
+        cached = parameters.pop(0) if ctx.has_cached else None
+        weights = parameters[: setting.weights]
         x = values(inp, setting.dtype)
         operands = _operands(setting, offsets, x.shape[0])
         if cached is None and setting.way == SCALED and not isinstance(weights[0], QuantizedTensor):
-            operands = replace(operands, way=GROUPED)  # values, where a hook like `save_on_cpu` has copied the codes
+            operands = replace(operands, way=GROUPED)  # a hook like `save_on_cpu` replaced the codes by values
         if setting.codes is not None:
             operands = replace(operands, codes=setting.codes.backward(weights))
         grad = grads[0].to(setting.dtype).contiguous()
         needed = ctx.needs_input_grad
-        first = None
+        input_grad = None
         if needed[0]:
-            first = input_gradient(grad, weights_of(weights, operands) if cached is None else cached, operands)
-        start = len(needed) - len(rest)
-        wanted = any(needed[start : start + setting.weights]), any(needed[start + setting.weights :])
-        pending = Pending(grad, x, operands, wanted)
+            input_grad = input_gradient(grad, weights_of(weights, operands) if cached is None else cached, operands)
+        start = len(needed) - len(parameters)
+        trained = any(needed[start : start + setting.weights]), any(needed[start + setting.weights :])
+        pending = PendingGradients(grad, x, operands, trained)
         of_weights, of_biases = (
             (pending.weight(), pending.bias()) if setting.sink is None else setting.sink.take(pending)
         )
-        if first is not None and ctx.dgrad_out is not None:
-            first = ctx.dgrad_out.copy_(first)  # last: it may lie where the input or the gradient of the output does
-        gradients = (*_shared(of_weights, weights), *_shared(of_biases, rest[setting.weights :]))
-        kept = (gradient if need else None for gradient, need in zip(gradients, needed[start:], strict=True))
-        return (first, *(None,) * (start - 1), *kept)
+        if input_grad is not None and ctx.dgrad_out is not None:
+            input_grad = ctx.dgrad_out.copy_(
+                input_grad
+            )  # last: it may share memory with the input or the output's gradient
+        gradients = (*_split_gradient(of_weights, weights), *_split_gradient(of_biases, parameters[setting.weights :]))
+        needed_gradients = (
+            gradient if need else None for gradient, need in zip(gradients, needed[start:], strict=True)
+        )
+        return (input_grad, *(None,) * (start - 1), *needed_gradients)
 
 
-def grouped_product(
+def apply_product(
     inp: torch.Tensor,
     offsets: torch.Tensor,
     cached: torch.Tensor | None,
@@ -464,26 +472,26 @@ def grouped_product(
     weights: Sequence[torch.Tensor],
     biases: Sequence[torch.Tensor],
 ) -> torch.Tensor:
-    """Return [rows, out]; see `Product.forward`. Where no gradients are wanted, autograd records nothing.
+    """Return [rows, out]; see `Product.forward`. If no gradients are needed, autograd is bypassed.
 
     Args:
-        inp: see there, as what follows.
-        offsets: see there.
-        cached: see there.
-        dgrad_out: see there.
-        setting: see there.
+        inp: see `Product.forward`.
+        offsets: see `Product.forward`.
+        cached: see `Product.forward`.
+        dgrad_out: see `Product.forward`.
+        setting: see `Product.forward`.
         weights: one parameter for all experts, or one for each.
-        biases: likewise, or none. They are small: a copy of them costs less than telling autograd of each.
+        biases: likewise, or none. They are small, so stacking them costs less than passing each one to autograd.
     """
     stacked_biases = torch.stack(list(biases)) if len(biases) > 1 else None
     parameters = (*weights, *(biases if stacked_biases is None else (stacked_biases,)))
     if torch.is_grad_enabled():
         result: torch.Tensor = Product.apply(inp, offsets, cached, dgrad_out, setting, *parameters)  # type: ignore[no-untyped-call]
         return result
-    return _multiplied(inp, offsets, cached, setting, parameters)[0]
+    return _multiply(inp, offsets, cached, setting, parameters)[0]
 
 
-def _multiplied(
+def _multiply(
     inp: torch.Tensor,
     offsets: torch.Tensor,
     cached: torch.Tensor | None,
@@ -495,7 +503,7 @@ def _multiplied(
     operands = _operands(setting, offsets, x.shape[0])
     weights, biases = parameters[: setting.weights], parameters[setting.weights :]
     weight = weights_of(weights, operands) if cached is None else cached
-    bias = stacked(biases, 2, setting.dtype) if biases else None
+    bias = stack_values(biases, 2, setting.dtype) if biases else None
     return forward(x, weight, bias, operands), x
 
 
@@ -504,8 +512,8 @@ def _operands(setting: Setting, offsets: torch.Tensor, rows: int) -> Operands:
     return Operands(splits, setting.way, setting.features, setting.dtype, setting.codes)
 
 
-def _shared(grad: torch.Tensor | None, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-    """Return the gradient of each parameter: all of it, or its expert's part."""
+def _split_gradient(grad: torch.Tensor | None, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    """Split a gradient over its parameters: all of it for one parameter, or each expert's part."""
     if grad is None or not parameters:
         return [None] * len(parameters)
     if parameters[0].dim() == grad.dim():
@@ -514,7 +522,7 @@ def _shared(grad: torch.Tensor | None, parameters: Sequence[torch.Tensor]) -> li
 
 
 _IGNORED = "_ddp_ignored"
-"""Attribute of parameters that DistributedDataParallel was told to ignore."""
+"""Attribute of parameters that DistributedDataParallel ignores."""
 
 
 def refuse_data_parallel(parameters: Iterable[torch.Tensor]) -> None:
@@ -536,20 +544,20 @@ def refuse_data_parallel(parameters: Iterable[torch.Tensor]) -> None:
 
 
 def mesh_of(parameter: torch.Tensor) -> DeviceMesh | None:
-    """Return the mesh of a parameter; None of one that is not distributed."""
+    """Return the mesh of a parameter; None if it is not a DTensor."""
     return parameter.device_mesh if isinstance(parameter, DTensor) else None
 
 
-def placed(grad: torch.Tensor, parameter: torch.Tensor, before: DeviceMesh | None) -> torch.Tensor:
-    """Return a gradient with the placements that its parameter has now; collective if it was sharded since.
+def place_gradient(grad: torch.Tensor, parameter: torch.Tensor, before: DeviceMesh | None) -> torch.Tensor:
+    """Give a gradient the present placements of its parameter; collective if the parameter was sharded in between.
 
-    It becomes the mean over the mesh dims that the parameter did not have when it was multiplied. Those are FSDP2's,
-    on which each rank computed the gradient from its own rows only.
+    The result is the mean over the mesh dims that the parameter did not have during the product. These are FSDP2's,
+    whose ranks each computed the gradient from their own rows only.
 
     Args:
-        grad: of all that this rank multiplied; of the parameter's dtype.
-        parameter: what it is for.
-        before: mesh of the parameter when it was multiplied.
+        grad: gradient of everything that this rank multiplied, in the parameter's dtype.
+        parameter: the parameter.
+        before: mesh of the parameter during the product.
     """
     if not isinstance(parameter, DTensor):
         return grad
@@ -560,18 +568,20 @@ def placed(grad: torch.Tensor, parameter: torch.Tensor, before: DeviceMesh | Non
 def _mean(grad: torch.Tensor, parameter: DTensor, before: DeviceMesh | None) -> torch.Tensor:
     mesh = parameter.device_mesh
     names = mesh.mesh_dim_names or ()
-    kept = () if before is None else before.mesh_dim_names or ()
+    old_names = () if before is None else before.mesh_dim_names or ()
     if before is not None and (before == mesh or not names):
         return grad
-    added = [dim for dim in range(mesh.ndim) if before is None or names[dim] not in kept]
+    added = [dim for dim in range(mesh.ndim) if before is None or names[dim] not in old_names]
     if not added:
         return grad
     over = mesh if len(added) == mesh.ndim else mesh[tuple(names[dim] for dim in added)]
-    wanted = [_within(parameter.placements[dim]) for dim in added]
+    placements = [_within(parameter.placements[dim]) for dim in added]
     summed = as_dtensor(grad, over, [Partial()] * over.ndim, grad.shape, grad.stride())
-    return summed.redistribute(placements=wanted).to_local() / over.size()
+    return summed.redistribute(placements=placements).to_local() / over.size()
 
 
 def _within(placement: Placement) -> Placement:
-    """Return how a mesh dim cuts what the others have left: FSDP2 cuts after expert and tensor parallelism."""
+    """Return the placement on a mesh dim, relative to the other dims: FSDP2 cuts after expert and tensor
+    parallelism.
+    """
     return Shard(placement.dim) if isinstance(placement, Shard | _StridedShard) else Replicate()

@@ -1,16 +1,14 @@
 """`GroupedLinear`: N linear layers of one size, each for its own rows of the input.
 
-Names and meaning of arguments are TransformerEngine's. No environment variable changes anything.
+Names and meaning of the arguments are those of TransformerEngine. No environment variable changes anything.
 
-Parameters of a grouped layer: one for all experts or one for each, of all experts or of this rank's.
+`GroupedParameters` has the parameters of such a layer, one for all experts or one for each: how they are initialized,
+divided over ranks and loaded. `GroupedLinear` computes with them.
 
-How they are initialized, shared out over ranks and loaded; `grouped_linear` computes with them.
-
-Initial values of some of the experts, equal to those of the whole layer with the same seed.
-
-A generator gives its numbers in order, so the values of expert 3 come after those of the three experts before it.
-Every rank therefore draws every expert and keeps only its own. Afterwards all generators are in the state that a whole
-layer would leave, so that later draws agree too.
+**Initial values** of a rank's experts equal those of the whole layer with the same seed. A random generator yields its
+numbers in order, so the values of expert 3 come after those of the three experts before it. Every rank therefore draws
+every expert and keeps only its own. Afterwards all generators are in the same state as after initializing a whole
+layer, so that later draws agree too.
 """
 
 from __future__ import annotations
@@ -28,15 +26,15 @@ from torch.distributed.tensor import DTensor, Shard
 from transaxle.arguments import DType
 from transaxle.axes.geometry import Intervals, torch_chunk
 from transaxle.errors import Refusal, Where, gathered, refuse
-from transaxle.nn.expert_relayout import BIAS, WEIGHT, Layer, apart, refuse_codes, remapped
+from transaxle.nn.expert_relayout import BIAS, WEIGHT, Layer, apart, refuse_codes, remap
 from transaxle.nn.grouped_gemm import (
     Operands,
-    Pending,
+    PendingGradients,
     Setting,
+    apply_product,
     codes_of,
-    grouped_product,
     mesh_of,
-    placed,
+    place_gradient,
     refuse_data_parallel,
     weights_of,
 )
@@ -57,72 +55,72 @@ from transaxle.torch_tensors import (
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class ExpertMemory:
     """Memory for this rank's values of some experts."""
 
     values: torch.Tensor
-    """[experts, rows, columns] of this rank."""
-    held: tuple[Intervals, ...]
+    """[experts, rows, columns] on this rank."""
+    positions: tuple[Intervals, ...]
     """For each dim, their positions in the stack of all experts."""
 
 
-def fill(rooms: Sequence[Room], count: int, draw: Callable[[], torch.Tensor]) -> None:
-    """Give experts their initial values.
+def fill(destinations: Sequence[ExpertMemory], count: int, draw: Callable[[], torch.Tensor]) -> None:
+    """Set the initial values of experts.
 
     Args:
-        rooms: the memory of this rank.
-        count: all experts, here and elsewhere.
+        destinations: memory of this rank's experts.
+        count: number of experts on all ranks.
         draw: makes the values [rows, columns] of the next expert.
     """
-    places: dict[int, list[tuple[torch.Tensor, tuple[Intervals, ...]]]] = {}
-    for room in rooms:
-        experts, *rest = room.held
+    rows_by_expert: dict[int, list[tuple[torch.Tensor, tuple[Intervals, ...]]]] = {}
+    for destination in destinations:
+        experts, *positions_in_matrix = destination.positions
         numbers = (number for start, stop in experts for number in range(start, stop))
-        for number, values in zip(numbers, room.values, strict=True):
-            places.setdefault(number, []).append((values, tuple(rest)))
+        for number, values in zip(numbers, destination.values, strict=True):
+            rows_by_expert.setdefault(number, []).append((values, tuple(positions_in_matrix)))
     for number in range(count):
         drawn = draw()
-        for values, positions in places.get(number, ()):
+        for values, positions in rows_by_expert.get(number, ()):
             values.copy_(take(drawn, positions))
 
 
 _STD = 0.023
-"""Standard deviation of initial weights, TransformerEngine's."""
+"""Standard deviation of initial weights, as in TransformerEngine."""
 _FSDP_MANAGED = "_is_fsdp_managed_module"
-"""Attribute by which torch marks the modules whose parameters `fully_shard` has taken over."""
+"""Attribute with which torch marks modules whose parameters `fully_shard` manages."""
 
 Init = Callable[[torch.Tensor], object]
-"""Gives a weight [out, in] its initial values."""
+"""Fills a weight [out, in] with initial values, in place."""
 
 
 class GroupedParameters(QuantizedEntries):
     """Weights and biases of N linear layers of one size: the experts."""
 
     num_gemms: int
-    """N, on all ranks together."""
+    """Number of experts N, on all ranks together."""
     in_features: int
-    """Size of a row, of this rank's part where tensor parallelism cuts it."""
+    """Size of an input row; if tensor parallelism cuts it, of this rank's part."""
     out_features: int
-    """Size of a row of the output; of this rank's part, where tensor parallelism cuts it."""
+    """Size of an output row; if tensor parallelism cuts it, of this rank's part."""
     use_bias: bool
     """Whether there are biases."""
     init_method: Init | None
-    """Gives each weight its values; None: normal, 0.023."""
+    """Fills each weight with initial values; None: normal with standard deviation 0.023."""
     experts: range
-    """Numbers of the experts that this rank has."""
+    """Numbers of this rank's experts."""
     ep: DeviceMesh | None
-    """The ranks that share out the experts; None: each has all."""
+    """Mesh over whose ranks the experts are divided; None: each rank has all."""
 
     def _make(
         self, single_weight: bool, single_bias: bool, dtype: torch.dtype, device: torch.device | str | None
     ) -> None:
-        """Make the parameters, without values.
+        """Make the parameters, uninitialized.
 
         Args:
-            single_weight: one for all weights.
-            single_bias: one for all biases.
-            dtype: of the parameters.
-            device: of the parameters.
+            single_weight: one parameter for all weights.
+            single_bias: one parameter for all biases.
+            dtype: dtype of the parameters.
+            device: device of the parameters.
         """
         self.single_grouped_weight, self.single_grouped_bias = single_weight, single_bias
         self.experts, self.ep = range(self.num_gemms), None
@@ -136,7 +134,7 @@ class GroupedParameters(QuantizedEntries):
                 self.register_parameter(name, nn.Parameter(part))
 
     def _names_of(self, stem: str) -> tuple[str, ...]:
-        """Return what the parameters of a stem are called: one, or one for each expert of this rank."""
+        """Return the names of a stem's parameters: one, or one for each expert of this rank."""
         return (stem,) if self._single[stem] else tuple(f"{stem}{expert}" for expert in self.experts)
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
@@ -145,17 +143,19 @@ class GroupedParameters(QuantizedEntries):
         return {**weight, BIAS: (self.out_features,)} if self.use_bias else {**weight}
 
     def layer(self) -> Layer:
-        """Return what a state dict has to hold for this layer."""
-        shapes, beside = self._shapes(), dict[str, dict[str, tuple[int, ...]]]()
+        """Return names and shapes that a state dict for this layer must have."""
+        shapes, further_buffers = self._shapes(), dict[str, dict[str, tuple[int, ...]]]()
         for stem in shapes:
-            quantized = next((weight for _, weight in self._named(stem) if is_quantized(weight)), None)
+            quantized = next((weight for _, weight in self._parameters_of(stem) if is_quantized(weight)), None)
             layout = {} if quantized is None else layout_of(quantized)
             first = 1 if self._single[stem] else 0
-            beside[stem] = {suffix: shape[first:] for suffix, (_, shape) in layout.items() if suffix}
-        return Layer(self.num_gemms, shapes, {stem: self._single[stem] for stem in shapes}, beside, self.experts)
+            further_buffers[stem] = {suffix: shape[first:] for suffix, (_, shape) in layout.items() if suffix}
+        return Layer(
+            self.num_gemms, shapes, {stem: self._single[stem] for stem in shapes}, further_buffers, self.experts
+        )
 
     def quantizable(self) -> Sequence[str]:
-        """Return the names of the weights: see `Quantizable` of `transaxle.quant.quantized_modules`."""
+        """Return the names of the weights; see `Quantizable` in `transaxle.quant.quantized_modules`."""
         return self._names[WEIGHT]
 
     def divide(self, mesh: DeviceMesh) -> Self:
@@ -184,23 +184,23 @@ class GroupedParameters(QuantizedEntries):
         start, stop = torch_chunk(self.num_gemms, mesh.size(), mesh.get_local_rank())
         self.experts, self.ep = range(start, stop), mesh
         for stem in self._shapes():
-            before = self._own(stem)
+            before = self._local_parameters(stem)
             if self._single[stem]:
-                parts = [_divided(before[0], mesh, self.experts)]
+                parts = [_divide_stack(before[0], mesh, self.experts)]
             else:
                 parts = list(torch.stack(before[start:stop])) if self.experts else []
-            named = dict(self._named(stem))
+            by_name = dict(self._parameters_of(stem))
             for name in self._names[stem]:
                 del self._parameters[name]
             self._names[stem] = self._names_of(stem)
             for name, part in zip(self._names[stem], parts, strict=True):
-                self.register_parameter(name, nn.Parameter(part.detach(), named[name].requires_grad))
+                self.register_parameter(name, nn.Parameter(part.detach(), by_name[name].requires_grad))
         return self
 
     def refuse_idle_ranks(self) -> None:
-        """Refuse, on every rank, to train one parameter of all experts under FSDP2 where a rank has none of them.
+        """Refuse, on every rank, to train a stacked parameter under FSDP2 if a rank has none of its experts.
 
-        That rank has an empty gradient, with which torch's reduce-scatter fails, while the other ranks wait for it.
+        That rank has an empty gradient, for which torch's reduce-scatter fails, while the other ranks wait for it.
 
         Raises:
             Refused: UNSUPPORTED.
@@ -210,7 +210,9 @@ class GroupedParameters(QuantizedEntries):
         size = self.ep.size()
         chunks = [torch_chunk(self.num_gemms, size, rank) for rank in range(size)]
         idle = [rank for rank, (start, stop) in enumerate(chunks) if start == stop]
-        stacks = [parameter for stem in self._shapes() if self._single[stem] for _, parameter in self._named(stem)]
+        stacks = [
+            parameter for stem in self._shapes() if self._single[stem] for _, parameter in self._parameters_of(stem)
+        ]
         if idle and any(stack.requires_grad for stack in stacks):
             few = f"{self.num_gemms} experts over {size} ranks leave {', '.join(map(str, idle))} without any"
             message = f"{few}: fully_shard cannot reduce the gradient of a parameter that is empty there"
@@ -219,32 +221,32 @@ class GroupedParameters(QuantizedEntries):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Give weights their initial values, and biases zeros.
+        """Initialize weights, and set biases to zero.
 
         Sharded or divided weights get the values that the whole layer would get from the same seed: each rank draws
         every expert and keeps its part. For quantized weights all ranks must call it.
         """
-        weights = self._own(WEIGHT)
+        weights = self._local_parameters(WEIGHT)
         if not any(weight.is_meta for weight in weights) and (weights or self.ep is not None):
             self._draw(weights)
-        for bias in self._own(BIAS):
+        for bias in self._local_parameters(BIAS):
             if not bias.is_meta:
                 bias.zero_()
 
     def _draw(self, weights: Sequence[torch.Tensor]) -> None:
-        """Draw the weights of all experts, and put into those of this rank what they hold of it."""
-        rooms: list[Room] = []
+        """Draw the weights of all experts, and copy this rank's parts into its weights."""
+        destinations: list[ExpertMemory] = []
         codes: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for place, ((name, parameter), weight) in enumerate(zip(self._named(WEIGHT), weights, strict=True)):
+        for index, ((name, parameter), weight) in enumerate(zip(self._parameters_of(WEIGHT), weights, strict=True)):
             values: torch.Tensor = weight.detach()
             if is_quantized(weight):
                 values = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
                 codes.append((parameter, values))
-            positions = self.held(name)
+            positions = self.positions(name)
             if not self.single_grouped_weight:
-                expert = self.experts[place]
+                expert = self.experts[index]
                 values, positions = values.unsqueeze(0), (((expert, expert + 1),), *positions)
-            rooms.append(Room(values, positions))
+            destinations.append(ExpertMemory(values, positions))
         if weights:
             dtype, device = weights[0].dtype, weights[0].device
         else:
@@ -258,27 +260,29 @@ class GroupedParameters(QuantizedEntries):
             self.init_method(initial)
             return initial
 
-        fill(rooms, self.num_gemms, draw)
+        fill(destinations, self.num_gemms, draw)
         for quantized, whole in codes:
             put_values(quantized, whole)
 
-    def held(self, name: str) -> tuple[Intervals, ...]:
+    def positions(self, name: str) -> tuple[Intervals, ...]:
         """Return, for each dim of a whole parameter, the positions that this rank has.
 
         Args:
-            name: of one of its own.
+            name: name of a parameter of this module.
         """
         parameter = self._parameters[name]
         assert parameter is not None
         return positions_of(parameter)
 
-    def _named(self, stem: str) -> list[tuple[str, nn.Parameter]]:
-        """Return the parameters of a stem by name, in the order of the experts; none where there is no bias."""
+    def _parameters_of(self, stem: str) -> list[tuple[str, nn.Parameter]]:
+        """Return (name, parameter) for a stem, in the order of the experts; empty for biases that the layer does not
+        have.
+        """
         by_name = self._parameters
         return [(name, parameter) for name in self._names[stem] if (parameter := by_name.get(name)) is not None]
 
-    def _own(self, stem: str) -> list[torch.Tensor]:
-        """Return the parameters of a stem; of sharded ones, this rank's part."""
+    def _local_parameters(self, stem: str) -> list[torch.Tensor]:
+        """Return the parameters of a stem; for sharded ones, this rank's part."""
         by_name = self._parameters
         parameters = [parameter for name in self._names[stem] if (parameter := by_name.get(name)) is not None]
         if len(parameters) != (len(self._names[stem]) if stem == WEIGHT or self.use_bias else 0):
@@ -289,7 +293,7 @@ class GroupedParameters(QuantizedEntries):
 
     def _members(self, stem: str) -> list[torch.Tensor]:
         """Return one tensor per expert: the parameters, or views of the stacked one."""
-        parameters = self._own(stem)
+        parameters = self._local_parameters(stem)
         if not (self._single[stem] and parameters):
             return parameters
         (stack,) = parameters
@@ -310,7 +314,7 @@ class GroupedParameters(QuantizedEntries):
 
     @torch.no_grad()
     def pack(self, *, fresh: bool = False) -> None:
-        """Move the experts' plain parameters into one buffer, unless they are in one, so that forward copies nothing.
+        """Move the experts' plain parameters into one buffer, unless they already are, so that forward copies nothing.
 
         Parameters that are part of a larger buffer stay there, since optimizers and collectives may work on it.
 
@@ -318,10 +322,15 @@ class GroupedParameters(QuantizedEntries):
             fresh: whether the parameters are new, so that nothing else can refer to their memory.
         """
         for stem in (WEIGHT, BIAS):
-            parameters = [parameter for _, parameter in self._named(stem)]
+            parameters = [parameter for _, parameter in self._parameters_of(stem)]
             plain = len(parameters) > 1 and all(type(each.data) is torch.Tensor for each in parameters)
             alike = plain and len({(each.dtype, each.device, each.shape) for each in parameters}) == 1
-            if alike and parameters[0].device.type != "meta" and not adjacent(parameters) and _apart(parameters, fresh):
+            if (
+                alike
+                and parameters[0].device.type != "meta"
+                and not adjacent(parameters)
+                and _has_own_storage(parameters, fresh)
+            ):
                 buffer = torch.stack([each.data for each in parameters])
                 for parameter, part in zip(parameters, buffer.unbind(0), strict=True):
                     parameter.data = part
@@ -345,7 +354,7 @@ class GroupedParameters(QuantizedEntries):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        state = remapped(state_dict, prefix, self.layer())
+        state = remap(state_dict, prefix, self.layer())
         refuse_codes(state, prefix, self._parameters)
         if local_metadata.get(ASSIGN, False):
             state |= apart({name: value for name, value in state.items() if name.startswith(prefix)})
@@ -353,29 +362,29 @@ class GroupedParameters(QuantizedEntries):
         self.pack()
 
 
-def _apart(tensors: Sequence[torch.Tensor], fresh: bool) -> bool:
-    """Tell whether each tensor has a storage of its own, of its own size; fresh ones may have a larger one."""
+def _has_own_storage(tensors: Sequence[torch.Tensor], fresh: bool) -> bool:
+    """Tell whether each tensor has its own storage of exactly its size; storages of fresh tensors may be larger."""
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-    most = {tensor.numel() * tensor.element_size() for tensor in tensors}
-    return len(storages) == len(tensors) and (fresh or set(storages.values()) == most)
+    sizes = {tensor.numel() * tensor.element_size() for tensor in tensors}
+    return len(storages) == len(tensors) and (fresh or set(storages.values()) == sizes)
 
 
-def _divided(whole: torch.Tensor, mesh: DeviceMesh, experts: range) -> DTensor:
-    """Return a stack of all experts as a DTensor; this rank keeps its own."""
-    own = whole.detach()[experts.start : experts.stop].clone()
-    return as_dtensor(own, mesh, [Shard(0)], whole.shape, whole.stride())
+def _divide_stack(whole: torch.Tensor, mesh: DeviceMesh, experts: range) -> DTensor:
+    """Make a DTensor from a stack of all experts, cut along the experts; this rank's part is a copy."""
+    local = whole.detach()[experts.start : experts.stop].clone()
+    return as_dtensor(local, mesh, [Shard(0)], whole.shape, whole.stride())
 
 
 MAIN_GRAD = "main_grad"
-"""Attribute of a weight: where its gradient is summed up."""
+"""Attribute of a weight: the buffer in which its gradient accumulates."""
 OVERWRITE = "overwrite_main_grad"
-"""Attribute of a weight: the next gradient replaces what is in `main_grad`."""
+"""Attribute of a weight: whether the next gradient overwrites `main_grad`."""
 ADDED = "grad_added_to_main_grad"
-"""Attribute of a weight that Megatron has set: whether `main_grad` has the gradient already."""
-Made = torch.Tensor | tuple[torch.Tensor, list[torch.Tensor]]
-"""The output; or that, and the biases."""
+"""Attribute of a weight, set by Megatron: whether the gradient is already in `main_grad`."""
+Output = torch.Tensor | tuple[torch.Tensor, list[torch.Tensor]]
+"""The output, or a pair of the output and the biases."""
 CAST = (torch.float32, torch.bfloat16, torch.float16)
-"""Types of inputs that autocast casts."""
+"""Dtypes of inputs that autocast casts."""
 
 
 class GroupedLinear(GroupedParameters):
@@ -399,7 +408,7 @@ class GroupedLinear(GroupedParameters):
         save_original_input: keep the given input for backward, not the cast or quantized one.
         single_grouped_weight: one parameter `weight` [N, out, in] in place of `weight0`, `weight1`, …
         single_grouped_bias: one parameter `bias` [N, out] in place of `bias0`, `bias1`, …
-        recipe: how weights are quantized; None: they are plain.
+        recipe: quantizer of the weights; None: they are plain.
 
     Raises:
         Refused: SHAPE_MISMATCH for invalid sizes; UNSUPPORTED for options that do not fit together.
@@ -440,7 +449,7 @@ class GroupedLinear(GroupedParameters):
         self.save_original_input = save_original_input
         self.init_method = init_method
         self._forced: Way | None = None
-        self._pending: deque[tuple[Pending, tuple[int, ...], dict[str, DeviceMesh | None]]] = deque()
+        self._pending: deque[tuple[PendingGradients, tuple[int, ...], dict[str, DeviceMesh | None]]] = deque()
         self._cached: torch.Tensor | None = None
         dtype = read_optional_dtype("params_dtype", params_dtype) or torch.get_default_dtype()
         self._make(single_grouped_weight, single_grouped_bias, dtype, read_device("device", device))
@@ -455,7 +464,7 @@ class GroupedLinear(GroupedParameters):
             Refused: UNSUPPORTED for weights that are already quantized or sharded, and for delayed scaling together
                 with `save_original_input`.
         """
-        if any(is_quantized(weight) for _, weight in self._named(WEIGHT)):
+        if any(is_quantized(weight) for _, weight in self._parameters_of(WEIGHT)):
             raise refuse("UNSUPPORTED", "the weights are quantized already", hint="Quantize once, before sharding.")
         quantize_(self, recipe)
         return self
@@ -474,12 +483,12 @@ class GroupedLinear(GroupedParameters):
             )
 
     def _weights(self, inp: torch.Tensor) -> list[torch.Tensor]:
-        """Return what is multiplied with an input; for a rank without experts a tensor of none."""
-        none = (0, self.out_features, self.in_features)
-        return self._own(WEIGHT) or [torch.empty(none, dtype=self._dtype(inp), device=inp.device)]
+        """Return the weights for an input; on a rank without experts, one empty tensor."""
+        empty_shape = (0, self.out_features, self.in_features)
+        return self._local_parameters(WEIGHT) or [torch.empty(empty_shape, dtype=self._dtype(inp), device=inp.device)]
 
     def force_path(self, way: Way | None) -> GroupedLinear:
-        """Choose how the layer multiplies; None lets it choose itself. Return the layer.
+        """Choose how the layer multiplies; None lets it choose by itself. Return the layer.
 
         Args:
             way: `grouped` or `per_expert`, which compute the same; or `scaled`, which multiplies the codes of float8
@@ -508,7 +517,7 @@ class GroupedLinear(GroupedParameters):
         return path(dtype, device, (self.out_features, self.in_features), **settings)
 
     def _dtype(self, inp: torch.Tensor) -> torch.dtype:
-        """Return the type that is multiplied: autocast's, or the input's."""
+        """Return the dtype of the product: autocast's, or the input's."""
         return torch.get_autocast_dtype(inp.device.type) if _is_autocast(inp) else inp.dtype
 
     def forward(
@@ -518,17 +527,17 @@ class GroupedLinear(GroupedParameters):
         is_first_microbatch: bool | None = None,
         out: torch.Tensor | None = None,
         dgrad_out: torch.Tensor | None = None,
-    ) -> Made:
+    ) -> Output:
         """Return [..., out]: each row times its expert's weight, plus its bias.
 
-        Rows past the last expert's give zeros, in the output and in the gradient of the input.
+        Rows after the last expert's give zeros, in the output and in the gradient of the input.
 
         Args:
             inp: [..., in]; plain or quantized.
-            m_splits: rows of each expert: a list, or an int32 or int64 tensor on any device. On the
+            m_splits: number of rows of each expert: a list, or an int32 or int64 tensor on any device. On the
                 `grouped` path numbers on the device are not copied to the host.
-            is_first_microbatch: True: keep the weights as they are multiplied (cast, dequantized, in one piece) for
-                later microbatches; False: use the kept ones; None: prepare them for this call only.
+            is_first_microbatch: True: cache the weights as they are multiplied (cast, dequantized, in one piece) for
+                later microbatches; False: use the cached ones; None: prepare them for this call only.
             out: buffer for the output, with its shape or as rows; it may be reused for the next call. If it is part
                 of a larger buffer, that enters autograd's graph, unless you give `out=buffer.detach()[…]`.
             dgrad_out: buffer for the gradient of the input, with its shape or as rows.
@@ -548,31 +557,31 @@ class GroupedLinear(GroupedParameters):
         if torch.compiler.is_compiling() and (
             self.delay_wgrad_compute or any(isinstance(tensor, QuantizedTensor) for tensor in (inp, *weights))
         ):
-            return _untraced(self, inp, m_splits, is_first_microbatch, out, dgrad_out)  # type: ignore[no-any-return]
+            return _run_untraced(self, inp, m_splits, is_first_microbatch, out, dgrad_out)  # type: ignore[no-any-return]
         if self.delay_wgrad_compute and torch.is_grad_enabled():
             refuse_data_parallel(self.parameters(recurse=False))
-        biases = [] if self.return_bias else self._own(BIAS)
+        biases = [] if self.return_bias else self._local_parameters(BIAS)
         rows = inp if inp.dim() == 2 else inp.reshape(-1, self.in_features)
         setting, split = self._setting(rows, weights, m_splits)
         if out is not None and out.grad_fn is not None and not out._is_view():
-            out.detach_()  # of an earlier call, all of which is written over
+            out.detach_()  # the graph of an earlier call, whose output is overwritten
         out, dgrad_out = _as_rows(out, inp), _as_rows(dgrad_out, inp)
-        _fitting(out, (rows.shape[0], self.out_features), setting.dtype, rows.device, "out")
-        _fitting(dgrad_out, (rows.shape[0], self.in_features), inp.dtype, rows.device, "dgrad_out")
-        cached = self._kept(weights, split, setting, is_first_microbatch)
-        result = grouped_product(rows, split.offsets, cached, dgrad_out, setting, weights, biases)
+        _check_buffer(out, (rows.shape[0], self.out_features), setting.dtype, rows.device, "out")
+        _check_buffer(dgrad_out, (rows.shape[0], self.in_features), inp.dtype, rows.device, "dgrad_out")
+        cached = self._cached_weights(weights, split, setting, is_first_microbatch)
+        result = apply_product(rows, split.offsets, cached, dgrad_out, setting, weights, biases)
         if out is not None:
-            result = out.copy_(result)  # here, not in `Product`: torch loses gradients there where `out` is a view
+            result = out.copy_(result)  # not inside `Product`, where torch loses gradients if `out` is a view
         result = result if inp.dim() == 2 else result.view(*inp.shape[:-1], self.out_features)
         return (result, self._members(BIAS)) if self.return_bias else result
 
     def _setting(
         self, rows: torch.Tensor, weights: Sequence[torch.Tensor], m_splits: Sequence[int] | torch.Tensor
     ) -> tuple[Setting, Splits]:
-        """Choose how rows are multiplied, and find each expert's rows.
+        """Choose how rows are multiplied, and compute each expert's rows.
 
         Raises:
-            Refused: DTYPE_MISMATCH for rows and weights of different types outside of autocast; SHAPE_MISMATCH.
+            Refused: DTYPE_MISMATCH for rows and weights of different dtypes outside of autocast; SHAPE_MISMATCH.
         """
         dtype = self._dtype(rows)
         if not _is_autocast(rows) and dtype != weights[0].dtype:
@@ -603,10 +612,10 @@ class GroupedLinear(GroupedParameters):
             return Splits(split.offsets, split.rows, read_back(m_splits, split.rows))
         return split
 
-    def _kept(
+    def _cached_weights(
         self, weights: Sequence[torch.Tensor], split: Splits, setting: Setting, first: bool | None
     ) -> torch.Tensor | None:
-        """Return the weights as an earlier microbatch multiplied them, or None."""
+        """Return the cached weights, prepared now for the first microbatch; None without caching."""
         if first is None:
             return None
         if first or not _usable(self._cached, setting.dtype):
@@ -620,13 +629,13 @@ class GroupedLinear(GroupedParameters):
         return self.delay_wgrad_compute
 
     def backward_dw(self) -> None:
-        """Compute the gradients of weights and biases that the oldest backward without them left out.
+        """Compute the gradients of weights and biases that the oldest pending backward left out.
 
-        In a layer that does not delay them it does nothing. Under FSDP2 every rank must call it after backward:
+        If the layer does not delay gradients, it does nothing. Under FSDP2 every rank must call it after backward:
         gradients become means over the ranks that share the parameters, with the parameters' dtype and sharding.
 
         Raises:
-            Refused: UNSUPPORTED if no backward left any, if its tensors were changed in place, or if the gradients no
+            Refused: UNSUPPORTED if no backward is pending, if its tensors were changed in place, or if the gradients no
                 longer fit the parameters.
         """
         if not self.delay_wgrad_compute:
@@ -653,10 +662,10 @@ class GroupedLinear(GroupedParameters):
             for stem, grad in ((WEIGHT, weight), (BIAS, pending.bias())):
                 self._to_grad(stem, grad, meshes)
 
-    def take(self, pending: Pending) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def take(self, pending: PendingGradients) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Accept gradients of weights, for `backward_dw` or for `main_grad`; see `Sink`."""
         if self.delay_wgrad_compute:
-            meshes = {name: mesh_of(parameter) for stem in self._names for name, parameter in self._named(stem)}
+            meshes = {name: mesh_of(parameter) for stem in self._names for name, parameter in self._parameters_of(stem)}
             self._pending.append((pending, pending.versions(), meshes))
             return None, None
         weight = pending.weight()
@@ -664,9 +673,9 @@ class GroupedLinear(GroupedParameters):
         return dummy, pending.bias()
 
     def _to_main(self, grad: torch.Tensor) -> torch.Tensor | None:
-        """Add gradients to `main_grad`, or put them there; return what autograd is to be told, if anything."""
+        """Add gradients to `main_grad`, or overwrite it; return a dummy gradient for autograd if Megatron needs one."""
         parts = (grad,) if self.single_grouped_weight else grad
-        every = zip(self._named(WEIGHT), parts, strict=True)
+        every = zip(self._parameters_of(WEIGHT), parts, strict=True)
         trained = [(name, parameter, part) for (name, parameter), part in every if parameter.requires_grad]
         _check_main(trained)
         flagged = False
@@ -682,31 +691,31 @@ class GroupedLinear(GroupedParameters):
         return grad.new_zeros(()).expand(grad.shape) if flagged else None
 
     def _to_grad(self, stem: str, grad: torch.Tensor | None, meshes: Mapping[str, DeviceMesh | None]) -> None:
-        """Add gradients to `.grad` of the parameters, as autograd and FSDP2 do."""
+        """Add gradients to the parameters' `.grad`, as autograd and FSDP2 do."""
         single = self._single[stem]
-        for place, (name, parameter) in enumerate(self._named(stem) if grad is not None else ()):
+        for index, (name, parameter) in enumerate(self._parameters_of(stem) if grad is not None else ()):
             if not parameter.requires_grad:
                 continue
             assert grad is not None
-            part = (grad if single else grad[place]).to(parameter.dtype)
-            gradient = placed(part, parameter, meshes[name])
-            local, own = (raw_local(tensor) for tensor in (gradient, parameter))
-            if local.shape != own.shape:
-                message = f"the gradient is {list(local.shape)}, but the parameter is now {list(own.shape)}"
+            part = (grad if single else grad[index]).to(parameter.dtype)
+            gradient = place_gradient(part, parameter, meshes[name])
+            local_gradient, local_parameter = (raw_local(tensor) for tensor in (gradient, parameter))
+            if local_gradient.shape != local_parameter.shape:
+                message = f"the gradient is {list(local_gradient.shape)}, but the parameter is now {list(local_parameter.shape)}"
                 hint = "Call backward_dw() before the parameter is replaced or divided."
                 raise refuse("UNSUPPORTED", message, tensor=name, hint=hint)
             if parameter.grad is None:
                 parameter.grad = gradient
             else:
-                parameter.grad.add_(gradient)  # where it is: it may be a part of a larger buffer
+                parameter.grad.add_(gradient)  # in place: it may be a part of a larger buffer
 
     def pack(self, *, fresh: bool = False) -> None:
-        """See `GroupedParameters.pack`; weights kept for other microbatches are dropped."""
+        """See `GroupedParameters.pack`; cached weights are dropped."""
         self._cached = None
         super().pack(fresh=fresh)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the layer without what belongs to a step in progress."""
+        """Return the layer's state without that of a step in progress."""
         return {**self.__dict__, "_pending": deque(), "_cached": None}
 
     def extra_repr(self) -> str:
@@ -733,33 +742,33 @@ def _check_main(trained: Sequence[tuple[str, nn.Parameter, torch.Tensor]]) -> No
 
 
 @torch.compiler.disable(reason="quantized tensors, and gradients left to backward_dw(), are not traced")  # type: ignore[untyped-decorator]
-def _untraced(layer: GroupedLinear, *arguments: Any) -> Made:
+def _run_untraced(layer: GroupedLinear, *arguments: Any) -> Output:
     return layer.forward(*arguments)
 
 
-def _usable(kept: torch.Tensor | None, dtype: torch.dtype) -> bool:
-    """Tell whether weights of an earlier microbatch serve this one: autograd takes none of inference mode."""
-    if kept is None or kept.dtype != dtype:
+def _usable(cached: torch.Tensor | None, dtype: torch.dtype) -> bool:
+    """Tell whether cached weights can be used; autograd accepts no tensors made in inference mode."""
+    if cached is None or cached.dtype != dtype:
         return False
-    return torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or not kept.is_inference()
+    return torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or not cached.is_inference()
 
 
 def _is_autocast(inp: torch.Tensor) -> bool:
-    # torch.compile of torch 2.11 cannot ask whether a device has autocast. Of those that torch knows, meta has not.
+    # torch.compile of torch 2.11 cannot query whether a device has autocast. `meta` is the only device without it.
     return inp.dtype in CAST and not inp.is_meta and torch.is_autocast_enabled(inp.device.type)
 
 
 def _as_rows(buffer: torch.Tensor | None, inp: torch.Tensor) -> torch.Tensor | None:
-    """Return a buffer for a result, of the input's dims, as rows; any other as it is."""
+    """View a result buffer with the input's leading dims as rows; return any other buffer as it is."""
     if buffer is None or buffer.dim() == 2 or buffer.shape[:-1] != inp.shape[:-1] or not buffer.is_contiguous():
         return buffer
     return buffer.view(inp.shape[:-1].numel(), buffer.shape[-1])
 
 
-def _fitting(
+def _check_buffer(
     buffer: torch.Tensor | None, shape: tuple[int, int], dtype: torch.dtype, device: torch.device, name: str
 ) -> None:
-    """Refuse a buffer for a result that the result does not fit."""
+    """Refuse a result buffer with the wrong shape, dtype or device."""
     if buffer is not None and (tuple(buffer.shape), buffer.dtype, buffer.device) != (shape, dtype, device):
         actual = f"{buffer.dtype} {list(buffer.shape)} on {buffer.device}"
         raise refuse("SHAPE_MISMATCH", f"{name} must be {dtype} {list(shape)} on {device}, not {actual}")

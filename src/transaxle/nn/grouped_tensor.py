@@ -1,12 +1,11 @@
 """Grouped tensors: the matrices of N experts as one tensor of three dims, in one buffer.
 
 The tensor itself is plain, a `QuantizedTensor`, or a DTensor of either, and is sharded, pickled, stacked and moved by
-those classes. This module gives the view of it as N members.
+those classes. `GroupedTensor` shows it as N members.
 
-How the rows of an input are divided among experts, without copying numbers from a device back to the host.
-
-Numbers on the host (a list, a CPU tensor) are checked. Numbers on a device are not, as the host would have to wait:
-negative ones count as zero, and rows past the end of the input are left out, so that no offset leads outside.
+`Splits` says how the rows of an input are divided among experts, without copying numbers from a device to the host.
+Numbers on the host (a list, a CPU tensor) are checked. Numbers on a device are not, because the host would have to
+wait: negative ones count as zero, and rows past the end of the input are ignored, so that no offset is out of range.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class GroupedTensor:
     """N matrices of equal shape in one buffer, seen as one tensor [N, rows, columns] or as N members."""
 
     data: torch.Tensor
-    """[N, rows, columns]: plain, quantized, or this rank's and others' parts of such a one."""
+    """[N, rows, columns]: plain, quantized, or a DTensor."""
 
     def __post_init__(self) -> None:
         if self.data.dim() != 3:
@@ -49,11 +48,11 @@ class GroupedTensor:
         """Make a grouped tensor of zeros.
 
         Args:
-            num_tensors: N.
-            shape: rows and columns of each.
-            quantizer: how they are quantized; None: they are plain.
-            device: where; None: torch's default.
-            dtype: of the values; None: torch's default.
+            num_tensors: number of members N.
+            shape: rows and columns of each member.
+            quantizer: quantizer of the members; None: they are plain.
+            device: device of the buffer; None: torch's default.
+            dtype: dtype of the values; None: torch's default.
         """
         where, kind = read_device("device", device), read_optional_dtype("dtype", dtype)
         data = torch.zeros((num_tensors, *shape), device=where, dtype=kind)
@@ -84,19 +83,21 @@ class GroupedTensor:
         return [self.data[place] for place in range(self.num_tensors)]
 
 
-def stacked(parameters: Sequence[torch.Tensor], dims: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return the values of parameters as one plain tensor, without a copy where they lie so.
+def stack_values(parameters: Sequence[torch.Tensor], dims: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return the values of parameters as one plain tensor, without a copy if they are adjacent in memory.
 
     Args:
         parameters: one with a dim of experts, or one per expert.
-        dims: of what is returned.
-        dtype: of the values.
+        dims: number of dims of the result.
+        dtype: dtype of the values.
     """
     first = parameters[0]
     if first.dim() == dims:
         return values(first.detach(), dtype)
     if isinstance(first, QuantizedTensor):
-        codes = torch.stack([parameter.detach() for parameter in parameters])  # raw, to be dequantized in one go
+        codes = torch.stack(
+            [parameter.detach() for parameter in parameters]
+        )  # codes first, to dequantize them in one launch
         if isinstance(codes, QuantizedTensor):
             return codes.dequantize(dtype)
     if isinstance(first, QuantizedTensor) or not adjacent(parameters):
@@ -110,14 +111,14 @@ def values(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def adjacent(parameters: Sequence[torch.Tensor]) -> bool:
-    """Tell whether plain tensors of one shape lie one after the other in one buffer, as members of a grouped one do."""
+    """Tell whether plain tensors of one shape follow each other in one buffer, like members of a grouped tensor."""
     first = parameters[0]
     if torch.compiler.is_compiling() or type(first.data) is not torch.Tensor:
-        return False  # nothing is known of addresses while a program is traced
+        return False  # addresses are unknown while a program is traced
     start, step, storage = first.data_ptr(), first.numel() * first.element_size(), first.untyped_storage()
     size = step * len(parameters)
     if not step or start + size > storage.data_ptr() + storage.nbytes():
-        return False  # others may lie next to it in buffers of their own
+        return False  # the others may have their own buffers, next to this one by chance
     places = [parameter.data_ptr() for parameter in parameters]
     return places == list(range(start, start + size, step)) and all(
         parameter.is_contiguous() for parameter in parameters
@@ -125,19 +126,19 @@ def adjacent(parameters: Sequence[torch.Tensor]) -> bool:
 
 
 INTEGERS = (torch.int32, torch.int64)
-"""Types of the numbers of rows."""
+"""Accepted dtypes of row counts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Splits:
-    """The rows of each expert: consecutive, from the first row of the input on."""
+    """The rows of each expert: consecutive, starting with the first row of the input."""
 
     offsets: torch.Tensor
     """Row at which each expert ends; int32 [experts], on the device of the input."""
     rows: int
-    """Rows of the input."""
+    """Number of rows of the input."""
     counts: tuple[int, ...] | None
-    """Rows of each expert, where the host knows them."""
+    """Number of rows of each expert; None if only the device knows."""
 
     @property
     def complete(self) -> bool:
@@ -145,7 +146,7 @@ class Splits:
         return self.counts is not None and sum(self.counts) == self.rows
 
     def experts(self) -> torch.Tensor:
-        """Return each row's expert, int64 [rows]; for rows past the last expert's the number of experts."""
+        """Return each row's expert, int64 [rows]; for rows after the last expert's, the number of experts."""
         rows = torch.arange(self.rows, dtype=torch.int32, device=self.offsets.device)
         return torch.searchsorted(self.offsets, rows, right=True)
 
@@ -161,9 +162,9 @@ class Splits:
 
 
 def on_host(m_splits: Sequence[int] | torch.Tensor) -> bool:
-    """Tell whether the numbers may be read: a list, or a CPU tensor outside of tracing.
+    """Tell whether the host may read the numbers: a list, or a CPU tensor outside of tracing.
 
-    Tensors of other classes (fake, traced) may have no numbers in them.
+    Tensors of other classes (fake, traced) may have no values.
     """
     if not isinstance(m_splits, torch.Tensor):
         return True
@@ -172,12 +173,12 @@ def on_host(m_splits: Sequence[int] | torch.Tensor) -> bool:
 
 
 def splits(m_splits: Sequence[int] | torch.Tensor, experts: int, rows: int, device: torch.device) -> Splits:
-    """Return the offsets that follow from the number of rows of each expert.
+    """Compute the offsets from the number of rows of each expert.
 
     Args:
         m_splits: rows of each expert; a list or an int32 or int64 tensor on any device.
         experts: number of experts.
-        rows: rows of the input.
+        rows: number of rows of the input.
         device: device of the input.
 
     Raises:
@@ -197,14 +198,14 @@ def splits(m_splits: Sequence[int] | torch.Tensor, experts: int, rows: int, devi
             return Splits(ends.to(torch.int32), rows, None)
     counts = _numbers(m_splits.tolist() if isinstance(m_splits, torch.Tensor) else m_splits)
     _check(counts, experts, rows)
-    return Splits(_sent(list(accumulate(counts)), device), rows, counts)
+    return Splits(_copy_to_device(list(accumulate(counts)), device), rows, counts)
 
 
-def _sent(ends: list[int], device: torch.device) -> torch.Tensor:
-    """Return numbers of the host as int32 on the device; nothing waits for the copy.
+def _copy_to_device(ends: list[int], device: torch.device) -> torch.Tensor:
+    """Copy offsets from the host to the device as int32, without waiting for the copy.
 
     Raises:
-        Refused: UNSUPPORTED while a CUDA graph is captured, which would always have these numbers.
+        Refused: UNSUPPORTED during capture of a CUDA graph, which would always use these numbers.
     """
     if device.type != "cuda" or torch.compiler.is_compiling():
         return torch.tensor(ends, dtype=torch.int32, device=device)
@@ -217,7 +218,7 @@ def _sent(ends: list[int], device: torch.device) -> torch.Tensor:
 
 
 def _numbers(m_splits: Sequence[Any]) -> tuple[int, ...]:
-    """Return whole numbers as such; nothing is rounded to one, and truth is none.
+    """Return the numbers as integers; fractions are not rounded, and booleans are refused.
 
     Raises:
         Refused: DTYPE_MISMATCH.
@@ -259,8 +260,8 @@ def read_back(m_splits: torch.Tensor, rows: int) -> tuple[int, ...]:
             "one product per expert needs m_splits on the host, but a CUDA graph is being captured",
             hint="Ask layer.path(x) why there is no grouped product, or give m_splits as a list.",
         )
-    counts, left = [], rows
+    counts, remaining = [], rows
     for count in m_splits.tolist():
-        counts.append(min(max(count, 0), left))
-        left -= counts[-1]
+        counts.append(min(max(count, 0), remaining))
+        remaining -= counts[-1]
     return tuple(counts)

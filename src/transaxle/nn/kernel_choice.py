@@ -1,18 +1,17 @@
 """Chooses how a grouped linear layer multiplies: one grouped product, of values or of float8 codes, or one per expert.
 
-The whole decision is made here, and it can be printed with its reasons.
+The whole decision is made in this module, and it can be printed with its reasons.
 
-Products of float8 codes in groups: `torch.nn.functional.scaled_grouped_mm`.
+**Grouped products of float8 codes** use `torch.nn.functional.scaled_grouped_mm`. Weights are multiplied as they are
+stored:
 
-Weights are multiplied as they are stored:
+- E4M3 codes with one scale per expert, which all rows of the expert share: the same codes serve both directions. Rows
+  of inputs and of gradients are quantized here, each by its own amax (current scaling; torch supports no other).
+- MXFP8 codes. Each 32 elements along the summed dim share a scale, so each direction has its own codes: rowwise ones
+  give the output, columnwise ones the gradient of the input. Inputs and gradients are quantized here likewise.
 
-- E4M3 codes with one scale for each expert, which every row of them shares: the same codes serve both directions. Rows
-  of inputs and of gradients are quantized here, each by its own amax (current scaling; torch multiplies no other).
-- MXFP8 codes. Each 32 elements along what is summed up share a scale, so each direction has codes of its own: those by
-  rows give the output, columnwise ones the gradient of the input. Inputs and gradients are quantized here likewise.
-
-Sums are float32, the result is bfloat16. The kernels want no multiples of rows: where scales are padded to blocks for
-them, that is by group, and on the device.
+Sums are float32, the result is bfloat16. The kernels accept any number of rows: if scales must be padded to blocks,
+they are padded for each group, on the device.
 """
 
 from __future__ import annotations
@@ -34,18 +33,18 @@ from transaxle.quant.quantizers import COLUMN_DATA, COLUMN_SCALE, DATA, SCALE
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Codes that a device multiplies in groups."""
+    """A kind of codes for which there are grouped products."""
 
     what: str
-    """The codes, and what shares a scale."""
+    """Description of the codes and of what shares a scale."""
     step: int
-    """Features are multiples of this."""
+    """Features must be multiples of this."""
     capabilities: tuple[tuple[int, int], ...]
-    """Compute capabilities of the devices that torch has a kernel for."""
+    """Compute capabilities of the devices for which torch has a kernel."""
     builds: tuple[str, ...] = ()
-    """Words of `torch.__config__.show()`, one of which says that the kernel was built; none: it always is."""
+    """Words of `torch.__config__.show()`, one of which must occur if the kernel was built; empty if it always is."""
     chosen: bool = False
-    """Whether codes are multiplied wherever they can be; else where the user says so."""
+    """Whether codes are multiplied wherever possible; otherwise only if the user forces it."""
 
 
 ROWS = Kind("E4M3 codes with one scale for each expert", 16, ((9, 0),))
@@ -53,7 +52,7 @@ BLOCKS = Kind("MXFP8 codes (E4M3)", MXFP8.tile[1], ((10, 0),), ("USE_MSLK", "USE
 
 
 def kind_of(quantizer: Quantizer | None) -> Kind | None:
-    """Return what kind of codes a quantizer makes; None for those that nothing multiplies in groups."""
+    """Return the kind of codes that a quantizer makes; None if there is no grouped product of them."""
     if quantizer is None:
         return None
     encoding = quantizer.encoding
@@ -61,11 +60,11 @@ def kind_of(quantizer: Quantizer | None) -> Kind | None:
     return kinds.get((encoding.name, encoding.code, encoding.tile))
 
 
-def together(parameters: Sequence[torch.Tensor]) -> QuantizedTensor:
-    """Return weights as one stack of codes, [experts, out, in]; one that is there is not copied.
+def stack_codes(parameters: Sequence[torch.Tensor]) -> QuantizedTensor:
+    """Return weights as one stack of codes, [experts, out, in]; an existing stack is not copied.
 
     Raises:
-        Refused: UNSUPPORTED for experts that are quantized in different ways, or some of them not.
+        Refused: UNSUPPORTED for experts that are not all quantized in the same way.
     """
     first = parameters[0].detach()
     stack = first if first.dim() == 3 else torch.stack([parameter.detach() for parameter in parameters])
@@ -79,31 +78,31 @@ def together(parameters: Sequence[torch.Tensor]) -> QuantizedTensor:
     return stack
 
 
-def product(x: torch.Tensor, weight: QuantizedTensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Return rows [rows, in] times their experts' weights, [rows, out]; rows past the last offset are not written."""
+def multiply(x: torch.Tensor, weight: QuantizedTensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Return rows [rows, in] times their experts' weights, [rows, out]; rows after the last offset are not written."""
     buffers = weight.components
-    return _multiplied(x, buffers[DATA], buffers[SCALE], kind_of(weight.quantizer), offsets)
+    return _multiply_codes(x, buffers[DATA], buffers[SCALE], kind_of(weight.quantizer), offsets)
 
 
-def backwards(weight: QuantizedTensor) -> bool:
-    """Tell whether there are codes for the gradient of the input."""
+def has_backward_codes(weight: QuantizedTensor) -> bool:
+    """Tell whether the weight has codes for the gradient of the input."""
     return kind_of(weight.quantizer) is ROWS or weight.frame.columnwise
 
 
-def back(grad: torch.Tensor, weight: QuantizedTensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Return rows [rows, out] times the transposes, [rows, in]; rows past the last offset are not written."""
+def multiply_transposed(grad: torch.Tensor, weight: QuantizedTensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Return rows [rows, out] times the transposed weights, [rows, in]; rows after the last offset are not written."""
     buffers, kind = weight.components, kind_of(weight.quantizer)
     if kind is ROWS:
-        return _multiplied(grad, kernels.transposed(buffers[DATA]), buffers[SCALE], kind, offsets)
+        return _multiply_codes(grad, kernels.transposed(buffers[DATA]), buffers[SCALE], kind, offsets)
     codes = kernels.transposed(buffers[COLUMN_DATA])
-    return _multiplied(grad, codes, buffers[COLUMN_SCALE].transpose(1, 2), kind, offsets)
+    return _multiply_codes(grad, codes, buffers[COLUMN_SCALE].transpose(1, 2), kind, offsets)
 
 
-def _multiplied(
+def _multiply_codes(
     x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, kind: Kind | None, offsets: torch.Tensor
 ) -> torch.Tensor:
     """Return rows [rows, k] times the transposes of codes [experts, n, k]."""
-    codes = codes.contiguous()  # along what is summed up: the kernels take it in no other way
+    codes = codes.contiguous()  # contiguous along the summed dim, as the kernels require
     recipe, order = functional.ScalingType.RowWise, None
     rows: torch.Tensor | None
     of_rows: torch.Tensor | None
@@ -136,15 +135,15 @@ SCALED: Way = "scaled"
 WAYS: tuple[Way, ...] = (GROUPED, PER_EXPERT, SCALED)
 
 ON_CPU = (torch.bfloat16, torch.float16, torch.float32)
-"""What a CPU multiplies in groups."""
+"""Dtypes of grouped products on a CPU."""
 ON_CUDA = (torch.bfloat16,)
-"""What a CUDA device multiplies in groups without a copy of the offsets to the host."""
+"""Dtypes of grouped products on CUDA that need no copy of the offsets on the host."""
 CAPABLE = (9, 10)
-"""Major compute capabilities of those devices; on others torch reads the offsets back."""
+"""Major compute capabilities of these CUDA devices; on others torch copies the offsets to the host."""
 MOST = 1023
-"""Experts that a CUDA device takes at once: torch prepares a product in one block of threads."""
+"""Largest number of experts on a CUDA device: torch prepares a grouped product in one block of threads."""
 SCALES = ("cuda",)
-"""Devices that multiply float8 codes in groups."""
+"""Device types with grouped products of float8 codes."""
 _BACK = "the gradient of the input multiplies values, since the weights have no columnwise codes"
 _ASKED = "values are multiplied; force_path('scaled') would multiply codes and round the inputs"
 
@@ -158,14 +157,14 @@ class Path:
     against: tuple[str, ...] = ()
     """Reasons against one grouped product."""
     forced: bool = False
-    """Whether the user said so."""
+    """Whether the user forced this way."""
     values: tuple[str, ...] = ()
-    """Why values are multiplied although weights are codes, in all products or in one of them."""
+    """Reasons why values are multiplied although weights are codes, in all products or in one of them."""
 
     def __str__(self) -> str:
         chosen_by = "forced" if self.forced else "chosen"
-        nothing = "no obstacle" if self.way == SCALED else "no obstacle to a grouped product"
-        return f"{self.way} ({chosen_by}): {'; '.join((*(self.against or (nothing,)), *self.values))}"
+        no_obstacle = "no obstacle" if self.way == SCALED else "no obstacle to a grouped product"
+        return f"{self.way} ({chosen_by}): {'; '.join((*(self.against or (no_obstacle,)), *self.values))}"
 
 
 def path(
@@ -182,27 +181,27 @@ def path(
     """Choose how a layer multiplies.
 
     Args:
-        dtype: dtype of the values that are multiplied.
+        dtype: dtype of the multiplied values.
         device: device of the input.
-        features: output and input features.
-        capability: compute capability of the device; None: torch is asked.
-        forced: the way that the user wants; None: choose. MXFP8 codes are multiplied wherever possible, float8 codes
+        features: number of output and of input features.
+        capability: compute capability of the device; None: ask torch.
+        forced: the way that the user forces; None: choose. MXFP8 codes are multiplied wherever possible, float8 codes
             with one scale only with `scaled`; both round inputs and gradients.
         quantizer: quantizer of the weights; None for plain weights.
         columnwise: whether the weights have columnwise codes.
-        experts: number of weights.
+        experts: number of experts.
 
     Raises:
         Refused: UNSUPPORTED if the forced way is not possible.
     """
     capability = capability_of(device.index) if capability is None and device.type == "cuda" else capability
     kind = kind_of(quantizer)
-    against = tuple(_against(dtype, device, features, capability, experts))
+    against = tuple(_grouped_obstacles(dtype, device, features, capability, experts))
     if quantizer is not None and quantizer.multiplies_codes and experts:
         against += (f"{quantizer} quantizes the rows of each expert by themselves",)
     of_codes: tuple[str, ...] = ()
     if experts and (quantizer is not None or forced == SCALED):
-        of_codes = tuple(_against_codes(dtype, device, features, capability, kind, quantizer))
+        of_codes = tuple(_scaled_obstacles(dtype, device, features, capability, kind, quantizer))
     if forced == SCALED:
         against += of_codes
     if forced in (GROUPED, SCALED) and against:
@@ -219,7 +218,7 @@ def path(
     return Path(way, against, forced is not None, of_codes)
 
 
-def _against(
+def _grouped_obstacles(
     dtype: torch.dtype,
     device: torch.device,
     features: tuple[int, int],
@@ -230,16 +229,16 @@ def _against(
         yield f"weights of {features[0]} x {features[1]} have no elements"
     if device.type not in ("cpu", "cuda"):
         yield f"no grouped product on {device.type}"
-    known = ON_CUDA if device.type == "cuda" else ON_CPU
-    if dtype not in known:
-        yield f"{device.type} multiplies only {', '.join(map(str, known))} in groups, not {dtype}"
+    dtypes = ON_CUDA if device.type == "cuda" else ON_CPU
+    if dtype not in dtypes:
+        yield f"{device.type} multiplies only {', '.join(map(str, dtypes))} in groups, not {dtype}"
     if capability is not None and capability[0] not in CAPABLE:
         yield f"at compute capability {capability} torch copies the offsets to the host"
     if device.type == "cuda" and experts > MOST:
         yield f"{experts} experts are more than the {MOST} that torch multiplies at once"
 
 
-def _against_codes(
+def _scaled_obstacles(
     dtype: torch.dtype,
     device: torch.device,
     features: tuple[int, int],
@@ -247,7 +246,7 @@ def _against_codes(
     kind: Kind | None,
     quantizer: Quantizer | None,
 ) -> Iterator[str]:
-    """Yield the reasons against a product of codes, without those against any grouped product."""
+    """Yield the reasons against a product of codes that do not apply to every grouped product."""
     if kind is None:
         kind_of_weights = "plain" if quantizer is None else str(quantizer)
         yield f"weights are {kind_of_weights}, and no device multiplies these in groups of codes"

@@ -1,11 +1,10 @@
-"""`MoE`: a mixture of experts made of two grouped layers. It computes what Qwen3-MoE's does, in readable code.
+"""`MoE`: a mixture of experts made of two grouped layers, in readable code; it computes the same as Qwen3-MoE's.
 
-Rows in the order of their groups, and back again: all of it where the rows are, nothing is read by the host.
+Rows are sorted by their experts and back again on the device; the host reads nothing.
 
-Rows on their way to experts of other ranks, and back.
-
-How many rows go where is known to the devices only, and the collective needs it on the host: this is the one place
-where a mixture of experts waits for the device, and only where its experts are shared out over ranks.
+With expert parallelism, rows are sent to the ranks of their experts and back. Only the devices know how many rows go
+where, but the collective needs these numbers on the host: this is the one place where a mixture of experts waits for
+the device, and only if its experts are divided over ranks.
 """
 
 from __future__ import annotations
@@ -30,22 +29,22 @@ from transaxle.torch_tensors import Device, read_device, read_optional_dtype
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Rows group by group; within a group they stay as they were."""
+    """A permutation that sorts rows by group; within a group they keep their order."""
 
     places: torch.Tensor
-    """Which row comes at each place, int64 [rows]: `x[places]` is in order."""
+    """Source row of each sorted position, int64 [rows]: `x[places]` is sorted."""
     back: torch.Tensor
-    """At which place each row is, int64 [rows]: `y[back]` is as it was."""
+    """Sorted position of each row, int64 [rows]: `y[back]` has the original order."""
     counts: torch.Tensor
-    """Rows of each group, int64 [groups]."""
+    """Number of rows of each group, int64 [groups]."""
 
 
 def order(groups: torch.Tensor, count: int) -> Order:
     """Sort rows by their groups.
 
     Args:
-        groups: number of each row's group, int64 [rows].
-        count: how many groups there are.
+        groups: group number of each row, int64 [rows].
+        count: number of groups.
     """
     sorted_groups, places = torch.sort(groups, stable=True)
     every = torch.arange(count, device=groups.device)
@@ -56,35 +55,42 @@ def order(groups: torch.Tensor, count: int) -> Order:
 
 
 class _AllToAll(torch.autograd.Function):
-    """Rows to all ranks of a group, and rows from them; gradients go the other way."""
+    """Send rows to all ranks of a group, and receive rows from them; gradients go the opposite way."""
 
     @staticmethod
     def forward(
-        ctx: Any, rows: torch.Tensor, _: torch.Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup
+        ctx: Any,
+        rows: torch.Tensor,
+        _: torch.Tensor,
+        receive_counts: list[int],
+        send_counts: list[int],
+        group: dist.ProcessGroup,
     ) -> torch.Tensor:
-        """Return the rows that arrive, those of rank 0 first.
+        """Return the received rows, those of rank 0 first.
 
         Args:
-            ctx: of autograd.
-            rows: those for rank 0 first.
-            _: wants a gradient, and gets none: so backward comes here on every rank, whatever it has parameters for.
-            received: rows from each rank.
-            sent: rows for each rank.
+            ctx: context of autograd.
+            rows: rows to send, those for rank 0 first.
+            _: requires a gradient but gets none, so that backward runs on every rank, even without trained parameters.
+            receive_counts: number of rows from each rank.
+            send_counts: number of rows for each rank.
             group: the ranks.
         """
-        ctx.swapped = sent, received, group
-        return _swapped(rows, received, sent, group)
+        ctx.swapped = send_counts, receive_counts, group
+        return _exchange(rows, receive_counts, send_counts, group)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Send gradients to where their rows came from."""
-        return _swapped(grads[0], *ctx.swapped), None, None, None, None
+        """Send gradients back to the ranks of their rows."""
+        return _exchange(grads[0], *ctx.swapped), None, None, None, None
 
 
-def _swapped(rows: torch.Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> torch.Tensor:
-    arrived = rows.new_empty((sum(received), *rows.shape[1:]))
-    dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group)
+def _exchange(
+    rows: torch.Tensor, receive_counts: list[int], send_counts: list[int], group: dist.ProcessGroup
+) -> torch.Tensor:
+    arrived = rows.new_empty((sum(receive_counts), *rows.shape[1:]))
+    dist.all_to_all_single(arrived, rows.contiguous(), receive_counts, send_counts, group=group)
     return arrived
 
 
@@ -92,45 +98,48 @@ def across(
     experts: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     rows: torch.Tensor,
     counts: torch.Tensor,
-    own: int,
+    local_experts: int,
     group: dist.ProcessGroup,
 ) -> torch.Tensor:
-    """Return what experts on all ranks make of this rank's rows; every rank of the group calls it.
+    """Return the outputs of the experts of all ranks for this rank's rows; every rank of the group calls it.
 
     Args:
-        experts: those of this rank: rows in their order, and how many each has, to as many rows.
-        rows: [rows, features], in the order of all experts.
-        counts: rows of each expert, int64 [experts]; ranks share them out as `torch.chunk` does.
-        own: experts of this rank.
+        experts: this rank's experts: a function of sorted rows and the number of rows of each, which returns as many
+            rows.
+        rows: [rows, features], sorted by expert.
+        counts: number of rows of each expert, int64 [experts]; the experts are divided over ranks as by `torch.chunk`.
+        local_experts: number of experts on this rank.
         group: the ranks.
     """
     ranks = dist.get_world_size(group)
-    most = -(-len(counts) // ranks)
-    mine = functional.pad(counts, (0, most * ranks - len(counts))).view(ranks, most)
-    theirs = torch.empty_like(mine)
-    dist.all_to_all_single(theirs, mine, group=group)
-    sent, received = torch.stack([mine.sum(1), theirs.sum(1)]).tolist()
+    experts_per_rank = -(-len(counts) // ranks)
+    send_matrix = functional.pad(counts, (0, experts_per_rank * ranks - len(counts))).view(ranks, experts_per_rank)
+    receive_matrix = torch.empty_like(send_matrix)
+    dist.all_to_all_single(receive_matrix, send_matrix, group=group)
+    send_counts, receive_counts = torch.stack([send_matrix.sum(1), receive_matrix.sum(1)]).tolist()
     trained = rows.new_empty(0).requires_grad_()
-    arrived: torch.Tensor = _AllToAll.apply(rows, trained, received, sent, group)  # type: ignore[no-untyped-call]
-    every = torch.arange(most, device=rows.device).repeat(ranks)
-    sorted_rows = order(every.repeat_interleave(theirs.flatten(), output_size=sum(received)), most)
-    outputs = experts(arrived[sorted_rows.places], sorted_rows.counts[:own])[sorted_rows.back]
-    returned: torch.Tensor = _AllToAll.apply(outputs, trained, sent, received, group)  # type: ignore[no-untyped-call]
+    arrived: torch.Tensor = _AllToAll.apply(rows, trained, receive_counts, send_counts, group)  # type: ignore[no-untyped-call]
+    expert_numbers = torch.arange(experts_per_rank, device=rows.device).repeat(ranks)
+    sorted_rows = order(
+        expert_numbers.repeat_interleave(receive_matrix.flatten(), output_size=sum(receive_counts)), experts_per_rank
+    )
+    outputs = experts(arrived[sorted_rows.places], sorted_rows.counts[:local_experts])[sorted_rows.back]
+    returned: torch.Tensor = _AllToAll.apply(outputs, trained, send_counts, receive_counts, group)  # type: ignore[no-untyped-call]
     return returned
 
 
 class Experts(nn.Module):
-    """Gated experts: `linear_fc1` computes gate and up, `linear_fc2` brings them down.
+    """Gated experts: `linear_fc1` computes gate and up, `linear_fc2` the output.
 
-    It is a separate module so that `fully_shard` can use another mesh for it than for the rest.
+    This is a separate module so that `fully_shard` can use another mesh for it than for the rest.
 
     Args:
-        hidden_size: of a row.
-        intermediate_size: of a row between the two.
-        num_experts: how many there are, on all ranks together.
+        hidden_size: size of a row.
+        intermediate_size: size of a row between the two layers.
+        num_experts: number of experts, on all ranks together.
         single_grouped_weight: one parameter for all experts in place of one for each.
-        params_dtype: of the parameters; None: torch's default.
-        device: of the parameters.
+        params_dtype: dtype of the parameters; None: torch's default.
+        device: device of the parameters.
     """
 
     def __init__(
@@ -161,7 +170,7 @@ class Experts(nn.Module):
         accept_layouts(self)
 
     def divide(self, mesh: DeviceMesh) -> None:
-        """Keep this rank's experts; see `GroupedLinear.divide`."""
+        """Divide the experts over ranks, and keep this rank's; see `GroupedLinear.divide`."""
         for layer in (self.linear_fc1, self.linear_fc2):
             layer.divide(mesh)
 
@@ -169,8 +178,8 @@ class Experts(nn.Module):
         """Return [rows, hidden].
 
         Args:
-            rows: [rows, hidden], in the order of the experts of this rank.
-            m_splits: rows of each, int64 [experts].
+            rows: [rows, hidden], sorted by this rank's experts.
+            m_splits: number of rows of each expert, int64 [experts].
         """
         gate, up = self.linear_fc1(rows, m_splits).chunk(2, -1)
         outputs: torch.Tensor = self.linear_fc2(functional.silu(gate) * up, m_splits)
@@ -178,13 +187,13 @@ class Experts(nn.Module):
 
 
 class Gated(nn.Module):
-    """A gated feed-forward layer, through which every token passes in addition to its experts.
+    """A gated feed-forward layer through which every token passes in addition to its experts.
 
     Args:
-        hidden_size: of a row.
-        intermediate_size: of a row inside.
-        params_dtype: of the parameters; None: torch's default.
-        device: of the parameters.
+        hidden_size: size of a row.
+        intermediate_size: size of a row between the two projections.
+        params_dtype: dtype of the parameters; None: torch's default.
+        device: device of the parameters.
     """
 
     def __init__(
@@ -214,18 +223,18 @@ class MoE(nn.Module):
     experts in the layouts of other frameworks too.
 
     Args:
-        hidden_size: of a token.
-        intermediate_size: of a token inside an expert.
-        num_experts: how many there are, on all ranks together.
-        top_k: experts for each token.
+        hidden_size: size of a token.
+        intermediate_size: size of a token inside an expert.
+        num_experts: number of experts, on all ranks together.
+        top_k: number of experts for each token.
         norm_topk_prob: let the probabilities of a token's experts sum to one.
         shared_intermediate_size: inner size of a layer that all tokens pass through, added to the sum; 0: none.
         single_grouped_weight: one parameter for all experts in place of one for each.
         ep: mesh of one dim over whose ranks the experts are divided as by `torch.chunk`; None: each rank has all.
             Tokens for experts of other ranks are sent there and back, for which the host waits once per forward for
             their numbers.
-        params_dtype: of the parameters; None: torch's default.
-        device: of the parameters. Unless it is `meta`, each rank briefly holds all experts of the layer.
+        params_dtype: dtype of the parameters; None: torch's default.
+        device: device of the parameters. Unless it is `meta`, each rank briefly has all experts of the layer in memory.
 
     Raises:
         Refused: SHAPE_MISMATCH for more experts per token than there are; UNSUPPORTED for a mesh of several dims.
@@ -271,7 +280,7 @@ class MoE(nn.Module):
     def route(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return weights and numbers of each token's experts, both [tokens, top_k].
 
-        Probabilities are computed in float32; the weights have the type of the tokens.
+        Probabilities are computed in float32; the weights have the dtype of the tokens.
         """
         scores = self.gate(tokens)
         weights, chosen = scores.softmax(-1, dtype=torch.float32).topk(self.top_k)
@@ -280,7 +289,7 @@ class MoE(nn.Module):
         return weights.to(scores.dtype), chosen
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return [..., hidden]; with `ep`, all its ranks call this, each with tokens of its own, or with none."""
+        """Return [..., hidden]; with `ep`, all its ranks call this, each with its own tokens, or with none."""
         tokens = hidden.reshape(-1, self.hidden_size)
         weights, chosen = self.route(tokens)
         sorted_rows = order(chosen.flatten(), self.num_experts)
@@ -288,8 +297,8 @@ class MoE(nn.Module):
         if self.ep is None:
             answers = self.experts(rows, sorted_rows.counts)
         else:
-            own = len(self.experts.linear_fc1.experts)
-            answers = across(self.experts, rows, sorted_rows.counts, own, self.ep.get_group())
+            local_experts = len(self.experts.linear_fc1.experts)
+            answers = across(self.experts, rows, sorted_rows.counts, local_experts, self.ep.get_group())
         answers = answers[sorted_rows.back].view(-1, self.top_k, self.hidden_size)
         outputs: torch.Tensor = (answers * weights.unsqueeze(-1)).sum(1)
         if self.shared_experts is not None:

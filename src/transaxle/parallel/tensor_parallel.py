@@ -158,7 +158,7 @@ class _Region(nn.Module):
 
 
 class _Grouped(nn.Module):
-    def held(self, name: str) -> Positions:
+    def positions(self, name: str) -> Positions:
         """Return the positions of a parameter that this rank has, however it is cut; see `GroupedLinear`."""
         mark_all(self)
         parameter, rank = self._parameters[name], dist.get_rank()

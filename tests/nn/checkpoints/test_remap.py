@@ -47,7 +47,7 @@ def _equal(found: State, wanted: State) -> None:
         assert torch.equal(raw(one), raw(wanted[name])), name
 
 
-def _nested(made: GroupedLinear, prefix: str) -> nn.Module:
+def _unflatten(made: GroupedLinear, prefix: str) -> nn.Module:
     """A module in which the layer's names have a prefix."""
     found: nn.Module = made
     for part in reversed(prefix.rstrip(".").split(".") if prefix else []):
@@ -87,12 +87,14 @@ def test_packed_into_experts_and_back(dtype: torch.dtype, prefix: str, strict: b
     state = many.state_dict()
     wanted = _packed(state)
     said = {"strict": strict, "assign": assign}
-    found = _nested(one, prefix).load_state_dict({f"{prefix}{name}": value for name, value in state.items()}, **said)
+    found = _unflatten(one, prefix).load_state_dict({f"{prefix}{name}": value for name, value in state.items()}, **said)
     assert not found.missing_keys
     assert not found.unexpected_keys
     _equal(one.state_dict(), wanted)
     again = layer(7, params_dtype=dtype)
-    found = _nested(again, prefix).load_state_dict({f"{prefix}{name}": value for name, value in wanted.items()}, **said)
+    found = _unflatten(again, prefix).load_state_dict(
+        {f"{prefix}{name}": value for name, value in wanted.items()}, **said
+    )
     assert not found.missing_keys
     assert not found.unexpected_keys
     _equal(again.state_dict(), state)
@@ -293,7 +295,7 @@ def test_the_callers_dict_is_left_as_it_is(form: dict[str, bool], packed: bool) 
         del state["_extra_state"]
         state._metadata = {"": {"version": 1}, prefix.rstrip("."): {"version": 3}}  # type: ignore[attr-defined]
         kept, told = dict(state), dict(state._metadata)  # type: ignore[attr-defined]
-        _nested(layer(**form), prefix).load_state_dict(state)
+        _unflatten(layer(**form), prefix).load_state_dict(state)
         layer(**form)._load_from_state_dict(state, prefix, {}, True, [], [], [])
         assert list(state) == list(kept)
         assert all(state[name] is value for name, value in kept.items())
@@ -413,7 +415,7 @@ def test_extra_state_of_any_kind_is_accepted(form: dict[str, bool], extra: Any) 
     made.load_state_dict(state)
     made.load_state_dict(dict(state), assign=True)
     assert "_extra_state" not in made.state_dict()
-    nested = _nested(layer(2, **form), "block.experts.")
+    nested = _unflatten(layer(2, **form), "block.experts.")
     nested.load_state_dict({f"block.experts.{name}": value for name, value in state.items()})
 
 
