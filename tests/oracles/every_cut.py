@@ -29,7 +29,7 @@ from tests.oracles.every_type import built, installed_types
 from tests.oracles.quiet import quiet
 from tests.oracles.tiny_models import drawn
 from transaxle.errors import TransaxleError
-from transaxle.parallel.cutting import everything
+from transaxle.parallel.cutting import cut_parameters
 from transaxle.parallel.tensor_parallel import RECORD_NAME, proven_types, tensor_parallel
 from transaxle.torch_tensors import local_of
 
@@ -89,7 +89,7 @@ def _compared(whole: nn.Module, world: int) -> str:
         return f"{WRONG}: logits off by {off:.2g}"
     named = dict(whole.named_parameters())
     largest = max(float(each.grad.abs().max()) for each in named.values() if each.grad is not None)
-    for name, parameter, kept in everything(cut):
+    for name, parameter, kept in cut_parameters(cut):
         grad, own = (
             each.new_zeros(each.shape) if each.grad is None else each.grad for each in (named[name], parameter)
         )

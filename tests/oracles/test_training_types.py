@@ -30,7 +30,7 @@ def _stored(model_type: str, folder: Path) -> Any:
     return model
 
 
-def everything(model: Any) -> Tensors:
+def cut_parameters(model: Any) -> Tensors:
     """Return copies of all parameters and buffers, those that are never stored too."""
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     return {name: tensor.detach().clone() for name, tensor in named}
@@ -46,7 +46,7 @@ def refit(source: Any, folder: Path) -> None:
     engine = {name: torch.zeros_like(tensor) for name, tensor in hub.items()}
     tx.Refit(source, target).push()
     tx.Refit(source, engine, dialect="hf").push()
-    assert differing(everything(target), everything(source)) == []
+    assert differing(cut_parameters(target), cut_parameters(source)) == []
     assert differing(engine, hub) == []
 
 
@@ -56,7 +56,7 @@ def built_empty(model: Any, folder: Path) -> None:
         empty = type(model)._from_config(deepcopy(model.config)).eval()
     tx.save(model, folder / "saved", to="safetensors")
     tx.load(empty, folder / "saved")
-    assert differing(everything(empty), everything(model)) == []
+    assert differing(cut_parameters(empty), cut_parameters(model)) == []
 
 
 def float8_from_a_hub(model: Any, folder: Path) -> None:

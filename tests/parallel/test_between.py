@@ -20,7 +20,7 @@ from transaxle.formats.deepspeed.keys import UNIVERSAL
 from transaxle.live.model.state_tensors import leaves
 from transaxle.live.optimizer_state import names_of, states_of
 from transaxle.live.optimizers import apart
-from transaxle.parallel.cutting import everything
+from transaxle.parallel.cutting import cut_parameters
 from transaxle.parallel.tensor_parallel import tensor_parallel
 from transaxle.torch_tensors import local_of
 
@@ -56,7 +56,7 @@ def _of_one_step(states: Tensors) -> Tensors:
 
 def _cut(model: nn.Module, whole: Tensors) -> Tensors:
     """This rank's parts of whole tensors, by slices."""
-    kept = {name: each for name, _, each in everything(model)}
+    kept = {name: each for name, _, each in cut_parameters(model)}
     found = {}
     for name, value in whole.items():
         parameter = name.removeprefix("optim/").rpartition("/")[0] if name.startswith("optim/") else name

@@ -22,10 +22,10 @@ from tests.parallel.models import CONFIGS, build
 from transaxle.errors import TransaxleError
 from transaxle.formats.deepspeed.keys import INFO, RECORD
 from transaxle.formats.deepspeed.universal_record import read as read_record
-from transaxle.parallel.cutting import everything
+from transaxle.parallel.cutting import cut_parameters
 from transaxle.parallel.tensor_parallel import tensor_parallel
 from transaxle.parallel.tp_plan import make_plan, read
-from transaxle.parallel.universal_metadata import collected, record_of, universal_checkpoint_info
+from transaxle.parallel.universal_metadata import collect_metadata, record_of, universal_checkpoint_info
 
 pytestmark = [pytest.mark.peers, pytest.mark.slow]
 OURS = [case.name for case in CASES if case.ours]
@@ -38,7 +38,7 @@ def test_the_engine_saves_the_metadata(farm: Farm, name: str) -> None:
     model = as_there(case)
     tied = {"lm_head.weight"} if case.tied else set[str]()
     ranks, cuts = case.launch.tp, make_plan(model, read(model), case.launch.tp, None).cuts
-    info = collected(
+    info = collect_metadata(
         {cut.weight.name: record_of(cut, cut.shares, ranks) for cut in cuts if cut.weight.name not in tied}, ranks
     )
     models = list(farm.checkpoint(name).glob("*/*model_states.pt"))
@@ -67,7 +67,7 @@ def _collected(rank: int, world: int, config: dict[str, Any]) -> None:
     mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
     model = tensor_parallel(build(config), mesh["tp"])
     first = getattr(model, INFO)
-    records = {name: kept.record.as_dict() for name, _, kept in everything(model)}
+    records = {name: kept.record.as_dict() for name, _, kept in cut_parameters(model)}
     for new in (False, True):
         if new:
             fully_shard(model, mesh=mesh["dp"])  # it makes other parameters, which know nothing

@@ -19,7 +19,7 @@ from torch.optim import AdamW
 import transaxle as tx
 from tests.live.ranks import run
 from tests.parallel.models import CONFIGS, EVEN, build, train
-from transaxle.parallel.cutting import everything
+from transaxle.parallel.cutting import cut_parameters
 from transaxle.torch_tensors import local_of
 
 STEPS, MORE = 2, 3
@@ -44,7 +44,7 @@ def _model(config: dict[str, Any], tp: int, dp: int, *, seed: int = 0, dtensor: 
 
 def _put(model: nn.Module, optimizer: AdamW, whole: Mapping[str, Tensor]) -> None:
     """Start a cut model from whole tensors, by hand: nothing of ours loads them."""
-    named = {name: (parameter, kept) for name, parameter, kept in everything(model)}
+    named = {name: (parameter, kept) for name, parameter, kept in cut_parameters(model)}
     for name, parameter in model.named_parameters():
         take = named[name][1].take if name in named else Tensor.clone
         local_of(parameter).copy_(take(whole[name]))
@@ -63,8 +63,8 @@ def _begin(rank: int, world: int, config: dict[str, Any], out: str, dtensor: boo
     if dtensor:
         dcp_save(model.state_dict(), checkpoint_id=f"{out}/{MODEL}")
     mine = {name: local_of(parameter).clone() for name, parameter in model.named_parameters()}
-    held = {name: kept.held for name, _, kept in everything(model)}
-    dims = {name: kept.dim for name, _, kept in everything(model)}
+    held = {name: kept.positions_by_rank for name, _, kept in cut_parameters(model)}
+    dims = {name: kept.dim for name, _, kept in cut_parameters(model)}
     moments = {
         f"optim/{n}/{s}": local_of(optimizer.state[p][s]).clone() for n, p in model.named_parameters() for s in STATES
     }
@@ -82,7 +82,7 @@ def _check_state_dict(model: nn.Module, out: str) -> None:
     dcp_load(state, checkpoint_id=f"{out}/{MODEL}")
     model.load_state_dict(state)
     wanted = _saved(f"{out}/{STATE}")
-    for name, parameter, kept in everything(model):
+    for name, parameter, kept in cut_parameters(model):
         assert torch.equal(local_of(parameter), kept.take(wanted[name])), name
 
 

@@ -378,9 +378,8 @@ def _move(
     for name, value in move(replace(translation, checks=checks), tensors, targets).items():
         parameter, slot = split_slot(name)
         if parameter in new_names:
-            own_value = (
-                value if value.dim() else value.clone()
-            )  # a step is incremented in place, so each expert needs its own
+            # A step is incremented in place, so each expert needs its own.
+            own_value = value if value.dim() else value.clone()
             states.setdefault(parameter, {})[slot] = own_value.item() if slot in number_slots else own_value
 
 

@@ -699,9 +699,9 @@ class GroupedLinear(GroupedParameters):
             assert grad is not None
             part = (grad if single else grad[index]).to(parameter.dtype)
             gradient = place_gradient(part, parameter, meshes[name])
-            local_gradient, local_parameter = (raw_local(tensor) for tensor in (gradient, parameter))
-            if local_gradient.shape != local_parameter.shape:
-                message = f"the gradient is {list(local_gradient.shape)}, but the parameter is now {list(local_parameter.shape)}"
+            local_grad, target = (raw_local(tensor) for tensor in (gradient, parameter))
+            if local_grad.shape != target.shape:
+                message = f"the gradient is {list(local_grad.shape)}, but the parameter is now {list(target.shape)}"
                 hint = "Call backward_dw() before the parameter is replaced or divided."
                 raise refuse("UNSUPPORTED", message, tensor=name, hint=hint)
             if parameter.grad is None:

@@ -95,9 +95,7 @@ def stack_values(parameters: Sequence[torch.Tensor], dims: int, dtype: torch.dty
     if first.dim() == dims:
         return values(first.detach(), dtype)
     if isinstance(first, QuantizedTensor):
-        codes = torch.stack(
-            [parameter.detach() for parameter in parameters]
-        )  # codes first, to dequantize them in one launch
+        codes = torch.stack([parameter.detach() for parameter in parameters])  # to dequantize them in one launch
         if isinstance(codes, QuantizedTensor):
             return codes.dequantize(dtype)
     if isinstance(first, QuantizedTensor) or not adjacent(parameters):

@@ -35,7 +35,7 @@ from transaxle.quant.quantizers import COLUMN_DATA, COLUMN_SCALE, DATA, SCALE
 class Kind:
     """A kind of codes for which there are grouped products."""
 
-    what: str
+    description: str
     """Description of the codes and of what shares a scale."""
     step: int
     """Features must be multiples of this."""
@@ -257,9 +257,9 @@ def _scaled_obstacles(
     if kind is None:
         return
     if capability is not None and capability not in kind.capabilities:
-        yield f"torch has no kernel for {kind.what} at compute capability {capability}"
+        yield f"torch has no kernel for {kind.description} at compute capability {capability}"
     if device.type in SCALES and kind.builds and not any(word in _build() for word in kind.builds):
-        yield f"torch was built without {kind.builds[0]}, which has the kernels for {kind.what}"
+        yield f"torch was built without {kind.builds[0]}, which has the kernels for {kind.description}"
     if any(size % kind.step for size in features):
         yield f"weights of {features[0]} x {features[1]} are not multiples of {kind.step}"
 

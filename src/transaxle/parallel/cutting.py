@@ -1,15 +1,17 @@
-"""How the parameters of a cut module are cut over the mesh; the module keeps a record for each.
+"""The tensor-parallel cuts of a model's parameters, with collectives and gradient clipping for cut modules.
 
-Collectives between what all ranks compute alike and what each computes for itself; each has its transpose.
+Each cut module records how its parameters are cut (`ParameterCut`).
 
-    enter     identity             gradients are summed      before a column-parallel layer
-    leave     values are summed    identity                  after a row-parallel layer
-    gather    parts are joined     own part of the gradient  after what is alone in its cut: logits, hidden embeddings
-    scatter   own part             gradients are joined      before a row-parallel layer whose input is whole
-    summed    identity             gradients are summed,     parameters that several ranks hold and use for different
-                                   each at its place         heads
+Collectives connect values that all ranks share with values of one rank; each has its transpose as backward.
 
-The gradient norm of a cut model, in which each element of the whole model counts once.
+    enter      identity             gradients are summed      before a column-parallel layer
+    leave      values are summed    identity                  after a row-parallel layer
+    gather     parts are joined     own part of the gradient  after a cut layer without counterpart: logits, embeddings
+    scatter    own part             gradients are joined      before a row-parallel layer whose input is whole
+    sum_shared identity             gradients are summed      parameters that several ranks have and use for different
+                                    position by position      heads
+
+`clip_grad_norm_` computes the gradient norm of a cut model, in which each element of the whole model counts once.
 """
 
 from __future__ import annotations
@@ -54,9 +56,9 @@ def _sum(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _join(part: Tensor, widths: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """Join all ranks' parts along the last dim; gloo and NCCL want parts of one size, so they are padded."""
-    most = max(widths)
-    padded = torch.nn.functional.pad(part, (0, most - part.shape[-1])).contiguous()
+    """Join all ranks' parts along the last dim. gloo and NCCL need parts of equal size, so they are padded."""
+    width_max = max(widths)
+    padded = torch.nn.functional.pad(part, (0, width_max - part.shape[-1])).contiguous()
     parts = [torch.empty_like(padded) for _ in widths]
     dist.all_gather(parts, padded, group=group)
     return torch.cat([each[..., :width] for each, width in zip(parts, widths, strict=True)], -1)
@@ -110,7 +112,7 @@ class _Scatter(torch.autograd.Function):
         return _join(grads[0], *ctx.settings), None, None
 
 
-class _Summed(torch.autograd.Function):
+class _SumShared(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, tensor: Tensor, dim: int, positions: Intervals, length: int, group: dist.ProcessGroup
@@ -133,22 +135,22 @@ class _Summed(torch.autograd.Function):
 
 
 def enter(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return a tensor that is equal on all ranks; from here on each rank computes something of its own with it."""
+    """Return a tensor that is equal on all ranks; afterwards each rank computes something different with it."""
     entered: Tensor = _Enter.apply(tensor, group)  # type: ignore[no-untyped-call]
     return entered
 
 
 def leave(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the sum over all ranks; from here on all compute the same with it."""
+    """Return the sum over all ranks; afterwards all ranks compute the same with it."""
     total: Tensor = _Leave.apply(tensor, group)  # type: ignore[no-untyped-call]
     return total
 
 
 def gather(part: Tensor, widths: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """Return all ranks' parts joined along the last dim; from here on all compute the same with them.
+    """Return all ranks' parts joined along the last dim; afterwards all ranks compute the same with them.
 
     Args:
-        part: this rank's.
+        part: this rank's part.
         widths: length of the last dim on every rank.
         group: the ranks.
     """
@@ -162,17 +164,17 @@ def scatter(whole: Tensor, widths: Sequence[int], group: dist.ProcessGroup) -> T
     return local_part
 
 
-def summed(tensor: Tensor, dim: int, positions: Intervals, length: int, group: dist.ProcessGroup) -> Tensor:
-    """Return a parameter some of whose elements other ranks hold and use too: the gradients of these are summed.
+def sum_shared(tensor: Tensor, dim: int, positions: Intervals, length: int, group: dist.ProcessGroup) -> Tensor:
+    """Return a parameter some of whose elements other ranks have and use too: their gradients are summed.
 
     Args:
         tensor: this rank's part.
-        dim: the dim in which ranks hold different positions.
-        positions: the positions that this rank holds.
-        length: of that dim in the whole parameter.
+        dim: the dim in which ranks have different positions.
+        positions: the positions that this rank has.
+        length: length of that dim in the whole parameter.
         group: the ranks.
     """
-    with_summed_gradient: Tensor = _Summed.apply(tensor, dim, positions, length, group)  # type: ignore[no-untyped-call]
+    with_summed_gradient: Tensor = _SumShared.apply(tensor, dim, positions, length, group)  # type: ignore[no-untyped-call]
     return with_summed_gradient
 
 
@@ -180,59 +182,59 @@ WEIGHT = "weight"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Kept:
+class ParameterCut:
     """How one parameter of a module is cut."""
 
     mesh: DeviceMesh
     """The tensor-parallel ranks."""
     shape: tuple[int, ...]
-    """Of the whole parameter."""
+    """Shape of the whole parameter."""
     dim: int
-    """The dim in which ranks may hold different positions."""
-    held: tuple[Intervals, ...]
-    """The positions of each rank."""
+    """The dim in which ranks may have different positions."""
+    positions_by_rank: tuple[Intervals, ...]
+    """For each rank, the positions of that dim that it has."""
     shared: bool
-    """Several ranks hold an element and use it for different heads: their gradients are summed."""
+    """Whether several ranks have an element and use it for different heads, so that its gradients are summed."""
     record: Record
-    """How it is cut, as DeepSpeed's metadata says it."""
+    """The cut as a record of DeepSpeed's metadata."""
 
-    def __deepcopy__(self, _: Any) -> Kept:
-        """A copy of the model is on the same mesh."""
+    def __deepcopy__(self, _: Any) -> ParameterCut:
+        """Return the same object: a copy of the model is on the same mesh."""
         return self
 
     @property
     def rank(self) -> int:
-        """This rank's place."""
+        """This rank's index in the mesh."""
         return self.mesh.get_local_rank()
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The ranks."""
+        """Process group of the tensor-parallel ranks."""
         return self.mesh.get_group()
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Positions of the dim on every rank."""
-        return tuple(count_positions(each) for each in self.held)
+        """Number of positions of the dim on every rank."""
+        return tuple(count_positions(each) for each in self.positions_by_rank)
 
     @property
     def first(self) -> bool:
-        """Whether this rank is the first that holds its share."""
-        return self.held.index(self.held[self.rank]) == self.rank
+        """Whether no rank before this one has the same share."""
+        return self.positions_by_rank.index(self.positions_by_rank[self.rank]) == self.rank
 
-    def owned(self, positions: Intervals) -> list[tuple[int, int]]:
-        """Return those positions of this rank that no rank before it holds.
+    def unshared_spans(self, positions: Intervals) -> list[tuple[int, int]]:
+        """Return the positions of this rank that no rank before it has.
 
         Args:
-            positions: of the dim, in local order.
+            positions: positions of the dim, in local order.
 
         Returns:
             Spans of local positions.
         """
-        before = sorted(span for each in self.held[: self.rank] for span in each)
+        before = sorted(span for each in self.positions_by_rank[: self.rank] for span in each)
         spans, at = [], 0
         for start, stop in positions:
-            base, new = at - start, start  # spans may touch: one of q's and of k's rows may be half another rank's
+            base, new = at - start, start  # spans may touch: rows of q and k may belong to another rank in part
             for first, last in before:
                 if new < min(first, stop):
                     spans.append((base + new, base + min(first, stop)))
@@ -244,145 +246,153 @@ class Kept:
 
     @property
     def placement(self) -> Shard | Replicate | None:
-        """The DTensor placement that means this cut; None where none does."""
+        """The DTensor placement that describes this cut; None if none does."""
         count = self.shape[self.dim] if self.shape else 0
-        if all(each == whole(count) for each in self.held):
+        if all(each == whole(count) for each in self.positions_by_rank):
             return Replicate()
-        chunks = [torch_chunk(count, len(self.held), rank) for rank in range(len(self.held))]
-        return Shard(self.dim) if self.held == tuple((chunk,) for chunk in chunks) else None
+        chunks = [torch_chunk(count, len(self.positions_by_rank), rank) for rank in range(len(self.positions_by_rank))]
+        return Shard(self.dim) if self.positions_by_rank == tuple((chunk,) for chunk in chunks) else None
 
     @property
     def share(self) -> Share | None:
-        """This rank's share, as quantized tensors know it; None where the rank has everything."""
+        """This rank's share, for quantized tensors; None if the rank has everything."""
         if isinstance(self.placement, Replicate):
             return None
-        return Share(self.group, self.shape, self.dim, self.held[self.rank])
+        return Share(self.group, self.shape, self.dim, self.positions_by_rank[self.rank])
 
     def tile_refusal(self, quantizer: Quantizer) -> Refusal | None:
-        """Return the refusal of a cut that goes through a tile of a quantizer; None where the cut is between tiles."""
-        return None if self.share is None else tile_refusal(quantizer, self.shape, self.dim, self.held)
+        """Return the refusal of a cut that divides a quantizer's tile; None if all cuts lie between tiles."""
+        return None if self.share is None else tile_refusal(quantizer, self.shape, self.dim, self.positions_by_rank)
 
     def take(self, tensor: Tensor) -> Tensor:
-        """Return this rank's share of a whole tensor, in storage of its own; of a quantized one, the codes."""
+        """Copy this rank's share out of a whole tensor; for a quantized tensor, codes and scales."""
         if isinstance(tensor, QuantizedTensor):
             share = self.share
             return tensor.clone() if share is None else cut_share(tensor, share)
         if not tensor.dim():
             return tensor.clone()
-        return along(tensor, self.dim, self.held[self.rank]).contiguous()
+        return along(tensor, self.dim, self.positions_by_rank[self.rank]).contiguous()
 
 
-def keep(module: nn.Module, name: str, kept: Kept) -> None:
-    """Let a module remember how one of its parameters is cut."""
-    module.__dict__.setdefault(CUTS, {})[name] = kept
+def record_cut(module: nn.Module, name: str, cut: ParameterCut) -> None:
+    """Record on a module how one of its parameters is cut."""
+    module.__dict__.setdefault(CUTS, {})[name] = cut
 
 
-def kept_by(module: nn.Module) -> Mapping[str, Kept]:
-    """Return how a module's own parameters are cut; empty for a module that is not cut."""
-    by_name: Mapping[str, Kept] = module.__dict__.get(CUTS, {})
+def cuts_of(module: nn.Module) -> Mapping[str, ParameterCut]:
+    """Return how a module's own parameters are cut, by name; empty if the module is not cut."""
+    by_name: Mapping[str, ParameterCut] = module.__dict__.get(CUTS, {})
     return by_name
 
 
-def everything(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Kept]]:
-    """Yield (name, parameter, how it is cut) of a cut model; a tied parameter once, under its first name."""
-    seen: set[int] = set()
+def cut_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, ParameterCut]]:
+    """Yield (name, parameter, its cut) for a cut model; a tied parameter once, under its first name."""
+    yielded: set[int] = set()
     for path, module in model.named_modules():
-        for own, kept in kept_by(module).items():
-            parameter = module._parameters[own]
-            if parameter is not None and id(parameter) not in seen:
-                seen.add(id(parameter))
-                yield f"{path}.{own}" if path else own, parameter, kept
+        for name, cut in cuts_of(module).items():
+            parameter = module._parameters[name]
+            if parameter is not None and id(parameter) not in yielded:
+                yielded.add(id(parameter))
+                yield f"{path}.{name}" if path else name, parameter, cut
 
 
 def sums_outputs(module: nn.Module) -> bool:
-    """Tell whether the gradients of a layer's outputs are summed where ranks share them, not those of its parameters.
+    """Tell whether, for positions that several ranks share, gradients of a layer's outputs are summed instead of its
+    parameters'.
 
-    So it is where gradients are quantized before they are multiplied: the sum is, as on one rank, and not its parts.
+    That is so if gradients are quantized before they are multiplied: the sum is quantized, as on one rank, not its
+    terms.
     """
-    kept, weight = kept_by(module).get(WEIGHT), module._parameters.get(WEIGHT)
-    if kept is None or weight is None or not kept.shared:
+    cut, weight = cuts_of(module).get(WEIGHT), module._parameters.get(WEIGHT)
+    if cut is None or weight is None or not cut.shared:
         return False
-    own = raw_local(weight)
-    return isinstance(own, QuantizedTensor) and own.quantizer.multiplies_codes
+    local_weight = raw_local(weight)
+    return isinstance(local_weight, QuantizedTensor) and local_weight.quantizer.multiplies_codes
 
 
 def local(module: nn.Module, name: str) -> Tensor | None:
-    """Return the tensor that this rank computes with: its part of a parameter."""
+    """Return this rank's part of a parameter, with which it computes."""
     parameter = module._parameters[name]
     if parameter is None:
         return None
     own_values = local_with_grad(parameter)
-    kept = kept_by(module).get(name)
-    if kept is None or not kept.shared or sums_outputs(module):
+    cut = cuts_of(module).get(name)
+    if cut is None or not cut.shared or sums_outputs(module):
         return own_values
-    return summed(own_values, kept.dim, kept.held[kept.rank], kept.shape[kept.dim], kept.group)
+    return sum_shared(own_values, cut.dim, cut.positions_by_rank[cut.rank], cut.shape[cut.dim], cut.group)
 
 
-def replaced(parameter: nn.Parameter, kept: Kept, *, dtensor: bool) -> nn.Parameter:
-    """Return the parameter that takes the place of a whole one.
+def replace_parameter(parameter: nn.Parameter, cut: ParameterCut, *, dtensor: bool) -> nn.Parameter:
+    """Return the parameter that replaces a whole one.
 
     Args:
-        parameter: the whole one.
-        kept: how it is cut.
-        dtensor: make a DTensor where its placements can say how the parameter is cut.
+        parameter: the whole parameter.
+        cut: how it is cut.
+        dtensor: make a DTensor if its placements can describe the cut.
     """
     if isinstance(parameter, DTensor):
-        return _within(parameter, kept)
-    own = kept.take(parameter.detach())
-    placement = kept.placement
+        return _within(parameter, cut)
+    part = cut.take(parameter.detach())
+    placement = cut.placement
     if dtensor and placement is not None:
-        cut_tensor: Tensor = as_dtensor(own, kept.mesh, [placement], parameter.shape, parameter.stride())
+        cut_tensor: Tensor = as_dtensor(part, cut.mesh, [placement], parameter.shape, parameter.stride())
         return nn.Parameter(cut_tensor, requires_grad=parameter.requires_grad)
-    return nn.Parameter(own, requires_grad=parameter.requires_grad)
+    return nn.Parameter(part, requires_grad=parameter.requires_grad)
 
 
-def _within(parameter: nn.Parameter, kept: Kept) -> nn.Parameter:
-    """Return the parameter for experts that other ranks share out: each expert is cut by itself."""
+def _within(parameter: nn.Parameter, cut: ParameterCut) -> nn.Parameter:
+    """Return the cut parameter for experts that are divided over other ranks: each expert is cut separately."""
     assert isinstance(parameter, DTensor)
-    if isinstance(kept.placement, Replicate):
+    if isinstance(cut.placement, Replicate):
         return parameter
-    own = kept.take(local_of(parameter))
-    shape = (parameter.shape[0], *own.shape[1:])
-    cut_tensor = as_dtensor(own, parameter.device_mesh, parameter.placements, shape, own.stride())
+    part = cut.take(local_of(parameter))
+    shape = (parameter.shape[0], *part.shape[1:])
+    cut_tensor = as_dtensor(part, parameter.device_mesh, parameter.placements, shape, part.stride())
     return nn.Parameter(cut_tensor, requires_grad=parameter.requires_grad)
 
 
-def tell_parts(module: nn.Module) -> None:
-    """Mark a module's parameters with the part of the whole that they are, unless a DTensor on the mesh says so."""
-    for name, kept in kept_by(module).items():
+def mark_parts(module: nn.Module) -> None:
+    """Mark a module's parameters with the part of the whole that they are, unless a DTensor on the mesh describes
+    it.
+    """
+    for name, cut in cuts_of(module).items():
         parameter = module._parameters[name]
-        if parameter is None or isinstance(kept.placement, Replicate):
+        if parameter is None or isinstance(cut.placement, Replicate):
             continue
-        if isinstance(parameter, DTensor) and parameter.device_mesh == kept.mesh:
+        if isinstance(parameter, DTensor) and parameter.device_mesh == cut.mesh:
             continue
-        part = Part(kept.shape, positions_of(kept))
+        part = Part(cut.shape, cut_positions(cut))
         record_part(module, name, part)
         mark(parameter, part)
 
 
-def positions_of(kept: Kept) -> tuple[Intervals, ...]:
-    """Return what this rank holds, per dim."""
-    return tuple(kept.held[kept.rank] if dim == kept.dim else whole(count) for dim, count in enumerate(kept.shape))
+def cut_positions(cut: ParameterCut) -> tuple[Intervals, ...]:
+    """Return, for each dim of the whole parameter, the positions that this rank has."""
+    return tuple(
+        cut.positions_by_rank[cut.rank] if dim == cut.dim else whole(count) for dim, count in enumerate(cut.shape)
+    )
 
 
 @dataclass(slots=True)
 class _Sum:
-    """The squares of gradients whose parts the same ranks hold."""
+    """Sum of squares of the gradients whose parts are divided over the same ranks."""
 
     squares: Tensor
-    """Their sum; of this rank's, until `reduced`."""
+    """This rank's sum of squares; after `reduce`, that of all ranks."""
     last: dist.ProcessGroup | None
-    """Ranks that share out experts: a rank without any takes part, and knows of no others."""
+    """Ranks over which experts are divided, reduced last: a rank without experts takes part, and has no other
+    groups.
+    """
     groups: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
-    """The other ranks, in the order in which all add them up."""
+    """The other groups, in the order in which all ranks reduce over them."""
 
-    def among(self, groups: list[dist.ProcessGroup]) -> None:
-        """Add ranks that hold other parts."""
-        own = None if self.last is None else dist.get_process_group_ranks(self.last)
-        named = ((dist.get_process_group_ranks(group), group) for group in groups)
-        self.groups |= {tuple(ranks): group for ranks, group in named if ranks != own}
+    def add_groups(self, groups: list[dist.ProcessGroup]) -> None:
+        """Add groups of ranks that have other parts."""
+        last_ranks = None if self.last is None else dist.get_process_group_ranks(self.last)
+        ranks_of_groups = ((dist.get_process_group_ranks(group), group) for group in groups)
+        self.groups |= {tuple(ranks): group for ranks, group in ranks_of_groups if ranks != last_ranks}
 
-    def reduced(self) -> Tensor:
+    def reduce(self) -> Tensor:
         """Return the sum over all ranks."""
         for group in (*self.groups.values(), *([] if self.last is None else [self.last])):
             dist.all_reduce(self.squares, group=group)
@@ -390,7 +400,7 @@ class _Sum:
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
-    """Clip the gradients of a cut model to a 2-norm, in place; collective over all ranks that hold any of it.
+    """Clip the gradients of a cut model to a 2-norm, in place; collective over all ranks that have any part of it.
 
     `torch.nn.utils.clip_grad_norm_` does the same if all parameters are DTensors on one mesh. If only some are, it
     raises; if none are, it would take this rank's part for the whole model.
@@ -406,38 +416,40 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
         Refused: UNSUPPORTED for a model that is not cut, and for parameters added after the cut.
     """
     mark_all(model)
-    found = [(name, parameter, kept) for name, parameter, kept in everything(model) if parameter.grad is not None]
-    if not found:
+    trained = [(name, parameter, cut) for name, parameter, cut in cut_parameters(model) if parameter.grad is not None]
+    if not trained:
         raise refuse("UNSUPPORTED", "no cut parameter of this model has a gradient")
-    known = {id(parameter) for _, parameter, _ in found}
-    others = [name for name, each in model.named_parameters() if each.grad is not None and id(each) not in known]
-    if others:
-        message = f"{len(others)} parameters with gradients were added after the model was cut: {', '.join(others[:4])}"
+    trained_ids = {id(parameter) for _, parameter, _ in trained}
+    uncut = [
+        name for name, total in model.named_parameters() if total.grad is not None and id(total) not in trained_ids
+    ]
+    if uncut:
+        message = f"{len(uncut)} parameters with gradients were added after the model was cut: {', '.join(uncut[:4])}"
         raise refuse(
             "UNSUPPORTED", message, hint="Clip their gradients separately; which ranks share them is not known."
         )
     layers = [layer for layer in model.modules() if isinstance(layer, GroupedLinear) and layer.ep is not None]
-    none = torch.zeros((), dtype=torch.float64, device=local_of(found[0][1]).device)
-    rest, shared_out = _Sum(none.clone(), None), {layer.ep: _Sum(none.clone(), _group(layer)) for layer in layers}
-    of = {id(parameter): shared_out[layer.ep] for layer in layers for parameter in layer.parameters()}
-    for each in (rest, *shared_out.values()):
-        each.among([found[0][2].group])  # the tensor-parallel ranks first: in another order than others they would wait
+    zero = torch.zeros((), dtype=torch.float64, device=local_of(trained[0][1]).device)
+    dense_sum, expert_sums = _Sum(zero.clone(), None), {layer.ep: _Sum(zero.clone(), _group(layer)) for layer in layers}
+    sum_of_parameter = {id(parameter): expert_sums[layer.ep] for layer in layers for parameter in layer.parameters()}
+    for total in (dense_sum, *expert_sums.values()):
+        total.add_groups([trained[0][2].group])  # tensor-parallel ranks first: all ranks must reduce in one order
     rank, grads = dist.get_rank(), []
-    for name, parameter, kept in found:
-        grad, mine, own = parameter.grad, True, of.get(id(parameter), rest)
+    for name, parameter, cut in trained:
+        grad, counts_here, sum_of_squares = parameter.grad, True, sum_of_parameter.get(id(parameter), dense_sum)
         assert grad is not None
         if isinstance(grad, DTensor):
             mesh = grad.device_mesh
             for number, placement in enumerate(grad.placements):
-                mine &= not placement.is_replicate() or mesh.get_local_rank(number) == 0
-            own.among([mesh.get_group(number) for number in range(mesh.ndim)])
+                counts_here &= not placement.is_replicate() or mesh.get_local_rank(number) == 0
+            sum_of_squares.add_groups([mesh.get_group(number) for number in range(mesh.ndim)])
             grad = grad.to_local()
         grads.append(grad)
-        if mine and grad.dim():
-            held = placement_of(parameter, rank, name).positions(kept.shape)[rank][kept.dim]
-            for start, stop in kept.owned(held):
-                own.squares += grad.narrow(kept.dim, start, stop - start).double().square().sum()
-    norm = torch.stack([each.reduced() for each in (rest, *shared_out.values())]).sum().sqrt()
+        if counts_here and grad.dim():
+            positions = placement_of(parameter, rank, name).positions(cut.shape)[rank][cut.dim]
+            for start, stop in cut.unshared_spans(positions):
+                sum_of_squares.squares += grad.narrow(cut.dim, start, stop - start).double().square().sum()
+    norm = torch.stack([total.reduce() for total in (dense_sum, *expert_sums.values())]).sum().sqrt()
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for grad in grads:
         grad.mul_(scale.to(grad.dtype))

@@ -1,29 +1,22 @@
 """Tensor parallelism: cut a model whose family has a table over the ranks of a mesh, and the modules that it becomes.
 
-**Tensor parallelism**: cut a model whose family has a table over the ranks of a mesh.
+**Cut modules** have a class derived from the module's own, with a forward around the original. During forward,
+`self.weight` is this rank's part as an ordinary tensor; at any other time it is the parameter, which is a DTensor if a
+DTensor can describe how it is cut.
 
-Guards against torch taking a rank's part of a parameter for the whole: tensors and hooks that refuse.
+**Guards** refuse calls in which torch would take a rank's part of a parameter for the whole. DeepSpeed needs ordinary
+tensors in a state dict, and pickles them. `torch.distributed.checkpoint` would save such a tensor as if it were the
+whole parameter, so that only one rank's part would be saved. Optimizer moments of a part are ordinary tensors too, and
+nothing marks them. But torch's `get_optimizer_state_dict` asks the modules for their names before it returns, and is
+refused there.
 
-DeepSpeed wants ordinary tensors in a state dict, and pickles them. `torch.distributed.checkpoint` would save such a
-tensor as if it were the whole parameter: one rank's part would be all that is saved. The moments that an optimizer
-keeps for a part are ordinary tensors too, and nothing on them says so. But torch's `get_optimizer_state_dict` asks the
-modules for their names before it returns, and there it is refused.
+**Proven model types.** A table says which axes may be cut, but not what a model does between its layers: statistics
+over a cut axis, or heads that work in pairs, make a cut model compute something else, without an error. So each model
+type of transformers is tried, and the types with the same logits and gradients are listed in the package.
 
-Model types of transformers whose cut models were shown to compute what the whole ones do.
-
-A table says which axes may be cut. What a model does between its layers no table says: statistics over a cut axis, or
-heads that work in pairs, make a cut model another one, without an error. So each type is tried, and the list of those
-whose logits and gradients are the same is part of the package.
-
-**Cut modules**: the module's own class, with a forward around its own.
-
-While it computes, `self.weight` is this rank's part as an ordinary tensor; at any other time it is the parameter, which
-is a DTensor where a DTensor can say how it is cut.
-
-Dropout of activations that are the same on all ranks: every rank must drop the same elements.
-
-Each rank draws from its own generator, and attention dropout on uneven heads makes these diverge even after equal
-seeds. Ranks that drop different elements of a residual stream would each compute another model.
+**Dropout** of activations that are equal on all ranks must drop the same elements on each. Each rank draws from its own
+generator, and attention dropout on uneven heads makes these diverge even after equal seeds. Ranks that drop different
+elements of a residual stream would each compute another model.
 """
 
 from __future__ import annotations
@@ -51,18 +44,18 @@ from transaxle.live.transport.world import World
 from transaxle.nn.grouped_linear import GroupedLinear
 from transaxle.parallel.cutting import (
     WEIGHT,
-    Kept,
+    ParameterCut,
+    cuts_of,
     enter,
     gather,
-    keep,
-    kept_by,
     leave,
     local,
-    replaced,
+    mark_parts,
+    record_cut,
+    replace_parameter,
     scatter,
-    summed,
+    sum_shared,
     sums_outputs,
-    tell_parts,
 )
 from transaxle.parallel.tp_plan import Plan, Role, Rules, make_plan, read
 from transaxle.parallel.universal_metadata import record_of, universal_checkpoint_info
@@ -88,36 +81,37 @@ from transaxle.torch_tensors import (
 _CONFIG = "config"
 _EXPERTS, _EAGER = "_experts_implementation", "eager"
 _ALIGNED, _NARROWEST = 16, 2
-"""`torch.nn.functional.grouped_mm` needs rows and columns of a multiple of so many bytes; and bytes of an element of
-bf16, in which a model of fp32 may compute under autocast."""
+"""`torch.nn.functional.grouped_mm` needs rows and columns of a multiple of this many bytes; and the size in bytes of a
+bf16 element, which models of fp32 may compute with under autocast.
+"""
 _NOW = "_transaxle_computing"
 
 
-def _kept(module: nn.Module) -> Kept:
-    return kept_by(module)[WEIGHT]
+def _weight_cut(module: nn.Module) -> ParameterCut:
+    return cuts_of(module)[WEIGHT]
 
 
 def _group(module: nn.Module) -> dist.ProcessGroup:
-    return next(iter(kept_by(module).values())).group
+    return next(iter(cuts_of(module).values())).group
 
 
 class _Column(nn.Module):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - as torch names it
         entered = enter(input, _group(self))
         if not sums_outputs(self):
-            own_columns: Tensor = super().forward(entered)
-            return own_columns
-        kept = _kept(self)
-        positions = kept.held[kept.rank]
-        with count_columns(tuple(kept.owned(positions))):
-            shared: Tensor = super().forward(entered)
-        return summed(shared, shared.dim() - 1, positions, kept.shape[kept.dim], kept.group)
+            columns: Tensor = super().forward(entered)
+            return columns
+        cut = _weight_cut(self)
+        positions = cut.positions_by_rank[cut.rank]
+        with count_columns(tuple(cut.unshared_spans(positions))):
+            output: Tensor = super().forward(entered)
+        return sum_shared(output, output.dim() - 1, positions, cut.shape[cut.dim], cut.group)
 
 
 class _Gathered(nn.Module):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        kept = _kept(self)
-        return gather(super().forward(enter(input, kept.group)), kept.widths, kept.group)
+        cut = _weight_cut(self)
+        return gather(super().forward(enter(input, cut.group)), cut.widths, cut.group)
 
 
 class _Row(nn.Module):
@@ -131,35 +125,35 @@ class _Row(nn.Module):
 
 class _Sliced(_Row):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        kept = _kept(self)
-        return super().forward(scatter(input, kept.widths, kept.group))
+        cut = _weight_cut(self)
+        return super().forward(scatter(input, cut.widths, cut.group))
 
 
 class _Vocabulary(nn.Module):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        kept = _kept(self)
-        ((start, stop),) = kept.held[kept.rank]
+        cut = _weight_cut(self)
+        ((start, stop),) = cut.positions_by_rank[cut.rank]
         elsewhere = (input < start) | (input >= stop)
         looked_up: Tensor = super().forward((input - start).masked_fill(elsewhere, 0))
-        return leave(looked_up.masked_fill(elsewhere.unsqueeze(-1), 0), kept.group)
+        return leave(looked_up.masked_fill(elsewhere.unsqueeze(-1), 0), cut.group)
 
 
 class _Hidden(nn.Module):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        kept = _kept(self)
-        return gather(super().forward(input), kept.widths, kept.group)
+        cut = _weight_cut(self)
+        return gather(super().forward(input), cut.widths, cut.group)
 
 
 class _Region(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         group = _group(self)
-        entered = [_entered(arg, group) for arg in args]
-        return leave(super().forward(*entered, **{key: _entered(arg, group) for key, arg in kwargs.items()}), group)
+        entered = [_enter_value(arg, group) for arg in args]
+        return leave(super().forward(*entered, **{key: _enter_value(arg, group) for key, arg in kwargs.items()}), group)
 
 
 class _Grouped(nn.Module):
     def positions(self, name: str) -> Positions:
-        """Return the positions of a parameter that this rank has, however it is cut; see `GroupedLinear`."""
+        """Return this rank's positions of a parameter, however it is cut; see `GroupedLinear`."""
         mark_all(self)
         parameter, rank = self._parameters[name], dist.get_rank()
         assert parameter is not None
@@ -176,7 +170,7 @@ class _GroupedRow(_Grouped):
         return leave(super().forward(inp, *args, **kwargs), _group(self))
 
 
-def _entered(value: Any, group: dist.ProcessGroup) -> Any:
+def _enter_value(value: Any, group: dist.ProcessGroup) -> Any:
     return enter(value, group) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
@@ -200,53 +194,55 @@ _CLASSES: Mapping[Role, type[nn.Module]] = {
 }  # fmt: skip
 
 
-_MADE: dict[tuple[type, Role, tuple[str, ...]], type[nn.Module]] = {}
+_CLASSES_BY_KEY: dict[tuple[type, Role, tuple[str, ...]], type[nn.Module]] = {}
 
 
 def _class(kind: type[nn.Module], role: Role, names: tuple[str, ...]) -> type[nn.Module]:
-    """Return a module's class with a cut forward, which reads its parameters as this rank's part."""
+    """Return the class of a cut module, derived from the original; during forward its parameters are this rank's
+    parts.
+    """
 
     def read(name: str) -> property:
         return property(lambda module: local(module, name) if _NOW in module.__dict__ else module._parameters[name])
 
     key = kind, role, names
-    if key not in _MADE:
+    if key not in _CLASSES_BY_KEY:
         bases = (_Computing, _CLASSES[role], kind)
-        _MADE[key] = type(f"Cut{kind.__name__}", bases, {name: read(name) for name in names})
-    return _MADE[key]
+        _CLASSES_BY_KEY[key] = type(f"Cut{kind.__name__}", bases, {name: read(name) for name in names})
+    return _CLASSES_BY_KEY[key]
 
 
 def cut_module(module: nn.Module, role: Role) -> None:
-    """Let a module compute with what this rank holds.
+    """Let a module compute with this rank's parts.
 
     Args:
-        module: one whose own parameters are cut and kept already (`cutting.keep`).
-        role: what it does.
+        module: a module whose own parameters are already cut and recorded (`cutting.record_cut`).
+        role: its role.
     """
-    names = tuple(sorted(kept_by(module)))
+    names = tuple(sorted(cuts_of(module)))
     module.__class__ = _class(type(module), role, names)
     if isinstance(module, nn.Linear | GroupedLinear):
-        kept = next(kept for kept in kept_by(module).values() if len(kept.shape) > 1)
-        sizes = [*kept.shape]
-        sizes[kept.dim] = kept.widths[kept.rank]
+        cut = next(cut for cut in cuts_of(module).values() if len(cut.shape) > 1)
+        sizes = [*cut.shape]
+        sizes[cut.dim] = cut.widths[cut.rank]
         module.out_features, module.in_features = sizes[-2:]
     elif isinstance(module, nn.Embedding):
-        kept = _kept(module)
-        sizes = [*kept.shape]
-        sizes[kept.dim] = kept.widths[kept.rank]
+        cut = _weight_cut(module)
+        sizes = [*cut.shape]
+        sizes[cut.dim] = cut.widths[cut.rank]
         module.num_embeddings, module.embedding_dim = sizes
         if role is Role.VOCABULARY and module.padding_idx is not None:
-            ((start, stop),) = kept.held[kept.rank]
-            inside = start <= module.padding_idx < stop
-            module.padding_idx = module.padding_idx - start if inside else None
+            ((start, stop),) = cut.positions_by_rank[cut.rank]
+            has_padding = start <= module.padding_idx < stop
+            module.padding_idx = module.padding_idx - start if has_padding else None
     elif role is Role.REGION:
         _align(module)
 
 
 def _align(module: nn.Module) -> None:
-    """Let stacked experts compute one by one where torch's grouped products do not take rows of their length."""
+    """Let stacked experts compute one by one if torch's grouped products do not support the length of their rows."""
     config = module.__dict__.get(_CONFIG)
-    parts = [part for name in kept_by(module) if (part := local(module, name)) is not None]
+    parts = [part for name in cuts_of(module) if (part := local(module, name)) is not None]
     widths = ((size, min(part.element_size(), _NARROWEST)) for part in parts for size in part.shape[1:])
     odd = any(size * element % _ALIGNED for size, element in widths)
     if odd and hasattr(config, _EXPERTS):
@@ -254,18 +250,18 @@ def _align(module: nn.Module) -> None:
 
 
 class LocalConfig:
-    """A model's config as a module of one rank sees it: the same, but for the numbers of heads and the like.
+    """A model's config for modules of one rank: the same values, except for numbers of heads and similar settings.
 
     Args:
-        config: the model's; what is changed there later is seen here.
-        local: what is different here.
+        config: the model's config; later changes to it are visible here.
+        local: the values that differ.
     """
 
     def __init__(self, config: Any, local: Mapping[str, Any]) -> None:
         self._config, self._own = config, dict(local)
 
     def __getattr__(self, name: str) -> Any:
-        """Return what is different here, or what the config says."""
+        """Return the local value, or else the config's."""
         if name.startswith("__") or "_own" not in self.__dict__:
             raise AttributeError(name)
         return self._own[name] if name in self._own else getattr(self._config, name)
@@ -277,12 +273,12 @@ _RATIO = ("num_key_value_groups",)
 
 
 def count_heads(module: nn.Module, whole: tuple[int, int], local: tuple[int, int]) -> None:
-    """Let an attention module count the heads of this rank.
+    """Set the numbers of heads of an attention module to this rank's.
 
     Args:
-        module: as transformers has it: what it counts are its attributes, or those of its config.
-        whole: heads of queries and of keys and values, of the whole model.
-        local: those of this rank.
+        module: attention module of transformers; the numbers are its attributes, or those of its config.
+        whole: numbers of query heads, and of key and value heads, in the whole model.
+        local: the same numbers on this rank.
     """
     ratios = (whole[0] // whole[1], local[0] // local[1])
     counts = [(_QUERIES, whole[0], local[0]), (_KEYS, whole[1], local[1]), (_RATIO, *ratios)]
@@ -292,13 +288,13 @@ def count_heads(module: nn.Module, whole: tuple[int, int], local: tuple[int, int
             setattr(module, name, new)
     config = module.__dict__.get(_CONFIG)
     if config is not None:
-        own = {name: new for name, (old, new) in changed.items() if getattr(config, name, None) == old}
-        module.__dict__[_CONFIG] = LocalConfig(config, own)
+        overrides = {name: new for name, (old, new) in changed.items() if getattr(config, name, None) == old}
+        module.__dict__[_CONFIG] = LocalConfig(config, overrides)
 
 
 def is_cut(module: nn.Module) -> bool:
     """Tell whether a module is cut."""
-    return bool(kept_by(module))
+    return bool(cuts_of(module))
 
 
 _RANKS = "_transaxle_ranks"
@@ -307,30 +303,30 @@ _NOISE = ("jitter_noise", "router_jitter_noise")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Ranks:
-    """The ranks that drop alike."""
+    """The ranks that must drop the same elements."""
 
     mesh: DeviceMesh
-    """Of one dim."""
+    """Their mesh, of one dim."""
 
     def __deepcopy__(self, _: Any) -> _Ranks:
-        """A copy of the model is on the same mesh."""
+        """Return the same object: a copy of the model is on the same mesh."""
         return self
 
 
 class CutDropout(nn.Dropout):
-    """Dropout by the first rank's draw."""
+    """Dropout with the first rank's random mask on all ranks."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - as torch names it
-        """Return what is left of activations that all ranks have alike, scaled; the same on all of them."""
+        """Apply the first rank's mask, scaled, to activations that are equal on all ranks."""
         if not self.training or not self.p:
             return input
-        left = nn.functional.dropout(torch.ones_like(input), self.p)
-        dist.broadcast(left, group=self.__dict__[_RANKS].mesh.get_group(), group_src=0)
-        return input * left
+        mask = nn.functional.dropout(torch.ones_like(input), self.p)
+        dist.broadcast(mask, group=self.__dict__[_RANKS].mesh.get_group(), group_src=0)
+        return input * mask
 
 
 def drop_alike(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
-    """Make dropout of activations that all ranks share drop the same elements on each."""
+    """Let dropout of activations that all ranks share drop the same elements on each."""
     for module in model.modules():
         for child in module.children():
             if type(child) is nn.Dropout and not _is_between(module, model, plan):
@@ -339,7 +335,7 @@ def drop_alike(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
 
 
 def random_refusals(model: nn.Module, plan: Plan) -> Iterator[Refusal]:
-    """Yield a refusal for each source of noise that would differ between ranks computing the same values."""
+    """Yield a refusal for each source of noise that would differ between ranks that compute the same values."""
     for path, module in model.named_modules():
         for name in _NOISE:
             if getattr(module, name, None):
@@ -357,17 +353,19 @@ def random_refusals(model: nn.Module, plan: Plan) -> Iterator[Refusal]:
 
 
 def _is_between(module: nn.Module, model: nn.Module, plan: Plan) -> bool:
-    """Tell whether a module has layers that are cut, between which what it drops may be each rank's own."""
+    """Tell whether a module has cut layers, between which activations, and what is dropped of them, may differ by
+    rank.
+    """
     names = {child: path for path, child in model.named_modules()}
     return any(plan.roles.get(names[child], Role.LOCAL) is not Role.LOCAL for child in module.children())
 
 
-class Alone(torch.Tensor):
-    """A rank's part, or what is computed from it: `torch.distributed.checkpoint` is refused."""
+class LocalPart(torch.Tensor):
+    """A rank's part, or a tensor computed from it; `torch.distributed.checkpoint` cannot save or load it."""
 
-    def new_empty(self, *args: Any, **kwargs: Any) -> Alone:
-        """See torch; `deepcopy` calls this, and wants the same class."""
-        empty: Alone = super().new_empty(*args, **kwargs).as_subclass(Alone)
+    def new_empty(self, *args: Any, **kwargs: Any) -> LocalPart:
+        """See torch; `deepcopy` calls this, and needs the same class."""
+        empty: LocalPart = super().new_empty(*args, **kwargs).as_subclass(LocalPart)
         return empty
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -392,12 +390,14 @@ class Alone(torch.Tensor):
         raise _refusal(None, self)
 
 
-ASKED = "_fqn_modifiers"
-"""Attribute of a module that only `torch.distributed.checkpoint.state_dict` looks for and calls."""
+NAMES_HOOK = "_fqn_modifiers"
+"""Attribute of a module that only `torch.distributed.checkpoint.state_dict` looks up and calls."""
 _OPTIMIZER = "_get_optim_state_dict"
-"""Its function for the state of an optimizer."""
+"""Name of torch's function that collects an optimizer's state."""
 _MODEL, _FULL = "_get_model_state_dict", "full_state_dict"
-"""Its function for the state of a model, and the option by which it would make whole tensors; it cannot here."""
+"""Name of torch's function that collects a model's state, and of its option to assemble whole tensors, which is
+impossible here.
+"""
 _METHODS = {
     "save_pretrained": 'Call tx.save(model, path, to="hf") instead.',
     "resize_token_embeddings": "Resize the embeddings before the model is cut.",
@@ -406,11 +406,11 @@ _METHODS = {
 
 
 def no_names(name: str, *, always: bool) -> Mapping[str, str]:
-    """Take the place of a module's `ASKED`, where the module has parts.
+    """Serve as the `NAMES_HOOK` attribute of a module that has parts.
 
     Args:
-        name: of a part in it.
-        always: refuse weights too; otherwise the module's state dict says which parts they are.
+        name: name of a part in the module.
+        always: refuse weights too; otherwise the module's state dict describes the parts.
 
     Raises:
         Refused: UNSUPPORTED.
@@ -425,7 +425,7 @@ def no_names(name: str, *, always: bool) -> Mapping[str, str]:
 
 
 def refuse_methods(model: nn.Module) -> None:
-    """Let a cut model refuse the methods of its class that do not know of parts."""
+    """Let a cut model refuse methods of its class that would take parts for whole parameters."""
     for name, hint in _METHODS.items():
         if hasattr(model, name):
             model.__dict__[name] = partial(_no_method, name, hint)
@@ -444,18 +444,18 @@ def _refusal(name: str | None, tensor: torch.Tensor) -> TransaxleError:
 
 
 RECORD_NAME = "proven_types.json"
-"""The list; `python -m tests.oracles.every_cut` writes it."""
+"""File with the proven model types; `python -m tests.oracles.every_cut` writes it."""
 _OWNER = "transformers.models."
 
 
 @cache
 def proven_types() -> frozenset[str]:
-    """Return the model types that were tried, and are exact."""
+    """Return the model types whose cut models were shown to compute the same."""
     return frozenset(json.loads(files(__package__).joinpath(RECORD_NAME).read_text("utf-8"))["types"])
 
 
 def check_type(model: nn.Module) -> None:
-    """Refuse a model of transformers of which nobody has shown that it can be cut; other models are their owners'.
+    """Refuse a model of transformers whose type is not proven; for other models their owners are responsible.
 
     Raises:
         Refused: UNSUPPORTED.
@@ -465,13 +465,13 @@ def check_type(model: nn.Module) -> None:
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     if model_type in proven_types():
         return
-    known = "its logits or gradients differ from those of the whole model, or it was not possible to try"
+    reason = "its logits or gradients differ from those of the whole model, or it was not possible to try"
     hint = "Shard it with FSDP2 instead. The types that can be cut are in the how-to on tensor parallelism."
-    raise refuse("UNSUPPORTED", f"models of type {model_type} are not cut over ranks: {known}", hint=hint)
+    raise refuse("UNSUPPORTED", f"models of type {model_type} are not cut over ranks: {reason}", hint=hint)
 
 
 _SAMPLE = 64
-"""Elements of each parameter by which those of other values on some ranks are found."""
+"""Number of elements of each parameter that are compared between ranks."""
 
 
 def tensor_parallel(
@@ -530,14 +530,14 @@ def tensor_parallel(
 
 
 def _check_experts(model: nn.Module, mesh: DeviceMesh, *, dtensor: bool) -> None:
-    """Refuse experts that the same ranks share out, and those that cannot be ordinary tensors."""
+    """Refuse experts that are divided over the same ranks, and experts that cannot be ordinary tensors."""
     problems = []
     for path, module in model.named_modules():
         if not isinstance(module, GroupedLinear) or module.ep is None:
             continue
-        both = sorted({*mesh.mesh.flatten().tolist()} & {*module.ep.mesh.flatten().tolist()})
-        if len(both) > 1:
-            message = f"ranks {both} already divide its experts, so each would cut other experts"
+        common_ranks = sorted({*mesh.mesh.flatten().tolist()} & {*module.ep.mesh.flatten().tolist()})
+        if len(common_ranks) > 1:
+            message = f"ranks {common_ranks} already divide its experts, so each would cut other experts"
             hint = 'Use two dims of one mesh: MoE(…, ep=mesh["ep"]) and tensor_parallel(model, mesh["tp"]).'
             problems.append(Refusal("UNSUPPORTED", message, Where(None, path), hint))
         elif module.single_grouped_weight and not dtensor:
@@ -550,70 +550,78 @@ def _check_experts(model: nn.Module, mesh: DeviceMesh, *, dtensor: bool) -> None
 
 def _check_ties(model: nn.Module, plan: Plan) -> None:
     """Refuse tied parameters that would be cut in two ways."""
-    first: dict[int, Any] = {}
+    first_cuts: dict[int, Any] = {}
     problems = []
     for cut in plan.cuts:
-        parameter = model.get_submodule(cut.weight.module)._parameters[cut.weight.own]
-        known = first.setdefault(id(parameter), cut)
-        if (known.option, known.held) != (cut.option, cut.held):
-            ways = " and ".join("whole" if c.option is None else f"along dim {c.dim}" for c in (known, cut))
-            message = f"it is the same parameter as {known.weight.name}, but they would be cut in two ways: {ways}"
+        parameter = model.get_submodule(cut.weight.module)._parameters[cut.weight.parameter_name]
+        first_cut = first_cuts.setdefault(id(parameter), cut)
+        if (first_cut.option, first_cut.positions_by_rank) != (cut.option, cut.positions_by_rank):
+            ways = " and ".join("whole" if c.option is None else f"along dim {c.dim}" for c in (first_cut, cut))
+            message = f"it is the same parameter as {first_cut.weight.name}, but they would be cut in two ways: {ways}"
             problems.append(Refusal("UNSUPPORTED", message, Where(None, cut.weight.name)))
     if problems:
         raise gathered(problems)
 
 
 def _check_tiles(model: nn.Module, plan: Plan) -> None:
-    """Refuse cuts of quantized parameters that go through a tile."""
+    """Refuse cuts of quantized parameters that divide a tile."""
     problems: list[Refusal] = []
     for cut in plan.cuts:
-        parameter: torch.Tensor | None = model.get_submodule(cut.weight.module)._parameters[cut.weight.own]
+        parameter: torch.Tensor | None = model.get_submodule(cut.weight.module)._parameters[cut.weight.parameter_name]
         if cut.option is not None and isinstance(parameter, QuantizedTensor):
-            both = parameter.frame.columnwise
-            refusal = tile_refusal(parameter.quantizer, cut.weight.shape, cut.dim, cut.held, columnwise=both)
+            has_columnwise = parameter.frame.columnwise
+            refusal = tile_refusal(
+                parameter.quantizer, cut.weight.shape, cut.dim, cut.positions_by_rank, columnwise=has_columnwise
+            )
             problems += [] if refusal is None else [replace(refusal, where=Where(None, cut.weight.name))]
     if problems:
         raise gathered(problems)
 
 
 def _check_ranks(model: nn.Module, plan: Plan, world: World) -> list[str]:
-    """Refuse ranks that cut otherwise than the first; return the parameters that begin with other values there."""
+    """Refuse ranks whose plan differs from the first one's; return the parameters whose values differ from the first
+    rank's.
+    """
     crcs: dict[str, tuple[int, int | None]] = {}
     for cut in plan.cuts:
-        parameter = model.get_submodule(cut.weight.module)._parameters[cut.weight.own]
+        parameter = model.get_submodule(cut.weight.module)._parameters[cut.weight.parameter_name]
         assert parameter is not None
-        how = cut.weight.shape, cut.dim, cut.held, parameter.requires_grad
-        crcs[cut.weight.name] = zlib.crc32(repr(how).encode()), _first_values(parameter)
-    first, *rest = world.gather(crcs)
+        description = cut.weight.shape, cut.dim, cut.positions_by_rank, parameter.requires_grad
+        crcs[cut.weight.name] = zlib.crc32(repr(description).encode()), _first_values(parameter)
+    first, *other_ranks = world.gather(crcs)
     problems, unlike = [], set[str]()
-    for rank, other in enumerate(rest, 1):
-        ways = {name for name in first.keys() | other.keys() if first.get(name, (0,))[0] != other.get(name, (0,))[0]}
-        unlike.update(name for name in first.keys() & other.keys() - ways if first[name][1] != other[name][1])
-        if ways:
-            message = f"{len(ways)} parameters are cut or trained differently on rank {rank} and rank 0"
+    for rank, of_rank in enumerate(other_ranks, 1):
+        different_cuts = {
+            name for name in first.keys() | of_rank.keys() if first.get(name, (0,))[0] != of_rank.get(name, (0,))[0]
+        }
+        unlike.update(
+            name for name in first.keys() & of_rank.keys() - different_cuts if first[name][1] != of_rank[name][1]
+        )
+        if different_cuts:
+            message = f"{len(different_cuts)} parameters are cut or trained differently on rank {rank} and rank 0"
             hint = "Give every rank the same model and plan."
-            problems.append(Refusal("UNSUPPORTED", message, Where(None, min(ways)), hint))
-    lacking = [name for name in sorted(unlike) if any(None in (first[name][1], each[name][1]) for each in rest)]
-    if lacking:
-        message = f"{len(lacking)} parameters have values on some ranks, but none on others"
+            problems.append(Refusal("UNSUPPORTED", message, Where(None, min(different_cuts)), hint))
+    missing = [name for name in sorted(unlike) if any(None in (first[name][1], each[name][1]) for each in other_ranks)]
+    if missing:
+        message = f"{len(missing)} parameters have values on some ranks, but none on others"
         hint = "Build the model with storage on every rank, or on the meta device on every rank."
-        problems.append(Refusal("UNSUPPORTED", message, Where(None, lacking[0]), hint))
+        problems.append(Refusal("UNSUPPORTED", message, Where(None, missing[0]), hint))
     if problems:
         raise gathered(problems)
     return sorted(unlike)
 
 
 def _share_values(model: nn.Module, names: Iterable[str], world: World) -> None:
-    """Give parameters the values that they have on the first rank."""
+    """Copy the first rank's values of parameters to all ranks."""
     for name in names:
-        own = local_of(model.get_parameter(name)).detach()
-        values = own.clone(memory_format=torch.contiguous_format)
+        local = local_of(model.get_parameter(name)).detach()
+        values = local.clone(memory_format=torch.contiguous_format)
         dist.broadcast(values, group=world.group, group_src=0)
-        own.copy_(values)
+        local.copy_(values)
 
 
 def _first_values(parameter: torch.Tensor) -> int | None:
-    """Return a checksum of a parameter's first values; None where it has none yet, 0 for codes, which are not read."""
+    """Return a checksum of a parameter's first values; None on the meta device, 0 for codes, which are not compared."""
     row = local_of(parameter).detach()
     if row.is_meta:
         return None
@@ -628,23 +636,23 @@ def _apply(model: nn.Module, mesh: DeviceMesh, plan: Plan, *, dtensor: bool) -> 
     replacements: dict[int, nn.Parameter] = {}
     for cut in plan.cuts:
         module = model.get_submodule(cut.weight.module)
-        parameter = module._parameters[cut.weight.own]
+        parameter = module._parameters[cut.weight.parameter_name]
         assert parameter is not None
         record = record_of(cut, cut.shares, plan.ranks)
-        kept = Kept(mesh, cut.weight.shape, cut.dim, cut.held, cut.replicas, record)
-        keep(module, cut.weight.own, kept)
+        parameter_cut = ParameterCut(mesh, cut.weight.shape, cut.dim, cut.positions_by_rank, cut.replicas, record)
+        record_cut(module, cut.weight.parameter_name, parameter_cut)
         if id(parameter) not in replacements:
-            replacements[id(parameter)] = replaced(parameter, kept, dtensor=dtensor)
+            replacements[id(parameter)] = replace_parameter(parameter, parameter_cut, dtensor=dtensor)
             replacements[id(replacements[id(parameter)])] = replacements[id(parameter)]
-        module._parameters[cut.weight.own] = replacements[id(parameter)]
+        module._parameters[cut.weight.parameter_name] = replacements[id(parameter)]
     for path, role in plan.roles.items():
         module = model.get_submodule(path)
         cut_module(module, role)
-        tell_parts(module)
+        mark_parts(module)
         parts = [name for name, _ in parts_in(module)]
         if parts:
             module.register_state_dict_post_hook(_as_runs if dtensor else _as_alone)
-            module.__dict__[ASKED] = partial(no_names, f"{path}.{parts[0]}", always=not dtensor)
+            module.__dict__[NAMES_HOOK] = partial(no_names, f"{path}.{parts[0]}", always=not dtensor)
         if dtensor:
             module.register_load_state_dict_pre_hook(_from_whole)
     rank = mesh.get_local_rank()
@@ -653,7 +661,9 @@ def _apply(model: nn.Module, mesh: DeviceMesh, plan: Plan, *, dtensor: bool) -> 
 
 
 def _as_runs(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Let a state dict say which part of the whole each tensor is, so that `torch.distributed.checkpoint` saves it."""
+    """Describe in a state dict which part of the whole each tensor is, so that `torch.distributed.checkpoint` can save
+    it.
+    """
     mark_all(module)
     for name, _part in parts_in(module):
         value, parameter = state.get(prefix + name), module._parameters[name]
@@ -664,40 +674,40 @@ def _as_runs(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> N
 
 
 def _as_alone(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Let `torch.distributed.checkpoint` be refused where it would take a part for the whole."""
+    """Make `torch.distributed.checkpoint` refuse tensors that it would take for the whole."""
     mark_all(module)
     for name, _part in parts_in(module):
         value, parameter = state.get(prefix + name), module._parameters[name]
         if is_quantized(parameter):
             entries = _entries(parameter, state, prefix + name)
-            state |= {key: mark(entry.as_subclass(Alone), part_of(entry)) for key, entry in entries}
+            state |= {key: mark(entry.as_subclass(LocalPart), part_of(entry)) for key, entry in entries}
         elif isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
-            state[prefix + name] = value.as_subclass(Alone)
+            state[prefix + name] = value.as_subclass(LocalPart)
 
 
 def _entries(parameter: torch.Tensor, state: dict[str, Any], name: str) -> list[tuple[str, torch.Tensor]]:
-    """Return (name, entry) of a quantized part in a state dict; each entry is marked with the part that it is."""
+    """Return (name, entry) for a quantized part in a state dict; each entry is marked with its part of the whole."""
     parts = ((name + suffix, Part(*part)) for suffix, part in parts_of(parameter).items())
     return [(key, mark(state[key].detach(), part)) for key, part in parts]
 
 
 def _from_whole(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Take this rank's part out of a state dict that holds whole tensors, or says which parts it holds.
+    """Replace whole tensors, or tensors that describe their parts, in a state dict by this rank's parts.
 
-    Without it torch would put whole tensors in the place of this rank's parts (`assign=True`). Of quantized parameters
-    the module itself does so.
+    Otherwise torch would assign whole tensors in place of this rank's parts (`assign=True`). For quantized parameters
+    the module does this itself.
     """
-    for name, kept in kept_by(module).items():
+    for name, cut in cuts_of(module).items():
         value, parameter = state.get(prefix + name), module._parameters[name]
         if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or parameter is None:
             continue
         if isinstance(value, Runs):
             state[prefix + name] = place_like(parameter, value.to_local())
-        elif value.shape == kept.shape and not is_quantized(parameter):
-            state[prefix + name] = _laid(value, kept, parameter)
+        elif value.shape == cut.shape and not is_quantized(parameter):
+            state[prefix + name] = _place_part(value, cut, parameter)
 
 
-def _laid(value: torch.Tensor, kept: Kept, parameter: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a whole tensor, placed as its parameter is."""
-    of_whole = isinstance(parameter, DTensor) and parameter.shape == kept.shape  # and not of this rank's part
-    return place_like(parameter, take(value if of_whole else kept.take(value), positions_of(parameter)))
+def _place_part(value: torch.Tensor, cut: ParameterCut, parameter: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a whole tensor, with the placements of its parameter."""
+    of_whole = isinstance(parameter, DTensor) and parameter.shape == cut.shape  # and not of this rank's part
+    return place_like(parameter, take(value if of_whole else cut.take(value), positions_of(parameter)))

@@ -1,16 +1,13 @@
-"""The plan: which parameter is cut along which axis, what each rank gets of it, and what each module does with it.
+"""The plan of a tensor-parallel model: which parameter is cut along which axis, each rank's part, each module's role.
 
-The table decides which axes may be cut, which tensors have them, and in which dim; the user's rules only choose among
-these cuts. Modules between which activations of a cut axis flow (q, k, v and o of one layer) are one group: they are
-cut alike or not at all.
+The model is read through its family's table, which says which logical tensors its parameters contain. The table decides
+which axes may be cut, which tensors have them, and in which dim; the user's rules only choose among these cuts. Modules
+between which activations of a cut axis flow (q, k, v and o of one layer) form a group: they are cut alike or not at
+all.
 
-Reads a model through its family's table: which logical tensors its parameters hold, and which axes may be cut.
-
-Divide a cut axis: which of its indices each tensor-parallel rank has.
-
-An index is never split: one of `g` is a group of query heads with the key and value head that they share. Where
-there are more ranks than groups, several ranks share a group: each has some of its query heads, and all of them its key
-and value head.
+An index of an axis is never split: one index of `g` is a group of query heads with the key and value head that they
+share. If there are more ranks than groups, several ranks share a group: each has some of its query heads, and all of
+them have its key and value head.
 """
 
 from __future__ import annotations
@@ -42,56 +39,56 @@ class Option:
     """A way in which a parameter may be cut."""
 
     axis: str
-    """The axis that ranks share out."""
+    """The axis that is divided over ranks."""
     dim: int
-    """The dim it lies in."""
+    """The tensor's dim that contains the axis."""
 
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """One parameter of one module, as the table has it."""
+    """One parameter of one module, as described by the table."""
 
     module: str
     """Path of the module that owns it."""
-    own: str
-    """Its name there."""
+    parameter_name: str
+    """Name of the parameter in that module."""
     shape: tuple[int, ...]
-    """Of the whole parameter."""
+    """Shape of the whole parameter."""
     expression: Expression
-    """What it holds."""
+    """The logical tensors that it contains."""
     index: tuple[tuple[str, int], ...]
-    """Name axis -> index: the layer."""
+    """Axis in the name -> index, such as the layer."""
     sizes: Mapping[str, int]
-    """Axis -> size, of that layer."""
+    """Axis -> size, in that layer."""
     options: tuple[Option, ...]
-    """How it may be cut; `auto` takes the first."""
+    """The possible cuts; `auto` takes the first."""
 
     @property
     def name(self) -> str:
-        """Its full name."""
-        return f"{self.module}.{self.own}" if self.module else self.own
+        """Full name of the parameter."""
+        return f"{self.module}.{self.parameter_name}" if self.module else self.parameter_name
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A model, read through its table."""
+    """A model's parameters as described by its family's table."""
 
     family: Family
-    """Its family."""
+    """The family."""
     weights: tuple[Weight, ...]
     """Every parameter of every module; a tied one once for each module."""
 
 
 def read(model: nn.Module) -> Reading:
-    """Read a model's parameters.
+    """Read a model's parameters through the table of its family.
 
     Args:
-        model: whole, on every rank, and of a family that has a table; its config tells the sizes.
+        model: the whole model, equal on every rank, of a family that has a table; its config gives the sizes.
 
     Raises:
         UsageError: UNKNOWN_FAMILY, AMBIGUOUS, UNKNOWN_AXIS.
         Refused: UNSUPPORTED for parameters that are sharded or quantized already, and for tables without `cut`;
-            UNEXPECTED_TENSOR for parameters that the table does not have; SHAPE_MISMATCH.
+            UNEXPECTED_TENSOR for parameters that are not in the table; SHAPE_MISMATCH.
     """
     config = _config(model)
     owners = {f"{path}.{name}" if path else name: (path, name) for path, name in _parameters(model)}
@@ -111,9 +108,9 @@ def read(model: nn.Module) -> Reading:
     for (line, _), names_by_position in bound.names.items():
         for position, name in names_by_position.items():
             index = dict(zip(line.name.axes, position, strict=True))
-            known = sizes.at(index)
-            module, own = owners[name]
-            parameter = model.get_submodule(module)._parameters[own]
+            axis_sizes = sizes.at(index)
+            module, parameter_name = owners[name]
+            parameter = model.get_submodule(module)._parameters[parameter_name]
             assert parameter is not None
             shape = tuple(parameter.shape)
             if isinstance(parameter, DTensor) and not _is_shared_out(model.get_submodule(module), parameter):
@@ -124,9 +121,11 @@ def read(model: nn.Module) -> Reading:
                     )
                 )
                 continue
-            problems += _check(name, parameter, line.expression, known)
+            problems += _check(name, parameter, line.expression, axis_sizes)
             options = tuple(_options(line.expression, recognised.family.cuts))
-            weights.append(Weight(module, own, shape, line.expression, tuple(index.items()), known, options))
+            weights.append(
+                Weight(module, parameter_name, shape, line.expression, tuple(index.items()), axis_sizes, options)
+            )
     if problems:
         raise gathered(problems)
     order = {name: number for number, name in enumerate(owners)}
@@ -149,28 +148,28 @@ def _parameters(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def _is_shared_out(owner: nn.Module, parameter: DTensor) -> bool:
-    """Tell whether nothing but expert parallelism has cut a parameter."""
+    """Tell whether only expert parallelism has cut a parameter."""
     return isinstance(owner, GroupedLinear) and owner.ep is not None and parameter.device_mesh == owner.ep
 
 
 def _check(name: str, parameter: nn.Parameter, expression: Expression, sizes: Mapping[str, int]) -> Iterator[Refusal]:
     """Yield the reasons why a parameter cannot be cut at all."""
     where, shape = Where(None, name), list(parameter.shape)
-    lacking = sorted(axis for axis in expression.axes if axis not in sizes)
-    if lacking:
+    missing = sorted(axis for axis in expression.axes if axis not in sizes)
+    if missing:
         yield Refusal(
             "UNKNOWN_AXIS",
-            f"{expression.text}: the model's config does not give the size of {', '.join(lacking)}",
+            f"{expression.text}: the model's config does not give the size of {', '.join(missing)}",
             where,
         )
-    elif (wanted := list(expression.layout(sizes).shape)) != shape:
+    elif (expected := list(expression.layout(sizes).shape)) != shape:
         yield Refusal(
-            "SHAPE_MISMATCH", f"{expression.text}\nexpected {wanted} by the model's config, got {shape}", where
+            "SHAPE_MISMATCH", f"{expression.text}\nexpected {expected} by the model's config, got {shape}", where
         )
 
 
 def _options(expression: Expression, cuts: tuple[Cuttable, ...]) -> Iterator[Option]:
-    """Yield the ways in which a table lets a tensor be cut; a way that fits only a part of it does not count."""
+    """Yield the cuts that a table allows for a tensor; a `cut` statement must cover all of the tensor."""
     for cut in cuts:
         if len(cut.axes) > 1 or (cut.tensors is not None and not cut.tensors.issuperset(expression.components)):
             continue
@@ -181,31 +180,31 @@ def _options(expression: Expression, cuts: tuple[Cuttable, ...]) -> Iterator[Opt
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """How an axis is shared out."""
+    """How an axis is divided over ranks."""
 
     axis: str
     """The axis."""
     ranges: tuple[Ranges, ...]
-    """For each rank, its indices of the axis, and those of the axis within it where ranks share an index."""
+    """For each rank, its indices of the axis, and of the inner axis if ranks share an index."""
 
 
 def share_out(
     axis: str, sizes: Mapping[str, int], ranks: int, inner: str | None, widths: Sequence[int] | None = None
 ) -> Shares:
-    """Share out an axis.
+    """Divide an axis over ranks.
 
     Args:
         axis: the axis.
         sizes: axis -> size.
         ranks: tensor-parallel degree.
-        inner: the axis within it that several ranks may share out; None: there is none.
-        widths: how many indices each rank gets, where the user says so.
+        inner: the axis within it that several ranks may divide; None: there is none.
+        widths: number of indices for each rank, if the user gives them.
 
     Returns:
-        What `torch.chunk` gives; where that leaves a rank nothing, shares that differ by one at most.
+        The chunks of `torch.chunk`; if that leaves a rank nothing, shares whose sizes differ by one at most.
 
     Raises:
-        Refused: SHAPE_MISMATCH where a rank would have nothing, or the widths do not sum to the axis.
+        Refused: SHAPE_MISMATCH if a rank would have nothing, or the widths do not sum to the axis.
     """
     count = sizes[axis]
     if widths is not None:
@@ -213,9 +212,9 @@ def share_out(
     if count >= ranks:
         return Shares(axis, tuple({axis: span} for span in _spans(count, ranks)))
     if inner is None or count * sizes[inner] < ranks:
-        most = count if inner is None else count * sizes[inner]
-        what = f"{axis}={count}" if inner is None else f"({axis} {inner})={count}x{sizes[inner]}={most}"
-        raise refuse("SHAPE_MISMATCH", f"{what} cannot be divided over {ranks} ranks without cutting through one")
+        rank_limit = count if inner is None else count * sizes[inner]
+        factors = f"{axis}={count}" if inner is None else f"({axis} {inner})={count}x{sizes[inner]}={rank_limit}"
+        raise refuse("SHAPE_MISMATCH", f"{factors} cannot be divided over {ranks} ranks without cutting through one")
     ranges: list[Ranges] = []
     for index, (first, last) in enumerate(_spans(ranks, count)):
         if sizes[inner] < last - first:
@@ -229,8 +228,8 @@ def _spans(count: int, parts: int) -> list[tuple[int, int]]:
     spans = [torch_chunk(count, parts, part) for part in range(parts)]
     if spans[-1][0] < spans[-1][1]:
         return spans
-    step, more = divmod(count, parts)
-    ends = [step * (part + 1) + min(part + 1, more) for part in range(parts)]
+    step, remainder = divmod(count, parts)
+    ends = [step * (part + 1) + min(part + 1, remainder) for part in range(parts)]
     return list(zip([0, *ends], ends, strict=False))
 
 
@@ -244,35 +243,35 @@ def _explicit(axis: str, count: int, ranks: int, widths: Sequence[int]) -> list[
 
 Kind = Literal["column", "row", "vocabulary", "hidden", "replicate"]
 Rules = Mapping[str, "Kind | tuple[Kind, Sequence[int]]"]
-"""Path of a module (`*` matches one segment) -> how it is cut, with the rows of each rank where they are to differ."""
+"""Path of a module (`*` matches one segment) -> kind of cut, or a pair of the kind and the rows of each rank."""
 _DIMS: Mapping[Kind, int | None] = {"column": 0, "vocabulary": 0, "row": 1, "hidden": 1, "replicate": None}
 Group = tuple[str, tuple[tuple[str, int], ...]]
-"""A cut axis, and the layer: an activation of one axis flows between the modules of a group."""
+"""A cut axis and the index of the layer; activations of the axis flow between the modules of a group."""
 
 
 class Role(Enum):
     """What a cut module does in addition to its own forward."""
 
     LOCAL = auto()
-    """Nothing: it computes with what it has."""
+    """Nothing: it computes with this rank's parts."""
     COLUMN = auto()
     """Its input is whole on every rank, its output is this rank's part."""
     GATHERED = auto()
-    """As `COLUMN`, and then the parts are joined."""
+    """Like `COLUMN`, and the ranks' outputs are joined."""
     ROW = auto()
     """Its input is this rank's part, and the ranks' results are summed."""
     SLICED = auto()
-    """As `ROW`, of an input that is whole: each rank takes its part of it."""
+    """Like `ROW`, but the input is whole and each rank takes its part of it."""
     VOCABULARY = auto()
-    """It looks up the words that it has, and the results are summed."""
+    """It looks up the words that this rank has, and the results are summed."""
     HIDDEN = auto()
-    """It looks up its columns of every word, and these are joined."""
+    """It looks up this rank's columns of every word, and the columns are joined."""
     REGION = auto()
-    """The cut axis begins and ends in it: its input is whole, and the ranks' results are summed."""
+    """The cut axis occurs only inside it: its input is whole, and the ranks' results are summed."""
     GROUPED_COLUMN = auto()
-    """As `COLUMN`, for every expert's layer."""
+    """Like `COLUMN`, for every expert's layer."""
     GROUPED_ROW = auto()
-    """As `ROW`, for every expert's layer."""
+    """Like `ROW`, for every expert's layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,48 +281,50 @@ class Cut:
     weight: Weight
     """The parameter."""
     option: Option | None
-    """Along which axis; None: every rank holds all of it."""
-    held: tuple[Intervals, ...]
-    """For each rank the positions of the dim that it holds."""
+    """The axis and dim that are cut; None if every rank has the whole parameter."""
+    positions_by_rank: tuple[Intervals, ...]
+    """For each rank, the positions of the dim that it has."""
     shares: Shares | None
-    """How its axis is shared out."""
+    """How its axis is divided over ranks."""
     inside: bool
-    """Every rank holds all of it and uses it for its own heads, so the ranks' gradients are summed."""
+    """Whether every rank has the whole parameter and uses it for its own heads, so that the ranks' gradients are
+    summed.
+    """
 
     @property
     def dim(self) -> int:
-        """The dim that is cut; the first for a parameter that is not."""
+        """The dim that is cut; 0 for a parameter that is not cut."""
         return 0 if self.option is None else self.option.dim
 
     @property
     def replicas(self) -> bool:
-        """Whether several ranks hold one element and use it for different heads."""
+        """Whether several ranks have the same element and use it for different heads."""
         cut = self.option is not None
-        return self.inside or (cut and sum(map(count_positions, self.held)) > self.weight.shape[self.dim])
+        return self.inside or (cut and sum(map(count_positions, self.positions_by_rank)) > self.weight.shape[self.dim])
 
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """An attention module, which counts its heads."""
+    """An attention module with its numbers of heads."""
 
     module: str
-    """Its path."""
+    """Path of the module."""
     whole: tuple[int, int]
-    """Heads of queries, and of keys and values, in the whole model."""
+    """Numbers of query heads, and of key and value heads, in the whole model."""
     local: tuple[tuple[int, int], ...]
-    """The same on every rank."""
+    """The same numbers on every rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How a model is cut over some ranks."""
+    """How a model is cut over a number of ranks."""
 
     ranks: int
     """Tensor-parallel degree."""
     cuts: tuple[Cut, ...]
-    """Every parameter."""
+    """The cut of every parameter."""
     roles: Mapping[str, Role]
-    """Module -> what it does."""
+    """Path of a module -> its role."""
     heads: tuple[Heads, ...]
     """The attention modules."""
 
@@ -333,13 +334,13 @@ def make_plan(model: nn.Module, reading: Reading, ranks: int, rules: Rules | Non
 
     Args:
         model: the model.
-        reading: its parameters as the table has them.
+        reading: its parameters as described by the table.
         ranks: tensor-parallel degree.
-        rules: how the user wants modules cut; None: as the table's first option says.
+        rules: the cuts that the user wants; None: the table's first option for each parameter.
 
     Raises:
-        Refused: with every problem: MISSING_TENSOR for rules of modules that are not there, UNSUPPORTED for cuts that
-            the table does not allow or that go through a head, and for modules of which nothing is known.
+        Refused: with every problem: MISSING_TENSOR for rules of modules that do not exist, UNSUPPORTED for cuts that
+            the table does not allow or that go through a head, and for modules that cannot be cut.
     """
     return _Planner(model, reading, ranks, rules or {}).plan()
 
@@ -353,21 +354,23 @@ class _Planner:
         for weight in reading.weights:
             self._modules[weight.module].append(weight)
         self._problems: list[Refusal] = []
-        self._rule_of = self._matched(rules)
-        self._chosen: dict[str, Option | None] = {weight.name: self._choose(weight) for weight in reading.weights}
+        self._rule_of = self._match_rules(rules)
+        self._chosen: dict[str, Option | None] = {
+            weight.name: self._choose_option(weight) for weight in reading.weights
+        }
 
     def plan(self) -> Plan:
         groups = self._groups()
         shares = {group: self._shares(group, members) for group, members in groups.items()}
-        self._stop()
+        self._raise_problems()
         inner = self._inner(groups)
         cuts = tuple(self._cut(weight, shares, inner) for weight in self._weights)
         roles = {path: self._role(path, weights, groups) for path, weights in self._modules.items()}
         heads = tuple(self._heads(groups, shares))
-        self._stop()
+        self._raise_problems()
         return Plan(self._ranks, cuts, roles, heads)
 
-    def _stop(self) -> None:
+    def _raise_problems(self) -> None:
         if self._problems:
             raise gathered(self._problems)
 
@@ -376,15 +379,15 @@ class _Planner:
 
     # The user's rules.
 
-    def _matched(self, rules: Rules) -> dict[str, tuple[str, Kind, tuple[int, ...] | None]]:
-        """Return module -> (rule, kind, rows); of several rules for a module the last holds."""
-        named = self._model.named_modules()
-        without = [path for path, module in named if isinstance(module, GroupedLinear) and not module.experts]
+    def _match_rules(self, rules: Rules) -> dict[str, tuple[str, Kind, tuple[int, ...] | None]]:
+        """Return module -> (rule, kind, rows); if several rules match a module, the last one counts."""
+        modules = self._model.named_modules()
+        without_experts = [path for path, module in modules if isinstance(module, GroupedLinear) and not module.experts]
         by_module: dict[str, tuple[str, Kind, tuple[int, ...] | None]] = {}
         for pattern, rule in rules.items():
             kind, rows = (rule, None) if isinstance(rule, str) else (rule[0], tuple(rule[1]))
             regex = re.compile(r"\.".join("[^.]+" if part == "*" else re.escape(part) for part in pattern.split(".")))
-            matched = [path for path in (*self._modules, *without) if regex.fullmatch(path)]
+            matched = [path for path in (*self._modules, *without_experts) if regex.fullmatch(path)]
             if not matched:
                 close = difflib.get_close_matches(pattern, self._modules, 1)
                 hint = f"; the closest is {close[0]}" if close else ""
@@ -395,8 +398,8 @@ class _Planner:
             by_module |= dict.fromkeys(matched, (pattern, kind, rows))
         return by_module
 
-    def _choose(self, weight: Weight) -> Option | None:
-        """Return how a parameter is cut; a bias follows the weight beside it."""
+    def _choose_option(self, weight: Weight) -> Option | None:
+        """Return the option by which a parameter is cut; a bias follows the weight of its module."""
         if weight.module not in self._rule_of:
             return weight.options[0] if weight.options else None
         rule, kind, _ = self._rule_of[weight.module]
@@ -419,7 +422,7 @@ class _Planner:
     # Groups.
 
     def _groups(self) -> dict[Group, list[Weight]]:
-        """Return the parameters of each group; one of which only some are cut is refused."""
+        """Return the parameters of each group; groups of which only some parameters are cut are refused."""
         groups: dict[Group, list[Weight]] = defaultdict(list)
         for weight in self._weights:
             option = self._chosen[weight.name]
@@ -428,31 +431,31 @@ class _Planner:
         for (axis, index), members in groups.items():
             if not self._flows(members):
                 continue
-            mine = {member.name for member in members}
+            cut_names = {member.name for member in members}
             for weight in self._weights:
                 could = any(option.axis == axis for option in weight.options) and weight.index == index
-                if could and weight.name not in mine:
-                    others = ", ".join(sorted(mine - {weight.name})[:4])
+                if could and weight.name not in cut_names:
+                    neighbours = ", ".join(sorted(cut_names - {weight.name})[:4])
                     self._refuse(
                         weight.module,
-                        f"{axis}={weight.sizes[axis]} is cut in {others}, but not here; cut it in all or none",
+                        f"{axis}={weight.sizes[axis]} is cut in {neighbours}, but not here; cut it in all or none",
                     )
         return dict(groups)
 
     def _flows(self, members: Sequence[Weight]) -> bool:
-        """Tell whether an activation of the group's axis goes from one module to another."""
+        """Tell whether activations of the group's axis flow from one module to another."""
         return self._takes(members) and self._gives(members)
 
     def _takes(self, members: Sequence[Weight]) -> bool:
-        """Tell whether a layer takes activations of the axis."""
+        """Tell whether a layer of the group has an input along the axis."""
         return any(self._is(member, nn.Linear | GroupedLinear) and self._inward(member) for member in members)
 
     def _gives(self, members: Sequence[Weight]) -> bool:
-        """Tell whether a layer gives activations of the axis."""
+        """Tell whether a layer of the group has an output along the axis."""
         return any(self._is(member, nn.Linear | GroupedLinear) and not self._inward(member) for member in members)
 
     def _inward(self, weight: Weight) -> bool:
-        """Tell whether a layer's weight is cut along what it takes; the only dim of a bias is what it gives."""
+        """Tell whether a layer's weight is cut along its input; the only dim of a bias is the output."""
         return len(weight.shape) > 1 and self._dim(weight) == len(weight.shape) - 1
 
     def _is(self, weight: Weight, kind: type[nn.Module] | UnionType) -> bool:
@@ -463,7 +466,7 @@ class _Planner:
         return None if option is None else option.dim
 
     def _shares(self, group: Group, members: Sequence[Weight]) -> Shares | None:
-        """Return how a group's axis is shared out; None where that is refused."""
+        """Return how a group's axis is divided over ranks; None if that is refused."""
         axis, _ = group
         sizes = members[0].sizes
         widths = {each.module: rows for each in members for rows in [self._indices(each, axis)] if rows is not None}
@@ -478,7 +481,7 @@ class _Planner:
             return None
 
     def _indices(self, weight: Weight, axis: str) -> tuple[int, ...] | None:
-        """Return how many indices of the axis each rank gets by the rows that a rule gives for a module."""
+        """Return the number of indices of the axis for each rank, from the rows in a module's rule."""
         rows = self._rule_of[weight.module][2] if weight.module in self._rule_of else None
         option = self._chosen[weight.name]
         if rows is None or option is None or len(weight.shape) < 2:
@@ -492,7 +495,7 @@ class _Planner:
         return tuple(count // unit for count in rows)
 
     def _inner(self, groups: Mapping[Group, Sequence[Weight]]) -> frozenset[str]:
-        """Return the axes of which there is one set for each index of a cut axis: those of a head."""
+        """Return the axes that exist once for each index of a cut axis: those of a head."""
         inner_axes: set[str] = set()
         for (axis, _), members in groups.items():
             for member in members:
@@ -534,14 +537,14 @@ class _Planner:
         last = {len(weight.shape) - 1 == self._dim(weight) for weight in weights}
         if None not in dims and last == {True, False}:
             return Role.REGION
-        shapes = ", ".join(f"{weight.own} {list(weight.shape)}" for weight in weights)
+        shapes = ", ".join(f"{weight.parameter_name} {list(weight.shape)}" for weight in weights)
         self._refuse(path, f"it is not known how to cut a {type(module).__name__} with {shapes}")
         return Role.LOCAL
 
     def _heads(
         self, groups: Mapping[Group, Sequence[Weight]], shares: Mapping[Group, Shares | None]
     ) -> Iterator[Heads]:
-        """Yield the modules that have heads; what the heads of an axis are must be known."""
+        """Yield the modules with heads; refuse axes of heads that the table does not describe."""
         for group, members in groups.items():
             axis, _ = group
             nested = [m for m in members if len(axes_in(m.expression.dims[self._dim(m) or 0])) > 1]
@@ -558,7 +561,9 @@ class _Planner:
                 continue
             sizes = members[0].sizes
             local = []
-            for each in share.ranges:
-                few, many = (stop - start for start, stop in (each[axis], each.get(inner, (0, sizes[inner]))))
-                local.append((few * many, few))
+            for ranges in share.ranges:
+                key_heads, ratio = (
+                    stop - start for start, stop in (ranges[axis], ranges.get(inner, (0, sizes[inner])))
+                )
+                local.append((key_heads * ratio, key_heads))
             yield Heads(parents.pop(), (sizes[axis] * sizes[inner], sizes[axis]), tuple(local))

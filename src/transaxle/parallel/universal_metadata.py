@@ -1,12 +1,10 @@
 """DeepSpeed's universal-checkpoint metadata of a cut model: a record on each parameter, a collection on the model.
 
-DeepSpeed's engine writes the collection into model and optimizer files, and its universal checkpoints are restored by
-the records; see the reference, page Universal-checkpoint metadata.
+DeepSpeed's engine writes the collection into model and optimizer files, and restores universal checkpoints by the
+records; see the reference, page Universal-checkpoint metadata.
 
-Drafting the metadata of a model, `universal_checkpoint_info`, from the records of its parameters.
-
-Both forms are written, as DeepSpeed 0.19.8 does: lists of patterns for earlier readers, and the affine map. Unlike
-DeepSpeed, nothing is inferred from names: the caller says which parameters are padded vocabularies.
+Both forms of DeepSpeed 0.19.8 are written: lists of patterns for earlier readers, and the affine map. Unlike in
+DeepSpeed, nothing is inferred from names: the caller lists the parameters that are padded vocabularies.
 """
 
 from __future__ import annotations
@@ -26,29 +24,29 @@ from transaxle.formats.deepspeed.categories import escaped
 from transaxle.formats.deepspeed.spread import cut as spread_by
 from transaxle.formats.deepspeed.spread import same, whole, write_affine
 from transaxle.formats.deepspeed.universal_record import LayerKind, Record
-from transaxle.parallel.cutting import everything
+from transaxle.parallel.cutting import cut_parameters
 from transaxle.parallel.tp_plan import Cut, Shares
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """The parameters that have a row for each word."""
+    """Names of the parameters with one row per word, and the number of words."""
 
     names: Collection[str]
     rows: int
-    """Number of words; rows beyond it are padding."""
+    """Number of words; rows after them are padding."""
 
 
-def collected(
+def collect_metadata(
     parameters: Mapping[str, Record | Shape], ranks: int, vocabulary: Vocabulary | None = None
 ) -> dict[str, Any]:
     """Return the metadata of a model as plain data.
 
     Args:
-        parameters: every parameter under its first name: its record, or the shape of one that has none because every
-            rank holds all of it.
+        parameters: first name of each parameter -> its record, or its shape if it has no record because every rank has
+            all of it.
         ranks: tensor-parallel degree.
-        vocabulary: where there is one.
+        vocabulary: the model's vocabulary, if it has one.
 
     Raises:
         Refused: SHAPE_MISMATCH for records of another degree, and for a vocabulary whose parameters do not have that
@@ -99,7 +97,9 @@ def collected(
 
 
 def _rows(vocabulary: Vocabulary, parameters: Mapping[str, Record | Shape], faults: Faults) -> dict[str, int]:
-    """Return the two sizes of a vocabulary; without padding only the true one, as DeepSpeed's AutoTP has it."""
+    """Return the true and the padded size of a vocabulary; without padding only the true one, like DeepSpeed's
+    AutoTP.
+    """
     padded_sizes: dict[int, str] = {}
     for name in vocabulary.names:
         if name not in parameters:
@@ -125,7 +125,7 @@ def _rows(vocabulary: Vocabulary, parameters: Mapping[str, Record | Shape], faul
 
 _MODEL_PARALLEL = ("tensor_model_parallel", "model_parallel")
 _PARSED = "ds_autotp_parsed"
-"""Attribute of a model that DeepSpeed's AutoTP need not cut any more."""
+"""Attribute of a model that DeepSpeed's AutoTP does not need to cut again."""
 
 
 def record_of(cut: Cut, shares: Shares | None, ranks: int) -> Record:
@@ -133,7 +133,7 @@ def record_of(cut: Cut, shares: Shares | None, ranks: int) -> Record:
 
     Args:
         cut: how it is cut.
-        shares: how its axis is shared out; None for a parameter that every rank holds.
+        shares: how its axis is divided; None for a parameter that every rank has whole.
         ranks: tensor-parallel degree.
     """
     weight, bias = cut.weight, len(cut.weight.shape) == 1
@@ -142,14 +142,14 @@ def record_of(cut: Cut, shares: Shares | None, ranks: int) -> Record:
         return Record.shared(keys.COLUMN, shape, ranks, bias=bias)
     dim = cut.option.dim
     kind: LayerKind = keys.ROW if (len(shape), dim) == (2, 1) else keys.COLUMN
-    node, spread = weight.expression.dims[dim], spread_by(shape, dim, ListedPositions(cut.held), ranks)
-    each = [segment_sizes(node, local_sizes(weight.sizes, ranges)) for ranges in shares.ranges]
-    widths = list(zip(*each, strict=True))
+    node, spread = weight.expression.dims[dim], spread_by(shape, dim, ListedPositions(cut.positions_by_rank), ranks)
+    rank_sizes = [segment_sizes(node, local_sizes(weight.sizes, ranges)) for ranges in shares.ranges]
+    widths = list(zip(*rank_sizes, strict=True))
     parts = segment_sizes(node, weight.sizes)
     if [sum(rows) for rows in widths] == [*parts]:
         view = None
         if len(parts) > 1 or dim > 1:
-            view = tuple(parts if at == dim else count for at, count in enumerate(shape))
+            view = tuple(parts if number == dim else count for number, count in enumerate(shape))
         record = Record.cut(kind, shape, dim, widths, view=view, bias=bias)
         if record.spread is not None and same(record.spread, spread):
             return record
@@ -167,17 +167,17 @@ def universal_checkpoint_info(model: nn.Module) -> dict[str, Any]:
     Raises:
         Refused: UNSUPPORTED for a model that is not cut.
     """
-    parameters = list(everything(model))
+    parameters = list(cut_parameters(model))
     if not parameters:
         raise refuse("UNSUPPORTED", f"this {type(model).__name__} was not cut by tensor_parallel")
-    ranks = len(parameters[0][2].held)
-    info = collected({name: kept.record for name, _, kept in parameters}, ranks)
-    for _, parameter, kept in parameters:
-        setattr(parameter, keys.RECORD, kept.record.as_dict())
+    ranks = len(parameters[0][2].positions_by_rank)
+    info = collect_metadata({name: cut.record for name, _, cut in parameters}, ranks)
+    for _, parameter, cut in parameters:
+        setattr(parameter, keys.RECORD, cut.record.as_dict())
         setattr(parameter, keys.INFO, info)
-        if not kept.record.replicated:
+        if not cut.record.replicated:
             for name in _MODEL_PARALLEL:
-                setattr(parameter, name, kept.first)
+                setattr(parameter, name, cut.first)
     setattr(model, keys.INFO, info)
     setattr(model, _PARSED, True)
     return info

@@ -501,9 +501,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        x, weight = (
-            ctx.saved_tensors
-        )  # values instead of codes, if a hook like `save_on_cpu(pin_memory=True)` copied them
+        x, weight = ctx.saved_tensors  # the weight may be values: `save_on_cpu(pin_memory=True)` does not copy codes
         rows, grad = x.reshape(-1, x.shape[-1]), grads[0].reshape(-1, weight.shape[0])
         needs_x, needs_weight = ctx.needs_input_grad
         float8 = isinstance(weight, QuantizedTensor) and multiplies(x, weight)
@@ -532,10 +530,8 @@ class _LinearOfCodes(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: QuantizedTensor, products: Products) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.products, ctx.frame = (
-            products,
-            weight.frame,
-        )  # keep the frame with the counter: a hook may give backward a copy
+        # The frame has the rounding counter; hooks on saved tensors may give backward a copy of the weight.
+        ctx.products, ctx.frame = products, weight.frame
         return products.output(_as_rows(x), weight.frame, x.dtype)
 
     @staticmethod

@@ -33,7 +33,7 @@ class RowPlacement:
     """Number of rows of the matrix."""
     group: dist.ProcessGroup | None = None
     """Ranks that have the matrix's rows; None if all rows are here."""
-    others: tuple[dist.ProcessGroup, ...] = ()
+    sharing_groups: tuple[dist.ProcessGroup, ...] = ()
     """Groups of ranks with other shares or bands of the whole, which share a scale, amax and history with this one."""
 
 
@@ -97,7 +97,7 @@ def quantize_to_frame(
     if quantizer.encoding.tile == (WHOLE, WHOLE):
         return _quantize_per_tensor(quantizer, x, at, old, amax)
     if quantizer.encoding.has_global and amax is None:
-        amax = reduce_max(kernels.amax(x), (at.group, *at.others))
+        amax = reduce_max(kernels.amax(x), (at.group, *at.sharing_groups))
     grain = quantizer.grain[0]
     if at.group is not None and (grain > 1 or quantizer.columnwise):
         return _quantize_shared_tiles(quantizer, x, at, amax)
@@ -118,9 +118,9 @@ def _quantize_stack(quantizer: Quantizer, x: torch.Tensor, at: RowPlacement) -> 
         buffers = {name: buffer.view(layouts[name][1]) for name, buffer in (flat.cut | flat.shared).items()}
     else:
         matrix_amaxes: Sequence[torch.Tensor | None] = [None] * count
-        if count and at.others and (quantizer.encoding.has_global or not grain):
+        if count and at.sharing_groups and (quantizer.encoding.has_global or not grain):
             amaxes = torch.cat([kernels.amax(matrix) for matrix in x])
-            matrix_amaxes = reduce_max(amaxes, at.others).split(1)
+            matrix_amaxes = reduce_max(amaxes, at.sharing_groups).split(1)
         frames = [
             quantize_to_frame(quantizer, matrix, RowPlacement(0, rows), amax=amax)
             for matrix, amax in zip(x, matrix_amaxes, strict=True)
@@ -163,7 +163,7 @@ def reduce_max(amax: torch.Tensor, groups: Sequence[dist.ProcessGroup | None]) -
 def _quantize_per_tensor(
     quantizer: Quantizer, x: torch.Tensor, at: RowPlacement, old: Frame | None, amax: torch.Tensor | None
 ) -> Frame:
-    amax = reduce_max(kernels.amax(x), (at.group, *at.others)) if amax is None else amax
+    amax = reduce_max(kernels.amax(x), (at.group, *at.sharing_groups)) if amax is None else amax
     if not quantizer.state_sizes:
         return _frame_at(quantizer, x, at, kernels.quantize(x, quantizer.encoding, amax=amax).present())
     # A rank without rows under FSDP2 never has any copied into its frame, but has the same history as the others.

@@ -13,7 +13,7 @@ from torch.nn.utils import clip_grad_norm_ as torch_clips
 
 from tests.live.ranks import run
 from tests.parallel.models import CONFIGS, build, tokens
-from transaxle.parallel.cutting import clip_grad_norm_, everything
+from transaxle.parallel.cutting import clip_grad_norm_, cut_parameters
 from transaxle.parallel.tensor_parallel import tensor_parallel
 from transaxle.torch_tensors import local_of
 
@@ -33,7 +33,7 @@ def _off(mine: Tensor, wanted: Tensor) -> float:
 
 def _gradients(whole: nn.Module, cut: nn.Module, kind: str) -> dict[str, float]:
     named, found = dict(whole.named_parameters()), {}
-    for name, parameter, kept in everything(cut):
+    for name, parameter, kept in cut_parameters(cut):
         grad = named[name].grad
         assert grad is not None
         assert parameter.grad is not None
@@ -62,7 +62,7 @@ def _compare(rank: int, world: int, config: dict[str, Any], dtensor: bool) -> di
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    for name, parameter, kept in everything(cut):
+    for name, parameter, kept in cut_parameters(cut):
         found[name] = _off(local_of(parameter), kept.take(named[name].detach()))
         for state in ("exp_avg", "exp_avg_sq"):
             mine, wanted = (o.state[p][state] for o, p in zip(optimizers[::-1], (parameter, named[name]), strict=True))

@@ -23,7 +23,7 @@ from tests.parallel.models import tokens
 from transaxle.errors import TransaxleError
 from transaxle.nn.grouped_linear import GroupedLinear
 from transaxle.nn.moe import MoE
-from transaxle.parallel.cutting import everything
+from transaxle.parallel.cutting import cut_parameters
 from transaxle.parallel.tensor_parallel import tensor_parallel
 from transaxle.torch_tensors import local_of
 
@@ -64,7 +64,7 @@ def _compare(rank: int, world: int, single: bool, out: str) -> tuple[dict[str, f
         output.loss.backward()
     named, found = dict(whole.named_parameters()), {"logits": _off(outputs[1].logits, outputs[0].logits)}
     experts = 0
-    for name, parameter, kept in everything(cut):
+    for name, parameter, kept in cut_parameters(cut):
         grad = named[name].grad
         assert grad is not None
         assert parameter.grad is not None
@@ -75,7 +75,7 @@ def _compare(rank: int, world: int, single: bool, out: str) -> tuple[dict[str, f
     tx.load(resumed, out)
     back = _model_of(whole, single=not single)
     wrong = _through_torch(cut, tensor_parallel(same, mesh), f"{out}-torch")
-    wrong += [n for n, p, kept in everything(resumed) if not torch.equal(local_of(p), kept.take(back[n]))]
+    wrong += [n for n, p, kept in cut_parameters(resumed) if not torch.equal(local_of(p), kept.take(back[n]))]
     return found, wrong, experts
 
 
@@ -225,7 +225,7 @@ def _step(rank: int, world: int, single: bool, fsdp: bool, out: str) -> _Step:
     wrong: dict[str, float] = {}
     if not fsdp:  # as FSDP does it: means over the batches, here by hand
         whole = _whole_step()
-        for name, parameter, kept in everything(cut):
+        for name, parameter, kept in cut_parameters(cut):
             assert parameter.grad is not None
             local_of(parameter.grad).div_(DEGREES[0])
             if "experts" not in name:

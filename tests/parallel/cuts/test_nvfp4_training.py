@@ -34,7 +34,7 @@ from tests.parallel.cuts.test_quantized import (
 from tests.parallel.models import SIZES, build, tokens
 from tests.quant.nvfp4.statement import Quantized, product, quantized, transformed, words
 from tests.quant.nvfp4.test_products import key_of
-from transaxle.parallel.cutting import Kept, everything
+from transaxle.parallel.cutting import ParameterCut, cut_parameters
 from transaxle.parallel.tensor_parallel import is_cut, tensor_parallel
 from transaxle.quant import MasterWeights, NVFP4BlockScaling, quantize_
 from transaxle.quant.entries import is_quantized
@@ -161,7 +161,7 @@ def _step(model: nn.Module, optimizer: Any, step: int) -> tuple[Tensor, Tensor]:
     return output.logits.detach(), output.loss.detach()
 
 
-def _own(whole: Tensor, kept: Kept | None) -> Tensor:
+def _own(whole: Tensor, kept: ParameterCut | None) -> Tensor:
     return whole if kept is None else kept.take(whole)
 
 
@@ -169,8 +169,8 @@ def _compare(rank: int, world: int, config: dict[str, Any], kind: str) -> list[s
     recipe, found = RECIPES[kind], list[str]()
     for tp, first in ((1, True), (2, True), (2, False)):
         model, optimizer = _model(config, recipe, tp, first=first)
-        kept = {name: each for name, _, each in everything(model)}
-        cuts = {name: (each.dim, each.held) for name, each in kept.items() if len(each.shape) == 2}
+        kept = {name: each for name, _, each in cut_parameters(model)}
+        cuts = {name: (each.dim, each.positions_by_rank) for name, each in kept.items() if len(each.shape) == 2}
         wanted = _stated(config, recipe, cuts)
         plain, named = _optimizer(wanted.parameters()), dict(wanted.named_parameters())
         for step in range(STEPS):
@@ -200,7 +200,7 @@ def _sharing(rank: int, world: int, config: dict[str, Any]) -> dict[str, float]:
     recipe = RECIPES[KIND]
     model, optimizer = _model(config, recipe, world)
     wanted, found = _stated(config, recipe, {}), dict[str, float]()
-    named, kept = dict(wanted.named_parameters()), {name: each for name, _, each in everything(model)}
+    named, kept = dict(wanted.named_parameters()), {name: each for name, _, each in cut_parameters(model)}
     for mine, theirs in zip(_step(model, optimizer, 0), _step(wanted, _optimizer(wanted.parameters()), 0), strict=True):
         found[f"outputs {tuple(mine.shape)}"] = _off(mine, theirs)
     for name, parameter in model.named_parameters():
@@ -298,7 +298,7 @@ def _experts(rank: int, world: int) -> dict[str, float]:
             found[f"{single} {call} logits"] = _off(outputs[1].logits.detach(), outputs[0].logits.detach())
             for output in outputs:
                 output.loss.backward()
-        for name, parameter, kept in everything(cut):
+        for name, parameter, kept in cut_parameters(cut):
             own, theirs = parameter.grad, named[name].grad
             assert own is not None
             assert theirs is not None

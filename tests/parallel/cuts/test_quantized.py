@@ -28,7 +28,7 @@ from tests.quant.training import SIX
 from transaxle.errors import TransaxleError
 from transaxle.nn.grouped_linear import GroupedLinear
 from transaxle.nn.moe import MoE
-from transaxle.parallel.cutting import Kept, everything
+from transaxle.parallel.cutting import ParameterCut, cut_parameters
 from transaxle.parallel.tensor_parallel import is_cut, tensor_parallel
 from transaxle.quant.entries import is_quantized, whole_shape
 from transaxle.quant.masters import MasterWeights
@@ -90,31 +90,31 @@ def _buffers(tensor: Tensor) -> dict[str, Tensor]:
     return {**inner.components, **inner.state}
 
 
-def _cut(buffer: Tensor, kept: Kept, steps: tuple[int, int]) -> Tensor:
+def _cut(buffer: Tensor, kept: ParameterCut, steps: tuple[int, int]) -> Tensor:
     """What a rank has of a whole buffer, written out."""
     step = steps[kept.dim - len(kept.shape)]
     if not step or all(length == kept.shape[kept.dim] for length in kept.widths):
         return raw(buffer)
     octets = buffer.view(torch.uint8)
     wide = buffer.element_size() if kept.dim == buffer.dim() - 1 else 1
-    spans = kept.held[kept.rank]
+    spans = kept.positions_by_rank[kept.rank]
     parts = [octets.narrow(kept.dim, wide * start // step, wide * (stop - start) // step) for start, stop in spans]
     return raw(torch.cat(parts, kept.dim))
 
 
-def _rows(octets: Tensor, kept: Kept, steps: tuple[int, int], dp: int) -> Tensor:
+def _rows(octets: Tensor, kept: ParameterCut, steps: tuple[int, int], dp: int) -> Tensor:
     """What FSDP2 leaves of it on this rank: rows of what has a position for each, and matrices of a stack."""
     if dp == 1 or (len(kept.shape) == 2 and steps[0] != 1):
         return octets
     chunks = octets.chunk(dp)
-    number = dist.get_rank() // len(kept.held)
+    number = dist.get_rank() // len(kept.positions_by_rank)
     return chunks[number] if number < len(chunks) else octets[:0]
 
 
 def _unlike(cut: nn.Module, whole: Mapping[str, Tensor], kind: str, dp: int = 1) -> list[str]:
     """Names of buffers that are not those of whole tensors, cut."""
     found = []
-    for name, parameter, kept in everything(cut):
+    for name, parameter, kept in cut_parameters(cut):
         assert is_quantized(parameter) == is_quantized(whole.get(name))
         if name in whole and is_quantized(parameter):
             wanted = _buffers(whole[name])
@@ -149,7 +149,7 @@ def _compare(rank: int, world: int, kind: str) -> dict[str, float]:
             output.loss.backward()
         assert torch.equal(outputs[1].logits, outputs[2].logits)
         found[f"{model} logits"] = _off(outputs[1].logits, outputs[0].logits)
-        for name, parameter, kept in everything(cut):
+        for name, parameter, kept in cut_parameters(cut):
             grad, wanted = parameter.grad, named[name].grad
             assert grad is not None
             assert wanted is not None
@@ -186,10 +186,10 @@ def _masters(model: nn.Module, optimizer: MasterWeights) -> dict[str, Tensor]:
     return found
 
 
-def _joined(parts: list[Tensor], kept: Kept) -> Tensor:
+def _joined(parts: list[Tensor], kept: ParameterCut) -> Tensor:
     """The whole of what every tensor-parallel rank has a part of."""
     whole = torch.full(kept.shape, torch.nan)
-    for held, part in zip(kept.held, parts, strict=True):
+    for held, part in zip(kept.positions_by_rank, parts, strict=True):
         at = 0
         for start, stop in held:
             whole.narrow(kept.dim, start, stop - start).copy_(part.narrow(kept.dim, at, stop - start))
@@ -211,7 +211,7 @@ def _trained(rank: int, world: int, kind: str, config: dict[str, Any]) -> dict[s
         ]
         assert losses[1] == losses[2]
         masters = _masters(cut, others)
-        for n, _, kept in everything(cut):
+        for n, _, kept in cut_parameters(cut):
             if n in shadows:
                 parts: list[Any] = [None, None]
                 dist.all_gather_object(parts, local_of(masters[n]), group=group)
@@ -223,7 +223,7 @@ def _trained(rank: int, world: int, kind: str, config: dict[str, Any]) -> dict[s
         if isinstance(gathered, FSDPModule):
             gathered.unshard()
     assert _unlike(sharded, shadows, kind) == []
-    for n, parameter, kept in everything(sharded):
+    for n, parameter, kept in cut_parameters(sharded):
         if n in shadows:
             assert whole_shape(parameter) == kept.shape
             found[n] = _off(local_of(masters[n]), kept.take(wanted[n]))
@@ -241,7 +241,7 @@ def _differing(
     model: nn.Module, optimizer: MasterWeights | None, saved: Mapping[str, Tensor], kind: str, dp: int
 ) -> list[str]:
     """Names of what a model and its optimizer hold otherwise than a file of whole tensors."""
-    found, kepts = [], {name: kept for name, _, kept in everything(model)}
+    found, kepts = [], {name: kept for name, _, kept in cut_parameters(model)}
     for name, parameter in model.named_parameters():
         kept = kepts.get(name)
         mine: dict[str, tuple[Tensor, tuple[int, int]]] = {}

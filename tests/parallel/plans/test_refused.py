@@ -72,7 +72,7 @@ def test_what_rules_may_say() -> None:
         "model.layers.0.mlp.up_proj": ("column", (8, 40)),
     }
     plan = _plan(EVEN, 2, rules)
-    held = {cut.weight.name: cut.held for cut in plan.cuts}
+    held = {cut.weight.name: cut.positions_by_rank for cut in plan.cuts}
     assert held[f"{QUERY}.weight"] == (((0, 64),), ((0, 64),))
     assert held["model.layers.0.mlp.down_proj.weight"] == (((0, 8),), ((8, 48),))
     assert held["model.layers.1.mlp.down_proj.weight"] == (((0, 24),), ((24, 48),))

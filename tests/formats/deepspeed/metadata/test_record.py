@@ -24,7 +24,7 @@ from transaxle.formats.deepspeed.categories import escaped
 from transaxle.formats.deepspeed.keys import CheckedValue
 from transaxle.formats.deepspeed.spread import Spread, by_widths, folded, same, whole, write_affine
 from transaxle.formats.deepspeed.universal_record import Record, UniversalInfo, read
-from transaxle.parallel.universal_metadata import Vocabulary, collected
+from transaxle.parallel.universal_metadata import Vocabulary, collect_metadata
 
 pytest.importorskip("deepspeed")
 torch = pytest.importorskip("torch")
@@ -265,7 +265,7 @@ def ours_of(made: Model, ranks: int) -> dict[str, Any]:
     for name, parameter in made.named_parameters():
         said = getattr(parameter, keys.RECORD, None)
         found[name] = tuple(parameter.shape) if said is None else read(said, name, ranks)
-    return collected(found, ranks, Vocabulary([WORDS], ROWS))
+    return collect_metadata(found, ranks, Vocabulary([WORDS], ROWS))
 
 
 @pytest.mark.parametrize("ranks", [2])
@@ -296,7 +296,7 @@ def forms_of(info: dict[str, Any], record: Record) -> list[dict[str, Any]]:
 def test_what_we_collect_is_merged_by_deepspeed_and_by_us(layer: str, ranks: int, tmp_path: Path) -> None:
     for name, cut in found(layer, ranks).items():
         record = read(cut.records[0], name, ranks)
-        info = collected({name: record}, ranks)
+        info = collect_metadata({name: record}, ranks)
         if record.spread is None:
             with pytest.raises(TransaxleError, match="UNSUPPORTED"):
                 UniversalInfo(CheckedValue(info, FILE), ranks).spread(
@@ -434,7 +434,7 @@ def test_records_older_than_the_versions_are_read() -> None:
 
 
 def test_a_reason_is_kept_and_refused() -> None:
-    info = collected({NAME: Record.unsupported("column", (4, 2), "interleaved heads")}, 2)
+    info = collect_metadata({NAME: Record.unsupported("column", (4, 2), "interleaved heads")}, 2)
     assert info[keys.UNSUPPORTED_PATTERNS] == {escaped(NAME): "interleaved heads"}
     with pytest.raises(TransaxleError, match="interleaved heads"):
         UniversalInfo(CheckedValue(info, FILE), 2).spread(NAME, [(2, 2), (2, 2)])
@@ -445,28 +445,28 @@ def test_padded_vocabularies_are_said_by_the_caller() -> None:
         NAME: Record.cut("column", (16, 3), 0, [[8, 8]]),
         "norm.weight": (7,),
     }
-    info = collected(parameters, 2, Vocabulary([NAME], 13))
+    info = collect_metadata(parameters, 2, Vocabulary([NAME], 13))
     assert (info[keys.TRUE_VOCABULARY], info[keys.PADDED_VOCABULARY]) == (13, 16)
     full = np.arange(48).reshape(16, 3)
     for form in (info, {key: value for key, value in info.items() if key != keys.AFFINE}):
         spread = UniversalInfo(CheckedValue(form, FILE), 2).spread(NAME, [(8, 3), (8, 3)])
         np.testing.assert_array_equal(rebuilt(spread, [full[:8], full[8:]]), full[:13])
-    assert keys.PADDED_VOCABULARY not in collected(parameters, 2, Vocabulary([NAME], 16))
+    assert keys.PADDED_VOCABULARY not in collect_metadata(parameters, 2, Vocabulary([NAME], 16))
     with pytest.raises(TransaxleError, match="17 words"):
-        collected(parameters, 2, Vocabulary([NAME], 17))
+        collect_metadata(parameters, 2, Vocabulary([NAME], 17))
     with pytest.raises(TransaxleError, match="no such parameter"):
-        collected(parameters, 2, Vocabulary(["other"], 13))
+        collect_metadata(parameters, 2, Vocabulary(["other"], 13))
     with pytest.raises(TransaxleError, match=r"\[7, 16\]"):
-        collected(parameters, 2, Vocabulary(parameters, 5))
+        collect_metadata(parameters, 2, Vocabulary(parameters, 5))
 
 
 def test_records_of_another_degree_are_refused() -> None:
     with pytest.raises(TransaxleError, match="describes 2 ranks, but the model has 4"):
-        collected({NAME: Record.cut("column", (16, 3), 0, [[8, 8]])}, 4)
+        collect_metadata({NAME: Record.cut("column", (16, 3), 0, [[8, 8]])}, 4)
 
 
 def test_an_unknown_version_of_the_metadata_is_refused() -> None:
-    info = collected({NAME: Record.cut("column", (16, 3), 0, [[8, 8]])}, 2)
+    info = collect_metadata({NAME: Record.cut("column", (16, 3), 0, [[8, 8]])}, 2)
     with pytest.raises(TransaxleError, match=r"version 0\.7; versions up to 0\.4"):
         UniversalInfo(CheckedValue(info | {keys.INFO_VERSION: 0.7}, FILE), 2)
 
@@ -474,13 +474,13 @@ def test_an_unknown_version_of_the_metadata_is_refused() -> None:
 def test_a_row_order_that_the_lists_cannot_say_is_taken_from_the_map() -> None:
     """Only where both mean the same ranks, shape and dim: fused or replicated lists must agree to the letter."""
     order = by_widths((3, 8), 1, [[2, 2], [2, 2]])
-    info = collected({NAME: Record.placed("row", (3, 8), 1, order)}, 2)
+    info = collect_metadata({NAME: Record.placed("row", (3, 8), 1, order)}, 2)
     assert info[keys.ROW_PATTERNS]
     assert same(UniversalInfo(CheckedValue(info, FILE), 2).spread(NAME, order.shards), order)
     del info[keys.UNSUPPORTED_PATTERNS]  # no list of AutoTP's
     with pytest.raises(TransaxleError, match="disagree"):
         UniversalInfo(CheckedValue(info, FILE), 2).spread(NAME, order.shards)
-    lying = collected({NAME: Record.placed("row", (3, 8), 1, whole((3, 8), 2))}, 2)
+    lying = collect_metadata({NAME: Record.placed("row", (3, 8), 1, whole((3, 8), 2))}, 2)
     with pytest.raises(TransaxleError, match="disagree"):
         UniversalInfo(CheckedValue(lying, FILE), 2).spread(NAME, [(3, 8), (3, 8)])
 

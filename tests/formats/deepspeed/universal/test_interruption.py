@@ -21,7 +21,7 @@ from transaxle.formats.deepspeed import keys
 from transaxle.formats.deepspeed.keys import UNIVERSAL
 from transaxle.formats.deepspeed.universal_record import Record
 from transaxle.formats.storage import copier
-from transaxle.parallel.universal_metadata import collected
+from transaxle.parallel.universal_metadata import collect_metadata
 
 torch = pytest.importorskip("torch")
 
@@ -38,7 +38,7 @@ def folder(path: Path, first: float = 1.0) -> Path:
         NAME: [torch.cat([part.chunk(2)[rank] for part in (q, k, v)]) for rank in range(2)],
         NORM: [torch.arange(first, first + 4)] * 2,
     }
-    return save(path, shards, collected({NAME: RECORD, NORM: (4,)}, 2))
+    return save(path, shards, collect_metadata({NAME: RECORD, NORM: (4,)}, 2))
 
 
 @pytest.fixture
@@ -133,7 +133,7 @@ def test_ranks_that_differ_leave_nothing(source: Path, tmp_path: Path) -> None:
 def test_what_cannot_be_described_is_refused_before_a_byte_is_written(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    info = collected({NAME: Record.unsupported("column", (16, 4), "interleaved heads"), NORM: (4,)}, 2)
+    info = collect_metadata({NAME: Record.unsupported("column", (16, 4), "interleaved heads"), NORM: (4,)}, 2)
     for path in (source / TAG).glob(f"*{keys.MODEL_END}"):
         held = torch.load(path, weights_only=False)
         torch.save(held | {keys.INFO: info}, path)
