@@ -471,7 +471,7 @@ class Placement:
 
 
 def plain_placement(rank: int) -> Placement:
-    """Return the placement of a plain tensor, of which this rank has all."""
+    """Return the placement of a plain tensor, which is whole on this rank."""
     return Placement((1,), (rank,), ((None, Replicated()),))
 
 

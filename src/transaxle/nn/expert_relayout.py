@@ -224,7 +224,7 @@ def _unwrap(state: dict[str, Any], prefix: str, layer: Layer) -> None:
 
 
 def _is_own(name: str, prefix: str, layer: Layer) -> bool:
-    """Tell whether a name is that of a layer's parameter, in either form."""
+    """Tell whether a name belongs to a parameter of the layer, in either form."""
     stem = stack_name(name)
     return stem.startswith(prefix) and stem.removeprefix(prefix) in layer.shapes
 

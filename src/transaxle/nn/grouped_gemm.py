@@ -528,7 +528,7 @@ def refuse_data_parallel(parameters: Iterable[torch.Tensor]) -> None:
     """Refuse delayed gradients inside DistributedDataParallel, which reduces gradients before these exist.
 
     Args:
-        parameters: the parameters with delayed gradients. Those that DDP was told to ignore are accepted.
+        parameters: the parameters with delayed gradients. Parameters that DDP ignores are accepted.
 
     Raises:
         Refused: UNSUPPORTED.

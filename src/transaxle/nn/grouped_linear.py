@@ -715,7 +715,7 @@ class GroupedLinear(GroupedParameters):
         super().pack(fresh=fresh)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the layer's state without that of a step in progress."""
+        """Return the layer's state without unfinished gradients and cached weights."""
         return {**self.__dict__, "_pending": deque(), "_cached": None}
 
     def extra_repr(self) -> str:

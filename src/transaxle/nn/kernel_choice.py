@@ -36,13 +36,13 @@ class Kind:
     """A kind of codes for which there are grouped products."""
 
     description: str
-    """Description of the codes and of what shares a scale."""
+    """Description of the codes and their scales."""
     step: int
     """Features must be multiples of this."""
     capabilities: tuple[tuple[int, int], ...]
     """Compute capabilities of the devices for which torch has a kernel."""
     builds: tuple[str, ...] = ()
-    """Words of `torch.__config__.show()`, one of which must occur if the kernel was built; empty if it always is."""
+    """Words of `torch.__config__.show()`: torch has the kernel if one of them occurs; empty if every build has it."""
     chosen: bool = False
     """Whether codes are multiplied wherever possible; otherwise only if the user forces it."""
 

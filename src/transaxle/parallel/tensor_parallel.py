@@ -353,9 +353,7 @@ def random_refusals(model: nn.Module, plan: Plan) -> Iterator[Refusal]:
 
 
 def _is_between(module: nn.Module, model: nn.Module, plan: Plan) -> bool:
-    """Tell whether a module has cut layers, between which activations, and what is dropped of them, may differ by
-    rank.
-    """
+    """Tell whether a module has cut layers: activations between them may differ by rank, and so may dropout."""
     names = {child: path for path, child in model.named_modules()}
     return any(plan.roles.get(names[child], Role.LOCAL) is not Role.LOCAL for child in module.children())
 

@@ -192,8 +192,8 @@ def _quantize_shared_tiles(quantizer: Quantizer, x: torch.Tensor, at: RowPlaceme
             buffers[name] = buffer[skip : skip + x.shape[0]].contiguous()
     for name in (SCALE, COLUMN_SCALE):
         if name in components.present() and name not in buffers:
-            # A matrix of the amaxes with tiles of one element has the scales of the tiles they are of.
-            if name == COLUMN_SCALE and grain[1] > 1:  # each of several columns has the scale
+            # Quantizing the matrix of amaxes, with tiles of one element, gives the scales of the tiles.
+            if name == COLUMN_SCALE and grain[1] > 1:  # repeat each scale for the columns of its tile
                 tiles = tiles.repeat_interleave(grain[1], 1)[:, :columns]
             scales = kernels.quantize(tiles.to(x.dtype), replace(encoding, tile=(1, 1)), amax=amax).scale_inv
             assert scales is not None

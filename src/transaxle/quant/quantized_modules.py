@@ -41,7 +41,7 @@ from transaxle.quant.tp_share import Share
 from transaxle.torch_tensors import place_like, positions_of, raw_local
 
 Filter = Callable[[str, nn.Module], bool]
-"""Returns whether to quantize a linear layer, or a module of stacked experts, given its name and the module."""
+"""Function of a name and a module: whether to quantize that linear layer, or that module of stacked experts."""
 
 
 @runtime_checkable
@@ -265,7 +265,7 @@ def quantized_init(
 
 
 def _identity(name: str, module: nn.Module, share: Share | None) -> tuple[str, int]:
-    """Return what keys a weight's random numbers: its name, and the global number of its (first) expert.
+    """Return the name and the global number of the (first) expert, which determine a weight's random numbers.
 
     Experts in separate parameters (`weight7`) get the same name as experts in one stack (`weight`).
     """

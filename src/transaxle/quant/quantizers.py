@@ -100,7 +100,7 @@ class Quantizer(ABC):
             whole: number of rows of the whole matrix; likewise.
 
         Raises:
-            Refused: `DTYPE_MISMATCH`, `SHAPE_MISMATCH` or `UNSUPPORTED` for what cannot be quantized.
+            Refused: `DTYPE_MISMATCH`, `SHAPE_MISMATCH` or `UNSUPPORTED` for tensors that cannot be quantized.
         """
         return _MAKER[0](self, x, group=read_group("group", group), start=start, whole=whole)
 
@@ -184,7 +184,7 @@ class NVFP4(Quantizer):
     """
 
     square: bool = False
-    """Whether 16 x 16 elements share an amax, so that the transpose has the same scales: the rule for weights."""
+    """Whether 16 x 16 elements share an amax, as in weights, so that the transpose has the same scales."""
     scale_max: int = 448
     """Largest value of a block scale; 256 in the `4 over 6` variant."""
     columnwise: bool = False

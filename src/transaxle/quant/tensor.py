@@ -732,7 +732,7 @@ def rebuilt(
     """Make a tensor from the content of a pickle: names, plain numbers and buffers.
 
     Raises:
-        Refused: `UNSUPPORTED` for an unknown quantizer; what `from_components` refuses.
+        Refused: `UNSUPPORTED` for an unknown quantizer; refusals of `from_components`.
     """
     if kind not in QUANTIZERS:
         raise refuse("UNSUPPORTED", f"the pickle names the quantizer {kind}; known are {', '.join(QUANTIZERS)}")

@@ -163,7 +163,7 @@ def e8m0_scale(amax, code_max: tl.constexpr):
     Infinity gives 254, NaN 255; for a tile so small that its code is 0 the factor is 1.
     """
     bits = (amax * (1.0 / code_max)).to(tl.uint32, bitcast=True)
-    # Adding all ones below the exponent rounds up; of a subnormal the first mantissa bit stands for 2^-127, code 0.
+    # Adding all ones below the exponent rounds up; the first mantissa bit of a subnormal is 2^-127, code 0.
     up = (bits + tl.where(bits < 0x800000, 0x3FFFFF, 0x7FFFFF)) >> 23
     code = up.to(tl.int32) - (bits >= INFINITY).to(tl.int32)
     # The inverse of 2^(code-127) has the exponent 254 - code; for code 254 that is the subnormal 2^-127.
@@ -510,7 +510,7 @@ def locate_block(block, offsets, groups, height, block_rows: tl.constexpr, size:
 
 @triton.jit
 def tiles_before(group, offsets, groups, height, step: tl.constexpr, size: tl.constexpr):
-    """Return the number of rows of tiles of the groups before one, each of which starts with a new tile."""
+    """Return the number of rows of tiles in all groups before `group`; each group starts with a new tile."""
     _, rows = spans(offsets, groups, height, size)
     return tl.sum(tl.where(tl.arange(0, size) < group, (rows + step - 1) // step, 0), axis=0)
 
