@@ -189,6 +189,7 @@ ELSEWHERE = {
 """Pages with examples that run somewhere else -> where."""
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("page", PAGES)
 def test_what_the_pages_tell_to_type_prints_what_they_show(page: str, tmp_path: Path) -> None:
     """Run a page's blocks in order; below a command, a page shows what it prints, with `…` for what is left out.

@@ -87,6 +87,7 @@ def _fate(family: Family, source: Dialect, target: Dialect, shapes: Shapes, size
     return "left out if zero" if any(check.zero and check.first.name == name for check in view.checks) else "carried"
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("name", [*SAMPLE, pytest.param("", marks=pytest.mark.oracle)])
 def test_a_tensor_that_the_config_rules_out_is_refused_in_every_dialect(name: str) -> None:
     fates: dict[tuple[str, str, str, str], str] = {}

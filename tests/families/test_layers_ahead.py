@@ -222,6 +222,7 @@ def _stacked(layers: Shapes) -> Shapes:
     return {**{name: shape for name, shape in layers.items() if ".experts." not in name}, **stacks}
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("family", AHEAD)
 def test_a_layer_ahead_is_whole_or_refused(family: str) -> None:
     """Whatever one of its tensors is missing, and the dialect."""

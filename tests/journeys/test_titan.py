@@ -141,6 +141,7 @@ def _orphans(folder: Path) -> list[str]:
     return sorted(moments ^ {name for name in names if not any(other in name for other in others)})
 
 
+@pytest.mark.oracle
 def test_from_the_hub_and_back(journey: Journey, flavour: str, tmp_path: Path) -> None:
     specification = titan.specification(flavour)
     if flavour.startswith(titan.PICTURES):

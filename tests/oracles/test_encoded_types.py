@@ -108,6 +108,7 @@ def changed(model: Any, folder: Path) -> set[str]:
     }
 
 
+@pytest.mark.oracle
 @pytest.mark.peers
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("model_type", "encoding"), READ)
@@ -120,6 +121,7 @@ def test_transformers_takes_the_same_modules_for_encoded(model_type: str, encodi
         assert asked(model, tmp_path / "out") == changed(model, tmp_path / "plain") != set()
 
 
+@pytest.mark.oracle
 @pytest.mark.peers
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("model_type", "encoding"), DECODED)

@@ -229,6 +229,7 @@ def _check(model_type: str, case: Case, folder: Path, *, wider: bool = False) ->
     assert differing(loaded(folder / "back"), stored) == []
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("model_type", TYPES)
 def test_automodel_holds_what_we_write(model_type: str, tmp_path: Path) -> None:
     cases = CASES.get(model_type, _USUAL)

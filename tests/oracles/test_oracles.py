@@ -57,6 +57,7 @@ def _without_balance(tensors: Tensors) -> Tensors:
     return {name: value for name, value in tensors.items() if value.any() or not any(each in name for each in names)}
 
 
+@pytest.mark.oracle
 @every_case
 def test_every_value_is_random_and_every_dialect_has_all_of_them(family: str, variant: str) -> None:
     case = cases.case(family, variant)
@@ -116,6 +117,7 @@ def test_names_and_shapes_are_those_of_automodel_models(family: str, variant: st
     assert len(held) > len(own) if ahead else held == own  # its model leaves those layers out, its adapter does not
 
 
+@pytest.mark.oracle
 @_having(MEGATRON)
 def test_megatron_holds_these_tensors(family: str, variant: str) -> None:
     case = cases.case(family, variant)
@@ -123,6 +125,7 @@ def test_megatron_holds_these_tensors(family: str, variant: str) -> None:
         assert _shapes(model.state_dict()) == _shapes(case.versions[MEGATRON_LOCAL])
 
 
+@pytest.mark.oracle
 @_having(MEGATRON, TRANSFORMERS)
 def test_megatron_computes_what_transformers_computes(family: str, variant: str) -> None:
     case = cases.case(family, variant)

@@ -45,6 +45,7 @@ HEADS = (
 """Classes of models with heads and parts that some dialect has no names for, and without."""
 
 
+@pytest.mark.oracle
 @pytest.mark.peers
 @pytest.mark.parametrize("architecture", HEADS)
 def test_every_head_comes_back_from_every_dialect_under_its_own_name(architecture: str, tmp_path: Path) -> None:
@@ -84,6 +85,7 @@ def test_a_tied_bias_comes_back_by_way_of_two_dialects(architecture: str, tmp_pa
     assert differing(loaded(source), loaded(tmp_path / "hub")) == []
 
 
+@pytest.mark.oracle
 @pytest.mark.peers
 @pytest.mark.parametrize("model_type", TYPES)
 def test_logits_are_equal_after_a_round_through_all_dialects(model_type: str, tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ def _streamed(rank: int, world: int, folder: str, config: dict[str, Any], how: s
     return sizes
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize(
     ("config", "how", "to"), [(MOE, FSDP, "hf"), (MOE, TP, "hf"), (LLAMA, PP, "megatron"), (LLAMA, HSDP, "hf")]
 )

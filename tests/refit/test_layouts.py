@@ -87,6 +87,7 @@ def _between(rank: int, world: int, source: str, target: str, blind: bool, in_pl
     return reports[-1].bytes_received, reports[-1].bytes_needed, lacking
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize(
     ("source", "target"),
     [

@@ -40,6 +40,7 @@ def _pushed(rank: int, world: int, config: dict[str, Any], degrees: Degrees, fol
     return wrong
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize(
     ("name", "degrees"),
     [("dense", Degrees(tp=2, pp=2)), ("tied", Degrees(tp=2, pp=2)), ("mixture", Degrees(pp=2, ep=2))],

@@ -71,6 +71,7 @@ def _quantized(rank: int, world: int, source: str, target: str, dtype: torch.dty
     return wrong
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("kind", ["float8", "float8_block", "mxfp8", "nvfp4"])
 def test_codes_are_those_of_the_whole(kind: str, dtype: torch.dtype) -> None:
@@ -144,6 +145,7 @@ def _encoded(rank: int, world: int, folder: Path, kind: str, dtype: torch.dtype,
     return wrong
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("kind", ["float8_block", "mxfp8", "nvfp4"])
 def test_plain_tensors_get_codes_of_the_whole(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:

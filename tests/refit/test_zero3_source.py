@@ -55,6 +55,7 @@ def _pushed(rank: int, world: int, config: dict[str, Any], dtype: str, folder: s
     assert all(torch.equal(found[name], tensor) for name, tensor in saved.items())
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize(
     ("config", "dtype", "world"),
     [(LLAMA, "fp32", 2), (MOE, "bf16", 3), (TIED, "bf16", 3)],

@@ -173,6 +173,7 @@ def test_boxes_are_what_numpy_slices(shapes: Path, data: st.DataObject) -> None:
     assert got.tobytes() == wanted[name][box].tobytes()
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("dialect", ["torchtitan", "automodel", "megatron", "te", "transformers"])
 @given(data=st.data())
 @law

@@ -105,6 +105,7 @@ def _spread(regions: list[tuple[str, Path, int]]) -> list[tuple[str, Path, int]]
     return [region for found in kinds.values() for region in found[:: -(-len(found) // share)]]
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("to", FORMS)
 def test_a_bit_anywhere_is_seen(to: str, tmp_path: Path) -> None:
     folder = _made(tmp_path, to)

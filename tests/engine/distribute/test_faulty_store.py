@@ -254,6 +254,7 @@ def test_a_stream_whose_last_answer_is_lost_is_no_failure(
     assert (bucket.parts("out/large.bin"), bucket.uploads()) == (3, [])
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize(
     ("fault", "message"), [("error", "has not put the file together within 2 seconds"), ("forbidden", "access denied")]
 )
@@ -346,6 +347,7 @@ def saved(source: Path, url: str) -> None:
         upload.commit()
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("write", [by_workers, in_one_process, saved], ids=lambda write: write.__name__)
 def test_uploads_that_the_service_began_and_told_nobody_of_are_removed(
     write: Callable[[Path, str], None], bucket: Bucket, proxy: FaultyProxy, tmp_path: Path
@@ -366,6 +368,7 @@ def test_uploads_that_the_service_began_and_told_nobody_of_are_removed(
     assert tx.diff(source, f"{bucket.url}/out").equal
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("sign", ["later", "work beside the target"])
 def test_an_upload_that_may_be_of_another_run_is_left_alone(
     sign: str, bucket: Bucket, proxy: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -400,6 +403,7 @@ def test_beginnings_that_nobody_is_told_of_leave_nothing(
     assert (bucket.names(), bucket.uploads()) == ([], [])
 
 
+@pytest.mark.oracle
 def test_listing_uploads_may_be_forbidden(bucket: Bucket, proxy: FaultyProxy, tmp_path: Path) -> None:
     """Whoever may not see uploads can still convert, replace, and resume: what is unfinished, and what is complete."""
     source, url = many(tmp_path / "source", 12), f"{bucket.url}/out"

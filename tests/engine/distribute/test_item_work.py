@@ -107,12 +107,14 @@ CASES: dict[str, tuple[Callable[[Path], Path], str, str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("case", CASES)
 def test_the_bytes_are_those_of_one_process(case: str, tmp_path: Path) -> None:
     """Items in any order and in two processes, begun twice; more of them than tensors."""
     as_one_process(case, tmp_path)
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("case", ["names", "one file with digests", "dcp", "ranks", "checksums", "encoded"])
 def test_workers_share_a_large_tensor(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal, "SPAN", 32)

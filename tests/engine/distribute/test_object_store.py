@@ -79,6 +79,7 @@ def look_at(bucket: Bucket) -> dict[str, bytes]:
     return {name.removeprefix("out/"): bucket.get(name) for name in bucket.names() if name.startswith("out/")}
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize(
     ("items", "shard", "span"),
     [(1, SHARD, SPAN), (4, 10 * MIB, SPAN), (9, 16 * MIB, SPAN), (7, 4 * MIB, MIB), (7, SHARD, MIB)],
@@ -110,6 +111,7 @@ def test_the_bytes_are_those_of_one_process(
     assert tx.verify(f"{bucket.url}/out").ok
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize(
     ("make", "name", "to", "options"),
     [
@@ -146,6 +148,7 @@ def test_all_formats(
     assert hidden(bucket) == []
 
 
+@pytest.mark.oracle
 def test_pools_and_what_a_run_that_fails_leaves(bucket: Bucket, tmp_path: Path) -> None:
     source, url = many(tmp_path / "source", 18), f"{bucket.url}/out"
     tx.convert(source, tmp_path / "wanted", to="safetensors", shard_size=7 * MIB)
@@ -208,6 +211,7 @@ def test_a_large_object_has_one_worker(bucket: Bucket, tmp_path: Path) -> None:
     assert hidden(bucket) == []
 
 
+@pytest.mark.oracle
 def test_nothing_is_committed_while_something_is_missing(bucket: Bucket, tmp_path: Path) -> None:
     source = many(tmp_path / "source", 18)
     plan = planned(source, f"{bucket.url}/out", "safetensors", 3, shard_size=7 * MIB)
@@ -234,6 +238,7 @@ def test_nothing_is_committed_while_something_is_missing(bucket: Bucket, tmp_pat
     assert there(bucket, tmp_path / "found") == contents(tmp_path / "wanted")
 
 
+@pytest.mark.oracle
 def test_uploads_that_somebody_removes_are_missed(bucket: Bucket, tmp_path: Path) -> None:
     """Just before the commit: what was to be replaced, with the same names and sizes, is not taken for the new one."""
     old, new, url = many(tmp_path / "old", 6), many(tmp_path / "new", 6), f"{bucket.url}/out"
@@ -263,6 +268,7 @@ def test_uploads_that_somebody_removes_are_missed(bucket: Bucket, tmp_path: Path
     assert hidden(bucket) == []
 
 
+@pytest.mark.oracle
 def test_work_of_others_and_of_another_division(bucket: Bucket, tmp_path: Path) -> None:
     source = many(tmp_path / "source", 18)
     first = planned(source, f"{bucket.url}/out", "safetensors", 3)
@@ -388,6 +394,7 @@ def killed_at(points: list[int], bucket: Bucket, tmp_path: Path) -> int:
     return deaths
 
 
+@pytest.mark.oracle
 @pytest.mark.slow
 def test_killed_at_any_point(bucket: Bucket, tmp_path: Path) -> None:
     assert killed_at([3, 24, 40, 48], bucket, tmp_path) >= 3

@@ -101,6 +101,7 @@ def killed_at(
     return deaths, kept
 
 
+@pytest.mark.oracle
 @pytest.mark.slow
 def test_killed_at_any_point(source: Path, wanted: dict[str, bytes], bucket: Bucket, sending: list[Part]) -> None:
     deaths, kept = killed_at([2, 20, 28, 38], source, wanted, bucket, sending)
@@ -159,6 +160,7 @@ def test_what_a_run_that_fails_leaves(
     assert bucket.get(f"out/{name}") == bytes(damaged)
 
 
+@pytest.mark.oracle
 def test_a_run_that_died_while_it_cleaned_up(source: Path, wanted: dict[str, bytes], bucket: Bucket) -> None:
     """What tells that the work has begun is gone, and the rest is not: the checkpoint is there, and is left alone."""
     url = f"{bucket.url}/out"
@@ -172,6 +174,7 @@ def test_a_run_that_died_while_it_cleaned_up(source: Path, wanted: dict[str, byt
     assert hidden(bucket) == []
 
 
+@pytest.mark.oracle
 def test_one_process_goes_on_where_several_were(
     source: Path, wanted: dict[str, bytes], bucket: Bucket, sending: list[Part], tmp_path: Path
 ) -> None:

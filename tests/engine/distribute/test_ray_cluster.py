@@ -66,6 +66,7 @@ def source(tmp_path: Path) -> Path:
     return checkpoints.tiny(tmp_path / "source")
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize(
     ("first", "to"),
     [(None, "dcp:torchtitan"), ("dcp:torchtitan", "hf"), (None, "megatron"), (None, "hf")],
@@ -106,6 +107,7 @@ def lose_a_node(cluster: Any, after: float, source: Path, tmp_path: Path) -> Non
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source", "wanted"]
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("after", [0.1, 0.5, 1.0])
 def test_a_node_that_is_lost_is_replaced_by_the_others(
     cluster: Any, after: float, source: Path, tmp_path: Path

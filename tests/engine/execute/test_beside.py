@@ -48,6 +48,7 @@ def of_path(folder: Path) -> set[float]:
         return values(opened)
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("limit", [1, 100])
 def test_what_is_open_is_what_it_was_or_an_error(

@@ -86,6 +86,7 @@ def tallied(codes: np.ndarray, code: str, width: int, cuts: list[int], offset: i
     return found
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("code", EXACT)
 @given(data=st.data())
 def test_any_codes_in_any_blocks(code: str, data: st.DataObject) -> None:
@@ -142,6 +143,7 @@ def test_weights(code: str) -> None:
     assert found.channels().tolist() == largest(numbers(codes, code), 641)
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("code", ["BF16", "F32", "F64"])
 @pytest.mark.parametrize("span", [3, 13, 22, 45, 270])
 def test_sums_are_exact_however_far_apart_values_are(code: str, span: int) -> None:

@@ -42,6 +42,7 @@ def _logits(folder: Path, config: dict[str, Any]) -> torch.Tensor:
     return logits
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize(
     ("family", "variant"), [(f, v) for f in VARIANTS for v in ("asymmetric", "tied", "square") if v in VARIANTS[f]]
 )

@@ -54,6 +54,7 @@ def _trained(held: dict[str, Array]) -> dict[str, Array]:
     return {name: array for name, array in held.items() if "expert_bias" not in name}
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_moments_move_as_the_weight_moves(tmp_path: Path, dialect: str) -> None:
     """Each moment, taken alone and converted as if it were the weights, gives the same tensors, where no parameter is

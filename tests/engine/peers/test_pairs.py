@@ -57,6 +57,7 @@ def _stored(folder: Path, family: str, variant: str, *, config: bool = True) -> 
     return {label: peers.store(folder / label, tensors, given) for label, tensors in dialects.items()}
 
 
+@pytest.mark.oracle
 @every_case
 def test_every_pair_is_bit_for_bit_what_the_peer_has(family: str, variant: str, tmp_path: Path) -> None:
     """The dialect of the source is said only where its names leave a choice."""
@@ -92,6 +93,7 @@ def test_which_dialect_is_recognised(family: str, variant: str, tmp_path: Path) 
         assert names[label] == names[found if found in names else found.partition("@")[0]]
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("variant", ["asymmetric", "square"])
 @every_family
 def test_without_a_config_sizes_come_from_the_shapes(family: str, variant: str, tmp_path: Path) -> None:
@@ -112,6 +114,7 @@ def test_without_a_config_sizes_come_from_the_shapes(family: str, variant: str, 
     assert done >= CONFIGLESS[family]
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize(
     ("family", "variant"), [(f, v) for f in VARIANTS for v in ("asymmetric", "tied", "ahead") if v in VARIANTS[f]]
 )

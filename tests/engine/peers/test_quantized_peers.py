@@ -99,6 +99,7 @@ def test_values_are_those_of_the_peer(make: Callable[[Path], Made], tmp_path: Pa
     assert "quantization_config" not in quantized.config_of(tmp_path / "out")
 
 
+@pytest.mark.oracle
 @every_case
 def test_they_move_raw_and_come_back(make: Callable[[Path], Made], tmp_path: Path) -> None:
     """In another dialect, where that keeps tiles whole; the way back gives the values, under one ecosystem's names."""

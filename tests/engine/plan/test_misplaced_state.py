@@ -116,6 +116,7 @@ def in_memory(model: dict[str, Any], state: dict[str, Any]) -> None:
             state[f"model.layers.{layer}.mlp.experts.{stack}"] = of_stack
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("to", [*TARGETS, "dcp:hf"])
 def test_state_may_have_names_of_another_dialect_than_the_weights(tmp_path: Path, to: str) -> None:
     trained = [name for name in NAMES if ".experts." not in name]

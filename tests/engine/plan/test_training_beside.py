@@ -82,6 +82,7 @@ SAVED: Mapping[str, Mapping[str, Any]] = {
 """Trainer -> what it saves."""
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize(
     ("trainer", "stored"),
     [
@@ -150,6 +151,7 @@ PLAIN: Mapping[str, Any] = {
 }
 
 
+@pytest.mark.oracle
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("source", ["dcp", "torch"])
 def test_plain_data_stays_plain_data_in_a_folder_of_torch(tmp_path: Path, source: str) -> None:

@@ -48,6 +48,7 @@ def bits(values: torch.Tensor) -> Any:
     return given.view(torch.int16 if values.dtype.itemsize == 2 else torch.int32).numpy()
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("to", DTYPES)
 @pytest.mark.parametrize("source", SOURCES, ids=str)
 def test_every_value_is_what_torch_makes_of_it(source: torch.dtype, to: str, tmp_path: Path) -> None:
@@ -280,6 +281,7 @@ KNOWN = [kind for kind in STRANGE if kind not in NOBODY]
 """Those whose names say that they are codes; of the others only the casts of float32 scales are refused."""
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("kind", STRANGE)
 def test_neither_scales_nor_codes_are_cast_alone(kind: str, tmp_path: Path) -> None:
     """As a folder with its config and without, as one named file, from two formats, and into one file."""

@@ -101,6 +101,7 @@ def test_a_tensor_is_its_codes_times_its_scales(sources: dict[str, tuple[Path, A
         assert list(checkpoint) == [NAMES[kind]]
 
 
+@pytest.mark.oracle
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -118,6 +119,7 @@ def test_any_range_of_bytes_is_that_range_of_all_of_them(
         assert checkpoint.container.storage.size(extent.file) == len(whole)
 
 
+@pytest.mark.oracle
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 @pytest.mark.parametrize("kind", NAMES)
@@ -200,6 +202,7 @@ def test_codes_and_scales_in_chunks_decode_alike(sources: dict[str, tuple[Path, 
         assert decoded["m.down_proj"].read(box).tobytes() == wanted[box].astype(np.float32).tobytes()
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("form", ["safetensors", "dcp", "torch"])
 @pytest.mark.parametrize("dialect", ["megatron", "torchtitan", "hf"])
 def test_a_conversion_decodes_into_every_dialect_and_container(tmp_path: Path, form: str, dialect: str) -> None:

@@ -332,6 +332,7 @@ KILLED = """
 """
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_a_killed_run_is_continued_to_the_same_bytes_and_numbers(source: Path, encoding: str) -> None:
     whole = tx.convert(source, source.parent / "whole", to="hf", encode=encoding, sync=False)

@@ -112,6 +112,7 @@ def half(held: Tensors, expert: int, part: str) -> Array:
 # Fusing and stacking.
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("f", [128, 1408, 1536, 2048])
 @pytest.mark.parametrize("to", ["fused", "stacked", "packed", "turned"])
 def test_experts_are_fused_and_stacked_with_their_scales(tmp_path: Path, f: int, to: str) -> None:

@@ -46,6 +46,7 @@ def store(folder: Path, held: list[dict[str, Any]]) -> Path:
     return folder
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("dialect", ["automodel", "torchtitan", "transformers", "megatron"])
 @pytest.mark.parametrize("container", ["safetensors", "torch", "dcp"])
 def test_names_follow_the_tensors(tmp_path: Path, container: str, dialect: str) -> None:

@@ -63,6 +63,7 @@ def test_there_and_back(tmp_path: Path, shard_size: int) -> None:
         assert bool(cut) == (shard_size == SMALL)
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("case", ["sharded", "meshed", "two_dimensional", "titan"])
 def test_what_torch_cut_comes_out_whole(saved: Saved, tmp_path: Path, case: str) -> None:
     place = saved(4) / case

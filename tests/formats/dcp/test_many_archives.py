@@ -164,6 +164,7 @@ def test_overlaps_and_ends(apart: bool, tmp_path: Path, monkeypatch: pytest.Monk
     assert "lie outside the file" in found[0]
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("whole", [payload._WHOLE, 1000])
 def test_flipped_bits(whole: int, apart: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever archives are damaged, one by one the same is said of them."""

@@ -172,6 +172,7 @@ CHANGES: dict[str, tuple[Change, bool]] = {
 }  # fmt: skip
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("name", CHANGES)
 def test_the_same_as_by_the_interpreter(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     change, is_refused = CHANGES[name]

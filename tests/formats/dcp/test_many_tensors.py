@@ -64,6 +64,7 @@ def model(*, objects: bool = False) -> Metadata:
     return Metadata(state, {name: (name,) for name in state}, places)
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("protocol", [2, 4, 5])
 @pytest.mark.parametrize("objects", [False, True])
 def test_they_are_what_was_described(
@@ -130,6 +131,7 @@ CHANGES: dict[str, tuple[Change, bool]] = {
 }  # fmt: skip
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("name", CHANGES)
 def test_what_is_odd_is_said_by_the_interpreter(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     change, is_refused = CHANGES[name]
@@ -153,6 +155,7 @@ def test_a_key_twice(objects: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert [each.code for each in refusals] == ["CORRUPT"]
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("seed", range(8))
 def test_damage(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is changed in such a pickle: it reads, or is refused, as it does without the scan."""

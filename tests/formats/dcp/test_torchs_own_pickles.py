@@ -157,6 +157,7 @@ def test_saved_by_torch(world: int, saved: Saved, tmp_path: Path, monkeypatch: p
         read(tmp_path, file.read_bytes())
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("protocol", [4, 5])
 @pytest.mark.parametrize("name", CHANGES)
 def test_damaged(name: str, protocol: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,6 +101,7 @@ def loaded(folder: Path, shape: Sequence[int], rank: int, ranks: int) -> tuple[d
     return {keys.FP32: weight, **parameter._hp_mapping.optim_fragment}, step
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("name", SHAPES)
 def test_deepspeed_cuts_by_what_we_write(universal: Path, name: str, ranks: int) -> None:

@@ -25,6 +25,7 @@ def told(universal: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     return held[keys.GROUPS], held[keys.STATE][keys.GROUPS][0]
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("name", ["z1-bf16-w2", "z3-fp32-w2", "sub-groups-w2", "tp2-z3"])
 @pytest.mark.parametrize("way", ["dcp", "torch", "safetensors"])
 def test_by_way_of_another_container(farm: Farm, tmp_path: Path, way: str, name: str) -> None:

@@ -123,6 +123,7 @@ def test_the_layer_files_of_a_pipeline_are_joined_so_too(farm: Farm, old: Any, n
     assert {r.code for r in refused(old(name), rules=rules, config=settings).refusals} == {"SHAPE_MISMATCH"}
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("name", OLD)
 def test_without_metadata_the_table_says_how_it_was_cut(farm: Farm, old: Any, name: str, tmp_path: Path) -> None:
     weights = farm.truth(name, FP32)

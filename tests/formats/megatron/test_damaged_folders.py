@@ -117,6 +117,7 @@ FOLDERS = {
 }  # fmt: skip
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("case", FOLDERS.values(), ids=FOLDERS.keys())
 def test_folders_that_are_damaged_are_refused(case: Case, folder: Path, tmp_path: Path) -> None:
     case.damage(folder)

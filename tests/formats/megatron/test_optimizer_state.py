@@ -45,6 +45,7 @@ JOBS = {
 pytestmark = pytest.mark.peers
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("job", JOBS.values(), ids=JOBS.keys())
 def test_moments_and_full_precision_are_those_of_the_step(
     job: Job, hubs: Hubs, trained: Trained, tmp_path: Path
@@ -79,6 +80,7 @@ def test_a_hub_gets_the_weights_alone(hubs: Hubs, trained: Trained, tmp_path: Pa
     assert any(name.startswith("optim/") for name in report.ignored)
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("job", [FLAT, JOBS["experts shared out"]], ids=["dense", "experts"])
 @pytest.mark.parametrize("to", ["deepspeed-universal", "dcp", "safetensors", "torch_dist"])
 def test_training_moves_to_other_formats(to: str, job: Job, hubs: Hubs, trained: Trained, tmp_path: Path) -> None:

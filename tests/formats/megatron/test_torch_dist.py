@@ -89,6 +89,7 @@ def saved(hubs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> di
     return folders
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("job", JOBS, ids=str)
 def test_what_a_job_saved_becomes_the_hub_weights_that_it_had(
     job: tuple[str, int, int, int], hubs: dict[str, Path], saved: dict[Any, Path], tmp_path: Path
@@ -115,6 +116,7 @@ def stored(folder: Path) -> dict[str, torch.Tensor]:
     return state
 
 
+@pytest.mark.oracle
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("job", JOBS, ids=str)
 def test_by_way_of_the_hub_megatron_gets_the_tensors_that_it_saved(
@@ -129,6 +131,7 @@ def test_by_way_of_the_hub_megatron_gets_the_tensors_that_it_saved(
         assert torch.equal(ours[name][:rows], value[:rows]), name
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("job", JOBS, ids=str)
 def test_a_job_loads_what_is_written_from_hub_weights(
     job: tuple[str, int, int, int], hubs: dict[str, Path], tmp_path: Path

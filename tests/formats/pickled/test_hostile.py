@@ -356,6 +356,7 @@ WALKS: dict[str, tuple[bytes, str]] = {
 }
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize(("data", "said"), WALKS.values(), ids=WALKS.keys())
 def test_walks_end(data: bytes, said: str) -> None:
     with pytest.raises(TransaxleError, match=said) as caught:

@@ -347,6 +347,7 @@ LIES: dict[str, tuple[str, Callable[[Handler], object], str, str]] = {
 }
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("lie", LIES)
 def test_a_hub_that_lies_is_refused(hub: Hub, local: Path, monkeypatch: pytest.MonkeyPatch, lie: str) -> None:
     host, answer, code, said = LIES[lie]

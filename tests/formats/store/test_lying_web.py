@@ -89,6 +89,7 @@ def test_the_server_of_these_tests_can_tell_the_truth(liar: str) -> None:
         assert there["w3"].read().sum() == 64 * 1024
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize(
     ("lie", "code", "said"),
     [

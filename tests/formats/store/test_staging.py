@@ -667,6 +667,7 @@ def write_until(target: Path, deadline: int, overwrite: bool, atomic: bool) -> i
     return seen
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize(("overwrite", "atomic"), [(False, True), (True, True), (True, False)])
 def test_killed_at_every_call(tmp_path: Path, overwrite: bool, atomic: bool) -> None:
     calls = None

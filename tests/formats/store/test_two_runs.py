@@ -93,6 +93,7 @@ def known(_: Exchange) -> None:
     """S3 itself."""
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("asks", [known, unknown, invalid], ids=lambda each: each.__name__)
 @pytest.mark.parametrize("seed", [1, 2])
 def test_the_second_one_is_refused(
@@ -190,6 +191,7 @@ def test_a_conflict_that_passes(run: Write, bucket: Bucket, proxy: FaultyProxy, 
     assert tx.diff(source, f"{bucket.url}/out").equal
 
 
+@pytest.mark.oracle
 def test_a_conflict_after_which_the_upload_is_gone_says_to_begin_again(
     run: Write, bucket: Bucket, proxy: FaultyProxy, tmp_path: Path
 ) -> None:

@@ -67,6 +67,7 @@ def internal(exchange: Exchange) -> None:
     exchange.answer(200, "InternalError")
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("carried_out", [True, False])
 def test_an_error_in_an_answer_of_success_is_asked_again(
     carried_out: bool, run: Write, bucket: Bucket, proxy: FaultyProxy, tmp_path: Path
@@ -79,6 +80,7 @@ def test_an_error_in_an_answer_of_success_is_asked_again(
     assert hidden(bucket) == []
 
 
+@pytest.mark.oracle
 def test_an_error_in_an_answer_of_success_that_stays_is_one(
     run: Write, bucket: Bucket, proxy: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,6 +129,7 @@ def under_own_key(proxy: FaultyProxy) -> None:
     proxy.asks, proxy.answers = asks, answers
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("lost", [False, True])
 def test_tags_that_are_no_sums(lost: bool, run: Write, bucket: Bucket, proxy: FaultyProxy, tmp_path: Path) -> None:
     """Where the last answer is lost, too: then the file is known by being another one than before."""
@@ -195,6 +198,7 @@ def test_a_file_that_is_never_seen_is_an_error(
     assert bucket.names() == hidden(bucket) == []
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("count", [2, 1000])
 def test_the_status_of_an_earlier_file_is_not_taken_for_that_of_ours(
     count: int, bucket: Bucket, proxy: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -232,6 +236,7 @@ def test_the_status_of_an_earlier_file_is_not_taken_for_that_of_ours(
     assert tx.diff(new, url).equal
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("listed", [False, True])
 def test_a_file_that_a_listing_lacks_is_not_mixed_with_ours(
     listed: bool, bucket: Bucket, proxy: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

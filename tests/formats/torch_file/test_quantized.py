@@ -138,6 +138,7 @@ def test_buffers_of_every_release(release: Release, tmp_path: Path) -> None:
     assert set(container.metadata.get(LEFT, {})) == left
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("layout", ["square", "square columns", "rows", "rows compact", "columns", "columns compact"])
 def test_blocks_in_every_order(layout: str, tmp_path: Path) -> None:
     tensor = blockwise(5, (130, 270), layout)

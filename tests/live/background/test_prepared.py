@@ -206,6 +206,7 @@ def _interrupted(*_: object) -> bool:
     raise KeyboardInterrupt
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize(
     ("owner", "name", "call"),
     [

@@ -158,6 +158,7 @@ def test_tables_know_what_torchtitan_fuses() -> None:
         assert bool(hidden) == bool(lines and not key.endswith(SEPARATE))
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("flavour", [LLAMA, QWEN, MOE, OSS])
 def test_it_goes_between_live_models_and_torchtitans_folders(tmp_path: Path, flavour: str) -> None:
     model, optimizer = build(flavour, steps=2)
@@ -176,6 +177,7 @@ def test_it_goes_between_live_models_and_torchtitans_folders(tmp_path: Path, fla
     assert same(tensors(taken, resumed), tensors(model, optimizer))
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("flavour", [LLAMA, QWEN, OSS])
 def test_its_parts_are_those_that_the_module_shows(tmp_path: Path, flavour: str) -> None:
     """Both ways: the parts of the fused moment, and the fused moment of a model that holds the parts."""

@@ -173,6 +173,7 @@ def _dialects(rank: int, world: int, target: str, kind: str) -> None:
     assert mine["step"] == 3
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("kind", ["sync", "THREAD"])
 def test_a_model_of_one_dialect_and_a_checkpoint_of_another(tmp_path: Path, kind: str) -> None:
     target = str(tmp_path / "out")

@@ -77,6 +77,7 @@ def _train(rank: int, world: int, folder: str, background: bool) -> None:
         assert _losses(spoilt)[3] != losses[3]
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("background", [True, False])
 def test_the_trainer_resumes_from_what_its_callback_wrote(tmp_path: Path, background: bool) -> None:
     run(1, _train, str(tmp_path), background)
@@ -331,6 +332,7 @@ def _held(model: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
     return {name: (full(p), full(optimizer.state[p]["exp_avg"])) for name, p in names.items()}
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize(("kind", "worlds"), [(FSDP, (1, 2)), (DDP, (2,)), (PLUGIN, (2, 4))])
 def test_accelerate_loads_at_another_world_what_it_saved(tmp_path: Path, kind: str, worlds: tuple[int, ...]) -> None:
     folder = str(tmp_path / "state")

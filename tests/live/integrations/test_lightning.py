@@ -133,6 +133,7 @@ def _counting(module: Any) -> None:
     module.net.append(_Counting())
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("change", [_compiled, _recomputed, _counting])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 def test_wrapped_modules_extra_states_and_other_types_resume_as_with_lightnings_own(

@@ -135,6 +135,7 @@ def _alike(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> b
     return found.keys() == wanted.keys() and all(torch.equal(found[name], each) for name, each in wanted.items())
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("kind", [DDP, FSDP, TP])
 def test_ranks_resume_as_if_they_had_never_stopped(tmp_path: Path, kind: str) -> None:
     wanted = run(2, _fit, kind, str(tmp_path / "whole"), 4)
@@ -146,6 +147,7 @@ def test_ranks_resume_as_if_they_had_never_stopped(tmp_path: Path, kind: str) ->
         assert tx.verify(tmp_path / folder / "manual").ok
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("kind", [DDP, FSDP, TP])
 def test_any_strategy_resumes_what_another_one_saved(tmp_path: Path, kind: str) -> None:
     (_, saved), _ = run(2, _fit, kind, str(tmp_path), 1)

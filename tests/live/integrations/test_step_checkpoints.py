@@ -100,6 +100,7 @@ def _noisy(rank: int, world: int, folder: str, steps: int, batch: int, again: bo
     return _losses(trainer), weights, scaler.state_dict()
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("batch", [2, 4])
 def test_random_states_and_the_scaler_go_on_where_nothing_else_is_left(tmp_path: Path, batch: int) -> None:
     """Steps 2 and 4 of four an epoch (two ranks, two examples each), or of two: within an epoch, and between two."""

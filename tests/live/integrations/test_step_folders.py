@@ -213,6 +213,7 @@ def ways(*left_to_oracle: str) -> list[Any]:
 FEW = ways("accelerate-fsdp2", "automodel-consolidated", "automodel-dcp")
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("way", FEW)
 def test_it_is_one_checkpoint(written: Callable[[str], tuple[Path, Tensors]], way: str, tmp_path: Path) -> None:
     step, truth = written(way)

@@ -80,6 +80,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(place)
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("once", [True, False])
 @pytest.mark.parametrize(("world", "shape"), WORLDS)
 def test_every_shard_is_the_one_torch_cuts(folder: str, world: int, shape: tuple[int, ...], once: bool) -> None:

@@ -83,6 +83,7 @@ def _loaded(rank: int, world: int, config: dict[str, Any], degrees: Degrees, sou
     return {**report.as_json(), "differ": differ, "own": own}
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize(("name", "degrees"), JOBS, ids=str)
 def test_every_parameter_is_the_one_cut_by_hand(name: str, degrees: Degrees, hubs: dict[str, str]) -> None:
     found = run(4, _loaded, MODELS[name], degrees, hubs[name])
@@ -134,6 +135,7 @@ def _through_megatron(
         return [n for n, value in model.named_parameters() if not torch.equal(value, wanted[n])], report.dialect
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize(
     ("name", "writer", "reader"),
     [
@@ -167,6 +169,7 @@ def _of_any_form(
     return differ
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("name", ["dense", "mixture"])
 def test_the_source_may_have_any_format_and_dialect(name: str, hubs: dict[str, str], tmp_path: Path) -> None:
     forms = ("torch_dist", "torch_dist:megatron_layers", "safetensors:te", "dcp:transformers", "torch:torchtitan")

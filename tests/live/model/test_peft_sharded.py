@@ -101,6 +101,7 @@ def _loaded(rank: int, world: int, kind: str, folder: str) -> None:
     tx.save(dict(state), Path(folder, "saved"), to="safetensors:identity")
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("kind", ADAPTERS)
 def test_bases_and_adapters_reach_sharded_models(kind: str, tmp_path: Path) -> None:
     with quiet():

@@ -80,6 +80,7 @@ def _saved_afterwards(target: Path) -> None:
     assert [path.name for path in target.parent.iterdir()] == [target.name]
 
 
+@pytest.mark.oracle
 def test_a_rank_that_is_killed(tmp_path: Path, ranks: Ranks) -> None:
     target = tmp_path / "run"
     ranks.run(_first, str(target))
@@ -140,6 +141,7 @@ def _behind(rank: int, world: int, target: str) -> None:
     job.result(HUNG)
 
 
+@pytest.mark.oracle
 def test_a_rank_that_is_slow_is_waited_for(tmp_path: Path, ranks: Ranks) -> None:
     ranks.run(_first, str(tmp_path / "run"))
     ranks.run(_behind, str(tmp_path / "run"))

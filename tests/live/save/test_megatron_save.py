@@ -33,6 +33,7 @@ def saved(
         return save({"model": state}, target, to=to, config=source).as_json()
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize(("name", "degrees"), [JOBS[0], JOBS[3], JOBS[4], JOBS[5], JOBS[7], JOBS[8]], ids=str)
 def test_what_was_loaded_is_saved(name: str, degrees: Degrees, hubs: dict[str, str], tmp_path: Path) -> None:
     out = tmp_path / "out"
@@ -53,6 +54,7 @@ def test_a_folder_of_dcp_has_the_names_and_the_padding_of_megatron(hubs: dict[st
     assert run(4, _loaded_again, degrees, hubs["dense"], str(out)) == [[]] * 4
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize(("name", "degrees"), [JOBS[0], JOBS[4], JOBS[5], JOBS[8]], ids=str)
 def test_megatron_loads_the_distributed_checkpoint_that_is_saved(
     name: str, degrees: Degrees, hubs: dict[str, str], tmp_path: Path

@@ -102,6 +102,7 @@ def _modules(held: Held) -> dict[str, dict[str, torch.Tensor]]:
     return found
 
 
+@pytest.mark.oracle
 @pytest.mark.peers
 @pytest.mark.parametrize("kind", NAMES)
 @pytest.mark.parametrize("family", FAMILIES)

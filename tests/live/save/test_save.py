@@ -30,6 +30,7 @@ def _save(rank: int, world: int, target: str, shape: tuple[int, ...]) -> dict[st
     return {"own": report.bytes_own, "all": report.bytes_written}
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize(("world", "shape"), WORLDS)
 def test_the_files_hold_the_full_tensors(tmp_path: Path, world: int, shape: tuple[int, ...]) -> None:
     target = str(tmp_path / "out")

@@ -105,6 +105,7 @@ def _again(rank: int, world: int, target: str, who: int, fault: str) -> None:
         Writer.pwrite = WRITE  # type: ignore[method-assign]
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("who", range(WORLD))
 @pytest.mark.parametrize("fault", ["killed", "full"])
 def test_the_former_checkpoint_stays(tmp_path: Path, ranks: Ranks, fault: str, who: int) -> None:
@@ -135,6 +136,7 @@ def test_the_former_checkpoint_stays(tmp_path: Path, ranks: Ranks, fault: str, w
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
+@pytest.mark.oracle
 def test_a_rank_that_hangs_is_not_waited_for(tmp_path: Path, ranks: Ranks) -> None:
     target = tmp_path / "run"
     ranks.run(_first, str(target))
@@ -234,6 +236,7 @@ def _stopped(rank: int, world: int, target: str) -> list[str]:
     return said
 
 
+@pytest.mark.oracle
 def test_a_background_process_that_stands_still_is_not_waited_for(tmp_path: Path, ranks: Ranks) -> None:
     """Its own rank, too, learns that the others have given up; the next save has processes that speak to each other."""
     target = tmp_path / "run"

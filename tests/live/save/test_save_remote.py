@@ -43,6 +43,7 @@ def _go(rank: int, world: int, server: str, target: str, dim: int, overwrite: bo
     return report.bytes_own, report.bytes_received
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("dim", [0, 1])
 def test_files_go_to_a_bucket(bucket: Bucket, s3_server: str, dim: int) -> None:
     target = f"{bucket.url}/run"
@@ -126,6 +127,7 @@ def _sent(rank: int, world: int, server: str, target: str, fails: int, step: str
     return counts, report.bytes_own, report.bytes_received
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("world", [2, 3])
 def test_each_file_is_sent_by_one_rank(bucket: Bucket, s3_server: str, world: int) -> None:
     target = f"{bucket.url}/run"
@@ -144,6 +146,7 @@ def test_each_file_is_sent_by_one_rank(bucket: Bucket, s3_server: str, world: in
     assert tx.verify(target).ok
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize(
     ("fails", "step"), [(0, "pwrite"), (1, "pwrite"), (1, "complete"), (1, "appear"), (0, "appear")]
 )

@@ -93,6 +93,7 @@ def learned(ranks: int, placing: Placing, monkeypatch: pytest.MonkeyPatch) -> tu
     return found[-1], threads.worlds[-1].received
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("placing", [on_one_mesh, on_meshes_of_two, on_each_rank])
 def test_neither_what_is_sent_nor_what_is_kept_is_ranks_times_tensors(
     placing: Placing, monkeypatch: pytest.MonkeyPatch

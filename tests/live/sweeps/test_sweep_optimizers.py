@@ -287,6 +287,7 @@ CASES = [
 ]
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize(("kind", "dtype"), CASES)
 def test_torchs_optimizers_go_on_as_if_nothing_had_been(tmp_path: Path, kind: Kind, dtype: torch.dtype) -> None:
     check(kind, dtype, tmp_path / "out", "dcp")

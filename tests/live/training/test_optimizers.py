@@ -168,6 +168,7 @@ def _equal(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(one == other)
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize(
     ("kind", "background"), [*((kind, False) for kind in WRAPPED), ("torchtitan", True), ("list", True)]
 )

@@ -84,6 +84,7 @@ def _exchanged(rank: int, world: int, blind: tuple[int, ...], many: int) -> int:
     return received
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("many", [1, 4, 100])
 @pytest.mark.parametrize(("world", "blind"), [(1, ()), (2, ()), (2, (1,)), (3, ()), (3, (0, 1, 2)), (3, (2,))])
 def test_every_parcel_arrives(world: int, blind: tuple[int, ...], many: int) -> None:

@@ -216,6 +216,7 @@ def test_some_of_the_experts_are_refused_naming_those_that_lack(door: str, form:
         assert "has 3 experts, the layer 4; 3 are missing" in str(error)
 
 
+@pytest.mark.oracle
 @doors
 @forms
 @pytest.mark.parametrize("kind", ["plain", "mxfp8"])
@@ -291,6 +292,7 @@ HOSTILE = b"cos\nsystem\n(S'touch %s'\ntR."
 """A pickle that runs a command."""
 
 
+@pytest.mark.oracle
 @doors
 @forms
 def test_what_transformer_engine_keeps_beside_is_never_opened(door: str, form: str, tmp_path: Path) -> None:
@@ -315,6 +317,7 @@ def test_what_transformer_engine_keeps_beside_is_never_opened(door: str, form: s
     assert not ran.exists()
 
 
+@pytest.mark.oracle
 @doors
 @pytest.mark.parametrize("single", [True, False])
 def test_histories_of_scaling_are_left_aside_or_begin_anew(door: str, single: bool, tmp_path: Path) -> None:

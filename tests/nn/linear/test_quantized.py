@@ -183,6 +183,7 @@ def _equal(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> None:
     assert [name for name, value in one.items() if not torch.equal(value, two[name])] == []
 
 
+@pytest.mark.oracle
 @kinds
 @pairs
 @pytest.mark.parametrize("way", ["transaxle", "torch"])

@@ -77,6 +77,7 @@ def _full(value: torch.Tensor) -> torch.Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", [None, *QUANTIZED])
 def test_under_fsdp2(form: str, kind: str | None, tmp_path: Path) -> None:
@@ -252,6 +253,7 @@ def _trained(made: GroupedLinear, x: torch.Tensor, splits: torch.Tensor) -> None
     optimizer.step()
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("kind", ["float8 delayed", "nvfp4, both ways"])
 def test_quantized_experts_in_one_parameter_are_divided_and_cut(kind: str, tmp_path: Path) -> None:
     """Bit for bit those of one rank, trained, saved and loaded."""

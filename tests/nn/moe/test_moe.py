@@ -275,6 +275,7 @@ def _loaded(rank: int, world: int, experts: int, packed: bool, folder: str, trut
         assert all(torch.equal(lone.get_parameter(name), one) for name, one in made.named_parameters())
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize(
     ("world", "experts", "packed", "there"),
     [(2, 6, True, 4), (4, 6, True, 1), (2, 5, False, 4), (4, 6, False, 2)],

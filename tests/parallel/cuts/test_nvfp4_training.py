@@ -190,6 +190,7 @@ def _compare(rank: int, world: int, config: dict[str, Any], kind: str) -> list[s
     return found
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize(("kind", "config"), [(KIND, CONFIG), (FLAT, CONFIG), (KIND, FUSED)])
 def test_training_is_that_of_the_statement(kind: str, config: dict[str, Any]) -> None:
     """Outputs, gradients and masters on one rank and over two, quantized before the model is cut and afterwards."""
@@ -211,6 +212,7 @@ def _sharing(rank: int, world: int, config: dict[str, Any]) -> dict[str, float]:
     return found
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize(("heads", "world"), [(1, 2), (2, 4)])
 @pytest.mark.parametrize("config", [CONFIG, FUSED], ids=["llama", "phi3"])
 def test_heads_that_ranks_share(config: dict[str, Any], heads: int, world: int) -> None:

@@ -45,6 +45,7 @@ def _load_plain(rank: int, world: int, kind: str, folder: Path, decode: str | No
     return bytes_of(model)
 
 
+@pytest.mark.oracle
 @kinds
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 def test_values_are_quantized_once_as_if_unsharded(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:

@@ -75,6 +75,7 @@ def _train(rank: int, world: int, family: str, kind: str) -> tuple[list[float], 
         torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.oracle
 @five
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_training_under_fsdp_is_that_of_one_rank(family: str, kind: str) -> None:

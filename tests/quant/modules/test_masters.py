@@ -210,6 +210,7 @@ def _one(rank: int, world: int, kind: str, folder: Path) -> dict[str, torch.Tens
     return _unsharded(model)
 
 
+@pytest.mark.oracle
 @kinds
 def test_replicas_with_shard_groups_of_one(kind: str, tmp_path: Path) -> None:
     kept = run(2, _hybrid, kind, tmp_path / "saved", (2, 1))

@@ -175,6 +175,7 @@ def _divided(rank: int, world: int, single: bool) -> None:
         assert torch.equal(local, other[own.experts.start : own.experts.stop] if single else other)
 
 
+@pytest.mark.oracle
 @worlds
 @pytest.mark.parametrize("single", [False, True])
 def test_divided_experts_are_those_of_the_whole(world: int, single: bool) -> None:

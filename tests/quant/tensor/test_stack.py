@@ -216,6 +216,7 @@ def _restored(rank: int, world: int, kind: str, count: int, folder: str) -> dict
     return {name: raw(buffer) for name, buffer in local.components.items()}
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("kind", MORE)
 @pytest.mark.parametrize(("world", "count"), [(2, 3), (3, 4), (3, 2)])
 def test_experts_are_sharded_trained_saved_and_resharded(kind: str, world: int, count: int, tmp_path: Path) -> None:

@@ -67,6 +67,7 @@ def _pushed(rank: int, world: int, folder: str, port: int, config: dict[str, Any
         assert not bool(empty["lm_head.weight"][config["vocab_size"] - PADDED :].any()) or own == 0
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize(
     ("config", "ep"), [(LLAMA, 1), (MOE, 1), (MOE, TP)], ids=["llama", "experts cut", "experts dealt"]
 )

@@ -77,6 +77,7 @@ def resumed(begun: Trained, tmp_path_factory: pytest.TempPathFactory) -> Trained
     return _all(jobs)
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize(("source", "target"), WAYS, ids=str)
 def test_next_steps_are_those_of_a_run_that_never_stopped(
     source: How, target: How, begun: Trained, resumed: Trained

@@ -40,6 +40,7 @@ def check(farm: Farm, resume: Resume) -> None:
             assert raw(out / "next" / f"{state}.safetensors") == raw(begun / f"{state}.safetensors"), state
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize(
     "resume", [pytest.param(each, marks=pytest.mark.oracle if each in SWEPT else (), id=str(each)) for each in PLAIN]
 )
@@ -74,6 +75,7 @@ def test_deepspeed_itself_counts_steps_twice(farm: Farm) -> None:
 WIDE = ("tp4", "tp2-wide", "tp1-wide", "tp4-fused", "tp2-wide-fused", "tp1-wide-fused", "tp4-uneven", "tp2-uneven")
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("name", WIDE)
 def test_by_way_of_one_file_is_the_same(farm: Farm, name: str, tmp_path: Path) -> None:
     """From ranks to ranks directly, and through a checkpoint that knows no ranks."""

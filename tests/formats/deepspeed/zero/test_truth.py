@@ -26,6 +26,7 @@ def differing(ck: Mapping[str, object], wanted: Mapping[str, tuple[tuple[int, ..
     ]  # fmt: skip
 
 
+@pytest.mark.oracle
 @every_case
 def test_weights_and_moments_are_the_live_ones(farm: Farm, name: str) -> None:
     weights = farm.truth(name, FP32)

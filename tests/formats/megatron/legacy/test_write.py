@@ -65,6 +65,7 @@ def _loaded(folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("case", RUNS)
 def test_every_rank_has_its_part_of_a_hub_s_model(case: str, tmp_path: Path) -> None:
     run = RUNS[case]
@@ -131,6 +132,7 @@ def test_other_modules_find_their_names(tmp_path: Path) -> None:
             assert len(checkpoint) == len({tensor.data_ptr() for tensor in found.values()})
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("case", RUNS)
 @pytest.mark.parametrize("source", ["numbered", "flat"])
 def test_an_optimizer_goes_to_other_ranks(source: str, case: str, tmp_path: Path) -> None:
