@@ -19,7 +19,7 @@ from tests.parallel.models import CONFIGS, build
 from transaxle.formats.deepspeed.keys import UNIVERSAL
 from transaxle.live.model.state_tensors import leaves
 from transaxle.live.optimizer_state import names_of, states_of
-from transaxle.live.optimizers import apart
+from transaxle.live.optimizers import unwrap_optimizers
 from transaxle.parallel.cutting import cut_parameters
 from transaxle.parallel.tensor_parallel import tensor_parallel
 from transaxle.torch_tensors import local_of
@@ -67,7 +67,7 @@ def _cut(model: nn.Module, whole: Tensors) -> Tensors:
 def _held(model: nn.Module, optimizer: AdamW) -> Tensors:
     """What a rank has, for `tx.reshard`."""
     tensors = dict(leaves(model).tensors)
-    optimizers = apart(optimizer)
+    optimizers = unwrap_optimizers(optimizer)
     return tensors | states_of(optimizers, names_of(optimizers, tensors))
 
 

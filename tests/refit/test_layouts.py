@@ -65,7 +65,7 @@ def _lacking(own: Tensors, wanted: Tensors) -> int:
 def _between(rank: int, world: int, source: str, target: str, blind: bool, in_place: bool) -> tuple[int, int, int]:
     with pytest.MonkeyPatch.context() as patch:
         if blind:
-            patch.setattr(shared_memory, "seen", lambda _: None)
+            patch.setattr(shared_memory, "map_region", lambda _: None)
         meshes = {name: _mesh(LAYOUTS[name][0], *LAYOUTS[name][1]) for name in dict.fromkeys((source, target))}
         given = _cut(VALUES, meshes[source], rank, LAYOUTS[source][2])
         truth = _cut(VALUES, meshes[target], rank, LAYOUTS[target][2])
@@ -127,7 +127,7 @@ def test_two_engines_at_once() -> None:
 def _large(rank: int, world: int, blind: bool) -> tuple[int, int, int, int]:
     with pytest.MonkeyPatch.context() as patch:
         if blind:
-            patch.setattr(shared_memory, "seen", lambda _: None)
+            patch.setattr(shared_memory, "map_region", lambda _: None)
         values = {f"layers.{n}.weight": torch.randn(1024, 1000, generator=_seeded(n)) for n in range(8)}
         given = _cut(values, _mesh([0, 1, 2]), rank, lambda _: [Shard(0)])
         taken = _cut({n: torch.zeros_like(t) for n, t in values.items()}, _mesh([2, 3]), rank, lambda _: [Shard(1)])

@@ -377,5 +377,5 @@ def _lying(rank: int, world: int, port: int) -> str:
 
 def test_each_connection_between_ranks_proves_the_secret() -> None:
     first, second = run(2, _lying, free_port())
-    assert "who answers rank 0 in the place of rank 1 does not know the secret" in first
+    assert "a program that does not know the secret answers rank 0 in place of rank 1" in first
     assert second == "met"

@@ -1,1 +1,1 @@
-"""Live models: loading into, saving from and moving between sharded models. The rooms above the engine import torch."""
+"""Live models: load into, save from and move values between sharded models."""

@@ -1,12 +1,12 @@
-"""Saving in the background: a snapshot first, then a process of its own writes it while training goes on.
+"""Saving in the background: take a snapshot, which a separate process writes while training continues.
 
-The snapshot is a copy in shared CPU memory, whose buffers are used again by the next one; what happens to the model
-after `async_save` has returned never reaches the files. Each rank has one background process.
+The snapshot is a copy in shared CPU memory, which the next snapshot reuses. Changes to the model after `async_save` has
+returned never reach the files. Each rank has one background process.
 
-A program that ends waits for its save: what `async_save` has taken is written, unless the program is killed. Python's
-own ways fall short of that. `atexit` is not for processes that multiprocessing has forked, such as the ranks of some
-launchers; multiprocessing's finalizers run in these and in all others. And no function that is called at exit can
-change the exit code, but a standard stream that cannot be flushed then does: Python exits with 120.
+A program that ends waits for its save, so every snapshot is written unless the program is killed. `atexit` cannot do
+this: it does not run in processes that multiprocessing has forked, such as the ranks of some launchers.
+multiprocessing's finalizers run in all processes. And a function called at exit cannot change the exit code, but a
+standard stream that fails to flush can: Python then exits with 120.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from transaxle.live.save_process import (
     serve,
     without_main_script,
 )
-from transaxle.live.transport.shared_memory import Region, aligned
+from transaxle.live.transport.shared_memory import Region, align
 from transaxle.live.transport.world import World, is_loss
 from transaxle.options import SHARD_SIZE
 from transaxle.quant.masters import MasterWeights
@@ -56,12 +56,12 @@ _TIMEOUT = timedelta(minutes=30)
 _JOIN = 10.0
 """Seconds to wait for a process to end by itself."""
 _LOOK = 0.5
-"""Seconds after which one that waits looks for lost processes."""
+"""Seconds between checks for lost processes while waiting."""
 _PREFIX = "transaxle: "
 
 
 class Saver:
-    """The background process of this rank, and the buffers it reads from.
+    """The background process of this rank, with the shared memory that it reads snapshots from.
 
     Args:
         world: the ranks that save together.
@@ -69,11 +69,11 @@ class Saver:
 
     def __init__(self, world: World, timeout: timedelta = _TIMEOUT) -> None:
         context = mp.get_context("spawn")
-        here, there = context.Pipe()
+        own_end, child_end = context.Pipe()
         self._rank = world.rank
         self._rendezvous = Rendezvous(world, timeout) if world.size > 1 else None
         address = None if self._rendezvous is None else self._rendezvous.address
-        self._pipe = here
+        self._pipe = own_end
         self._region: Region | None = None
         self._new_region = False
         self._sender: threading.Thread | None = None
@@ -84,21 +84,21 @@ class Saver:
         self._has_lost = False
         self._process = context.Process(
             target=serve,
-            args=(Parent(), world.rank, world.ranks, address, there, timeout),
+            args=(Parent(), world.rank, world.ranks, address, child_end, timeout),
             daemon=True,
             name="transaxle-save",
         )
-        self._there = there
+        self._child_end = child_end
 
     def snapshot(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy what this rank holds into shared memory, where the last snapshot was if it has the same form."""
+        """Copy this rank's tensors into shared memory; reuse the previous layout if it is equal."""
         locals_ = {name: local_of(tensor) for name, tensor in tensors.items()}
         on_gpu = any(local.is_cuda for local in locals_.values())
         layout: dict[str, TensorSlot] = {}
         end = 0
         for name, local in locals_.items():
             layout[name] = TensorSlot(end, tuple(local.shape), local.dtype)
-            end += aligned(layout[name].size)
+            end += align(layout[name].size)
         region = self.reserve(end, on_gpu=on_gpu)
         if layout != self._layout or not self._buffers:
             self._buffers = {name: slot.tensor(region) for name, slot in layout.items()}
@@ -110,13 +110,13 @@ class Saver:
             torch.cuda.synchronize()
 
     def reserve(self, size: int, *, on_gpu: bool) -> Region:
-        """Return shared memory of so many bytes at least, which GPUs copy into by themselves where they are to."""
+        """Return shared memory of at least `size` bytes, page-locked for GPU copies if `on_gpu`."""
         if self._region is None or size > self._region.size:
             self._unlock()
             if self._sender is not None:
-                self._sender.join()  # no job is under way: it has sent the old memory, or there was none
+                self._sender.join()  # no job runs, so the old memory was sent, or there was none
             self._forget_region()
-            self._buffers, self._region = {}, None  # the old memory goes before the new one comes
+            self._buffers, self._region = {}, None  # release the old memory before allocating the new one
             try:
                 self._region, self._new_region = Region(size), True
             except OSError as error:
@@ -132,12 +132,12 @@ class Saver:
             self._page_lock = None
 
     def _forget_region(self) -> None:
-        """Close memory that was only reserved: an open one stays, whoever maps it or not."""
+        """Close memory that was never sent to the process; memory that was sent stays mapped there."""
         if self._region is not None and (self._sender is None or not self._sender.is_alive()):
             self._region.close()
 
     def _start(self) -> None:
-        """Start the process, if it is not there yet."""
+        """Start the process unless it has been started."""
         if self._process.pid is not None:
             return
         try:
@@ -148,47 +148,49 @@ class Saver:
                 message = f"the background process of rank {self._rank} did not start: {error!r}"
                 self._rendezvous.report_loss(message)
             raise
-        self._there.close()
+        self._child_end.close()
 
     def warm_up(self) -> None:
-        """Start the process, and wait until it could take an order.
+        """Start the process, and wait until it is ready for an order.
 
         Raises:
-            TransaxleError: on every rank, where a process is lost.
+            TransaxleError: a process is lost; on every rank.
         """
-        with self.unbroken():
+        with self.kill_on_error():
             self._start()
             with suppress(OSError):
                 self._pipe.send(None)
-            self.answered(None)
-            answer = self.answer()
-        if isinstance(answer, TransaxleError):
-            raise answer
+            self.wait_for_answer(None)
+            receive_answer = self.receive_answer()
+        if isinstance(receive_answer, TransaxleError):
+            raise receive_answer
 
     def order(self, settings: SaveSettings, state: CollectedState) -> None:
-        """Begin to write the snapshot, in a process that is started here if it is the first; nothing is waited for."""
+        """Send the snapshot to the process, starting it if needed, and return without waiting for the save."""
         self._start()
         size = 0 if self._region is None else self._region.size
         form = SnapshotForm(state.global_tensors, self._layout, size)
-        # In new memory the tensors must be found anew, even if that has taken the place of as much.
+        # In new memory the process must map the tensors again, even if the layout is the same.
         changed = None if form == self._form and not self._new_region else form
         self._form = form
-        beside_tensors = replace(state, own={}, global_tensors={})
-        order = Order(settings, beside_tensors, changed, self._new_region, dict(os.environ))
+        small_state = replace(state, local_tensors={}, global_tensors={})
+        order = Order(settings, small_state, changed, self._new_region, dict(os.environ))
         self._sender = threading.Thread(target=self._send, args=(order,), daemon=True)
-        self._sender.start()  # a process that starts does not read
+        self._sender.start()  # in a thread: a process that is starting does not read the pipe yet
 
     @contextmanager
-    def unbroken(self) -> Iterator[None]:
-        """End the process where an error leaves a block, as Ctrl-C: its answer would be taken for a later order's."""
+    def kill_on_error(self) -> Iterator[None]:
+        """End the process if an error such as Ctrl-C leaves the block: its answer would be taken for that of a later
+        order.
+        """
         try:
             yield
         except BaseException as error:
-            self._ended(f"what rank {self._rank} told its background process was interrupted: {error!r}")
+            self._kill(f"what rank {self._rank} told its background process was interrupted: {error!r}")
             raise
 
     def _send(self, order: Order) -> None:
-        """Hand an order over; where the process is gone, or gets no order, `answer` will tell."""
+        """Send an order through the pipe; if the process cannot receive it, `receive_answer` reports that."""
         try:
             with suppress(OSError):
                 self._pipe.send(order)
@@ -200,32 +202,32 @@ class Saver:
             self._process.kill()
             raise
 
-    def answered(self, timeout: float | None) -> bool:
-        """Wait for the answer, or the loss of a process; False if there is neither after `timeout` seconds."""
+    def wait_for_answer(self, timeout: float | None) -> bool:
+        """Wait for an answer, or for the loss of a process; return False if neither comes within `timeout` seconds."""
         end = time.monotonic() + (inf if timeout is None else timeout)
         while True:
-            left = max(0.0, end - time.monotonic())
-            if self._pipe.poll(min(left, _LOOK)) or self._lost is not None:
+            seconds_left = max(0.0, end - time.monotonic())
+            if self._pipe.poll(min(seconds_left, _LOOK)) or self._loss is not None:
                 return True
-            if left <= _LOOK:
+            if seconds_left <= _LOOK:
                 return False
 
-    def answer(self) -> Answer:
-        """Return what came of it; where a process is lost, all ranks return the same."""
-        if not self._pipe.poll() and (lost := self._lost) is not None:
-            return self._ended(lost)  # this process waits for the lost one, or is it
+    def receive_answer(self) -> Answer:
+        """Return the answer to the last order; where a process is lost, all ranks return the same error."""
+        if not self._pipe.poll() and (loss := self._loss) is not None:
+            return self._kill(loss)  # this rank's process waits for the lost one, or is lost itself
         try:
-            answer: Answer = self._pipe.recv()
+            receive_answer: Answer = self._pipe.recv()
         except (EOFError, OSError):
             self._process.join(_JOIN)
             code = self._process.exitcode
-            return self._ended(f"the background process of rank {self._rank} ended (exit code {code})")
-        if isinstance(answer, TransaxleError) and is_loss(answer):
-            return self._ended(answer.refusals[0].message)
-        return answer
+            return self._kill(f"the background process of rank {self._rank} ended (exit code {code})")
+        if isinstance(receive_answer, TransaxleError) and is_loss(receive_answer):
+            return self._kill(receive_answer.refusals[0].message)
+        return receive_answer
 
-    def _ended(self, message: str) -> TransaxleError:
-        """End this rank's process because one is lost: those that are left cannot write together any more."""
+    def _kill(self, message: str) -> TransaxleError:
+        """Kill this rank's process because one is lost, and the remaining ones cannot save together any more."""
         self._has_lost = True
         if self._process.pid is not None:
             self._process.kill()
@@ -233,20 +235,20 @@ class Saver:
         return refuse("IO", message if self._rendezvous is None else self._rendezvous.report_loss(message))
 
     @property
-    def _lost(self) -> str | None:
-        """What another rank said of its process, if that is lost."""
-        return None if self._rendezvous is None else self._rendezvous.lost
+    def _loss(self) -> str | None:
+        """The message of a rank whose process is lost; None if none is."""
+        return None if self._rendezvous is None else self._rendezvous.loss
 
     @property
     def alive(self) -> bool:
-        """Whether the process still runs, together with those of the other ranks."""
+        """Whether the processes of all ranks still run."""
         return not self._has_lost and self._process.pid is not None and self._process.is_alive()
 
     def close(self, patience: float = _JOIN) -> None:
-        """End the process; what it has not committed is not there.
+        """End the process; an uncommitted save is discarded.
 
         Args:
-            patience: seconds to wait for it to end by itself, which it does at once unless it writes.
+            patience: seconds to wait for it to end by itself; an idle process ends at once.
         """
         self._unlock()
         self._forget_region()
@@ -267,19 +269,19 @@ class SaveJob:
         self._first = first
         self._answer: Answer | None = None
         self._lock = threading.Lock()
-        self._was_told = False
+        self._was_reported = False
         self.stall = stall
-        """Seconds for which training stood still."""
+        """Seconds for which `async_save` held up training."""
 
     def done(self) -> bool:
         """Return whether the save has ended, successfully or not, without waiting."""
         return self._wait(0.0)
 
     def result(self, timeout: float | None = None) -> SaveReport:
-        """Wait for it.
+        """Wait for the save, and return its report.
 
         Args:
-            timeout: seconds to wait; None: as long as it takes.
+            timeout: seconds to wait; None: without limit.
 
         Raises:
             TransaxleError: the error of any rank; the target is then unchanged.
@@ -288,22 +290,22 @@ class SaveJob:
         if not self._wait(timeout):
             raise TimeoutError(f"not saved after {timeout} s")
         if not isinstance(self._answer, SaveReport):
-            self._was_told = True
+            self._was_reported = True
             raise self._answer if self._answer is not None else TimeoutError
         return self._answer
 
     def wait(self) -> None:
-        """Wait for it, whatever comes of it."""
+        """Wait until the save has ended, successfully or not."""
         self._wait(None)
 
     def over(self) -> None:
-        """Wait for it, and raise its error if nobody has been told."""
+        """Wait for the save, and raise its error unless `result` has raised it already."""
         wait_for(self._dst)
-        if not self._was_told:
+        if not self._was_reported:
             self.result()
 
     def end(self) -> None:
-        """Wait for it because the program ends; an error that nobody has been told is shown, and is the program's."""
+        """Wait for the save at the end of the program; an error that nobody has asked for is printed, and fails it."""
         try:
             if not self.done() and self._first:
                 say(f"the save of {self._dst} goes on; waiting for it (Ctrl-C gives it up)")
@@ -311,25 +313,25 @@ class SaveJob:
         except KeyboardInterrupt:
             self._answer = refuse("IO", "the save was abandoned", hint="The target is unchanged.")
             self._saver.close(0.0)
-        if not isinstance(self._answer, SaveReport) and not self._was_told:
+        if not isinstance(self._answer, SaveReport) and not self._was_reported:
             say(f"the save of {self._dst} has failed, and nobody has asked for its result:\n{self._answer}")
             fail()
 
     def _wait(self, timeout: float | None) -> bool:
         with self._lock:
-            if self._answer is None and self._saver.answered(timeout):
-                with self._saver.unbroken():
-                    self._answer = self._saver.answer()
+            if self._answer is None and self._saver.wait_for_answer(timeout):
+                with self._saver.kill_on_error():
+                    self._answer = self._saver.receive_answer()
             return self._answer is not None
 
 
 _Key = tuple[int, tuple[int, ...]]
 _SAVERS: dict[_Key, tuple[Saver, SaveJob | None]] = {}
-"""For each set of ranks, its background process and its last job; a forked process has none of these."""
+"""Background process of each set of ranks, with its last job."""
 
 
 def _finish(key: _Key) -> None:
-    """Let the last job be done, and end its process."""
+    """Wait for the last job of a background process, and end the process."""
     saver, job = _SAVERS[key]
     try:
         if job is not None:
@@ -381,9 +383,10 @@ def async_save(
     settings, collected = collect(settings_of, state, optimizer, extra, world)
     saver = alive or Saver(world)
     with world.together():
-        saver.snapshot(collected.own)
-    with saver.unbroken():
-        saver.order(settings, collected)  # nobody begins to write, and takes the processor, before all have snapshots
+        saver.snapshot(collected.local_tensors)
+    with saver.kill_on_error():
+        # No process begins to write, and competes for the CPU, before all ranks have their snapshots.
+        saver.order(settings, collected)
         job = SaveJob(saver, settings.dst, time.monotonic() - begin, first=world.rank == world.ranks[0])
         _keep(world, saver, job)
         add_unfinished(settings.dst, job.wait)
@@ -392,7 +395,7 @@ def async_save(
 
 @suggests
 def prepare_async(state: State, *, optimizer: AnyOptimizer | None = None, group: Ranks | None = None) -> None:
-    """Get ready for `async_save`, so that the first one stands still no longer than those after it; collective.
+    """Prepare `async_save`, so that its first call holds up training no longer than later calls; collective.
 
     Starts the background process and takes the memory for the snapshot: as many bytes as this rank's part of the model
     and of the optimizer's state, also of state that the optimizer makes in its first step. Without it the first
@@ -410,7 +413,7 @@ def prepare_async(state: State, *, optimizer: AnyOptimizer | None = None, group:
     world = World(group)
     alive = _alive(world)
     with world.together():
-        foreseen = foresee(state, optimizer)
+        foreseen = estimate_snapshot(state, optimizer)
     saver = alive or Saver(world)
     with world.together():
         saver.reserve(foreseen.size, on_gpu=foreseen.on_gpu)
@@ -420,25 +423,25 @@ def prepare_async(state: State, *, optimizer: AnyOptimizer | None = None, group:
 
 
 def _alive(world: World) -> Saver | None:
-    """Return the background process of these ranks, when its last job is over; None if one of them is not there."""
+    """Return the background process of these ranks once its last job has ended; None if any rank's is missing."""
     key = os.getpid(), world.ranks
     saver, last = _SAVERS.get(key, (None, None))
 
     def is_ready() -> bool:
         if last is not None and saver is not None:
             last.over()
-            _SAVERS[key] = saver, None  # now: one that Ctrl-C leaves above still writes from the memory
+            _SAVERS[key] = saver, None  # only now: a job that Ctrl-C left above still reads the memory
         return saver is not None and saver.alive
 
     if all(world.pool(is_ready)):
         return saver
     if saver is not None:
-        saver.close()  # where one is lost, the others can no longer write together
+        saver.close()  # without the lost process the others cannot save together
     return None
 
 
 def _keep(world: World, saver: Saver, job: SaveJob | None) -> None:
-    """Keep a background process for the next save; when the program ends, its job is waited for."""
+    """Keep a background process for the next save, and wait for its job when the program ends."""
     key = os.getpid(), world.ranks
     if key not in _SAVERS:
         at_end(partial(_finish, key))
@@ -446,31 +449,31 @@ def _keep(world: World, saver: Saver, job: SaveJob | None) -> None:
 
 
 def at_end(work: Callable[[], None]) -> None:
-    """Call something when this process ends by itself; where it has forked, not in the new process."""
+    """Register a call for the end of this process; processes forked from it do not inherit the call."""
     util.Finalize(None, work, exitpriority=0)
 
 
 def say(message: str) -> None:
-    """Tell the user something on stderr."""
+    """Print a message on stderr."""
     if sys.stderr is not None:
         sys.stderr.write(f"{_PREFIX}{message}\n")
         sys.stderr.flush()
 
 
 def fail() -> None:
-    """Let this process, which is about to end, exit with a code other than 0: 120, and 1 where it was forked."""
+    """Make this process, which is about to end, exit with a non-zero code: 120, or 1 in a forked process."""
     if sys.stderr is not None and not isinstance(sys.stderr, _Unflushable):
         sys.stderr = _Unflushable(sys.stderr)
 
 
 class _Unflushable:
-    """A stream that does everything but be flushed by the interpreter, when nothing else is left to run."""
+    """A stream whose flush fails when the interpreter calls it during shutdown."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
 
     def flush(self) -> None:
-        """Flush the stream; fail if it is the interpreter that asks."""
+        """Flush the stream; raise if the interpreter is the caller."""
         self._stream.flush()
         caller = sys._getframe().f_back
         if caller is None or caller.f_code is getattr(util._flush_std_streams, "__code__", None):  # type: ignore[attr-defined]
@@ -481,10 +484,10 @@ class _Unflushable:
 
 
 class PageLock:
-    """Locks memory for CUDA until it is released; where CUDA cannot, copies are slower, and nothing else differs.
+    """Page-locks memory for CUDA until it is released; where CUDA cannot, copies are only slower.
 
     Args:
-        memory: it must stay mapped until it is released.
+        memory: memory that stays mapped until the release.
     """
 
     def __init__(self, memory: Bytes) -> None:
@@ -494,47 +497,47 @@ class PageLock:
     def _register(memory: Bytes) -> bool:
         if int(torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)) == 0:
             return True
-        with suppress(RuntimeError):  # torch would hold the error against the next launch
+        with suppress(RuntimeError):  # consume the error, which torch would report at the next kernel launch
             torch.zeros(1, device="cuda").add_(1)
         return False
 
     def release(self) -> None:
-        """Let the memory go; it may be unmapped afterwards."""
+        """Unlock the memory, which may be unmapped afterwards."""
         if self._address is not None:
             torch.cuda.cudart().cudaHostUnregister(self._address)
             self._address = None
 
 
 @dataclass(frozen=True, slots=True)
-class Foreseen:
-    """What a rank's snapshot will take."""
+class SnapshotEstimate:
+    """Memory that the snapshot of a rank needs."""
 
     size: int
-    """Bytes, about."""
+    """Estimated bytes of shared memory."""
     on_gpu: bool
-    """Whether some of it comes from a GPU."""
+    """Whether any tensor is copied from a GPU."""
 
 
-def foresee(state: State, optimizer: AnyOptimizer | None) -> Foreseen:
-    """Return what a snapshot will take; state that an optimizer has not made yet counts as what it will be.
+def estimate_snapshot(state: State, optimizer: AnyOptimizer | None) -> SnapshotEstimate:
+    """Estimate the memory of a snapshot; optimizer state that does not exist yet is counted at its future size.
 
     Raises:
         TransaxleError: as `leaves`, `by_name` and `states_of`.
     """
-    held = leaves(state, sharded=True)
-    tensors = dict(held.tensors)
-    coming = list[int]()
+    state_leaves = leaves(state, sharded=True)
+    tensors = dict(state_leaves.tensors)
+    future_sizes = list[int]()
     if optimizer is not None:
-        optimizers, parameters = by_name(optimizer, held)
+        optimizers, parameters = by_name(optimizer, state_leaves)
         tensors |= states_of(optimizers, parameters)
-        coming = list(_coming(optimizers, list(parameters.values())))
+        future_sizes = list(_future_sizes(optimizers, list(parameters.values())))
     locals_ = [local_of(tensor) for _, _, tensor in local_parts(tensors)]
-    sizes = [*coming, *(local.numel() * local.element_size() for local in locals_)]
-    return Foreseen(sum(map(aligned, sizes)), any(local.is_cuda for local in locals_))
+    sizes = [*future_sizes, *(local.numel() * local.element_size() for local in locals_)]
+    return SnapshotEstimate(sum(map(align, sizes)), any(local.is_cuda for local in locals_))
 
 
-def _coming(optimizers: Optimizers, parameters: list[torch.Tensor]) -> Iterator[int]:
-    """Yield the bytes of each piece of state that optimizers have not made yet."""
+def _future_sizes(optimizers: Optimizers, parameters: list[torch.Tensor]) -> Iterator[int]:
+    """Yield the bytes of each tensor of state that the optimizers will create in their first step."""
     owners, twins = optimizers.owners(), Twins()
     for parameter in parameters:
         owner = owners.get(id(parameter))

@@ -1,30 +1,28 @@
-"""Entries of a state dict that are no memory of the model: what they are, how values reach the model, and who keeps
-them.
+"""State dict entries that are not the model's own memory, and how loaded values reach the model all the same.
 
-**Derived entries**: those of a model's state dict that are no memory of its own, and the modules that make them.
+**Derived entries**: entries of a state dict that a module computes from its parameters, instead of showing these.
 
-torchtitan's fused attention shows `wq`, `wk` and `wv` of one weight, hooks of state dicts rename and pack. Values that
-are written into such an entry reach the model only through its own `load_state_dict` (`transaxle.live.derived`).
-Whether an entry is a parameter itself is proved by where both lie in memory (`Extent`): nothing else tells it from a
-copy, and what is written into a copy is lost.
+torchtitan's fused attention shows one weight as `wq`, `wk` and `wv`; state dict hooks rename and pack entries. Values
+written into such an entry reach the model only through its own `load_state_dict`. An entry counts as a parameter only
+if both are the same memory (`Extent`): a copy looks alike, but values written into it are lost.
 
-The parameters of FSDP1 are flat; its state dict shows whole ones, which are copies. What it shows depends on a setting
-of the user's. Here it is always every tensor, whole, on every rank: the one kind whose names and values mean the same
-whatever the wrapping, and that its `load_state_dict` takes back.
+FSDP1 keeps flat parameters, and its state dict shows unflattened copies, in a form that the user can choose. This
+module always asks for the full state dict on every rank: its names and values do not depend on the wrapping, and
+`load_state_dict` accepts it.
 
-**Settling**: values that came into derived entries are put into place by the module's own `load_state_dict`.
+**Settling**: the module's own `load_state_dict` moves loaded values from derived entries into the parameters.
 
-Beforehand a trial shows that it can: other values are put into the module, shown, replaced by others still, and
-loaded. What then is not as it was shown would have been lost. The module's own values are put back in the end. After a
-load the state dict is asked once more, and has to say what was loaded.
+A trial proves beforehand that this works: write test values into the module, take its state dict, write different
+values, and load the state dict. An entry that does not come back equal would be lost in a load. The module's original
+values are restored in the end. After the real load, the state dict must show the loaded values.
 
-**Keepers**: libraries that keep the values of a model's parameters somewhere else than in the parameters.
+**Keepers**: libraries that keep the values of a model's parameters outside the parameters.
 
-What is written into such a parameter is replaced at the next forward pass or step, without a word. They are known by
-the marks that they leave, and none of them is imported.
+They silently overwrite such a parameter at the next forward pass or optimizer step. They are recognised by attributes
+that they set; none of them is imported.
 
-DeepSpeed ZeRO-3 leaves each rank a range of a parameter's elements, and nothing in the module. The ranges can be read:
-what the optimizer updates are these, in the type that the model computes with.
+DeepSpeed ZeRO-3 empties the module's parameters and gives each rank a range of their elements, in the dtype that the
+model computes with. Saving reads these ranges.
 """
 
 from __future__ import annotations
@@ -49,17 +47,17 @@ from transaxle.torch_tensors import TO_LOCAL, Part, byte_view, mark, raw_local, 
 
 _SEPARATOR = "."
 EXTRA_STATE = "_extra_state"
-"""Last part of the name under which a module keeps what its `get_extra_state` gives."""
+"""Last segment of the state dict key for a module's `get_extra_state`."""
 
 
 def is_fsdp1(model: nn.Module) -> bool:
-    """Whether FSDP1 holds any of a model's parameters."""
+    """Tell whether FSDP1 wraps any module of a model."""
     return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
 
 
 @contextmanager
 def whole_states(model: nn.Module) -> Iterator[None]:
-    """Let state dicts of a model under FSDP1 be whole, on all ranks; of any other model nothing changes."""
+    """Within the block, state dicts of a model under FSDP1 are full, on all ranks; other models are unaffected."""
     if not is_fsdp1(model):
         yield
         return
@@ -70,20 +68,20 @@ def whole_states(model: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """The memory of a plain tensor."""
+    """The memory range of a plain tensor."""
 
     storage: int
-    """Identifies the storage; that of a meta tensor too, which has no memory. It is valid while the tensor lives."""
+    """Identity of the storage, also of a meta tensor; valid while the tensor lives."""
     start: int
-    """First byte in it."""
+    """Offset of the first byte in the storage."""
     layout: tuple[Any, ...]
-    """Shape, strides, type, and whether values are read conjugated or negated."""
+    """Shape, strides, dtype, and whether values are read conjugated or negated."""
     size: int
-    """Bytes from the first to the last one, where the tensor has all that are between; else 0."""
+    """Bytes from the first to the last element if the tensor is dense; otherwise 0."""
 
 
 def pieces(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the plain tensors that this rank's part of a tensor is made of."""
+    """Return the plain tensors that this rank's part of a tensor consists of."""
     if is_quantized(tensor):
         return [_local(entry) for entry in entries(tensor).values()]
     plain, open_ = [], [_local(tensor)]
@@ -98,13 +96,13 @@ def pieces(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this rank holds; a wrapper that says so itself is asked, and nothing is made that has no need."""
+    """Return this rank's part; calls the `to_local` of a wrapper that has one, and avoids making new tensors."""
     to_local = None if isinstance(tensor, DTensor) else getattr(tensor, TO_LOCAL, None)
     return raw_local(tensor) if to_local is None else to_local()
 
 
 def extent(piece: torch.Tensor) -> Extent:
-    """Return where a plain tensor lies; of one without a storage of its own, what identifies it."""
+    """Return the memory range of a plain tensor; one without its own storage is identified by the object."""
     kind = (tuple(piece.shape), piece.dtype, piece.device.type)
     try:
         storage = int(piece.untyped_storage()._cdata)
@@ -119,7 +117,7 @@ def extent(piece: torch.Tensor) -> Extent:
 
 
 def _dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether elements fill a range without holes, in whatever order."""
+    """Tell whether elements fill a range without holes, in any order of dims."""
     expected = 1
     for stride, length in sorted(zip(strides, shape, strict=True)):
         if length > 1:
@@ -129,14 +127,14 @@ def _dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
     return True
 
 
-def filled_by(whole: Extent, parts: Iterable[Extent]) -> list[Extent] | None:
-    """Return those of the parts that together are the whole, each byte once; None where there are none such.
+def find_cover(whole: Extent, parts: Iterable[Extent]) -> list[Extent] | None:
+    """Return the parts that together fill the whole, each byte once; None where no such parts exist.
 
     Args:
-        whole: of a parameter.
-        parts: of entries, each without holes.
+        whole: memory of a parameter.
+        parts: memory of entries.
     """
-    inside = sorted(
+    contained = sorted(
         {
             part
             for part in parts
@@ -147,72 +145,74 @@ def filled_by(whole: Extent, parts: Iterable[Extent]) -> list[Extent] | None:
         },
         key=lambda part: part.start,
     )
-    at = whole.start
-    for part in inside:
-        if part.start != at:
+    end = whole.start
+    for part in contained:
+        if part.start != end:
             return None
-        at += part.size
-    return inside if inside and at == whole.start + whole.size else None
+        end += part.size
+    return contained if contained and end == whole.start + whole.size else None
 
 
 @dataclass(frozen=True, eq=False)
-class Island:
-    """A module whose state dict is not its memory; the smallest one that holds all that belongs together."""
+class CustomModule:
+    """The smallest module whose state dict has derived entries or hides parameters."""
 
     path: str
-    """Its name in the model, with the segments of wrappers."""
+    """Path of the module in the model, wrapper segments included."""
     module: nn.Module
-    """The module."""
+    """The module itself."""
     derived: tuple[str, ...]
-    """Entries that are copies, by their names in the module's state dict."""
-    apart: Mapping[str, torch.Tensor]
-    """Parameters and persistent buffers that no entry is, by their names in the module."""
+    """Names, in the module's state dict, of entries that are copies."""
+    hidden: Mapping[str, torch.Tensor]
+    """Parameters and persistent buffers that are no entry of the state dict, by their names in the module."""
 
     @property
     def is_flat(self) -> bool:
-        """Whether FSDP1 holds it: then its entries are made by gathering, and it is not tried beforehand."""
+        """Whether FSDP1 wraps the module: entries are then gathered copies, and no trial load is made."""
         return is_fsdp1(self.module)
 
     @property
     def is_meta(self) -> bool:
-        """Whether any of its tensors has no memory yet."""
+        """Whether any tensor of the module is on the meta device."""
         return any(tensor.is_meta for _, tensor in persistent(self.module))
 
     def state(self) -> dict[str, Any]:
-        """Return the module's state dict, with its parameters themselves where they are in it."""
+        """Return the module's state dict with `keep_vars`, so entries that are parameters are the parameters
+        themselves.
+        """
         with whole_states(self.module):
             state: dict[str, Any] = self.module.state_dict(keep_vars=True)
         return state
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Let the module load a state dict.
+        """Call the module's `load_state_dict`, without strictness.
 
         Raises:
-            RuntimeError: what its `load_state_dict` raises.
+            RuntimeError: raised by the module's `load_state_dict`.
         """
         with whole_states(self.module):
             self.module.load_state_dict(dict(state), strict=False)
 
     def full(self, name: str) -> str:
-        """Return the name in the whole model of something in the module."""
-        return joined(self.path, name)
+        """Return the full name in the model for a name in the module."""
+        return join_path(self.path, name)
 
 
-def joined(path: str, name: str) -> str:
-    """Return a name under a path, which may be empty."""
+def join_path(path: str, name: str) -> str:
+    """Join a path, which may be empty, and a name."""
     return f"{path}{_SEPARATOR}{name}" if path else name
 
 
 def persistent(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield parameters and persistent buffers by name; a tied one under each."""
+    """Yield (name, tensor) for parameters and persistent buffers; a tied tensor under each of its names."""
     for path, owner in module.named_modules(remove_duplicate=False):
         for name, tensor in (*owner._parameters.items(), *owner._buffers.items()):
             if tensor is not None and name not in owner._non_persistent_buffers_set:
-                yield joined(path, name), tensor
+                yield join_path(path, name), tensor
 
 
-def islands(model: nn.Module, state: Mapping[str, Any]) -> list[Island]:
-    """Return the modules whose state dicts are not their memory.
+def custom_modules(model: nn.Module, state: Mapping[str, Any]) -> list[CustomModule]:
+    """Find the modules whose state dicts have derived entries or hide parameters.
 
     Args:
         model: the model.
@@ -220,15 +220,15 @@ def islands(model: nn.Module, state: Mapping[str, Any]) -> list[Island]:
     """
     if is_fsdp1(model):
         tensors = tuple(name for name, value in state.items() if _is_entry(name, value))
-        return [Island("", model, tensors, dict(persistent(model)))]
+        return [CustomModule("", model, tensors, dict(persistent(model)))]
     derived, apart = _differences(model, state)
-    return list(_within(model, "", derived, apart)) if derived or apart else []
+    return list(_smallest_modules(model, "", derived, apart)) if derived or apart else []
 
 
-def _within(
+def _smallest_modules(
     module: nn.Module, path: str, derived: tuple[str, ...], apart: Mapping[str, torch.Tensor]
-) -> Iterator[Island]:
-    """Yield the smallest modules in a module that explain what is derived in it."""
+) -> Iterator[CustomModule]:
+    """Yield the smallest submodules that explain all derived entries and hidden tensors of a module."""
     children = []
     for name, child in module.named_children():
         of_child = _differences(child, child.state_dict(keep_vars=True))
@@ -238,38 +238,38 @@ def _within(
     tensors = {id(tensor) for _, _, _, child_apart in children for tensor in child_apart.values()}
     if names == set(derived) and tensors >= {id(tensor) for tensor in apart.values()}:
         for name, child, keys, child_apart in children:
-            yield from _within(child, joined(path, name), keys, child_apart)
+            yield from _smallest_modules(child, join_path(path, name), keys, child_apart)
     else:
-        yield Island(path, module, derived, apart)
+        yield CustomModule(path, module, derived, apart)
 
 
 def _differences(module: nn.Module, state: Mapping[str, Any]) -> tuple[tuple[str, ...], Mapping[str, torch.Tensor]]:
-    """Return the entries of a state dict that are copies, and the tensors of the module that no entry is."""
-    own = dict(persistent(module))
-    tensors = {id(tensor): tensor for tensor in (*own.values(), *module.buffers())}
+    """Return the entries of a state dict that are copies, and the module's tensors that are in no entry."""
+    own_tensors = dict(persistent(module))
+    tensors = {id(tensor): tensor for tensor in (*own_tensors.values(), *module.buffers())}
     entries = {id(value) for value in state.values() if id(value) in tensors}
     of_tensors = {key: _extents(tensor) for key, tensor in tensors.items() if key not in entries}
     of_entries = {
         name: _extents(value) for name, value in state.items() if _is_entry(name, value) and id(value) not in tensors
     }
-    # Another object may still be the same memory (`detach()`), and several the parts of one tensor.
+    # A different tensor object may share the memory (`detach()`), and several entries may be parts of one tensor.
     parts = set(chain.from_iterable(of_entries.values()))
-    memory = set(chain.from_iterable(of_tensors.values()))
+    module_memory = set(chain.from_iterable(of_tensors.values()))
     if of_entries:
-        memory.update(*(_extents(tensors[key]) for key in entries))
-    shown = parts & memory
+        module_memory.update(*(_extents(tensors[key]) for key in entries))
+    shown_memory = parts & module_memory
     for whole in chain.from_iterable(of_tensors.values()):
-        if whole not in shown and whole.size:
-            views = filled_by(whole, parts)
+        if whole not in shown_memory and whole.size:
+            views = find_cover(whole, parts)
             if views is not None:
-                shown.update((whole, *views))
-    derived = tuple(name for name, extents in of_entries.items() if not shown.issuperset(extents))
-    hidden = {key for key, extents in of_tensors.items() if not shown.issuperset(extents)}
-    return derived, {name: tensor for name, tensor in own.items() if id(tensor) in hidden}
+                shown_memory.update((whole, *views))
+    derived = tuple(name for name, extents in of_entries.items() if not shown_memory.issuperset(extents))
+    hidden = {key for key, extents in of_tensors.items() if not shown_memory.issuperset(extents)}
+    return derived, {name: tensor for name, tensor in own_tensors.items() if id(tensor) in hidden}
 
 
 def _is_entry(name: str, value: Any) -> bool:
-    """Whether an entry is a tensor that a load fills."""
+    """Tell whether a load fills an entry: it is a tensor and no extra state."""
     return isinstance(value, torch.Tensor) and not name.endswith(EXTRA_STATE)
 
 
@@ -282,176 +282,185 @@ _OTHER_FORM = 'Leave optimizer= out, and keep the optimizer\'s state with extra=
 _FLAT = "Shard the model with fully_shard (FSDP2), or omit optimizer= and use FSDP.optim_state_dict."
 _SEED = 20_260
 _LOWEST, _COUNT = 1, 62
-"""Numbers that any type of integers holds, and of which eight bits are no NaN in any."""
+"""Test values: integers that fit every integer dtype and are not NaN in any 8-bit float dtype."""
 _HINT = "Load into the module before it is wrapped or fused, or report this to the author of its state_dict."
 
 
-def untaken(islands: Iterable[Island]) -> tuple[list[Refusal], tuple[str, ...]]:
-    """Find out what the modules' own `load_state_dict` cannot load; modules on meta are tried when they have memory.
+def find_unloadable(custom_modules: Iterable[CustomModule]) -> tuple[list[Refusal], tuple[str, ...]]:
+    """Find entries that the modules' own `load_state_dict` cannot load; meta modules are tried once they have memory.
 
     Args:
-        islands: of a model, see `Leaves`.
+        custom_modules: the modules of a model, see `Leaves`.
 
     Returns:
-        why some cannot; and the names of parameters and buffers that neither state dicts show nor loads fill.
+        refusals; and the names of parameters and buffers that the state dict omits and a load leaves unchanged.
     """
     problems, omitted = [], list[str]()
-    for island in islands:
-        if island.is_flat or (island.derived and island.is_meta):
+    for custom_module in custom_modules:
+        if custom_module.is_flat or (custom_module.derived and custom_module.is_meta):
             continue
-        refusals, names = tried(island) if island.derived else ([], tuple(island.apart))
+        refusals, names = try_loading(custom_module) if custom_module.derived else ([], tuple(custom_module.hidden))
         problems += refusals
-        omitted += (own_name(island.full(name)) for name in names)
+        omitted += (own_name(custom_module.full(name)) for name in names)
     return problems, tuple(dict.fromkeys(omitted))
 
 
-def reached(islands: Iterable[Island], loaded: Container[str]) -> set[str]:
-    """Return the names of parameters and buffers that are no entries, and get values all the same.
+def indirectly_filled(custom_modules: Iterable[CustomModule], loaded: Container[str]) -> set[str]:
+    """Return the names of parameters and buffers that are no entries, but that a module fills from loaded entries.
 
     Args:
-        islands: of a model.
-        loaded: names of the entries that get values.
+        custom_modules: the modules of a model.
+        loaded: names of the entries that are loaded.
     """
     return {
-        own_name(island.full(name))
-        for island in islands
-        if island.derived and all(own_name(island.full(key)) in loaded for key in island.derived)
-        for name in island.apart
+        own_name(custom_module.full(name))
+        for custom_module in custom_modules
+        if custom_module.derived and all(own_name(custom_module.full(key)) in loaded for key in custom_module.derived)
+        for name in custom_module.hidden
     }
 
 
-def settle(islands: Iterable[Island], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Put values of derived entries into place; all ranks that share a module do it together.
+def settle(custom_modules: Iterable[CustomModule], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Load the values of derived entries into their modules; collective over the ranks that share a module.
 
     Args:
-        islands: of a model.
-        tensors: its tensors by name, see `Leaves`: those that are copies hold what is to be loaded.
+        custom_modules: the modules of a model.
+        tensors: the model's tensors by name, see `Leaves`; derived entries are copies with the loaded values.
 
     Raises:
-        Refused: UNSUPPORTED where a state dict says other values afterwards.
+        Refused: UNSUPPORTED where the state dict shows other values afterwards.
     """
     problems = []
-    for island in islands:
-        if not island.derived:
+    for custom_module in custom_modules:
+        if not custom_module.derived:
             continue
-        loaded = {key: tensors[own_name(island.full(key))] for key in island.derived}
+        loaded = {key: tensors[own_name(custom_module.full(key))] for key in custom_module.derived}
         with torch.no_grad():
-            island.load({**island.state(), **loaded})
-            shown = island.state()
+            custom_module.load({**custom_module.state(), **loaded})
+            shown = custom_module.state()
         for key, values in loaded.items():
             if key not in shown or not same(shown[key].detach(), values):
-                message = f"{type(island.module).__name__}.load_state_dict stored other values than it was given"
-                problems.append(Refusal("UNSUPPORTED", message, Where(None, own_name(island.full(key)))))
+                message = f"{type(custom_module.module).__name__}.load_state_dict stored other values than it was given"
+                problems.append(Refusal("UNSUPPORTED", message, Where(None, own_name(custom_module.full(key)))))
     if problems:
         raise gathered(problems)
 
 
-def unnamed(parameters: Iterable[torch.Tensor], islands: Sequence[Island], entries: Container[str]) -> list[Refusal]:
-    """Return a refusal for each parameter of an optimizer that has no name of its own: one that FSDP1 has in a flat
-    parameter, or whose name the state dict has for another form of it.
+def find_unnamed(
+    parameters: Iterable[torch.Tensor], custom_modules: Sequence[CustomModule], entries: Container[str]
+) -> list[Refusal]:
+    """Return a refusal for each optimizer parameter without a name of its own: FSDP1 has flattened it, or the state
+    dict uses its name for another form of it.
 
     Args:
-        parameters: the optimizer's.
-        islands: of the model.
-        entries: names of its state dict.
+        parameters: the optimizer's parameters.
+        custom_modules: the modules of the model.
+        entries: names of the model's state dict.
     """
-    places = {id(tensor): (island, name) for island in islands for name, tensor in island.apart.items()}
+    places = {
+        id(tensor): (custom_module, name)
+        for custom_module in custom_modules
+        for name, tensor in custom_module.hidden.items()
+    }
     problems = []
     for parameter in parameters:
-        island, name = places.get(id(parameter), (None, ""))
-        if island is not None and (island.is_flat or own_name(island.full(name)) in entries):
-            shown = ", ".join(island.derived[:3])
-            message = (
-                f"the state dict of {type(island.module).__name__} shows others in its place ({shown}): {_NO_STATE}"
-            )
-            hint = _FLAT if island.is_flat else _OTHER_FORM
-            problems.append(Refusal("UNSUPPORTED", message, Where(None, own_name(island.full(name))), hint))
+        custom_module, name = places.get(id(parameter), (None, ""))
+        if custom_module is not None and (custom_module.is_flat or own_name(custom_module.full(name)) in entries):
+            entry_names = ", ".join(custom_module.derived[:3])
+            module_name = type(custom_module.module).__name__
+            message = f"the state dict of {module_name} shows others in its place ({entry_names}): {_NO_STATE}"
+            hint = _FLAT if custom_module.is_flat else _OTHER_FORM
+            problems.append(Refusal("UNSUPPORTED", message, Where(None, own_name(custom_module.full(name))), hint))
     return problems
 
 
-def tried(island: Island) -> tuple[list[Refusal], tuple[str, ...]]:
-    """Try a module, and leave it as it was; all ranks that share it try it together.
+def try_loading(custom_module: CustomModule) -> tuple[list[Refusal], tuple[str, ...]]:
+    """Try whether a module loads its own state dict, and restore its values; collective over the ranks that share it.
 
     Args:
-        island: the module; none of its tensors is on the meta device.
+        custom_module: the module, with no tensor on the meta device.
 
     Returns:
-        why it cannot be loaded; and the names, in the module, of the tensors that its `load_state_dict` leaves alone.
+        refusals; and the names, in the module, of the tensors that its `load_state_dict` leaves unchanged.
     """
-    own = {id(tensor): (name, tensor) for name, tensor in persistent(island.module)}
-    memory = [piece for _, tensor in own.values() for piece in pieces(tensor)]
-    before = entries_of(island)
-    with torch.no_grad(), _restored(island, memory):
+    own_tensors = {id(tensor): (name, tensor) for name, tensor in persistent(custom_module.module)}
+    memory = [piece for _, tensor in own_tensors.values() for piece in pieces(tensor)]
+    before = entries_of(custom_module)
+    with torch.no_grad(), _restore_afterwards(custom_module, memory):
         try:
-            return _outcome(island, own.values(), memory, before)
+            return _compare_after_load(custom_module, own_tensors.values(), memory, before)
         except Exception as error:  # noqa: BLE001 - whatever hooks of others raise: it cannot be loaded
-            message = f"{type(island.module).__name__} cannot load its own state_dict: {error!r}"
-            return [Refusal("UNSUPPORTED", message, Where(None, island.path or None), _HINT)], ()
+            message = f"{type(custom_module.module).__name__} cannot load its own state_dict: {error!r}"
+            return [Refusal("UNSUPPORTED", message, Where(None, custom_module.path or None), _HINT)], ()
 
 
-def _outcome(
-    island: Island,
-    own: Iterable[tuple[str, torch.Tensor]],
+def _compare_after_load(
+    custom_module: CustomModule,
+    own_tensors: Iterable[tuple[str, torch.Tensor]],
     memory: list[torch.Tensor],
     before: Mapping[str, torch.Tensor],
 ) -> tuple[list[Refusal], tuple[str, ...]]:
-    """Put values in, show, put others in, load; then compare tensors and entries with what was shown.
+    """Write test values, take the state dict, write different values, load; then compare tensors and entries.
 
     Args:
-        island: the module.
-        own: its tensors by name.
-        memory: the plain tensors that these are made of, in the same order.
-        before: copies of its entries as they were.
+        custom_module: the module.
+        own_tensors: its tensors by name.
+        memory: the plain tensors that `own_tensors` consists of, in the same order.
+        before: copies of the original entries.
     """
     for number, piece in enumerate(memory):
         piece.copy_(_values(piece, number))
-    shown = _copied(island.state())
+    shown = _copy_state(custom_module.state())
     for number, piece in enumerate(memory):
-        piece.copy_(_others(_values(piece, number)))
-    island.load(shown)
-    numbers = iter(range(len(memory)))  # they run on from tensor to tensor
+        piece.copy_(_different_values(_values(piece, number)))
+    custom_module.load(shown)
+    numbers = iter(range(len(memory)))  # consumed across the tensors of the loop
     untouched, lost = list[str](), list[str]()
-    for name, tensor in own:
+    for name, tensor in own_tensors:
         pairs = [(piece, _values(piece, number)) for piece, number in zip(pieces(tensor), numbers, strict=False)]
         if all(same(piece, values) for piece, values in pairs):
             continue
-        is_untouched = all(same(piece, _others(values)) for piece, values in pairs)
-        (untouched if is_untouched and name in island.apart else lost).append(name)
-    after = entries_of(island)
+        is_untouched = all(same(piece, _different_values(values)) for piece, values in pairs)
+        (untouched if is_untouched and name in custom_module.hidden else lost).append(name)
+    after = entries_of(custom_module)
     unlike = [name for name, entry in after.items() if name not in shown or not same(entry, shown[name])]
     unlike += [name for name in before if name not in after]
     if not unlike and not lost:
-        # An entry that no value in the parameters has changed may be kept somewhere else.
+        # An entry that does not depend on any parameter may have its value elsewhere, so test it on its own.
         fixed = [name for name in after if name in before and same(after[name], before[name]) and after[name].numel()]
-        unlike = _not_taken(island, fixed, shown)
+        unlike = _find_not_loaded(custom_module, fixed, shown)
     if unlike:
         lost, untouched = [*lost, *untouched], []
-    what = type(island.module).__name__
-    message = f"{what} shows it differently in its state_dict, and its load_state_dict does not restore the values"
+    module_name = type(custom_module.module).__name__
+    message = (
+        f"{module_name} shows it differently in its state_dict, and its load_state_dict does not restore the values"
+    )
     names = [*lost, *(name for name in unlike if name not in lost)]
-    return [Refusal("UNSUPPORTED", message, Where(None, island.full(name)), _HINT) for name in names], tuple(untouched)
+    return [Refusal("UNSUPPORTED", message, Where(None, custom_module.full(name)), _HINT) for name in names], tuple(
+        untouched
+    )
 
 
-def _not_taken(island: Island, names: list[str], shown: dict[str, Any]) -> list[str]:
-    """Return those of some entries, which belong to no parameter or buffer, that do not take what is loaded."""
+def _find_not_loaded(custom_module: CustomModule, names: list[str], shown: dict[str, Any]) -> list[str]:
+    """Return the names, among entries independent of all parameters and buffers, that do not show loaded values."""
     if not names:
         return []
     original = {name: shown[name].clone() for name in names}
     for name in names:
         for piece in pieces(shown[name]):
-            piece.copy_(_others(piece))
+            piece.copy_(_different_values(piece))
     loaded = {name: shown[name].clone() for name in names}
-    island.load(shown)
-    after = entries_of(island)
+    custom_module.load(shown)
+    after = entries_of(custom_module)
     unlike = [name for name in names if not same(after[name], loaded[name])]
-    island.load({**shown, **original})
+    custom_module.load({**shown, **original})
     return unlike
 
 
 @contextmanager
-def _restored(island: Island, memory: list[torch.Tensor]) -> Iterator[None]:
-    """Put the values of a module back, and the tensors themselves where something replaced them."""
-    owners = [(m, dict(m._parameters), dict(m._buffers)) for m in island.module.modules()]
+def _restore_afterwards(custom_module: CustomModule, memory: list[torch.Tensor]) -> Iterator[None]:
+    """Restore a module's tensors and their values after the block."""
+    owners = [(m, dict(m._parameters), dict(m._buffers)) for m in custom_module.module.modules()]
     values = [piece.clone() for piece in memory]
     try:
         yield
@@ -464,39 +473,39 @@ def _restored(island: Island, memory: list[torch.Tensor]) -> Iterator[None]:
                 piece.copy_(value)
 
 
-def entries_of(island: Island) -> dict[str, torch.Tensor]:
-    """Return copies of the entries that a module makes."""
-    state = island.state()
-    return {name: state[name].detach().clone() for name in island.derived if name in state}
+def entries_of(custom_module: CustomModule) -> dict[str, torch.Tensor]:
+    """Return copies of a module's derived entries."""
+    state = custom_module.state()
+    return {name: state[name].detach().clone() for name in custom_module.derived if name in state}
 
 
-def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state dict with copies of its tensors."""
+def _copy_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy a state dict together with its tensors."""
     return {k: v.detach().clone() if isinstance(v, torch.Tensor) else v for k, v in state.items()}
 
 
 def same(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Tell whether two tensors of the same kind hold the same bits on this rank."""
+    """Tell whether two tensors of one kind have equal bits on this rank."""
     first_pieces, second_pieces = pieces(first), pieces(second)
     return len(first_pieces) == len(second_pieces) and all(map(same_bytes, first_pieces, second_pieces))
 
 
 def _values(piece: torch.Tensor, number: int) -> torch.Tensor:
-    """Return values for a tensor, the same on all ranks that hold it alike."""
+    """Return reproducible test values for a tensor, equal on all ranks that have the same part."""
     generator = torch.Generator().manual_seed(_SEED + number)
     if piece.dtype.itemsize > 1 and (piece.dtype.is_floating_point or piece.dtype.is_complex):
         exact = torch.rand(tuple(piece.shape), generator=generator, dtype=torch.float64) + _LOWEST
         return exact.to(piece.dtype).to(piece.device)  # every bit of a mantissa counts
-    made = torch.randint(_LOWEST, _LOWEST + _COUNT, tuple(piece.shape), generator=generator, dtype=torch.int16)
+    integers = torch.randint(_LOWEST, _LOWEST + _COUNT, tuple(piece.shape), generator=generator, dtype=torch.int16)
     if piece.dtype == torch.bool:
-        return (made % 2 == 0).to(piece.device)
+        return (integers % 2 == 0).to(piece.device)
     if piece.dtype.itemsize == 1:
-        return made.to(torch.uint8).view(piece.dtype).to(piece.device)
-    return made.to(piece.dtype).to(piece.device)
+        return integers.to(torch.uint8).view(piece.dtype).to(piece.device)
+    return integers.to(piece.dtype).to(piece.device)
 
 
-def _others(values: torch.Tensor) -> torch.Tensor:
-    """Return values of which none is as it was."""
+def _different_values(values: torch.Tensor) -> torch.Tensor:
+    """Return values that all differ from the given ones."""
     if values.dtype == torch.bool:
         return ~values
     flipped = byte_view(values.detach().contiguous()) ^ 1
@@ -504,35 +513,35 @@ def _others(values: torch.Tensor) -> torch.Tensor:
 
 
 _HOOK, _HOOKS, _OFFLOAD = "_hf_hook", "hooks", "offload"
-"""accelerate: a module's hook, those that are one, and whether it brings the weights for each forward pass."""
+"""accelerate: attribute with a module's hook, a sequential hook's list, and a hook's flag for offloaded weights."""
 _MASTER = "_hp_mapping"
-"""DeepSpeed: where the optimizer has the values of a parameter (ZeRO-1 and 2, bf16)."""
+"""DeepSpeed (ZeRO-1 and 2, bf16): attribute of a parameter that links to the optimizer's copy."""
 _DEEPSPEED = "deepspeed.runtime"
 _MEGATRON, _MEGATRON_STATE = "megatron.core.", "megatron.core.parallel_state"
-"""Megatron: what the names of its modules begin with, and the module that knows the degrees of parallelism."""
+"""Megatron: package prefix of its modules, and the module that has the degrees of parallelism."""
 _FSDP, _STATES = "torch.distributed.fsdp._fully_shard._fsdp_state", "torch.distributed._composable_state"
-"""FSDP2: the module of its states, and the one that has those of all modules."""
+"""FSDP2: module that defines its state, and module with the registry of all states."""
 _WHILE_GATHERED = ("_unsharded_param", "_sharded_post_forward_param")
-"""FSDP2: what takes the place of a parameter from its forward pass until it is sharded again."""
+"""FSDP2: attributes that replace a parameter from its forward pass until it is sharded again."""
 _BEFORE = (
     "Load into the model before deepspeed.initialize; to resume an engine, use a universal checkpoint (--to deepspeed)."
 )
 PARTITION = "ds_id"
-"""What DeepSpeed calls a parameter that it has taken apart."""
+"""Attribute that DeepSpeed sets on a parameter that ZeRO-3 has partitioned."""
 _AVAILABLE = "AVAILABLE"
 
 
-def gathered_for_now(parameters: Mapping[str, torch.Tensor]) -> list[Refusal]:
-    """Refuse parameters that FSDP2 has gathered for a forward pass: it frees them, with what is written into them.
+def find_gathered(parameters: Mapping[str, torch.Tensor]) -> list[Refusal]:
+    """Refuse parameters that FSDP2 has gathered for a forward pass: it will free them, with any loaded values.
 
-    A model's `state_dict` shards its parameters again; only who takes the parameters themselves gets these.
+    `model.state_dict()` shards them again, so this happens only to callers who collect the parameters themselves.
 
     Args:
-        parameters: those in a state dict, by name.
+        parameters: parameters in a state dict, by name.
     """
     if _FSDP not in sys.modules:
         return []
-    memory = set(_gathered_memory())
+    memory = set(_memory_of_gathered())
     message = "FSDP2 has gathered this parameter for a forward pass, and frees it, with what is written into it"
     hint = "Give the model itself, or its state_dict(), which shards the parameters again."
     return [
@@ -542,15 +551,15 @@ def gathered_for_now(parameters: Mapping[str, torch.Tensor]) -> list[Refusal]:
     ]
 
 
-def _gathered_memory() -> Iterator[int]:
-    """Yield where the parameters lie that FSDP2 has gathered, in all models."""
+def _memory_of_gathered() -> Iterator[int]:
+    """Yield the addresses of parameters that FSDP2 has gathered, in all models of this process."""
     for reference in list(sys.modules[_STATES]._module_state_mapping.values()):
         state = reference()
         groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-        for each in (parameter for group in groups if group is not None for parameter in group.fsdp_params):
-            held = () if each.sharded_state.name == "SHARDED" else _WHILE_GATHERED
-            found = (getattr(each, name, None) for name in held)
-            yield from (address for tensor in found if tensor is not None and (address := _memory(tensor)))
+        for parameter_state in (parameter for group in groups if group is not None for parameter in group.fsdp_params):
+            attributes = () if parameter_state.sharded_state.name == "SHARDED" else _WHILE_GATHERED
+            tensors = (getattr(parameter_state, name, None) for name in attributes)
+            yield from (address for tensor in tensors if tensor is not None and (address := _memory(tensor)))
 
 
 def _memory(tensor: torch.Tensor) -> int:
@@ -558,20 +567,20 @@ def _memory(tensor: torch.Tensor) -> int:
     return local.untyped_storage().data_ptr() if local.layout == torch.strided and not local.is_meta else 0
 
 
-def partitioned(model: nn.Module) -> list[Refusal]:
-    """Return a refusal for each parameter that has no values: ZeRO-3 has taken them."""
+def find_partitioned(model: nn.Module) -> list[Refusal]:
+    """Return a refusal for each parameter whose values ZeRO-3 has moved out of the module."""
     hint = "Load before deepspeed.initialize; to continue a run, convert DeepSpeed's own checkpoint."
     return [
         Refusal(
             "UNSUPPORTED", "DeepSpeed ZeRO-3 has taken its values out of the module", Where(None, own_name(name)), hint
         )
         for name, parameter in model.named_parameters()
-        if is_taken_apart(parameter)
+        if is_partitioned(parameter)
     ]
 
 
-def shared_out(model: nn.Module) -> list[Refusal]:
-    """Return a refusal for a model of Megatron's of which each rank has a part which its state dict does not tell."""
+def find_model_parallel(model: nn.Module) -> list[Refusal]:
+    """Refuse a Megatron model under model parallelism: its state dict does not say which part each rank has."""
     state = sys.modules.get(_MEGATRON_STATE)
     if state is None or not state.model_parallel_is_initialized():
         return []
@@ -588,23 +597,23 @@ def shared_out(model: nn.Module) -> list[Refusal]:
     return [Refusal("UNSUPPORTED", message, Where(None, None), hint)] if shared else []
 
 
-def kept_elsewhere(model: nn.Module) -> list[Refusal]:
-    """Return a refusal for each parameter, or for the model, where what is loaded would be overwritten."""
-    return [*_offloaded(model), *_mastered(model)]
+def find_kept_elsewhere(model: nn.Module) -> list[Refusal]:
+    """Return a refusal for each parameter, or for the model, whose loaded values a library would overwrite."""
+    return [*_find_offloaded(model), *_find_master_copies(model)]
 
 
-def _offloaded(model: nn.Module) -> Iterator[Refusal]:
+def _find_offloaded(model: nn.Module) -> Iterator[Refusal]:
     message = "accelerate keeps its weights elsewhere and copies them in for each forward pass"
     hint = "Load first, then call dispatch_model, cpu_offload or disk_offload."
     for path, module in model.named_modules():
         hook = module.__dict__.get(_HOOK)
-        every = getattr(hook, _HOOKS, (hook,))
-        held = [own_name(f"{path}.{name}".lstrip(".")) for name, _ in module.named_parameters(recurse=False)]
-        if held and any(getattr(each, _OFFLOAD, False) is True for each in every):
-            yield Refusal("UNSUPPORTED", f"{message} ({', '.join(held)})", Where(None, path or None), hint)
+        hooks = getattr(hook, _HOOKS, (hook,))
+        parameter_names = [own_name(f"{path}.{name}".lstrip(".")) for name, _ in module.named_parameters(recurse=False)]
+        if parameter_names and any(getattr(each, _OFFLOAD, False) is True for each in hooks):
+            yield Refusal("UNSUPPORTED", f"{message} ({', '.join(parameter_names)})", Where(None, path or None), hint)
 
 
-def _mastered(model: nn.Module) -> Iterator[Refusal]:
+def _find_master_copies(model: nn.Module) -> Iterator[Refusal]:
     message = "DeepSpeed's optimizer has its own copy of the weights; its next step would overwrite the loaded values"
     keeper: object = getattr(model, "optimizer", None)
     if type(model).__module__.startswith(_DEEPSPEED) and type(keeper).__module__.startswith(_DEEPSPEED):
@@ -615,21 +624,21 @@ def _mastered(model: nn.Module) -> Iterator[Refusal]:
             yield Refusal("UNSUPPORTED", message, Where(None, own_name(name)), _BEFORE)
 
 
-def is_taken_apart(value: object) -> bool:
-    """Tell whether DeepSpeed has taken a parameter apart."""
+def is_partitioned(value: object) -> bool:
+    """Tell whether DeepSpeed ZeRO-3 has partitioned a parameter."""
     return hasattr(value, PARTITION)
 
 
-def refused_parts(model: nn.Module) -> list[Refusal]:
-    """Return a refusal for each parameter whose range this rank cannot read."""
+def find_unreadable(model: nn.Module) -> list[Refusal]:
+    """Return a refusal for each partitioned parameter whose range this rank cannot read."""
     problems = []
     for name, parameter in model.named_parameters():
-        own: Any = getattr(parameter, "ds_tensor", None)
-        if not is_taken_apart(parameter):
+        partition: Any = getattr(parameter, "ds_tensor", None)
+        if not is_partitioned(parameter):
             continue
-        if own is None or own.status.name != _AVAILABLE:
+        if partition is None or partition.status.name != _AVAILABLE:
             message, hint = "DeepSpeed ZeRO-3 has it on a disk now", "Keep parameters in memory: no offload to nvme."
-        elif hasattr(own, "ds_quant_scale"):
+        elif hasattr(partition, "ds_quant_scale"):
             message, hint = "DeepSpeed ZeRO-3 keeps it quantized", "Turn zero_quantized_weights off."
         else:
             continue
@@ -638,8 +647,8 @@ def refused_parts(model: nn.Module) -> list[Refusal]:
 
 
 def own_range(parameter: Any) -> torch.Tensor:
-    """Return what this rank holds of a parameter that is taken apart: its elements in one dim, marked as that part."""
-    whole, own = int(parameter.ds_numel), parameter.ds_tensor
-    first = min(dist.get_rank(parameter.ds_process_group) * int(own.ds_numel), whole)
-    stop = min(first + int(own.ds_numel), whole)
-    return mark(own.detach().view(-1)[: stop - first], Part(tuple(parameter.ds_shape), (((first, stop),),)))
+    """Return this rank's range of a partitioned parameter, as a flat tensor marked as that part."""
+    whole, partition = int(parameter.ds_numel), parameter.ds_tensor
+    first = min(dist.get_rank(parameter.ds_process_group) * int(partition.ds_numel), whole)
+    stop = min(first + int(partition.ds_numel), whole)
+    return mark(partition.detach().view(-1)[: stop - first], Part(tuple(parameter.ds_shape), (((first, stop),),)))

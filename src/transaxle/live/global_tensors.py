@@ -1,12 +1,12 @@
-"""Census: what all ranks hold together, by name.
+"""Census: every tensor that any rank has, with the part that each rank has of it.
 
-Each rank tells the others names, types, shapes and placements, once; from then on every rank computes for itself who
-holds what. Nothing here looks at a value.
+The ranks exchange names, dtypes, shapes and placements once; afterwards each rank computes alone which rank has which
+part. No tensor value is read.
 
-Tensors as torch's own distributed checkpoint sees them: one chunk for every contiguous run that a rank holds.
+`Runs` presents a rank's part to torch's own distributed checkpoint: one chunk for every contiguous run.
 
 torch describes a rank's part by one offset and one shape. A part of several runs (`_StridedShard`, packed projections
-under tensor parallel) is no such box: torch loads the wrong rows into it without a word, and refuses to save it.
+under tensor parallelism) is not one box: torch silently loads wrong rows into it, and refuses to save it.
 """
 
 from __future__ import annotations
@@ -44,55 +44,55 @@ from transaxle.torch_tensors import (
 
 
 @dataclass(frozen=True, slots=True)
-class Global:
-    """One tensor as all ranks hold it."""
+class GlobalTensor:
+    """One tensor, with the parts that all ranks have of it."""
 
     name: str
-    """Its name."""
+    """Name of the tensor in the state dict."""
     dtype: str
-    """Safetensors code."""
+    """Dtype as a safetensors code, such as `BF16`."""
     shape: tuple[int, ...]
-    """Elements along each dim of the whole tensor."""
-    held: Mapping[int, Positions]
-    """What each rank holds that has any of it; ranks without it are absent."""
+    """Shape of the whole tensor."""
+    positions: Mapping[int, Positions]
+    """Rank -> intervals per dim that the rank has; a rank without any of the tensor is absent."""
     loose: bool = False
-    """Whether it is on no one mesh: then nothing says that ranks which hold the same part hold the same values."""
+    """Whether the tensor is on no single mesh, so that nothing guarantees equal values on ranks with the same part."""
     apart: bool = False
-    """Whether ranks have a tensor of its own for every combination of the intervals that they hold."""
+    """Whether a rank stores one separate tensor for every combination of its intervals."""
     padded: bool = False
-    """Whether it may have more rows than a checkpoint, which mean nothing."""
+    """Whether the tensor may end in padding rows that a checkpoint lacks."""
     spare: frozenset[int] = frozenset()
-    """Ranks whose parts are copies, as they say themselves."""
+    """Ranks that declare their part a copy of another rank's."""
 
     @property
     def boxes(self) -> dict[Positions, tuple[int, ...]]:
-        """The distinct parts, and the ranks that hold each."""
-        found: dict[Positions, tuple[int, ...]] = {}
-        for rank, held in sorted(self.held.items()):
-            found[held] = (*found.get(held, ()), rank)
+        """The distinct parts, each with the ranks that have it."""
+        ranks_by_part: dict[Positions, tuple[int, ...]] = {}
+        for rank, intervals in sorted(self.positions.items()):
+            ranks_by_part[intervals] = (*ranks_by_part.get(intervals, ()), rank)
         if not self.apart:
-            return found
+            return ranks_by_part
         cells: dict[Positions, tuple[int, ...]] = {}
-        for held, ranks in found.items():
-            for cell in cells_of(held):
-                others = cells.get(cell)
-                cells[cell] = ranks if others is None else tuple(sorted((*others, *ranks)))
+        for intervals, ranks in ranks_by_part.items():
+            for cell in cells_of(intervals):
+                ranks_so_far = cells.get(cell)
+                cells[cell] = ranks if ranks_so_far is None else tuple(sorted((*ranks_so_far, *ranks)))
         return cells
 
-    def part_name(self, held: Positions) -> str:
-        """Return what the tensor of one of `boxes` is called, see `local_parts`."""
-        return cell_name(self.name, held) if self.apart else self.name
+    def part_name(self, intervals: Positions) -> str:
+        """Return the name of the local tensor for one of `boxes`; see `local_parts`."""
+        return cell_name(self.name, intervals) if self.apart else self.name
 
-    def within(self, held: Positions, shape: tuple[int, ...]) -> Positions:
-        """Return the positions of one of `boxes` that a tensor of the same name and this shape has."""
-        return inside(held, shape) if self.padded else held
+    def within(self, intervals: Positions, shape: tuple[int, ...]) -> Positions:
+        """Clip one of `boxes` to a tensor of the same name and the given shape."""
+        return inside(intervals, shape) if self.padded else intervals
 
-    def takes(self, shape: tuple[int, ...], rows: object = None) -> bool:
-        """Tell whether values of a shape fill it.
+    def accepts(self, shape: tuple[int, ...], rows: object = None) -> bool:
+        """Tell whether values of a shape fill the tensor.
 
         Args:
-            shape: of the values.
-            rows: how many of their rows mean something; None: nothing says so.
+            shape: shape of the values.
+            rows: number of rows that are not padding; None: unknown.
         """
         if shape == self.shape:
             return True
@@ -102,22 +102,22 @@ class Global:
 
 
 wire.tellable(Placement, PerComponent, Replicated, Shard, StridedShard, Widths)
-Census = Mapping[str, Global]
-"""Every tensor that any rank holds, by name, in the order in which the ranks name them."""
-_Told = tuple[str, str, tuple[int, ...], int]
+Census = Mapping[str, GlobalTensor]
+"""Every tensor that any rank has, by name, in the order in which the ranks list them."""
+_Description = tuple[str, str, tuple[int, ...], int]
 _NONE: frozenset[int] = frozenset()
 _SHOWN = 8
-"""Ranks that a message names."""
+"""Most ranks that a message lists."""
 _EVERYWHERE = "Give the tensor on every rank of its mesh or on none; each rank has only its part."
 _ALIKE = "Give sharded state dicts on all ranks, or on none."
 _WIDER = "Call this on all ranks of the mesh, with a group that contains them (group=None: all ranks)."
 
 
 def census(tensors: Mapping[str, torch.Tensor], world: World) -> Census:
-    """Learn what all ranks hold; collective.
+    """Exchange descriptions of all ranks' tensors; collective.
 
     Args:
-        tensors: this rank's.
+        tensors: this rank's tensors by name.
         world: the ranks.
 
     Raises:
@@ -125,137 +125,141 @@ def census(tensors: Mapping[str, torch.Tensor], world: World) -> Census:
             with ranks that are not of this world; INCOMPLETE where a rank of a tensor's mesh has no such tensor.
     """
 
-    def told() -> tuple[bytes, tuple[Placement, ...]]:
+    def describe_own() -> tuple[bytes, tuple[Placement, ...]]:
         placements: dict[Placement, int] = {}
-        mine: list[_Told] = []
+        descriptions: list[_Description] = []
         for name, tensor in tensors.items():
             placement = placement_of(tensor, world.rank, name, world.numbers)
             number = placements.setdefault(placement, len(placements))
-            mine.append((name, code_of(tensor.dtype), whole_shape(tensor), number))
-        return msgspec.msgpack.encode(mine), tuple(placements)
+            descriptions.append((name, code_of(tensor.dtype), whole_shape(tensor), number))
+        return msgspec.msgpack.encode(descriptions), tuple(placements)
 
-    tensors_heard: dict[str, _Heard] = {}
+    described: dict[str, _DescribedTensor] = {}
     shares: dict[tuple[Placement, tuple[int, ...]], Mapping[int, Positions]] = {}
     histories = _Histories()
     problems = []
-    for rank, names, known in _pooled(told, world):
+    for rank, names, rank_placements in _gather_descriptions(describe_own, world):
         for name, dtype, shape, number in names:
-            placement = known[number]
-            held = shares.get((placement, shape))
-            if held is None:
-                held = shares[placement, shape] = placement.positions(shape)
-            first = tensors_heard.get(name)
-            if first is None:
-                tensors_heard[name] = _Heard(dtype, shape, held, rank, placement, histories)
-            elif first.shape != shape:
-                message = f"its shape is {list(shape)} on rank {rank}, but {list(first.shape)} on another"
+            placement = rank_placements[number]
+            positions = shares.get((placement, shape))
+            if positions is None:
+                positions = shares[placement, shape] = placement.positions(shape)
+            first_seen = described.get(name)
+            if first_seen is None:
+                described[name] = _DescribedTensor(dtype, shape, positions, rank, placement, histories)
+            elif first_seen.shape != shape:
+                message = f"its shape is {list(shape)} on rank {rank}, but {list(first_seen.shape)} on another"
                 problems.append(Refusal("SHAPE_MISMATCH", message, Where(None, name)))
-            elif first.dtype != dtype:
-                message = f"its dtype is {dtype} on rank {rank}, but {first.dtype} on another"
+            elif first_seen.dtype != dtype:
+                message = f"its dtype is {dtype} on rank {rank}, but {first_seen.dtype} on another"
                 problems.append(Refusal("DTYPE_MISMATCH", message, Where(None, name)))
-            elif first.placement.apart != placement.apart:
+            elif first_seen.placement.apart != placement.apart:
                 message = f"rank {rank} describes it in another way than another rank: only one has it in shards"
                 problems.append(Refusal("UNSUPPORTED", message, Where(None, name), _ALIKE))
             else:
-                first.add(rank, held, placement)
-    problems = problems or [problem for name, heard in tensors_heard.items() for problem in heard.lost(name, world)]
+                first_seen.add(rank, positions, placement)
+    problems = problems or [
+        problem for name, description in described.items() for problem in description.find_gaps(name, world)
+    ]
     if problems:
         raise gathered(problems)
-    return {name: heard.made(name) for name, heard in tensors_heard.items()}
+    return {name: description.as_global(name) for name, description in described.items()}
 
 
-def _pooled(
-    told: Callable[[], tuple[bytes, tuple[Placement, ...]]], world: World
-) -> Iterator[tuple[int, list[_Told], tuple[Placement, ...]]]:
-    """Yield each rank with its tensors and placements; most ranks tell the same tensors, which are held once then."""
-    own: list[bytes] = []
+def _gather_descriptions(
+    describe_own: Callable[[], tuple[bytes, tuple[Placement, ...]]], world: World
+) -> Iterator[tuple[int, list[_Description], tuple[Placement, ...]]]:
+    """Yield each rank with its tensors and placements; equal lists of several ranks are decoded once."""
+    encoded_lists: list[bytes] = []
 
     def placements() -> tuple[Placement, ...]:
-        listed, found = told()
-        own.append(listed)
-        return found
+        octets, of_rank = describe_own()
+        encoded_lists.append(octets)
+        return of_rank
 
-    known = world.pool(placements)
-    decoded: dict[int, list[_Told]] = {}
-    for rank, listed, found in zip(world.ranks, world.gather_once(own[0]), known, strict=True):
-        if id(listed) not in decoded:
-            decoded[id(listed)] = msgspec.msgpack.decode(listed, type=list[_Told])
-        yield rank, decoded[id(listed)], found
+    placements_by_rank = world.pool(placements)
+    decoded: dict[int, list[_Description]] = {}
+    for rank, octets, of_rank in zip(world.ranks, world.gather_once(encoded_lists[0]), placements_by_rank, strict=True):
+        if id(octets) not in decoded:
+            decoded[id(octets)] = msgspec.msgpack.decode(octets, type=list[_Description])
+        yield rank, decoded[id(octets)], of_rank
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _History:
-    """What ranks have told of a tensor, one after the other; tensors of which the same was told share it."""
+    """The ranks' descriptions of one tensor so far, as a linked list; tensors described alike share it."""
 
-    before: _History | None
-    """What was told before."""
+    previous: _History | None
+    """The history without the last rank; None at the first one."""
     rank: int
-    """The last rank."""
+    """The rank whose description was added last."""
     positions: Mapping[int, Positions]
-    """What this one says that the ranks of its mesh hold."""
+    """Rank -> intervals, for all ranks of the mesh that this rank described."""
     differs: bool
-    """Whether some rank says another thing than the first."""
+    """Whether some rank's description differs from the first one."""
 
-    def told(self) -> list[tuple[int, Mapping[int, Positions]]]:
-        """Return what each rank has told."""
-        found = []
-        at: _History | None = self
-        while at is not None:
-            found.append((at.rank, at.positions))
-            at = at.before
-        return found[::-1]
+    def descriptions(self) -> list[tuple[int, Mapping[int, Positions]]]:
+        """Return (rank, positions) for each description, the first one first."""
+        descriptions = []
+        history: _History | None = self
+        while history is not None:
+            descriptions.append((history.rank, history.positions))
+            history = history.previous
+        return descriptions[::-1]
 
 
 class _Histories:
-    """Makes histories, each once: so there are as many as tensors are told of differently, not as tensors."""
+    """Creates each distinct history once: their number grows with the kinds of tensors, not with the tensors."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, int, int], _History] = {}
         self._loose: dict[int, dict[int, Positions]] = {}
         self._whole: dict[int, bool] = {}
 
-    def after(self, before: _History | None, rank: int, positions: Mapping[int, Positions]) -> _History:
-        """Return a history with one rank more."""
-        key = id(before), rank, id(positions)
+    def extend(self, previous: _History | None, rank: int, positions: Mapping[int, Positions]) -> _History:
+        """Return a history extended by one rank."""
+        key = id(previous), rank, id(positions)
         if key not in self._known:
-            differs = before is not None and (
-                before.differs or (before.positions is not positions and before.positions != positions)
+            differs = previous is not None and (
+                previous.differs or (previous.positions is not positions and previous.positions != positions)
             )
-            self._known[key] = _History(before, rank, positions, differs)
+            self._known[key] = _History(previous, rank, positions, differs)
         return self._known[key]
 
     def is_whole(self, history: _History) -> bool:
-        """Tell whether all ranks of one mesh have told, and no others."""
+        """Tell whether exactly the ranks of one mesh have described the tensor."""
         if id(history) not in self._whole:
-            told = history.told()
-            meshes = {tuple(held) for _, held in told}
-            self._whole[id(history)] = len(meshes) == 1 and set(*meshes) == {rank for rank, _ in told}
+            descriptions = history.descriptions()
+            meshes = {tuple(positions) for _, positions in descriptions}
+            self._whole[id(history)] = len(meshes) == 1 and set(*meshes) == {rank for rank, _ in descriptions}
         return self._whole[id(history)]
 
-    def loose(self, history: _History) -> Mapping[int, Positions]:
-        """Return what ranks hold of which each knows itself alone."""
+    def own_positions(self, history: _History) -> Mapping[int, Positions]:
+        """Return each rank's own intervals, for a tensor that ranks describe on different meshes."""
         if id(history) not in self._loose:
-            self._loose[id(history)] = {rank: held[rank] for rank, held in history.told() if rank in held}
+            self._loose[id(history)] = {
+                rank: positions[rank] for rank, positions in history.descriptions() if rank in positions
+            }
         return self._loose[id(history)]
 
 
-class _Heard:
+class _DescribedTensor:
     """One tensor as the ranks have described it so far.
 
     Args:
         dtype: safetensors code.
-        shape: of the whole tensor.
-        held: what the first rank says that the ranks of its mesh hold.
-        rank: the first one that has it.
-        placement: how that one has it.
-        histories: of all tensors.
+        shape: shape of the whole tensor.
+        positions: rank -> intervals, for all ranks of the mesh that the first rank described.
+        rank: the first rank that has the tensor.
+        placement: the placement on that rank.
+        histories: the histories of all tensors.
     """
 
     def __init__(
         self,
         dtype: str,
         shape: tuple[int, ...],
-        held: Mapping[int, Positions],
+        positions: Mapping[int, Positions],
         rank: int,
         placement: Placement,
         histories: _Histories,
@@ -264,7 +268,7 @@ class _Heard:
         self.shape = shape
         self.placement = placement
         self._histories = histories
-        self._history = histories.after(None, rank, held)
+        self._history = histories.extend(None, rank, positions)
         self._spare = frozenset({rank}) if placement.spare else _NONE
         self._padded = placement.padded
 
@@ -273,81 +277,84 @@ class _Heard:
         self._padded = self._padded and placement.padded
         if placement.spare:
             self._spare |= {rank}
-        self._history = self._histories.after(self._history, rank, positions)
+        self._history = self._histories.extend(self._history, rank, positions)
 
-    def lost(self, name: str, world: World) -> Iterator[Refusal]:
-        """Yield a refusal for each mesh on which some rank lacks the tensor, or is outside of the process group."""
+    def find_gaps(self, name: str, world: World) -> Iterator[Refusal]:
+        """Yield a refusal for each mesh with a rank that lacks the tensor or is outside the process group."""
         if self._histories.is_whole(self._history):
             return
-        told = self._history.told()
-        ranks, everyone = {rank for rank, _ in told}, set(world.ranks)
-        for mesh in dict.fromkeys(tuple(held) for _, held in told):
-            if outside := [rank for rank in mesh if rank not in everyone]:
-                message = (
-                    f"its mesh has ranks {_listed(mesh)}, of which {_listed(outside)} are not in the process group"
-                )
+        descriptions = self._history.descriptions()
+        ranks, all_ranks = {rank for rank, _ in descriptions}, set(world.ranks)
+        for mesh in dict.fromkeys(tuple(positions) for _, positions in descriptions):
+            if outside := [rank for rank in mesh if rank not in all_ranks]:
+                outsiders = _name_ranks(outside)
+                message = f"its mesh has ranks {_name_ranks(mesh)}, of which {outsiders} are not in the process group"
                 yield Refusal("UNSUPPORTED", message, Where(None, name), _WIDER)
-            elif lost := [rank for rank in mesh if rank not in ranks]:
-                message = f"its mesh has ranks {_listed(mesh)}, but rank {_listed(lost)} does not have the tensor"
+            elif lacking := [rank for rank in mesh if rank not in ranks]:
+                message = (
+                    f"its mesh has ranks {_name_ranks(mesh)}, but rank {_name_ranks(lacking)} does not have the tensor"
+                )
                 yield Refusal("INCOMPLETE", message, Where(None, name), _EVERYWHERE)
 
-    def made(self, name: str) -> Global:
-        """Return the tensor; where ranks see it on different meshes, each one's own word counts."""
+    def as_global(self, name: str) -> GlobalTensor:
+        """Return the tensor; where ranks describe different meshes, each rank's own intervals count."""
         loose = self._history.differs
-        positions = self._histories.loose(self._history) if loose else self._history.positions
-        return Global(name, self.dtype, self.shape, positions, loose, self.placement.apart, self._padded, self._spare)
+        positions = self._histories.own_positions(self._history) if loose else self._history.positions
+        return GlobalTensor(
+            name, self.dtype, self.shape, positions, loose, self.placement.apart, self._padded, self._spare
+        )
 
 
-def _listed(ranks: Iterable[int]) -> str:
-    """Name ranks, the first few of many."""
-    named = [str(rank) for rank in ranks]
-    return ", ".join(named[:_SHOWN]) + (f" and {len(named) - _SHOWN} more" if len(named) > _SHOWN else "")
+def _name_ranks(ranks: Iterable[int]) -> str:
+    """Return the ranks as text, cut short after `_SHOWN`."""
+    numbers = [str(rank) for rank in ranks]
+    return ", ".join(numbers[:_SHOWN]) + (f" and {len(numbers) - _SHOWN} more" if len(numbers) > _SHOWN else "")
 
 
 def own_census(tensors: Mapping[str, torch.Tensor], rank: int) -> Census:
-    """Return what this rank knows of its own tensors without asking others: a DTensor tells what its mesh holds.
+    """Describe this rank's tensors without asking other ranks; a DTensor's mesh tells what its other ranks have.
 
     Raises:
         Refused: UNSUPPORTED placements.
     """
-    own_tensors = {}
+    global_tensors = {}
     for name, tensor in tensors.items():
         shape = whole_shape(tensor)
-        held = placement_of(tensor, rank, name).positions(shape)
-        own_tensors[name] = Global(name, code_of(tensor.dtype), shape, held)
-    return own_tensors
+        positions = placement_of(tensor, rank, name).positions(shape)
+        global_tensors[name] = GlobalTensor(name, code_of(tensor.dtype), shape, positions)
+    return global_tensors
 
 
 _ops: Any = torch.ops.aten
 _NEW = frozenset({_ops.new_empty.default})
-"""What copies a tensor by making an empty one and replacing its attributes asks for this."""
+"""Operations that code calls to copy a tensor as an empty one, whose attributes it then replaces."""
 _ON_LOCAL = frozenset({
     _ops.detach.default, _ops.alias.default, _ops.clone.default, _ops._to_copy.default, _ops.copy_.default,
     _ops.zeros_like.default, _ops.empty_like.default,
 })  # fmt: skip
-"""What is done to a rank's part as it is done to the whole."""
+"""Operations that act on a rank's part as they act on the whole tensor."""
 
 
 class Runs(torch.Tensor):
-    """A DTensor for `torch.distributed.checkpoint`: saved, staged and loaded run by run; for nothing else.
+    """Stands in for a DTensor in `torch.distributed.checkpoint`, which saves, stages and loads it run by run.
 
-    It shares the storage of what it was made of: loading into it fills that.
+    It shares the storage of the original tensor, so loading into it fills the original. No other operation works on it.
     """
 
     _local: torch.Tensor
-    _held: Positions
+    _intervals: Positions
 
     @staticmethod
-    def __new__(cls, shape: torch.Size, local: torch.Tensor, held: Positions) -> Runs:
-        """Make one; `held` says which positions of each dim the local tensor has, in its order."""
+    def __new__(cls, shape: torch.Size, local: torch.Tensor, intervals: Positions) -> Runs:
+        """Wrap a local tensor; `intervals` lists the intervals of each dim that it has, in its own order."""
         wrapper: Runs = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
         wrapper._local = local
-        wrapper._held = held
-        mark(wrapper, Part(tuple(shape), held))
+        wrapper._intervals = intervals
+        mark(wrapper, Part(tuple(shape), intervals))
         return wrapper
 
     def to_local(self) -> torch.Tensor:
-        """Return what this rank holds, sharing storage."""
+        """Return this rank's part, sharing storage."""
         return self._local
 
     @classmethod
@@ -367,10 +374,10 @@ class Runs(torch.Tensor):
         if func not in _ON_LOCAL:
             raise refuse("UNSUPPORTED", f"this tensor can only be saved and loaded; it does not support {func}")
         local = func(*(arg._local if isinstance(arg, Runs) else arg for arg in args), **options)
-        return first if func is _ops.copy_.default else Runs(first.shape, local, first._held)
+        return first if func is _ops.copy_.default else Runs(first.shape, local, first._intervals)
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:  # noqa: A002 - torch names it
-        """Return what torch writes: every run."""
+        """Return one write item for each run, for torch's save planner."""
         properties = TensorProperties.create_from_tensor(self._local)
         return [
             WriteItem(
@@ -382,14 +389,14 @@ class Runs(torch.Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """Return the runs."""
+        """Return one chunk for each run, for torch's load planner."""
         return [chunk for chunk, _ in self._runs()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        """Return the run that begins at an index, sharing storage.
+        """Return the run that begins at an index, as a view.
 
         Raises:
-            ValueError: this rank has none there.
+            ValueError: this rank has no run there.
         """
         for chunk, place in self._runs():
             if chunk.offsets == index.offset:
@@ -398,13 +405,13 @@ class Runs(torch.Tensor):
 
     def _runs(self) -> list[tuple[ChunkStorageMetadata, tuple[slice, ...]]]:
         per_dim: list[list[tuple[int, int, int]]] = []
-        for intervals in self._held:
-            base, of_dim = 0, []
+        for intervals in self._intervals:
+            base, runs_of_dim = 0, []
             for first, last in intervals:
                 if last > first:
-                    of_dim.append((first, last - first, base))
+                    runs_of_dim.append((first, last - first, base))
                 base += last - first
-            per_dim.append(of_dim)
+            per_dim.append(runs_of_dim)
         return [
             (
                 ChunkStorageMetadata(torch.Size(p[0] for p in parts), torch.Size(p[1] for p in parts)),
@@ -414,23 +421,23 @@ class Runs(torch.Tensor):
         ]
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # the values are not shown
-        return f"Runs({list(self.shape)}, {self.dtype}, {self._held})"
+        return f"Runs({list(self.shape)}, {self.dtype}, {self._intervals})"
 
 
 def runs(tensor: torch.Tensor, name: str = "") -> Runs:
-    """Return a DTensor, or a part of a tensor, in the form that torch's checkpoint saves run by run.
+    """Wrap a DTensor, or a marked part of a tensor, so that torch's checkpoint saves it run by run.
 
     Args:
-        tensor: of any placements but `Partial`.
-        name: for refusals.
+        tensor: the tensor, with any placements except `Partial`.
+        name: name of the tensor in refusals.
 
     Raises:
         Refused: UNSUPPORTED for `Partial`.
     """
     rank = World().rank
     shape = whole_shape(tensor)
-    held = placement_of(tensor, rank, name).positions(shape)[rank]
-    return Runs(torch.Size(shape), local_of(tensor), held)
+    intervals = placement_of(tensor, rank, name).positions(shape)[rank]
+    return Runs(torch.Size(shape), local_of(tensor), intervals)
 
 
 def as_runs(state: Mapping[str, Any]) -> dict[str, Any]:

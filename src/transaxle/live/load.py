@@ -1,8 +1,8 @@
-"""Loading: each rank reads just the bytes of its own shards, from any format and dialect, into the tensors' storage.
+"""Loading: each rank reads only the bytes of its own shards, from any format and dialect, into the tensors' storage.
 
-Everything is planned and agreed on by all ranks before the first byte is written. What several ranks hold alike is
-read by one of them and sent to the others. Whatever changes the model by more than bytes happens after the last of
-them came.
+All ranks plan and agree before the first byte is written. A part that several ranks have is read by one of them and
+sent to the others. Changes other than bytes (codes, optimizer settings, extra state) are made once all bytes have
+arrived.
 """
 
 from __future__ import annotations
@@ -33,11 +33,18 @@ from transaxle.engine.duplicates import PlannedCheck, plan_checks, unequal
 from transaxle.errors import Refusal, Where, gathered
 from transaxle.formats.catalog import nbytes
 from transaxle.formats.storage.storage import Storage
-from transaxle.live.derived import settle, untaken
-from transaxle.live.global_tensors import Census, Global
-from transaxle.live.load_plan import LoadPlan, check_read, leaves_for, materialise, opened
-from transaxle.live.model.destination import Conversion, Landing, LoadReport, Rooms, check_filled, overlapping
-from transaxle.live.model.source_view import left_out
+from transaxle.live.derived import find_unloadable, settle
+from transaxle.live.global_tensors import Census, GlobalTensor
+from transaxle.live.load_plan import LoadPlan, check_read, leaves_for, materialise, open_source
+from transaxle.live.model.destination import (
+    Conversion,
+    LoadReport,
+    LocalSink,
+    TensorDestination,
+    check_filled,
+    find_overlapping,
+)
+from transaxle.live.model.source_view import refuse_omitted
 from transaxle.live.model.state_tensors import State
 from transaxle.live.optimizers import AnyOptimizer
 from transaxle.live.transport.tensor_exchange import RankExchange
@@ -48,8 +55,8 @@ from transaxle.quant.entries import put_values, reset_scaling_state
 from transaxle.torch_tensors import Device, Positions, Ranks, ShardGrid, local_of, local_parts, local_shape, read_device
 
 _WASTE, _GAP, _FEW = 1.4, 64, 256
-"""Bytes that may be read for each one needed, the gap between runs that is read along in any case, and the number of
-runs up to which none is."""
+"""Most bytes to read per byte needed; gap in bytes between two runs that is always read along; number of runs up to
+which no gap is read."""
 _TIED = "the model has one tensor for it and {first}"
 _UNTIED = "Build the model without the tie."
 
@@ -119,14 +126,14 @@ def load(
         "optimizer": optimizer is not None, "axes": axes, "broadcast_replicated": broadcast_replicated,
     })  # fmt: skip
     reading = {"axes": axes, "config": config, "rules": rules}
-    with opened(src, world, reading, with_state=optimizer is not None, strict=strict) as source:
+    with open_source(src, world, reading, with_state=optimizer is not None, strict=strict) as source:
         checkpoint = (source if decode is None or source.undecoded is None else source.undecoded).stored
         with clock.stage("plan"):
             plan = LoadPlan(
                 state, checkpoint, world, optimizer=optimizer, extra=extra or {}, family=family, dialect=dialect,
                 strict=strict, decode=decode, dtype=dtype,
             )  # fmt: skip
-            reads = plan_reads(plan.wanted, plan.stored, world.rank, once=broadcast_replicated)
+            reads = plan_reads(plan.targets, plan.stored, world.rank, once=broadcast_replicated)
         with clock.stage("check"), world.together():
             _check_copies(plan, world, jobs)
         with world.together():
@@ -142,7 +149,7 @@ def load(
         with clock.stage("check"):
             check_read(plan.storage, world)
     with world.together():
-        check_filled(filling.landings)
+        check_filled(filling.destinations)
     with world.together():
         written = filling.finish()
     return _report(plan, filling, world, clock, bytes_read=bytes_read, bytes_received=received, bytes_written=written)
@@ -150,145 +157,150 @@ def load(
 
 @dataclass(frozen=True)
 class PlannedReads:
-    """What one rank reads, and what ranks read for one another."""
+    """Parts that this rank reads for itself or that ranks read for one another."""
 
     items: list[Item]
-    """Parts of tensors that this rank holds, or several ranks do; of these, the same on every rank."""
+    """Parts for this rank, and parts that several ranks have; the latter are equal on every rank."""
     names: list[str]
-    """For each of them, the name of its local tensor."""
+    """For each item, the name of its local tensor."""
     elsewhere: Mapping[int, int]
-    """Rank -> bytes that it alone needs, of ranks other than this one."""
+    """Rank -> bytes that only that rank needs, for ranks other than this one."""
 
 
 @dataclass
 class _SameParts:
-    """Tensors of one type and shape of which all ranks hold the same parts."""
+    """Tensors of one dtype and shape of which all ranks have the same parts."""
 
-    here: list[tuple[Positions, Positions, int, tuple[int, ...]]]
-    """What a rank holds, the positions of it that the source has, their bytes and the ranks that read them: parts that
-    this rank takes part in, or several."""
+    parts: list[tuple[Positions, Positions, int, tuple[int, ...]]]
+    """Parts that this rank or several ranks read: the part, its portion that the source has, bytes, and ranks."""
     elsewhere: Mapping[int, int]
-    """Rank -> bytes of one tensor that it alone needs."""
+    """Rank -> bytes of one tensor that only that rank needs."""
     count: int = 0
-    """How many there are."""
+    """Number of such tensors."""
 
 
-def plan_reads(wanted: Census, stored: Mapping[str, StoredTensor], rank: int, *, once: bool) -> PlannedReads:
-    """Return what a rank reads; what other ranks read for themselves alone is only counted.
+def plan_reads(targets: Census, stored: Mapping[str, StoredTensor], rank: int, *, once: bool) -> PlannedReads:
+    """Plan the reads of one rank; parts that another rank reads for itself alone are only counted.
 
     Args:
-        wanted: the tensors to be loaded, as all ranks hold them.
+        targets: the tensors to load, with all ranks' parts.
         stored: the source's tensors by the same names.
         rank: this rank.
-        once: let one rank read what several need: of those that hold it, the one that reads least so far.
+        once: let one rank read a part that several need: the one with the fewest bytes to read so far.
 
-    Post-condition: the parts that a rank takes are its shards.
+    Post-condition: the parts that a rank receives are exactly its shards.
     """
     items, names = list[Item](), list[str]()
     kinds: dict[tuple[int, bool, bool, tuple[int, ...], str], _SameParts] = {}
-    for name, tensor in wanted.items():
+    for name, tensor in targets.items():
         source = stored[name]
-        # Tensors on one mesh share what the ranks hold of them, so each of a few kinds is looked at once for all ranks.
-        key = id(tensor.held), tensor.apart, tensor.padded, source.shape, source.dtype
+        # Tensors on one mesh share their `positions` object, so the few distinct kinds are worked out once each.
+        key = id(tensor.positions), tensor.apart, tensor.padded, source.shape, source.dtype
         kind = kinds.get(key)
         if kind is None:
             kind = kinds[key] = _parts(tensor, source, rank, once=once)
         kind.count += 1
-        for held, needed, size, ranks in kind.here:
+        for intervals, needed, size, ranks in kind.parts:
             items.append(Item(len(items), size, partial(source.transfers, needed), ranks, ranks))
-            names.append(tensor.part_name(held))
+            names.append(tensor.part_name(intervals))
     elsewhere: Counter[int] = Counter()
     for kind in kinds.values():
-        for other, size in kind.elsewhere.items():
-            elsewhere[other] += kind.count * size
+        for rank_elsewhere, size in kind.elsewhere.items():
+            elsewhere[rank_elsewhere] += kind.count * size
     return PlannedReads(items, names, elsewhere)
 
 
-def _parts(tensor: Global, source: StoredTensor, rank: int, *, once: bool) -> _SameParts:
-    """Return the parts of a tensor that ranks hold."""
-    here, elsewhere = list[tuple[Positions, Positions, int, tuple[int, ...]]](), Counter[int]()
-    for held, ranks in tensor.boxes.items():
-        needed = tensor.within(held, source.shape)
+def _parts(tensor: GlobalTensor, source: StoredTensor, rank: int, *, once: bool) -> _SameParts:
+    """Return the parts of a tensor that this rank or several ranks read."""
+    parts, elsewhere = list[tuple[Positions, Positions, int, tuple[int, ...]]](), Counter[int]()
+    for intervals, ranks in tensor.boxes.items():
+        needed = tensor.within(intervals, source.shape)
         size = nbytes(source.dtype, local_shape(needed))
         for group in [ranks] if once else [(one,) for one in ranks]:
             if len(group) == 1 and group[0] != rank:
                 elsewhere[group[0]] += size
             else:
-                here.append((held, needed, size, group))
-    return _SameParts(here, elsewhere)
+                parts.append((intervals, needed, size, group))
+    return _SameParts(parts, elsewhere)
 
 
 class Filling:
-    """A model being filled: where loaded bytes go on this rank, and what its modules and optimizers make of them.
+    """A model while it is loaded: this rank's buffers for the bytes, and the steps that complete its modules and
+    optimizers.
 
     Args:
-        plan: the load.
-        device: where plain meta tensors go; None: the current GPU, or the CPU where there is none.
+        plan: the plan of the load.
+        device: device for plain meta tensors; None: the current GPU, or the CPU where there is none.
 
     Attributes:
-        own: what the model holds, with memory.
-        landings: for each tensor that is read, or part of one (`local_parts`), where its bytes go.
-        names: for each of them, the tensor that it is a part of.
+        leaves: the model's tensors, all with memory.
+        destinations: for each tensor or part (`local_parts`) that is read, the destination of its bytes.
+        names: for each of these parts, the name of its tensor.
 
     Raises:
-        Refused: UNSUPPORTED, MISSING_TENSOR for modules that do not load what their state dict shows.
+        Refused: UNSUPPORTED, MISSING_TENSOR for modules that cannot load their own state dict.
     """
 
     def __init__(self, plan: LoadPlan, device: torch.device | None) -> None:
         self._plan = plan
-        self.own = plan.own
+        self.leaves = plan.leaves
         if isinstance(plan.state, nn.Module) and materialise(
             plan.state, plan.stored.keys() | plan.filled_by_modules, device or _default_device()
         ):
             self._take_memory()
-        self._values = plan.values_of_quantized(self.own, meta=False)
-        filled = {**plan.read_into(self.own), **self._values, **plan.optimizers.states}
-        wanted = {name: tensor for name, tensor in filled.items() if name in plan.wanted}
-        shapes = {name: plan.stored[name].shape for name in wanted}
-        parts = list(local_parts(wanted, shapes))
-        shared = overlapping({part: tensor for _, part, tensor in parts})
-        self.landings = {
-            part: Landing(tensor, plan.stored[name].dtype, apart=part in shared) for name, part, tensor in parts
+        self._values = plan.values_of_quantized(self.leaves, meta=False)
+        filled = {**plan.read_into(self.leaves), **self._values, **plan.optimizers.states}
+        targets = {name: tensor for name, tensor in filled.items() if name in plan.targets}
+        shapes = {name: plan.stored[name].shape for name in targets}
+        parts = list(local_parts(targets, shapes))
+        shared = find_overlapping({part: tensor for _, part, tensor in parts})
+        self.destinations = {
+            part: TensorDestination(tensor, plan.stored[name].dtype, apart=part in shared)
+            for name, part, tensor in parts
         }
         self.names = {part: name for name, part, _ in parts}
 
     def _take_memory(self) -> None:
-        """Take the tensors of a model that was given memory; what could not be tried without it is tried now."""
+        """Collect the tensors of a model that was just given memory; try its modules that were on the meta device."""
         plan = self._plan
-        self.own = leaves_for(plan.state, plan.checkpoint)
-        problems, omitted = untaken(island for island in self.own.islands if island.path in plan.on_meta)
+        self.leaves = leaves_for(plan.state, plan.checkpoint)
+        problems, omitted = find_unloadable(
+            custom_module for custom_module in self.leaves.custom_modules if custom_module.path in plan.on_meta
+        )
         if problems or omitted:
-            raise gathered([*problems, *left_out(omitted)])
-        plan.optimizers.follow(self.own, plan.stored)
+            raise gathered([*problems, *refuse_omitted(omitted)])
+        plan.optimizers.follow(self.leaves, plan.stored)
 
     def finish(self) -> int:
-        """Make of loaded bytes what modules and optimizers need: codes, derived entries, settings, extra state.
+        """Complete modules and optimizers once all bytes have arrived: codes, derived entries, settings, extra state.
 
         Returns:
             bytes written into this rank's tensors.
 
         Raises:
-            Refused: UNSUPPORTED where a module does not take the values that it was given.
+            Refused: UNSUPPORTED where a module does not store the loaded values.
         """
-        plan, own = self._plan, self.own
-        written = sum(landing.written for name, landing in self.landings.items() if name not in self._values)
-        written += sum(put_values(own.weights[name], local_of(values)) for name, values in self._values.items())
+        plan, leaves = self._plan, self.leaves
+        written = sum(
+            destination.bytes_written for name, destination in self.destinations.items() if name not in self._values
+        )
+        written += sum(put_values(leaves.weights[name], local_of(values)) for name, values in self._values.items())
         for name in plan.quantized.begins:
-            if name in own.weights:
-                reset_scaling_state(own.weights[name])
-        if own.islands:
-            settle(own.islands, own.tensors)
-        for name in plan.padded.keys() & own.tensors.keys():
-            grid = own.tensors[name]
+            if name in leaves.weights:
+                reset_scaling_state(leaves.weights[name])
+        if leaves.custom_modules:
+            settle(leaves.custom_modules, leaves.tensors)
+        for name in plan.padding_rows.keys() & leaves.tensors.keys():
+            grid = leaves.tensors[name]
             assert isinstance(grid, ShardGrid)  # no other tensor may be longer than what fills it
             grid.clear_beyond(plan.stored[name].shape)
-        for factory in own.factories:
+        for factory in leaves.factories:
             factory.finish()
         with torch.no_grad():
-            for name in own.copies.keys() & self.landings.keys():
-                for copy in own.copies[name]:
-                    copy.copy_(own.tensors[name])
-        plan.optimizers.install(own.weights, self._values)
+            for name in leaves.copies.keys() & self.destinations.keys():
+                for copy in leaves.copies[name]:
+                    copy.copy_(leaves.tensors[name])
+        plan.optimizers.install(leaves.weights, self._values)
         plan.extra.install()
         return written
 
@@ -298,10 +310,12 @@ def _default_device() -> torch.device:
 
 
 def _movement(reads: PlannedReads, storage: Storage, filling: Filling, jobs: int | None, world: World) -> Movement:
-    """Return what carries the bytes from the source into this rank's tensors."""
+    """Return the movement of bytes from the source into this rank's tensors."""
     limit = msgspec.structs.replace(limits(jobs), waste=_WASTE, gap=_GAP, few=_FEW)
     exchange = RankExchange(world) if world.size > 1 else None
-    return Movement(reads.items, storage, Rooms(filling.landings, reads.names), limit, exchange, reads.elsewhere)
+    return Movement(
+        reads.items, storage, LocalSink(filling.destinations, reads.names), limit, exchange, reads.elsewhere
+    )
 
 
 def _report(
@@ -314,52 +328,53 @@ def _report(
     bytes_received: int,
     bytes_written: int,
 ) -> LoadReport:
-    """Return what was done; collective."""
+    """Describe the load; collective."""
     return LoadReport(
         path=plan.checkpoint.path,
         format=plan.checkpoint.format,
         dialect=plan.view.dialect,
         tensors=len(set(filling.names.values())),
-        states=sum(name in plan.optimizers.states for name in filling.landings),
-        bytes_needed=sum(landing.size for landing in filling.landings.values()),
+        states=sum(name in plan.optimizers.states for name in filling.destinations),
+        bytes_needed=sum(destination.size for destination in filling.destinations.values()),
         bytes_read=bytes_read,
         bytes_received=bytes_received,
         bytes_written=bytes_written,
-        converted=_converted(plan.conversions, filling, world),
+        converted=_list_conversions(plan.conversions, filling, world),
         missing=(*plan.missing, *plan.extra.missing),
         unexpected=plan.unexpected,
-        untouched=filling.own.untouched,
-        padded=plan.padded,
-        zeros=tuple(name for name in plan.wanted if not plan.stored[name].origins),
+        untouched=filling.leaves.untouched,
+        padded=plan.padding_rows,
+        zeros=tuple(name for name in plan.targets if not plan.stored[name].origins),
         scalars=plan.extra.scalars,
         extra=plan.extra.extra,
-        untrained=plan.optimizers.untrained,
+        untrained=plan.optimizers.names_without_optimizer,
         seconds=clock.total,
         stages=clock.stages,
     )
 
 
-def _converted(planned: Mapping[str, Conversion], filling: Filling, world: World) -> tuple[Conversion, ...]:
-    """Return what was converted, with what all ranks know of its exactness; collective."""
+def _list_conversions(planned: Mapping[str, Conversion], filling: Filling, world: World) -> tuple[Conversion, ...]:
+    """Return the conversions, marked inexact where any rank rounded a value; collective."""
     if not planned:
         return ()
-    mine = {filling.names[part] for part, landing in filling.landings.items() if not landing.exact}
-    rounded = {name for names in world.gather(mine) for name in names}
+    inexact_names = {filling.names[part] for part, destination in filling.destinations.items() if not destination.exact}
+    rounded_anywhere = {name for names in world.gather(inexact_names) for name in names}
     return tuple(
-        replace(conversion, exact=False) if name in rounded else conversion for name, conversion in planned.items()
+        replace(conversion, exact=False) if name in rounded_anywhere else conversion
+        for name, conversion in planned.items()
     )
 
 
 def _check_copies(plan: LoadPlan, world: World, jobs: int | None) -> None:
-    """Prove stored copies equal, and what the model has one tensor for, each pair by one rank."""
+    """Compare stored copies, and stored tensors that are one tensor in the model; each pair is compared by one rank."""
     problems: list[Refusal] = []
     checkpoint = plan.view.checkpoint
     checks: list[PlannedCheck] = []
     for first, second in sorted(plan.same_memory):
-        one, other = plan.wanted[first], plan.wanted[second]
-        if (one.shape, one.held) == (other.shape, other.held):
+        first_target, second_target = plan.targets[first], plan.targets[second]
+        if (first_target.shape, first_target.positions) == (second_target.shape, second_target.positions):
             checks += _plan_tie_check(first, second, plan.stored, problems)
-        # else they are alike on some ranks only, and no two names of one tensor: see `overlapping`
+        # otherwise only some ranks have both as one tensor, so these are no two names of one: see `overlapping`
     for first, second in sorted(plan.same_state):
         checks += _plan_tie_check(first, second, plan.stored, problems)
     if checkpoint.checks or checkpoint.container.twins:
@@ -375,14 +390,18 @@ def _check_copies(plan: LoadPlan, world: World, jobs: int | None) -> None:
 def _plan_tie_check(
     first: str, second: str, stored: Mapping[str, StoredTensor], problems: list[Refusal]
 ) -> Iterator[PlannedCheck]:
-    """Yield the comparison of two tensors of a source that are one in the model; none where they lie in one place."""
-    one, other = stored[first], stored[second]
+    """Yield the comparison of two stored tensors that are one tensor in the model; none if they are the same bytes."""
+    first_stored, second_stored = stored[first], stored[second]
     why = _TIED.format(first=first)
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
-        a, b = (one.dtype, other.dtype) if one.dtype != other.dtype else (list(one.shape), list(other.shape))
-        message = f"{why}\nbut one is {a} in the source, the other {b}"
+    if (first_stored.dtype, first_stored.shape) != (second_stored.dtype, second_stored.shape):
+        value_of_first, value_of_second = (
+            (first_stored.dtype, second_stored.dtype)
+            if first_stored.dtype != second_stored.dtype
+            else (list(first_stored.shape), list(second_stored.shape))
+        )
+        message = f"{why}\nbut one is {value_of_first} in the source, the other {value_of_second}"
         problems.append(Refusal("UNEQUAL_COPIES", message, Where(None, second), _UNTIED))
         return
-    transfers = tuple(one.transfers()), tuple(other.transfers())
+    transfers = tuple(first_stored.transfers()), tuple(second_stored.transfers())
     if transfers[0] != transfers[1]:
-        yield PlannedCheck(second, why, nbytes(one.dtype, one.shape), *transfers)
+        yield PlannedCheck(second, why, nbytes(first_stored.dtype, first_stored.shape), *transfers)

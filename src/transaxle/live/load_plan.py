@@ -1,17 +1,16 @@
-"""What a load reads, by which rank, and into which memory.
+"""Planning a load: which tensors are read, by which rank, and into which memory.
 
-**Planning a load**: what every rank needs, where the source has it, and every reason not to begin.
+**The plan**: the tensors that all ranks need, their place in the source, and every reason to refuse the load.
 
-All ranks come to the same plan, or raise the same error; no tensor has been written then.
+All ranks make the same plan or raise the same error, before any tensor is written.
 
-**Meta models**: parameters without storage get it shard by shard, just before their values come.
+**Meta models**: parameters on the meta device get storage for this rank's shards just before the read.
 
-A buffer that no checkpoint holds (rotary frequencies) is computed by the module that owns it; what nobody can fill is
-refused, so that nothing uninitialised is left behind.
+A buffer that no checkpoint stores (rotary frequencies) is computed by its own module; a tensor that nothing can fill is
+refused, so no uninitialised memory remains.
 
-The source of a load as all ranks read it: one checkpoint, whose bytes are compared with checksums.
-
-Each rank opens the path for itself, and the checkpoint there may be replaced in between.
+**The source**: each rank opens the path for itself, and the checkpoint there may be replaced in between. So the ranks
+compare what they have opened, and check the bytes against stored checksums.
 """
 
 from __future__ import annotations
@@ -40,15 +39,15 @@ from transaxle.formats.registry import MANIFEST
 from transaxle.formats.storage.local import LocalStorage
 from transaxle.formats.storage.storage import Storage, layer, lowest, unpinned
 from transaxle.formats.training_state import GROUPS, OPTIMIZER, PARAMS, ParamGroup
-from transaxle.live.derived import reached, untaken
+from transaxle.live.derived import find_unloadable, indirectly_filled
 from transaxle.live.extra_state import ExtraLoad
 from transaxle.live.global_tensors import Census, census
 from transaxle.live.model.destination import Conversion, check_dtype, is_plain, same_memory
-from transaxle.live.model.peft_model import adapted, seen_by
+from transaxle.live.model.peft_model import leaves_of_checkpoint, peft_model_of
 from transaxle.live.model.quantized_model import Weights, stand_in
-from transaxle.live.model.source_view import View, compared, left_out, unmatched
-from transaxle.live.model.state_tensors import Leaves, State, leaves, sizes_that_differ, tied, unwritable
-from transaxle.live.optimizer_state import OptimizerLoad, lacking_state
+from transaxle.live.model.source_view import View, match_tensors, refuse_omitted, refuse_unmatched
+from transaxle.live.model.state_tensors import Leaves, State, find_ties, leaves, sizes_that_differ, unwritable
+from transaxle.live.optimizer_state import OptimizerLoad, find_missing_state
 from transaxle.live.optimizers import AnyOptimizer
 from transaxle.live.transport import wire
 from transaxle.live.transport.world import World, comparable
@@ -56,23 +55,23 @@ from transaxle.move.journal import digest
 from transaxle.torch_tensors import local_of
 
 _INIT = ("reset_parameters", "init_weights", "_init_self_buffers")
-"""Methods by which modules fill what they own, in the order in which they are tried."""
+"""Methods by which modules initialise themselves, in the order in which they are tried."""
 _MODEL_INIT, _MODEL = "_init_weights", "_initialize_weights"
-"""Method of a transformers model that fills one module of it, and one that only such models have."""
+"""Method of a transformers model that initialises one of its modules, and a method that only such models have."""
 _FILLED = "_is_hf_initialized"
-"""Attribute of tensors that it leaves alone."""
+"""Attribute that marks tensors which transformers must not initialise."""
 _UNFILLED = 0xA5
-"""Byte of buffers that nobody has filled yet."""
+"""Byte that marks buffers which are not initialised yet."""
 Init = Callable[[nn.Module], object]
-"""Fills one module of a model."""
+"""Initialises one module of a model."""
 
 
 def unloadable(model: State, loaded: Container[str]) -> list[Refusal]:
-    """Return a refusal for every meta tensor that neither the source nor its own module fills.
+    """Return a refusal for each meta tensor that neither the source nor its own module fills.
 
     Args:
-        model: the model; nothing can give storage to the tensors of a state dict.
-        loaded: names that the source holds.
+        model: the model, or a state dict, whose meta tensors are all refused.
+        loaded: names that the source has.
     """
     if not isinstance(model, nn.Module):
         message, hint = (
@@ -82,43 +81,43 @@ def unloadable(model: State, loaded: Container[str]) -> list[Refusal]:
         tensors = leaves(model, sharded=True).tensors.items()
         return [Refusal("UNSUPPORTED", message, Where(None, name), hint) for name, each in tensors if each.is_meta]
     problems = []
-    known = any(_model_init(module) is not None for module in model.modules())
+    is_transformers = any(_model_init(module) is not None for module in model.modules())
     for name, owner, tensor, parameter in _meta(model):
-        if name in loaded or (not parameter and (known or _own_initialisers(model, owner))):
+        if name in loaded or (not parameter and (is_transformers or _own_initialisers(model, owner))):
             continue
-        what = "parameter" if parameter else "buffer"
-        message = f"this {what} of shape {list(tensor.shape)} is on the meta device, and nothing gives it values"
+        noun = "parameter" if parameter else "buffer"
+        message = f"this {noun} of shape {list(tensor.shape)} is on the meta device, and nothing gives it values"
         hint = "Build the model on a real device, or give the module a method reset_parameters."
         problems.append(Refusal("MISSING_TENSOR", message, Where(None, name), hint))
     return problems
 
 
 def materialise(model: nn.Module, loaded: Container[str], device: torch.device) -> bool:
-    """Give every meta tensor of a model storage on a device; those that the source lacks, their initial values.
+    """Give storage on a device to each meta tensor of a model; tensors that the source lacks get initial values.
 
     Args:
         model: the model; ties stay ties.
-        loaded: names that the source holds: their values are left to come.
-        device: where plain tensors go; a DTensor goes to the device of its mesh.
+        loaded: names that the source has, whose values are loaded later.
+        device: device of plain tensors; a DTensor goes to the device of its mesh.
 
     Returns:
-        whether there were any: tensors and parameters of the model are others now.
+        whether there were any; the model's tensors and parameters are then new objects.
 
     Raises:
-        Refused: MISSING_TENSOR for a buffer that its module was to fill, and did not.
+        Refused: MISSING_TENSOR for a buffer that its module does not initialise.
     """
     on_meta = list(_meta(model))
     if not on_meta:
         return False
-    made: dict[int, torch.Tensor] = {}
+    materialised: dict[int, torch.Tensor] = {}
 
     def storage(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_meta:
             return tensor
-        if id(tensor) not in made:
-            where = torch.device(tensor.device_mesh.device_type) if isinstance(tensor, DTensor) else device
-            made[id(tensor)] = torch.empty_like(tensor, device=where)
-        return made[id(tensor)]
+        if id(tensor) not in materialised:
+            target_device = torch.device(tensor.device_mesh.device_type) if isinstance(tensor, DTensor) else device
+            materialised[id(tensor)] = torch.empty_like(tensor, device=target_device)
+        return materialised[id(tensor)]
 
     with torch.no_grad():
         model._apply(storage)
@@ -134,51 +133,52 @@ def materialise(model: nn.Module, loaded: Container[str], device: torch.device) 
 
 
 def _fill(model: nn.Module, buffers: Mapping[nn.Module, Sequence[str]]) -> Iterator[Refusal]:
-    """Let modules fill their buffers, given by name; yield a refusal for each that is as it was before."""
-    anew = [_buffer(owner, name) for owner, names in buffers.items() for name in names]
-    for buffer in anew:
+    """Let modules initialise the named buffers; yield a refusal for each buffer that stays uninitialised."""
+    new_buffers = [_buffer(owner, name) for owner, names in buffers.items() for name in names]
+    for buffer in new_buffers:
         local_of(buffer).reshape(-1).view(torch.uint8).fill_(_UNFILLED)
-    with _protected(model, {id(buffer) for buffer in anew}):
+    with _mark_initialised(model, {id(buffer) for buffer in new_buffers}):
         _initialise(model, None, buffers)
     for owner, names in buffers.items():
-        left = [name for name in names if _is_unfilled(_buffer(owner, name))]
+        unfilled = [name for name in names if _is_unfilled(_buffer(owner, name))]
         for fill in _own_initialisers(model, owner):
-            if left:
+            if unfilled:
                 fill()
-                left = [name for name in left if _is_unfilled(_buffer(owner, name))]
-        for name in left:
+                unfilled = [name for name in unfilled if _is_unfilled(_buffer(owner, name))]
+        for name in unfilled:
             message = "this buffer is on the meta device, and its module's own initialisation does not give it values"
             yield Refusal("MISSING_TENSOR", message, Where(None, name), "Build the model on a real device.")
 
 
 @contextmanager
-def _protected(model: nn.Module, anew: Container[int]) -> Iterator[None]:
-    """Keep models of transformers from filling anything but some tensors, which are given by identity.
+def _mark_initialised(model: nn.Module, anew: Container[int]) -> Iterator[None]:
+    """Keep transformers models from initialising tensors other than those in `anew`, given by identity.
 
-    Values of parameters come from the source; to fill those of one rank's part, ranks may have to wait for others that
-    have none of it to fill.
+    Parameters are loaded from the source anyway; and initialising a sharded one may be a collective that other ranks do
+    not join.
     """
     tensors = chain(model.parameters(), model.buffers())
-    kept = [each for each in tensors if id(each) not in anew and not hasattr(each, _FILLED)]
-    for tensor in kept:
+    marked = [each for each in tensors if id(each) not in anew and not hasattr(each, _FILLED)]
+    for tensor in marked:
         setattr(tensor, _FILLED, True)
     try:
         yield
     finally:
-        for tensor in kept:
+        for tensor in marked:
             delattr(tensor, _FILLED)
 
 
 def _initialise(module: nn.Module, init: Init | None, owners: Container[nn.Module]) -> bool:
-    """Fill some modules and what they are in as transformers does: innermost first, by the model that each belongs to.
+    """Initialise some modules and their ancestors as transformers does: innermost first, by the model that each belongs
+    to.
 
     Args:
         module: the model, or a part of it.
-        init: what fills modules of the model that it belongs to.
-        owners: the modules.
+        init: initialises modules of the model that `module` belongs to.
+        owners: the modules to initialise.
 
     Returns:
-        whether any of them is in `module`.
+        whether `module` contains any of them.
     """
     init = _model_init(module) or init
     holds = module in owners
@@ -190,12 +190,12 @@ def _initialise(module: nn.Module, init: Init | None, owners: Container[nn.Modul
 
 
 def _model_init(module: nn.Module) -> Init | None:
-    """Return what fills the modules of a model of transformers; None of any other module."""
+    """Return the method that initialises modules of a transformers model; None for other modules."""
     return getattr(module, _MODEL_INIT, None) if hasattr(module, _MODEL) else None
 
 
 def _buffer(owner: nn.Module, name: str) -> torch.Tensor:
-    """Return a module's buffer, given by its full name."""
+    """Return a module's buffer by its full name in the model."""
     buffer = owner._buffers[name.rpartition(".")[2]]
     assert buffer is not None
     return buffer
@@ -206,76 +206,77 @@ def _is_unfilled(buffer: torch.Tensor) -> bool:
 
 
 def _tie(parameters: Sequence[tuple[nn.Module, str, int]]) -> None:
-    """Make parameters one again that were one: giving them storage made a new parameter for each of their names.
+    """Restore ties between parameters: giving storage has created a new parameter for each name.
 
     Args:
-        parameters: owner, name, and what identifies the parameter as it was.
+        parameters: (owner, name, identity of the original parameter).
     """
     first: dict[int, nn.Parameter | None] = {}
     for owner, name, identity in parameters:
-        own = name.rpartition(".")[2]
-        found = first.setdefault(identity, owner._parameters[own])
-        if found is not owner._parameters[own] and not isinstance(found, DTensor):
-            owner._parameters[own] = found
+        attribute = name.rpartition(".")[2]
+        parameter = first.setdefault(identity, owner._parameters[attribute])
+        if parameter is not owner._parameters[attribute] and not isinstance(parameter, DTensor):
+            owner._parameters[attribute] = parameter
 
 
 def _meta(model: nn.Module) -> Iterator[tuple[str, nn.Module, torch.Tensor, bool]]:
-    """Yield (name, owner, tensor, whether it is a parameter) of everything on the meta device."""
+    """Yield (name, owner, tensor, whether it is a parameter) for each tensor on the meta device."""
     for path, module in model.named_modules():
-        for kind, held in ((True, module._parameters), (False, module._buffers)):
-            for name, tensor in held.items():
+        for is_parameter, tensors in ((True, module._parameters), (False, module._buffers)):
+            for name, tensor in tensors.items():
                 if tensor is not None and tensor.is_meta:
-                    yield own_name(f"{path}.{name}" if path else name), module, tensor, kind
+                    yield own_name(f"{path}.{name}" if path else name), module, tensor, is_parameter
 
 
 def _own_initialisers(model: nn.Module, owner: nn.Module) -> list[Callable[[], object]]:
-    """Return a module's own methods that may fill its buffers; one that knows only its base class may leave some out.
+    """Return a module's own methods that may initialise its buffers; the whole model's are left out.
 
-    Those of the whole model would fill its parameters, too.
+    Called on the whole model, they would initialise its parameters too.
     """
-    own = [getattr(owner, name, None) for name in _INIT] if owner is not model else []
-    return [each for each in own if callable(each)]
+    methods = [getattr(owner, name, None) for name in _INIT] if owner is not model else []
+    return [each for each in methods if callable(each)]
 
 
 _OPTIMIZER = "optimizer"
-"""What a report calls an optimizer of which the source has nothing."""
+"""Name in the report for an optimizer of which the source has no state."""
 
 
 class LoadPlan:
-    """What a load does, agreed on by all ranks; collective to make.
+    """The plan of a load, agreed on by all ranks; collective to create.
 
     Args:
         state: model or state dict to fill.
         checkpoint: the source under its stored names.
         world: the ranks.
         optimizer: the model's optimizer, or several.
-        extra: what else is restored, by name.
+        extra: other objects to restore, by name.
         family: model family.
         dialect: dialect of the model's names.
-        strict: whether names that only one side has are refused.
-        decode: type of the parameters that take encoded tensors.
-        dtype: type of the parameters that take plain tensors of other types.
+        strict: refuse names that only one side has.
+        decode: dtype of the parameters that take encoded tensors.
+        dtype: dtype of the parameters that take plain tensors of other dtypes.
 
     Attributes:
         state: the model or state dict.
         checkpoint: the source under its stored names.
-        own: what it holds on this rank; of a model with adapters, the side that the checkpoint is for.
+        leaves: this rank's tensors of the state; of a model with adapters, either the base or the adapter, as in the
+            checkpoint.
         view: the source in the model's dialect.
         stored: the source's tensors by the model's names.
-        quantized: how the source fills quantized parameters of all ranks.
-        optimizers: what is loaded into optimizers.
+        quantized: how the source fills the quantized parameters of all ranks.
+        optimizers: the part of the load that goes into optimizers.
         extra: state that is no tensor.
-        wanted: the tensors to be read, as all ranks hold them.
+        targets: the tensors to read, with all ranks' parts.
         missing: names that only the model has.
         unexpected: names that only the source has.
-        conversions: type changes by the model's names; whether a cast is exact is known when it is done.
-        on_meta: names of modules of this rank on the meta device: whether they load what they show is tried when they
-            have memory.
-        filled_by_modules: parameters and buffers of this rank that are no entries: their modules' `load_state_dict`
-            fills them.
-        same_memory: pairs of names whose tensors are one on some rank, and that the source has both.
-        same_state: pairs of names of optimizer state: what is loaded, and what the source has for another name of the
-            same parameter.
+        conversions: dtype changes by the model's names; whether a cast is exact is known only afterwards.
+        on_meta: paths of this rank's modules on the meta device with derived entries, which are tried once they have
+            memory.
+        filled_by_modules: this rank's parameters and buffers that are no entries, but that modules fill in
+            `load_state_dict`.
+        same_memory: pairs of names that are one tensor on some rank, and two in the source.
+        same_state: pairs of names of one optimizer state of a tied parameter: the name that is loaded, and a further
+            name in the source.
 
     Raises:
         TransaxleError: on every rank, with every problem of every rank.
@@ -300,44 +301,50 @@ class LoadPlan:
         with world.together():
             if dtype is not None:
                 check_dtype(dtype)
-            self.own = own = leaves_for(state, checkpoint)
-        global_tensors = census(own.tensors, world)
-        weights = Weights(own.weights, world)
+            self.leaves = leaves = leaves_for(state, checkpoint)
+        global_tensors = census(leaves.tensors, world)
+        weights = Weights(leaves.weights, world)
         with world.together():
-            unshown = frozenset(chain.from_iterable(world.gather(tuple(own.unshown))))
+            unshown_names = frozenset(chain.from_iterable(world.gather(tuple(leaves.unshown))))
             if optimizer is None and not any(name.startswith(OPTIMIZER) for name in global_tensors):
-                checkpoint = checkpoint.without_optimizer()  # its names may ask for sizes that the values do not need
-            asked = family, dialect, decode
-            self.view = weights.seen(checkpoint, global_tensors, *asked, partial=not strict, trained=unshown)
+                checkpoint = (
+                    checkpoint.without_optimizer()
+                )  # names of optimizer state may need axis sizes that the weights do not need
+            view_options = family, dialect, decode
+            self.view = weights.view_source(
+                checkpoint, global_tensors, *view_options, partial=not strict, trained=unshown_names
+            )
             self.stored = self.view.tensors()
-            self.quantized = weights.sorted(self.view, self.stored)
-            stand_ins = self.values_of_quantized(own, meta=True)
-            self._filled = {**self.read_into(own), **stand_ins}
-            self.optimizers = OptimizerLoad(optimizer, own, self.stored)
-            unloadable_modules, omitted = untaken(own.islands) if own.islands and not own.kept else ([], ())
+            self.quantized = weights.choose_modes(self.view, self.stored)
+            stand_ins = self.values_of_quantized(leaves, meta=True)
+            self._filled = {**self.read_into(leaves), **stand_ins}
+            self.optimizers = OptimizerLoad(optimizer, leaves, self.stored)
+            unloadable_modules, omitted = (
+                find_unloadable(leaves.custom_modules) if leaves.custom_modules and not leaves.refusals else ([], ())
+            )
         added = census({**stand_ins, **self.optimizers.states}, world)
         self._unite_names(omitted, world)
         targets = {name: tensor for name, tensor in global_tensors.items() if name not in self.quantized.gone}
         targets = {name: tensor for name, tensor in {**targets, **added}.items() if name not in self._tied}
         with world.together():
             problems = self._compare(targets, decode, dtype)
-            self.extra = ExtraLoad(state, own.others, extra, self.view.checkpoint, self.stored, world)
-            problems += [*self.extra.problems, *own.kept, *unloadable_modules]
+            self.extra = ExtraLoad(state, leaves.non_tensors, extra, self.view.checkpoint, self.stored, world)
+            problems += [*self.extra.problems, *leaves.refusals, *unloadable_modules]
             if strict:
-                problems += [*self._left_over(targets), *left_out(self._omitted), *self.extra.lacking]
-                problems += lacking_state(self.checkpoint) if self.optimizers else []
+                problems += [*self._find_unmatched(targets), *refuse_omitted(self._omitted), *self.extra.lacking]
+                problems += find_missing_state(self.checkpoint) if self.optimizers else []
             problems += [*self._find_unfilled(), *unwritable(self._filled)]
             if self.optimizers:
                 problems += self._match_groups()
             if problems:
                 raise gathered(problems)
         missing = set(self.missing)
-        self.wanted: Census = {name: tensor for name, tensor in targets.items() if name not in missing}
-        self.same_memory = frozenset(pair for pair in self._same_memory if self.wanted.keys() >= set(pair))
+        self.targets: Census = {name: tensor for name, tensor in targets.items() if name not in missing}
+        self.same_memory = frozenset(pair for pair in self._same_memory if self.targets.keys() >= set(pair))
         requantized = weights.conversions(self.quantized.anew, self.view, self.stored)
-        self.conversions = _conversions(self.wanted, self.view, self.stored)
+        self.conversions = _conversions(self.targets, self.view, self.stored)
         self.conversions |= {conversion.name: conversion for conversion in requantized}
-        self.on_meta = frozenset(island.path for island in own.islands if island.is_meta)
+        self.on_meta = frozenset(custom_module.path for custom_module in leaves.custom_modules if custom_module.is_meta)
 
     @property
     def storage(self) -> Storage:
@@ -345,79 +352,91 @@ class LoadPlan:
         return self.view.checkpoint.container.storage
 
     @property
-    def padded(self) -> dict[str, tuple[int, int]]:
-        """Tensors with rows of padding: rows in the source and in the model."""
+    def padding_rows(self) -> dict[str, tuple[int, int]]:
+        """Tensors with padding rows: number of rows in the source and in the model."""
         shapes = (
-            (name, self.stored[name].shape, tensor.shape) for name, tensor in self.wanted.items() if tensor.padded
+            (name, self.stored[name].shape, tensor.shape) for name, tensor in self.targets.items() if tensor.padded
         )
         return {name: (stored[0], shape[0]) for name, stored, shape in shapes if stored != shape}
 
-    def values_of_quantized(self, own: Leaves, *, meta: bool) -> dict[str, torch.Tensor]:
-        """Return tensors for the values of this rank's parameters that are quantized here, by the parameters' names.
+    def values_of_quantized(self, leaves: Leaves, *, meta: bool) -> dict[str, torch.Tensor]:
+        """Return plain tensors for the values of this rank's parameters that are quantized during the load, by name.
 
         Args:
-            own: what the model holds.
-            meta: without memory.
+            leaves: this rank's tensors.
+            meta: create the tensors on the meta device.
         """
-        anew = self.quantized.anew.items()
-        return {name: stand_in(own.weights[name], code, meta=meta) for name, code in anew if name in own.weights}
+        codes_by_name = self.quantized.anew.items()
+        return {
+            name: stand_in(leaves.weights[name], code, meta=meta)
+            for name, code in codes_by_name
+            if name in leaves.weights
+        }
 
-    def read_into(self, own: Leaves) -> dict[str, torch.Tensor]:
-        """Return this rank's tensors without those that nothing is read into."""
-        return {name: tensor for name, tensor in own.tensors.items() if name not in self.quantized.gone}
+    def read_into(self, leaves: Leaves) -> dict[str, torch.Tensor]:
+        """Return this rank's tensors, except for those that are not read."""
+        return {name: tensor for name, tensor in leaves.tensors.items() if name not in self.quantized.gone}
 
     def _unite_names(self, omitted: tuple[str, ...], world: World) -> None:
-        """Put together what the ranks know of their names; collective.
+        """Unite the sets of names that each rank knows only for itself; collective.
 
         Args:
-            omitted: parameters and buffers of this rank that neither a state dict shows nor a load fills.
+            omitted: this rank's parameters and buffers that its state dict omits and a load leaves unchanged.
             world: the ranks.
         """
-        own, stored = self.own, self.stored
-        in_memory = {name: own.weights.get(name, tensor) for name, tensor in self._filled.items()}
+        leaves, stored = self.leaves, self.stored
+        in_memory = {name: leaves.weights.get(name, tensor) for name, tensor in self._filled.items()}
         pairs = tuple(same_memory(in_memory, stored))
-        mine = tied(self._filled, stored), self.optimizers.doubled, tuple(own.others), omitted, pairs
-        united = [frozenset(chain.from_iterable(names)) for names in zip(*world.gather(mine), strict=True)]
+        own_names = (
+            find_ties(self._filled, stored),
+            self.optimizers.second_copies,
+            tuple(leaves.non_tensors),
+            omitted,
+            pairs,
+        )
+        united = [frozenset(chain.from_iterable(names)) for names in zip(*world.gather(own_names), strict=True)]
         self._tied, self.same_state, self._no_tensors, self._omitted, self._same_memory = united
 
     def _compare(self, targets: Census, decode: str | None, dtype: str | None) -> list[Refusal]:
-        """Compare the model's tensors with the source's; return what does not fit.
+        """Match the model's tensors with the source's; return a refusal for each mismatch.
 
         Args:
-            targets: the tensors of all ranks that values are looked for in the source.
-            decode: as for the whole.
-            dtype: likewise.
+            targets: all ranks' tensors that the source should have.
+            decode: see the class.
+            dtype: see the class.
         """
-        seen, with_state = self.view.checkpoint, bool(self.optimizers)
-        problems, missing, unexpected = compared(
+        checkpoint, with_state = self.view.checkpoint, bool(self.optimizers)
+        problems, missing, unexpected = match_tensors(
             targets,
             self.stored,
             with_state,
             decode,
-            cache(partial(sizes_that_differ, self.state, seen.config)),
+            cache(partial(sizes_that_differ, self.state, checkpoint.config)),
             dtype,
-            seen.decoded,
-            seen.config.get("vocab_size"),
+            checkpoint.decoded,
+            checkpoint.config.get("vocab_size"),
         )
-        problems += _scales_alone(seen, targets, self.stored) if dtype is not None else ()
+        problems += _scales_alone(checkpoint, targets, self.stored) if dtype is not None else ()
         no_state = (_OPTIMIZER,) if with_state and not self.checkpoint.has_state else ()
-        self.missing = (*missing, *self.optimizers.unrestored, *sorted(self._omitted), *no_state)
+        self.missing = (*missing, *self.optimizers.stale_states, *sorted(self._omitted), *no_state)
         copies = {second for _, second in self.same_state}
         expected = self._no_tensors | copies | self.quantized.gone | self.checkpoint.container.beside
         self.unexpected = tuple(name for name in unexpected if name not in expected)
         return [*problems, *self.quantized.problems]
 
-    def _left_over(self, targets: Census) -> list[Refusal]:
+    def _find_unmatched(self, targets: Census) -> list[Refusal]:
         """Return a refusal for each name that only one side has."""
         unused = [name for name in self.checkpoint if name not in targets]
         missing = [name for name in self.missing if name not in {*self._omitted, _OPTIMIZER}]
-        return unmatched(missing, self.unexpected, unused)
+        return refuse_unmatched(missing, self.unexpected, unused)
 
     def _find_unfilled(self) -> list[Refusal]:
-        """Return a refusal for each tensor on the meta device that nothing gives values."""
+        """Return a refusal for each meta tensor that nothing fills."""
         loaded = self.stored.keys() | self._tied
-        self.filled_by_modules = reached(self.own.islands, loaded) if self.own.islands else set[str]()
-        tensors: Iterable[torch.Tensor] = self.own.tensors.values()
+        self.filled_by_modules = (
+            indirectly_filled(self.leaves.custom_modules, loaded) if self.leaves.custom_modules else set[str]()
+        )
+        tensors: Iterable[torch.Tensor] = self.leaves.tensors.values()
         if isinstance(self.state, nn.Module):
             tensors = chain(self.state.parameters(), self.state.buffers())
         if not any(tensor.is_meta for tensor in tensors):
@@ -425,46 +444,50 @@ class LoadPlan:
         return unloadable(self.state, loaded | self.filled_by_modules)
 
     def _match_groups(self) -> list[Refusal]:
-        """Find the settings that the source has for the optimizers' groups; return what speaks against them."""
+        """Find the source's settings for the optimizers' parameter groups; return refusals for contradictions."""
         problems: list[Refusal] = []
         stored_groups = self.view.checkpoint.container.metadata.get(GROUPS, ())
         groups: list[ParamGroup] = [
-            {**group, PARAMS: [self.view.named(name) for name in group[PARAMS]]}
+            {**group, PARAMS: [self.view.model_name(name) for name in group[PARAMS]]}
             for group in regrouped(stored_groups, self.view.checkpoint.targets, problems)
         ]
-        return [*problems, *self.optimizers.match_groups(groups, self.stored, self.extra.given())]
+        return [*problems, *self.optimizers.match_groups(groups, self.stored, self.extra.objects_to_restore())]
 
 
 def leaves_for(state: State, checkpoint: Checkpoint) -> Leaves:
-    """Return what a state holds; of a model with adapters, the side that the checkpoint is for.
+    """Collect a state's tensors; of a model with adapters, the base or the adapter, as in the checkpoint.
 
     Raises:
         Refused: see `leaves`.
     """
-    own = leaves(state, sharded=True)
-    peft_model = adapted(state) if isinstance(state, nn.Module) else None
+    state_leaves = leaves(state, sharded=True)
+    peft_model = peft_model_of(state) if isinstance(state, nn.Module) else None
     if peft_model is None:
-        return own
+        return state_leaves
     is_adapter = adapter_config(checkpoint.container) is not None
-    return seen_by(peft_model, own, checkpoint.catalog.entries.keys(), adapter=is_adapter)
+    return leaves_of_checkpoint(peft_model, state_leaves, checkpoint.catalog.entries.keys(), adapter=is_adapter)
 
 
-def _scales_alone(seen: Checkpoint, targets: Census, stored: Mapping[str, StoredTensor]) -> Iterator[Refusal]:
-    """Yield why some tensors must not be cast; to float32 no value of a scale changes."""
+def _scales_alone(checkpoint: Checkpoint, targets: Census, stored: Mapping[str, StoredTensor]) -> Iterator[Refusal]:
+    """Yield a refusal for each scale tensor that must not be cast; a cast to float32 is allowed, as it changes no
+    value.
+    """
     pairs = ((stored[name], tensor.dtype) for name, tensor in targets.items() if name in stored)
     casts = [(source, dtype) for source, dtype in pairs if source.dtype != dtype and is_plain(source.dtype)]
     if casts:
-        yield from seen.catalog.refusals
+        yield from checkpoint.catalog.refusals
     narrowed = dict.fromkeys(origin for source, dtype in casts if dtype != "F32" for origin in source.origins)
-    for refusal in scales_alone((origin for origin in narrowed if origin not in seen.decoded), seen.catalog):
+    for refusal in scales_alone(
+        (origin for origin in narrowed if origin not in checkpoint.decoded), checkpoint.catalog
+    ):
         yield replace(refusal, hint="Build the model with the type that the source has.")
 
 
-def _conversions(wanted: Census, view: View, stored: Mapping[str, StoredTensor]) -> dict[str, Conversion]:
-    """Return which tensors are decoded or cast."""
+def _conversions(targets: Census, view: View, stored: Mapping[str, StoredTensor]) -> dict[str, Conversion]:
+    """Return a conversion for each tensor that is decoded or cast."""
     decoded = view.checkpoint.decoded
     conversions = {}
-    for name, tensor in wanted.items():
+    for name, tensor in targets.items():
         source = stored[name]
         codes = next((decoded[origin] for origin in source.origins if origin in decoded), None)
         if codes is not None:
@@ -479,28 +502,30 @@ _LARGEST_MANIFEST = 1 << 30
 
 
 @contextmanager
-def opened(
+def open_source(
     src: CheckpointLike, world: World, reading: Mapping[str, Any], *, with_state: bool, strict: bool
 ) -> Iterator[Checkpoint]:
-    """Give the source; one that is opened here is closed again, the caller's own is not. Collective.
+    """Give the source; a checkpoint that is opened here is closed again, one that the caller opened is not. Collective.
 
     Args:
-        src: as `load` takes it.
+        src: the source, as `load` takes it.
         world: the ranks.
-        reading: arguments of `load` for opening the source, None where they are not given.
-        with_state: whether the optimizer's state is wanted, if there is any.
-        strict: whether state whose parameters are not known is refused, rather than left out.
+        reading: arguments of `load` for opening the source; None for those that the caller did not give.
+        with_state: open optimizer state too, if there is any.
+        strict: refuse state of unknown parameters, instead of leaving it out.
 
     Raises:
-        TypeError: there are options for a source that is open already.
-        TransaxleError: on every rank: what opening it raises; CORRUPT, AMBIGUOUS where the ranks have opened different
-            ones, or in different ways.
+        TypeError: `reading` has options, but the source is already open.
+        TransaxleError: on every rank: the source cannot be opened; CORRUPT, AMBIGUOUS where ranks have opened different
+            checkpoints, or with different options.
     """
     if isinstance(src, Checkpoint):
         with world.together():
-            given = [name for name, value in reading.items() if value is not None]
-            if given:
-                raise TypeError(f"{', '.join(given)}: pass this to open() instead; the checkpoint is already open")
+            option_names = [name for name, value in reading.items() if value is not None]
+            if option_names:
+                raise TypeError(
+                    f"{', '.join(option_names)}: pass this to open() instead; the checkpoint is already open"
+                )
         if world.size > 1:
             refuse_different(src, world)
         yield src
@@ -520,21 +545,21 @@ def opened(
 
 
 def refuse_different(checkpoint: Checkpoint, world: World) -> None:
-    """Prove that all ranks have opened one checkpoint, in one way; collective.
+    """Prove that all ranks have opened one checkpoint with the same options; collective.
 
-    Copies on the disks of several machines are one if their manifests are, or without manifests their files' sizes;
-    they may have several paths. So may configs and tables of rules, whose contents are compared.
+    Copies on several machines count as one if their manifests are equal or, without manifests, the sizes of their
+    files; their paths may differ. Configs and rules are compared by content, so their paths may differ too.
 
     Args:
-        checkpoint: what this rank opened.
+        checkpoint: the checkpoint that this rank has opened.
         world: the ranks.
 
     Raises:
-        Refused: on every rank: CORRUPT where they have one path, else AMBIGUOUS.
+        Refused: on every rank: CORRUPT if the paths are equal, otherwise AMBIGUOUS.
     """
     with world.together():
-        mine = unpinned(checkpoint.path), _identity(checkpoint), _reading(checkpoint)
-    opened_by_rank = world.gather(mine)
+        own_opening = unpinned(checkpoint.path), _identity(checkpoint), _reading(checkpoint)
+    opened_by_rank = world.gather(own_opening)
     first_path, first_identity, first_reading = opened_by_rank[0]
     for rank, (path, identity, reading) in zip(world.ranks, opened_by_rank, strict=True):
         if identity != first_identity:
@@ -552,7 +577,7 @@ def refuse_different(checkpoint: Checkpoint, world: World) -> None:
 
 
 def _reading(checkpoint: Checkpoint) -> dict[str, str]:
-    """Return the arguments that say how a checkpoint is read, by name, as hashes of them."""
+    """Return the options with which a checkpoint was opened, by name, as hashes."""
     how, settings = checkpoint.reopening, checkpoint.settings
     options: Mapping[str, Any] = {"config": settings.config, "axes": settings.axes}
     if how is not None:
@@ -569,9 +594,9 @@ def _identity(checkpoint: Checkpoint) -> str:
 
 
 def check_read(storage: Storage, world: World) -> None:
-    """Prove that nobody has written to the files meanwhile, and that what was read has its checksums; collective.
+    """Prove that no file was rewritten while it was read, and that the bytes match their checksums; collective.
 
-    What a service sends is held against its version at every request.
+    A service's answers are checked against the object's version at every request.
 
     Raises:
         Refused: CORRUPT, on every rank.
@@ -585,26 +610,28 @@ def check_read(storage: Storage, world: World) -> None:
 
 
 def _check_sums(storage: Storage, world: World) -> None:
-    """Hold every range that the ranks have read whole, alone or together, against its checksum; collective.
+    """Compare each range that was read whole, by one rank or several, with its checksum; collective.
 
-    What each rank has summed up is put together, also of runs between which others have read theirs. A range that was
-    read in a way that cannot be summed up is read once more by one of the ranks. A range of which they need only a part
-    is not checked: the rest of it would have to be read for that.
+    The partial sums of all ranks are combined, also where ranks read alternate runs. A range whose partial sums cannot
+    be combined is read once more by one rank. A range that is needed only in part is not checked, because the remainder
+    would have to be read for it.
 
     Raises:
         Refused: CORRUPT, on every rank.
         StorageError: IO.
     """
     witness = layer(storage, Witness)
-    of_all_ranks = world.gather(None if witness is None else {each: witness.tally(each) for each in witness.open()})
+    of_all_ranks = world.gather(
+        None if witness is None else {summed: witness.tally(summed) for summed in witness.open()}
+    )
     if witness is None or any(tallies is None for tallies in of_all_ranks):
-        return  # all ranks read the same files, which give no checksums
+        return  # the files have no checksums; all ranks read the same ones
     with world.together():
         read: dict[Checksum, list[Tally]] = {}
         for tallies in of_all_ranks:
             for checksum, tally in (tallies or {}).items():
                 read.setdefault(checksum, []).append(tally)
-        ranges = sorted(read, key=lambda each: (each.file, each.offset))
+        ranges = sorted(read, key=lambda summed: (summed.file, summed.offset))
         for checksum in ranges[world.ranks.index(world.rank) :: world.size]:
             witness.put_together(checksum, read[checksum])
             if witness.is_right(checksum) is None and sum(tally.read for tally in read[checksum]) >= checksum.size:

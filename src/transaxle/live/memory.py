@@ -1,14 +1,13 @@
-"""Live tensors as a container: every rank's shards are the chunks of the stored tensors, its memory the files.
+"""Live tensors as a container: the ranks' shards are the chunks of its tensors, and their memory stands for its files.
 
-The catalog is the same on all ranks, so all of them plan alike; only this rank's own chunks can be read here. It names
-one rank for each chunk; a taker that holds the same part reads its own (`Replicas`).
+The catalog is equal on all ranks, so all ranks make equal plans; each rank can read only its own chunks. The catalog
+names one rank for each chunk; a receiver that has the same part reads its own copy (`Replicas`).
 
-Values that must be equal or zero, where nothing but a look at them tells.
+**Value checks**: copies that must be equal, and tensors that must be zero.
 
-What several ranks hold without a mesh that keeps it equal is compared before one of them is saved. A DTensor says of
-its replicas that they are the same. Nobody says so of plain tensors (the norms next to tensor parallel weights, a model
-under DDP, counters), nor of DTensors that lie on several meshes; and only one of them is written. Tensors for which
-another dialect has no place must be zero.
+A DTensor guarantees that its replicas are equal. Nothing guarantees this for plain tensors on several ranks (norms next
+to tensor-parallel weights, a model under DDP, counters), nor for a tensor whose ranks are on different meshes. Only one
+copy of these is saved, so all copies are compared first. Tensors that the target dialect has no place for must be zero.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from transaxle.errors import Refusal, Where, gathered, refuse
 from transaxle.formats.catalog import Container, Entry, Extent, nbytes
 from transaxle.formats.storage.storage import Listing, Storage
 from transaxle.formats.training_state import GROUPS, ParamGroup
-from transaxle.live.global_tensors import Census, Global
+from transaxle.live.global_tensors import Census, GlobalTensor
 from transaxle.live.transport.world import World
 from transaxle.move.workers import Item, Load
 from transaxle.torch_tensors import (
@@ -50,9 +49,9 @@ FORMAT = "live"
 CONFIG = "config.json"
 _SEPARATOR = "/"
 _APART = 4
-"""A range is copied alone where the tensor is so many times longer."""
+"""A range is copied alone if the tensor is at least this many times longer."""
 _KEPT = 1 << 30
-"""Bytes of copied tensors that are kept."""
+"""Most bytes of copied tensors that stay cached."""
 
 
 def file_of(rank: int, name: str) -> str:
@@ -73,13 +72,14 @@ def tensor_of(file: str) -> str:
 class Memory(Storage):
     """This rank's tensors as files of row-major bytes; see `Storage`.
 
-    Contiguous tensors of the CPU are lent out as they are. Others are copied there when they are read: the part that is
-    asked for where it is a small one of a contiguous tensor, else all of it, which is kept while there is room.
+    Contiguous CPU tensors are read without a copy. Other tensors are copied to the CPU when they are read: only the
+        requested range if it is a small part of a contiguous tensor, otherwise the whole tensor, which stays cached up
+        to a limit.
 
     Args:
-        tensors: this rank's, by name.
+        tensors: this rank's tensors by name.
         rank: this rank.
-        files: other files of the checkpoint, with their bytes.
+        files: other files of the checkpoint, with their contents.
     """
 
     single = None
@@ -90,7 +90,7 @@ class Memory(Storage):
         self._rank = rank
         self._files = files
         self._lent: dict[str, Bytes] = {}
-        self._kept: OrderedDict[str, Bytes] = OrderedDict()
+        self._cached: OrderedDict[str, Bytes] = OrderedDict()
 
     def listing(self, folder: str = "") -> Listing:
         """See `Storage`."""
@@ -109,7 +109,9 @@ class Memory(Storage):
         view[:] = self.lend(name, offset, len(view)).data
 
     def lend(self, name: str, offset: int, size: int) -> Bytes:
-        """Return bytes of a file without copying them, where they lie in memory as they are; not to be written to."""
+        """Return bytes of a file, without a copy where the tensor's memory allows it; the caller must not write to
+        them.
+        """
         if name in self._files:
             return np.frombuffer(self._files[name], np.uint8, size, offset)
         lent = self._lent.get(name)
@@ -117,12 +119,12 @@ class Memory(Storage):
             local = self._local(name)
             if local.device.type == "cpu" and local.is_contiguous():
                 lent = self._lent[name] = as_bytes(local)
-            # A small range of a tensor on a device is copied alone; for a larger one the whole tensor is copied and
-            # kept, as the other ranges are usually read next.
+            # A small range is copied alone. For a larger one the whole tensor is copied and cached, because its other
+            # ranges are usually read next.
             elif local.is_contiguous() and _APART * size <= local.nbytes:
                 return as_bytes(copy_to_cpu(byte_view(local)[offset : offset + size]))
             else:
-                lent = self._copied(name, local)
+                lent = self._copy_to_cpu(name, local)
         return lent[offset : offset + size]
 
     def owner(self, name: str) -> int:
@@ -130,33 +132,33 @@ class Memory(Storage):
         return rank_of(name)
 
     def recheck(self) -> None:
-        """Whether memory has changed nobody can tell: each byte of it is read once, to be hashed and written."""
+        """Do nothing: a change of memory cannot be detected, and each byte is read only once."""
 
     def close(self) -> None:
-        """Let copies go."""
+        """Drop all cached copies."""
         self._lent.clear()
-        self._kept.clear()
+        self._cached.clear()
 
     def _local(self, name: str) -> torch.Tensor:
-        """Return this rank's part of a tensor; its own copy of another's number, which a format reads when it plans."""
+        """Return this rank's part of a tensor; a 0-d tensor of another rank is read from this rank's equal copy."""
         rank, _, tensor = name.partition(_SEPARATOR)
-        own = self._tensors.get(tensor)
+        own_tensor = self._tensors.get(tensor)
         # Numbers (a step) are read while planning, on every rank, though the catalog names one owner. They are equal on
         # all ranks, so the own copy serves.
-        if int(rank) != self._rank and (own is None or own.dim()):
+        if int(rank) != self._rank and (own_tensor is None or own_tensor.dim()):
             raise refuse("IO", f"rank {self._rank} cannot read it: it is in the memory of rank {rank}", tensor=tensor)
         return with_own_bytes(local_of(self._tensors[tensor]))
 
-    def _copied(self, name: str, local: torch.Tensor) -> Bytes:
-        """Copy a tensor to the CPU; the copies that were asked for last are kept."""
-        # Taken out and put back at the end, so that the first entry is the one unused for longest.
-        copied = self._kept.pop(name, None)
+    def _copy_to_cpu(self, name: str, local: torch.Tensor) -> Bytes:
+        """Copy a tensor to the CPU, and cache the most recently used copies."""
+        # Remove and append, so that the first entry is the least recently used one.
+        copied = self._cached.pop(name, None)
         if copied is None:
             copied = as_bytes(copy_to_cpu(local))
-        self._kept[name] = copied
+        self._cached[name] = copied
         # The copy just made stays even if it alone exceeds the limit: it is about to be used.
-        while len(self._kept) > 1 and sum(map(len, self._kept.values())) > _KEPT:
-            self._kept.popitem(last=False)
+        while len(self._cached) > 1 and sum(map(len, self._cached.values())) > _KEPT:
+            self._cached.popitem(last=False)
         return copied
 
 
@@ -168,7 +170,7 @@ def memory_of(container: Container) -> Memory:
 
 
 def container(
-    everything: Census,
+    global_tensors: Census,
     tensors: Mapping[str, torch.Tensor],
     rank: int,
     config: Mapping[str, Any] | None,
@@ -176,47 +178,46 @@ def container(
     groups: Sequence[ParamGroup] = (),
     files: Mapping[str, bytes] | None = None,
 ) -> Container:
-    """Return the live tensors of all ranks as one container.
+    """Present the live tensors of all ranks as one container.
 
     Args:
-        everything: what all ranks hold.
-        tensors: what this rank holds, by the names of the parts (`local_parts`).
+        global_tensors: all ranks' tensors and parts.
+        tensors: this rank's local tensors, by the names of the parts (`local_parts`).
         rank: this rank.
         config: the model's config, which becomes the checkpoint's config.json.
-        groups: parameter groups of the optimizer, by the names of the parameters.
-        files: other files that travel along.
+        groups: parameter groups of the optimizer, with names of parameters.
+        files: other files for the checkpoint.
 
-    Post-condition: of replicas, one is read: that of the rank which has least to give so far.
+    Post-condition: one replica of each part is read, from the rank with the fewest bytes to read so far.
 
     Raises:
-        Refused: INCOMPLETE where no rank holds some part of a tensor.
+        Refused: INCOMPLETE where some part of a tensor is on no rank.
     """
-    given = Load()
-    entries = {name: _entry(tensor, given) for name, tensor in everything.items()}
-    beside = dict(files or {})
+    load = Load()
+    entries = {name: _entry(tensor, load) for name, tensor in global_tensors.items()}
+    all_files = dict(files or {})
     if config is not None:
-        beside[CONFIG] = json.dumps(config, indent=2, sort_keys=True).encode() + b"\n"
+        all_files[CONFIG] = json.dumps(config, indent=2, sort_keys=True).encode() + b"\n"
     metadata = {GROUPS: list(groups)} if groups else {}
-    return Container(FORMAT, FORMAT, Memory(tensors, rank, beside), entries, {}, metadata, carried=tuple(beside))
+    return Container(FORMAT, FORMAT, Memory(tensors, rank, all_files), entries, {}, metadata, carried=tuple(all_files))
 
 
-def own_entry(tensor: Global, rank: int) -> Entry:
-    """Return what one rank holds of a tensor, as an entry that has holes where others hold the rest."""
-    chunks = _extents(tensor, tensor.held[rank], file_of(rank, tensor.name))
+def own_entry(tensor: GlobalTensor, rank: int) -> Entry:
+    """Return a catalog entry with only this rank's chunks of a tensor."""
+    chunks = _extents(tensor, tensor.positions[rank], file_of(rank, tensor.name))
     return Entry(tensor.name, tensor.dtype, tensor.shape, tuple(extent for _, extent in chunks))
 
 
-def _entry(tensor: Global, given: Load) -> Entry:
+def _entry(tensor: GlobalTensor, load: Load) -> Entry:
     extents: list[Extent] = []
     covered: set[tuple[tuple[int, int], ...]] = set()
-    # Parts of different ranks may have chunks in common (ranks that share a key and value head): a chunk is listed
-    # once.
-    for held, ranks in tensor.boxes.items():
-        # Of replicas the rank with the fewest bytes so far gives its own; the rank number breaks ties, so that all
-        # ranks agree. Those that call their own a copy give it only if all do.
-        givers = [rank for rank in ranks if rank not in tensor.spare] or ranks
-        owner = given.add(given.least(givers), nbytes(tensor.dtype, local_shape(held)))
-        for spans, extent in _extents(tensor, held, file_of(owner, tensor.part_name(held))):
+    # Parts of different ranks may share chunks (ranks with one key and value head in common): list a chunk once.
+    for intervals, ranks in tensor.boxes.items():
+        # Of the replicas, take that of the rank with the fewest bytes so far, ties broken by the rank number, so that
+        # all ranks agree. A replica that is declared a copy is taken only if all are.
+        sources = [rank for rank in ranks if rank not in tensor.spare] or ranks
+        owner = load.add(load.least(sources), nbytes(tensor.dtype, local_shape(intervals)))
+        for spans, extent in _extents(tensor, intervals, file_of(owner, tensor.part_name(intervals))):
             if spans not in covered:
                 covered.add(spans)
                 extents.append(extent)
@@ -228,19 +229,19 @@ def _entry(tensor: Global, given: Load) -> Entry:
     return Entry(tensor.name, tensor.dtype, tensor.shape, tuple(extents))
 
 
-def _extents(tensor: Global, held: Positions, file: str) -> list[tuple[tuple[tuple[int, int], ...], Extent]]:
-    """Return the chunks of one rank's part: one for each combination of its intervals, or those of a range."""
+def _extents(tensor: GlobalTensor, part: Positions, file: str) -> list[tuple[tuple[tuple[int, int], ...], Extent]]:
+    """Return the chunks of a rank's part: one per combination of its intervals, or the boxes of a flat range."""
     item = nbytes(tensor.dtype, (1,)) if tensor.shape else 1
-    if len(held) < len(tensor.shape):
-        return list(_extents_of_range(tensor.shape, held, file, item))
-    strides = row_major(local_shape(held))
+    if len(part) < len(tensor.shape):
+        return list(_extents_of_range(tensor.shape, part, file, item))
+    strides = row_major(local_shape(part))
     per_dim = []
-    for intervals in held:
-        base, found = 0, []
+    for intervals in part:
+        base, intervals_with_base = 0, []
         for first, last in intervals:
-            found.append((first, last, base))
+            intervals_with_base.append((first, last, base))
             base += last - first
-        per_dim.append(found)
+        per_dim.append(intervals_with_base)
     chunks = []
     for parts in product(*per_dim):
         offset = sum(base * stride for (_, _, base), stride in zip(parts, strides, strict=True)) * item
@@ -253,10 +254,10 @@ def _extents(tensor: Global, held: Positions, file: str) -> list[tuple[tuple[tup
 
 
 def _extents_of_range(
-    shape: tuple[int, ...], held: Positions, file: str, item: int
+    shape: tuple[int, ...], part: Positions, file: str, item: int
 ) -> Iterator[tuple[tuple[tuple[int, int], ...], Extent]]:
-    """Yield the chunks of a range of a tensor's elements."""
-    ((first, stop),), strides = held[0], row_major(shape)
+    """Yield the chunks of a flat range of a tensor's elements."""
+    ((first, stop),), strides = part[0], row_major(shape)
     for box in lexicographic_boxes(shape, first, stop):
         start = tuple(begin for begin, _ in box)
         offset = (sum(at * stride for at, stride in zip(start, strides, strict=True)) - first) * item
@@ -271,136 +272,136 @@ def _count(shape: tuple[int, ...]) -> int:
 
 
 class Replicas:
-    """Which ranks hold the same parts of tensors, by the meshes that these are on.
+    """Ranks with equal parts of tensors, known from the tensors' meshes.
 
-    Tensors on no one mesh are left out: nothing says that their replicas are equal, and all takers shall have the
-    values of one rank.
+    Tensors on no single mesh are left out: their replicas may differ, and all receivers should get the values of one
+        rank.
 
     Args:
-        everything: what all ranks hold.
+        global_tensors: all ranks' tensors and parts.
     """
 
-    def __init__(self, everything: Census) -> None:
+    def __init__(self, global_tensors: Census) -> None:
         self._holders: dict[str, frozenset[int]] = {}
-        for tensor in everything.values():
-            for held, ranks in tensor.boxes.items() if not tensor.loose else ():
+        for tensor in global_tensors.values():
+            for intervals, ranks in tensor.boxes.items() if not tensor.loose else ():
                 alike = frozenset(ranks) - tensor.spare
                 if len(alike) > 1:
-                    part = tensor.part_name(held)
+                    part = tensor.part_name(intervals)
                     self._holders |= {file_of(rank, part): alike for rank in alike}
 
     def near(self, item: Item) -> list[Item]:
-        """Return an item as one for each rank that holds some of it itself, and one for all others.
+        """Split an item: one for each receiver that has some of the bytes itself, and one for all other receivers.
 
-        They share its key: no two of them have a taker in common.
+        The items keep the key; no receiver is in two of them.
         """
         shared = {each.file for each in item.transfers} & self._holders.keys()
-        own = {
+        own_files = {
             taker: {file for file in shared if taker in self._holders[file] and rank_of(file) != taker}
             for taker in item.target_ranks
         }
-        if not any(own.values()):
+        if not any(own_files.values()):
             return [item]
-        others = tuple(taker for taker in item.target_ranks if not own[taker])
-        found = [replace(item, target_ranks=others)] if others else []
-        for taker in filter(own.get, item.target_ranks):
+        other_takers = tuple(taker for taker in item.target_ranks if not own_files[taker])
+        items = [replace(item, target_ranks=other_takers)] if other_takers else []
+        for taker in filter(own_files.get, item.target_ranks):
             made_of = [
                 msgspec.structs.replace(each, file=file_of(taker, tensor_of(each.file)))
-                if each.file in own[taker]
+                if each.file in own_files[taker]
                 else each
                 for each in item.transfers
             ]
-            found.append(replace(item, lazy_transfers=made_of, target_ranks=(taker,)))
-        return found
+            items.append(replace(item, made_of=made_of, target_ranks=(taker,)))
+        return items
 
 
 _Peers = tuple[int, ...]
-"""Ranks that hold the same part of a tensor."""
+"""Ranks that have the same part of a tensor."""
 _NAMED = 8
-"""Ranks that a message names."""
+"""Most ranks that a message lists."""
 _HINT = (
     "Broadcast the tensor from one rank, or find out why the copies drifted apart (a gradient that is not summed over "
     "all ranks). Use check_copies=False to write one of them."
 )
 
 
-def compare_copies(everything: Census, tensors: Mapping[str, torch.Tensor], world: World) -> None:
-    """Refuse copies that differ; collective. What travels is one hash for each set of ranks.
+def compare_copies(global_tensors: Census, tensors: Mapping[str, torch.Tensor], world: World) -> None:
+    """Refuse copies that differ between ranks; collective. Each set of ranks exchanges one combined hash.
 
     Args:
-        everything: what all ranks hold.
-        tensors: what this rank holds, by the names of the parts (`local_parts`).
+        global_tensors: all ranks' tensors and parts.
+        tensors: this rank's local tensors, by the names of the parts (`local_parts`).
         world: the ranks.
 
     Raises:
         Refused: on every rank: UNEQUAL_COPIES for each tensor.
     """
-    if not any(tensor.loose for tensor in everything.values()):
+    if not any(tensor.loose for tensor in global_tensors.values()):
         return
     digests: dict[str, bytes] = {}
 
-    def own() -> dict[_Peers, bytes]:
+    def hash_own() -> dict[_Peers, bytes]:
         sums: dict[_Peers, xxhash.xxh3_128] = {}
-        for tensor in everything.values():
-            for name, peers in _shared(tensor, world.rank):
+        for tensor in global_tensors.values():
+            for name, peers in _loose_parts(tensor, world.rank):
                 own_bytes = as_bytes(copy_to_cpu(local_of(tensors[name])))
                 digests[name] = xxhash.xxh3_128_digest(own_bytes.data)
                 sums.setdefault(peers, xxhash.xxh3_128()).update(digests[name])
-        return {peers: each.digest() for peers, each in sums.items()}
+        return {peers: sums_of_rank.digest() for peers, sums_of_rank in sums.items()}
 
-    sums_of_ranks = world.pool(own)
+    sums_of_ranks = world.pool(hash_own)
     sums: dict[_Peers, set[bytes]] = {}
-    for each in sums_of_ranks:
-        for peers, digest in each.items():
+    for sums_of_rank in sums_of_ranks:
+        for peers, digest in sums_of_rank.items():
             sums.setdefault(peers, set()).add(digest)
-    if any(len(found) > 1 for found in sums.values()):
-        every = dict(zip(world.ranks, world.gather(digests), strict=True))
-        raise gathered([problem for tensor in everything.values() for problem in _unequal(tensor, every)])
+    if any(len(digests_of_peers) > 1 for digests_of_peers in sums.values()):
+        digests_by_rank = dict(zip(world.ranks, world.gather(digests), strict=True))
+        raise gathered([problem for tensor in global_tensors.values() for problem in _unequal(tensor, digests_by_rank)])
 
 
-def _shared(tensor: Global, rank: int) -> Iterator[tuple[str, _Peers]]:
-    """Yield (name, ranks that have it too) of this rank's parts of a tensor that have to equal those of others."""
-    if tensor.loose and rank in tensor.held:
-        for held, peers in tensor.boxes.items():
+def _loose_parts(tensor: GlobalTensor, rank: int) -> Iterator[tuple[str, _Peers]]:
+    """Yield (part name, ranks with that part) for this rank's parts that must equal those of other ranks."""
+    if tensor.loose and rank in tensor.positions:
+        for intervals, peers in tensor.boxes.items():
             if rank in peers and len(peers) > 1:
-                yield tensor.part_name(held), peers
+                yield tensor.part_name(intervals), peers
 
 
-def _unequal(tensor: Global, digests: Mapping[int, Mapping[str, bytes]]) -> list[Refusal]:
+def _unequal(tensor: GlobalTensor, digests: Mapping[int, Mapping[str, bytes]]) -> list[Refusal]:
     """Return a refusal for each part of a tensor whose copies differ.
 
     Args:
-        tensor: as all ranks hold it.
-        digests: for each rank, the hashes of its copies by name.
+        tensor: the tensor, with all ranks' parts.
+        digests: for each rank, the hashes of its parts by name.
     """
     problems = []
-    for held, peers in tensor.boxes.items() if tensor.loose else ():
-        name = tensor.part_name(held)
+    for intervals, peers in tensor.boxes.items() if tensor.loose else ():
+        name = tensor.part_name(intervals)
         ranks_by_digest: dict[bytes | None, list[int]] = {}
         for rank in peers:
             ranks_by_digest.setdefault(digests[rank].get(name), []).append(rank)
         if len(ranks_by_digest) > 1:
-            message = f"the values differ between these ranks: {'; '.join(map(_said, ranks_by_digest.values()))}"
+            message = f"the values differ between these ranks: {'; '.join(map(_name_ranks, ranks_by_digest.values()))}"
             problems.append(Refusal("UNEQUAL_COPIES", message, Where(None, name), _HINT))
     return problems
 
 
-def _said(ranks: list[int]) -> str:
-    more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
-    return ", ".join(map(str, ranks[:_NAMED])) + more
+def _name_ranks(ranks: list[int]) -> str:
+    suffix = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
+    return ", ".join(map(str, ranks[:_NAMED])) + suffix
 
 
 def check_zero(checks: Iterable[Check | PlannedCheck], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Prove that this rank's parts of the tensors that must be zero are.
+    """Refuse nonzero values in this rank's parts of tensors that must be zero.
 
     Args:
-        checks: all of a view; others are passed over.
-        tensors: what this rank holds, by name.
+        checks: all checks of a view; only those for zeros matter here.
+        tensors: this rank's tensors by name.
 
     Raises:
         Refused: UNEXPECTED_TENSOR.
     """
-    wanted = {check.refusal.where.tensor or "": check.refusal for check in checks if check.zero}
-    problems = [wanted[name] for name in wanted.keys() & tensors.keys() if local_of(tensors[name]).count_nonzero()]
+    refusals = {check.refusal.where.tensor or "": check.refusal for check in checks if check.zero}
+    problems = [refusals[name] for name in refusals.keys() & tensors.keys() if local_of(tensors[name]).count_nonzero()]
     if problems:
         raise gathered(sorted(problems, key=str))

@@ -1,15 +1,15 @@
-"""Optimizer state by parameter name: `optim/<parameter>/<state>`, the names that every container uses.
+"""Optimizer state by parameter name, `optim/<parameter>/<state>` in every container.
 
-Nothing is paired by position. State that an optimizer has not made yet (it makes it in its first step) is made here,
-in the shape and placement of its parameter.
+Nothing is matched by position. A new optimizer creates its state in its first step; a load creates it before, with the
+shape and placement of the parameter.
 
-A new optimizer has no state, and a checkpoint does not say whether a value without dims was a Python number or a
-tensor: formats have tensors only. The optimizer knows: a twin of it, with its settings, makes one step on small
-parameters of zeros with gradients of zero. Nothing of the optimizer itself is touched.
+A checkpoint stores only tensors, so it does not tell whether a 0-d value was a Python number or a tensor. To find out,
+a twin of the optimizer, with the same settings, makes one step on a small zero parameter with a zero gradient. The
+optimizer itself stays unchanged.
 
-Parameter groups of a live optimizer: their settings are kept by the names of the parameters, never by position.
+Settings of parameter groups are matched by the names of the parameters too.
 
-What a run computes with (`foreach`, `fused`, `capturable`, `differentiable`) is its own affair and stays as it is.
+Settings for the implementation (`foreach`, `fused`, `capturable`, `differentiable`) are not restored.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from transaxle.formats.catalog import numpy_dtype
 from transaxle.formats.pickled.descriptors import NOTHING
 from transaxle.formats.registry import STATE_FOLDER
 from transaxle.formats.training_state import GROUPS, NAMES, PARAMS, ParamGroup, plain, settings_of
-from transaxle.live.derived import unnamed
+from transaxle.live.derived import find_unnamed
 from transaxle.live.model.destination import NamePair
 from transaxle.live.model.state_tensors import Leaves
-from transaxle.live.optimizers import CARRY, AnyOptimizer, Optimizers, apart, inside
+from transaxle.live.optimizers import CARRY, AnyOptimizer, Optimizers, inner_optimizers, unwrap_optimizers
 from transaxle.live.transport.world import World
 from transaxle.quant.masters import MASTER, MasterWeights
 from transaxle.torch_tensors import code_of, local_of, mark, part_of, torch_dtype, whole_shape
@@ -46,180 +46,210 @@ _OWN = frozenset({"foreach", "fused", "capturable", "differentiable"})
 _HINT = "Build the optimizer with the groups that the source has."
 _IN_ORDER = "Build the optimizer with its groups in the order that they had at the save."
 _FIRST_RATE, _BASE_RATES, _SCHEDULES = "initial_lr", "base_lrs", "_schedulers"
-"""Setting of a group that a schedule of torch begins with; where its state has them, and other schedules."""
+"""Key of a group's initial learning rate; keys of the initial rates and of inner schedules in a schedule's state."""
 _UNTIE = "Build the model without the tie."
 
 
-def groups_of(optimizers: Optimizers, named: Mapping[str, torch.Tensor]) -> list[ParamGroup]:
-    """Return this rank's groups, as containers keep them; those of several optimizers one after the other.
+def groups_of(optimizers: Optimizers, parameters: Mapping[str, torch.Tensor]) -> list[ParamGroup]:
+    """Return this rank's parameter groups with names of parameters; several optimizers' groups follow one another.
 
     Args:
-        optimizers: as taken apart.
-        named: their parameters by name.
+        optimizers: the optimizers.
+        parameters: their parameters by name.
 
     Raises:
-        Refused: UNSUPPORTED for settings that are no plain data, and where a wrapper has others than what it wraps.
+        Refused: UNSUPPORTED for settings that are not plain data, and where a wrapper's settings differ from those of
+            the wrapped optimizer.
     """
-    names = {id(parameter): name for name, parameter in reversed(list(named.items()))}
-    found: list[ParamGroup] = []
+    names = {id(parameter): name for name, parameter in reversed(list(parameters.items()))}
+    groups: list[ParamGroup] = []
     problems = []
     for number, group in enumerate(optimizers.groups()):
-        said = {}
+        settings = {}
         for key, value in group.items():
             if key in (PARAMS, NAMES):
                 continue
-            said[key] = plain(_scalar(value))
-            if said[key] is NOTHING:
+            settings[key] = plain(_scalar(value))
+            if settings[key] is NOTHING:
                 message = f"its setting {key} is a {type(value).__name__}, which a checkpoint cannot store"
                 problems.append(Refusal("UNSUPPORTED", message, Where(None, f"optimizer group {number}")))
-        found.append({**said, PARAMS: [names[id(parameter)] for parameter in group[PARAMS]]})
+        groups.append({**settings, PARAMS: [names[id(parameter)] for parameter in group[PARAMS]]})
     if problems:
         raise gathered(problems)
-    return found
+    return groups
 
 
-def all_groups(mine: Sequence[ParamGroup], world: World) -> list[ParamGroup]:
-    """Return the groups of all ranks together: of pipeline stages, each has some of the parameters; collective.
+def all_groups(own_groups: Sequence[ParamGroup], world: World) -> list[ParamGroup]:
+    """Merge the groups of all ranks, which may have different parameters (pipeline stages); collective.
 
     Raises:
         Refused: UNEQUAL_COPIES where ranks train one parameter with different settings.
     """
-    found: dict[tuple[int, str], ParamGroup] = {}
-    held: dict[str, str] = {}
+    merged: dict[tuple[int, str], ParamGroup] = {}
+    settings_by_name: dict[str, str] = {}
     problems = []
-    for rank, groups in zip(world.ranks, world.gather(mine), strict=True):
+    for rank, groups in zip(world.ranks, world.gather(own_groups), strict=True):
         for number, group in enumerate(groups):
-            said = settings_of(group)
-            key = number, repr(sorted(said.items()))
-            first = found.setdefault(key, {**said, PARAMS: []})
+            settings = settings_of(group)
+            key = number, repr(sorted(settings.items()))
+            first = merged.setdefault(key, {**settings, PARAMS: []})
             for name in group[PARAMS]:
-                if held.setdefault(name, key[1]) != key[1]:
-                    message = f"rank {rank} trains it with {key[1]}, but another rank with {held[name]}"
+                if settings_by_name.setdefault(name, key[1]) != key[1]:
+                    message = f"rank {rank} trains it with {key[1]}, but another rank with {settings_by_name[name]}"
                     problems.append(Refusal("UNEQUAL_COPIES", message, Where(None, name)))
                 elif name not in first[PARAMS]:
                     first[PARAMS].append(name)
     if problems:
         raise gathered(problems)
-    return list(found.values())
+    return list(merged.values())
 
 
-def unlike_tied(others: Mapping[str, str], stored: Iterable[ParamGroup]) -> list[Refusal]:
-    """Return UNSUPPORTED for each tied parameter whose names a source trains with different settings.
+def find_unlike_tied(other_names: Mapping[str, str], stored: Iterable[ParamGroup]) -> list[Refusal]:
+    """Return a refusal for each tied parameter that the source trains with different settings under its names.
 
     Args:
-        others: further names of parameters, with those that the optimizers have.
-        stored: the source's groups by the model's names.
+        other_names: further names of tied parameters -> the name that the optimizers use.
+        stored: the source's groups, with the model's names of parameters.
     """
     of = {name: settings_of(group) for group in stored for name in group[PARAMS]}
-    pairs = [((first, of[first]), (name, of[name])) for name, first in others.items() if name in of and first in of]
+    pairs = [
+        ((first, of[first]), (name, of[name])) for name, first in other_names.items() if name in of and first in of
+    ]
     return [
-        Refusal("UNSUPPORTED", f"{_told_apart(one, two)}, but here they are one tensor", Where(None, two[0]), _UNTIE)
+        Refusal(
+            "UNSUPPORTED",
+            f"{_describe_difference(one, two)}, but here they are one tensor",
+            Where(None, two[0]),
+            _UNTIE,
+        )
         for one, two in pairs
         if repr(sorted(one[1].items())) != repr(sorted(two[1].items()))
     ]
 
 
 def settings_for(
-    optimizers: Optimizers, named: Mapping[str, torch.Tensor], stored: Iterable[ParamGroup]
+    optimizers: Optimizers, parameters: Mapping[str, torch.Tensor], stored: Iterable[ParamGroup]
 ) -> tuple[list[Mapping[str, Any]], list[Refusal]]:
-    """Find the settings of the optimizers' groups in those of a source.
+    """Find the source's settings for each parameter group of the optimizers.
 
     Args:
-        optimizers: as taken apart.
-        named: their parameters by name.
-        stored: the source's groups by the model's names.
+        optimizers: the optimizers.
+        parameters: their parameters by name.
+        stored: the source's groups, with the model's names of parameters.
 
     Returns:
-        For each group (`Optimizers.held`) what is restored, empty where the source says nothing; and UNSUPPORTED for
-        each group whose parameters were trained with different settings.
+        For each group (`Optimizers.every_group`) the settings to restore, if the source has any; and a refusal for each
+        group whose parameters were trained with different settings.
     """
     of = {name: settings_of(group) for group in stored for name in group[PARAMS]}
-    names = {id(parameter): name for name, parameter in reversed(list(named.items()))}
-    found: list[Mapping[str, Any]] = []
+    names = {id(parameter): name for name, parameter in reversed(list(parameters.items()))}
+    restored: list[Mapping[str, Any]] = []
     problems = []
-    inside = sum(len(one.param_groups) for one in optimizers.members)
-    for number, group in enumerate(optimizers.held()):
-        mine = [names[id(parameter)] for parameter in group[PARAMS] if names[id(parameter)] in of]
-        taken = {name: of[name] if number < inside else _both(of[name], group) for name in mine}
-        found.append(taken[mine[0]] if mine else {})
-        other = next((name for name in mine if repr(taken[name]) != repr(found[-1])), None)
-        if other is not None:
-            said = _told_apart((mine[0], found[-1]), (other, taken[other]))
+    inner_groups = sum(len(member.param_groups) for member in optimizers.members)
+    for number, group in enumerate(optimizers.every_group()):
+        names_in_source = [names[id(parameter)] for parameter in group[PARAMS] if names[id(parameter)] in of]
+        settings_by_name = {
+            name: of[name] if number < inner_groups else _both(of[name], group) for name in names_in_source
+        }
+        restored.append(settings_by_name[names_in_source[0]] if names_in_source else {})
+        conflicting = next(
+            (name for name in names_in_source if repr(settings_by_name[name]) != repr(restored[-1])), None
+        )
+        if conflicting is not None:
+            difference = _describe_difference(
+                (names_in_source[0], restored[-1]), (conflicting, settings_by_name[conflicting])
+            )
             where = Where(None, f"optimizer group {number}")
-            problems.append(Refusal("UNSUPPORTED", f"{said}, but here they are one group", where, _HINT))
-    return found, problems
+            problems.append(Refusal("UNSUPPORTED", f"{difference}, but here they are one group", where, _HINT))
+    return restored, problems
 
 
-def _told_apart(first: tuple[str, ParamGroup], second: tuple[str, ParamGroup]) -> str:
-    """Return in words what a source trains two parameters with; each is given by name and settings."""
-    (name, one), (other, two) = first, second
-    unlike = [key for key in {**one, **two} if repr(one.get(key)) != repr(two.get(key))]
-    said = "; ".join(f"{key}: {one.get(key)!r} and {two.get(key)!r}" for key in unlike)
-    return f"the source trains {name} and {other} with different settings ({said})"
+def _describe_difference(first: tuple[str, ParamGroup], second: tuple[str, ParamGroup]) -> str:
+    """Describe two parameters, each (name, settings), that the source trains with different settings."""
+    (name, first_settings), (second_name, second_settings) = first, second
+    differing_keys = [
+        key
+        for key in {**first_settings, **second_settings}
+        if repr(first_settings.get(key)) != repr(second_settings.get(key))
+    ]
+    differences = "; ".join(
+        f"{key}: {first_settings.get(key)!r} and {second_settings.get(key)!r}" for key in differing_keys
+    )
+    return f"the source trains {name} and {second_name} with different settings ({differences})"
 
 
-def misordered(
+def find_misordered(
     optimizers: Optimizers, settings: Sequence[Mapping[str, Any]], schedules: Mapping[str, tuple[object, Any]]
 ) -> list[Refusal]:
-    """Return UNSUPPORTED for each schedule whose learning rates would go to other groups than they belong to.
+    """Return a refusal for each schedule that would assign its learning rates to the wrong groups.
 
-    A schedule keeps them in the order of the groups; the groups' own settings follow the names of the parameters.
+    A schedule stores them in the order of the groups, while the groups' own settings are matched by names.
 
     Args:
-        optimizers: as taken apart.
-        settings: what their groups are given, see `settings_for`.
-        schedules: name -> (schedule, the state that it is given); what else there is passes.
+        optimizers: the optimizers.
+        settings: the settings to restore for each group, see `settings_for`.
+        schedules: name -> (object, state to restore); objects that are no schedules are skipped.
     """
-    rates, problems, begin = [_number(said.get(_FIRST_RATE)) for said in settings], [], 0
-    for one in optimizers.members:
-        mine, begin = rates[begin : begin + len(one.param_groups)], begin + len(one.param_groups)
+    rates, problems, begin = [_number(group_settings.get(_FIRST_RATE)) for group_settings in settings], [], 0
+    for optimizer in optimizers.members:
+        own_rates, begin = (
+            rates[begin : begin + len(optimizer.param_groups)],
+            begin + len(optimizer.param_groups),
+        )
         for name, (schedule, state) in schedules.items():
-            if one not in _scheduled(schedule) or not all(isinstance(each, int | float) for each in mine):
+            if optimizer not in _optimizers_of(schedule) or not all(
+                isinstance(each, int | float) for each in own_rates
+            ):
                 continue
-            other = next((each for each in _base_rates(state) if each != mine and sorted(each) == sorted(mine)), None)
-            if other is not None:
-                message = f"the groups have the initial learning rates {mine}, but their schedule has {other}"
+            stored_rates = next(
+                (each for each in _base_rates(state) if each != own_rates and sorted(each) == sorted(own_rates)),
+                None,
+            )
+            if stored_rates is not None:
+                message = (
+                    f"the groups have the initial learning rates {own_rates}, but their schedule has {stored_rates}"
+                )
                 problems.append(Refusal("UNSUPPORTED", message, Where(None, name), _IN_ORDER))
     return problems
 
 
-def _scheduled(schedule: object) -> tuple[Optimizer, ...]:
-    """Return the torch optimizers whose rates a schedule sets, through whatever is around it and them (accelerate)."""
+def _optimizers_of(schedule: object) -> tuple[Optimizer, ...]:
+    """Return the torch optimizers whose rates a schedule sets, inside wrappers such as accelerate's."""
     inner = getattr(schedule, "scheduler", schedule)
     optimizer = getattr(inner, "optimizer", None)
-    return () if optimizer is None else inside(optimizer)
+    return () if optimizer is None else inner_optimizers(optimizer)
 
 
 def _base_rates(state: Any) -> Iterator[list[float]]:
-    """Yield the initial learning rates of a schedule's state, and of the schedules in it."""
+    """Yield the lists of initial learning rates in a schedule's state, nested schedules included."""
     if isinstance(state, Mapping):
         rates, inner = state.get(_BASE_RATES), state.get(_SCHEDULES)
         if isinstance(rates, list) and all(isinstance(rate, int | float | torch.Tensor) for rate in rates):
             yield [float(rate) for rate in rates]
-        for each in inner if isinstance(inner, list) else ():
-            yield from _base_rates(each)
+        for schedule in inner if isinstance(inner, list) else ():
+            yield from _base_rates(schedule)
 
 
-def restore(optimizers: Optimizers, found: Sequence[Mapping[str, Any]]) -> None:
-    """Give the optimizers' groups the settings that were found for them.
+def restore(optimizers: Optimizers, settings_by_group: Sequence[Mapping[str, Any]]) -> None:
+    """Set the settings of the optimizers' groups.
 
-    A tensor setting stays the same tensor; but one that several groups share (the learning rate that an optimizer was
-    made with) becomes several where they are to have different values.
+    A tensor setting stays the same object; only a tensor that several groups share, such as an initial learning rate,
+    is cloned where the groups get different values.
     """
-    groups = list(zip(optimizers.held(), found, strict=True))
+    groups = list(zip(optimizers.every_group(), settings_by_group, strict=True))
     values = [
-        (group, key, held, _number(settings.get(key, held.item())))
+        (group, key, tensor, _number(settings.get(key, tensor.item())))
         for group, settings in groups
-        for key, held in group.items()
-        if isinstance(held, torch.Tensor) and not held.dim()
+        for key, tensor in group.items()
+        if isinstance(tensor, torch.Tensor) and not tensor.dim()
     ]
-    wanted: dict[int, set[Any]] = {}
-    for _, _, held, value in values:
-        wanted.setdefault(id(held), set()).add(value)
-    own: dict[tuple[int, Any], torch.Tensor] = {}
-    for group, key, held, value in values:
-        if len(wanted[id(held)]) > 1:
-            group[key] = own.setdefault((id(held), value), held.detach().clone())
+    values_by_tensor: dict[int, set[Any]] = {}
+    for _, _, tensor, value in values:
+        values_by_tensor.setdefault(id(tensor), set()).add(value)
+    clones: dict[tuple[int, Any], torch.Tensor] = {}
+    for group, key, tensor, value in values:
+        if len(values_by_tensor[id(tensor)]) > 1:
+            group[key] = clones.setdefault((id(tensor), value), tensor.detach().clone())
     for group, settings in groups:
         for key, value in settings.items():
             if key in _OWN and key in group:
@@ -233,17 +263,17 @@ def restore(optimizers: Optimizers, found: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _number(value: Any) -> Any:
-    """Return a scalar of numpy as a Python number, and anything else as it is."""
+    """Convert a numpy scalar to a Python number; other values are returned as they are."""
     return value.item() if isinstance(value, np.generic) else value
 
 
 def _both(settings: ParamGroup, shown: ParamGroup) -> dict[str, Any]:
-    """Return the settings that a wrapper shows too: a container of many kinds has few in common, or none."""
+    """Return the settings that a wrapper also shows: a container of different optimizers has few settings in common."""
     return {key: value for key, value in settings.items() if key in shown}
 
 
 def _scalar(value: Any) -> Any:
-    """Return a tensor without dims as a numpy scalar, so that it keeps its type."""
+    """Convert a 0-d tensor to a numpy scalar, which keeps the dtype."""
     if not isinstance(value, torch.Tensor) or value.dim():
         return value
     octets = value.detach().cpu().reshape(1).view(torch.uint8).numpy()
@@ -252,58 +282,58 @@ def _scalar(value: Any) -> Any:
 
 _OTHER_KIND = "Build the kind of optimizer that the source was trained with, or omit optimizer= to begin anew."
 _ON_DEVICE = ("capturable", "fused")
-"""Settings of a group under which its counters live on the parameters' device."""
+"""Settings of a group that put its step counters on the parameters' device."""
 _TOO_EARLY = (
     "Build the optimizer from this model's parameters, after fully_shard or parallelize_module has replaced them"
 )
 _NUMBERS: Mapping[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
-"""Python's numbers, and the types of the tensors that stand for them."""
+"""Python's number types, and the dtypes of the tensors that store them."""
 _STATE, _DEFAULTS, _STEP, _RATE = "state", "defaults", "step", "lr"
 _HOOKS = "_optimizer_"
 _OFF = ("foreach", "fused", "capturable")
-"""Settings of which the kinds of state do not depend, and which need a GPU or a kernel."""
+"""Settings that do not affect which state exists, but need a GPU or a kernel: a twin has them off."""
 _TWIN_SIZE = 2
-"""Length of each dim of a twin's parameter."""
+"""Size of each dim of a twin's parameter."""
 
 
 class OptimizerLoad:
-    """What a load does to optimizers; nothing where none is given.
+    """The part of a load that goes into optimizers; empty without an optimizer.
 
     Args:
-        optimizer: the model's optimizer, or several; None: none.
-        own: what the model holds.
+        optimizer: the model's optimizer, or several; None: nothing to load.
+        leaves: this rank's tensors of the model.
         stored: the source's tensors by the model's names.
 
     Attributes:
         parameters: the optimizers' parameters by name.
-        states: tensors for the state that the source has, by name.
-        unrestored: names of state that the optimizers have made and the source lacks.
-        doubled: names of state that is loaded, each with the name under which the source has it once more, for another
-            name of a tied parameter.
-        untrained: names of parameters that have gradients and belong to no optimizer.
+        states: name -> tensor to fill, for all state that the source has.
+        stale_states: names of state that the optimizers have and the source lacks.
+        second_copies: pairs of names of one state of a tied parameter: the name that is loaded, and a further one in
+            the source.
+        names_without_optimizer: names of parameters that require gradients but are in no optimizer.
 
     Raises:
-        TransaxleError: what `by_name`, `rooms_for` and `states_of` raise.
+        TransaxleError: as raised by `by_name`, `buffers_for` and `states_of`.
     """
 
-    def __init__(self, optimizer: AnyOptimizer | None, own: Leaves, stored: Mapping[str, StoredTensor]) -> None:
+    def __init__(self, optimizer: AnyOptimizer | None, leaves: Leaves, stored: Mapping[str, StoredTensor]) -> None:
         self._optimizers: Optimizers | None = None
         self.parameters: dict[str, torch.Tensor] = {}
         self.states: dict[str, torch.Tensor] = {}
-        self.unrestored: tuple[str, ...] = ()
-        self.doubled: tuple[NamePair, ...] = ()
-        self.untrained: tuple[str, ...] = ()
+        self.stale_states: tuple[str, ...] = ()
+        self.second_copies: tuple[NamePair, ...] = ()
+        self.names_without_optimizer: tuple[str, ...] = ()
         self._other_names: dict[str, str] = {}
         self._settings: list[Mapping[str, Any]] = []
-        """What the source has for each parameter group."""
+        """The source's settings for each parameter group."""
         if optimizer is None:
             return
-        self._optimizers, self.parameters = by_name(optimizer, own)
-        self.states = rooms_for(self._optimizers, self.parameters, stored)
-        self.unrestored = unrestored(self._optimizers, self.parameters, stored)
-        self._other_names = other_names(self.parameters, own.parameters)
-        self.doubled = tuple(doubled(self._other_names, stored)) if self._other_names else ()
-        self.untrained = untrained(self.parameters, own.parameters)
+        self._optimizers, self.parameters = by_name(optimizer, leaves)
+        self.states = buffers_for(self._optimizers, self.parameters, stored)
+        self.stale_states = stale_states(self._optimizers, self.parameters, stored)
+        self._other_names = other_names(self.parameters, leaves.parameters)
+        self.second_copies = tuple(second_copies(self._other_names, stored)) if self._other_names else ()
+        self.names_without_optimizer = names_without_optimizer(self.parameters, leaves.parameters)
 
     def __bool__(self) -> bool:
         return self._optimizers is not None
@@ -314,39 +344,40 @@ class OptimizerLoad:
         stored: Mapping[str, StoredTensor],
         schedules: Mapping[str, tuple[object, Any]],
     ) -> list[Refusal]:
-        """Find the settings that a source has for each parameter group; return why optimizers cannot go on with them.
+        """Find the source's settings for each parameter group; return refusals where optimizers cannot continue with
+        them.
 
         Args:
-            groups: the source's, by the model's names.
+            groups: the source's groups, with the model's names of parameters.
             stored: the source's tensors by the model's names.
-            schedules: see `misordered`.
+            schedules: see `find_misordered`.
         """
         if self._optimizers is None:
             return []
         self._settings, problems = settings_for(self._optimizers, self.parameters, groups)
-        problems += unlike_tied(self._other_names, groups)
-        problems += of_another_kind(self._optimizers, self.parameters, self._settings, stored)
-        return [*problems, *misordered(self._optimizers, self._settings, schedules)]
+        problems += find_unlike_tied(self._other_names, groups)
+        problems += find_other_kind(self._optimizers, self.parameters, self._settings, stored)
+        return [*problems, *find_misordered(self._optimizers, self._settings, schedules)]
 
-    def follow(self, own: Leaves, stored: Mapping[str, StoredTensor]) -> None:
-        """Take the parameters of a model that was given memory in place of the former ones, and make their state anew.
+    def follow(self, leaves: Leaves, stored: Mapping[str, StoredTensor]) -> None:
+        """Switch to the new parameters of a model that was given memory, and create their state again.
 
         Args:
-            own: what the model holds now.
+            leaves: this rank's tensors of the model now.
             stored: the source's tensors by the model's names.
         """
         if self._optimizers is None:
             return
-        parameters = {name: own.parameters[name] for name in self.parameters}
+        parameters = {name: leaves.parameters[name] for name in self.parameters}
         follow(self._optimizers, self.parameters, parameters)
-        self.parameters, self.states = parameters, rooms_for(self._optimizers, parameters, stored)
+        self.parameters, self.states = parameters, buffers_for(self._optimizers, parameters, stored)
 
     def install(self, weights: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
-        """Give the optimizers the settings and the state that were loaded.
+        """Give the optimizers the loaded settings and state.
 
         Args:
             weights: quantized parameters by name.
-            values: of these, what was quantized here, with the values.
+            values: the loaded values of parameters that were quantized during the load, by name.
         """
         if self._optimizers is None:
             return
@@ -354,44 +385,48 @@ class OptimizerLoad:
         install(self._optimizers, self.parameters, self.states)
         lacking = [name for name in weights if join_slot(name, MASTER) not in self.states]
         for optimizer in self._optimizers.members:
-            if isinstance(optimizer, MasterWeights):  # those that the source lacks begin with the loaded values
+            if isinstance(
+                optimizer, MasterWeights
+            ):  # master weights that the source lacks start from the loaded values
                 begin: dict[torch.Tensor, torch.Tensor | None] = {weights[name]: None for name in lacking}
                 begin |= {weights[name]: local_of(values[name]) for name in lacking if name in values}
                 optimizer.restart(begin)
 
 
-def by_name(optimizer: AnyOptimizer, own: Leaves) -> tuple[Optimizers, dict[str, torch.Tensor]]:
-    """Take optimizers apart, and return their parameters by the model's names.
+def by_name(optimizer: AnyOptimizer, leaves: Leaves) -> tuple[Optimizers, dict[str, torch.Tensor]]:
+    """Unwrap optimizers, and return their parameters by the model's names.
 
     Args:
         optimizer: the model's optimizer, or several.
-        own: what the model holds.
+        leaves: this rank's tensors of the model.
 
     Raises:
-        Refused: UNSUPPORTED for parameters that the model's state dict does not show, and for those of a sharded state
+        Refused: UNSUPPORTED for parameters that the model's state dict does not show, and for a Megatron sharded state
             dict; see `names_of`.
     """
-    if own.sharded:
+    if leaves.sharded:
         message = "the shards of a Megatron model are no parameters of an optimizer, so its state cannot be matched"
         raise refuse("UNSUPPORTED", message, hint="Leave optimizer= out, and let Megatron save and load its state.")
-    optimizers = apart(optimizer)
-    if nameless := unnamed((parameter for _, _, parameter in optimizers.parameters()), own.islands, own.tensors):
+    optimizers = unwrap_optimizers(optimizer)
+    if nameless := find_unnamed(
+        (parameter for _, _, parameter in optimizers.parameters()), leaves.custom_modules, leaves.tensors
+    ):
         raise gathered(nameless)
-    return optimizers, names_of(optimizers, own.parameters)
+    return optimizers, names_of(optimizers, leaves.parameters)
 
 
 def names_of(optimizers: Optimizers, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the optimizers' parameters by name.
 
     Args:
-        optimizers: as taken apart.
+        optimizers: the optimizers.
         tensors: the model's tensors by name.
 
     Raises:
         Refused: UNEXPECTED_TENSOR for a parameter that the model does not have.
     """
     by_identity = {id(tensor): name for name, tensor in reversed(list(tensors.items()))}
-    found: dict[str, torch.Tensor] = {}
+    parameters: dict[str, torch.Tensor] = {}
     problems = []
     for group, number, parameter in optimizers.parameters():
         name = by_identity.get(id(parameter))
@@ -399,90 +434,96 @@ def names_of(optimizers: Optimizers, tensors: Mapping[str, torch.Tensor]) -> dic
             message = f"parameter {number} of its group {group}, of shape {list(parameter.shape)}, is not in the model"
             problems.append(Refusal("UNEXPECTED_TENSOR", message, Where(None, f"optimizer group {group}"), _TOO_EARLY))
         else:
-            found[name] = parameter
+            parameters[name] = parameter
     if problems:
         raise gathered(problems)
-    return found
+    return parameters
 
 
-def untrained(named: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
-    """Return the names of parameters that have gradients, and no optimizer."""
-    known = {id(parameter) for parameter in named.values()}
-    return tuple(name for name, each in parameters.items() if each.requires_grad and id(each) not in known)
+def names_without_optimizer(
+    optimized: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]
+) -> tuple[str, ...]:
+    """Return the names of parameters that require gradients but are in no optimizer."""
+    identities = {id(parameter) for parameter in optimized.values()}
+    return tuple(name for name, each in parameters.items() if each.requires_grad and id(each) not in identities)
 
 
-def states_of(optimizers: Optimizers, named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the optimizers' state as tensors by name; a Python number becomes a tensor of no dims, None nothing.
+def states_of(optimizers: Optimizers, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the optimizers' state as tensors by name; a Python number becomes a 0-d tensor, None is left out.
 
     Args:
-        optimizers: as taken apart.
-        named: their parameters by name, see `names_of`; those that other ranks update have no state here.
+        optimizers: the optimizers.
+        parameters: their parameters by name, see `names_of`; parameters that other ranks update have no state here.
 
     Raises:
-        Refused: UNSUPPORTED for state that is neither tensor nor number.
+        Refused: UNSUPPORTED for state that is neither a tensor nor a number.
     """
-    found, problems = {}, []
+    tensors, problems = {}, []
     owners = optimizers.owners()
     states = {
-        id(each): held
-        for one in optimizers.members
-        for each, held in (one.states if isinstance(one, MasterWeights) else one.state).items()
+        id(each): state
+        for optimizer in optimizers.members
+        for each, state in (optimizer.states if isinstance(optimizer, MasterWeights) else optimizer.state).items()
     }
-    for name, parameter in named.items():
+    for name, parameter in parameters.items():
         for key, value in states.get(id(parameter), {}).items() if id(parameter) in owners else ():
             full = join_slot(name, key)
-            held = value if isinstance(value, torch.Tensor) else as_tensor(value)
+            state = value if isinstance(value, torch.Tensor) else as_tensor(value)
             if isinstance(value, torch.Tensor) and _is_encoded(value):
-                problems.append(_encoded(full, value))
-            elif held is not None and held.dim() and part_of(parameter) is not None and held.shape != parameter.shape:
+                problems.append(_refuse_encoded(full, value))
+            elif (
+                state is not None and state.dim() and part_of(parameter) is not None and state.shape != parameter.shape
+            ):
                 message = (
-                    f"it has the shape {list(held.shape)}, but its parameter, {list(parameter.shape)} here, is sharded"
+                    f"it has the shape {list(state.shape)}, but its parameter, {list(parameter.shape)} here, is sharded"
                 )
                 problems.append(Refusal("UNSUPPORTED", message, Where(None, full)))
-            elif held is not None:
-                found[full] = mark(held, part_of(parameter)) if held.dim() else held
+            elif state is not None:
+                tensors[full] = mark(state, part_of(parameter)) if state.dim() else state
             elif value is not None:
                 message = f"it is a {type(value).__name__}, neither a tensor nor a number"
                 problems.append(Refusal("UNSUPPORTED", message, Where(None, full), CARRY))
     if problems:
         raise gathered(problems)
-    return found
+    return tensors
 
 
-def unrestored(optimizers: Optimizers, named: Mapping[str, torch.Tensor], stored: Container[str]) -> tuple[str, ...]:
-    """Return the names of state that optimizers have made and a source lacks: after a load it would be stale."""
-    return tuple(n for n in states_of(optimizers, named) if n not in stored and split_slot(n)[1] != MASTER)
+def stale_states(
+    optimizers: Optimizers, parameters: Mapping[str, torch.Tensor], stored: Container[str]
+) -> tuple[str, ...]:
+    """Return the names of state that the optimizers have and the source lacks, which a load would leave stale."""
+    return tuple(n for n in states_of(optimizers, parameters) if n not in stored and split_slot(n)[1] != MASTER)
 
 
-def of_another_kind(
+def find_other_kind(
     optimizers: Optimizers,
-    named: Mapping[str, torch.Tensor],
+    parameters: Mapping[str, torch.Tensor],
     settings: Sequence[Mapping[str, Any]],
     stored: Collection[str],
 ) -> list[Refusal]:
-    """Refuse state that a new optimizer could not go on with: a source has the state of another kind of optimizer.
+    """Refuse state with which a new optimizer could not continue: it comes from another kind of optimizer.
 
     Args:
-        optimizers: as taken apart.
-        named: their parameters by name.
-        settings: those that the groups will have, see `settings_for`.
+        optimizers: the optimizers.
+        parameters: their parameters by name.
+        settings: the settings to restore for each group, see `settings_for`.
         stored: the source's tensors by the model's names.
     """
-    held: dict[str, set[str]] = {}
+    stored_keys: dict[str, set[str]] = {}
     for full in stored:
         name, key = split_slot(full)
-        if key and name in named:
-            held.setdefault(name, set()).add(key)
-    names = {id(parameter): name for name, parameter in named.items()}
+        if key and name in parameters:
+            stored_keys.setdefault(name, set()).add(key)
+    names = {id(parameter): name for name, parameter in parameters.items()}
     twins, problems = Twins(), list[Refusal]()
     groups = [(one, group) for one in optimizers.members for group in one.param_groups]
     for number, ((owner, group), restored) in enumerate(zip(groups, settings, strict=False)):
         for parameter in () if isinstance(owner, MasterWeights) else group[PARAMS]:
-            keys = held.get(names[id(parameter)], set())
+            keys = stored_keys.get(names[id(parameter)], set())
             if not keys or owner.state.get(parameter):
                 continue
-            made = twins.state(owner, parameter, restored)
-            lacking = [key for key, value in made.items() if value is not None and key not in keys]
+            twin_state = twins.state(owner, parameter, restored)
+            lacking = [key for key, value in twin_state.items() if value is not None and key not in keys]
             if lacking:
                 name, kind = names[id(parameter)], type(owner).__name__
                 message = f"{kind} needs {', '.join(lacking)} for {name}, but the source has {', '.join(sorted(keys))}"
@@ -491,8 +532,8 @@ def of_another_kind(
     return problems
 
 
-def lacking_state(checkpoint: Checkpoint) -> list[Refusal]:
-    """Refuse a source that has nothing of an optimizer, or was written with its state in files that are missing now."""
+def find_missing_state(checkpoint: Checkpoint) -> list[Refusal]:
+    """Refuse a source without optimizer state, or one whose files with that state are missing."""
     if checkpoint.has_state:
         return list(checkpoint.container.unread)
     manifest = checkpoint.manifest
@@ -503,116 +544,116 @@ def lacking_state(checkpoint: Checkpoint) -> list[Refusal]:
     return missing or list(stateless(checkpoint).refusals)
 
 
-def other_names(named: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Return further names of the optimizer's parameters, with those that it goes by.
+def other_names(optimized: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Return further names of the optimizers' parameters -> the name that the optimizers use.
 
     Args:
-        named: the optimizer's parameters by name.
-        parameters: the model's; a tied one has several names.
+        optimized: the optimizers' parameters by name.
+        parameters: the model's parameters; a tied one has several names.
     """
-    first = {id(parameter): name for name, parameter in named.items()}
-    return {name: first[id(p)] for name, p in parameters.items() if name not in named and id(p) in first}
+    first = {id(parameter): name for name, parameter in optimized.items()}
+    return {name: first[id(p)] for name, p in parameters.items() if name not in optimized and id(p) in first}
 
 
-def doubled(others: Mapping[str, str], stored: Collection[str]) -> Iterator[NamePair]:
-    """Yield (name, other name) of state that a source has under another name of a tied parameter, too.
+def second_copies(other_names: Mapping[str, str], stored: Collection[str]) -> Iterator[NamePair]:
+    """Yield (name, further name) for each state that the source also has under another name of a tied parameter.
 
     Args:
-        others: see `other_names`.
+        other_names: see `other_names`.
         stored: the source's tensors by the model's names.
     """
     for full in stored:
         name, key = split_slot(full)
-        if key and name in others and (first := join_slot(others[name], key)) in stored:
+        if key and name in other_names and (first := join_slot(other_names[name], key)) in stored:
             yield first, full
 
 
 def as_tensor(value: object) -> torch.Tensor | None:
-    """Return a Python number as a tensor of no dims; None for anything else, and for what 64 bits do not hold."""
+    """Convert a Python number to a 0-d tensor; None for other values and for integers beyond 64 bits."""
     kind = _NUMBERS.get(type(value))
     if kind is None or (isinstance(value, int) and not -(1 << 63) <= value < 1 << 63):
         return None
     return torch.tensor(value, dtype=kind)
 
 
-def rooms_for(
-    optimizers: Optimizers, named: Mapping[str, torch.Tensor], stored: Mapping[str, StoredTensor]
+def buffers_for(
+    optimizers: Optimizers, parameters: Mapping[str, torch.Tensor], stored: Mapping[str, StoredTensor]
 ) -> dict[str, torch.Tensor]:
-    """Return tensors for the state that a source holds: those the optimizers have, new ones where they have none.
+    """Return tensors to fill with the source's state: the optimizers' own, or new ones where state does not exist yet.
 
     Args:
-        optimizers: as taken apart.
-        named: their parameters by name; those that other ranks update get none.
+        optimizers: the optimizers.
+        parameters: their parameters by name; parameters that other ranks update are skipped.
         stored: the source's tensors by the model's names.
 
     Raises:
-        Refused: UNSUPPORTED for state that is no plain tensor.
+        Refused: UNSUPPORTED for state that is not a plain tensor.
     """
     on_device = {
         id(parameter)
-        for group in optimizers.held()
+        for group in optimizers.every_group()
         for parameter in group[PARAMS]
         if any(group.get(setting) for setting in _ON_DEVICE)
     }
-    found, problems, owners = {}, list[Refusal](), optimizers.owners()
+    buffers, problems, owners = {}, list[Refusal](), optimizers.owners()
     for full, source in stored.items():
         name, key = split_slot(full)
-        parameter = named.get(name)
+        parameter = parameters.get(name)
         if not key or parameter is None or id(parameter) not in owners:
             continue
         present = owners[id(parameter)].state.get(parameter, {}).get(key)
         if isinstance(present, torch.Tensor) and _is_encoded(present):
-            problems.append(_encoded(full, present))
+            problems.append(_refuse_encoded(full, present))
             continue
         if isinstance(present, torch.Tensor) and not present.is_meta:
-            found[full] = mark(present, part_of(parameter)) if present.dim() else present
+            buffers[full] = mark(present, part_of(parameter)) if present.dim() else present
         elif source.shape == whole_shape(parameter) and source.shape:
-            made = torch.zeros_like(parameter, dtype=torch_dtype(source.dtype, tensor=full), requires_grad=False)
-            found[full] = mark(made, part_of(parameter))
+            new_buffer = torch.zeros_like(parameter, dtype=torch_dtype(source.dtype, tensor=full), requires_grad=False)
+            buffers[full] = mark(new_buffer, part_of(parameter))
         else:
-            where = parameter.device if id(parameter) in on_device else torch.device("cpu")
-            found[full] = torch.zeros(source.shape, dtype=torch_dtype(source.dtype, tensor=full), device=where)
+            device = parameter.device if id(parameter) in on_device else torch.device("cpu")
+            buffers[full] = torch.zeros(source.shape, dtype=torch_dtype(source.dtype, tensor=full), device=device)
     if problems:
         raise gathered(problems)
-    return found
+    return buffers
 
 
 def _is_encoded(state: torch.Tensor) -> bool:
-    """Tell whether state is a tensor of several buffers, as torchao's quantized optimizers have it."""
+    """Tell whether state consists of several buffers, as in torchao's quantized optimizers."""
     return is_traceable_wrapper_subclass(local_of(state))
 
 
-def _encoded(name: str, state: torch.Tensor) -> Refusal:
+def _refuse_encoded(name: str, state: torch.Tensor) -> Refusal:
     message = f"it is a {type(local_of(state)).__name__}, whose values are codes with scales"
     hint = "Store such state with torch's own dcp.save of get_optimizer_state_dict, and omit optimizer= here."
     return Refusal("UNSUPPORTED", message, Where(None, name), hint)
 
 
-def follow(optimizers: Optimizers, named: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Let optimizers follow parameters that were replaced: materialising a meta model makes new ones.
+def follow(optimizers: Optimizers, former: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Replace parameters in the optimizers' groups: materialising a meta model creates new parameters.
 
     Args:
-        optimizers: as taken apart.
-        named: their parameters by name, as they were.
-        tensors: the model's tensors by name, as they are.
+        optimizers: the optimizers.
+        former: their former parameters by name.
+        tensors: the model's present tensors by name.
     """
-    replaced = {id(old): tensors[name] for name, old in named.items() if tensors[name] is not old}
-    for group in optimizers.held():
+    replaced = {id(old): tensors[name] for name, old in former.items() if tensors[name] is not old}
+    for group in optimizers.every_group():
         group[PARAMS][:] = [replaced.get(id(parameter), parameter) for parameter in group[PARAMS]]
 
 
-def install(optimizers: Optimizers, named: Mapping[str, torch.Tensor], states: Mapping[str, torch.Tensor]) -> None:
-    """Put loaded state into the optimizers; where one keeps a Python number, a number.
+def install(optimizers: Optimizers, parameters: Mapping[str, torch.Tensor], states: Mapping[str, torch.Tensor]) -> None:
+    """Put loaded state into the optimizers, as Python numbers where an optimizer keeps numbers.
 
-    A value without dims is what the optimizer has there, or what it would make there itself (`Twins`). Where it
-    cannot be tried, values of types that only Python's numbers are stored with are numbers, but not fractions of
-    parameters without dims. The optimizer is asked in the end to make of them what it needs. Settings are to be
-    restored before.
+    The kind of a 0-d value is that of the optimizer's present state, or of the state that a twin creates (`Twins`).
+    Where no twin works, a value becomes a number if its dtype is one in which only Python numbers are stored, except
+    floats of 0-d parameters. In the end, the optimizer's `__setstate__` may convert the state. Call this after the
+    settings are restored.
     """
     owners, twins = optimizers.owners(), Twins()
     for full, value in states.items():
         name, key = split_slot(full)
-        parameter = named[name]
+        parameter = parameters[name]
         owner = owners[id(parameter)]
         state: dict[str, Any] = owner.state[parameter]
         if value.dim():
@@ -621,50 +662,50 @@ def install(optimizers: Optimizers, named: Mapping[str, torch.Tensor], states: M
         old = state.get(key)
         if old is None:
             old = twins.state(owner, parameter).get(key)
-        state[key] = _as_kept(value, old, parameter)
-    for one in optimizers.members:
-        one.__setstate__({"state": one.state, "param_groups": one.param_groups})
+        state[key] = _to_kind(value, old, parameter)
+    for optimizer in optimizers.members:
+        optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
 
 
-def _as_kept(value: torch.Tensor, kept: object, parameter: torch.Tensor) -> torch.Tensor | bool | int | float:
-    """Return a value without dims as an optimizer keeps it.
+def _to_kind(value: torch.Tensor, reference: object, parameter: torch.Tensor) -> torch.Tensor | bool | int | float:
+    """Convert a stored 0-d value to the type that an optimizer keeps.
 
     Args:
-        value: as it was stored.
-        kept: one that the optimizer has, or makes; None: not known.
-        parameter: the one that it belongs to.
+        value: the stored value.
+        reference: the optimizer's present value, or a twin's; None: unknown.
+        parameter: the parameter that the value belongs to.
     """
     unsure = value.dtype in _NUMBERS.values() and value.dtype != torch.get_default_dtype()
     counts = parameter.dim() > 0 or not value.is_floating_point()
-    if kept is None:
+    if reference is None:
         return value.item() if unsure and counts else value
-    if isinstance(kept, bool | int | float):
+    if isinstance(reference, bool | int | float):
         number: bool | int | float = value.item()
-        of_kind = type(kept)(number)
+        of_kind = type(reference)(number)
         return of_kind if of_kind == number else number
-    if isinstance(kept, torch.Tensor) and unsure and not kept.dim() and counts:
-        cast = value.to(kept.dtype)  # a number, of an optimizer that keeps numbers where this one has tensors
+    if isinstance(reference, torch.Tensor) and unsure and not reference.dim() and counts:
+        cast = value.to(reference.dtype)  # stored by an optimizer that keeps a number where this one keeps a tensor
         return cast if bool(cast.to(value.dtype) == value) else value
     return value
 
 
 class Twins:
-    """Twins of the optimizers of one load, see above; each makes its step once."""
+    """Twins of the optimizers of one load, see the module; each kind of parameter costs one step."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[int, int, int, torch.dtype], Mapping[str, Any]] = {}
         self._numbers: dict[int, dict[int, int]] = {}
-        """By identity: optimizer -> its parameters -> number of the group."""
+        """Identity of an optimizer -> identity of its parameter -> number of the parameter's group."""
 
     def state(
         self, optimizer: Optimizer, parameter: torch.Tensor, settings: Mapping[str, Any] | None = None
     ) -> Mapping[str, Any]:
-        """Return state of the kind that an optimizer makes for a parameter; empty where no twin can be made.
+        """Return state like that which an optimizer creates for a parameter; empty where no twin works.
 
         Args:
             optimizer: the optimizer.
-            parameter: one of its own.
-            settings: those that its group will have, where they are other ones than now.
+            parameter: a parameter of this optimizer.
+            settings: settings that its group will have; None: the present ones.
         """
         groups = optimizer.param_groups
         if id(optimizer) not in self._numbers:
@@ -680,8 +721,8 @@ class Twins:
 
 
 def _state_of_twin(optimizer: Optimizer, group: Mapping[str, Any], dims: int, dtype: torch.dtype) -> Mapping[str, Any]:
-    kept = _attributes(optimizer)
-    if kept is None:
+    attributes = _attributes(optimizer)
+    if attributes is None:
         return {}
     step = type(optimizer).step
     step = step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
@@ -692,26 +733,26 @@ def _state_of_twin(optimizer: Optimizer, group: Mapping[str, Any], dims: int, dt
             zeros = torch.zeros_like(parameter)
             try:
                 parameter.grad = zeros.to_sparse() if sparse else zeros
-                twin = _twin(optimizer, kept, _twin_settings(group), parameter)
+                twin = _twin(optimizer, attributes, _twin_settings(group), parameter)
                 step(twin)
                 return dict(twin.state[parameter])
-            except Exception:  # noqa: BLE001 - of an optimizer that cannot make this step nothing is learned
+            except Exception:  # noqa: BLE001 - an optimizer that cannot make this step tells nothing
                 continue
     return {}
 
 
 def _twin(
-    optimizer: Optimizer, kept: Mapping[str, Any], settings: dict[str, Any], parameter: nn.Parameter
+    optimizer: Optimizer, attributes: Mapping[str, Any], settings: dict[str, Any], parameter: nn.Parameter
 ) -> Optimizer:
     twin: Optimizer = object.__new__(type(optimizer))
-    twin.__dict__.update(deepcopy(dict(kept)))
+    twin.__dict__.update(deepcopy(dict(attributes)))
     groups = [{**settings, PARAMS: [parameter]}]
     Optimizer.__setstate__(twin, {_DEFAULTS: dict(settings), _STATE: defaultdict(dict), GROUPS: groups})
     return twin
 
 
 def _twin_settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return copies of a group's settings, with which a step changes nothing and needs no device."""
+    """Copy a group's settings so that a step changes nothing and needs no GPU."""
     settings = {
         key: value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
         for key, value in group.items()
@@ -724,7 +765,7 @@ def _twin_settings(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _attributes(optimizer: Optimizer) -> dict[str, Any] | None:
-    """Return what a twin needs beside groups and state; None where it could reach into what is not its own."""
+    """Return the attributes that a twin needs; None if a twin could reach objects that are not its own."""
     if hasattr(type(optimizer), "__del__"):
         return None
     attributes = {}

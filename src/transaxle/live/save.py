@@ -1,18 +1,16 @@
-"""Saving live models: what each rank writes, and the one checkpoint that it becomes.
+"""Saving live models: every rank writes its own byte ranges straight into the final files of one checkpoint.
 
-**Saving**: every rank writes its own byte ranges straight into the final files of the checkpoint, in one pass.
+All ranks compute the same plan from the census of their tensors, and write in one pass; nothing is consolidated
+afterwards.
 
-All ranks compute the same plan from what they hold together; nothing is consolidated afterwards.
+**In a folder**, rank 0 creates the files, and all ranks write into them. A tensor that one rank writes is hashed while
+it is written; any other tensor is read back from the files to be hashed. Rank 0 writes headers and the manifest, and
+commits.
 
-What each rank of a group carries of a save: all ranks carry one plan out, each its own byte ranges.
-
-In a folder, rank 0 makes the files and everybody writes into them; a tensor that one rank writes is hashed on its way,
-any other one as it lies in the files. Rank 0 adds what is known beforehand and the manifest, and commits.
-
-A service takes a file from its beginning to its end: there every file has one rank that sends it, to which the others
-send what they hold of it. All files are sent before any appears. Then the others' appear, and at last those of rank 0,
-which has what makes them a checkpoint: index and manifest. Where a rank fails, each takes back what it has sent, unless
-the manifest is there by then.
+**To a storage service**, a file can only be sent from beginning to end. So one rank sends each file, and receives the
+other ranks' parts of it. No file appears before all are sent. Then the files of other ranks appear, and at last those
+of rank 0, among them the index and the manifest. If a rank fails, every rank deletes its files again, unless the
+manifest has already appeared.
 """
 
 from __future__ import annotations
@@ -58,13 +56,13 @@ from transaxle.formats.storage.storage import is_url
 from transaxle.formats.store.staging import Writer, on_this_machine, staging_at
 from transaxle.formats.store.upload import Upload, opens
 from transaxle.formats.training_state import ParamGroup
-from transaxle.live.extra_state import EXTRA, FILE, MODEL, STATE, state_of, written
+from transaxle.live.extra_state import EXTRA, FILE, MODEL, STATE, encode_states, state_of
 from transaxle.live.global_tensors import Census, census
 from transaxle.live.memory import Memory, compare_copies, container, memory_of, rank_of
 from transaxle.live.model.destination import SaveReport
-from transaxle.live.model.quantized_model import published
-from transaxle.live.model.state_tensors import State, leaves, shared_config, unsavable
-from transaxle.live.optimizer_state import all_groups, as_tensor, by_name, groups_of, states_of, untrained
+from transaxle.live.model.quantized_model import to_hub_convention
+from transaxle.live.model.state_tensors import State, common_config, leaves, unsavable
+from transaxle.live.optimizer_state import all_groups, as_tensor, by_name, groups_of, names_without_optimizer, states_of
 from transaxle.live.optimizers import AnyOptimizer
 from transaxle.live.transport import wire
 from transaxle.live.transport.tensor_exchange import RankExchange
@@ -82,22 +80,22 @@ if TYPE_CHECKING:
 
 
 _FOLDED = 16 << 20
-"""A tensor shorter than this may be one rank's where that leaves another one with less to write."""
+"""A tensor up to this many bytes may go to one rank even if the load becomes uneven by it."""
 _Hashes = dict[str, str]
 
 
 def write(
     prepared: Prepared, dst: str, world: World, clock: Clock, *, overwrite: Overwrite, sync: bool
 ) -> tuple[int, int]:
-    """Carry a plan out from all ranks' memory, and commit the result whole or not at all; collective.
+    """Carry out a plan from all ranks' memory, and commit the whole result or nothing; collective.
 
     Args:
         prepared: the plan, the same on all ranks.
-        dst: where.
+        dst: the target, a folder or URL.
         world: the ranks.
-        clock: takes the time of the stages.
-        overwrite: replace the checkpoint at `dst`; `everything`: with whatever else is there.
-        sync: make everything durable before the commit.
+        clock: records the time of each stage.
+        overwrite: replace the checkpoint at `dst`; `everything`: also other files in its folder.
+        sync: make all files durable before the commit.
 
     Returns:
         bytes received from other ranks, and bytes written by this one.
@@ -138,12 +136,12 @@ def write(
 
 
 class _RankShare:
-    """What a rank does of a save.
+    """One rank's share of a save.
 
     Args:
         prepared: the plan, the same on all ranks.
         world: the ranks.
-        clock: takes the time of the stages.
+        clock: records the time of each stage.
     """
 
     def __init__(self, prepared: Prepared, world: World, clock: Clock) -> None:
@@ -156,15 +154,15 @@ class _RankShare:
         """Bytes of tensors written, or sent to a service."""
 
     def _move(self, target_ranks: Sequence[tuple[int, ...]], files: Writable | None, *, ordered: bool) -> _Hashes:
-        """Carry the tensors of the plan; collective.
+        """Move the plan's tensors from memory to the files; collective.
 
         Args:
-            target_ranks: for each tensor the rank that writes it; nobody: each rank what it holds of it.
-            files: where this rank's go; None: nowhere, they are only hashed.
-            ordered: the bytes of a file must be written in order, on all ranks; all tensors of a file have one taker.
+            target_ranks: for each tensor the rank that writes it; empty: each rank writes its own part.
+            files: destination of this rank's bytes; None: only hash them.
+            ordered: write the bytes of each file in order, on all ranks; all tensors of a file then have one taker.
 
         Returns:
-            Hashes of the tensors that this rank has written whole.
+            Hashes of the tensors that this rank alone has written.
         """
         exchange = RankExchange(self._world)
         self.written = 0
@@ -174,14 +172,14 @@ class _RankShare:
 
         tensors, memory = self._prepared.plan.tensors, memory_of(self._prepared.checkpoint.container)
         limit = limits(jobs=1).for_item_ranges
-        done = carry(
+        results = carry(
             tensors, memory, files, limit, progress=count, ordered=ordered, target_ranks=target_ranks, exchange=exchange
         )
         self.received = exchange.received
-        return {name: each.hash for name, each in done.items()}
+        return {name: each.hash for name, each in results.items()}
 
     def seal(self, stage: Stage, hashes: _Hashes, foretold: _Hashes | None = None) -> None:
-        """Write what is known now; on rank 0."""
+        """Write headers, hashes and the manifest; on rank 0 only."""
         seal(
             self._prepared,
             stage,
@@ -192,17 +190,20 @@ class _RankShare:
         )
 
     def write(self, folder: str, run: str, *, sync: bool) -> _Hashes:
-        """Write every run of bytes from its owner into the files, and return all hashes; collective.
+        """Write every run of bytes from its owner into the files, and return the hashes of all tensors; collective.
 
         Args:
-            folder: the hidden folder.
-            run: the mark of this run in it.
-            sync: make everything durable.
+            folder: the hidden staging folder.
+            run: the mark of this run in the folder.
+            sync: make all files durable.
         """
         world, clock, tensors = self._world, self._clock, self._prepared.plan.tensors
         target_ranks = owners(tensors, world)
         scattered = [tensor for tensor, ranks in zip(tensors, target_ranks, strict=True) if not ranks]
-        with clock.stage("prepare"), world.together():  # a machine may not see the folder, or a later one of its name
+        with (
+            clock.stage("prepare"),
+            world.together(),
+        ):  # another machine may not see the folder, or see another one of this name
             writer = Writer(folder, sync=sync, run=run)
 
         def produce() -> _Hashes:
@@ -211,38 +212,38 @@ class _RankShare:
             return hashes
 
         with clock.stage("write"):
-            hashes = _merged(world.pool(produce))
+            hashes = _merge_hashes(world.pool(produce))
         with clock.stage("hash"):
             if scattered:
-                hashes |= _merged(world.pool(lambda: _hashed(scattered, folder, world)))
+                hashes |= _merge_hashes(world.pool(lambda: _hash_share(scattered, folder, world)))
         return hashes
 
     def send(self, dst: str, lead: Upload | None, ranks: tuple[int, ...], *, overwrite: Overwrite) -> None:
-        """Send the plan's files, and let them appear all or none; collective.
+        """Send the plan's files to a service, where all of them appear or none; collective.
 
         Args:
             dst: URL.
-            lead: rank 0's upload, begun, on rank 0.
-            ranks: those that can send files.
-            overwrite: as `lead` has it.
+            lead: on rank 0, its upload, which has begun; None on other ranks.
+            ranks: the ranks that can send files.
+            overwrite: as for `lead`.
         """
         plan, draft, world, clock = self._prepared.plan, self._prepared.draft, self._world, self._clock
         owner = senders(self._prepared, ranks)
         target_ranks = [(owner[tensor.places[0].file],) if tensor.places else ranks[:1] for tensor in plan.tensors]
-        mine = {file: size for file, size in draft.files.items() if owner[file] == world.rank}
+        own_files = {file: size for file, size in draft.files.items() if owner[file] == world.rank}
         with ExitStack() as stack:
             stage = lead
 
             def begin() -> None:
                 nonlocal stage
-                if stage is None and mine:
-                    # Rank 0 has looked what is there.
+                if stage is None and own_files:
+                    # Rank 0 has already checked the target.
                     stage = stack.enter_context(Upload(dst, overwrite=EVERYTHING if overwrite else False))
                 if stage is not None:
                     carried = plan.carried if lead is not None and lead.single is None else ()
-                    stage.prepare(mine | {name: plan.files[name] for name in carried})
-                    known = [*draft.early(), *(() if foretold is None else draft.late(foretold))]
-                    write_fragments(stage, (fragment for fragment in known if fragment.file in mine))
+                    stage.prepare(own_files | {name: plan.files[name] for name in carried})
+                    fragments = [*draft.early(), *(() if foretold is None else draft.late(foretold))]
+                    write_fragments(stage, (fragment for fragment in fragments if fragment.file in own_files))
 
             def send() -> _Hashes:
                 hashes = self._move(target_ranks, stage, ordered=True)
@@ -257,15 +258,15 @@ class _RankShare:
                     lead.make_way()
 
             with clock.stage("prepare"):
-                # a stream cannot go back to digests that stand before what they are of: everything is moved twice
+                # a stream cannot go back to digests that precede their data, so all bytes are moved twice
                 foretold = (
-                    _merged(world.pool(lambda: self._move(target_ranks, None, ordered=True)))
+                    _merge_hashes(world.pool(lambda: self._move(target_ranks, None, ordered=True)))
                     if draft.sealed_first
                     else None
                 )
                 world.pool(begin)
             with clock.stage("write"):
-                hashes = _merged(world.pool(send))
+                hashes = _merge_hashes(world.pool(send))
             with clock.stage("commit"):
                 world.pool(ready)
                 world.pool(lambda: stage.appear() if stage is not None and lead is None else None)
@@ -274,21 +275,21 @@ class _RankShare:
                     world.pool(lambda: stage.recheck(owner if stage is lead else None) if stage is not None else None)
                 except TransaxleError as error:
                     if is_loss(error) and stage is not None and stage.is_whole:
-                        stage.keep()  # a rank was lost when everything was there already
+                        stage.keep()  # a rank was lost after everything had appeared
                     raise
             if stage is not None:
                 stage.keep()
 
 
-def _merged(of_ranks: Iterable[Mapping[str, str]]) -> _Hashes:
+def _merge_hashes(of_ranks: Iterable[Mapping[str, str]]) -> _Hashes:
     return {name: xxh3 for hashes in of_ranks for name, xxh3 in hashes.items()}
 
 
 def owners(tensors: Sequence[PlannedTensor], world: World) -> list[tuple[int, ...]]:
-    """Give each tensor whose bytes must come together anyway to one rank, so that all have equally much to write.
+    """Assign each tensor whose bytes must meet on one rank anyway, so that all ranks write about equally much.
 
     Returns:
-        For each tensor its rank; nobody where several ranks hold long runs, which each writes for itself.
+        For each tensor its rank; empty where several ranks have long runs, which each writes itself.
     """
     load = Load.of(world.ranks)
     writers: dict[int, tuple[int, ...]] = {}
@@ -308,17 +309,17 @@ def owners(tensors: Sequence[PlannedTensor], world: World) -> list[tuple[int, ..
         size, rank = tensors[number].nbytes, load.least()
         if size > _FOLDED and load[rank] + size > fair + _FOLDED:
             writers[number] = ()  # one rank would be busy with it while the others wait
-            for each in world.ranks:
-                load.add(each, size // world.size)
+            for writer in world.ranks:
+                load.add(writer, size // world.size)
         else:
             writers[number] = (load.add(rank, size),)
     return [writers[number] for number in range(len(tensors))]
 
 
 def senders(prepared: Prepared, ranks: tuple[int, ...]) -> dict[str, int]:
-    """Give each file a rank that sends it, so that all have equally many bytes to send.
+    """Assign each file a rank that sends it, so that all ranks send about equally many bytes.
 
-    Files that share a tensor go together, and so do the ones that make the others a checkpoint: with the first rank.
+    Files that share a tensor go to one rank. The index, the manifest and files without tensors go to the first rank.
     """
     files, together = prepared.draft.files, DisjointSets[str]()
     for tensor in prepared.plan.tensors:
@@ -330,13 +331,13 @@ def senders(prepared: Prepared, ranks: tuple[int, ...]) -> dict[str, int]:
     for file, size in files.items():
         sizes[together.first(file)] = sizes.get(together.first(file), 0) + size
     load, sender = Load.of(ranks), dict[str, int]()
-    for file in sorted(sizes, key=lambda each: (each not in of_first_rank, -sizes[each], each)):
+    for file in sorted(sizes, key=lambda candidate: (candidate not in of_first_rank, -sizes[candidate], candidate)):
         sender[file] = load.add(ranks[0] if file in of_first_rank else load.least(), sizes[file])
     return {file: sender[together.first(file)] for file in files}
 
 
-def _hashed(tensors: Sequence[PlannedTensor], folder: str, world: World) -> _Hashes:
-    """Hash this rank's part of what was written, as it lies in the files."""
+def _hash_share(tensors: Sequence[PlannedTensor], folder: str, world: World) -> _Hashes:
+    """Hash this rank's share of the tensors, read back from the files."""
     load, hashes = Load.of(world.ranks), _Hashes()
     storage = LocalStorage(folder)
     for tensor in tensors:
@@ -347,83 +348,83 @@ def _hashed(tensors: Sequence[PlannedTensor], folder: str, world: World) -> _Has
 
 
 def _check_copies(checks: Sequence[PlannedCheck], memory: Memory, world: World) -> None:
-    """Prove tensors equal that are stored once for several names; each pair comes together at one rank.
+    """Prove equal the tensors that the plan stores once under several names; both of a pair are sent to one rank.
 
     Raises:
-        Refused: UNEQUAL_COPIES, UNEXPECTED_TENSOR, on the rank that compared.
+        Refused: UNEQUAL_COPIES, UNEXPECTED_TENSOR, on the rank that has compared them.
     """
     items = []
     for number, check in enumerate(checks):
         taker = (world.ranks[number % world.size],)
         items.append(Item(2 * number, check.nbytes, check.first, taker))
         items.append(Item(2 * number + 1, check.nbytes, check.second, taker))
-    seen = HashingFiles(None, (), range(len(items)))
-    Movement(items, memory, seen, limits(jobs=1), RankExchange(world)).run()
+    hashes = HashingFiles(None, (), range(len(items)))
+    Movement(items, memory, hashes, limits(jobs=1), RankExchange(world)).run()
     problems = [
         check.refusal
         for number, check in enumerate(checks)
-        if 2 * number in seen.digests and seen.digests[2 * number] != seen.digests[2 * number + 1]
+        if 2 * number in hashes.digests and hashes.digests[2 * number] != hashes.digests[2 * number + 1]
     ]
     if problems:
         raise gathered(problems)
 
 
 SAVING = ("family", "dialect", "config", "axes", "rules", "shard_size", "sync", "check_copies", "verify")
-"""Options of `save` that whatever saves the steps of a run has, too."""
+"""Options of `save` that every integration which saves the steps of a run also has."""
 _UNFINISHED: dict[tuple[int, str], Callable[[], object]] = {}
-"""By process and target, what waits for the last save there in the background; a forked process has none."""
+"""(process id, target) -> function that waits for the last background save there; unused after a fork."""
 
 
 @dataclass(frozen=True)
 class SaveSettings:
-    """What is written and how: the arguments of `save`, checked, without the tensors."""
+    """The validated arguments of `save`, without the tensors."""
 
     dst: str
-    """Folder or URL, as typed."""
+    """Target folder or URL, as typed."""
     to: str
-    """`FORMAT[:DIALECT]`."""
+    """Format and dialect, `FORMAT[:DIALECT]`."""
     family: str | None
-    """Model family; None: recognised."""
+    """Model family; None: recognised from the names."""
     dialect: str | None
-    """Dialect of the model's names; None: recognised."""
+    """Dialect of the model's names; None: recognised from the names."""
     config: Mapping[str, Any] | None
-    """The model's config as the user gave it; None: the model's own."""
+    """The config that the user gave; None: the model's own."""
     optimizer: bool
-    """Whether optimizer state is among the tensors."""
+    """Whether optimizer state is saved too."""
     shard_size: int
     """Bytes of tensors per file."""
     overwrite: Overwrite
-    """Replace what is there."""
+    """Whether an existing target is replaced."""
     sync: bool
-    """Make everything durable first."""
+    """Whether all files are made durable before the commit."""
     check_copies: bool
-    """Compare what several ranks hold."""
+    """Whether copies on several ranks are compared."""
     verify: bool
-    """Read it back."""
+    """Whether the checkpoint is read back and compared."""
     axes: Mapping[str, int]
     """Axis sizes that the user gave."""
     rules: str | None
-    """A file with families and dialects of the user's own."""
+    """Path of a file with the user's own families and dialects."""
 
 
 @dataclass(frozen=True)
 class CollectedState:
-    """What is saved, as all ranks hold it together."""
+    """The state to save, collected from all ranks."""
 
-    own: Mapping[str, torch.Tensor]
-    """This rank's tensors, by the names of the parts (`local_parts`); their local parts will do."""
+    local_tensors: Mapping[str, torch.Tensor]
+    """This rank's tensors or their local parts, by the names of the parts (`local_parts`)."""
     global_tensors: Census
-    """The tensors of all ranks."""
+    """All ranks' tensors and parts."""
     config: Mapping[str, Any] | None
     """The model's config, the same on all ranks."""
     groups: Sequence[ParamGroup]
-    """The optimizers' groups, by the names of the parameters."""
+    """Parameter groups of the optimizers, with names of parameters."""
     files: Mapping[str, bytes]
-    """Files that travel along."""
+    """Other files for the checkpoint, with their contents."""
     left_out: tuple[str, ...]
-    """Names of entries that are not written."""
+    """Names of entries that are not saved."""
     untrained: tuple[str, ...]
-    """Parameters of this rank that have gradients, and no optimizer."""
+    """This rank's parameters that require gradients but are in no optimizer."""
 
 
 @suggests
@@ -465,9 +466,9 @@ def save(
         config: the model's config: a path, a mapping or an object with `to_dict()`; None: `model.config`, where it has
             one.
         axes: axis -> size, which overrides everything, such as `{"g": 8}`.
-        rules: path of a table of your own, with families and dialects.
+        rules: path of a rules file with families and dialects of your own.
         shard_size: bytes of tensors per file, 5_000_000_000 or "5GB".
-        sync: make everything durable on disk before `dst` appears.
+        sync: make all files durable on disk before `dst` appears.
         check_copies: compare copies that several ranks have and no mesh keeps equal, and refuse those that differ.
         verify: read the checkpoint back on one rank once it is there, and compare every byte with what was written; the
             report has the verification.
@@ -503,7 +504,7 @@ def check_savable(
     check_copies: bool = True,
     verify: bool = False,
 ) -> None:
-    """Plan a save without optimizer, and write nothing: long before the first one, it shows what would be refused.
+    """Plan a save without optimizer, and write nothing: call it early to see whether a save would be refused.
 
     Collective. The arguments are those of `save`.
 
@@ -517,7 +518,7 @@ def check_savable(
     )  # fmt: skip
     settings, collected = collect(settings_of, state, None, None, world)
     with world.together():
-        ready(_planned(settings, collected, world.rank))
+        ready(_plan_files(settings, collected, world.rank))
 
 
 def read_settings(
@@ -536,7 +537,7 @@ def read_settings(
     check_copies: bool,
     verify: bool,
 ) -> SaveSettings:
-    """Check arguments of `save`, which has those of the same names; `optimizer`: whether one is given.
+    """Validate the arguments of `save` with the same names; `optimizer`: whether an optimizer is given.
 
     Raises:
         TypeError: an argument of a type that it cannot have.
@@ -561,17 +562,17 @@ def read_settings(
 
 
 def check_options(to: str, options: Mapping[str, Any]) -> None:
-    """Refuse arguments of a save before there is anything to be saved.
+    """Refuse wrong arguments of a save before any state exists.
 
     Raises:
         TypeError: an argument of a type that it cannot have.
-        TransaxleError: a format, family or dialect that there is not; a config that cannot be read.
+        TransaxleError: an unknown format, family or dialect; a config that cannot be read.
     """
-    asked = read_settings("", to, optimizer=False, overwrite=False, **options)
-    families = reading_settings(rules=asked.rules, axes=asked.axes).families
-    labels = [each for each in (parse_to(asked.to)[1], asked.dialect) if each and each != IDENTITY]
-    if asked.family is not None:
-        family = pick_family(asked.family, families)
+    settings = read_settings("", to, optimizer=False, overwrite=False, **options)
+    families = reading_settings(rules=settings.rules, axes=settings.axes).families
+    labels = [each for each in (parse_to(settings.to)[1], settings.dialect) if each and each != IDENTITY]
+    if settings.family is not None:
+        family = pick_family(settings.family, families)
         for label in labels:
             pick_dialect(family, label)
         return
@@ -586,10 +587,10 @@ def collect(
     extra: Mapping[str, Any] | None,
     world: World,
 ) -> tuple[SaveSettings, CollectedState]:
-    """Collect what all ranks hold; collective.
+    """Collect the state of all ranks for a save; collective.
 
     Args:
-        settings_of: returns what this rank asks for; where it raises, the other ranks do not wait for this one.
+        settings_of: returns this rank's settings; if it raises, all ranks raise instead of waiting for this one.
         state: see `save`.
         optimizer: see `save`.
         extra: see `save`.
@@ -612,22 +613,22 @@ def collect(
         if optimizer is not None:
             optimizers, parameters = by_name(optimizer, state_leaves)
             groups, states = groups_of(optimizers, parameters), states_of(optimizers, parameters)
-            without_optimizer = untrained(parameters, state_leaves.parameters)
-        numbers, others = _numbers(state, state_leaves.others)
-        own = {**state_leaves.tensors, **states, **numbers}
+            without_optimizer = names_without_optimizer(parameters, state_leaves.parameters)
+        numbers, non_tensors = _numbers(state, state_leaves.non_tensors)
+        tensors = {**state_leaves.tensors, **states, **numbers}
         owner = MODEL if isinstance(state, nn.Module) else STATE
-        extra_states = {f"{owner}/{name}": value for name, value in others.items()}
+        extra_states = {f"{owner}/{name}": value for name, value in non_tensors.items()}
         extra_states |= {f"{EXTRA}/{name}": state_of(value) for name, value in (extra or {}).items()}
     world.require_alike({**{field.name: getattr(settings, field.name) for field in fields(settings)}, **contents})
-    extra_file = written(extra_states, world)
-    global_tensors, config = census(own, world), shared_config(state, settings.config, world)
+    extra_file = encode_states(extra_states, world)
+    global_tensors, config = census(tensors, world), common_config(state, settings.config, world)
     left_out = state_leaves.untouched
     if for_hub(settings.to) and any(tensor.dtype not in PLAIN for tensor in global_tensors.values()):
-        of_hub = published(own, global_tensors, state_leaves.weights, config, world)
-        own, global_tensors, config = dict(of_hub.tensors), of_hub.everything, of_hub.config
-        left_out = (*of_hub.left, *left_out)
+        of_hub = to_hub_convention(tensors, global_tensors, state_leaves.weights, config, world)
+        tensors, global_tensors, config = dict(of_hub.tensors), of_hub.global_tensors, of_hub.config
+        left_out = (*of_hub.left_out, *left_out)
     return settings, CollectedState(
-        own={part: tensor for _, part, tensor in local_parts(own)},
+        local_tensors={part: tensor for _, part, tensor in local_parts(tensors)},
         global_tensors=global_tensors,
         config=config,
         groups=all_groups(groups, world) if settings.optimizer else [],
@@ -638,11 +639,11 @@ def collect(
 
 
 def _contents(settings: SaveSettings) -> dict[str, str | None]:
-    """Return hashes of a table and of a config, by the arguments' names: ranks may have copies under several paths.
+    """Return hashes of the rules and the config, since ranks may have copies of these under different paths.
 
     Raises:
-        Refused: UNSUPPORTED for a table that is no regular file or too long.
-        StorageError: IO where it cannot be read.
+        Refused: UNSUPPORTED for rules that are no regular file or too long.
+        StorageError: IO where the rules cannot be read.
     """
     table = None if settings.rules is None else read_file(settings.rules, LONGEST_TABLE)
     contents = {"rules": table, "config": None if settings.config is None else comparable(settings.config)}
@@ -651,34 +652,34 @@ def _contents(settings: SaveSettings) -> dict[str, str | None]:
     }
 
 
-def _numbers(state: State, others: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Divide entries that are no tensors into numbers, which are saved as tensors without dims, and the rest."""
+def _numbers(state: State, non_tensors: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Split non-tensor entries into numbers, which are saved as 0-d tensors, and other entries."""
     if isinstance(state, nn.Module):
-        return {}, dict(others)
-    tensors = {name: as_tensor(value) for name, value in others.items()}
+        return {}, dict(non_tensors)
+    tensors = {name: as_tensor(value) for name, value in non_tensors.items()}
     numbers = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    return numbers, {name: value for name, value in others.items() if name not in numbers}
+    return numbers, {name: value for name, value in non_tensors.items() if name not in numbers}
 
 
 def write_checkpoint(settings: SaveSettings, state: CollectedState, world: World, clock: Clock) -> SaveReport:
-    """Write what all ranks hold; collective.
+    """Write the state of all ranks; collective.
 
     Args:
-        settings: what is written and how; the same on all ranks.
-        state: what all ranks hold.
+        settings: the validated arguments; the same on all ranks.
+        state: the state of all ranks.
         world: the ranks.
-        clock: takes the time of the stages.
+        clock: records the time of each stage.
 
     Raises:
-        TransaxleError: on every rank; the target is then as it was, unless it was read back and is wrong.
+        TransaxleError: on every rank; the target is then as it was, unless reading it back found the error.
     """
     with clock.stage("plan"), world.together():
-        prepared = _planned(settings, state, world.rank)
+        prepared = _plan_files(settings, state, world.rank)
         plan = ready(prepared)
     if settings.check_copies and world.size > 1:
         with clock.stage("check"):
-            compare_copies(state.global_tensors, state.own, world)
-    received, own = write(prepared, settings.dst, world, clock, overwrite=settings.overwrite, sync=settings.sync)
+            compare_copies(state.global_tensors, state.local_tensors, world)
+    received, bytes_own = write(prepared, settings.dst, world, clock, overwrite=settings.overwrite, sync=settings.sync)
     verification = None
     if settings.verify:
         with clock.stage("verify"):
@@ -689,7 +690,7 @@ def write_checkpoint(settings: SaveSettings, state: CollectedState, world: World
         dialect=plan.dialect,
         tensors=len(plan.tensors),
         bytes_written=sum(plan.files.values()),
-        bytes_own=own,
+        bytes_own=bytes_own,
         bytes_received=received,
         kept=plan.kept,
         ignored=(*plan.ignored, *state.left_out),
@@ -701,12 +702,14 @@ def write_checkpoint(settings: SaveSettings, state: CollectedState, world: World
     )
 
 
-def _planned(settings: SaveSettings, state: CollectedState, rank: int) -> Prepared:
+def _plan_files(settings: SaveSettings, state: CollectedState, rank: int) -> Prepared:
     """Plan the target's files, with the memory of all ranks as the source."""
     if is_one_file(settings.dst) and state.files:
         message = "states that are not tensors need separate files, but the target is a single file"
         raise refuse("UNSUPPORTED", message, file=settings.dst, hint="Give a folder.")
-    memory = container(state.global_tensors, state.own, rank, state.config, groups=state.groups, files=state.files)
+    memory = container(
+        state.global_tensors, state.local_tensors, rank, state.config, groups=state.groups, files=state.files
+    )
     reading = reading_settings(
         family=settings.family,
         dialect=settings.dialect,
@@ -719,7 +722,7 @@ def _planned(settings: SaveSettings, state: CollectedState, rank: int) -> Prepar
 
 
 def _read_back(target: str, world: World) -> Verification:
-    """Read on the first rank what all have written; collective.
+    """Read the saved checkpoint back on the first rank; collective.
 
     Raises:
         Refused: CORRUPT, on every rank.
@@ -738,9 +741,9 @@ def _read_back(target: str, world: World) -> Verification:
 
 
 def add_unfinished(target: str, wait: Callable[[], object]) -> None:
-    """Let later saves to a target wait for one that has begun in the background.
+    """Let later saves to a target wait for a background save that has begun.
 
-    Otherwise the earlier one could be committed last, and its older values would take the place of the newer ones.
+    Otherwise the earlier save could be committed last, and its older values would replace the newer ones.
 
     Args:
         target: folder or URL, as typed.
@@ -750,11 +753,11 @@ def add_unfinished(target: str, wait: Callable[[], object]) -> None:
 
 
 def wait_for(target: str) -> None:
-    """Return when no save of this process to a target, a folder or URL as typed, goes on any more."""
+    """Wait until no save of this process to a target is running."""
     key = _key(target)
     wait = _UNFINISHED.get(key)
     if wait is not None:
-        wait()  # what Ctrl-C ends is waited for the next time
+        wait()  # if Ctrl-C ends the wait, the next call waits again
         if _UNFINISHED.get(key) is wait:
             del _UNFINISHED[key]
 

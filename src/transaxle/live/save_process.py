@@ -1,19 +1,16 @@
-"""The background process of one rank, and where those of all ranks meet.
+"""The background process of one rank: it writes one snapshot after another from shared memory.
 
-The background process of one rank: it writes snapshots out of shared memory, one after the other.
+The processes of all ranks form a process group of their own, so they do not disturb collectives of the training.
 
-Those of all ranks form a world of their own, so no collective of the training is disturbed.
+multiprocessing would run the program's main script in a spawned process, up to `if __name__ == "__main__"`, and a
+script without that line would train a second time. So the script is hidden from it. The process ends when its parent
+ends, for whatever reason, and ignores signals: Ctrl-C and launchers signal the whole process group, but a program that
+reacts by a clean shutdown still needs its save.
 
-A spawned process runs the program's main script again, up to `if __name__ == "__main__"`; a training script without
-that line would begin to train once more. Ours needs nothing of the script. It ends with the process that has started
-it, however that ends, and with nothing else: Ctrl-C and the signals of launchers go to all processes of a group, and a
-program that takes them as a wish to end well must still have its save.
+**Rendezvous**: a store through which the background processes find each other, and report that one is lost.
 
-**Rendezvous**: where the background processes of all ranks find each other, and where the loss of one is reported.
-
-The first rank's own process serves a store, for those who know a secret that it has told the other ranks. The store
-exists before the background processes do, on whatever machines these run; and a rank whose process waits for a lost one
-learns of it there.
+The first rank's training process serves the store, protected by a secret that only the ranks know. It exists before the
+background processes start, on any machine. A rank whose process waits for a lost one learns of the loss from the store.
 """
 
 from __future__ import annotations
@@ -52,22 +49,22 @@ _HERE = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class StoreAddress:
-    """Where the store is."""
+    """Address of the store, with the secret."""
 
     host: str
-    """Machine."""
+    """Host name or IP address of the first rank's machine."""
     port: int
     """TCP port."""
     secret: bytes = field(repr=False)
-    """What all know who come there."""
+    """Secret that every client must prove to know."""
 
-    def opened(self, number: int, timeout: timedelta) -> SharedStore:
-        """Return the store, as one of those who come has it."""
+    def connect(self, number: int, timeout: timedelta) -> SharedStore:
+        """Connect to the store as client `number`."""
         return SharedStore((self.host, self.port), self.secret, number, "", timeout)
 
     def join(self, number: int, size: int, timeout: timedelta) -> SharedStore:
-        """Form the processes' own group, as number `number` of `size`; return its store, which must live as long."""
-        store = self.opened(size + number, timeout)  # the first numbers are those of the ranks themselves
+        """Form the processes' own group, as number `number` of `size`; return its store, which must outlive it."""
+        store = self.connect(size + number, timeout)  # the first `size` numbers belong to the ranks' training processes
         prefixed = PrefixStore(_GROUP, store)
         dist.init_process_group("gloo", store=prefixed, timeout=timeout, rank=number, world_size=size)
         check_connections(dist.distributed_c10d._get_default_group(), store, self.secret, number, size)
@@ -75,34 +72,34 @@ class StoreAddress:
 
 
 class Rendezvous:
-    """The store, as the ranks see it; several ranks make it together.
+    """The store as a rank's training process uses it; collective to create.
 
     Args:
         world: the ranks.
-        timeout: how long anybody waits for it.
+        timeout: the longest wait for another process.
     """
 
     def __init__(self, world: World, timeout: timedelta) -> None:
         hosts = world.gather(socket.gethostname())
-        here = len(set(hosts)) == 1
+        is_one_host = len(set(hosts)) == 1
         number, secret = world.ranks.index(world.rank), secrets.token_bytes()
         with world.together():
             if number == 0:
-                self._server = StoreServer(_HERE if here else "", 0, secret, 2 * world.size)
+                self._server = StoreServer(_HERE if is_one_host else "", 0, secret, 2 * world.size)
         port, secret = world.gather((self._server.port if number == 0 else 0, secret))[0]
-        self.address = StoreAddress(_HERE if here else hosts[0], port, secret)
+        self.address = StoreAddress(_HERE if is_one_host else hosts[0], port, secret)
         with world.together():
-            self._store = self.address.opened(number, timeout)
+            self._store = self.address.connect(number, timeout)
 
     def report_loss(self, message: str) -> str:
-        """Tell all ranks that a process is lost; return what was reported first, which is what all ranks say."""
-        with suppress(RuntimeError):  # the first rank is gone: nobody is left to hear it
+        """Report a lost process to all ranks; return the first report, which all ranks will raise."""
+        with suppress(RuntimeError):  # the first rank has ended, and the store with it
             return str(self._store.compare_set(_LOST, "", message).decode())
         return message
 
     @property
-    def lost(self) -> str | None:
-        """What was reported of a lost process; None where none was."""
+    def loss(self) -> str | None:
+        """The reported loss of a process; None if there is none."""
         with suppress(RuntimeError):
             if self._store.check([_LOST]):
                 return str(self._store.get(_LOST).decode())
@@ -110,70 +107,70 @@ class Rendezvous:
 
 
 Answer = SaveReport | TransaxleError
-"""What comes back from the process."""
+"""Answer of the background process to an order."""
 READY = "ready"
-"""What comes back when nothing is ordered."""
+"""Answer of the background process to an empty order."""
 _SCRIPT = ("__spec__", "__file__")
-"""What multiprocessing looks at to tell a new process where the main script is."""
+"""Attributes of `__main__` by which multiprocessing finds the main script."""
 _PROGRAM_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
-"""Signals that are meant for the program."""
+"""Signals that address the program, and that the background process ignores."""
 _SET_PDEATHSIG = 1
 _LOOK = 1.0
-"""Seconds after which a process looks whether its parent is there."""
+"""Seconds between two checks that the parent process exists."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSlot:
-    """Where a tensor's snapshot lies in the shared memory."""
+    """The place of a tensor's snapshot in shared memory."""
 
     start: int
-    """First byte."""
+    """Offset of the first byte."""
     shape: tuple[int, ...]
-    """Elements along each dim."""
+    """Shape of the local tensor."""
     dtype: torch.dtype
-    """Their type."""
+    """Dtype of the local tensor."""
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Size in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
     def tensor(self, region: Region) -> torch.Tensor:
-        """Return the tensor in the shared memory."""
+        """Return the tensor as a view of the shared memory."""
         octets = torch.from_numpy(region.bytes[self.start : self.start + self.size])
         return octets.view(self.dtype).view(self.shape) if self.size else torch.empty(self.shape, dtype=self.dtype)
 
 
 Layout = Mapping[str, TensorSlot]
-"""Where the tensors of a snapshot lie, by name."""
+"""Place of each tensor of a snapshot, by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotForm:
-    """What seldom changes between two saves."""
+    """The description of a snapshot that seldom changes between two saves."""
 
     global_tensors: Census
-    """The tensors of all ranks."""
+    """All ranks' tensors and parts."""
     layout: Layout
-    """Where this rank's lie."""
+    """Places of this rank's tensors."""
     size: int
     """Bytes of the shared memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What a background process is told to write."""
+    """A save that the background process should carry out."""
 
     settings: SaveSettings
-    """What and how."""
+    """The validated arguments of the save."""
     state: CollectedState
-    """What is saved beside the tensors; those are in the shared memory."""
+    """The collected state without its tensors, which are in shared memory."""
     form: SnapshotForm | None
-    """The tensors; None: those of the last order."""
+    """Description of the tensors; None: same as in the last order."""
     new_region: bool
-    """Whether new shared memory follows."""
+    """Whether a descriptor of new shared memory follows in the pipe."""
     environment: Mapping[str, str]
-    """The rank's variables as they are now: clients of stores find their credentials there."""
+    """The training process's present environment variables, in which storage clients find credentials."""
 
 
 def serve(
@@ -184,15 +181,15 @@ def serve(
     pipe: Connection,
     timeout: timedelta,
 ) -> None:
-    """Write what comes through a pipe, until it closes.
+    """Carry out the orders from a pipe until it closes.
 
     Args:
-        parent: the rank's own process.
+        parent: the training process.
         rank: the rank that this process serves.
-        ranks: all that save together.
-        rendezvous: where their processes find each other; None for one alone.
-        pipe: brings orders and takes answers.
-        timeout: how long the processes wait for each other.
+        ranks: all ranks that save together.
+        rendezvous: address of the store; None for a single rank.
+        pipe: carries orders in and answers out.
+        timeout: the longest wait for another process.
     """
     parent.follow()
     torch.set_num_threads(1)
@@ -211,21 +208,21 @@ def serve(
             answer = write_checkpoint(settings, state, world, Clock())
         except TransaxleError as error:
             answer = error
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is told to the one who waits
+        except Exception as error:  # noqa: BLE001 - any error is sent to the process that waits
             answer = refuse("IO", f"the background process of rank {rank} failed: {error!r}", file=settings.dst)
         try:
             pipe.send(answer)
-        except OSError:  # nobody waits for it any more
+        except OSError:  # the training process has ended
             break
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 class _Inbox:
-    """Where a background process takes its orders.
+    """Receives the orders of a background process.
 
     Args:
-        pipe: they come through it.
+        pipe: carries the orders.
     """
 
     def __init__(self, pipe: Connection) -> None:
@@ -236,27 +233,27 @@ class _Inbox:
         self._environment: Mapping[str, str] = {}
 
     def next(self) -> tuple[SaveSettings, CollectedState]:
-        """Wait for the next order.
+        """Wait for the next order, and return its settings and state.
 
         Raises:
-            EOFError: there will be none.
+            EOFError: the pipe was closed.
         """
         order: Order | None = self._pipe.recv()
         while order is None:
             self._pipe.send(READY)
             order = self._pipe.recv()
-        _take(order.environment, self._environment)
+        _apply_environment(order.environment, self._environment)
         self._environment = order.environment
         form = self._form = order.form or self._form
         if order.new_region:
             self._region = Region(form.size, recv_handle(self._pipe))
         if order.form is not None and self._region is not None:
             self._tensors = {name: slot.tensor(self._region) for name, slot in form.layout.items()}
-        return order.settings, replace(order.state, own=self._tensors, global_tensors=form.global_tensors)
+        return order.settings, replace(order.state, local_tensors=self._tensors, global_tensors=form.global_tensors)
 
 
-def _take(environment: Mapping[str, str], former: Mapping[str, str]) -> None:
-    """Set the variables that have changed, and forget the clients of stores that were made with the former ones."""
+def _apply_environment(environment: Mapping[str, str], former: Mapping[str, str]) -> None:
+    """Apply changed environment variables, and drop storage clients that were created with the former ones."""
     changed = {name: value for name, value in environment.items() if os.environ.get(name) != value}
     gone = former.keys() - environment.keys()
     os.environ.update(changed)
@@ -268,16 +265,16 @@ def _take(environment: Mapping[str, str], former: Mapping[str, str]) -> None:
 
 
 class _ServedWorld(World):
-    """The background processes, by the ranks that they serve.
+    """The background processes as a world, numbered like the ranks that they serve.
 
     Args:
-        rank: the rank that this one serves.
-        ranks: all of them.
+        rank: the rank that this process serves.
+        ranks: all ranks that are served.
     """
 
     def __init__(self, rank: int, ranks: tuple[int, ...]) -> None:
         self.group = None
-        self.store: SharedStore | None = None  # the group's, which must live as long
+        self.store: SharedStore | None = None  # store of the process group, which must outlive it
         self.live = False
         self.rank = rank
         self.ranks = ranks
@@ -286,28 +283,28 @@ class _ServedWorld(World):
 
 @contextmanager
 def without_main_script() -> Iterator[None]:
-    """Start processes in this block that do not run the main script, and that call `Parent.follow`.
+    """Start processes within this block that do not run the main script; each must call `Parent.follow`.
 
-    Meanwhile the main script cannot be found, and signals wait.
+    Within the block the main script cannot be found, and signals are blocked.
     """
     main = vars(sys.modules["__main__"])
-    kept = {name: main[name] for name in _SCRIPT if name in main}
-    with _undisturbed():
+    script_attributes = {name: main[name] for name in _SCRIPT if name in main}
+    with _block_signals():
         try:
-            for name in kept:
+            for name in script_attributes:
                 main[name] = None
             yield
         finally:
-            main.update(kept)
+            main.update(script_attributes)
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Let signals wait; processes that are started meanwhile begin so."""
+def _block_signals() -> Iterator[None]:
+    """Block signals within the block; processes started in it inherit that."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
-    resource_tracker.ensure_running()  # or it would be started with the first process, and let signals in
+    resource_tracker.ensure_running()  # otherwise it starts with the first process, and unblocks the signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _PROGRAM_SIGNALS)
     try:
         yield
@@ -317,15 +314,15 @@ def _undisturbed() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Parent:
-    """The process that starts another one; made in it, and given to the other."""
+    """The process that starts a background process; created in the parent and passed to the child."""
 
     pid: int = field(default_factory=os.getpid)
-    """Number of the process."""
+    """Process id of the parent."""
     by_main: bool = field(default_factory=lambda: threading.current_thread() is threading.main_thread())
-    """Whether its main thread starts the other: the system takes the end of the thread for the end of the process."""
+    """Whether the parent's main thread starts the child: Linux takes the end of that thread for the parent's end."""
 
     def follow(self) -> None:
-        """Let this process end when the parent does, and no signal for the parent end it."""
+        """Make this process end with the parent, and ignore signals that address the program."""
         for number in _PROGRAM_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         if hasattr(signal, "pthread_sigmask"):
@@ -335,7 +332,7 @@ class Parent:
         threading.Thread(target=self._watch, daemon=True).start()
 
     def _watch(self) -> None:
-        """End this process after the parent; a pipe tells, unless a process that was forked meanwhile has it too."""
+        """End this process after the parent; poll as well, because a forked process may keep the sentinel pipe open."""
         above = parent_process()
         while above is not None and self._is_alive():
             if wait([above.sentinel], _LOOK):
@@ -343,5 +340,5 @@ class Parent:
         os._exit(1)
 
     def _is_alive(self) -> bool:
-        """Tell whether the parent was still there when this was asked, as far as the system tells."""
+        """Tell whether the parent still exists, as far as the system shows."""
         return sys.platform == "win32" or os.getppid() == self.pid

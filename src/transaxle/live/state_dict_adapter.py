@@ -1,12 +1,8 @@
-"""The adapter: a live state dict under another dialect's names and shapes, its placements worked out, not copied along.
+"""Re-express a live state dict in another dialect, with placements worked out so that no bytes need to be sent.
 
-For every tensor of the target dialect the placement is looked for under which each rank's part is made of what that
-rank holds already; then nothing is sent.
-
-Placement search: how a tensor of another dialect lies on its mesh, so that each rank makes its part alone.
-
-Placements are tried, and each trial is decided by the box copies that will fill the tensor: no rule per framework
-could be wrong.
+For each tensor of the target dialect, a search finds a placement under which every rank can make its part from its own
+tensors. The search tries placements, and the box copies that would fill the tensor decide whether one works, so it
+needs no rules per framework.
 """
 
 from __future__ import annotations
@@ -31,10 +27,10 @@ from transaxle.engine.checkpoint.settings import Settings, model_config
 from transaxle.engine.source import Source
 from transaxle.engine.wording import plural
 from transaxle.errors import Code, Refusal, TransaxleError, Where, gathered, refuse
-from transaxle.live.derived import settle, untaken
+from transaxle.live.derived import find_unloadable, settle
 from transaxle.live.global_tensors import Census, own_census
 from transaxle.live.memory import check_zero, container, own_entry, rank_of, tensor_of
-from transaxle.live.model.source_view import left_out, seen
+from transaxle.live.model.source_view import change_form, refuse_omitted
 from transaxle.live.model.state_tensors import Leaves, State, leaves, own_config
 from transaxle.live.transport.world import World
 from transaxle.move.transfer import Transfer, as_box_copy
@@ -54,32 +50,32 @@ from transaxle.torch_tensors import (
 )
 
 ABSENT: Code = "INCOMPLETE"
-"""A rank lacks some of what a part is made of."""
+"""Code of the refusal that a part needs bytes which are not on this rank."""
 Coordinate = tuple[int, ...]
-"""A rank's place in a mesh."""
+"""Coordinate of a rank in a mesh."""
 Choice = TorchPlacement | int
-"""How one mesh dim places a tensor; a number: only ranks at this coordinate have it."""
+"""Placement of a tensor along one mesh dim; an integer: only the ranks at this coordinate have it."""
 
 
 def is_present(choices: tuple[Choice, ...], coordinate: Coordinate) -> bool:
-    """Tell whether a rank has a part of a tensor."""
+    """Tell whether the rank at a coordinate has a part of a tensor."""
     return all(not isinstance(choice, int) or choice == at for choice, at in zip(choices, coordinate, strict=True))
 
 
 class PlacementSearch:
-    """Finds placements of the tensors of one view.
+    """Finds placements for the tensors of one view.
 
     Args:
-        view: the state in the dialect that is wanted.
-        global_tensors: what this rank knows that all ranks hold.
+        view: the state in the target dialect.
+        global_tensors: all ranks' tensors and parts, as far as this rank knows them.
     """
 
     def __init__(self, view: Checkpoint, global_tensors: Census) -> None:
         self._view = view
         self._global_tensors = global_tensors
         self._sources: dict[int, Source] = {}
-        self._worked: dict[tuple[object, ...], tuple[Choice, ...]] = {}
-        """What worked for another tensor of the same rule, shape and placements: layers are alike."""
+        self._known_choices: dict[tuple[object, ...], tuple[Choice, ...]] = {}
+        """Choices that worked for a tensor with the same rule, shape and placements, such as that of another layer."""
 
     def find(
         self,
@@ -88,19 +84,19 @@ class PlacementSearch:
         coordinates: Mapping[int, Coordinate],
         placements: tuple[tuple[TorchPlacement, ...], ...],
     ) -> tuple[Choice, ...] | None:
-        """Return, per mesh dim, how a tensor is placed; None where every choice would need bytes to be sent.
+        """Return the placement of a tensor along each mesh dim; None where every placement would need communication.
 
         Args:
-            name: the tensor.
-            mesh: that of what it is made of.
-            coordinates: each rank's place in the mesh.
-            placements: of what it is made of.
+            name: name of the tensor.
+            mesh: the mesh of its sources.
+            coordinates: each rank's coordinate in the mesh.
+            placements: the placements of its sources.
         """
         stored = self._view[name]
         owners = [coordinates[rank_of(transfer.file)] for transfer in stored.transfers()]
         only = tuple(places.pop() if len(places := set(column)) == 1 else None for column in zip(*owners, strict=True))
         key = self._view.targets[name].rule, stored.shape, placements, mesh
-        worked = self._worked.get(key)
+        worked = self._known_choices.get(key)
         if worked is not None:
             moved = tuple(
                 at if isinstance(choice, int) and at is not None else choice
@@ -110,26 +106,28 @@ class PlacementSearch:
                 return moved
         for choices in _candidates(len(stored.shape), mesh, only):
             if self._works(name, mesh, coordinates, choices):
-                self._worked[key] = choices
+                self._known_choices[key] = choices
                 return choices
         return None
 
-    def held(self, shape: Shape, mesh: DeviceMesh, choices: tuple[Choice, ...], name: str) -> Mapping[int, Positions]:
-        """Return what each rank of a mesh holds of a tensor that is placed so."""
+    def intervals_by_rank(
+        self, shape: Shape, mesh: DeviceMesh, choices: tuple[Choice, ...], name: str
+    ) -> Mapping[int, Positions]:
+        """Return rank -> intervals for a tensor with the given placement."""
         ranks = tuple(mesh.mesh.flatten().tolist())
         cuts = tuple(cut_of(Replicate() if isinstance(choice, int) else choice, name) for choice in choices)
         return Placement(tuple(mesh.mesh.shape), ranks, cuts).positions(shape)
 
-    def transfers(self, name: str, held: Positions, rank: int) -> list[Transfer] | None:
-        """Return what makes a part of a tensor out of one rank's memory; None where something is missing there."""
+    def transfers(self, name: str, intervals: Positions, rank: int) -> list[Transfer] | None:
+        """Return the transfers that make a part from one rank's memory; None where that rank lacks some bytes."""
         source = self._sources.get(rank)
         if source is None:
-            entries = {n: own_entry(t, rank) for n, t in self._global_tensors.items() if rank in t.held}
+            entries = {n: own_entry(t, rank) for n, t in self._global_tensors.items() if rank in t.positions}
             source = self._sources[rank] = Source(self._view.container, entries)
         stored = self._view[name]
         part = StoredTensor(name, stored.dtype, stored.shape, self._view.targets[name], source)
         try:
-            return part.transfers(held)
+            return part.transfers(intervals)
         except KeyError:
             return None
         except TransaxleError as error:
@@ -140,22 +138,22 @@ class PlacementSearch:
     def _works(
         self, name: str, mesh: DeviceMesh, coordinates: Mapping[int, Coordinate], choices: tuple[Choice, ...]
     ) -> bool:
-        """Tell whether every rank holds all that its part is made of."""
-        held = self.held(self._view[name].shape, mesh, choices, name)
+        """Tell whether every rank has all bytes that its part needs."""
+        intervals_by_rank = self.intervals_by_rank(self._view[name].shape, mesh, choices, name)
         return all(
-            self.transfers(name, held[rank], rank) is not None
+            self.transfers(name, intervals_by_rank[rank], rank) is not None
             for rank, coordinate in coordinates.items()
             if is_present(choices, coordinate)
         )
 
 
 def _candidates(dims: int, mesh: DeviceMesh, only: tuple[int | None, ...]) -> Iterator[tuple[Choice, ...]]:
-    """Yield the placements that a tensor may have, those that hold most first.
+    """Yield possible placements of a tensor, the most replicated ones first.
 
     Args:
-        dims: of the tensor.
-        mesh: its mesh.
-        only: per mesh dim the one coordinate that has anything of the tensor; None: several have.
+        dims: number of dims of the tensor.
+        mesh: mesh of the tensor.
+        only: for each mesh dim the only coordinate that has any source of the tensor; None: several have.
     """
     sizes = tuple(mesh.mesh.shape)
     factors = sorted({size for size in (*sizes, prod(sizes)) if size > 1})
@@ -180,15 +178,15 @@ def state_dict_as(
 
     Args:
         state: a model, or a state dict whose leaves are tensors or DTensors; it may lack names that other ranks have.
-        dialect: the dialect wanted, such as `hf`.
+        dialect: the target dialect, such as `hf`.
         family: model family; None: recognised.
-        source: dialect of the names as they are; None: recognised.
+        source: dialect of the present names; None: recognised.
         config: the model's config, a path, a mapping or an object with `to_dict()`; None: that of the
             model, where it has one.
 
-    This function cannot notice that another rank of a tensor's mesh omits the tensor, because it sends no messages. Nor
-    that another rank alone refuses its values, as those of a bias that the dialect has no place for.
-    `save`, `load` and `reshard` check that, and refuse such a tensor.
+    This function sends no messages, so it cannot notice that another rank of a tensor's mesh omits the tensor, or
+    refuses its values, such as those of a bias that the dialect has no place for. `save`, `load` and `reshard` check
+    that, and refuse such a tensor.
 
     Ranks may get different names: if a cut goes through a tensor with gate and up, one half of the mesh gets gate and
     the other half up, and no rank knows both. For the way back, use `loadable_as`, which remembers this.
@@ -200,7 +198,8 @@ def state_dict_as(
 
     Raises:
         TypeError: an argument of a type that it cannot have.
-        Refused: UNSUPPORTED, MISSING_TENSOR if a rank would need data of another; every refusal of the translation.
+        Refused: UNSUPPORTED, MISSING_TENSOR if a rank would need data of another rank; every refusal of the
+            translation.
         UsageError: UNKNOWN_FAMILY, AMBIGUOUS, UNKNOWN_AXIS.
     """
     adapter = _adapter(state, dialect, family, source, config)
@@ -225,38 +224,40 @@ def loadable_as(
     The arguments are those of `state_dict_as`, whose result is the first part.
 
     Raises:
-        Refused: as `state_dict_as`; INCOMPLETE for a tensor of the state that the returned ones do not cover.
+        Refused: as `state_dict_as`; INCOMPLETE for a tensor of the state that the returned tensors do not cover.
     """
     return _to_be_filled(_adapter(state, dialect, family, source, config))
 
 
-def regroupable(state: State, given: Sequence[Stem]) -> tuple[dict[str, torch.Tensor], Callable[[], None]]:
-    """Do the same with grouped parameters in their other form (`transaxle.live.model.source_view`)."""
-    return _to_be_filled(_adapted(state, None, Settings(partial=True), lambda state_view: seen(state_view, given)))
+def regroupable(state: State, stems: Sequence[Stem]) -> tuple[dict[str, torch.Tensor], Callable[[], None]]:
+    """Do the same as `loadable_as` for grouped parameters in their other form (`transaxle.live.model.source_view`)."""
+    return _to_be_filled(
+        _make_adapter(state, None, Settings(partial=True), lambda state_view: change_form(state_view, stems))
+    )
 
 
 def _to_be_filled(adapter: _Adapter) -> tuple[dict[str, torch.Tensor], Callable[[], None]]:
-    made = adapter.tensors()
-    adapter.check_complete(made)
+    tensors = adapter.tensors()
+    adapter.check_complete(tensors)
     adapter.check_taken()
-    made = adapter.apart(made)
-    return made, lambda: adapter.give_back(made)
+    tensors = adapter.apart(tensors)
+    return tensors, lambda: adapter.give_back(tensors)
 
 
 def _adapter(state: State, dialect: str, family: str | None, source: str | None, config: Config | None) -> _Adapter:
-    wanted = read_text("dialect", dialect, "hf")
+    target_dialect = read_text("dialect", dialect, "hf")
     family = read_optional_text("family", family, "qwen3_moe")
     source = read_optional_text("source", source, "torchtitan")
     content = own_config(state) if config is None else model_config(config)
     settings = Settings(family=family, dialect=source, partial=True)
-    return _adapted(state, content, settings, lambda state_view: _expressed(state_view, wanted))
+    return _make_adapter(state, content, settings, lambda state_view: _translate(state_view, target_dialect))
 
 
-def _expressed(state_view: Checkpoint, dialect: str) -> Checkpoint:
-    """Return a state in another dialect; where it lacks something, name the call that knows the way back.
+def _translate(state_view: Checkpoint, dialect: str) -> Checkpoint:
+    """Return a state in another dialect; if the state lacks tensors, the hint names the call for the way back.
 
     Raises:
-        TransaxleError: what stands against it.
+        TransaxleError: the dialect cannot express the state.
     """
     try:
         return state_view.as_dialect(dialect)
@@ -271,68 +272,68 @@ def _expressed(state_view: Checkpoint, dialect: str) -> Checkpoint:
         raise gathered(replace(refusal, hint=hint) for refusal in error.refusals) from None
 
 
-def _adapted(
+def _make_adapter(
     state: State, config: Mapping[str, Any] | None, settings: Settings, change: Callable[[Checkpoint], Checkpoint]
 ) -> _Adapter:
     rank = World().rank
-    own = leaves(state)
-    global_tensors = own_census(own.tensors, rank)
-    view = change(Checkpoint(container(global_tensors, own.tensors, rank, config), settings, None, None))
-    return _Adapter(view, PlacementSearch(view, global_tensors), own, rank)
+    state_leaves = leaves(state)
+    global_tensors = own_census(state_leaves.tensors, rank)
+    view = change(Checkpoint(container(global_tensors, state_leaves.tensors, rank, config), settings, None, None))
+    return _Adapter(view, PlacementSearch(view, global_tensors), state_leaves, rank)
 
 
 class _Adapter:
-    """Makes the tensors of one view out of this rank's tensors.
+    """Makes the tensors of one view from this rank's tensors.
 
     Args:
-        view: the state in the dialect that is wanted.
+        view: the state in the target dialect.
         search: finds the placements of its tensors.
-        own: what this rank holds.
+        state_leaves: this rank's tensors of the state.
         rank: this rank.
     """
 
-    def __init__(self, view: Checkpoint, search: PlacementSearch, own: Leaves, rank: int) -> None:
+    def __init__(self, view: Checkpoint, search: PlacementSearch, state_leaves: Leaves, rank: int) -> None:
         self._view = view
         self._search = search
-        self._own = own
+        self._leaves = state_leaves
         self._rank = rank
         self._transfers: dict[str, list[Transfer]] = {}
-        """What this rank's part of each tensor was made of."""
+        """Transfers that made this rank's part of each tensor."""
         self._followers: dict[str, str] = {}
-        """Numbers that have no place in the other dialect, each with the one that stands for it there."""
+        """Numbers (steps) without a place in the other dialect -> the number that represents them there."""
         self._shared: frozenset[str] = frozenset()
-        """Tensors of the state of which several others are made."""
+        """Tensors of the state that are a source of several tensors."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return every tensor of which this rank has anything.
+        """Return every tensor of which this rank has any part.
 
         Raises:
             Refused: UNSUPPORTED, INCOMPLETE.
         """
-        made = {name: self._make(name) for name in self._view}
-        return {name: tensor for name, tensor in made.items() if tensor is not None}
+        tensors = {name: self._make(name) for name in self._view}
+        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
     def check_zero(self) -> None:
-        """Refuse values of this rank that have no place in the dialect and are not zero.
+        """Refuse nonzero values of this rank that have no place in the dialect.
 
         Raises:
             Refused: UNEXPECTED_TENSOR.
         """
-        check_zero(self._view.checks, self._own.tensors)
+        check_zero(self._view.checks, self._leaves.tensors)
 
-    def check_complete(self, made: Mapping[str, torch.Tensor]) -> None:
-        """Refuse tensors of the state of which some bytes went nowhere.
+    def check_complete(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Refuse tensors of the state with bytes that are in none of the new tensors.
 
         Raises:
             Refused: INCOMPLETE.
         """
-        used = dict.fromkeys(self._own.tensors, 0)
-        for name in made:
+        used = dict.fromkeys(self._leaves.tensors, 0)
+        for name in tensors:
             for transfer in self._transfers[name]:
                 used[tensor_of(transfer.file)] += transfer.size
         problems = []
         self._followers = {name: first for name, first in self._numbers().items() if not used[name]}
-        sizes = {name: local_of(tensor).nbytes for name, tensor in self._own.tensors.items()}
+        sizes = {name: local_of(tensor).nbytes for name, tensor in self._leaves.tensors.items()}
         sizes |= {check.first.name: 0 for check in self._view.checks if check.zero}
         for name, size in used.items():
             if name not in self._followers and size < sizes[name]:
@@ -343,77 +344,78 @@ class _Adapter:
         self._shared = frozenset(name for name, size in used.items() if size > sizes[name])
 
     def check_taken(self) -> None:
-        """Refuse entries of a model that are copies and whose values its own `load_state_dict` does not take.
+        """Refuse derived entries of a model that its own `load_state_dict` cannot load.
 
         Raises:
             Refused: UNSUPPORTED, MISSING_TENSOR.
         """
-        kept = self._own.kept
-        problems, omitted = untaken(() if kept else self._own.islands)
-        if problems or omitted or kept:
-            raise gathered([*kept, *problems, *left_out(omitted)])
+        refusals = self._leaves.refusals
+        problems, omitted = find_unloadable(() if refusals else self._leaves.custom_modules)
+        if problems or omitted or refusals:
+            raise gathered([*refusals, *problems, *refuse_omitted(omitted)])
 
-    def apart(self, made: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the tensors; those made of the same bytes get memory of their own, since they may be filled unlike."""
-        return {name: tensor.clone() if self._is_shared(name) else tensor for name, tensor in made.items()}
+    def apart(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the tensors, cloned where they share bytes with others, because they may get different values."""
+        return {name: tensor.clone() if self._is_shared(name) else tensor for name, tensor in tensors.items()}
 
-    def give_back(self, made: Mapping[str, torch.Tensor]) -> None:
-        """Write the values of made tensors into those that they were made of.
+    def give_back(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Copy values of the new tensors back into the tensors of the state.
 
         Raises:
-            Refused: UNEQUAL_COPIES where one value is to be made of several that differ; UNEXPECTED_TENSOR for values
-                of a tensor that the state has not.
+            Refused: UNEQUAL_COPIES where several different values would become one; UNEXPECTED_TENSOR for nonzero
+                values of a tensor that the state lacks.
         """
-        own = self._own.tensors
+        own_tensors = self._leaves.tensors
         message = "it is not all zero, and the state has no such tensor"
-        unplaced = (name for name in made if not self._transfers[name])
+        unplaced = (name for name in tensors if not self._transfers[name])
         problems = [
             Refusal("UNEXPECTED_TENSOR", message, Where(None, name))
             for name in unplaced
-            if local_of(made[name]).count_nonzero()
+            if local_of(tensors[name]).count_nonzero()
         ]
         if problems:
             raise gathered(problems)
-        flat_own = {name: flat(tensor) for name, tensor in own.items()}
+        flat_own = {name: flat(tensor) for name, tensor in own_tensors.items()}
         with torch.no_grad():
-            self._check_alike(made)
-            for name, tensor in made.items():
+            self._check_alike(tensors)
+            for name, tensor in tensors.items():
                 self._copy_back(name, tensor, flat_own)
-            for name, tensor in own.items():
+            for name, tensor in own_tensors.items():
                 local = local_of(tensor)
                 if local.numel() and not local.is_contiguous():
                     local.copy_(flat_own[name].view(local.shape))
             for name, first in self._followers.items():
-                own[name].copy_(own[first])
+                own_tensors[name].copy_(own_tensors[first])
             for name in (check.first.name for check in self._view.checks if check.zero):
-                own[name].zero_()
-        settle(self._own.islands, own)
+                own_tensors[name].zero_()
+        settle(self._leaves.custom_modules, own_tensors)
 
     def _is_shared(self, name: str) -> bool:
         return any(tensor_of(transfer.file) in self._shared for transfer in self._transfers[name])
 
     def _copy_back(self, name: str, tensor: torch.Tensor, sources: Mapping[str, torch.Tensor]) -> None:
-        """Write a made tensor into the flat tensors that it was made of."""
+        """Copy a new tensor's values into the flat source tensors."""
         values = flat(tensor)
         for transfer in self._transfers[name]:
             copy_box_back(as_box_copy(transfer, values.element_size()), sources[tensor_of(transfer.file)], values)
 
-    def _check_alike(self, made: Mapping[str, torch.Tensor]) -> None:
-        """Refuse values of which one has to become of several, such as a step, where these differ.
+    def _check_alike(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Refuse several values that would become one (a step) but differ.
 
-        All are written into copies, one over the other; what then reads back otherwise was overwritten.
+        All values are written into copies of the sources; a value that does not read back was overwritten by another
+        one.
 
         Raises:
             Refused: UNEQUAL_COPIES.
         """
-        shared = [name for name in made if self._is_shared(name)]
+        shared = [name for name in tensors if self._is_shared(name)]
         needed = {tensor_of(transfer.file) for name in shared for transfer in self._transfers[name]}
-        merged = {name: flat(self._own.tensors[name]).clone() for name in needed}
+        merged = {name: flat(self._leaves.tensors[name]).clone() for name in needed}
         for name in shared:
-            self._copy_back(name, made[name], merged)
+            self._copy_back(name, tensors[name], merged)
         problems = []
         for name in shared:
-            values = flat(made[name])
+            values = flat(tensors[name])
             read_back = values.clone()
             for transfer in self._transfers[name]:
                 move = as_box_copy(transfer, values.element_size())
@@ -426,20 +428,20 @@ class _Adapter:
             raise gathered(problems)
 
     def _numbers(self) -> dict[str, str]:
-        """Return the numbers (a step) that are one in the other dialect, each with the one that is taken for all."""
+        """Return the numbers (steps) that are one in the other dialect -> the number that represents them there."""
         checks = [check for check in self._view.checks if not check.zero]
         pairs = [[side.parts[0].origins[0].name for side in (c.first, c.second)] for c in checks]
-        return {second: first for first, second in pairs if self._own.tensors[second].numel() == 1}
+        return {second: first for first, second in pairs if self._leaves.tensors[second].numel() == 1}
 
     def _make(self, name: str) -> torch.Tensor | None:
-        """Return one tensor, or None where this rank has nothing of it.
+        """Make one tensor; None where this rank has no part of it.
 
         Raises:
             Refused: UNSUPPORTED, INCOMPLETE.
         """
         stored = self._view[name]
         origins = sorted(stored.origins)
-        tensors = [self._own.tensors[origin] for origin in origins]
+        tensors = [self._leaves.tensors[origin] for origin in origins]
         distributed = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
         meshes = {tensor.device_mesh for tensor in distributed}
         if not meshes:
@@ -454,44 +456,44 @@ class _Adapter:
         coordinates = {rank: tuple((mesh.mesh == rank).nonzero()[0].tolist()) for rank in ranks}
         choices = self._search.find(name, mesh, coordinates, tuple(t.placements for t in distributed))
         if choices is None:
-            placed = ", ".join(f"{o} {list(t.placements)}" for o, t in zip(origins, distributed, strict=True))
-            message = f"no placement matches the parts that the ranks already hold; its sources are {placed}"
+            placements_shown = ", ".join(f"{o} {list(t.placements)}" for o, t in zip(origins, distributed, strict=True))
+            message = f"no placement matches the parts that the ranks already hold; its sources are {placements_shown}"
             hint = "Use tx.reshard to move parts between ranks, or redistribute the sources."
             raise refuse("UNSUPPORTED", message, tensor=name, hint=hint)
         if not is_present(choices, coordinates[self._rank]):
             return None
-        held = self._search.held(stored.shape, mesh, choices, name)[self._rank]
-        return _distributed(self._local(name, held), mesh, choices, stored.shape, name)
+        intervals = self._search.intervals_by_rank(stored.shape, mesh, choices, name)[self._rank]
+        return _to_dtensor(self._local(name, intervals), mesh, choices, stored.shape, name)
 
-    def _local(self, name: str, held: Positions) -> torch.Tensor:
+    def _local(self, name: str, intervals: Positions) -> torch.Tensor:
         """Make this rank's part of a tensor; a part that is one run of one source shares its storage.
 
         Raises:
-            Refused: INCOMPLETE where this rank has some of what it is made of only, as of experts that ranks share out.
+            Refused: INCOMPLETE where this rank has only some of the sources, such as its share of the experts.
         """
         stored = self._view[name]
-        transfers = self._search.transfers(name, held, self._rank)
+        transfers = self._search.transfers(name, intervals, self._rank)
         if transfers is None:
             message = f"this rank has {plural(len(stored.origins), 'tensor')} of it, but needs more"
             raise refuse(
                 ABSENT, message, tensor=name, hint="Use tx.save and tx.load, which join the parts of all ranks."
             )
         self._transfers[name] = transfers
-        dtype, shape = torch_dtype(stored.dtype, tensor=name), local_shape(held)
-        own = self._own.tensors
+        dtype, shape = torch_dtype(stored.dtype, tensor=name), local_shape(intervals)
+        own_tensors = self._leaves.tensors
         if len(transfers) == 1 and not transfers[0].loops and transfers[0].size == prod(shape) * dtype.itemsize:
             start = transfers[0].source // dtype.itemsize
-            return flat(own[tensor_of(transfers[0].file)])[start : start + prod(shape)].view(shape)
-        sources = {file: flat(own[tensor_of(file)]) for file in {each.file for each in transfers}}
+            return flat(own_tensors[tensor_of(transfers[0].file)])[start : start + prod(shape)].view(shape)
+        sources = {file: flat(own_tensors[tensor_of(file)]) for file in {each.file for each in transfers}}
         boxes = [(as_box_copy(each, dtype.itemsize), sources[each.file]) for each in transfers]
-        like = local_of(own[min(stored.origins or own)])
+        like = local_of(own_tensors[min(stored.origins or own_tensors)])
         return assemble_boxes(shape, dtype, like.device, boxes)
 
 
-def _distributed(
+def _to_dtensor(
     local: torch.Tensor, mesh: DeviceMesh, choices: tuple[Choice, ...], shape: tuple[int, ...], name: str
 ) -> torch.Tensor:
-    """Wrap a local part; on the part of the mesh that has the tensor, if that is not all of it."""
+    """Wrap a local part as a DTensor, on the submesh that has the tensor."""
     placements = [choice for choice in choices if not isinstance(choice, int)]
     if not placements:
         return local

@@ -1,7 +1,8 @@
-"""A conversion by the ranks of a job that torchrun has started: each takes the next item until none is left.
+"""A conversion by the ranks of a torchrun job: each rank takes the next work item until none remains.
 
-Every rank runs the same command. The first one plans, begins and commits; the items are counted in the job's own store,
-so a rank that is faster does more of them, and so is what is done, which the first rank tells whoever watches.
+Every rank runs the same command. The first rank plans, creates the files and commits. A counter in the job's store
+assigns the items, so a faster rank does more of them. Finished items are recorded in the store too, from which the
+first rank reports progress.
 """
 
 from __future__ import annotations
@@ -49,14 +50,14 @@ if TYPE_CHECKING:
 
 
 _START = "Start it so:  torchrun --nproc-per-node 4 -m transaxle convert … --on torchrun."
-wire.tellable(Report, Measured, Recoded, Error, Verification)  # the first rank tells the others of its report
+wire.tellable(Report, Measured, Recoded, Error, Verification)  # the first rank sends its report to the others
 _PATIENCE = timedelta(days=1)
-"""How long a rank without work waits for the others; one that dies is heard of at once."""
+"""Timeout of a rank that waits for the others; the loss of a rank ends the wait at once."""
 
 
 @contextmanager
 def _job() -> Iterator[World]:
-    """Give the ranks of this job, which meet here if they have not met before.
+    """Give the ranks of this job; initialises the process group if needed.
 
     Raises:
         UsageError: AMBIGUOUS where torchrun has not started this process.
@@ -74,11 +75,11 @@ def _job() -> Iterator[World]:
 
 
 def _meet() -> None:
-    """Let the ranks of a job meet.
+    """Initialise the process group of the job.
 
     Raises:
-        UsageError: AMBIGUOUS where the environment does not say which rank of how many this is.
-        StorageError: IO where they do not find each other.
+        UsageError: AMBIGUOUS where the environment lacks the rank or the number of ranks.
+        StorageError: IO where the ranks cannot connect.
     """
     rank, world = (read_number_of_job(name) for name in ("RANK", "WORLD_SIZE"))
     read_number_of_job("MASTER_PORT")
@@ -92,13 +93,13 @@ def _meet() -> None:
 
 
 class _Lead:
-    """What the first rank does, and the others wait for.
+    """The first rank's part of a conversion, for which the other ranks wait.
 
     Args:
-        order: what is converted.
+        order: the conversion.
         look: called with the plan before anything is written.
         resume: continue an interrupted run.
-        how: further options of `divided`.
+        how: further arguments for `divided`.
     """
 
     def __init__(
@@ -113,10 +114,10 @@ class _Lead:
         self._stage: SharedStage | None = None
         self._results: dict[int, ItemResult] = {}
         self._report: Report | None = None
-        self._told: _Told | None = None
+        self._finished: _FinishedItems | None = None
 
     def begin(self, stack: ExitStack) -> tuple[bytes, list[int]]:
-        """Plan, and create the files; return the plan, and the numbers of the items that are left to do."""
+        """Plan, and create the files; return the encoded work plan and the numbers of the items to do."""
         prepared = stack.enter_context(self._order.planned())
         self._look(prepared)
         cleared, work = divided(self._order, prepared, resume=self._resume, **self._how)
@@ -131,32 +132,32 @@ class _Lead:
         stage.share()
         return self._work.text, [item.number for item in left_to_do(self._work, cleared, self._results)]
 
-    def watch(self, told: _Told, numbers: Sequence[int], progress: Progress, watch: Watch) -> None:
-        """Tell whoever watches of the items that are done."""
-        work, prepared = self._begun()
+    def watch(self, finished: _FinishedItems, numbers: Sequence[int], progress: Progress, watch: Watch) -> None:
+        """Report finished items to the callers of `progress` and `watch`."""
+        work, prepared = self._require_begun()
         sizes = sizes_of(prepared, finished_of(self._results.values()))
-        items = [work.items[each] for each in numbers]
-        told.watcher = Watcher(items, *sizes, progress, watch)
-        self._told = told
+        items = [work.items[index] for index in numbers]
+        finished.watcher = Watcher(items, *sizes, progress, watch)
+        self._finished = finished
 
-    def lending(self) -> AbstractContextManager[None]:
-        """Let this process do items with the source that is open here."""
-        return lent(*self._begun())
+    def lend_source(self) -> AbstractContextManager[None]:
+        """Let this process do items with the source that is already open here."""
+        return lent(*self._require_begun())
 
-    def _begun(self) -> tuple[WorkPlan, Prepared]:
+    def _require_begun(self) -> tuple[WorkPlan, Prepared]:
         if self._work is None or self._prepared is None:
             raise ValueError("nothing has begun")
         return self._work, self._prepared
 
     def end(self, texts: list[bytes]) -> Report:
-        """Commit what all ranks have done."""
+        """Commit the results of all ranks."""
         if self._report is not None:
             return self._report
-        work, prepared = self._begun()
+        work, prepared = self._require_begun()
         if self._stage is None:
             raise ValueError("nothing has begun")
-        if self._told is not None:
-            self._told.look()
+        if self._finished is not None:
+            self._finished.look()
         resumed = len(finished_of(self._results.values()))
         for text in texts:
             result = parse_result(text)
@@ -175,74 +176,74 @@ def convert_together(
     look: Callable[[Prepared], None] = lambda _: None,
     **how: Any,
 ) -> Report:
-    """Carry a conversion out by all ranks of a job; collective.
+    """Convert a checkpoint with all ranks of a job; collective.
 
     Args:
-        order: what is converted, the same on all ranks.
+        order: the conversion, the same on all ranks.
         resume: continue an interrupted run.
-        progress: called on the first rank with the bytes of each item that is done.
-        watch: called there with who has done it, and how much is left.
-        look: called there with the plan, before anything is written; what it raises, all ranks raise.
+        progress: called on the first rank with the bytes of each finished item.
+        watch: called on the first rank with the worker of each finished item and the remaining work.
+        look: called on the first rank with the plan before anything is written; all ranks raise what it raises.
         **how: `items`, `overwrite`, `sync`, `jobs` and `memory` as for `divided`.
 
     Raises:
         UsageError: AMBIGUOUS where there is no job.
         TransaxleError: on every rank; the target is then as it was.
     """
-    begun = time.monotonic()
+    start = time.monotonic()
     with _job() as world, ExitStack() as stack:
         lead = _Lead(order, look, how, resume=resume) if world.rank == world.ranks[0] else None
         counter = f"transaxle/items/{secrets.token_hex(8)}"
         (text, numbers), counter = world.pool(lambda: (lead.begin(stack) if lead is not None else (b"", []), counter))[
             0
         ]
-        done: list[list[bytes]] = []
+        results_by_rank: list[list[bytes]] = []
         if text:
-            done = world.pool(lambda: _do(text, numbers, counter, lead, progress, watch))
-        results = [result for of_rank in done for result in of_rank]
+            results_by_rank = world.pool(lambda: _do(text, numbers, counter, lead, progress, watch))
+        results = [result for of_rank in results_by_rank for result in of_rank]
         reports = world.pool(lambda: lead.end(results) if lead is not None else None)
     (report,) = (each for each in reports if each is not None)
-    return replace(report, seconds=time.monotonic() - begun)
+    return replace(report, seconds=time.monotonic() - start)
 
 
 def _do(
     text: bytes, numbers: Sequence[int], counter: str, lead: _Lead | None, progress: Progress, watch: Watch
 ) -> list[bytes]:
-    """Take items until none is left, and return their results."""
+    """Do items until none remains, and return their encoded results."""
     store = dist.distributed_c10d._get_default_store()
     results: list[bytes] = []
-    told = _Told(f"{counter}/done")
+    finished = _FinishedItems(f"{counter}/done")
     if lead is not None:
-        lead.watch(told, numbers, progress, watch)
-    with nullcontext() if lead is None else lead.lending():
+        lead.watch(finished, numbers, progress, watch)
+    with nullcontext() if lead is None else lead.lend_source():
         try:
             while (at := store.add(counter, 1) - 1) < len(numbers):
                 results.append(do_item(text, numbers[at]))
-                told.add(results[-1])
+                finished.add(results[-1])
         except BaseException:
-            store.add(counter, len(numbers))  # the others need not go on
+            store.add(counter, len(numbers))  # the other ranks find no more items
             raise
         finally:
             let_go()
     return results
 
 
-class _Told:
-    """What all ranks have done, told by the first one.
+class _FinishedItems:
+    """Finished items of all ranks, in the job's store.
 
     Args:
-        key: where it is kept in the job's store.
+        key: prefix of the keys in the store.
     """
 
     def __init__(self, key: str) -> None:
         self._store = dist.distributed_c10d._get_default_store()
         self._key = key
         self.watcher: Watcher | None = None
-        """Told of each result; None on the other ranks."""
-        self._seen = 0
+        """Receives each result; None on ranks other than the first."""
+        self._count_read = 0
 
     def add(self, text: bytes) -> None:
-        """Tell of an item that is done here; the first rank looks what the others have told."""
+        """Record an item that this rank has finished; the first rank also reads new records."""
         result = parse_result(text)
         if result is None:
             return
@@ -251,11 +252,11 @@ class _Told:
         self.look()
 
     def look(self) -> None:
-        """On the first rank, tell what all have done since."""
+        """On the first rank, pass all new results to the watcher."""
         if self.watcher is None:
             return
-        while self._store.check([f"{self._key}/{self._seen + 1}"]):
-            self._seen += 1
-            result = parse_result(self._store.get(f"{self._key}/{self._seen}"))
+        while self._store.check([f"{self._key}/{self._count_read + 1}"]):
+            self._count_read += 1
+            result = parse_result(self._store.get(f"{self._key}/{self._count_read}"))
             if result is not None:
                 self.watcher.item(result)

@@ -15,7 +15,7 @@ from torch import nn
 
 from transaxle.axes.notation.name import own_name
 from transaxle.errors import Refusal, gathered, refuse
-from transaxle.live.model.peft_model import adapted, base_names, is_active, seen_by, tuners
+from transaxle.live.model.peft_model import base_names, is_active, leaves_of_checkpoint, peft_model_of, tuners
 from transaxle.live.model.state_tensors import Leaves, State, leaves
 from transaxle.torch_tensors import local_of, place_like, same_bytes
 
@@ -47,13 +47,13 @@ def source_leaves(state: State, adapter: str | None, *, values: bool) -> Leaves:
         Refused: see `leaves`; UNSUPPORTED or AMBIGUOUS where the adapter cannot be sent this way.
     """
     state_leaves = leaves(state, sharded=True, ranges=adapter is None)
-    model = adapted(state) if isinstance(state, nn.Module) else None
+    model = peft_model_of(state) if isinstance(state, nn.Module) else None
     if adapter is None or not state_leaves.tensors:
         return state_leaves
     if model is None:
         raise refuse("UNSUPPORTED", "adapter= is given, but the source is no model of peft", hint="Omit adapter=.")
-    base = seen_by(model, state_leaves, (), adapter=adapter == ALONE)
-    if problems := [each for each in base.kept if each not in state_leaves.kept]:
+    base = leaves_of_checkpoint(model, state_leaves, (), adapter=adapter == ALONE)
+    if problems := [each for each in base.refusals if each not in state_leaves.refusals]:
         raise gathered(problems)
     if adapter == ALONE:
         return base
@@ -66,8 +66,8 @@ def source_leaves(state: State, adapter: str | None, *, values: bool) -> Leaves:
 def target_leaves(state: State, adapter: str | None) -> Leaves:
     """Return this rank's target tensors: all of them, or only the active adapter of a peft model that receives one."""
     state_leaves = leaves(state)
-    model = adapted(state) if adapter == ALONE and isinstance(state, nn.Module) else None
-    return state_leaves if model is None else seen_by(model, state_leaves, (), adapter=True)
+    model = peft_model_of(state) if adapter == ALONE and isinstance(state, nn.Module) else None
+    return state_leaves if model is None else leaves_of_checkpoint(model, state_leaves, (), adapter=True)
 
 
 def _active_copies(model: Any, base: Leaves) -> Iterator[tuple[str, torch.Tensor]]:

@@ -35,12 +35,12 @@ from transaxle.engine.plan.rank_parts import RANKS, for_ranks
 from transaxle.engine.views.encode import METHODS
 from transaxle.errors import Refusal, Where
 from transaxle.formats.catalog import nbytes, numpy_dtype
-from transaxle.live.global_tensors import Census, Global, census
+from transaxle.live.global_tensors import Census, GlobalTensor, census
 from transaxle.live.memory import Replicas, container
-from transaxle.live.model.quantized_model import Sorted, Weights, stand_in
+from transaxle.live.model.quantized_model import FillModes, Weights, stand_in
 from transaxle.live.model.source_view import View
-from transaxle.live.model.state_tensors import Leaves, State, shared_config, unsavable
-from transaxle.live.reshard import Match, matched
+from transaxle.live.model.state_tensors import Leaves, State, common_config, unsavable
+from transaxle.live.reshard import Match, match_sides
 from transaxle.live.ties import Sides
 from transaxle.live.transport.world import World
 from transaxle.move.workers import Item
@@ -69,7 +69,7 @@ class EncodedTarget:
 
     tensor: Encoded
     """The tensor's encoding, logical shape and buffer names."""
-    buffers: Mapping[Role, Global]
+    buffers: Mapping[Role, GlobalTensor]
     """Each buffer (codes, scales, global scale) with its placement on the ranks."""
 
     @property
@@ -81,7 +81,7 @@ class EncodedTarget:
         """Return the box of values, in whole tiles, that a rank needs; None if it has neither codes nor scales."""
         spans: list[list[tuple[int, int]]] = [[] for _ in self.tensor.shape]
         for role in (Role.CODES, Role.SCALE):
-            intervals_by_dim = self.buffers[role].held.get(rank)
+            intervals_by_dim = self.buffers[role].positions.get(rank)
             for dim, intervals in enumerate(() if intervals_by_dim is None else intervals_by_dim):
                 unit, size, tile = self.unit(role, dim), self.tensor.shape[dim], self.unit(Role.SCALE, dim)
                 for first, last in intervals:
@@ -215,10 +215,10 @@ def encode(target: EncodedTarget, values: torch.Tensor, maxima: np.ndarray | Non
     buffers: dict[str, np.ndarray] = {}
     for role, elements in ((Role.CODES, codes), (Role.SCALE, scales)):
         buffer = target.buffers[role]
-        if rank in buffer.held:
+        if rank in buffer.positions:
             shape = [-(-size // target.unit(role, dim)) for dim, size in enumerate(local_shape(needed_box))]
             stacked = np.stack(elements).reshape(shape) if elements else np.zeros(shape, np.uint8)
-            for dim, intervals in enumerate(buffer.held[rank]):
+            for dim, intervals in enumerate(buffer.positions[rank]):
                 encoded_intervals = _in_units(needed_box[dim], target.unit(role, dim))
                 if encoded_intervals == intervals:
                     continue
@@ -226,12 +226,12 @@ def encode(target: EncodedTarget, values: torch.Tensor, maxima: np.ndarray | Non
                 stacked = np.take(stacked, [index_of[at] for at in _positions(intervals)], dim)
             buffers[buffer.name] = np.ascontiguousarray(stacked).reshape(-1).view(np.uint8)
     global_buffer = target.buffers.get(Role.GLOBAL)
-    if global_buffer is not None and maxima is not None and rank in global_buffer.held:
+    if global_buffer is not None and maxima is not None and rank in global_buffer.positions:
         global_scales = np.array(
             [convention.global_from_amax(float(size), target.spec) for size in maxima.reshape(-1)], np.float32
         )
         global_scales = global_scales.reshape(global_buffer.shape)
-        for dim, intervals in enumerate(global_buffer.held[rank]):
+        for dim, intervals in enumerate(global_buffer.positions[rank]):
             global_scales = np.take(global_scales, _positions(intervals), dim)
         buffers[global_buffer.name] = np.ascontiguousarray(global_scales).reshape(-1).view(np.uint8)
     return buffers
@@ -302,7 +302,7 @@ class Agreement:
 
     match: Match
     """The source's tensors, matched to the target's names."""
-    quantized: Sorted
+    quantized: FillModes
     """The target's parameters that quantize the values they receive."""
     codes: Mapping[str, EncodedTarget]
     """The target's tensors that are encoded on arrival, by logical tensor name."""
@@ -333,11 +333,11 @@ def agree(source: tuple[State, Leaves], target: tuple[State, Leaves], world: Wor
     with world.together():
         model_settings = settings(family=options.family, config=options.config, rules=options.rules)
     source_leaves, target_leaves = source[1], target[1]
-    config = shared_config(source[0], model_settings.config, world)
-    config_of_target = shared_config(target[0], None, world)
+    config = common_config(source[0], model_settings.config, world)
+    config_of_target = common_config(target[0], None, world)
     config_differences = _config_differences(
-        shared_config(source[0], model_settings.config, world, whole=True),
-        shared_config(target[0], None, world, whole=True),
+        common_config(source[0], model_settings.config, world, whole=True),
+        common_config(target[0], None, world, whole=True),
     )
     if config is not None and RANKS in (
         config_of_target or ()
@@ -363,8 +363,14 @@ def agree(source: tuple[State, Leaves], target: tuple[State, Leaves], world: Wor
     ]
     computed = translation.quantized.anew.keys() | translation.codes.keys()
     stored = {name: tensor for name, tensor in translation.stored.items() if name not in replaced or name in computed}
-    match = matched(
-        sides, target_leaves, lambda: stored, strict=options.strict, others=lambda: problems, hint=_CAST, once=False
+    match = match_sides(
+        sides,
+        target_leaves,
+        lambda: stored,
+        strict=options.strict,
+        find_others=lambda: problems,
+        hint=_CAST,
+        once=False,
     )
     return Agreement(
         match,
@@ -386,7 +392,7 @@ class _Translation:
     """Source tensor name -> safetensors dtype code to which it is cast before it is sent."""
     stored: Mapping[str, StoredTensor]
     """The source's tensors, by the target's names."""
-    quantized: Sorted
+    quantized: FillModes
     """The target's parameters that quantize the values they receive."""
     codes: Mapping[str, EncodedTarget]
     """The target's tensors that are encoded on arrival, by logical tensor name."""
@@ -429,13 +435,15 @@ class _Translator:
             sources = {n: replace(t, dtype=sent_as.get(n, t.dtype)) for n, t in sources.items()}
             view = self._view(sources, _with_values(targets, codes))
         stored = view.tensors()
-        return _Translation(sources, sent_as, stored, self.weights.sorted(view, stored), codes, view.checkpoint.checks)
+        return _Translation(
+            sources, sent_as, stored, self.weights.choose_modes(view, stored), codes, view.checkpoint.checks
+        )
 
     def _view(self, sources: Census, targets: Census) -> View:
         parts = {part: tensor for _, part, tensor in local_parts(self.leaves.tensors)}
         memory = container(sources, parts, self.rank, self.config)
         source = Checkpoint(memory, msgspec.structs.replace(self.settings, config=None, partial=True), None, None)
-        return self.weights.seen(source, targets, self.options.family, self.options.dialect, None, partial=False)
+        return self.weights.view_source(source, targets, self.options.family, self.options.dialect, None, partial=False)
 
     def _casts(
         self, view: View, sources: Census, targets: Census, codes: Mapping[str, EncodedTarget]
@@ -455,7 +463,7 @@ class _Translator:
 def _with_values(targets: Census, codes: Mapping[str, EncodedTarget]) -> Census:
     """Replace the buffers of encoded targets by one tensor of values each."""
     parts = {stored for target in codes.values() for stored in target.tensor.parts.values()}
-    values = {name: Global(name, "", target.tensor.shape, {}) for name, target in codes.items()}
+    values = {name: GlobalTensor(name, "", target.tensor.shape, {}) for name, target in codes.items()}
     return {name: tensor for name, tensor in targets.items() if name not in parts} | values
 
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from transaxle.errors import Refusal, Where, gathered
 from transaxle.live.memory import tensor_of
-from transaxle.live.model.destination import overlapping, unlike_overlap, view_of
+from transaxle.live.model.destination import find_overlapping, unlike_overlap, view_of
 from transaxle.live.model.state_tensors import Leaves
 from transaxle.move.transfer import Transfer, as_box_copy
 from transaxle.torch_tensors import (
@@ -149,7 +149,7 @@ class Overlaps:
         """Return the names of tensors that may share elements, see `overlapping`."""
         places = [(name, _local(tensor).data_ptr()) for name, tensor in tensors.items()]
         if places != self._places:
-            self._places, self._names = places, frozenset(overlapping(tensors))
+            self._places, self._names = places, frozenset(find_overlapping(tensors))
         return self._names
 
 

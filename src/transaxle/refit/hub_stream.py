@@ -37,8 +37,8 @@ from transaxle.errors import gathered
 from transaxle.live.global_tensors import census
 from transaxle.live.memory import Replicas, check_zero, container, rank_of
 from transaxle.live.model.destination import check_dtype
-from transaxle.live.model.quantized_model import published
-from transaxle.live.model.state_tensors import Leaves, State, leaves, shared_config, unsavable
+from transaxle.live.model.quantized_model import to_hub_convention
+from transaxle.live.model.state_tensors import Leaves, State, common_config, leaves, unsavable
 from transaxle.live.transport.tensor_exchange import BucketExchange
 from transaxle.live.transport.world import World
 from transaxle.move.transfer import DeferredErrors
@@ -195,11 +195,11 @@ def plan_stream(state: State, to: str, options: Mapping[str, Any], world: World)
         state_leaves = leaves(state, sharded=True, ranges=True)
         if problems := unsavable(state_leaves.tensors):
             raise gathered(problems)
-    config = shared_config(state, model_settings.config, world)
+    config = common_config(state, model_settings.config, world)
     global_tensors, tensors = census(state_leaves.tensors, world), state_leaves.tensors
     if for_hub(_FORMAT + to):
-        of_hub = published(tensors, global_tensors, state_leaves.weights, config, world)
-        tensors, global_tensors, config = of_hub.tensors, of_hub.everything, of_hub.config
+        of_hub = to_hub_convention(tensors, global_tensors, state_leaves.weights, config, world)
+        tensors, global_tensors, config = of_hub.tensors, of_hub.global_tensors, of_hub.config
     with world.together():
         parts = {part: tensor for _, part, tensor in local_parts(tensors)}
 

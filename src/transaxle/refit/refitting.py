@@ -228,7 +228,7 @@ class Refit:
             bytes_needed=program.remote_bytes,
             bytes_received=program.route.received,
             bytes_written=written_bytes,
-            buffers=self._exchange.held,
+            buffers=self._exchange.bucket_bytes,
             seconds=time.monotonic() - begin,
         )
 
@@ -316,7 +316,7 @@ class Refit:
         for name in quantized.begins:
             if name in target.weights and program.moves(name):
                 reset_scaling_state(target.weights[name])
-        settle(target.islands, target.tensors)
+        settle(target.custom_modules, target.tensors)
         return written_bytes
 
 

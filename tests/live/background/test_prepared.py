@@ -18,7 +18,7 @@ import transaxle as tx
 from tests.live.ranks import run
 from transaxle.errors import refuse
 from transaxle.live import asynchronous
-from transaxle.live.asynchronous import SaveJob, Saver, foresee
+from transaxle.live.asynchronous import SaveJob, Saver, estimate_snapshot
 from transaxle.live.transport.shared_memory import Region
 from transaxle.torch_tensors import local_of
 
@@ -122,12 +122,12 @@ def test_memory_that_was_only_reserved_is_let_go(tmp_path: Path) -> None:
 def test_state_that_an_optimizer_has_not_made_counts(kind: type[torch.optim.AdamW]) -> None:
     model = torch.nn.Linear(100, 50, dtype=torch.bfloat16)
     optimizer = kind(model.parameters())
-    before = foresee(model, optimizer)
+    before = estimate_snapshot(model, optimizer)
     model(torch.ones(2, 100, dtype=torch.bfloat16)).sum().backward()
     optimizer.step()
-    assert before == foresee(model, optimizer)
+    assert before == estimate_snapshot(model, optimizer)
     assert not before.on_gpu
-    assert foresee(model, None).size == 10_048 + 128  # 10,000 and 100 bytes, up to where tensors begin
+    assert estimate_snapshot(model, None).size == 10_048 + 128  # 10,000 and 100 bytes, up to where tensors begin
 
 
 def _of_no_use(rank: int, world: int) -> str:

@@ -108,7 +108,7 @@ def _seen(rank: int, world: int) -> dict[str, Any]:
     full = torch.ones(4, 2)
     mixed = full if rank == 0 else distribute_tensor(full, mesh, [Shard(0)], src_data_rank=None)
     found = census({"mixed": mixed}, World())["mixed"]
-    return {"held": {who: tuple(map(list, held)) for who, held in found.held.items()}, "loose": found.loose}
+    return {"held": {who: tuple(map(list, held)) for who, held in found.positions.items()}, "loose": found.loose}
 
 
 def test_each_rank_is_asked_what_it_holds_itself() -> None:

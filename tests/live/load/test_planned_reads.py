@@ -13,7 +13,7 @@ import transaxle as tx
 from tests import checkpoints
 from transaxle.axes.geometry import Shard, whole
 from transaxle.engine.checkpoint.checkpoint import StoredTensor
-from transaxle.live.global_tensors import Census, Global
+from transaxle.live.global_tensors import Census, GlobalTensor
 from transaxle.live.load import PlannedReads, plan_reads
 from transaxle.move.transfer import Scratch, produce
 from transaxle.torch_tensors import Positions
@@ -41,7 +41,7 @@ def _census(stored: Mapping[str, StoredTensor]) -> Census:
         key = tensor.shape, any(word in name for word in REPLICATED)
         if key not in shared:
             shared[key] = _held(tensor.shape, whole_everywhere=key[1])
-        census[name] = Global(name, tensor.dtype, tensor.shape, shared[key])
+        census[name] = GlobalTensor(name, tensor.dtype, tensor.shape, shared[key])
     return census
 
 
@@ -67,7 +67,7 @@ def test_the_union_of_the_parts_is_the_whole_plan(once: bool, tmp_path: Path) ->
             for item, name in zip(plan.items, plan.names, strict=True):
                 if rank not in item.target_ranks:
                     continue
-                wanted = _rows(arrays[name], census[name].held[rank])
+                wanted = _rows(arrays[name], census[name].positions[rank])
                 out = np.empty(item.size, np.uint8)
                 produce(seen.container.storage, list(item.transfers), 0, out, Scratch(1 << 20))
                 assert out.tobytes() == wanted.tobytes(), (rank, name)

@@ -17,7 +17,7 @@ from transaxle.formats.registry import MANIFEST
 from transaxle.live import load_plan
 from transaxle.live.load import load
 from transaxle.live.load_plan import refuse_different
-from transaxle.live.model.destination import Rooms
+from transaxle.live.model.destination import LocalSink
 from transaxle.live.save import save
 from transaxle.live.transport.world import World
 
@@ -63,10 +63,10 @@ def _rewritten(rank: int, world: int, target: str, how: str) -> str:
     save(_state(1), target, to="safetensors")
     save(_state(2), f"{target}-2", to="safetensors")
     other = Path(f"{target}-2", "model.safetensors").read_bytes()
-    mark_filled = Rooms.mark_filled
+    filled = LocalSink.mark_filled
 
-    def late(rooms: Rooms, key: int, start: int, stop: int) -> None:
-        mark_filled(rooms, key, start, stop)
+    def late(rooms: LocalSink, key: int, start: int, stop: int) -> None:
+        filled(rooms, key, start, stop)
         if rank == 1 and key == 0 and how == "written to":
             with Path(target, "model.safetensors").open("r+b") as file:
                 file.write(other)
@@ -76,7 +76,7 @@ def _rewritten(rank: int, world: int, target: str, how: str) -> str:
 
     state = _state(0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Rooms, "mark_filled", late)
+        patch.setattr(LocalSink, "mark_filled", late)
         try:
             load(state, target, broadcast_replicated=False)
         except TransaxleError as error:

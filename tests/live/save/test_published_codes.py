@@ -25,7 +25,7 @@ HEAD = "lm_head"
 NAMES = [name for name in MORE if "E5M2" not in name]
 FAMILIES = "llama", "qwen3_moe"
 PACKED, SCALE, GLOBAL = "weight_packed", "weight_scale", "weight_global_scale"
-Held = dict[str, dict[str, torch.Tensor]]
+Positions = dict[str, dict[str, torch.Tensor]]
 
 
 def _model(family: str, kind: str, seed: int = 0, **more: Any) -> Any:
@@ -48,7 +48,7 @@ def _config(model: Any) -> dict[str, Any]:
     return found
 
 
-def _held(model: nn.Module) -> Held:
+def _held(model: nn.Module) -> Positions:
     """Values and buffers of every parameter, as bytes."""
     return {
         name: {
@@ -61,7 +61,7 @@ def _held(model: nn.Module) -> Held:
     }
 
 
-def _save(rank: int, world: int, folder: Path) -> tuple[dict[str, Held], dict[str, tuple[str, ...]]]:
+def _save(rank: int, world: int, folder: Path) -> tuple[dict[str, Positions], dict[str, tuple[str, ...]]]:
     """Save models of all kinds under FSDP2, experts of three over two ranks; tell what they were, and what was left."""
     held, left = {}, {}
     mesh = init_device_mesh("cpu", (world,))
@@ -78,12 +78,12 @@ def _save(rank: int, world: int, folder: Path) -> tuple[dict[str, Held], dict[st
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Held], dict[str, tuple[str, ...]]]:
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Positions], dict[str, tuple[str, ...]]]:
     folder = tmp_path_factory.mktemp("published")
     return folder, *run(2, _save, folder)[0]
 
 
-def _modules(held: Held) -> dict[str, dict[str, torch.Tensor]]:
+def _modules(held: Positions) -> dict[str, dict[str, torch.Tensor]]:
     """The quantized matrices by the names that files have, each expert for itself, and its gate and up."""
     found = {}
     for name, one in held.items():

@@ -89,7 +89,7 @@ def learned(ranks: int, placing: Placing, monkeypatch: pytest.MonkeyPatch) -> tu
     for name, tensor in found[0].items():
         shape = tuple(tensors[name].shape)
         assert (tensor.name, tensor.shape, tensor.dtype) == (name, shape, "F32")
-        assert tensor.held == held[shape]
+        assert tensor.positions == held[shape]
     return found[-1], threads.worlds[-1].received
 
 
@@ -103,7 +103,7 @@ def test_neither_what_is_sent_nor_what_is_kept_is_ranks_times_tensors(
     assert few_bytes > 10 * TENSORS, "the names have been sent"
     assert many_bytes - few_bytes < _COLLECTIVES * _PAGE * (MANY - FEW)
     for known, ranks in ((few, FEW), (many, MANY)):
-        mappings = {id(tensor.held): len(tensor.held) for tensor in known.values()}
+        mappings = {id(tensor.positions): len(tensor.positions) for tensor in known.values()}
         assert sum(mappings.values()) == len(SHAPES) * ranks
 
 
@@ -119,9 +119,9 @@ def test_ranks_with_tensors_of_their_own_are_heard_too(monkeypatch: pytest.Monke
     found = threads.run(lambda world: census(given[world.rank], world))
     assert all(each == found[0] for each in found)
     assert found[0].keys() == {name for each in given for name in each}
-    assert set(found[0]["shared"].held) == {1, 2, 3}
+    assert set(found[0]["shared"].positions) == {1, 2, 3}
     for rank in range(FEW):
-        assert all(set(found[0][name].held) == {rank} for name in own[rank])
+        assert all(set(found[0][name].positions) == {rank} for name in own[rank])
         assert all(found[0][name].shape == tuple(tensor.shape) for name, tensor in own[rank].items())
 
 

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from transaxle.errors import TransaxleError
 from transaxle.live.load import load
-from transaxle.live.optimizers import apart
+from transaxle.live.optimizers import unwrap_optimizers
 from transaxle.live.save import save
 
 STEPS = 3
@@ -229,7 +229,7 @@ def step(kind: Kind, model: nn.Module, optimizer: Any, seed: int) -> None:
 def told(model: nn.Module, optimizer: Any) -> Iterator[tuple[str, Any]]:
     """Yield everything an optimizer keeps."""
     names = {id(p): n for n, p in model.named_parameters()}
-    for member, one in enumerate(apart(optimizer).members):
+    for member, one in enumerate(unwrap_optimizers(optimizer).members):
         for number, group in enumerate(one.param_groups):
             for key, value in group.items():
                 if key not in ("params", "param_names"):
@@ -258,7 +258,7 @@ def check(kind: Kind, dtype: torch.dtype, folder: Path, to: str) -> None:
         with pytest.raises(TransaxleError, match=kind.refused):
             save(model, folder, to=to, optimizer=optimizer)
         return
-    for one in apart(optimizer).members:
+    for one in unwrap_optimizers(optimizer).members:
         for group in one.param_groups:
             rate = group["lr"]
             if isinstance(rate, torch.Tensor):

@@ -18,7 +18,7 @@ from tests.oracles.tiny_models import drawn
 from transaxle.errors import TransaxleError
 from transaxle.live.asynchronous import async_save
 from transaxle.live.load import load
-from transaxle.live.optimizers import apart
+from transaxle.live.optimizers import unwrap_optimizers
 from transaxle.live.save import save
 
 
@@ -113,7 +113,7 @@ def _several(net: nn.Module) -> list[Optimizer]:
 
 
 def _inner(given: Any) -> list[Optimizer]:
-    return list(apart(given).members)
+    return list(unwrap_optimizers(given).members)
 
 
 WRAPPED: dict[str, Callable[[nn.Module], Any]] = {
@@ -234,7 +234,7 @@ def test_training_2_zero_redundancy(tmp_path: Path, how: str) -> None:
 def test_a_parameter_of_two_optimizers_is_refused() -> None:
     net = model()
     with pytest.raises(TransaxleError) as found:
-        apart([AdamW(net.parameters()), SGD(net[0].parameters())])
+        unwrap_optimizers([AdamW(net.parameters()), SGD(net[0].parameters())])
     assert {one.code for one in found.value.refusals} == {"NAME_COLLISION"}
     assert "0 and 1 (AdamW and SGD)" in str(found.value)
 
@@ -270,7 +270,7 @@ class Counting(SGD):
         return {**super().state_dict(), "seen": 3}
 
 
-class Global(SGD):
+class GlobalTensor(SGD):
     """Keeps state of no parameter."""
 
     def step(self, closure: Any = None) -> Any:
@@ -318,7 +318,7 @@ class Averager:
 REFUSED: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
     "attribute": (lambda net: Momentum(net.parameters()), "attribute momentum"),
     "state dict": (lambda net: Counting(net.parameters(), momentum=0.5), "'seen' in its state_dict()"),
-    "of no parameter": (lambda net: Global(net.parameters(), momentum=0.5), "state under 'global'"),
+    "of no parameter": (lambda net: GlobalTensor(net.parameters(), momentum=0.5), "state under 'global'"),
     "copies": (lambda net: Copying(net.parameters()), "train other tensors than its parameters"),
     "lookahead": (lambda net: Lookahead(AdamW(net.parameters())), "its own state for a parameter"),
     "averager": (
@@ -345,7 +345,7 @@ def test_training_2_what_keeps_state_elsewhere_is_refused(tmp_path: Path, kind: 
 @pytest.mark.parametrize("given", [3, "adamw", [None], nn.Linear(2, 2), torch.optim.AdamW])
 def test_what_is_no_optimizer_is_refused(given: Any) -> None:
     with pytest.raises(TransaxleError) as found:
-        apart(given)
+        unwrap_optimizers(given)
     assert found.value.code == "UNSUPPORTED"
 
 

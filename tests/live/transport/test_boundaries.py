@@ -21,7 +21,7 @@ from tests.live.ranks import run
 from transaxle.engine.distribute.work_plan import WorkItem, parse_plan, parse_share
 from transaxle.live.save_process import Rendezvous
 from transaxle.live.transport import wire
-from transaxle.live.transport.shared_memory import Address, Region, seen
+from transaxle.live.transport.shared_memory import Address, Region, map_region
 from transaxle.live.transport.shared_store import SharedStore
 from transaxle.live.transport.world import World
 from transaxle.move.journal import digest, item_file, parse_result, read_results, read_task, unfinished_task
@@ -110,7 +110,7 @@ def _meeting(rank: int, world: int, folder: str) -> tuple[str, int]:
         each.start()
         each.join()
     dist.barrier()
-    said = rendezvous.lost
+    said = rendezvous.loss
     dist.barrier()
     return str(said), len(rendezvous.address.secret)
 
@@ -131,10 +131,10 @@ def test_an_address_of_memory_opens_no_other_file(tmp_path: Path) -> None:
     path = tmp_path / "private"
     path.write_bytes(b"x" * 8192)
     with path.open("rb") as file:
-        assert seen(Address(os.getpid(), file.fileno(), str(path))) is None
-        assert seen(Address(os.getpid(), file.fileno(), f"/memfd:{path} (deleted)")) is None
+        assert map_region(Address(os.getpid(), file.fileno(), str(path))) is None
+        assert map_region(Address(os.getpid(), file.fileno(), f"/memfd:{path} (deleted)")) is None
     with Region(8) as region:
-        found = seen(region.address)
+        found = map_region(region.address)
         assert found is not None
         region.bytes[:] = 7
         assert found[:8].tolist() == [7] * 8

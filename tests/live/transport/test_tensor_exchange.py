@@ -18,7 +18,7 @@ import transaxle as tx
 from tests.live.ranks import run
 from transaxle.live.save import save
 from transaxle.live.transport import shared_memory as near
-from transaxle.live.transport.shared_memory import Address, Region, seen
+from transaxle.live.transport.shared_memory import Address, Region, map_region
 from transaxle.live.transport.tensor_exchange import RankExchange
 from transaxle.live.transport.world import World
 from transaxle.move.transfer import Fill, Parcel, Take
@@ -47,7 +47,7 @@ def _blindfold(*, blind: bool) -> Iterator[None]:
     """Let a rank see nothing of the others' memory, as on another machine."""
     with pytest.MonkeyPatch.context() as patch:
         if blind:
-            patch.setattr(near, "seen", lambda _: None)
+            patch.setattr(near, "map_region", lambda _: None)
         yield
 
 
@@ -110,14 +110,14 @@ def test_columns_are_saved_over_either_way(tmp_path: Path, blind: tuple[int, ...
 def test_a_region_is_seen_by_its_name_only() -> None:
     with Region(1000) as region:
         region.bytes[:] = np.arange(1000) % 256
-        found = seen(region.address)
+        found = map_region(region.address)
         assert found is not None
         assert np.array_equal(found[:1000], np.arange(1000) % 256)
         assert not found.flags.writeable
         own = region.address
-        assert seen(Address(own.pid, own.fd, own.name.replace("transaxle-", "transaxle+"))) is None
-        assert seen(Address(own.pid, 1 << 20, own.name)) is None
-    assert seen(own) is None
+        assert map_region(Address(own.pid, own.fd, own.name.replace("transaxle-", "transaxle+"))) is None
+        assert map_region(Address(own.pid, 1 << 20, own.name)) is None
+    assert map_region(own) is None
     assert found[999] == 999 % 256  # what is mapped stays
     assert f"/proc/{os.getpid()}" not in own.name
 

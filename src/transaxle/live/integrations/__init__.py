@@ -1,1 +1,1 @@
-"""Trainers and torch.distributed.checkpoint."""
+"""Integrations with trainers and with `torch.distributed.checkpoint`."""

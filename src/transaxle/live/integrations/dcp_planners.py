@@ -1,28 +1,27 @@
-"""Planners for those who call `torch.distributed.checkpoint` themselves: any dialect, and placements made right.
+"""Planners for `torch.distributed.checkpoint`: they read and write any dialect, and handle every placement correctly.
 
     dcp.save(state, checkpoint_id=..., planner=SavePlanner("hf"))
     dcp.load(state, checkpoint_id=..., planner=LoadPlanner("hf"))
 
-`state` is under the names of the model, the checkpoint under those of the dialect; without a dialect both have the same
-names. Beside dialects the planners mend what torch's own do not see: parts of several runs, types that differ (torch
-copies fp8 codes into bf16 as if they were values), pickles in the checkpoint that run code.
+`state` has the model's names, and the checkpoint the dialect's; without a dialect both have the same names. The
+planners also fix errors of torch's own planners: parts of several runs, differing dtypes (torch copies fp8 codes into
+bf16 as if they were values), and pickles in the checkpoint that run code.
 
-Experts in torch's own checkpoints, whatever form a checkpoint and a model have them in.
+**Experts** may be separate tensors or one stack, in the checkpoint as in the model. A checkpoint may also store them in
+both forms, and these copies are compared before anything is loaded (`DualFormCheck`). torch calls a planner only after
+a tensor was read. So all tensors of such a checkpoint are read into separate memory, and copied into the caller's
+tensors once all copies have proved equal. This costs a second copy of the model; with `trust_copies` only one form is
+read, in place.
 
-A checkpoint may store experts twice, under their own names and stacked: the copies are compared before anything is
-loaded (`DualFormCheck`). torch tells planners of a tensor only once it has been read. So where anything is stored
-twice, everything is read into memory of its own, and the caller's tensors get their values when all copies are known
-to be equal. That costs a second copy of the model, and happens with such checkpoints only. Who trusts a checkpoint has
-one form read, in place.
+If the experts are distributed over ranks, each rank loads its own as a slice of the stack (`ExpertSlices`).
 
-Where ranks share the experts out, each loads its own as a slice of the stacked tensor (`ExpertSlices`).
-
-Settings of an optimizer call its parameters by name: experts in the model's own form (`ParamGroupNames`).
+Settings of an optimizer contain names of parameters, with experts in the model's form (`ParamGroupNames`):
 
     {"param_groups": [{"lr": 0.1, "params": ["fc1.weight0", "fc1.weight1"]}]}       one value for all groups
     {"param_groups.fc1.weight0.lr": 0.1, "param_groups.fc1.weight1.lr": 0.1}        one for each parameter, flattened
 
-torch gives a group the settings of the one that has a parameter of the same name, and none where there is none.
+torch gives a group the settings of a stored group with a parameter of the same name, and silently none if there is no
+such group.
 """
 
 from __future__ import annotations
@@ -65,41 +64,42 @@ from transaxle.quant.entries import code_name
 from transaxle.torch_tensors import code_of, local_of, mark, part_of, placement_of, same_bytes, take, whole_shape
 
 _LISTED = re.compile(rf"(?:.*\.)?{GROUPS}")
-"""Flat name of all groups."""
+"""Flattened key of the list of all groups."""
 _NAMES = re.compile(rf"((?:.*\.)?{GROUPS})\.[0-9]+\.{PARAMS}")
-"""Flat name of the parameters of one group, where some setting is a tensor; what stands before its number."""
+"""Flattened key of one group's parameters, where a setting is a tensor; group 1 is the part before the group's number.
+"""
 _ONE = re.compile(rf"((?:.*\.)?{GROUPS}\.)(.+)(\.[^.]+)")
-"""Flat name of one setting of one parameter."""
+"""Flattened key of one setting of one parameter."""
 _HINT = "Build the optimizer with the groups that the source has."
 
 
 class DualFormCheck:
-    """A load that compares what is stored twice before it changes anything.
+    """Compares experts that are stored in both forms before a load changes any tensor.
 
     Args:
-        stems: the sets of experts that are stored in both forms.
-        stored: what the checkpoint has, by our names.
-        asked: the tensors that are to be filled, by our names, in the checkpoint's form.
+        stems: the sets of experts stored in both forms.
+        stored: the checkpoint's tensors, by our names.
+        requested: the tensors to fill, by our names, in the checkpoint's form.
     """
 
     def __init__(
         self,
         stems: Iterable[Stem],
         stored: Mapping[str, TensorStorageMetadata],
-        asked: Mapping[str, torch.Tensor],
+        requested: Mapping[str, torch.Tensor],
     ) -> None:
-        self._asked = asked
+        self._requested = requested
         self._copies = member_copies(stems, stored)
         names = dict.fromkeys(name for copy in self._copies for name in (copy.stack, copy.name))
         self._whole = {name: torch.empty(stored[name].size, dtype=stored[name].properties.dtype) for name in names}
-        self.read = {name: _like(tensor) for name, tensor in asked.items()} | self._whole
-        """What torch is to fill, by our names."""
+        self.read = {name: _like(tensor) for name, tensor in requested.items()} | self._whole
+        """Tensors for torch to fill, by our names."""
 
     def finish(self) -> None:
-        """Copy what was read into the tensors asked for.
+        """Compare the copies, and fill the requested tensors.
 
         Raises:
-            Refused: UNEQUAL_COPIES, and nothing is changed.
+            Refused: UNEQUAL_COPIES; no tensor is then changed.
         """
         unequal = [copy for copy in self._copies if not self._is_equal(copy)]
         if unequal:
@@ -107,33 +107,33 @@ class DualFormCheck:
                 Refusal("UNEQUAL_COPIES", f"{copy.why}\nbut they differ", Where(None, copy.name)) for copy in unequal
             )
         with torch.no_grad():
-            for name, tensor in self._asked.items():
+            for name, tensor in self._requested.items():
                 whole = self._whole.get(name)
                 values = local_of(self.read[name]) if whole is None else _part(whole, tensor, name)
                 local_of(tensor).copy_(values)
 
     def _is_equal(self, copy: MemberCopy) -> bool:
         stack, member, count = self._whole[copy.stack], self._whole[copy.name], copy.stem.count
-        is_stacked = member.dim() and stack.numel() == count * member.numel()  # a step has no dims: one for all
+        is_stacked = member.dim() and stack.numel() == count * member.numel()  # a 0-d step: one for all experts
         return same_bytes(stack.view(count, *member.shape)[copy.place] if is_stacked else stack, member)
 
 
 def without_other_forms(
-    stored: Mapping[str, TensorStorageMetadata], asked: Collection[str]
+    stored: Mapping[str, TensorStorageMetadata], requested: Collection[str]
 ) -> dict[str, TensorStorageMetadata]:
-    """Return what a checkpoint has, without one form of each set of experts that it stores twice.
+    """Return a checkpoint's tensors with only one form of each set of experts that is stored in both.
 
-    The form asked for stays, or, where that lacks something (a state, an expert), the other one if it is whole.
+    The requested form stays; if it lacks a state or an expert, the other form stays, provided that it is complete.
 
     Args:
-        stored: what the checkpoint has, by our names.
-        asked: the names that this rank asks for.
+        stored: the checkpoint's tensors, by our names.
+        requested: the names that this rank requests.
     """
     numbered, dropped = members_by_stack(stored), set[str]()
     members, stacks = _by_parameter(stored)
-    asked_members, asked_stacks = _by_parameter(asked)
+    requested_members, requested_stacks = _by_parameter(requested)
     for parameter in members.keys() & stacks.keys():
-        wanted_members, wanted_stacks = asked_members[parameter], asked_stacks[parameter]
+        wanted_members, wanted_stacks = requested_members[parameter], requested_stacks[parameter]
         if bool(wanted_members) == bool(wanted_stacks):
             continue
         if wanted_members:
@@ -143,16 +143,16 @@ def without_other_forms(
             counts = {stored[name].size[0] for name in stacks[parameter] if stored[name].size}
             are_whole = all(counts == {len(numbered.get(name, ()))} for name in wanted_stacks)
             forms = [(wanted_stacks <= stored.keys(), members), (are_whole, stacks)]
-        dropped |= next((others[parameter] for is_whole, others in forms if is_whole), set())
+        dropped |= next((other_forms[parameter] for is_whole, other_forms in forms if is_whole), set())
     return {name: metadata for name, metadata in stored.items() if name not in dropped}
 
 
 def _by_parameter(names: Collection[str]) -> tuple[dict[str, set[str]], dict[str, set[str]]]:
-    """Return by the name of the stack, states with their parameter: names with a number, and all others."""
+    """Group names by the stack's parameter: member names with a number, and all other names."""
     members: dict[str, set[str]] = defaultdict(set)
     stacks: dict[str, set[str]] = defaultdict(set)
-    for stack, named in members_by_stack(names).items():
-        members[split_slot(stack)[0]].update(named.values())
+    for stack, members_by_number in members_by_stack(names).items():
+        members[split_slot(stack)[0]].update(members_by_number.values())
     for name in names:
         stacks[split_slot(name)[0]].add(name)
     return members, stacks
@@ -163,31 +163,31 @@ def _like(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _part(whole: torch.Tensor, tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """Return what this rank holds of a tensor."""
+    """Return this rank's part of a whole tensor."""
     rank = World().rank
     return take(whole, placement_of(tensor, rank, name).positions(whole_shape(tensor))[rank])
 
 
 @dataclass(frozen=True, slots=True)
 class _Slice:
-    """This rank's experts in one stacked tensor of the checkpoint."""
+    """This rank's experts as a slice of a stacked tensor of the checkpoint."""
 
     read: torch.Tensor
-    """The stacked tensor as torch reads it; this rank has its own experts of it."""
+    """Stand-in for the stacked tensor, with this rank's experts as its local part."""
     values: torch.Tensor
-    """The memory that is read into: the local parts of `members` stacked, or one number for all of them."""
+    """Memory that the read fills: the stacked local parts of `members`, or one number for all."""
     members: tuple[torch.Tensor, ...]
-    """The experts' tensors, which get the values."""
+    """The experts' tensors, which receive the values."""
 
 
 class ExpertSlices:
-    """Stand-ins for a rank's experts, which are read as slices and then copied into the experts.
+    """Stand-ins for a rank's experts: they are read as slices of stacks, and copied into the experts afterwards.
 
-    A rank that has all experts needs none.
+    A rank with all experts needs no stand-in.
 
     Args:
-        tensors: this rank's, states of an optimizer included.
-        stored: names and shapes of the checkpoint's.
+        tensors: this rank's tensors, optimizer state included.
+        stored: names and shapes of the checkpoint's tensors.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], stored: Mapping[str, Shape]) -> None:
@@ -195,72 +195,80 @@ class ExpertSlices:
         stored_shapes = parameter_shapes(stored)
         self._slices: dict[str, _Slice] = {}
         self.members: dict[str, torch.Tensor] = {}
-        """The experts' tensors that have a stand-in."""
+        """Experts' tensors with a stand-in, by name."""
         for stack, names in members_by_stack(name for name in tensors if name not in stored).items():
-            shape = stored_shapes.get(split_slot(stack)[0], ())  # a step has no dims
+            shape = stored_shapes.get(split_slot(stack)[0], ())  # a step is 0-d
             is_stack = len(shape) == len(wanted_shapes[split_slot(names[min(names)])[0]]) + 1
             if is_stack and stack in stored and max(names) < shape[0] > len(names):
                 numbers = sorted(names)
                 self._slices[stack] = _slice(stack, shape[0], numbers, [tensors[names[number]] for number in numbers])
                 self.members |= {name: tensors[name] for name in names.values()}
         self.stacks = frozenset(self._slices)
-        """Names of the checkpoint's tensors that are read in the experts' place."""
-        others = {name: tensor for name, tensor in tensors.items() if name not in self.members}
-        self.read: dict[str, torch.Tensor] = {**others, **{name: each.read for name, each in self._slices.items()}}
-        """All that is read into."""
+        """Names of the stacked tensors that are read instead of the experts."""
+        whole_tensors = {name: tensor for name, tensor in tensors.items() if name not in self.members}
+        self.read: dict[str, torch.Tensor] = {
+            **whole_tensors,
+            **{name: expert_slice.read for name, expert_slice in self._slices.items()},
+        }
+        """All tensors to read, stand-ins included."""
 
     def finish(self) -> None:
         """Copy the values that were read into the experts."""
         with torch.no_grad():
-            for each in self._slices.values():
-                for place, member in enumerate(each.members):
-                    local_of(member).copy_(each.values[place] if each.values.dim() else each.values)
+            for expert_slice in self._slices.values():
+                for place, member in enumerate(expert_slice.members):
+                    local_of(member).copy_(
+                        expert_slice.values[place] if expert_slice.values.dim() else expert_slice.values
+                    )
 
 
 def _slice(name: str, count: int, numbers: list[int], members: list[torch.Tensor]) -> _Slice:
     first = members[0]
-    if not first.dim():  # a step: every expert has one, the stack has one for all
+    if not first.dim():  # a step: one per expert in the model, one for the stack in the checkpoint
         return _Slice(first, first, tuple(members))
     local, rank = local_of(first), World().rank
-    held = placement_of(first, rank, name).positions(whole_shape(first))[rank]
+    intervals = placement_of(first, rank, name).positions(whole_shape(first))[rank]
     values = torch.empty((len(members), *local.shape), dtype=local.dtype, device=local.device)
     expert_intervals = tuple((number, number + 1) for number in numbers)
-    read = Runs(torch.Size((count, *whole_shape(first))), values, (expert_intervals, *held))
+    read = Runs(torch.Size((count, *whole_shape(first))), values, (expert_intervals, *intervals))
     return _Slice(read, values, tuple(members))
 
 
 class ParamGroupNames:
-    """Which settings of a checkpoint are read, and what they become under the names of a state dict.
+    """The optimizer settings to read from a checkpoint, and their translation to the names of a state dict.
 
     Args:
-        given: values of a state dict that are no tensors, by flat name.
-        stored: flat names of the checkpoint.
+        non_tensors: non-tensor values of the state dict, by flattened key.
+        stored: flattened keys of the checkpoint.
     """
 
-    def __init__(self, given: Mapping[str, Any], stored: Collection[str]) -> None:
-        self._given = given
-        self._sources = _sources([name for name in given if name not in stored], stored)
-        read_instead = {source: given[name] for name, sources in self._sources.items() for source in sources}
-        self.asked: dict[str, Any] = {n: value for n, value in given.items() if n not in self._sources} | read_instead
-        """What is to be read."""
+    def __init__(self, non_tensors: Mapping[str, Any], stored: Collection[str]) -> None:
+        self._state_dict = non_tensors
+        self._sources = _sources([name for name in non_tensors if name not in stored], stored)
+        read_instead = {source: non_tensors[name] for name, sources in self._sources.items() for source in sources}
+        self.requested: dict[str, Any] = {
+            n: value for n, value in non_tensors.items() if n not in self._sources
+        } | read_instead
+        """Entries to read, by flattened key."""
 
-    def restored(self, read: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what was read by the names of the state dict.
+    def to_state_dict(self, read: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values by the keys of the state dict.
 
         Args:
-            read: values by the names of `asked`.
+            read: values that were read, by the keys of `requested`.
 
         Raises:
-            Refused: UNSUPPORTED for experts that are one parameter here, and were trained with different settings.
+            Refused: UNSUPPORTED for experts that are one parameter here but were trained with different settings.
         """
         problems: list[Refusal] = []
-        values = {name: value for name, value in read.items() if name in self._given}
+        values = {name: value for name, value in read.items() if name in self._state_dict}
         for name, sources in self._sources.items():
             values[name] = read[sources[0]]
-            other = next((source for source in sources if repr(read[source]) != repr(values[name])), None)
-            if other is not None:
+            conflicting = next((source for source in sources if repr(read[source]) != repr(values[name])), None)
+            if conflicting is not None:
                 message = (
-                    f"{sources[0]} is {values[name]!r} and {other} is {read[other]!r}, but here they are one parameter"
+                    f"{sources[0]} is {values[name]!r} and {conflicting} is {read[conflicting]!r}, "
+                    "but here they are one parameter"
                 )
                 problems.append(Refusal("UNSUPPORTED", message, Where(None, name), _HINT))
         lists: dict[str, list[str]] = defaultdict(list)
@@ -268,12 +276,14 @@ class ParamGroupNames:
             split = _NAMES.fullmatch(name)
             if split is not None:
                 lists[split[1]].append(name)
-            elif _LISTED.fullmatch(name) and _are_groups(value) and _are_groups(self._given[name]):
-                values[name] = _renamed(self._given[name], value, problems)
+            elif _LISTED.fullmatch(name) and _are_groups(value) and _are_groups(self._state_dict[name]):
+                values[name] = _rename_experts(self._state_dict[name], value, problems)
         for names in lists.values():
-            own, stored = ([{PARAMS: side[name]} for name in names] for side in (self._given, values))
-            if _are_groups(own) and _are_groups(stored):
-                groups = _renamed(own, stored, problems)
+            own_groups, stored_groups = (
+                [{PARAMS: side[name]} for name in names] for side in (self._state_dict, values)
+            )
+            if _are_groups(own_groups) and _are_groups(stored_groups):
+                groups = _rename_experts(own_groups, stored_groups, problems)
                 values |= {name: group[PARAMS] for name, group in zip(names, groups, strict=True)}
         if problems:
             raise gathered(problems)
@@ -281,7 +291,7 @@ class ParamGroupNames:
 
 
 def _sources(lacking: Iterable[str], stored: Iterable[str]) -> dict[str, list[str]]:
-    """Return for settings of parameters that the checkpoint lacks those of the same experts in the other form."""
+    """Return key -> keys of the same experts in the other form, for settings that the checkpoint lacks."""
     by_stack: dict[tuple[str, str, str], list[str]] = defaultdict(list)
     for name in stored:
         if (setting := _of_stack(name)) is not None:
@@ -291,7 +301,7 @@ def _sources(lacking: Iterable[str], stored: Iterable[str]) -> dict[str, list[st
 
 
 def _of_stack(name: str) -> tuple[str, str, str] | None:
-    """Return the flat name of one parameter's setting in three parts, an expert's under the name of the stack."""
+    """Split the key of one parameter's setting in three, with an expert's name replaced by that of the stack."""
     split = _ONE.fullmatch(name)
     return None if split is None else (split[1], stack_name(split[2]), split[3])
 
@@ -304,19 +314,21 @@ def _are_names(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
 
-def _renamed(own: Iterable[ParamGroup], stored: Sequence[ParamGroup], problems: list[Refusal]) -> list[ParamGroup]:
-    """Return the stored groups, with experts under the names that the optimizer has for them.
+def _rename_experts(
+    own_groups: Iterable[ParamGroup], stored: Sequence[ParamGroup], problems: list[Refusal]
+) -> list[ParamGroup]:
+    """Return the stored groups, with the optimizer's names of experts.
 
     Args:
-        own: groups of the optimizer.
+        own_groups: groups of the optimizer.
         stored: groups of the checkpoint.
-        problems: receives UNSUPPORTED for a parameter that would be of several groups.
+        problems: collects UNSUPPORTED for a parameter that would belong to several groups.
     """
     group_of = group_numbers(stored)
     by_stack: dict[str, list[str]] = defaultdict(list)
     for name in group_of:
         by_stack[stack_name(name)].append(name)
-    own_names = dict.fromkeys(name for group in own for name in group[PARAMS])
+    own_names = dict.fromkeys(name for group in own_groups for name in group[PARAMS])
     new_names: dict[str, list[str]] = {}
     for name in own_names:
         sources = by_stack.get(stack_name(name), []) if name not in group_of else []
@@ -331,13 +343,13 @@ def _renamed(own: Iterable[ParamGroup], stored: Sequence[ParamGroup], problems: 
 
 
 _STATE = re.compile(r"((?:.*?\.)?optim(?:izer)?\.state\.).+\.[^.]+")
-"""Flat name of an optimizer's state, `app.optim.state.<parameter>.<state>`; the group is the prefix."""
+"""Flattened key of an optimizer's state, `app.optim.state.<parameter>.<state>`; group 1 is the prefix."""
 _HOME = "optimizer.state."
-"""Default prefix when the state dict has no optimizer entries."""
+"""Default prefix, for a state dict without optimizer entries."""
 
 
 class _Translating:
-    """The arguments of a planner in addition to those of torch's own."""
+    """Arguments that the planners have beside those of torch's planners."""
 
     def __init__(
         self,
@@ -351,7 +363,7 @@ class _Translating:
         super().__init__(**torch_options)
         read_config(config)
         self._dialect = read_optional_text("dialect", dialect, "hf")
-        self._said: dict[str, Any] = {
+        self._dialect_options: dict[str, Any] = {
             "family": read_optional_text("family", family, "qwen3_moe"),
             "source": read_optional_text("source", source, "torchtitan"),
             "config": config,
@@ -362,7 +374,7 @@ class SavePlanner(_Translating, DefaultSavePlanner):
     """A planner for `dcp.save` that writes a state dict under the names and in the shapes of a dialect.
 
     Its arguments are the `dialect` of the checkpoint (None: that of the state dict), `family`, `source` and `config` as
-    for `state_dict_as`, and those of torch's `DefaultSavePlanner`.
+        for `state_dict_as`, and the arguments of torch's `DefaultSavePlanner`.
     """
 
     @suggests
@@ -397,14 +409,14 @@ class SavePlanner(_Translating, DefaultSavePlanner):
         """See torch's planner.
 
         Raises:
-            TransaxleError: what `state_dict_as` raises.
+            TransaxleError: as raised by `state_dict_as`.
         """
         if self._dialect is not None:
             flat = flatten_state_dict(state_dict)[0]
             home = _home(flat)
-            tensors, others = _divided(flat, home)
-            translated = state_dict_as(tensors, self._dialect, **self._said)
-            state_dict = {**{_flat(name, home): value for name, value in translated.items()}, **others}
+            tensors, non_tensors = _split_tensors(flat, home)
+            translated = state_dict_as(tensors, self._dialect, **self._dialect_options)
+            state_dict = {**{_flat(name, home): value for name, value in translated.items()}, **non_tensors}
         super().set_up_planner(as_runs(state_dict), storage_meta, is_coordinator)
 
 
@@ -416,20 +428,20 @@ class LoadPlanner(_Translating, DefaultLoadPlanner):
     grouped layers may be in another form; the planner refuses another number of experts (counted on all ranks), a part
     of them, and two forms that differ.
 
-    To find these, it reads whatever a checkpoint has in both forms whole, into separate memory, on every rank. With
-    `trust_copies` it takes them for equal, and each rank reads its own part of one form: the one it asks for, if that
-    is complete.
+    To find copies that differ, every rank reads all experts stored in both forms whole, into separate memory. With
+        `trust_copies` the planner assumes that they are equal, and each rank reads its own part of one form: the
+            requested one, if that is complete.
     """
 
-    _given: dict[str, Any]
+    _state_dict: dict[str, Any]
     _paths: FLATTEN_MAPPING
-    _asked: dict[str, Any]
+    _requested: dict[str, Any]
     _experts: dict[str, tuple[int, ...]]
     _bytes: dict[str, Any]
     _settings: ParamGroupNames
     _home: str
-    _last: list[Callable[[], None]]
-    _left: int
+    _final_steps: list[Callable[[], None]]
+    _items_left: int
     _lock: threading.Lock
 
     @suggests
@@ -462,22 +474,22 @@ class LoadPlanner(_Translating, DefaultLoadPlanner):
         """See torch's planner.
 
         Raises:
-            TransaxleError: what `state_dict_as` raises; SHAPE_MISMATCH and INCOMPLETE for another set of experts.
+            TransaxleError: as raised by `state_dict_as`; SHAPE_MISMATCH and INCOMPLETE for another set of experts.
         """
-        self._given, self._bytes, self._last, self._lock = state_dict, {}, [], threading.Lock()
+        self._state_dict, self._bytes, self._final_steps, self._lock = state_dict, {}, [], threading.Lock()
         flat, self._paths = flatten_state_dict(state_dict)
         self._home = _home(flat)
-        tensors, others = _divided(flat, self._home)
-        self._settings = ParamGroupNames(others, () if metadata is None else metadata.state_dict_metadata.keys())
-        others = self._settings.asked
-        stored = _stored(metadata, self._home)
+        tensors, non_tensors = _split_tensors(flat, self._home)
+        self._settings = ParamGroupNames(non_tensors, () if metadata is None else metadata.state_dict_metadata.keys())
+        non_tensors = self._settings.requested
+        stored = _tensors_of(metadata, self._home)
         read_into: Mapping[str, torch.Tensor] = tensors
         members: Mapping[str, torch.Tensor] = {}
         wholes: frozenset[str] = frozenset()
         stems: Sequence[Stem] = ()
         if self._dialect is not None:
-            read_into, give_back = loadable_as(tensors, self._dialect, **self._said)
-            self._last.append(give_back)
+            read_into, give_back = loadable_as(tensors, self._dialect, **self._dialect_options)
+            self._final_steps.append(give_back)
         else:
             if self._trusts:
                 stored = without_other_forms(stored, tensors.keys())
@@ -486,34 +498,36 @@ class LoadPlanner(_Translating, DefaultLoadPlanner):
             changed = [stem.reversed() for stem in stems if stem.stored != stem.wanted]
             if slices.members:
                 read_into, members, wholes = slices.read, slices.members, slices.stacks
-                self._last.append(slices.finish)
+                self._final_steps.append(slices.finish)
             if changed:
                 read_into, give_back = regroupable(read_into, changed)
-                self._last.append(give_back)
-            read_into = self._begun_anew(read_into, tensors, stems, stored)
+                self._final_steps.append(give_back)
+            read_into = self._reset_missing_histories(read_into, tensors, stems, stored)
         self._experts = _shapes(
             {**{name: tensor for name, tensor in read_into.items() if name not in wholes}, **members}
         )
         doubled = [stem for stem in stems if stem.copies and not self._trusts]
-        self._asked = {**{_flat(name, self._home): value for name, value in read_into.items()}, **others}
+        self._requested = {**{_flat(name, self._home): value for name, value in read_into.items()}, **non_tensors}
         if doubled:
-            twice = DualFormCheck(doubled, stored, read_into)
-            self._last.insert(0, twice.finish)
-            read_into = twice.read
+            check = DualFormCheck(doubled, stored, read_into)
+            self._final_steps.insert(0, check.finish)
+            read_into = check.read
         if read_into is not tensors:
-            state_dict = {**{_flat(name, self._home): value for name, value in read_into.items()}, **others}
+            state_dict = {**{_flat(name, self._home): value for name, value in read_into.items()}, **non_tensors}
         super().set_up_planner(as_runs(state_dict), metadata, is_coordinator)
 
-    def _begun_anew(
+    def _reset_missing_histories(
         self,
         read_into: Mapping[str, torch.Tensor],
         tensors: Mapping[str, torch.Tensor],
         stems: Sequence[Stem],
         stored: Mapping[str, TensorStorageMetadata],
     ) -> Mapping[str, torch.Tensor]:
-        """Leave out scaling histories that the checkpoint lacks beside its codes: they begin anew."""
-        there = {*stored, *(name for stem in stems for name in stem.targets)}
-        lacking = [name for name in read_into if name in tensors and name not in stored and code_name(name) in there]
+        """Leave out scaling histories that the checkpoint lacks although it has the codes: they start at zero."""
+        available = {*stored, *(name for stem in stems for name in stem.targets)}
+        lacking = [
+            name for name in read_into if name in tensors and name not in stored and code_name(name) in available
+        ]
         if not lacking:
             return read_into
 
@@ -522,7 +536,7 @@ class LoadPlanner(_Translating, DefaultLoadPlanner):
                 for name in lacking:
                     local_of(tensors[name]).zero_()
 
-        self._last.append(begin)
+        self._final_steps.append(begin)
         return {name: tensor for name, tensor in read_into.items() if name not in lacking}
 
     def create_local_plan(self) -> LoadPlan:
@@ -531,10 +545,10 @@ class LoadPlanner(_Translating, DefaultLoadPlanner):
         Raises:
             Refused: MISSING_TENSOR, SHAPE_MISMATCH, DTYPE_MISMATCH: everything at once.
         """
-        known = {} if self.metadata is None else self.metadata.state_dict_metadata
+        stored_items = {} if self.metadata is None else self.metadata.state_dict_metadata
         problems = []
-        for name, value in self._asked.items():
-            stored = known.get(name)
+        for name, value in self._requested.items():
+            stored = stored_items.get(name)
             where = Where(None, name)
             if stored is None and not self.allow_partial_load:
                 hint = "Use allow_partial_load=True to load the others."
@@ -545,30 +559,30 @@ class LoadPlanner(_Translating, DefaultLoadPlanner):
                 message = f"its shape is {list(value.shape)} in the model, but {list(stored.size)} in the checkpoint"
                 problems.append(Refusal("SHAPE_MISMATCH", message, where))
             elif stored.properties.dtype != value.dtype:
-                here, there = code_of(value.dtype), code_of(stored.properties.dtype)
-                way = decode_hint(there, here)
-                hint = f"With transaxle.load it can be changed. {way}" if way else ""
-                message = f"its dtype is {here} in the model, but {there} in the checkpoint"
+                model_code, stored_code = code_of(value.dtype), code_of(stored.properties.dtype)
+                advice = decode_hint(stored_code, model_code)
+                hint = f"With transaxle.load it can be changed. {advice}" if advice else ""
+                message = f"its dtype is {model_code} in the model, but {stored_code} in the checkpoint"
                 problems.append(Refusal("DTYPE_MISMATCH", message, where, hint))
         if problems:
             raise gathered(problems)
         return replace(super().create_local_plan(), planner_data=self._experts)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """See torch's planner; this step knows the experts that all ranks request together.
+        """See torch's planner; this step compares the experts that all ranks request together with those stored.
 
         Raises:
-            Refused: SHAPE_MISMATCH, INCOMPLETE for another set of them, before anything is read.
+            Refused: SHAPE_MISMATCH, INCOMPLETE for another set of experts, before anything is read.
         """
-        wanted: dict[str, tuple[int, ...]] = {}
+        requested_experts: dict[str, tuple[int, ...]] = {}
         for plan in global_plan:
-            wanted |= plan.planner_data
-        between(wanted, _sizes(_stored(self.metadata, self._home)), shared_out=False).checked()
+            requested_experts |= plan.planner_data
+        between(requested_experts, _sizes(_tensors_of(self.metadata, self._home)), shared_out=False).checked()
         return super().create_global_plan(global_plan)
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
         """See torch's planner."""
-        self._left = len(new_plan.items)
+        self._items_left = len(new_plan.items)
         return super().finish_plan(new_plan)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
@@ -583,35 +597,35 @@ class LoadPlanner(_Translating, DefaultLoadPlanner):
         except pickle.UnpicklingError as error:
             raise refuse("UNSAFE_PICKLE", str(error).partition("\n")[0], tensor=name) from error
         self._bytes[name] = loaded
-        self._one_less()
+        self._count_finished()
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         """See torch's planner."""
         super().commit_tensor(read_item, tensor)
-        self._one_less()
+        self._count_finished()
 
-    def _one_less(self) -> None:
-        """Count one item less; with the last one, fill the caller's entries."""
+    def _count_finished(self) -> None:
+        """Count a finished item; after the last one, fill the caller's entries."""
         with self._lock:
-            self._left -= 1
-            if self._left:
+            self._items_left -= 1
+            if self._items_left:
                 return
-            settings = self._settings.restored(self._bytes)
-            for make in self._last:
+            settings = self._settings.to_state_dict(self._bytes)
+            for make in self._final_steps:
                 make()
             for name, value in settings.items():
                 path = self._paths.get(name) or self.mappings.get(name, (name,))
-                set_element(self._given, path, value)
+                set_element(self._state_dict, path, value)
 
 
 def _home(flat: Iterable[str]) -> str:
-    """Return the prefix of the parameters' names in a state dict's optimizer entries."""
+    """Return the prefix of optimizer state in a state dict's keys."""
     return next((match[1] for name in flat if (match := _STATE.fullmatch(name)) is not None), _HOME)
 
 
-def _divided(flat: Mapping[str, Any], home: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Return the tensors of a flat state dict by our names, and the rest under its own."""
-    tensors = {_slotted(name, home): value for name, value in flat.items() if isinstance(value, torch.Tensor)}
+def _split_tensors(flat: Mapping[str, Any], home: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Split a flattened state dict into tensors by our names, and other entries by their keys."""
+    tensors = {_slot_name(name, home): value for name, value in flat.items() if isinstance(value, torch.Tensor)}
     return tensors, {name: value for name, value in flat.items() if not isinstance(value, torch.Tensor)}
 
 
@@ -619,23 +633,23 @@ def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
-def _stored(metadata: Metadata | None, home: str) -> dict[str, TensorStorageMetadata]:
+def _tensors_of(metadata: Metadata | None, home: str) -> dict[str, TensorStorageMetadata]:
     """Return the tensors of a checkpoint by our names."""
     items = {} if metadata is None else metadata.state_dict_metadata
-    return {_slotted(name, home): item for name, item in items.items() if isinstance(item, TensorStorageMetadata)}
+    return {_slot_name(name, home): item for name, item in items.items() if isinstance(item, TensorStorageMetadata)}
 
 
 def _sizes(stored: Mapping[str, TensorStorageMetadata]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(metadata.size) for name, metadata in stored.items()}
 
 
-def _slotted(name: str, home: str) -> str:
-    """Return our name of a tensor: torch's `optimizer.state.<parameter>.<state>` is `optim/<parameter>/<state>`."""
+def _slot_name(name: str, home: str) -> str:
+    """Return our name: torch's `optimizer.state.<parameter>.<state>` becomes `optim/<parameter>/<state>`."""
     parameter, dot, slot = name.removeprefix(home).rpartition(".")
     return join_slot(parameter, slot) if name.startswith(home) and dot else name
 
 
 def _flat(name: str, home: str) -> str:
-    """Inverse of `_slotted`."""
+    """Return torch's name for a tensor; inverse of `_slot_name`."""
     parameter, slot = split_slot(name)
     return name if not slot else f"{home}{parameter}.{slot}"

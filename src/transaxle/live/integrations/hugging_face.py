@@ -1,14 +1,11 @@
-"""Hooks for transformers' Trainer and for accelerate, neither of which is imported here.
+"""A callback for transformers' Trainer and hooks for accelerate, neither of which is imported here.
 
-The callback for transformers' Trainer, which is not imported here.
+The callback leaves the Trainer's own files (progress, schedule, random states) as they are, and writes into the
+Trainer's folder for a step, so that rotation and resuming still work; or it writes under a URL, and rotates there
+itself.
 
-It keeps what the Trainer saves besides weights (progress, schedule, random numbers) and writes into its own folder for
-a step, so that rotation and resuming work as they do without us; or under a URL, where it rotates itself.
-
-The hooks for accelerate's `save_state` and `load_state`; accelerate is not imported here.
-
-They keep what accelerate saves besides weights, in its own folder, and write beside that; or under a URL, where they
-rotate themselves.
+The hooks for accelerate's `save_state` and `load_state` leave accelerate's other files as they are, and write into its
+folder; or they write under a URL, and rotate there themselves.
 """
 
 from __future__ import annotations
@@ -53,19 +50,19 @@ from transaxle.torch_tensors import Ranks, read_group, unwrap
 _EVENT = "on_"
 _SCHEDULE = "lr_scheduler"
 _PREFIX = "checkpoint-"
-"""Begin of the name of a step's folder, as the Trainer gives it."""
+"""Prefix of a step's folder, as the Trainer names it."""
 _STATE_FILE, _HISTORY = "trainer_state.json", "log_history"
-"""File in which the Trainer keeps its progress, and what it has logged so far."""
+"""The Trainer's progress file, and the key of its log history in that file."""
 _PROGRESS = "trainer_state"
-"""Name under which a checkpoint has that file's text."""
+"""Name of the progress file's text in a checkpoint's extra state."""
 _RANDOM, _SCALER = "random", "scaler"
-"""Names under which a checkpoint has the random state of each rank, and that of a scaler of gradients."""
+"""Names of each rank's random state and of a gradient scaler's state in a checkpoint's extra state."""
 _WEIGHTS = ".safetensors"
 _BLOCK = 8 << 20
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Let an event pass."""
+    """Ignore an event."""
 
 
 class TrainerCheckpoints:
@@ -116,57 +113,65 @@ class TrainerCheckpoints:
     ) -> None:
         self._options = select(locals(), SAVING)
         check_options(to, self._options)
-        place, kept = read_place(url, keep)
+        place, count = read_place(url, keep)
         read_flag("background", background)
         self._to = to
         self._background = background
         self._resume = None if resume is None else on_this_machine(read_path("resume", resume))
         self._group = read_group("group", group)
-        self._steps = None if place is None else StepCheckpoints(place, kept, self._group, background=background)
+        self._steps = None if place is None else StepCheckpoints(place, count, self._group, background=background)
         self._job: SaveJob | None = None
         self._random: Any = None
-        """Random state of this rank that is still to be set."""
+        """This rank's random state, until it is set."""
         self._is_between = False
-        """Whether the checkpoint that a run goes on from was saved between two epochs."""
+        """Whether the checkpoint that the run resumes from was saved between two epochs."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         if name.startswith(_EVENT):
             return _nothing
         raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
 
-    def on_train_begin(self, args: Any, state: Any, *_: Any, **given: Any) -> None:
-        """Check that the model can be saved so; load the state if the Trainer resumes from a checkpoint of ours.
+    def on_train_begin(self, args: Any, state: Any, *_: Any, **arguments: Any) -> None:
+        """Check that the model can be saved; load the state if the Trainer resumes from a checkpoint of this callback.
 
-        Warns about a checkpoint without such a state: then the Trainer's own copies of weights and state apply.
+        Warns if there is no such checkpoint: then the Trainer's own copies of weights and state are used.
 
         Raises:
-            TransaxleError: what the first save of the model, or a load of it, would be refused for.
+            TransaxleError: a save or a load of the model would be refused.
             StorageError: IO where `url` cannot be reached.
         """
         name = _name(state.global_step)
         first = str(Path(args.output_dir, name, FOLDER)) if self._steps is None else self._steps.place(name)
-        check_loadable(given["model"])
-        check_savable(given["model"], first, to=self._to, group=self._group, **self._options)
+        check_loadable(arguments["model"])
+        check_savable(arguments["model"], first, to=self._to, group=self._group, **self._options)
         if not state.global_step:
             return
         places = [
             each for each in (self._resume, args.resume_from_checkpoint, str(Path(args.output_dir, name))) if each
         ]
-        below = "" if self._steps is None else self._steps.place(name)
-        places = [below, *places] if below else places
+        place_under_url = "" if self._steps is None else self._steps.place(name)
+        places = [place_under_url, *places] if place_under_url else places
 
-        def found() -> str:
+        def find_source() -> str:
             sources = (_source(state, each) for each in places)
-            return next((at for at in sources if at and (at != below or _is_of_one_save(state, at, places))), "")
+            return next(
+                (at for at in sources if at and (at != place_under_url or _is_of_one_save(state, at, places))), ""
+            )
 
-        sources = World(self._group).pool(found)
-        if sources[0]:  # as the first rank finds it: all load the same
-            load(given["model"], sources[0], optimizer=given["optimizer"], extra=_schedule(given), group=self._group)
+        sources = World(self._group).pool(find_source)
+        if sources[0]:  # all ranks load the checkpoint that the first rank has found
+            load(
+                arguments["model"],
+                sources[0],
+                optimizer=arguments["optimizer"],
+                extra=_schedule(arguments),
+                group=self._group,
+            )
             with (world := World(self._group)).together():
-                beside = states_beside(sources[0], world)
-            self._random, self._is_between = beside.get(_RANDOM), float(state.epoch or 0).is_integer()
-            if beside.get(_SCALER) and (scaler := _scaler(given)):
-                scaler[_SCALER].load_state_dict(beside[_SCALER])
+                extra_state = states_beside(sources[0], world)
+            self._random, self._is_between = extra_state.get(_RANDOM), float(state.epoch or 0).is_integer()
+            if extra_state.get(_SCALER) and (scaler := _scaler(arguments)):
+                scaler[_SCALER].load_state_dict(extra_state[_SCALER])
         else:
             looked = ", ".join(each if is_url(each) else str(Path(each, FOLDER)) for each in places)
             message = f"no checkpoint of this callback for step {state.global_step}: looked for {looked}; give resume="
@@ -222,7 +227,7 @@ class TrainerCheckpoints:
             self._set_random()
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        """Set the random state of one from within an epoch, once the Trainer has skipped the data before it."""
+        """Set the random state of a checkpoint from within an epoch, once the Trainer has skipped the earlier data."""
         self._set_random()
 
     def _set_random(self) -> None:
@@ -231,10 +236,10 @@ class TrainerCheckpoints:
             Random().load_state_dict(state)
 
     def on_step_end(self, _args: Any, _state: Any, control: Any = None, **_: Any) -> None:
-        """Wait for the last save where another is due: before that, the Trainer may delete the one being written.
+        """Wait for the last save if another one is due: the Trainer may delete the one that is being written.
 
         Raises:
-            TransaxleError: what it failed with.
+            TransaxleError: the save has failed.
         """
         if control is not None and control.should_save:
             self._wait()
@@ -245,33 +250,33 @@ class TrainerCheckpoints:
         """Wait for the last save, because a Trainer that keeps the best checkpoint saves right after evaluating.
 
         Raises:
-            TransaxleError: what it failed with.
+            TransaxleError: the save has failed.
         """
         self._wait()
 
-    def on_save(self, args: Any, state: Any, control: Any = None, **given: Any) -> None:
+    def on_save(self, args: Any, state: Any, control: Any = None, **arguments: Any) -> None:
         """Save weights, optimizer and schedule beside the Trainer's own files, or under `url`."""
-        extra = {**_schedule(given), **_scaler(given), _RANDOM: Random()}
-        told = {"to": self._to, "optimizer": given["optimizer"], "extra": extra, **self._options}
+        extra = {**_schedule(arguments), **_scaler(arguments), _RANDOM: Random()}
+        options = {"to": self._to, "optimizer": arguments["optimizer"], "extra": extra, **self._options}
         if self._steps is not None:
-            mine = json.dumps(dataclasses.asdict(state), sort_keys=True), uuid.uuid4().hex
-            progress, ticket = World(self._group).gather(mine)[0]
+            own_progress = json.dumps(dataclasses.asdict(state), sort_keys=True), uuid.uuid4().hex
+            progress, ticket = World(self._group).gather(own_progress)[0]
             extra |= {_PROGRESS: progress, TICKET: ticket}
             best = _name(state.best_global_step) if state.best_global_step else None
             with suppress(FileNotFoundError):
                 Path(args.output_dir, _name(state.global_step), TICKET).write_text(ticket, "utf-8")
-            self._steps.save(given["model"], _name(state.global_step), best, **told)
+            self._steps.save(arguments["model"], _name(state.global_step), best, **options)
             return
         place = Path(args.output_dir, _name(state.global_step), FOLDER)
         self._wait()
         with (world := World(self._group)).together():
             if world.rank == world.ranks[0]:
-                remove(str(place))  # of an earlier run: the Trainer has just replaced its own files beside it
-        told |= {"overwrite": True, "group": self._group}
+                remove(str(place))  # from an earlier run, whose other files the Trainer has just replaced
+        options |= {"overwrite": True, "group": self._group}
         if not self._background:
-            save(given["model"], place, **told)
+            save(arguments["model"], place, **options)
             return
-        self._job = async_save(given["model"], place, **told)
+        self._job = async_save(arguments["model"], place, **options)
         if control is not None and control.should_training_stop:
             self._wait()  # a Trainer that keeps one checkpoint deletes all but the best before `on_train_end`
 
@@ -279,7 +284,7 @@ class TrainerCheckpoints:
         """Wait for the last save.
 
         Raises:
-            TransaxleError: what it failed with.
+            TransaxleError: the save has failed.
         """
         self._wait()
 
@@ -290,27 +295,28 @@ class TrainerCheckpoints:
             self._steps.wait()
 
 
-def _schedule(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schedule of the learning rate, where a Trainer gives one."""
-    found = given.get(_SCHEDULE)
-    return {} if found is None else {_SCHEDULE: found}
+def _schedule(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the learning rate schedule, if a Trainer passes one."""
+    schedule = arguments.get(_SCHEDULE)
+    return {} if schedule is None else {_SCHEDULE: schedule}
 
 
-def _scaler(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the scaler of gradients, which accelerate's optimizer has in half precision."""
-    found = getattr(given["optimizer"], _SCALER, None)
-    return {_SCALER: found} if isinstance(found, Stateful) else {}
+def _scaler(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the gradient scaler, which accelerate's optimizer has for half precision."""
+    scaler = getattr(arguments["optimizer"], _SCALER, None)
+    return {_SCALER: scaler} if isinstance(scaler, Stateful) else {}
 
 
 def _name(step: int) -> str:
-    """Return the name of a step's folder, as the Trainer gives it."""
+    """Return the name of a step's folder, as the Trainer names it."""
     return f"{_PREFIX}{step}"
 
 
 def _source(state: Any, place: str) -> str:
-    """Return where the checkpoint of ours lies that a Trainer's state is of, at a place or in it; empty for none.
+    """Return the place, or its subfolder, with the checkpoint of this callback for a Trainer's state; "" if there is
+    none.
 
-    Its history of logs is the one stored there.
+    The checkpoint belongs to the state if both have the same log history.
 
     Raises:
         StorageError: IO.
@@ -323,9 +329,9 @@ def _source(state: Any, place: str) -> str:
 
 
 def _is_of_one_save(state: Any, place: str, folders: Sequence[str]) -> bool:
-    """Tell whether what lies under a URL was saved with a Trainer's folder: another run may have logged the same.
+    """Tell whether a checkpoint under a URL and a Trainer's folder come from one save: two runs may log the same.
 
-    A folder that `fetch` has brought, or that lies where nobody knows, says nothing against it.
+    A folder without a ticket, such as one from `fetch`, does not contradict it.
 
     Raises:
         StorageError: IO.
@@ -339,7 +345,7 @@ def _is_of_one_save(state: Any, place: str, folders: Sequence[str]) -> bool:
 
 
 def _has_history(state: Any, text: bytes) -> bool:
-    """Tell whether a Trainer's file of its progress is that of a state."""
+    """Tell whether a Trainer's progress file has the log history of a state."""
     try:
         return json.dumps(parsed(text)[_HISTORY]) == json.dumps(state.log_history)
     except (ValueError, LookupError, TypeError):
@@ -347,10 +353,10 @@ def _has_history(state: Any, text: bytes) -> bool:
 
 
 def _copy_weights(place: str, folder: Path) -> None:
-    """Copy the model of a checkpoint, without what an optimizer needs.
+    """Copy the model's files of a checkpoint, without the optimizer's.
 
     Raises:
-        Refused: UNSUPPORTED where it is not in safetensors files; CORRUPT where it changes meanwhile.
+        Refused: UNSUPPORTED if the checkpoint has no safetensors files; CORRUPT if it changes meanwhile.
         StorageError: IO.
     """
     storage = storage_at(place)
@@ -366,7 +372,7 @@ def _copy_weights(place: str, folder: Path) -> None:
 
 
 _BEST = "transaxle_best"
-"""Name under which a checkpoint has the name of the best one."""
+"""Name of the best checkpoint's name in a checkpoint's extra state."""
 
 
 class AccelerateHooks:
@@ -423,7 +429,7 @@ class AccelerateHooks:
     ) -> None:
         self._options = select(locals(), SAVING)
         check_options(to, self._options)
-        place, kept = read_place(url, keep)
+        place, count = read_place(url, keep)
         if not isinstance(model, nn.Module):
             raise wrong_type("model", "a torch.nn.Module, as `accelerator.prepare` returns it", model)
         if extra is not None and not isinstance(extra, Mapping):
@@ -440,7 +446,7 @@ class AccelerateHooks:
         self._handles: list[Any] = []
         self._is_prepared = False
         self._group = read_group("group", group)
-        self._steps = None if place is None else StepCheckpoints(place, kept, self._group, background=background)
+        self._steps = None if place is None else StepCheckpoints(place, count, self._group, background=background)
 
     def register(self, accelerator: Any) -> None:
         """Register both hooks with an `Accelerator`; those of models that its `free_memory` has dropped go.
@@ -470,74 +476,80 @@ class AccelerateHooks:
         """Save the model, and remove its weights from the list that accelerate will write.
 
         Raises:
-            TransaxleError: what `save` raises; UNSUPPORTED where another hook has removed weights before.
+            TransaxleError: as raised by `save`; UNSUPPORTED if another hook has removed weights before.
         """
-        left = [model for model in models if not any(each._is_ours(model) for each in self._before)]
-        if weights and len(weights) != len(left):
-            message = f"accelerate has {len(left)} models here, but another hook has left the weights of {len(weights)}"
+        remaining = [model for model in models if not any(each._is_ours(model) for each in self._before)]
+        if weights and len(weights) != len(remaining):
+            message = (
+                f"accelerate has {len(remaining)} models here, but another hook has left the weights of {len(weights)}"
+            )
             raise refuse("UNSUPPORTED", message, hint="Register AccelerateHooks before it.")
-        told = {"to": self._to, "optimizer": self._optimizer, "extra": self._extra, **self._options}
+        options = {"to": self._to, "optimizer": self._optimizer, "extra": self._extra, **self._options}
         if self._steps is not None:
             best, ticket = World(self._group).gather((self._steps.best, uuid.uuid4().hex))[0]
-            told["extra"] = {**(self._extra or {}), TICKET: ticket, **({} if best is None else {_BEST: best})}
+            options["extra"] = {**(self._extra or {}), TICKET: ticket, **({} if best is None else {_BEST: best})}
             with suppress(FileNotFoundError):
                 Path(output_dir, self._folder(TICKET)).write_text(ticket, "utf-8")
-            self._steps.save(self._model, Path(output_dir).name, **told)
+            self._steps.save(self._model, Path(output_dir).name, **options)
         else:
-            save(self._model, Path(output_dir, self._folder(FOLDER)), overwrite=True, group=self._group, **told)
+            save(self._model, Path(output_dir, self._folder(FOLDER)), overwrite=True, group=self._group, **options)
         if weights:
-            weights[:] = [held for model, held in zip(left, weights, strict=True) if not self._is_ours(model)]
+            weights[:] = [
+                model_weights
+                for model, model_weights in zip(remaining, weights, strict=True)
+                if not self._is_ours(model)
+            ]
 
     def load(self, models: list[nn.Module], input_dir: str) -> None:
         """Load the model, and remove it from the list that accelerate will load.
 
         Raises:
-            TransaxleError: what `load` raises; INCOMPLETE where the checkpoint under `url` is of an earlier save.
+            TransaxleError: as raised by `load`; INCOMPLETE if the checkpoint under `url` is from an earlier save.
         """
         self.wait()
         steps = self._steps
         place = str(Path(input_dir, self._folder(FOLDER)) if steps is None else steps.place(Path(input_dir).name))
-        held = {name: each for name, each in (self._extra or {}).items() if isinstance(each, Stateful)}
+        stateful = {name: each for name, each in (self._extra or {}).items() if isinstance(each, Stateful)}
         world, best = World(self._group), None
         if steps is not None:
             best, ticket = world.pool(lambda: (text_beside(place, _BEST), text_beside(place, TICKET)))[0]
             with world.together():
                 self._check_ticket(input_dir, place, ticket)
-        load(self._model, place, optimizer=self._optimizer, extra=held, group=self._group)
+        load(self._model, place, optimizer=self._optimizer, extra=stateful, group=self._group)
         if steps is not None:
             steps.best = steps.best or best
         models[:] = [model for model in models if not self._is_ours(model)]
 
     def _folder(self, name: str) -> str:
-        """Return a name in accelerate's folder, numbered as accelerate numbers its own."""
+        """Number a name in accelerate's folder as accelerate numbers its own files."""
         return f"{name}_{len(self._before)}" if self._before else name
 
     def _check_ticket(self, input_dir: str, place: str, ticket: str | None) -> None:
-        """Refuse what lies under `url` if accelerate's folder is of a later save, which was never completed.
+        """Refuse a checkpoint under `url` if accelerate's folder is from a later save, which never completed.
 
         Raises:
             Refused: INCOMPLETE.
         """
         try:
-            wanted = Path(input_dir, self._folder(TICKET)).read_text("utf-8")
+            own_ticket = Path(input_dir, self._folder(TICKET)).read_text("utf-8")
         except FileNotFoundError:
             return
-        if ticket is not None and ticket != wanted:
+        if ticket is not None and ticket != own_ticket:
             message = f"{input_dir} was saved again, but the checkpoint here is still that of the save before"
             hint = "Load another step: that save was not completed."
             raise refuse("INCOMPLETE", message, file=place, hint=hint)
 
     def keep_best(self, output_dir: PathLike | None) -> None:
-        """Let a checkpoint stay however old it becomes, and no longer the one that was the best before.
+        """Keep one checkpoint regardless of its age; the former best one is no longer protected.
 
-        Each later checkpoint has its name, and `load_state` of one of these takes it up again.
+        Later checkpoints store its name, and `load_state` of one of them protects it again.
 
         Args:
-            output_dir: what `save_state` was given, or returned; None: none stays.
+            output_dir: path given to `save_state`, or returned by it; None: protect none.
 
         Raises:
-            TypeError: it is no path.
-            Refused: UNSUPPORTED without `url`: accelerate deletes in its own folder.
+            TypeError: `output_dir` is no path.
+            Refused: UNSUPPORTED without `url`: accelerate deletes its own folders.
         """
         if self._steps is None:
             hint = "Give AccelerateHooks(url=…, keep=…), or copy it elsewhere."
@@ -545,16 +557,16 @@ class AccelerateHooks:
         self._steps.best = None if output_dir is None else Path(read_path("output_dir", output_dir)).name
 
     def wait(self) -> None:
-        """Wait for the last save in the background, and delete what it replaces.
+        """Wait for the last background save, and delete the checkpoints that it replaces.
 
         Raises:
-            TransaxleError: what it failed with.
+            TransaxleError: the save has failed.
         """
         if self._steps is not None:
             self._steps.wait()
 
     def _is_ours(self, model: nn.Module) -> bool:
-        """Tell whether accelerate speaks of our model; of what DDP wraps, it knows the inside."""
+        """Tell whether accelerate means our model; for a model in DDP it names the inner one."""
         return unwrap(model) is unwrap(self._model)
 
     def _is_among(self, models: list[nn.Module]) -> bool:
@@ -562,4 +574,4 @@ class AccelerateHooks:
 
 
 _REGISTERED: WeakKeyDictionary[Any, list[AccelerateHooks]] = WeakKeyDictionary()
-"""The hooks of each `Accelerator`, in the order in which they run."""
+"""Hooks of each `Accelerator`, in the order in which they run."""

@@ -1,12 +1,12 @@
-"""Lightning's `CheckpointIO`: what its trainer calls to write, read and delete checkpoints; it is not imported here.
+"""A `CheckpointIO` for Lightning, whose trainer calls it to write, read and delete checkpoints; it is not imported
+here.
 
-Lightning gives its first rank one dict with everything. Weights and optimizer state go into the checkpoint under the
-names of parameters, everything else beside them as plain data, so nothing is pickled and any number of ranks resumes.
+Lightning collects a dict on its first rank. Its weights and optimizer state are saved under the names of parameters,
+and all other entries as plain data, so nothing is pickled, and any number of ranks can resume.
 
-**Lightning's strategies**: how each of them saves, and how every rank takes part in it.
-
-A strategy asks a `CheckpointIO` on its first rank only, so the others would wait for one that has failed; those that
-shard do not ask it at all, but still have it delete. When a run begins, the strategy at hand gets functions of ours.
+**Lightning's strategies**: most call a `CheckpointIO` on the first rank only, so the other ranks would not learn of its
+failure. Strategies that shard call it only to delete. So when a run begins, methods of its strategy are replaced, and
+every rank takes part in saves and loads.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from transaxle.errors import refuse
 from transaxle.formats.storage.storage import is_url
 from transaxle.formats.store.staging import on_this_machine
 from transaxle.live.asynchronous import SaveJob, async_save
-from transaxle.live.extra_state import FILE, MODEL, Extras, written
-from transaxle.live.integrations.step_checkpoints import remove, stored_bytes
+from transaxle.live.extra_state import FILE, MODEL, SavedStates, encode_states
+from transaxle.live.integrations.step_checkpoints import read_stored, remove
 from transaxle.live.load import load
 from transaxle.live.model.state_tensors import State, as_tensor
 from transaxle.live.save import SAVING, check_options, save
@@ -40,12 +40,12 @@ from transaxle.options import SHARD_SIZE, select
 from transaxle.torch_tensors import local_of, same_bytes, torch_dtype, unwrap
 
 _CONFIGURE = "configure_callbacks"
-"""Hook of a `LightningModule` that is called on every rank when a run begins, before anything is set up."""
+"""Hook of a `LightningModule` that Lightning calls on every rank when a run begins, before any set-up."""
 _SAVE, _LOAD = "save_checkpoint", "load_checkpoint"
 _PACKAGES = ("pytorch_lightning.strategies", "lightning.pytorch.strategies")
 _BASE, _SHARDED = "Strategy", "ModelParallelStrategy"
 _PARTS = "_save_distributed_checkpoint"
-"""Attribute of the sharded strategy that tells whether ranks give their own parts, and not one of them everything."""
+"""Attribute of the sharded strategy: whether each rank saves its own parts, or one rank saves whole tensors."""
 _INNER = "checkpoint_io"
 _AVERAGING = "WeightAveraging"
 _SPAWNING = "_MultiProcessingLauncher"
@@ -53,33 +53,33 @@ _SPAWNING = "_MultiProcessingLauncher"
 
 
 class Checkpoints(Protocol):
-    """A `CheckpointIO` of ours."""
+    """The interface of `LightningCheckpoints` for strategies."""
 
     is_sharded: bool
-    """Whether every rank saves its own parts; else the first one saves everything."""
+    """Whether every rank saves its own parts; otherwise the first rank saves all tensors."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: object = None) -> None:
-        """Save."""
+        """Save Lightning's dict."""
 
     def load_checkpoint(self, path: Any) -> dict[str, Any]:
-        """Load."""
+        """Return Lightning's dict."""
 
     def remove_checkpoint(self, path: Any) -> None:
-        """Delete."""
+        """Delete a checkpoint."""
 
     def teardown(self) -> None:
         """Wait for the last save."""
 
 
 def follow(module: nn.Module, kind: type[Checkpoints]) -> None:
-    """Let every run of a `LightningModule` begin with `take_part`, if its trainer has a `CheckpointIO` of a kind."""
+    """Let every run of a `LightningModule` begin with `take_part`, if its trainer has a `CheckpointIO` of a class."""
     configure = getattr(module, _CONFIGURE, None)
     if configure is not None and _CONFIGURE not in vars(module):
         setattr(module, _CONFIGURE, partial(_begin, module, configure, kind))
 
 
 def _begin(module: Any, configure: Any, kind: type[Checkpoints]) -> Any:
-    """Stand in for `configure_callbacks`."""
+    """Replacement for `configure_callbacks`."""
     checkpoints = module.trainer.strategy.checkpoint_io
     if isinstance(getattr(checkpoints, _INNER, None), kind):
         message = f"{type(checkpoints).__name__} saves in a thread, while training goes on and changes the weights"
@@ -90,10 +90,10 @@ def _begin(module: Any, configure: Any, kind: type[Checkpoints]) -> Any:
 
 
 def take_part(trainer: Any, checkpoints: Checkpoints) -> None:
-    """Let every rank take part in what a trainer's strategy does with checkpoints, and raise what any rank met.
+    """Let every rank take part in saves and loads of a trainer's strategy, and raise any rank's error.
 
     Raises:
-        Refused: UNSUPPORTED for a strategy that saves in a way of its own, or ranks that start in one of its own.
+        Refused: UNSUPPORTED for a strategy with a save method of its own, or one that spawns its ranks.
     """
     strategy = trainer.strategy
     checkpoints.is_sharded = _is_sharded(strategy)
@@ -107,7 +107,7 @@ def take_part(trainer: Any, checkpoints: Checkpoints) -> None:
 
 
 class _Ranks:
-    """Takes the place of a strategy's own functions."""
+    """Replacements for methods of a strategy, called on every rank."""
 
     def __init__(self, strategy: Any, checkpoints: Checkpoints) -> None:
         self._strategy = strategy
@@ -137,12 +137,12 @@ class _Ranks:
 
 
 def _is_sharded(strategy: Any) -> bool:
-    """Tell whether a strategy has the ranks shard the module themselves, by FSDP2 and tensor parallelism."""
+    """Tell whether a strategy shards the module on all ranks, by FSDP2 and tensor parallelism."""
     return any(isinstance(strategy, getattr(sys.modules[name], _SHARDED)) for name in _PACKAGES if name in sys.modules)
 
 
 def _check_sharded(trainer: Any) -> None:
-    """Refuse what cannot be saved where ranks shard.
+    """Refuse options that cannot be saved with a sharded module.
 
     Raises:
         Refused: UNSUPPORTED.
@@ -156,14 +156,16 @@ def _check_sharded(trainer: Any) -> None:
 
 
 def _check_whole(strategy: Any) -> None:
-    """Refuse a strategy that does not let its first rank save the whole model through a `CheckpointIO`.
+    """Refuse a strategy whose first rank does not save the whole model through a `CheckpointIO`.
 
     Raises:
         Refused: UNSUPPORTED.
     """
-    own = [kind for kind in type(strategy).__mro__ if kind.__name__ != _BASE and vars(kind).keys() & {_SAVE, _LOAD}]
-    if own:
-        message = f"{own[0].__name__} saves or loads checkpoints in a way of its own, and asks no CheckpointIO"
+    own_methods = [
+        kind for kind in type(strategy).__mro__ if kind.__name__ != _BASE and vars(kind).keys() & {_SAVE, _LOAD}
+    ]
+    if own_methods:
+        message = f"{own_methods[0].__name__} saves or loads checkpoints in a way of its own, and asks no CheckpointIO"
         hint = f"Use DDP, or {_SHARDED} to shard; or leave out LightningCheckpoints."
         raise refuse("UNSUPPORTED", message, hint=hint)
     if type(strategy.launcher).__name__ == _SPAWNING:
@@ -173,22 +175,22 @@ def _check_whole(strategy: Any) -> None:
 
 
 _INTERFACES = ("lightning_fabric.plugins.io.checkpoint_io", "lightning.fabric.plugins.io.checkpoint_io")
-"""Modules with Lightning's class, under the names of its two packages."""
+"""Modules with Lightning's class `CheckpointIO`, in its two packages."""
 _WEIGHTS, _OPTIMIZERS, _GROUPS, _STATE = "state_dict", "optimizer_states", "param_groups", "state"
-"""Keys of Lightning's dict, and of an optimizer's."""
+"""Keys of Lightning's dict, and of an optimizer's state dict."""
 _TRAINED = "current_model_state"
-"""Key under which `WeightAveraging` keeps the module's own weights, after it has put averages in their place."""
+"""Key under which `WeightAveraging` stores the trained weights, while the averages have their names."""
 _BEFORE = f"{_TRAINED}."
 _FITTING = "fit"
 _REST = "lightning"
-"""Name under which a checkpoint has the rest of the dict."""
+"""Name of the dict's other entries in a checkpoint's extra state."""
 
 
 class LightningCheckpoints:
     """A `CheckpointIO` for Lightning's `Trainer`: `Trainer(plugins=[tx.LightningCheckpoints(module)])`.
 
     Each checkpoint is a folder, or lies under a URL. `fit(ckpt_path=…)` resumes from it on any number of ranks, and
-    `ModelCheckpoint` rotates it; what is deleted is what Transaxle has written, after the newer one is complete. For
+    `ModelCheckpoint` rotates it; a checkpoint that Transaxle wrote is deleted once a newer one is complete. For
     one device, DDP, and `ModelParallelStrategy`, under which each rank saves and loads its own parts; a strategy that
     saves in a way of its own is refused when a run begins. With Lightning's `WeightAveraging` (but not where ranks
     shard) it has the averages under the module's names, and the trained weights under `current_model_state.…`.
@@ -203,11 +205,11 @@ class LightningCheckpoints:
 
     Raises:
         TypeError: an argument of a type that it cannot have.
-        TransaxleError: a format that there is not.
+        TransaxleError: an unknown format.
     """
 
     is_sharded = False
-    """Whether the run's strategy shards, and every rank saves and loads its own parts."""
+    """Whether the run's strategy shards, so that every rank saves and loads its own parts."""
 
     @suggests
     def __init__(
@@ -245,12 +247,12 @@ class LightningCheckpoints:
         follow(self._module, type(self))
 
     def save_checkpoint(self, checkpoint: Mapping[str, Any], path: PathLike, storage_options: object = None) -> None:
-        """Save what Lightning collected, on its first rank; where ranks shard, on every one.
+        """Save Lightning's dict, on its first rank; with a sharded module, on every rank.
 
         Args:
             checkpoint: Lightning's dict.
             path: folder or URL.
-            storage_options: refused: clients of services are set up by their environment.
+            storage_options: refused, because storage clients are configured by their environment.
 
         Raises:
             TransaxleError: the target is then as it was.
@@ -262,82 +264,84 @@ class LightningCheckpoints:
         with (world := World(group)).together():
             prefix, state = self._state(checkpoint)
             optimizers = list(self._trainer.optimizers) if _OPTIMIZERS in checkpoint else []
-            rest = self._rest(checkpoint, optimizers, prefix)
-        if world.size > 1:  # each rank has its own, and the first one's counts, as Lightning has it
-            rest = self._first(rest, world)
-        place = read_path("path", path).rstrip("/") + "/"  # a folder, even where Lightning's name for it ends in .ckpt
+            other_entries = self._other_entries(checkpoint, optimizers, prefix)
+        if world.size > 1:  # each rank has its own entries, and as in Lightning the first rank's are saved
+            other_entries = self._first(other_entries, world)
+        place = read_path("path", path).rstrip("/") + "/"  # a folder, even if Lightning's name for it ends in .ckpt
         if not is_url(on_this_machine(place)):
             Path(on_this_machine(place)).parent.mkdir(parents=True, exist_ok=True)
-        told: dict[str, Any] = {
-            "to": self._to, "optimizer": optimizers or None, "extra": {_REST: rest}, "overwrite": True,
+        options: dict[str, Any] = {
+            "to": self._to, "optimizer": optimizers or None, "extra": {_REST: other_entries}, "overwrite": True,
             "group": group, **self._options,
         }  # fmt: skip
         if self._background:
-            self._job = async_save(state, place, **told)
+            self._job = async_save(state, place, **options)
         else:
-            save(state, place, **told)
+            save(state, place, **options)
 
-    def _rest(self, checkpoint: Mapping[str, Any], optimizers: Sequence[Optimizer], prefix: str) -> dict[str, Any]:
-        """Return what Lightning collected beside tensors.
+    def _other_entries(
+        self, checkpoint: Mapping[str, Any], optimizers: Sequence[Optimizer], prefix: str
+    ) -> dict[str, Any]:
+        """Return the entries of Lightning's dict without tensors.
 
         Raises:
             Refused: UNSUPPORTED for an optimizer with a parameter that the module does not have.
         """
-        rest = {key: value for key, value in checkpoint.items() if key not in (_WEIGHTS, _OPTIMIZERS)}
+        entries = {key: value for key, value in checkpoint.items() if key not in (_WEIGHTS, _OPTIMIZERS)}
         if prefix:
-            rest.pop(_TRAINED)
+            entries.pop(_TRAINED)
         if _OPTIMIZERS not in checkpoint:
-            return rest
+            return entries
         names = {id(parameter): prefix + own_name(name) for name, parameter in self._module.named_parameters()}
-        given = checkpoint[_OPTIMIZERS]
-        states = [optimizer.state_dict() for optimizer in optimizers] if self.is_sharded else given
-        rest[_OPTIMIZERS] = []
+        optimizer_states = checkpoint[_OPTIMIZERS]
+        states = [optimizer.state_dict() for optimizer in optimizers] if self.is_sharded else optimizer_states
+        entries[_OPTIMIZERS] = []
         for number, (state, optimizer) in enumerate(zip(states, optimizers, strict=True)):
             trained = [each for group in optimizer.param_groups for each in group["params"]]
             if any(id(each) not in names for each in trained):
                 message = f"optimizer {number} trains a parameter that is none of the module's"
                 hint = "Make it an attribute of the module, so that a checkpoint has it."
                 raise refuse("UNSUPPORTED", message, hint=hint)
-            rest[_OPTIMIZERS].append(_outline(state, [names[id(each)] for each in trained]))
-        return rest
+            entries[_OPTIMIZERS].append(_outline(state, [names[id(each)] for each in trained]))
+        return entries
 
-    def _first(self, rest: dict[str, Any], world: World) -> dict[str, Any]:
+    def _first(self, entries: dict[str, Any], world: World) -> dict[str, Any]:
         """Return the first rank's plain data on every rank.
 
         Raises:
-            Refused: UNSUPPORTED for what is no plain data.
+            Refused: UNSUPPORTED for values that are no plain data.
         """
 
         def text() -> bytes | None:
-            return written({_REST: rest}, World(self._own_group())) if world.rank == world.ranks[0] else None
+            return encode_states({_REST: entries}, World(self._own_group())) if world.rank == world.ranks[0] else None
 
-        found: dict[str, Any] = Extras(world.pool(text)[0], world).states[_REST]
-        return found
+        first_entries: dict[str, Any] = SavedStates(world.pool(text)[0], world).states[_REST]
+        return first_entries
 
     def _state(self, checkpoint: Mapping[str, Any]) -> tuple[str, State]:
-        """Return what is saved, and what the names of the weights that are trained begin with in it.
+        """Return the prefix of the trained weights' names, and the state to save.
 
         Raises:
             Refused: UNSUPPORTED for weights that are neither the module's, nor averages of `WeightAveraging`.
         """
-        shown = self._shown()
-        given, trained = checkpoint[_WEIGHTS], checkpoint.get(_TRAINED)
+        shown = self._own_weights()
+        weights, trained = checkpoint[_WEIGHTS], checkpoint.get(_TRAINED)
         averaged = isinstance(trained, Mapping) and _unlike(trained, shown) is None
-        if averaged and given.keys() == shown.keys() and _are_tensors(given) and _are_tensors(shown):
-            averages = {own_name(name): tensor for name, tensor in given.items()}
+        if averaged and weights.keys() == shown.keys() and _are_tensors(weights) and _are_tensors(shown):
+            averages = {own_name(name): tensor for name, tensor in weights.items()}
             return _BEFORE, {**averages, **{_BEFORE + own_name(name): tensor for name, tensor in shown.items()}}
-        other = _unlike(given, shown)
-        if other is None:
+        changed_name = _unlike(weights, shown)
+        if changed_name is None:
             return "", self._module
-        if not other:
+        if not changed_name:
             message = "on_save_checkpoint has changed the names of the weights"
             hint = "Keep what belongs to the run under other keys of the checkpoint."
             raise refuse("UNSUPPORTED", message, hint=hint)
         message = "on_save_checkpoint (of the module or a callback) has put other values in its place"
         hint = "Let it save with Lightning's own CheckpointIO; transaxle reads its files."
-        raise refuse("UNSUPPORTED", message, tensor=other, hint=hint)
+        raise refuse("UNSUPPORTED", message, tensor=changed_name, hint=hint)
 
-    def _shown(self) -> dict[str, Any]:
+    def _own_weights(self) -> dict[str, Any]:
         """Return the module's weights under the names that Lightning's strategy gives them."""
         return get_model_state_dict(self._module) if self.is_sharded else self._module.state_dict(keep_vars=True)
 
@@ -347,7 +351,7 @@ class LightningCheckpoints:
         map_location: object = None,  # noqa: ARG002 - Lightning gives it
         weights_only: bool | None = None,  # noqa: ARG002 - Lightning gives it
     ) -> dict[str, Any]:
-        """Return what Lightning had collected; every rank calls it.
+        """Return the dict that Lightning had collected; called on every rank.
 
         Args:
             path: folder or URL.
@@ -355,53 +359,53 @@ class LightningCheckpoints:
             weights_only: not needed: reading runs no code.
 
         Raises:
-            TransaxleError: the checkpoint lacks something, or is of another program.
+            TransaxleError: the checkpoint is incomplete, or another program wrote it.
         """
         self._wait()
-        place, rest = read_path("path", path), _Rest()
+        place, receiver = read_path("path", path), _EntryReceiver()
         if self.is_sharded:
             return self._load_parts(place)
         shown, is_strict = self._module.state_dict(), bool(self._module.strict_loading)
         with open_checkpoint(place) as checkpoint:
             averaged = any(_BEFORE + own_name(name) in checkpoint for name in shown)
             weights = {
-                before + name: _empty(tensor, before + name, checkpoint)
-                for before in (("", _BEFORE) if averaged else ("",))
+                prefix + name: _empty(tensor, prefix + name, checkpoint)
+                for prefix in (("", _BEFORE) if averaged else ("",))
                 for name, tensor in ((own_name(name), tensor) for name, tensor in shown.items())
-                if isinstance(tensor, torch.Tensor) and (is_strict or before + name in checkpoint)
+                if isinstance(tensor, torch.Tensor) and (is_strict or prefix + name in checkpoint)
             }
-            load(weights, place, extra={_REST: rest}, strict=is_strict)
+            load(weights, place, extra={_REST: receiver}, strict=is_strict)
             extra = _extra_states(place)
-            found = {_WEIGHTS: _named(shown, {**extra, **weights}, ""), **rest.held}
+            result = {_WEIGHTS: _rename(shown, {**extra, **weights}, ""), **receiver.entries}
             if averaged:
-                found[_TRAINED] = _named(shown, weights, _BEFORE)
-            for state in found.get(_OPTIMIZERS, ()):
+                result[_TRAINED] = _rename(shown, weights, _BEFORE)
+            for state in result.get(_OPTIMIZERS, ()):
                 for name, values in zip(state.pop("names"), state[_STATE].values(), strict=True):
                     for key in (key for key, value in values.items() if value is None):
                         entry = f"optim/{name}/{key}"
                         values[key] = as_tensor(entry, checkpoint[entry].read())
-        return found
+        return result
 
     def _load_parts(self, place: str) -> dict[str, Any]:
-        """Load each rank's parts of weights and optimizers into place, and return the rest."""
-        rest, trainer = _Rest(), self._trainer
+        """Load each rank's parts of weights and optimizer state in place, and return the other entries."""
+        receiver, trainer = _EntryReceiver(), self._trainer
         optimizers = list(trainer.optimizers) if trainer.state.fn == _FITTING else []
         load(
             self._module,
             place,
             optimizer=optimizers or None,
-            extra={_REST: rest},
+            extra={_REST: receiver},
             strict=bool(self._module.strict_loading),
         )
-        rest.held.pop(_OPTIMIZERS, None)
-        return rest.held
+        receiver.entries.pop(_OPTIMIZERS, None)
+        return receiver.entries
 
     def remove_checkpoint(self, path: PathLike) -> None:
-        """Delete a checkpoint that a newer one replaces, once that is complete.
+        """Delete a checkpoint that a newer one replaces, once the newer one is complete.
 
         Raises:
-            TransaxleError: what the newer one failed with; EXISTS where anything in the folder is not of a checkpoint
-                that Transaxle wrote. Nothing is deleted then.
+            TransaxleError: the newer checkpoint's save has failed; EXISTS if the folder has files that belong to no
+                checkpoint of Transaxle's. Nothing is deleted then.
         """
         self._wait()
         remove(on_this_machine(read_path("path", path)))
@@ -410,7 +414,7 @@ class LightningCheckpoints:
         """Wait for the last save.
 
         Raises:
-            TransaxleError: what it failed with.
+            TransaxleError: the save has failed.
         """
         self._wait()
 
@@ -427,7 +431,7 @@ class LightningCheckpoints:
             self._job.result()
 
     def _own_group(self) -> dist.ProcessGroup | None:
-        """Return a group of this rank, the only one that Lightning lets save; None without a process group."""
+        """Return a group of only this rank, which Lightning has save alone; None without a process group."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return None
         if self._alone is None:
@@ -435,12 +439,12 @@ class LightningCheckpoints:
         return self._alone
 
 
-def _unlike(given: Mapping[str, Any], shown: Mapping[str, Any]) -> str | None:
-    """Return the name of a tensor that has other values than the module's; empty for other names; None for none."""
-    if given.keys() != shown.keys():
+def _unlike(weights: Mapping[str, Any], shown: Mapping[str, Any]) -> str | None:
+    """Return the first tensor with other values than the module's; "" if the names differ; None if all are equal."""
+    if weights.keys() != shown.keys():
         return ""
     tensors = ((name, tensor) for name, tensor in shown.items() if isinstance(tensor, torch.Tensor))
-    return next((name for name, tensor in tensors if not _same(given[name], tensor)), None)
+    return next((name for name, tensor in tensors if not _same(weights[name], tensor)), None)
 
 
 def _are_tensors(state: Mapping[str, Any]) -> bool:
@@ -448,44 +452,44 @@ def _are_tensors(state: Mapping[str, Any]) -> bool:
 
 
 def _empty(tensor: torch.Tensor, name: str, checkpoint: Checkpoint) -> torch.Tensor:
-    """Return memory for a tensor of a module, of the type that is stored: Lightning may cast the module later."""
+    """Return memory for a module's tensor, in the stored dtype, since Lightning may cast the module later."""
     dtype = torch_dtype(checkpoint[name].dtype) if name in checkpoint else tensor.dtype
     return torch.empty_like(tensor, dtype=dtype, device="cpu")
 
 
 def _extra_states(place: str) -> dict[str, Any]:
-    """Return what modules keep beside tensors (`get_extra_state`), by name."""
-    states = Extras(stored_bytes(place, FILE), World()).states
+    """Return the modules' extra states (`get_extra_state`) by name."""
+    states = SavedStates(read_stored(place, FILE), World()).states
     return {name.removeprefix(f"{MODEL}/"): state for name, state in states.items() if name.startswith(f"{MODEL}/")}
 
 
-def _named(shown: Mapping[str, Any], weights: Mapping[str, Any], before: str) -> dict[str, Any]:
+def _rename(shown: Mapping[str, Any], weights: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     """Return weights under the names of the module's state dict, in its order."""
-    found = {name: before + own_name(name) for name in shown}
-    return {name: weights[own] for name, own in found.items() if own in weights}
+    stored_names = {name: prefix + own_name(name) for name in shown}
+    return {name: weights[stored_name] for name, stored_name in stored_names.items() if stored_name in weights}
 
 
-def _same(given: Any, own: torch.Tensor) -> bool:
-    """Tell whether a value is a tensor of a module, or a copy of it."""
-    if not isinstance(given, torch.Tensor) or (given.shape, given.dtype) != (own.shape, own.dtype):
+def _same(value: Any, tensor: torch.Tensor) -> bool:
+    """Tell whether a value is a tensor of the module, or an equal copy."""
+    if not isinstance(value, torch.Tensor) or (value.shape, value.dtype) != (tensor.shape, tensor.dtype):
         return False
-    mine, other = local_of(own.detach()), local_of(given.detach())
-    return other.data_ptr() == mine.data_ptr() or same_bytes(other.to(mine.device), mine)
+    own_local, other_local = local_of(tensor.detach()), local_of(value.detach())
+    return other_local.data_ptr() == own_local.data_ptr() or same_bytes(other_local.to(own_local.device), own_local)
 
 
-class _Rest:
-    """Takes what a checkpoint has beside tensors."""
+class _EntryReceiver:
+    """Receives the checkpoint's entries other than tensors."""
 
     def __init__(self) -> None:
-        self.held: dict[str, Any] = {}
+        self.entries: dict[str, Any] = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return it."""
-        return self.held
+        """Return the entries."""
+        return self.entries
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take it."""
-        self.held = state
+        """Replace the entries."""
+        self.entries = state
 
 
 def _outline(state: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
@@ -493,12 +497,12 @@ def _outline(state: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
 
     Args:
         state: the state dict.
-        names: of all parameters, in the order of the groups.
+        names: names of all parameters, in the order of the groups.
     """
     numbers = [number for group in state[_GROUPS] for number in group["params"]]
-    named = dict(zip(numbers, names, strict=True))
+    names_by_number = dict(zip(numbers, names, strict=True))
     stepped = {
         number: {key: None if isinstance(value, torch.Tensor) else value for key, value in values.items()}
         for number, values in state[_STATE].items()
     }
-    return {_STATE: stepped, _GROUPS: state[_GROUPS], "names": [named[number] for number in stepped]}
+    return {_STATE: stepped, _GROUPS: state[_GROUPS], "names": [names_by_number[number] for number in stepped]}

@@ -1,7 +1,7 @@
-"""The checkpoints of a run's steps under one folder or URL: saved in turn, and deleted when newer ones are complete.
+"""The checkpoints of a run's steps under one folder or URL; old ones are deleted when newer ones are complete.
 
-Frameworks that save into folders of their own rotate these; what lies elsewhere is rotated here. Nothing is deleted
-before a newer checkpoint is complete, and nothing that is not all of it a checkpoint that Transaxle wrote.
+Frameworks rotate checkpoints in their own folders; this module rotates those in other places. It deletes a checkpoint
+only once a newer one is complete, and only if every file in it was written by Transaxle.
 """
 
 from __future__ import annotations
@@ -24,46 +24,46 @@ from transaxle.formats.store.service import Service
 from transaxle.formats.store.staging import on_this_machine
 from transaxle.formats.store.upload import turn
 from transaxle.live.asynchronous import SaveJob, async_save
-from transaxle.live.derived import kept_elsewhere, partitioned
-from transaxle.live.extra_state import EXTRA, FILE, Extras
+from transaxle.live.derived import find_kept_elsewhere, find_partitioned
+from transaxle.live.extra_state import EXTRA, FILE, SavedStates
 from transaxle.live.save import save
 from transaxle.live.transport.world import World
 from transaxle.torch_tensors import Ranks
 
 FOLDER = "transaxle"
-"""The checkpoint's folder, inside that of the trainer."""
+"""Name of the checkpoint's folder inside the trainer's folder."""
 TICKET = "transaxle_save"
-"""Name under which the framework's folder, and the checkpoint under a URL, have the same random text: of one save."""
+"""Name of a random text that the framework's folder and the checkpoint under a URL share if they come from one save."""
 _NUMBERED = re.compile(r"(.*?)([0-9]+)")
-"""Name of a step's checkpoint: what all steps have in common, and the number of this one."""
+"""Name of a step's checkpoint: a common prefix, and the step's number."""
 _LONGEST = 1 << 30
 _GIVEN = f"{EXTRA}/"
-"""Begin of the names of what was given in `extra`."""
+"""Prefix of the names of states given in `extra`."""
 
 
 def read_place(url: PathLike | None, keep: int | None) -> tuple[str | None, int | None]:
-    """Return the folder or URL under which each step has a checkpoint, and how many of these stay.
+    """Validate the folder or URL for step checkpoints, and the number of them to keep.
 
     Raises:
         TypeError: an argument of a type that it cannot have.
         ValueError: `keep` is zero or less.
         Refused: UNSUPPORTED for `keep` without `url`.
     """
-    kept = None if keep is None else read_count("keep", keep)
-    if url is None and kept is not None:
+    count = None if keep is None else read_count("keep", keep)
+    if url is None and count is not None:
         hint = "Give url=, or let the framework delete: save_total_limit, total_limit."
         raise refuse("UNSUPPORTED", "keep counts the checkpoints under url, which is not given", hint=hint)
-    return None if url is None else on_this_machine(read_path("url", url).rstrip("/")), kept
+    return None if url is None else on_this_machine(read_path("url", url).rstrip("/")), count
 
 
 class StepCheckpoints:
-    """Saves a run's steps under a folder or URL.
+    """Saves checkpoints of a run's steps under a folder or URL.
 
     Args:
         url: the folder or URL.
-        keep: how many stay; None: all.
+        keep: number of checkpoints to keep; None: all.
         group: the ranks that save together; None: all.
-        background: write while training goes on.
+        background: write while training continues.
     """
 
     def __init__(self, url: str, keep: int | None, group: Ranks | None, *, background: bool) -> None:
@@ -74,46 +74,46 @@ class StepCheckpoints:
         self._job: SaveJob | None = None
         self._last = ""
         self.best: str | None = None
-        """Name of the checkpoint that stays however old it is."""
+        """Name of the checkpoint that is kept regardless of its age."""
 
     def place(self, name: str) -> str:
-        """Return where the checkpoint of a name lies."""
+        """Return the path or URL of a checkpoint."""
         return f"{self._url}/{name}"
 
-    def shares(self, other: StepCheckpoints | None) -> bool:
-        """Tell whether others save into the same place."""
-        return other is not None and other._url == self._url
+    def shares(self, checkpoints: StepCheckpoints | None) -> bool:
+        """Tell whether two objects save to the same folder or URL."""
+        return checkpoints is not None and checkpoints._url == self._url
 
-    def save(self, model: nn.Module, name: str, best: str | None = None, **told: Any) -> None:
-        """Save a step, once the one before is complete.
+    def save(self, model: nn.Module, name: str, best: str | None = None, **options: Any) -> None:
+        """Save a step, once the previous one is complete.
 
         Args:
-            model: what is saved.
-            name: of its checkpoint.
-            best: name of the best one, which stays once this one is complete; None: as it was.
-            **told: keyword arguments of `save`.
+            model: the model to save.
+            name: name of the step's checkpoint.
+            best: name of the best checkpoint, to keep once this one is complete; None: unchanged.
+            **options: keyword arguments of `save`.
 
         Raises:
-            TransaxleError: what that one, or this one, failed with.
+            TransaxleError: the previous save or this one has failed.
         """
         self.wait()
-        self.best = best or self.best  # not before: what was the best until now goes when this one is complete
+        self.best = best or self.best  # only now: the former best one may be deleted once this save is complete
         if not is_url(self._url):
             Path(self._url).mkdir(parents=True, exist_ok=True)
-        told |= {"overwrite": True, "group": self._group}
+        options |= {"overwrite": True, "group": self._group}
         if self._background:
-            self._job = async_save(model, self.place(name), **told)
+            self._job = async_save(model, self.place(name), **options)
         else:
-            save(model, self.place(name), **told)
+            save(model, self.place(name), **options)
         self._last = name
         if not self._background:
             self._tidy()
 
     def wait(self) -> None:
-        """Wait for the last save, and delete what it replaces.
+        """Wait for the last save, and delete the checkpoints that it replaces.
 
         Raises:
-            TransaxleError: what it failed with; nothing is deleted then.
+            TransaxleError: the save has failed; nothing is deleted then.
         """
         job, self._job = self._job, None
         if job is not None:
@@ -121,22 +121,23 @@ class StepCheckpoints:
             self._tidy()
 
     def steps(self, common: str) -> dict[int, str]:
-        """Return the complete checkpoints of a run's steps: number -> name.
+        """Return step number -> name of each complete checkpoint.
 
         Args:
-            common: what their names have before the number; others belong to somebody else.
+            common: prefix of the names before the number; other names are skipped.
 
         Raises:
             StorageError: IO.
         """
-        found = [(match, name) for name in _members(self._url) if (match := _NUMBERED.fullmatch(name)) is not None]
-        return {int(match[2]): name for match, name in found if match[1] == common and is_complete(self.place(name))}
+        matches = [(match, name) for name in _members(self._url) if (match := _NUMBERED.fullmatch(name)) is not None]
+        return {int(match[2]): name for match, name in matches if match[1] == common and is_complete(self.place(name))}
 
     def _tidy(self) -> None:
-        """Delete, on one rank, all but the newest few up to the one just saved; later and other ones stay.
+        """On one rank, delete all but the newest few checkpoints up to the one just saved; keep later ones and other
+        files.
 
-        A run that went back to an earlier step has later ones, too, until it replaces them. What killed runs have left
-        of steps goes, too.
+        A run that went back to an earlier step keeps its later checkpoints until it replaces them. Leftovers of killed
+        runs are deleted too.
         """
         world = World(self._group)
         if self._keep is None or world.rank != world.ranks[0]:
@@ -151,11 +152,11 @@ class StepCheckpoints:
                     remove(self.place(numbers[number]))
             if not is_url(self._url):
                 self._sweep(newest[1])
-        except TransaxleError as error:  # the run goes on: its checkpoints are all there
+        except TransaxleError as error:  # the run continues, since no checkpoint is lost
             warnings.warn(f"older checkpoints under {self._url} were not deleted: {error}", stacklevel=2)
 
     def _sweep(self, common: str) -> None:
-        """Clean up what killed runs have left beside steps whose names begin alike."""
+        """Delete leftovers of killed runs beside steps with a common prefix."""
         for leftover in leftovers(self._url):
             target = Path(leftover.target)
             step = _NUMBERED.fullmatch(target.name) if target.parent == Path(self._url).resolve() else None
@@ -164,26 +165,26 @@ class StepCheckpoints:
 
 
 def check_loadable(model: nn.Module) -> None:
-    """Refuse a model that could perhaps be saved, but not loaded: whoever trains it learns so before the first step.
+    """Refuse a model that can perhaps be saved but not loaded, before the first step of its training.
 
     Raises:
         Refused: UNSUPPORTED.
     """
-    if kept := [*partitioned(model), *kept_elsewhere(model)]:
-        raise gathered(kept)
+    if refusals := [*find_partitioned(model), *find_kept_elsewhere(model)]:
+        raise gathered(refusals)
 
 
 def is_complete(place: str) -> bool:
-    """Tell whether a folder or URL holds a complete checkpoint of ours.
+    """Tell whether a folder or URL has a complete checkpoint of Transaxle's.
 
     Raises:
         StorageError: IO.
     """
-    return stored_bytes(place, MANIFEST) is not None
+    return read_stored(place, MANIFEST) is not None
 
 
-def stored_bytes(place: str, name: str) -> bytes | None:
-    """Return a file of a checkpoint; None where there is none.
+def read_stored(place: str, name: str) -> bytes | None:
+    """Return the contents of a file in a checkpoint; None if it does not exist.
 
     Raises:
         StorageError: IO.
@@ -194,37 +195,37 @@ def stored_bytes(place: str, name: str) -> bytes | None:
 
 
 def text_beside(place: str, name: str) -> str | None:
-    """Return a text that a complete checkpoint under a URL or in a folder has beside tensors; None where there is none.
+    """Return a text in the extra state of a complete checkpoint; None if there is none.
 
     Args:
-        place: of the checkpoint.
-        name: under which it was given in `extra`.
+        place: path or URL of the checkpoint.
+        name: name of the text in `extra`.
 
     Raises:
         Refused: CORRUPT.
         StorageError: IO.
     """
-    found = states_beside(place, World()).get(name)
-    return found if isinstance(found, str) else None
+    text = states_beside(place, World()).get(name)
+    return text if isinstance(text, str) else None
 
 
 def states_beside(place: str, world: World) -> dict[str, Any]:
-    """Return what a complete checkpoint has beside tensors for this rank, by the names in `extra`.
+    """Return this rank's extra state in a complete checkpoint, by the names in `extra`.
 
     Raises:
         Refused: CORRUPT.
         StorageError: IO.
     """
-    text = stored_bytes(place, FILE) if is_complete(place) else None
-    found = {} if text is None else Extras(text, world).states
-    return {name.removeprefix(_GIVEN): state for name, state in found.items() if name.startswith(_GIVEN)}
+    text = read_stored(place, FILE) if is_complete(place) else None
+    states = {} if text is None else SavedStates(text, world).states
+    return {name.removeprefix(_GIVEN): state for name, state in states.items() if name.startswith(_GIVEN)}
 
 
 def remove(place: str) -> None:
-    """Delete a checkpoint; one that is not there needs no deleting.
+    """Delete a checkpoint if it exists.
 
     Raises:
-        UsageError: EXISTS where anything in the folder is not of a checkpoint that Transaxle wrote. Nothing is deleted.
+        UsageError: EXISTS if the folder has files that belong to no checkpoint of Transaxle's; nothing is deleted.
         StorageError: IO.
     """
     if not is_url(place):
@@ -237,19 +238,21 @@ def remove(place: str) -> None:
     if files:
         _check_ours(RemoteFolder(service), service.shown)
     names = {file.removeprefix(f"{service.path}/"): file for file in files}
-    for name in sorted(names, key=turn, reverse=True):  # the manifest first: nobody reads what is half gone
+    for name in sorted(
+        names, key=turn, reverse=True
+    ):  # the manifest first, so that no reader takes the remainder for a checkpoint
         service.delete(names[name], name)
 
 
 def _members(url: str) -> Mapping[str, str]:
-    """Return the names of what lies directly under a folder or URL."""
+    """Return the names directly under a folder or URL."""
     if not is_url(url):
         return LocalFolder(Path(url)).top() if Path(url).is_dir() else {}
     return RemoteFolder(Service(url)).top()
 
 
 def _check_ours(folder: LocalFolder | RemoteFolder, shown: str) -> None:
-    """Refuse to delete a folder that is not all of it a checkpoint of ours.
+    """Refuse to delete a folder with files that belong to no checkpoint of Transaxle's.
 
     Raises:
         UsageError: EXISTS.

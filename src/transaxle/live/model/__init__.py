@@ -1,1 +1,1 @@
-"""The tensors of a model and what it says of itself."""
+"""Tensors, config, adapters and quantized weights of a live model."""

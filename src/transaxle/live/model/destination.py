@@ -1,13 +1,11 @@
-"""Where loaded bytes go: a local tensor's own storage where that is possible, else through a staging buffer.
+"""Destinations of loaded bytes: a local tensor's own storage where possible, otherwise a staging buffer.
 
-A contiguous CPU tensor of the stored type is filled in place. Any other (on a GPU, strided, of another type) gets its
-bytes in a buffer, pinned for GPUs, from which torch copies once all of them are there. Tensors that share memory are
-found here, because what the source has for each of them must be the same, or one would be lost.
+A contiguous CPU tensor of the stored dtype is filled in place. For any other tensor (on a GPU, strided, of another
+dtype) the bytes go into a buffer, pinned for GPUs, and torch copies them once all have arrived. This module also finds
+tensors that share memory, because the source must have equal values for them.
 
-`decode=` and `dtype=` allow some types to become others, and the report says whether a value was rounded on the way.
-Codes without their scales are no values: a tensor of fp8 that no encoding explains is converted by nothing here.
-
-What a load or a save did, in numbers a person can check.
+`decode=` and `dtype=` allow dtype changes, and the report tells whether any value was rounded. An fp8 tensor without
+scales has codes but no values, so it is never converted. The reports of loads and saves are here too.
 """
 
 from __future__ import annotations
@@ -38,23 +36,23 @@ NamePair = tuple[str, str]
 _OVERLAP = "it shares elements with another tensor, or with itself, for which the source has other values"
 _OWN_MEMORY = "Give each tensor memory of its own."
 _DECODED_AS: Mapping[str, str] = {"bf16": "bf16", "fp16": "fp32", "fp32": "fp32"}
-"""Type in which encoded values are computed."""
+"""`decode=` option -> dtype in which encoded values are computed."""
 _CODES = "F8"
-"""Begin of the safetensors codes that stand for no values."""
+"""Prefix of the safetensors codes of dtypes that need scales."""
 
 
-class Rooms(Sink):
-    """Memory that takes what is loaded: for each item the local tensor that it fills.
+class LocalSink(Sink):
+    """Sink that writes loaded bytes into this rank's local tensors.
 
     Args:
-        landings: this rank's tensors, by name.
-        names: the name of each item, by key.
+        destinations: destinations of this rank's tensors, by name.
+        names: name of each item's tensor, by item key.
     """
 
     ordered = False
 
-    def __init__(self, landings: Mapping[str, Landing], names: Sequence[str]) -> None:
-        self._landings = landings
+    def __init__(self, destinations: Mapping[str, TensorDestination], names: Sequence[str]) -> None:
+        self._landings = destinations
         self._names = names
 
     def buffer(self, key: int, start: int, stop: int) -> Bytes:
@@ -63,21 +61,21 @@ class Rooms(Sink):
 
     def mark_filled(self, key: int, start: int, stop: int) -> None:
         """See `Sink`."""
-        self._landings[self._names[key]].done(stop - start)
+        self._landings[self._names[key]].add_written(stop - start)
 
     def take(self, key: int, start: int, data: memoryview) -> None:
-        """Copy bytes that another rank sent into their room."""
+        """Copy bytes from another rank into the tensor."""
         self.buffer(key, start, start + len(data)).data[:] = data
         self.mark_filled(key, start, start + len(data))
 
 
-class Landing:
-    """One local tensor, being filled by several threads.
+class TensorDestination:
+    """Destination of one local tensor's bytes; several threads fill it.
 
     Args:
-        tensor: the tensor or DTensor; only this rank's part is written.
-        dtype: safetensors code of the bytes that come.
-        apart: keep the bytes that came, since something else may be written over them.
+        tensor: the tensor or DTensor, of which only this rank's part is written.
+        dtype: safetensors code of the stored bytes.
+        apart: keep the loaded values too, since another tensor in the same memory may overwrite them.
     """
 
     def __init__(self, tensor: torch.Tensor, dtype: str, *, apart: bool = False) -> None:
@@ -93,27 +91,27 @@ class Landing:
         self._apart = apart
         self._values: torch.Tensor | None = None
         self.size = prod(self._local.shape) * self._dtype.itemsize
-        self._left = self.size
+        self._bytes_left = self.size
         self._staging: torch.Tensor | None = None
-        self._held: Bytes | None = as_bytes(self._local) if self._direct else None
+        self._memory: Bytes | None = as_bytes(self._local) if self._direct else None
         self._lock = threading.Lock()
         self.exact = True
-        """Whether no value was rounded to the tensor's type so far."""
+        """False once a value was rounded to the tensor's dtype."""
 
     def part(self, start: int, stop: int) -> Bytes:
-        """Return the room for the bytes `[start, stop)` of the row-major local tensor."""
+        """Return the memory for bytes `[start, stop)` of the row-major local tensor."""
         with self._lock:
-            if self._held is None:
+            if self._memory is None:
                 pinned = self._local.device.type == "cuda"
                 self._staging = torch.empty(self.size, dtype=torch.uint8, pin_memory=pinned)
-                self._held = self._staging.numpy()
-            return self._held[start:stop]
+                self._memory = self._staging.numpy()
+            return self._memory[start:stop]
 
-    def done(self, count: int) -> None:
-        """Say that `count` bytes more are in their place; with the last ones, the tensor is written."""
+    def add_written(self, count: int) -> None:
+        """Report that `count` more bytes are in place; after the last ones, a staged tensor is written."""
         with self._lock:
-            self._left -= count
-            finished = self._left == 0 and self._staging is not None
+            self._bytes_left -= count
+            finished = self._bytes_left == 0 and self._staging is not None
         if finished and self._staging is not None:
             values = self._staging.view(self._dtype).reshape(self._local.shape)
             if self._local.dtype != self._dtype:
@@ -121,101 +119,103 @@ class Landing:
             with torch.no_grad():
                 self._local.copy_(values)
             self._values = values if self._apart else None
-            self._staging = self._held = None
+            self._staging = self._memory = None
 
     @property
     def is_overwritten(self) -> bool:
-        """Whether the tensor, kept `apart`, has other values by now than it was given."""
+        """Whether a tensor created with `apart` has other values by now than the loaded ones."""
         return self._values is not None and not same_bytes(self._local, self._values)
 
     @property
-    def left(self) -> int:
-        """Bytes of the source that are still to come."""
-        return self._left
+    def bytes_left(self) -> int:
+        """Bytes of the source that have not arrived yet."""
+        return self._bytes_left
 
     @property
-    def written(self) -> int:
-        """Bytes of the tensor that are in their place."""
-        return (self.size - self._left) * self._local.element_size() // self._dtype.itemsize
+    def bytes_written(self) -> int:
+        """Bytes of the tensor that are in place."""
+        return (self.size - self._bytes_left) * self._local.element_size() // self._dtype.itemsize
 
 
-def check_filled(landings: Mapping[str, Landing]) -> None:
-    """Prove that every byte of every tensor was written, and is still there.
+def check_filled(destinations: Mapping[str, TensorDestination]) -> None:
+    """Prove that every byte of every tensor was written and not overwritten.
 
     Raises:
-        Refused: INCOMPLETE; UNEQUAL_COPIES for tensors that share memory, and that the source has other values for.
+        Refused: INCOMPLETE; UNEQUAL_COPIES for tensors that share memory but have different values in the source.
     """
     short = [
         Refusal(
-            "INCOMPLETE", f"{landing.written} bytes were written, but {landing.left} are missing", Where(None, name)
+            "INCOMPLETE",
+            f"{destination.bytes_written} bytes were written, but {destination.bytes_left} are missing",
+            Where(None, name),
         )
-        for name, landing in landings.items()
-        if landing.left
+        for name, destination in destinations.items()
+        if destination.bytes_left
     ]
-    lost = [unlike_overlap(name) for name, each in landings.items() if not each.left and each.is_overwritten]
+    lost = [unlike_overlap(name) for name, each in destinations.items() if not each.bytes_left and each.is_overwritten]
     if short or lost:
         raise gathered([*short, *lost])
 
 
 def unlike_overlap(name: str) -> Refusal:
-    """Return UNEQUAL_COPIES for a tensor whose values would be lost to another one's, in the same memory."""
+    """Return the refusal for a tensor whose values another tensor in the same memory would overwrite."""
     return Refusal("UNEQUAL_COPIES", _OVERLAP, Where(None, name), _OWN_MEMORY)
 
 
 def same_memory(tensors: Mapping[str, torch.Tensor], present: Collection[str]) -> Iterator[NamePair]:
-    """Yield pairs of names whose tensors are one object, or this rank's parts of them one view of one memory.
+    """Yield pairs of names whose tensors are one object, or whose local parts are the same view of one memory.
 
     Args:
-        tensors: this rank's, by name.
-        present: names that are looked at.
+        tensors: this rank's tensors by name.
+        present: names to consider.
     """
     first: dict[object, str] = {}
     for name, tensor in tensors.items():
-        if name in present and (other := first.setdefault(view_of(tensor), name)) != name:
-            yield other, name
+        if name in present and (first_name := first.setdefault(view_of(tensor), name)) != name:
+            yield first_name, name
 
 
 def view_of(tensor: torch.Tensor) -> object:
-    """Return what is equal for tensors that are the same elements in the same order."""
+    """Return a key that is equal for tensors with the same elements in the same order."""
     if isinstance(tensor, ShardGrid) or tensor.is_meta:
         return id(tensor)
     local = raw_local(tensor)
-    if type(local) is not torch.Tensor:  # of DTensors this is the quick way, which most have
+    if type(local) is not torch.Tensor:  # slower, and not needed for most DTensors
         local = local_of(tensor)
     if local.layout != torch.strided or not local.numel() or not local.data_ptr():
         return id(tensor)
     return local.device, local.data_ptr(), tuple(local.shape), local.stride(), local.dtype
 
 
-def overlapping(tensors: Mapping[str, torch.Tensor]) -> set[str]:
-    """Return the names whose local tensors may share elements with another one, or within themselves.
+def find_overlapping(tensors: Mapping[str, torch.Tensor]) -> set[str]:
+    """Return the names of local tensors that may share elements with another tensor, or within themselves.
 
-    Tensors that are one view of one memory are no reason, see `same_memory`; views between whose elements others lie,
-    such as columns, are taken for overlapping ones.
+    Tensors that are the same view of one memory do not count, see `same_memory`; interleaved views, such as columns of
+    one matrix, count as overlapping.
 
     Args:
-        tensors: this rank's, by name; none of them on the meta device.
+        tensors: this rank's tensors by name, none on the meta device.
     """
     spans: dict[tuple[torch.device, int], list[tuple[int, int, object, str]]] = {}
-    found = set[str]()
+    names = set[str]()
     for name, tensor in tensors.items():
         local = local_of(tensor)
         if not local.numel() or not local.data_ptr():
             continue
         if _folds(local):
-            found.add(name)
+            names.add(name)
         begin, size = local.data_ptr(), local.element_size()
         reach = sum((count - 1) * step for count, step in zip(local.shape, local.stride(), strict=True)) + 1
         key = local.device, local.untyped_storage().data_ptr()
         spans.setdefault(key, []).append((begin, begin + reach * size, view_of(tensor), name))
-    return found.union(*(set(_crossing(each)) for each in spans.values() if len(each) > 1))
+    return names.union(*(set(_find_crossing(each)) for each in spans.values() if len(each) > 1))
 
 
-def _crossing(spans: list[tuple[int, int, object, str]]) -> Iterator[str]:
-    """Yield the names of those that cross another one which is no view of the same elements."""
+def _find_crossing(spans: list[tuple[int, int, object, str]]) -> Iterator[str]:
+    """Yield the names of spans that overlap another span which is not the same view."""
     run: list[tuple[int, int, object, str]] = []
     end = 0
-    for span in chain(sorted(spans, key=lambda each: each[:2]), [(0, 0, None, "")]):
+    for span in chain(sorted(spans, key=lambda spans_of_run: spans_of_run[:2]), [(0, 0, None, "")]):
         if run and (not span[3] or span[0] >= end):
             if len({view for _, _, view, _ in run}) > 1:
                 yield from (name for *_, name in run)
@@ -225,7 +225,7 @@ def _crossing(spans: list[tuple[int, int, object, str]]) -> Iterator[str]:
 
 
 def _folds(local: torch.Tensor) -> bool:
-    """Tell whether several indices may stand for one element."""
+    """Tell whether several indices may refer to one element."""
     reach = 0
     dims = zip(local.shape, local.stride(), strict=True)
     for step, count in sorted((step, count) for count, step in dims if count > 1):
@@ -237,81 +237,82 @@ def _folds(local: torch.Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Conversion:
-    """One tensor whose values were not copied as they are."""
+    """A tensor whose dtype changed in a load."""
 
     name: str
-    """The model's name."""
+    """Name of the tensor in the model."""
     stored: str
-    """Safetensors code it had, or the encoding's name."""
+    """Safetensors code of the stored dtype, or the name of the encoding."""
     to: str
-    """Safetensors code it has now."""
+    """Safetensors code of the dtype in the model."""
     exact: bool | None
-    """Whether every value is the stored one; None for an encoded tensor: how far codes times scales are from what they
-    became is not measured while loading."""
+    """Whether every value equals the stored one; None for an encoded tensor, since a load does not measure the rounding
+    of codes times scales.
+    """
 
 
-def may_become(stored: str, wanted: str, allowed: str | None) -> bool:
-    """Tell whether values of one type may become another: `allowed` is `dtype`, or `decode` of what was encoded."""
-    return allowed is not None and stored in PLAIN and CASTS[allowed] == wanted
+def may_become(stored: str, target: str, allowed: str | None) -> bool:
+    """Tell whether a dtype may change; `allowed` is `dtype=`, or `decode=` for an encoded tensor."""
+    return allowed is not None and stored in PLAIN and CASTS[allowed] == target
 
 
 def check_dtype(dtype: str) -> None:
-    """Refuse a `dtype=` that parameters cannot be cast to.
+    """Refuse an unknown `dtype=`.
 
     Raises:
         Refused: UNSUPPORTED.
     """
     if dtype not in CASTS:
-        named = ", ".join(f'dtype="{one}"' for one in CASTS)
-        raise refuse("UNSUPPORTED", f"parameters cannot be cast to dtype={dtype!r}", hint=f"Give {named}.")
+        choices = ", ".join(f'dtype="{one}"' for one in CASTS)
+        raise refuse("UNSUPPORTED", f"parameters cannot be cast to dtype={dtype!r}", hint=f"Give {choices}.")
 
 
 def is_plain(stored: str) -> bool:
-    """Tell whether a safetensors code is that of values, not of codes that need scales."""
+    """Tell whether a safetensors code stands for plain values, not for codes that need scales."""
     return stored in PLAIN
 
 
-def decode_hint(stored: str, wanted: str, decode: str | None = None) -> str:
-    """Return what a user can do about two types that differ, although `decode` was given."""
-    said = next((key for key, code in CASTS.items() if code == wanted), None)
-    if stored in PLAIN and wanted.startswith(_CODES):
+def decode_hint(stored: str, target: str, decode: str | None = None) -> str:
+    """Return the hint for two dtypes that differ, although `decode` was given."""
+    option = next((key for key, code in CASTS.items() if code == target), None)
+    if stored in PLAIN and target.startswith(_CODES):
         return "To quantize, use transaxle convert --encode, or a parameter of tx.quant."
-    if said is None or not stored.startswith(("F", "BF")):
+    if option is None or not stored.startswith(("F", "BF")):
         return ""
     if stored in PLAIN:
-        return f'Use dtype="{said}" to cast the stored values to the parameter\'s dtype.'
-    if said == decode:
+        return f'Use dtype="{option}" to cast the stored values to the parameter\'s dtype.'
+    if option == decode:
         return "These are codes without scales, which have no values."
-    return f'Use decode="{said}" to convert the stored tensor to the parameter\'s dtype.'
+    return f'Use decode="{option}" to convert the stored tensor to the parameter\'s dtype.'
 
 
-def decoded(checkpoint: Checkpoint, decode: str | None, keep: Iterable[str] = ()) -> Checkpoint:
-    """Return a checkpoint whose encoded tensors are plain ones, if `decode` says so.
+def decode_tensors(checkpoint: Checkpoint, decode: str | None, keep: Iterable[str] = ()) -> Checkpoint:
+    """Return a checkpoint whose encoded tensors are decoded, if `decode` is given.
 
     Args:
-        checkpoint: under its stored names.
+        checkpoint: the checkpoint under its stored names.
         decode: as `load` takes it.
-        keep: names of encoded tensors, as tables have them, that stay as they are.
+        keep: names of encoded tensors, as catalogs have them, that stay encoded.
 
     Raises:
-        Refused: what stands against telling encoded buffers apart.
+        Refused: UNSUPPORTED for an unknown `decode=`, and refusals about encoded buffers.
     """
     if decode is None:
         return checkpoint
     if decode not in CASTS:
-        named = ", ".join(f'decode="{one}"' for one in CASTS)
-        raise refuse("UNSUPPORTED", f"parameters cannot be decoded to decode={decode!r}", hint=f"Give {named}.")
+        choices = ", ".join(f'decode="{one}"' for one in CASTS)
+        raise refuse("UNSUPPORTED", f"parameters cannot be decoded to decode={decode!r}", hint=f"Give {choices}.")
     if not checkpoint.catalog.encoded and not checkpoint.catalog.refusals:
-        return checkpoint  # a plain source needs no decoding, and what is of another type needs `dtype`
+        return checkpoint  # a plain source needs no decoding; other dtypes need `dtype`
     return checkpoint.decode(_DECODED_AS[decode], skip=[escape(name) for name in keep])
 
 
 def cast(values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, bool]:
-    """Convert values; also tell whether all of them, NaN included, are what they were."""
-    found = values.to(dtype)
-    back = found.to(values.dtype)
+    """Convert values; also return whether all values, NaN included, are unchanged."""
+    converted = values.to(dtype)
+    back = converted.to(values.dtype)
     same = (back == values) | (values != values)
-    return found, bool(same.all())
+    return converted, bool(same.all())
 
 
 @dataclass(frozen=True)
@@ -321,49 +322,52 @@ class LoadReport:
     path: str
     """The source as typed."""
     format: str
-    """Its container format."""
+    """Container format of the source."""
     dialect: str
-    """The dialect of the model's names."""
+    """Dialect of the model's names."""
     tensors: int
-    """Tensors of which this rank has any part."""
+    """Number of tensors of which this rank has any part."""
     states: int
-    """How many of these belong to the optimizer's state."""
+    """Number of these that are optimizer state."""
     bytes_needed: int
     """Bytes of this rank's shards, as stored."""
     bytes_read: int
     """Bytes that this rank read from the source's tensor files."""
     bytes_received: int
-    """Bytes that other ranks read for it."""
+    """Bytes that other ranks read and sent to this rank."""
     bytes_written: int
-    """Bytes written into this rank's tensors; equal to their size, but for rows of padding."""
+    """Bytes written into this rank's tensors: their size, except for padding rows."""
     converted: tuple[Conversion, ...]
-    """Tensors whose values were decoded or cast (`decode`, `dtype`), and whether any was rounded."""
+    """Tensors that were decoded or cast (`decode`, `dtype`), and whether any value was rounded."""
     missing: tuple[str, ...]
-    """Names of the model that the source lacks (`strict=False`), and `optimizer` if it has nothing of one; their values
-    are unchanged."""
+    """Names of the model that the source lacks (`strict=False`), and `optimizer` if the source has no optimizer state;
+    their values are unchanged.
+    """
     unexpected: tuple[str, ...]
     """Names of the source that the model lacks (`strict=False`)."""
     untouched: tuple[str, ...] = ()
-    """In a model with adapters, the names that the source does not concern: its adapters, or their base. In a sharded
-    state dict of Megatron, the keys of what is no tensor, such as the extra states of modules."""
+    """In a model with adapters, names of the adapters or of the base, whichever the source does not have. In a sharded
+    state dict of Megatron, keys of entries that are not tensors, such as extra states.
+    """
     padded: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    """Tensors of Megatron that may have rows of padding: rows in the source and in the model, where these differ. Rows
-    that the source lacks are zero now."""
+    """Tensors of Megatron with padding rows -> number of rows in the source and in the model, where these differ. Rows
+    that the source lacks are now zero.
+    """
     zeros: tuple[str, ...] = ()
-    """Names of the model that the source has no tensor for, and that are zeros now, which are the same as none."""
+    """Names of the model that the source has no tensor for, and that are now zeros, which is equivalent."""
     scalars: Mapping[str, Any] = field(default_factory=dict)
     """Entries of a state dict that are not tensors, with the source's values."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """States that the caller requested without an object to restore."""
+    """States named in `extra=` without an object that restores them."""
     untrained: tuple[str, ...] = ()
-    """Parameters with gradients that are in none of the given optimizers."""
+    """Parameters that require gradients but are in no given optimizer."""
     seconds: float = 0.0
-    """Wall time of this rank."""
+    """Wall time on this rank in seconds."""
     stages: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of it by stage: `plan`, `read`, `exchange`."""
+    """Seconds by stage: `plan`, `read`, `exchange`, …"""
 
     def as_json(self) -> dict[str, Any]:
-        """Return it as plain JSON data."""
+        """Return the report as plain JSON data."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -376,8 +380,8 @@ class LoadReport:
             "zeros": self.zeros,
             "converted": self.converted,
         }
-        rest = "".join(f", {len(names):,} {what}" for what, names in counts.items() if names)
-        tensors = f"{plural(self.tensors, 'tensor')}, {self.states:,} of the optimizer{rest}"
+        counts_shown = "".join(f", {len(names):,} {what}" for what, names in counts.items() if names)
+        tensors = f"{plural(self.tensors, 'tensor')}, {self.states:,} of the optimizer{counts_shown}"
         return (
             f"{self.path} · {self.dialect} · {tensors} · {read} read of {needed} needed, {received} received, "
             f"{duration(self.seconds)}"
@@ -391,40 +395,40 @@ class SaveReport:
     path: str
     """The target as typed."""
     format: str
-    """Its container format."""
+    """Container format of the target."""
     dialect: str
-    """Its dialect."""
+    """Dialect of the target."""
     tensors: int
-    """Tensors written, by all ranks."""
+    """Number of tensors written by all ranks together."""
     bytes_written: int
     """Bytes of all files."""
     bytes_own: int
     """Bytes that this rank wrote."""
     bytes_received: int
-    """Bytes that other ranks sent to this one, so that it could write longer runs."""
+    """Bytes that other ranks sent to this rank, so that it could write longer runs."""
     kept: tuple[str, ...]
-    """Tensors without a line in the target dialect: under their own names."""
+    """Tensors without a line in the target dialect, saved under their own names."""
     ignored: tuple[str, ...]
-    """What was left behind."""
+    """Names of entries that were not saved."""
     notes: tuple[str, ...] = ()
-    """What whoever goes on with the checkpoint must be told, such as that a hub's folder has no config."""
+    """Notes for the next user of the checkpoint, such as that a hub folder has no config."""
     untrained: tuple[str, ...] = ()
-    """Parameters with gradients that are in none of the given optimizers, on this rank."""
+    """This rank's parameters that require gradients but are in no given optimizer."""
     verification: Verification | None = None
-    """What reading the checkpoint back has shown, if that was asked for."""
+    """Result of reading the checkpoint back; None unless `verify` was given."""
     seconds: float = 0.0
-    """Wall time of this rank."""
+    """Wall time on this rank in seconds."""
     stages: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of it by stage: `plan`, `check`, `write`, `hash`, `commit`, `verify`."""
+    """Seconds by stage: `plan`, `check`, `write`, `hash`, `commit`, `verify`."""
 
     def as_json(self) -> dict[str, Any]:
-        """Return it as plain JSON data."""
+        """Return the report as plain JSON data."""
         return asdict(self)
 
     def __str__(self) -> str:
-        rest = f", {len(self.kept):,} under their own names" if self.kept else ""
+        kept_shown = f", {len(self.kept):,} under their own names" if self.kept else ""
         proved = "" if self.verification is None else ", read back"
         return (
-            f"{self.path} · {self.format} · {self.dialect} · {plural(self.tensors, 'tensor')}{rest} · "
+            f"{self.path} · {self.format} · {self.dialect} · {plural(self.tensors, 'tensor')}{kept_shown} · "
             f"{size(self.bytes_written)}{proved}, {duration(self.seconds)}"
         )

@@ -1,19 +1,16 @@
-"""Quantized weights of a live model: filled from codes or values, and published as readers of a hub know them.
+"""Quantized weights of a live model: loaded from codes or values, and saved in a convention that hub readers know.
 
-Quantized parameters in a load: a source that has their codes fills these; of one that has values, they are made.
+**Loading**: a quantized parameter is filled with the source's codes, or quantized from the source's values.
 
-A weight is filled as it is where the source has each of its entries in the same type and shape. Where the source has
-plain values, or decodes them, the values are read as if the parameter were plain, into memory of their own, and
-quantized once, with amaxes reduced over the ranks that share it. Codes of another encoding are values only to those who
-say `decode=`.
+If the source has codes and scales of the same dtype and shape, they are copied. If it has plain or decoded values,
+these are read into separate memory as for a plain parameter, and quantized once, with amaxes reduced over the ranks
+that share the weight. Codes of another encoding are decoded to values only with `decode=`.
 
-**Publishes a model**: its quantized weights under the names and numbers that readers of a hub know.
-
-In training a weight is codes, scales and, beside them, what the next step needs. A hub's readers want the first two in
-a convention of theirs, with a config that says so, and nothing else: engines refuse names that they do not know. So
-entries are renamed before anything is planned, the scales of whole matrices are restated
-(`transaxle.encodings.conventions.convention`), and the rest is left out. No code and no block scale changes; where a
-value would, nothing is saved.
+**Saving for a hub**: in training, a weight has codes, scales and state for the next step. Hub readers need codes and
+scales in a convention of theirs, declared in the config, and nothing else, because engines refuse unknown names. So a
+save renames the entries before it plans, converts the scales of whole matrices
+(`transaxle.encodings.conventions.convention`), and leaves the training state out. Codes and block scales never change;
+if a value would change, nothing is saved.
 """
 
 from __future__ import annotations
@@ -47,7 +44,7 @@ from transaxle.encodings.encoding import FLOAT8, NVFP4, WHOLE, Encoded, Encoding
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, StoredTensor
 from transaxle.errors import Refusal, TransaxleError, Where, gathered
 from transaxle.live.global_tensors import Census
-from transaxle.live.model.destination import Conversion, decode_hint, decoded, is_plain
+from transaxle.live.model.destination import Conversion, decode_hint, decode_tensors, is_plain
 from transaxle.live.model.source_view import View, view
 from transaxle.live.transport import wire
 from transaxle.live.transport.world import World
@@ -57,66 +54,66 @@ from transaxle.quant.tensor import QuantizedTensor
 from transaxle.torch_tensors import code_of, local_of, mark, part_of, place_like, torch_dtype
 
 _PLAIN = "BF16"
-"""Type of the decoded values of a state dict's codes, which do not say it."""
+"""Dtype of decoded values for codes in a state dict, which do not tell it."""
 
 
 @dataclass(frozen=True, slots=True)
 class _EncodedWeight:
-    """A quantized weight, as ranks tell each other of it."""
+    """A quantized weight, as ranks describe it to each other for a save."""
 
     tensor: Encoded
-    """Its buffers."""
+    """Names of its codes and scales."""
     dtype: str
-    """Safetensors code of its values."""
+    """Safetensors code of its decoded values."""
 
 
 wire.tellable(_EncodedWeight, Encoded, Encoding, Role)
 
 
 @dataclass(frozen=True, slots=True)
-class Published:
-    """What is saved for a hub."""
+class HubTensors:
+    """Tensors and config of a model in a hub's convention."""
 
     tensors: Mapping[str, torch.Tensor]
-    """This rank's tensors."""
-    everything: Census
-    """The tensors of all ranks."""
+    """This rank's tensors by name."""
+    global_tensors: Census
+    """All ranks' tensors and parts."""
     config: Mapping[str, Any] | None
-    """The model's config, without a quantization section of another convention."""
-    left: tuple[str, ...] = ()
+    """The model's config; a quantization section of another convention is removed."""
+    left_out: tuple[str, ...] = ()
     """Names of buffers that are left out."""
 
 
-def published(
+def to_hub_convention(
     tensors: Mapping[str, torch.Tensor],
-    everything: Census,
+    global_tensors: Census,
     weights: Mapping[str, torch.Tensor],
     config: Mapping[str, Any] | None,
     world: World,
-) -> Published:
-    """Express the quantized weights of all ranks as a hub has them; collective where there are any.
+) -> HubTensors:
+    """Convert the quantized weights of all ranks to a hub's convention; collective if there are any.
 
     Args:
-        tensors: this rank's, by name; codes and scales are entries of their own.
-        everything: those of all ranks.
-        weights: this rank's quantized parameters; none in a state dict, whose entries tell what they are.
-        config: the model's: where it says how weights are stored, entries that are no parameters are as it says.
+        tensors: this rank's tensors by name, with codes and scales as entries of their own.
+        global_tensors: all ranks' tensors and parts.
+        weights: this rank's quantized parameters; empty for a state dict, whose entries tell the encoding.
+        config: the model's config; if it declares a quantization, entries that are no parameters follow it.
         world: the ranks.
 
     Raises:
-        TransaxleError: UNSUPPORTED, on every rank, for weights that no convention of a hub can express.
+        TransaxleError: UNSUPPORTED, on every rank, for weights that no hub convention can express.
     """
-    encoded = group(everything).encoded
+    encoded = group(global_tensors).encoded
     trained = {name: _EncodedWeight(tensor, _PLAIN) for name, tensor in encoded.items() if tensor.convention in TRAINED}
     if not trained:
-        return Published(tensors, everything, config)
+        return HubTensors(tensors, global_tensors, config)
     quantization = None if config is None else read(config)
     if quantization is not None:
         trained = {}
-    own = {name: _weight(name, parameter) for name, parameter in weights.items()}
-    trained |= {name: weight for of_rank in world.gather(own) for name, weight in of_rank.items()}
+    own_weights = {name: _weight(name, parameter) for name, parameter in weights.items()}
+    trained |= {name: weight for of_rank in world.gather(own_weights) for name, weight in of_rank.items()}
     if not trained:
-        return Published(tensors, everything, config)
+        return HubTensors(tensors, global_tensors, config)
     to = hub_convention(weight.tensor.encoding for weight in trained.values())
     entries = _HubEntries(dict(tensors), to)
     with world.together():
@@ -124,22 +121,27 @@ def published(
             entries.add(weight)
         if entries.problems:
             raise gathered(entries.problems)
-    left = tuple(training_only(trained, everything))
-    saved = {entries.names.get(name, name): tensor for name, tensor in everything.items() if name not in left}
-    census = {name: replace(one, name=name, dtype=entries.dtypes.get(name, one.dtype)) for name, one in saved.items()}
+    left_out = tuple(training_only(trained, global_tensors))
+    kept_tensors = {
+        entries.names.get(name, name): tensor for name, tensor in global_tensors.items() if name not in left_out
+    }
+    census = {
+        name: replace(hub_tensor, name=name, dtype=entries.dtypes.get(name, hub_tensor.dtype))
+        for name, hub_tensor in kept_tensors.items()
+    }
     if config is not None and quantization is not None and to.name not in quantization.conventions:
         config = written(config, {}, {})
-    own_tensors = {name: tensor for name, tensor in entries.tensors.items() if name not in left}
-    return Published(own_tensors, census, config, left)
+    own_tensors = {name: tensor for name, tensor in entries.tensors.items() if name not in left_out}
+    return HubTensors(own_tensors, census, config, left_out)
 
 
 def as_trained(checkpoint: Checkpoint) -> Checkpoint:
-    """Return what a hub has with the names that entries have in training, where these are all that differs.
+    """Rename a hub checkpoint's entries to the names used in training, if only the names differ.
 
-    That is so for float8. The amax of nvfp4 does not follow from what stands for it.
+    This holds for float8. For nvfp4 the amax cannot be computed from the hub's global scale.
 
     Args:
-        checkpoint: under its stored names.
+        checkpoint: the checkpoint under its stored names.
     """
     encoded = checkpoint.catalog.encoded.values()
     if not encoded or any((each.convention, each.encoding) != (COMPRESSED_TENSORS, FLOAT8) for each in encoded):
@@ -153,7 +155,7 @@ def as_trained(checkpoint: Checkpoint) -> Checkpoint:
 
 
 class _HubEntries:
-    """Collects what this rank's entries, and their names and types on all ranks, become for a hub."""
+    """Collects this rank's entries for a hub, and the new names and dtypes on all ranks."""
 
     def __init__(self, tensors: dict[str, torch.Tensor], to: Convention) -> None:
         self.tensors = tensors
@@ -163,23 +165,23 @@ class _HubEntries:
         self._to = to
 
     def add(self, weight: _EncodedWeight) -> None:
-        """Rename and restate the buffers of one weight."""
+        """Rename and convert the buffers of one weight."""
         if (refusal := unsaid(weight.tensor)) is not None:
             self.problems.append(refusal)
             return
         for buffer in hub_buffers(weight.tensor, self._to):
             change: Callable[[torch.Tensor], torch.Tensor] | None = None
             if buffer.role is Role.GLOBAL:
-                change = partial(self._restated, weight)
+                change = partial(self._convert_global, weight)
             elif buffer.role is Role.SCALE and buffer.dtype not in (None, weight.tensor.encoding.scale):
                 change = _octets
                 self.dtypes[buffer.name] = str(buffer.dtype)
             tensor = self.tensors.pop(buffer.stored, None)
             if tensor is not None:
-                self.tensors[buffer.name] = tensor if change is None else _changed(tensor, change)
+                self.tensors[buffer.name] = tensor if change is None else _map_local(tensor, change)
             self.names[buffer.stored] = buffer.name
 
-    def _restated(self, weight: _EncodedWeight, amax: torch.Tensor) -> torch.Tensor:
+    def _convert_global(self, weight: _EncodedWeight, amax: torch.Tensor) -> torch.Tensor:
         scales, refusal = hub_global_scales(weight.tensor, amax.detach().cpu().numpy(), self._to, weight.dtype)
         self.problems += [refusal] if refusal is not None else []
         return torch.from_numpy(np.ascontiguousarray(scales)).to(amax.device)
@@ -200,8 +202,8 @@ def _octets(scales: torch.Tensor) -> torch.Tensor:
     return scales.view(torch.uint8)
 
 
-def _changed(tensor: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Return what this rank has of a tensor changed number by number; it lies as before."""
+def _map_local(tensor: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Apply an elementwise function to this rank's part of a tensor; the placement stays."""
     return mark(place_like(tensor, change(local_of(tensor))), part_of(tensor))
 
 
@@ -211,80 +213,85 @@ _WHOLE_WEIGHT = "Copy the tensor into the source, or leave out all of the weight
 
 @dataclass(frozen=True, slots=True)
 class _TypedWeight:
-    """A quantized parameter, as ranks tell each other of it."""
+    """A quantized parameter, as ranks describe it to each other for a load."""
 
     encoding: Encoding
-    """Of its codes."""
+    """Encoding of its codes."""
     quantizer: str
-    """What makes them, in words."""
+    """The quantizer in words, for messages."""
     dtype: str
-    """Safetensors code of its values."""
+    """Safetensors code of its decoded values."""
     shape: tuple[int, ...]
-    """Of the whole, in values."""
+    """Shape of the whole tensor in values."""
     entries: Mapping[str, tuple[str, tuple[int, ...]]]
-    """Safetensors code and whole shape of codes and scales, by full name."""
+    """Full name of codes and scales -> safetensors code and whole shape."""
     state: tuple[str, ...]
-    """Full names of what else it keeps."""
+    """Full names of its other buffers, such as a scaling history."""
 
     def fits(self, stored: Mapping[str, StoredTensor]) -> bool:
-        """Whether a source has its codes and scales as they are here."""
-        found = ((stored.get(name), wanted) for name, wanted in self.entries.items())
-        return all(one is not None and (one.dtype, one.shape) == wanted for one, wanted in found)
+        """Tell whether a source has its codes and scales with the same dtypes and shapes."""
+        pairs = ((stored.get(name), expected) for name, expected in self.entries.items())
+        return all(
+            stored_tensor is not None and (stored_tensor.dtype, stored_tensor.shape) == expected
+            for stored_tensor, expected in pairs
+        )
 
 
 wire.tellable(_TypedWeight, Encoding)
 
 
 @dataclass(frozen=True, slots=True)
-class Sorted:
-    """Which quantized parameters a source fills in which way; the same on all ranks."""
+class FillModes:
+    """How a source fills each quantized parameter; the same on all ranks."""
 
     anew: Mapping[str, str]
-    """Those that are quantized, and the safetensors code of the values that the source has."""
+    """Parameters to quantize -> safetensors code of the source's values."""
     begins: tuple[str, ...]
-    """Those whose codes the source has without what the next values are scaled by: that begins anew."""
+    """Parameters whose codes the source has, but no scaling history, which starts anew."""
     gone: frozenset[str]
-    """Names of entries that nothing is read into, and those of the source that say why: of refused weights."""
+    """Names of entries that are not read, and source names of refused weights that need no further message."""
     problems: list[Refusal]
-    """Those that cannot be filled."""
+    """A refusal for each parameter that the source cannot fill."""
 
 
 class Weights:
-    """The quantized parameters of all ranks; collective to make.
+    """The quantized parameters of all ranks; collective to create.
 
     Args:
-        own: this rank's, by name.
+        parameters: this rank's quantized parameters by name.
         world: the ranks.
     """
 
-    def __init__(self, own: Mapping[str, torch.Tensor], world: World) -> None:
-        mine = {name: _told(name, parameter) for name, parameter in own.items()}
-        self._all: dict[str, _TypedWeight] = {name: one for each in world.gather(mine) for name, one in each.items()}
+    def __init__(self, parameters: Mapping[str, torch.Tensor], world: World) -> None:
+        descriptions = {name: _describe(name, parameter) for name, parameter in parameters.items()}
+        self._all: dict[str, _TypedWeight] = {
+            name: weight for each in world.gather(descriptions) for name, weight in each.items()
+        }
 
     @property
     def beside(self) -> frozenset[str]:
-        """Names of entries that are not the weights' own: they say nothing of the dialect."""
+        """Names of entries other than the codes; they say nothing about the dialect."""
         return frozenset(
-            name for weight, one in self._all.items() for name in (*one.entries, *one.state) if name != weight
+            name for weight, typed in self._all.items() for name in (*typed.entries, *typed.state) if name != weight
         )
 
     @property
     def names(self) -> frozenset[str]:
-        """Names of all their entries."""
-        return frozenset(name for one in self._all.values() for name in (*one.entries, *one.state))
+        """Names of all entries of the weights."""
+        return frozenset(name for weight in self._all.values() for name in (*weight.entries, *weight.state))
 
     @property
     def _numbers(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the scales of whole matrices, by full name."""
-        whole = ((weight, one) for weight, one in self._all.items() if one.encoding.name == FLOAT8.name)
-        return {name: shape for weight, one in whole for name, (_, shape) in one.entries.items() if name != weight}
+        """Full name -> shape, for the scales of whole matrices."""
+        whole = ((weight, typed) for weight, typed in self._all.items() if typed.encoding.name == FLOAT8.name)
+        return {name: shape for weight, typed in whole for name, (_, shape) in typed.entries.items() if name != weight}
 
     def value_type(self, name: str) -> str | None:
-        """Return the safetensors code of a parameter's values; None for a name that is no quantized parameter."""
-        one = self._all.get(name)
-        return None if one is None else one.dtype
+        """Return the safetensors code of a parameter's values; None if it is no quantized parameter."""
+        weight = self._all.get(name)
+        return None if weight is None else weight.dtype
 
-    def seen(
+    def view_source(
         self,
         checkpoint: Checkpoint,
         names: Census,
@@ -295,15 +302,15 @@ class Weights:
         partial: bool,
         trained: Collection[str] | None = None,
     ) -> View:
-        """Return a source in the model's dialect, decoded but for what fills quantized parameters as it is.
+        """Return a source in the model's dialect, decoded except for codes that fill quantized parameters.
 
         Args:
-            checkpoint: under its stored names.
+            checkpoint: the source under its stored names.
             names: the model's tensors.
-            family: what the user says the model is.
-            dialect: what the user says its names are.
-            decode: what the user allows.
-            partial: leave out what the source does not hold all of.
+            family: the family that the user gave.
+            dialect: the dialect of the model's names that the user gave.
+            decode: `decode=` as the user gave it.
+            partial: leave out tensors of which the source has only a part.
             trained: see `view`.
 
         Raises:
@@ -311,98 +318,106 @@ class Weights:
         """
         if self._all:
             checkpoint = as_trained(checkpoint)
-        wanted, beside = {name: tensor.shape for name, tensor in names.items()}, self.beside
+        shapes, other_entries = {name: tensor.shape for name, tensor in names.items()}, self.beside
 
         def read(source: Checkpoint) -> View:
-            found = view(source, wanted, family, dialect, beside, partial=partial, trained=trained)
-            return replace(found, numbers=self._numbers)
+            source_view = view(source, shapes, family, dialect, other_entries, partial=partial, trained=trained)
+            return replace(source_view, numbers=self._numbers)
 
         keep: set[str] = set()
         if decode is not None and self._all:
             try:
                 raw = read(checkpoint)
             except TransaxleError:
-                pass  # as codes it cannot be had in this dialect at all
+                pass  # the dialect cannot express the codes at all
             else:
                 stored = raw.tensors()
-                unproven = {raw.named(check.first.name) for check in raw.checkpoint.checks}  # scales that may differ
+                unproven = {
+                    raw.model_name(check.first.name) for check in raw.checkpoint.checks
+                }  # stored twice, and maybe unequal
                 fits = [
-                    name for name, one in self._all.items() if one.fits(stored) and unproven.isdisjoint(one.entries)
+                    name
+                    for name, typed in self._all.items()
+                    if typed.fits(stored) and unproven.isdisjoint(typed.entries)
                 ]
                 origins = {origin for name in fits for origin in stored[name].origins}
                 keep = origins & checkpoint.catalog.encoded.keys()
         if decode is not None:
-            checkpoint = decoded(checkpoint, decode, keep)
+            checkpoint = decode_tensors(checkpoint, decode, keep)
         return read(checkpoint)
 
-    def sorted(self, seen: View, stored: Mapping[str, StoredTensor]) -> Sorted:
-        """Find out how a source fills them.
+    def choose_modes(self, source_view: View, stored: Mapping[str, StoredTensor]) -> FillModes:
+        """Decide how a source fills each quantized parameter.
 
         Args:
-            seen: the source.
-            stored: its tensors by the model's names.
+            source_view: the source in the model's dialect.
+            stored: the source's tensors by the model's names.
         """
-        encoded = seen.checkpoint.stored.catalog.encoded
+        encoded = source_view.checkpoint.stored.catalog.encoded
         anew: dict[str, str] = {}
         gone: set[str] = set()
         begins: list[str] = []
         problems = []
-        for name, one in self._all.items():
+        for name, weight in self._all.items():
             source = stored.get(name)
-            if one.fits(stored):
-                kept = {full for suffix in STATE_SUFFIXES if (full := name + suffix) in stored}
-                gone |= kept.difference(one.state)  # of a scaling that needs none
-                if one.state and not kept:
+            if weight.fits(stored):
+                stored_state = {full for suffix in STATE_SUFFIXES if (full := name + suffix) in stored}
+                gone |= stored_state.difference(weight.state)  # this weight's scaling has no history
+                if weight.state and not stored_state:
                     begins.append(name)
-                    gone.update(one.state)
+                    gone.update(weight.state)
                 continue
             if source is not None and is_plain(source.dtype):
-                if source.shape == one.shape:
+                if source.shape == weight.shape:
                     anew[name] = source.dtype
-                    gone.update(name + suffix for suffix in STATE_SUFFIXES)  # of the scaling that the source had
+                    gone.update(name + suffix for suffix in STATE_SUFFIXES)  # history of the source's scaling
                 else:
-                    message = f"its shape is {list(one.shape)} in the model, but {list(source.shape)} in the source"
+                    message = f"its shape is {list(weight.shape)} in the model, but {list(source.shape)} in the source"
                     problems.append(Refusal("SHAPE_MISMATCH", message, Where(None, name)))
             else:
                 codes = source or stored.get(CONVENTIONS[COMPRESSED_TENSORS].stored(name, Role.CODES, NVFP4))
                 origins = (name,) if codes is None else codes.origins
-                other = next((encoded[origin] for origin in origins if origin in encoded), None)
-                lacking = [full for full in one.entries if full not in stored]
-                if other is None and (not lacking or len(lacking) == len(one.entries)):
-                    continue  # what is missing, or of another type, is told entry by entry
-                if other is None:
+                stored_encoding = next((encoded[origin] for origin in origins if origin in encoded), None)
+                lacking = [full for full in weight.entries if full not in stored]
+                if stored_encoding is None and (not lacking or len(lacking) == len(weight.entries)):
+                    continue  # reported for each entry elsewhere
+                if stored_encoding is None:
                     problems += [Refusal("MISSING_TENSOR", _HALF, Where(None, full), _WHOLE_WEIGHT) for full in lacking]
                 else:
-                    problems.append(_another(name, one, other))
+                    problems.append(_refuse_other_encoding(name, weight, stored_encoding))
                 gone.update(full for full in stored if full.startswith(f"{name}_"))
-            gone.update((*one.entries, *one.state))
-        return Sorted(anew, tuple(begins), frozenset(gone), problems)
+            gone.update((*weight.entries, *weight.state))
+        return FillModes(anew, tuple(begins), frozenset(gone), problems)
 
-    def conversions(self, anew: Mapping[str, str], seen: View, stored: Mapping[str, StoredTensor]) -> list[Conversion]:
-        """Return what is quantized, for the report."""
-        held = seen.checkpoint.decoded
-        found = []
+    def conversions(
+        self, anew: Mapping[str, str], source_view: View, stored: Mapping[str, StoredTensor]
+    ) -> list[Conversion]:
+        """Return a conversion for each parameter that is quantized during the load."""
+        encoded_origins = source_view.checkpoint.decoded
+        conversions = []
         for name, code in anew.items():
-            codes = next((held[origin] for origin in stored[name].origins if origin in held), None)
-            was = code if codes is None else codes.encoding.name
-            found.append(Conversion(name, was, self._all[name].encoding.name, None))
-        return found
+            codes = next(
+                (encoded_origins[origin] for origin in stored[name].origins if origin in encoded_origins), None
+            )
+            stored_as = code if codes is None else codes.encoding.name
+            conversions.append(Conversion(name, stored_as, self._all[name].encoding.name, None))
+        return conversions
 
 
 def stand_in(parameter: torch.Tensor, code: str, *, meta: bool) -> torch.Tensor:
-    """Return an empty plain tensor of a quantized parameter's shape and placements.
+    """Return an empty plain tensor with a quantized parameter's shape and placements.
 
     Args:
         parameter: a QuantizedTensor, or a DTensor of one.
-        code: safetensors code of the values that come.
-        meta: without memory.
+        code: safetensors code of the values to load.
+        meta: create the tensor on the meta device.
     """
     inner = local_of(parameter)
     values = torch.empty(inner.shape, dtype=torch_dtype(code), device="meta" if meta else inner.device)
     return mark(place_like(parameter, values), part_of(parameter))
 
 
-def _told(name: str, parameter: torch.Tensor) -> _TypedWeight:
+def _describe(name: str, parameter: torch.Tensor) -> _TypedWeight:
     inner = local_of(parameter)
     assert isinstance(inner, QuantizedTensor)
     layout = {name + suffix: (suffix, code_of(dtype), shape) for suffix, (dtype, shape) in layout_of(parameter).items()}
@@ -416,11 +431,13 @@ def _told(name: str, parameter: torch.Tensor) -> _TypedWeight:
     )
 
 
-def _another(name: str, one: _TypedWeight, other: Encoded) -> Refusal:
-    message = f"the model has {_words(one.encoding)} ({one.quantizer}), but the source has {_words(other.encoding)}"
-    if other.encoding == one.encoding:
-        message += f" in the names of {other.convention}"
-    hint = f"{decode_hint('F8_E4M3', one.dtype)} The parameter then quantizes the values again."
+def _refuse_other_encoding(name: str, weight: _TypedWeight, stored: Encoded) -> Refusal:
+    message = (
+        f"the model has {_words(weight.encoding)} ({weight.quantizer}), but the source has {_words(stored.encoding)}"
+    )
+    if stored.encoding == weight.encoding:
+        message += f" in the names of {stored.convention}"
+    hint = f"{decode_hint('F8_E4M3', weight.dtype)} The parameter then quantizes the values again."
     return Refusal("DTYPE_MISMATCH", message, Where(None, name), hint)
 
 

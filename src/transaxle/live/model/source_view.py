@@ -1,11 +1,9 @@
-"""The source as the model names it: the model's own names decide the dialect, never its shapes.
+"""Re-express the source in the model's dialect, which the model's names decide, never its shapes. Then tensors are
+matched by name, and every difference is reported before any byte moves.
 
-Then the tensors of both are matched by name; every difference is found before anything moves.
-
-A checkpoint whose grouped parameters are N tensors, seen as one stack each, or the other way round.
-
-Such layers occur in models that no table knows. The names of both sides show which they are, and a table is built for
-these; the codes and scales of quantized ones are tensors like others, and move unchanged.
+**Grouped parameters**: N separate tensors on one side may be one stack on the other, also in models that no table
+knows. The names of both sides show these parameters, and a table is built for them. Codes and scales of quantized
+parameters are moved unchanged, like other tensors.
 """
 
 from __future__ import annotations
@@ -49,45 +47,47 @@ from transaxle.live.model.destination import decode_hint, may_become
 
 @dataclass(frozen=True, slots=True)
 class Restacked:
-    """A checkpoint under the wanted names, as far as these are grouped parameters in another form."""
+    """A checkpoint with its grouped parameters in the model's form."""
 
     checkpoint: Checkpoint
-    """Re-expressed where a form changes; sets of experts that do not fit stay as they are."""
+    """The checkpoint, re-expressed where a form changes; sets of experts that do not match stay as stored."""
     changed: bool
-    """Whether any form changes."""
+    """Whether any parameter changes its form."""
     complete: bool
-    """Whether every wanted name now exists, or belongs to a set that does not fit."""
+    """Whether every requested name now exists, or belongs to a set of experts that does not match."""
 
 
-def grouped(checkpoint: Checkpoint, wanted: Mapping[str, Shape], beside: Iterable[str] = ()) -> Restacked:
-    """Return a checkpoint with its grouped parameters in the wanted form.
+def restack(checkpoint: Checkpoint, model_shapes: Mapping[str, Shape], optional_names: Iterable[str] = ()) -> Restacked:
+    """Return a checkpoint with its grouped parameters in the model's form.
 
     Args:
-        checkpoint: under its stored names.
-        wanted: names and whole shapes, without optimizer state.
-        beside: wanted names that may be absent.
+        checkpoint: the checkpoint under its stored names.
+        model_shapes: the model's names with whole shapes, without optimizer state.
+        optional_names: names of the model that may be absent.
 
     Raises:
-        Refused: what the translation refuses; UNEQUAL_COPIES where both forms exist with different shapes.
+        Refused: refusals of the translation; UNEQUAL_COPIES where both forms exist with different shapes.
     """
     entries = {name: entry.shape for name, entry in checkpoint.container.entries.items()}
-    arrangement = arranged(groups(wanted, entries), entries)
-    available = {*arrangement.broken, *beside, *(name for stem in arrangement.stems for name in stem.targets)}
-    complete = all(name in available or name in checkpoint for name in wanted)
+    arrangement = arranged(groups(model_shapes, entries), entries)
+    available = {*arrangement.broken, *optional_names, *(name for stem in arrangement.stems for name in stem.targets)}
+    complete = all(name in available or name in checkpoint for name in model_shapes)
     return Restacked(
-        seen(checkpoint, arrangement.stems) if arrangement.stems else checkpoint, bool(arrangement.stems), complete
+        change_form(checkpoint, arrangement.stems) if arrangement.stems else checkpoint,
+        bool(arrangement.stems),
+        complete,
     )
 
 
-def seen(checkpoint: Checkpoint, stems: Sequence[Stem]) -> Checkpoint:
-    """Return a checkpoint whose grouped parameters are in their other form.
+def change_form(checkpoint: Checkpoint, stems: Sequence[Stem]) -> Checkpoint:
+    """Return a checkpoint with grouped parameters in their other form.
 
     Args:
-        checkpoint: under its stored names.
-        stems: the sets that change form.
+        checkpoint: the checkpoint under its stored names.
+        stems: the sets of parameters that change their form.
 
     Raises:
-        Refused: see `grouped`.
+        Refused: see `restack`.
     """
     family, container = table(stems), checkpoint.container
     table_settings = msgspec.structs.replace(
@@ -108,11 +108,11 @@ def seen(checkpoint: Checkpoint, stems: Sequence[Stem]) -> Checkpoint:
 
 
 class _TableNames(StoredNames):
-    """Names under a table of their own, in which codes and scales are tensors, each for itself.
+    """Names under a table of their own, in which codes and scales are separate tensors.
 
     Args:
-        container: the files.
-        settings: with the table as their only family.
+        container: the container of the stored tensors.
+        settings: settings with the table as the only family.
         undecoded: as for `StoredNames`.
         names: the stored names that the table reads.
     """
@@ -125,7 +125,7 @@ class _TableNames(StoredNames):
 
     @cached_property
     def catalog(self) -> Catalog:
-        """Every stored tensor, as it is stored."""
+        """Every stored tensor as it is stored."""
         return Catalog(self._container, self._container.entries, {}, None, ())
 
     @cached_property
@@ -139,37 +139,37 @@ _UNREAD: Code = "UNKNOWN_FAMILY"
 _UNDECIDED: Code = "AMBIGUOUS"
 _LACKS = "A shard may be missing. Use strict=False to load the tensors that exist."
 _SHOWN = 3
-"""Names of each side that an error shows."""
+"""Most names of each side that an error lists."""
 _COMPARED, _LIKE = 8, 0.6
-"""Names for which the closest one is looked for, and how alike the two must be."""
+"""Most names for which a closest match is suggested, and the least similarity of a match."""
 _UNKNOWN_ROWS = "Nothing says which rows are padding: give config= with the vocab_size."
 _OTHER_SIZES = "Build the model with the sizes that the source has."
 
 
 @dataclass(frozen=True)
 class View:
-    """A checkpoint, re-expressed in the model's dialect."""
+    """A checkpoint re-expressed in the model's dialect."""
 
     checkpoint: Checkpoint
     """The checkpoint in that dialect."""
     dialect: str
-    """Its label; `identity` where both sides have the same names and no table is needed."""
+    """Label of the dialect; `identity` where both sides have the same names and no table is needed."""
     prefix: str
-    """What the model's names have before those of the dialect."""
-    others: Mapping[str, str] = field(default_factory=dict)
-    """Parameters that the model has under another name which the dialect reads alike: name in the checkpoint -> the
-    model's."""
+    """Prefix of the model's names before the dialect's names."""
+    other_names: Mapping[str, str] = field(default_factory=dict)
+    """Name in the checkpoint -> name in the model, for parameters with two names that the dialect treats as one."""
     numbers: Mapping[str, Shape] = field(default_factory=dict)
-    """Shapes of one number for each matrix, by the model's names: conventions have others, as `[]`, `[1]`, `[1, 1]`."""
+    """Model name -> shape, for scales with one number per matrix, which conventions store as `[]`, `[1]` or `[1, 1]`.
+    """
 
-    def named(self, name: str) -> str:
-        """Return the model's name of a tensor of the checkpoint."""
+    def model_name(self, name: str) -> str:
+        """Return the model's name for a tensor of the checkpoint."""
         parameter, slot = split_slot(name)
-        return join_slot(self.others.get(parameter) or self.prefix + parameter, slot)
+        return join_slot(self.other_names.get(parameter) or self.prefix + parameter, slot)
 
     def tensors(self) -> dict[str, StoredTensor]:
         """Return the checkpoint's tensors by the model's names."""
-        tensors = {self.named(name): self.checkpoint[name] for name in self.checkpoint}
+        tensors = {self.model_name(name): self.checkpoint[name] for name in self.checkpoint}
         for name, shape in self.numbers.items():
             if name in tensors and prod(tensors[name].shape) == prod(shape):
                 tensors[name] = msgspec.structs.replace(tensors[name], shape=shape)
@@ -181,7 +181,7 @@ def view(
     names: Mapping[str, Shape],
     family: str | None,
     dialect: str | None,
-    beside: Iterable[str] = (),
+    neutral_names: Iterable[str] = (),
     *,
     partial: bool = False,
     trained: Collection[str] | None = None,
@@ -190,122 +190,130 @@ def view(
 
     Args:
         checkpoint: the source, under its own names.
-        names: the model's, on all ranks together, with the whole tensors' shapes.
-        family: what the user says the model is.
-        dialect: what the user says its names are.
-        beside: those of the names that say nothing of the dialect.
-        partial: leave out what the source does not hold all of.
-        trained: those of the model's parameters that have optimizer state and are in none of `names`, as the state dict
-            shows parts of them; None: not known.
+        names: the model's names, of all ranks together, with whole shapes.
+        family: the family that the user gave.
+        dialect: the dialect of the model's names that the user gave.
+        neutral_names: names that say nothing about the dialect.
+        partial: leave out tensors of which the source has only a part.
+        trained: parameters with optimizer state that are not in `names`, because the state dict shows parts of them;
+            None: unknown.
 
     Raises:
-        UsageError: UNKNOWN_FAMILY, AMBIGUOUS where no table reads the names and the source has others; with the
-            closest dialect.
-        Refused: what stands against the translation.
+        UsageError: UNKNOWN_FAMILY, AMBIGUOUS where no table reads the names and the source has others; with the closest
+            dialect.
+        Refused: refusals of the translation.
     """
     if dialect == IDENTITY:
         return View(checkpoint, IDENTITY, "")
     shapes = {name: shape for name, shape in names.items() if split_slot(name)[1] == WEIGHT}
-    unsaid = View(checkpoint, IDENTITY, "")
+    identity_view = View(checkpoint, IDENTITY, "")
     if dialect is None and family is None:
-        found = grouped(checkpoint, shapes, beside)
-        unsaid = View(found.checkpoint, FAMILY if found.changed else IDENTITY, "")
-        if found.complete and _same_trained(found.checkpoint, shapes.keys(), trained):
-            return unsaid
-    aside = frozenset(beside)
-    wanted = [name for name in shapes if name not in aside]
-    unsaid = replace(unsaid, others=_rewrapped(unsaid, wanted))
+        restacked = restack(checkpoint, shapes, neutral_names)
+        identity_view = View(restacked.checkpoint, FAMILY if restacked.changed else IDENTITY, "")
+        if restacked.complete and _same_trained(restacked.checkpoint, shapes.keys(), trained):
+            return identity_view
+    neutral = frozenset(neutral_names)
+    weight_names = [name for name in shapes if name not in neutral]
+    identity_view = replace(identity_view, other_names=_match_unwrapped(identity_view, weight_names))
     settings = checkpoint.settings
     families = settings.families.only(checkpoint.family) if checkpoint.family else settings.families
-    said = family is not None or dialect is not None
+    is_explicit = family is not None or dialect is not None
     try:
-        read = recognise(wanted, checkpoint.config, families, family or checkpoint.family, dialect)
+        recognised = recognise(weight_names, checkpoint.config, families, family or checkpoint.family, dialect)
     except TransaxleError as error:
-        same = sum(name in unsaid.checkpoint for name in wanted) + len(unsaid.others)
-        if not said and ((error.code == _UNREAD and same) or 2 * same > len(wanted)):
-            return unsaid  # both sides have the same names: which of them differ is to be told
+        common_count = sum(name in identity_view.checkpoint for name in weight_names) + len(identity_view.other_names)
+        if not is_explicit and ((error.code == _UNREAD and common_count) or 2 * common_count > len(weight_names)):
+            return identity_view  # both sides share names, so the names that differ are reported instead
         if checkpoint.family is None or family is not None:
-            raise _told(error, wanted, checkpoint, said) from None
+            raise _show_both_sides(error, weight_names, checkpoint, is_explicit) from None
         try:
-            read = recognise(wanted, {}, settings.families, None, dialect)
+            recognised = recognise(weight_names, {}, settings.families, None, dialect)
         except TransaxleError as again:
-            raise _told(again, wanted, checkpoint, said) from None
-    label = read.dialect.label
+            raise _show_both_sides(again, weight_names, checkpoint, is_explicit) from None
+    label = recognised.dialect.label
     try:
-        source = _of_family(checkpoint, read.family.name)
+        source = _of_family(checkpoint, recognised.family.name)
         if trained is not None:
-            source = source.with_state_of(frozenset(name.removeprefix(read.prefix) for name in trained))
-        seen = View(_expressed(source, label, partial=partial), label, read.prefix)
-        return replace(seen, others=_other_names(seen, read.dialect, wanted) | _rewrapped(seen, wanted))
+            source = source.with_state_of(frozenset(name.removeprefix(recognised.prefix) for name in trained))
+        model_view = View(_translate(source, label, partial=partial), label, recognised.prefix)
+        return replace(
+            model_view,
+            other_names=_other_names(model_view, recognised.dialect, weight_names)
+            | _match_unwrapped(model_view, weight_names),
+        )
     except TransaxleError as error:
-        raise _told(error, wanted, checkpoint, said) from None
+        raise _show_both_sides(error, weight_names, checkpoint, is_explicit) from None
 
 
-def _same_trained(seen: Checkpoint, names: AbstractSet[str], trained: Collection[str] | None) -> bool:
-    """Tell whether optimizer state needs no other names: it is of the model's own parameters, fused ones included."""
-    known = names | set(trained or ())
-    stated = {parameter for parameter, slot in map(split_slot, seen) if slot != WEIGHT}
-    return trained is None or not stated or (stated <= known and stated.issuperset(trained))
+def _same_trained(checkpoint: Checkpoint, names: AbstractSet[str], trained: Collection[str] | None) -> bool:
+    """Tell whether optimizer state needs no other names: it belongs to the model's parameters, fused ones included."""
+    model_parameters = names | set(trained or ())
+    stated = {parameter for parameter, slot in map(split_slot, checkpoint) if slot != WEIGHT}
+    return trained is None or not stated or (stated <= model_parameters and stated.issuperset(trained))
 
 
-def _rewrapped(seen: View, wanted: Sequence[str]) -> dict[str, str]:
-    """Return the names of a view that the model has with other wrappers around its modules, or with none."""
-    mine = own_names(wanted, outer=True) or {name: name for name in wanted}
-    parameters = [seen.prefix + name for name in seen.checkpoint if split_slot(name)[1] == WEIGHT]
-    theirs = own_names(parameters, outer=True) or {name: name for name in parameters}
-    by_own = {own: name for name, own in mine.items()}
-    if len(by_own) < len(mine) or len(set(theirs.values())) < len(theirs):
+def _match_unwrapped(source_view: View, model_names: Sequence[str]) -> dict[str, str]:
+    """Return name in the view -> name in the model, for names that differ only in wrapper segments."""
+    own_of_model = own_names(model_names, outer=True) or {name: name for name in model_names}
+    parameters = [source_view.prefix + name for name in source_view.checkpoint if split_slot(name)[1] == WEIGHT]
+    own_of_view = own_names(parameters, outer=True) or {name: name for name in parameters}
+    by_own = {own: name for name, own in own_of_model.items()}
+    if len(by_own) < len(own_of_model) or len(set(own_of_view.values())) < len(own_of_view):
         return {}
     return {
-        name.removeprefix(seen.prefix): by_own[own]
-        for name, own in theirs.items()
-        if own in by_own and by_own[own] not in theirs
+        name.removeprefix(source_view.prefix): by_own[own]
+        for name, own in own_of_view.items()
+        if own in by_own and by_own[own] not in own_of_view
     }
 
 
-def _other_names(seen: View, dialect: Dialect, wanted: Sequence[str]) -> dict[str, str]:
-    """Return the names of a view that the model has in another form, where the dialect reads both as one tensor.
+def _other_names(source_view: View, dialect: Dialect, weight_names: Sequence[str]) -> dict[str, str]:
+    """Return name in the view -> name in the model, where the dialect reads both as the same tensor.
 
-    A table may know several names of one tensor, of which it writes one: Megatron's norms with and without Transformer
-    Engine.
+    A table may read several names of one tensor and write one of them: Megatron's norms with and without Transformer
+        Engine.
     """
-    own = set(wanted)
-    free = {name for name in seen.checkpoint if seen.prefix + name not in own}
-    lacking = [name for name in wanted if free and name.removeprefix(seen.prefix) not in seen.checkpoint]
-    others: dict[str, str] = {}
+    model_names = set(weight_names)
+    free = {name for name in source_view.checkpoint if source_view.prefix + name not in model_names}
+    lacking = [
+        name for name in weight_names if free and name.removeprefix(source_view.prefix) not in source_view.checkpoint
+    ]
+    pairs: dict[str, str] = {}
     for name in lacking:
-        bare = name.removeprefix(seen.prefix)
+        bare = name.removeprefix(source_view.prefix)
         for line in dialect.by_skeleton.get(skeleton(bare), ()):
             numbers = line.name.match(bare)
             alike = () if numbers is None else [o for o in dialect.lines if _one_tensor(line, o)]
-            named = next((each for other in alike if (each := other.name.format(numbers or ())) in free), None)
-            if named is not None:
-                others.setdefault(named, name)
+            stored_name = next(
+                (candidate for other in alike if (candidate := other.name.format(numbers or ())) in free), None
+            )
+            if stored_name is not None:
+                pairs.setdefault(stored_name, name)
                 break
-    return others
+    return pairs
 
 
-def _one_tensor(line: Line, other: Line) -> bool:
-    """Tell whether two lines are two names of one tensor."""
-    same_numbers = line.name.holes == other.name.holes
-    same_values = (line.expression.text, line.lossy) == (other.expression.text, other.lossy)
-    return line is not other and same_numbers and same_values
+def _one_tensor(first: Line, second: Line) -> bool:
+    """Tell whether two lines are two names for one tensor."""
+    same_numbers = first.name.holes == second.name.holes
+    same_values = (first.expression.text, first.lossy) == (second.expression.text, second.lossy)
+    return first is not second and same_numbers and same_values
 
 
 def _of_family(checkpoint: Checkpoint, family: str) -> Checkpoint:
-    """Return a source as one of the model's family, where tables of several read its names alike."""
+    """Return a source as a checkpoint of the model's family, if several families' tables read its names."""
     try:
         _ = checkpoint.recognised
     except TransaxleError as error:
         if error.code != _UNDECIDED or checkpoint.settings.family is not None:
             raise
-        said = msgspec.structs.replace(checkpoint.settings, family=family)
-        return Checkpoint(checkpoint.container, said, None, None, checkpoint.undecoded)
+        family_settings = msgspec.structs.replace(checkpoint.settings, family=family)
+        return Checkpoint(checkpoint.container, family_settings, None, None, checkpoint.undecoded)
     return checkpoint
 
 
-def _expressed(checkpoint: Checkpoint, label: str, *, partial: bool) -> Checkpoint:
-    """Return a source in another dialect; `partial`: where something is lacking, as far as it goes."""
+def _translate(checkpoint: Checkpoint, label: str, *, partial: bool) -> Checkpoint:
+    """Return a source in another dialect; with `partial`, without tensors that lack something."""
     try:
         return checkpoint.seen_as(label)
     except TransaxleError as error:
@@ -316,19 +324,23 @@ def _expressed(checkpoint: Checkpoint, label: str, *, partial: bool) -> Checkpoi
     return checkpoint.in_part(label)
 
 
-def _told(error: TransaxleError, wanted: Sequence[str], checkpoint: Checkpoint, said: bool) -> TransaxleError:
-    """Return the error that tells of both sides, where no table reads the names of one of them."""
-    if said or error.code != _UNREAD or any(name in checkpoint for name in wanted):
+def _show_both_sides(
+    error: TransaxleError, model_names: Sequence[str], checkpoint: Checkpoint, is_explicit: bool
+) -> TransaxleError:
+    """Return an error that shows names of both sides, if no table reads the names of one."""
+    if is_explicit or error.code != _UNREAD or any(name in checkpoint for name in model_names):
         return error
-    mine, theirs = (", ".join(names[:_SHOWN]) or "(none)" for names in (wanted, list(checkpoint)))
+    shown_of_model, shown_of_source = (
+        ", ".join(names[:_SHOWN]) or "(none)" for names in (model_names, list(checkpoint))
+    )
     unread = error.refusals[0].message
-    message = f"model and source have no name in common\nmodel: {mine}\nsource: {theirs}\n{unread}"
+    message = f"model and source have no name in common\nmodel: {shown_of_model}\nsource: {shown_of_source}\n{unread}"
     hint = "Is it the checkpoint of another model? If not, give family=, or a table of its names: tx.open(…, rules=…)."
     return refuse(_UNREAD, message, file=checkpoint.path, hint=hint)
 
 
-def compared(
-    everything: Census,
+def match_tensors(
+    targets: Census,
     stored: Mapping[str, StoredTensor],
     optimizer: bool,
     decode: str | None = None,
@@ -337,34 +349,37 @@ def compared(
     encoded: Collection[str] = (),
     rows: object = None,
 ) -> tuple[list[Refusal], tuple[str, ...], tuple[str, ...]]:
-    """Hold the model's tensors against the source's; return what differs, and the names that only one of them has.
+    """Match the model's tensors with the source's; return refusals, names that the source lacks, and names that the
+    model lacks.
 
-    Another number of experts, or a part of them, differs; such names are not among those that one side lacks.
+    A different number of experts, or a part of them, is one refusal; their names do not count as lacking.
 
     Args:
-        everything: the model's.
-        stored: the source's, by the model's names.
-        optimizer: whether state that only the source has counts.
-        decode: type of parameters that take encoded tensors, decoded.
-        sizes: tells how the configs of the two differ, "" where they do not; asked where a shape differs.
-        dtype: type of parameters that take plain numbers of other types, cast.
-        encoded: names, as tables have them, of what is decoded.
-        rows: the source's size of the vocabulary, where it is known: further rows are padding.
+        targets: the model's tensors.
+        stored: the source's tensors by the model's names.
+        optimizer: report optimizer state that only the source has.
+        decode: dtype of parameters that take encoded tensors, decoded.
+        sizes: returns how the two configs differ, or ""; called where a shape differs.
+        dtype: dtype of parameters that take plain tensors of other dtypes, cast.
+        encoded: names, as catalogs have them, of tensors that are decoded.
+        rows: the source's vocabulary size, if known: further rows are padding.
     """
-    there = {name: source.shape for name, source in stored.items()}
-    experts = arranged(groups({name: tensor.shape for name, tensor in everything.items()}, there), there)
-    missing = tuple(name for name in everything if name not in stored and name not in experts.broken)
-    others = (name for name in stored if name not in everything and name not in experts.broken)
-    others = (name for name in others if stored[name].origins)  # of what is zeros anyway, a model may have none
-    unexpected = tuple(name for name in others if optimizer or split_slot(name)[1] == WEIGHT)
+    stored_shapes = {name: source.shape for name, source in stored.items()}
+    experts = arranged(groups({name: tensor.shape for name, tensor in targets.items()}, stored_shapes), stored_shapes)
+    missing = tuple(name for name in targets if name not in stored and name not in experts.broken)
+    extra_names = (name for name in stored if name not in targets and name not in experts.broken)
+    extra_names = (
+        name for name in extra_names if stored[name].origins
+    )  # a model need not have tensors that are zero anyway
+    unexpected = tuple(name for name in extra_names if optimizer or split_slot(name)[1] == WEIGHT)
     problems = list(experts.problems)
-    for name, tensor in everything.items():
+    for name, tensor in targets.items():
         source = stored.get(name)
         if source is None or name in experts.broken:
             continue
-        if not tensor.takes(source.shape, rows):
+        if not tensor.accepts(source.shape, rows):
             message = f"its shape is {list(tensor.shape)} in the model, but {list(source.shape)} in the source"
-            hint = _UNKNOWN_ROWS if rows is None and tensor.takes(source.shape, tensor.shape[0]) else sizes()
+            hint = _UNKNOWN_ROWS if rows is None and tensor.accepts(source.shape, tensor.shape[0]) else sizes()
             problems.append(Refusal("SHAPE_MISMATCH", message, Where(None, name), hint or _OTHER_SIZES))
             continue
         codes = any(origin in encoded for origin in source.origins)
@@ -376,34 +391,36 @@ def compared(
     return problems, missing, unexpected
 
 
-def unmatched(missing: Sequence[str], unexpected: Sequence[str], source: Iterable[str] = ()) -> list[Refusal]:
+def refuse_unmatched(missing: Sequence[str], unexpected: Sequence[str], source: Iterable[str] = ()) -> list[Refusal]:
     """Return a refusal for every name that only one side has, with the closest name of the other side.
 
     Args:
         missing: names that only the model has.
-        unexpected: names that only the source has, as the model would name them. The extra state of a module that
-            keeps none is told of in the report, and no reason to refuse.
-        source: those names of the source, as it names them, that are no names of the model.
+        unexpected: names that only the source has, in the model's spelling. Extra state for a module that has none is
+            only reported, not refused.
+        source: source names, in the source's spelling, that the model lacks.
     """
-    rest = "Use strict=False to load the others."
+    advice = "Use strict=False to load the others."
     near = _closest(missing, (*unexpected, *source), "the source")
     lacking = [
-        Refusal("MISSING_TENSOR", "the source has no tensor for it", Where(None, n), near.get(n, "") + rest)
+        Refusal("MISSING_TENSOR", "the source has no tensor for it", Where(None, n), near.get(n, "") + advice)
         for n in missing
     ]
     near = _closest(unexpected, missing, "the model")
     return lacking + [
-        Refusal("UNEXPECTED_TENSOR", "the model has no such tensor", Where(None, n), near.get(n, "") + rest)
+        Refusal("UNEXPECTED_TENSOR", "the model has no such tensor", Where(None, n), near.get(n, "") + advice)
         for n in unexpected
         if n.rpartition(".")[2] != EXTRA_STATE
     ]
 
 
-def _closest(names: Sequence[str], others: Iterable[str], side: str) -> dict[str, str]:
-    """Return for the first names what the other side has instead; names with the same end are preferred."""
+def _closest(names: Sequence[str], candidates: Iterable[str], side: str) -> dict[str, str]:
+    """Return name -> hint with the closest name of the other side, for the first few names; equal last segments match
+    better.
+    """
     by_end: dict[str, list[str]] = {}
-    for other in dict.fromkeys(others):
-        by_end.setdefault(other.rpartition(".")[2], []).append(other)
+    for candidate in dict.fromkeys(candidates):
+        by_end.setdefault(candidate.rpartition(".")[2], []).append(candidate)
     hints = {}
     for name in names[:_COMPARED]:
         near = get_close_matches(name, by_end.get(name.rpartition(".")[2], ()), 1, _LIKE)
@@ -412,8 +429,8 @@ def _closest(names: Sequence[str], others: Iterable[str], side: str) -> dict[str
     return hints
 
 
-def left_out(names: Iterable[str]) -> list[Refusal]:
-    """Return a refusal for each parameter and buffer that a state dict leaves out, and a load with it."""
+def refuse_omitted(names: Iterable[str]) -> list[Refusal]:
+    """Return a refusal for each parameter or buffer that the state dict omits, so a load cannot set it."""
     message = "its module leaves it out of state_dict, so load_state_dict cannot set it"
     return [
         Refusal("MISSING_TENSOR", message, Where(None, n), "Use strict=False to leave it unchanged.") for n in names

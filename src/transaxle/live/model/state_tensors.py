@@ -1,15 +1,14 @@
-"""Leaves: the tensors of a model or of a state dict, by the names a checkpoint knows them by; and the model's config.
+"""Collect the tensors of a model or state dict by their names in a checkpoint; and read the model's config.
 
-Wrappers put segments of their own into names (`_orig_mod`, `_checkpoint_wrapped_module`, `_fsdp_wrapped_module`, DDP's
-`module`); these are no part of the model and are taken out, segment by segment. numpy arrays of a state dict are
-tensors in the same memory: they are saved like any tensor, and filled in place.
+Wrappers put segments into names (`_orig_mod`, `_checkpoint_wrapped_module`, `_fsdp_wrapped_module`, DDP's `module`),
+which are removed. numpy arrays of a state dict become tensors in the same memory, so they are saved like any tensor and
+filled in place.
 
-**Megatron's sharded state dicts**: what `model.sharded_state_dict()` says of this rank's parameters, as grids of
-shards.
+**Megatron's sharded state dicts**: the entries of `model.sharded_state_dict()`, as one grid of shards for each key.
 
-A `ShardedTensor` is a box of a whole tensor: several of them, of other layers or experts, or of the gate and the up
-projection, have one key. A `ShardedTensorFactory` makes such boxes of a parameter: views of it, or copies that it can
-put together again. Megatron is never imported: its objects exist only where it has been imported already.
+A `ShardedTensor` is a box of a whole tensor. Several boxes (layers, experts, the gate and the up projection) may have
+one key. A `ShardedTensorFactory` makes such boxes from a parameter: views of it, or copies that it can merge again.
+Megatron is never imported here; its objects exist only in programs that have imported it.
 """
 
 from __future__ import annotations
@@ -32,15 +31,15 @@ from transaxle.axes.notation.name import own_name
 from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
 from transaxle.live.derived import (
     EXTRA_STATE,
-    Island,
-    gathered_for_now,
-    is_taken_apart,
-    islands,
-    kept_elsewhere,
+    CustomModule,
+    custom_modules,
+    find_gathered,
+    find_kept_elsewhere,
+    find_model_parallel,
+    find_partitioned,
+    find_unreadable,
+    is_partitioned,
     own_range,
-    partitioned,
-    refused_parts,
-    shared_out,
     whole_states,
 )
 from transaxle.live.transport.world import World
@@ -59,68 +58,68 @@ from transaxle.torch_tensors import (
 )
 
 MODULE = "megatron.core.dist_checkpointing.mapping"
-"""Where Megatron defines its objects."""
+"""Module in which Megatron defines these classes."""
 _ODD = "Give the state dict of model.sharded_state_dict()."
 
 
 def is_sharded(value: object) -> bool:
-    """Tell whether an entry is one of Megatron's own."""
+    """Tell whether an entry is an object of Megatron's."""
     mapping = sys.modules.get(MODULE)
     return mapping is not None and isinstance(value, (mapping.ShardedBase, mapping.LocalNonpersistentObject))
 
 
 @dataclass(frozen=True)
 class Factory:
-    """A parameter of which Megatron has made copies: what is written into these must be put together again."""
+    """A parameter that a Megatron factory has copied; loaded copies must be merged into it."""
 
     key: str
-    """Its key."""
+    """Key of the factory in the sharded state dict."""
     parameter: torch.Tensor
-    """The parameter."""
+    """The parameter itself."""
     merge: Any
-    """Makes the parameter's values of the copies, given as they were built."""
+    """Function that computes the parameter's values from the copies, nested as in `built`."""
     built: Any
-    """The copies, in lists and dicts."""
+    """The copies, nested in lists and dicts."""
 
     def finish(self) -> None:
-        """Write what the copies hold into the parameter."""
+        """Merge the copies' values into the parameter."""
         with torch.no_grad():
             self.parameter.copy_(self.merge(_data_of(self.built)))
 
 
 @dataclass(frozen=True)
 class MegatronState:
-    """What a sharded state dict holds on this rank."""
+    """This rank's content of a sharded state dict."""
 
     grids: Mapping[str, torch.Tensor]
-    """Its tensors, by key."""
+    """Key -> tensor, as a grid of shards."""
     objects: tuple[str, ...]
-    """Keys of what is no tensor: extra states of modules, random states."""
+    """Keys of entries that are no tensors: extra states of modules, random states."""
     factories: tuple[Factory, ...]
-    """Parameters that are to be put together after a load."""
+    """Parameters to merge after a load."""
     problems: list[Refusal]
-    """Why some tensor can be neither loaded nor saved."""
+    """A refusal for each tensor that can be neither loaded nor saved."""
 
 
 @dataclass(frozen=True)
 class _Shard:
-    """One `ShardedTensor`."""
+    """A Megatron `ShardedTensor`, reduced to what loads and saves need."""
 
     cell: Cell
-    """Where it lies in the whole tensor."""
+    """Interval of the whole tensor along each dim."""
     data: torch.Tensor
-    """Its values, with all dims of the whole."""
+    """Its values, with as many dims as the whole tensor."""
     spare: bool
-    """It is a copy of another rank's."""
+    """Whether it is a replica of another rank's shard."""
     padded: bool
-    """The whole may have more rows than a checkpoint."""
+    """Whether the whole tensor may have more rows than in a checkpoint."""
 
 
 def megatron_state(values: Iterable[Any]) -> MegatronState:
     """Read the entries of a sharded state dict.
 
     Args:
-        values: those for which `is_sharded` holds.
+        values: entries for which `is_sharded` is true.
     """
     mapping = sys.modules[MODULE]
     shards: dict[str, list[Any]] = {}
@@ -128,19 +127,19 @@ def megatron_state(values: Iterable[Any]) -> MegatronState:
     factories: list[Factory] = []
     problems: list[Refusal] = []
     for value in values:
-        built = value
+        entries = value
         if isinstance(value, mapping.ShardedTensorFactory):
-            built, copied = _built(value, problems)
-            if copied:
-                factories.append(Factory(value.key, value.data, value.merge_fn, built))
-        for each in _nested_values(built):
-            if isinstance(each, mapping.ShardedTensor):
-                shards.setdefault(each.key, []).append(each)
-            elif isinstance(each, mapping.ShardedObject):
-                objects.append(each.key)
+            entries, is_copy = _build_entries(value, problems)
+            if is_copy:
+                factories.append(Factory(value.key, value.data, value.merge_fn, entries))
+        for shard in _flatten_values(entries):
+            if isinstance(shard, mapping.ShardedTensor):
+                shards.setdefault(shard.key, []).append(shard)
+            elif isinstance(shard, mapping.ShardedObject):
+                objects.append(shard.key)
     grids: dict[str, torch.Tensor] = {}
     for key, alike in shards.items():
-        unusable = [message for each in alike if (message := _unusable(each)) is not None]
+        unusable = [message for shard in alike if (message := _unusable(shard)) is not None]
         if unusable:
             problems.append(Refusal("UNSUPPORTED", unusable[0], Where(None, key), _ODD))
         else:
@@ -148,35 +147,35 @@ def megatron_state(values: Iterable[Any]) -> MegatronState:
     return MegatronState(grids, tuple(dict.fromkeys(objects)), tuple(factories), problems)
 
 
-def _built(factory: Any, problems: list[Refusal]) -> tuple[Any, bool]:
-    """Return what a factory makes of its parameter, and whether these are copies of it."""
+def _build_entries(factory: Any, problems: list[Refusal]) -> tuple[Any, bool]:
+    """Return the entries that a factory builds from its parameter, and whether these are copies."""
     try:
         built = factory.build()
-    except Exception as error:  # noqa: BLE001 - it is Megatron's, or the user's
+    except Exception as error:  # noqa: BLE001 - the factory is Megatron's or the user's code
         message = f"its factory failed: {error!r}"
         problems.append(Refusal("UNSUPPORTED", message, Where(None, factory.key)))
         return None, False
-    data = [each.data for each in _nested_values(built) if isinstance(getattr(each, "data", None), torch.Tensor)]
-    own = factory.data
-    if own is None or own.is_meta:
+    data = [each.data for each in _flatten_values(built) if isinstance(getattr(each, "data", None), torch.Tensor)]
+    parameter = factory.data
+    if parameter is None or parameter.is_meta:
         return built, False
-    memory = own.untyped_storage().data_ptr()
+    memory = parameter.untyped_storage().data_ptr()
     return built, any(each.numel() and each.untyped_storage().data_ptr() != memory for each in data)
 
 
-def _nested_values(value: Any) -> Iterator[Any]:
+def _flatten_values(value: Any) -> Iterator[Any]:
     if isinstance(value, Mapping):
         for item in value.values():
-            yield from _nested_values(item)
+            yield from _flatten_values(item)
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _nested_values(item)
+            yield from _flatten_values(item)
     else:
         yield value
 
 
 def _data_of(value: Any) -> Any:
-    """Return what a factory has built with the tensors in place of what describes them."""
+    """Replace the shards in a factory's nested entries by their tensors."""
     if isinstance(value, Mapping):
         return {key: _data_of(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -185,7 +184,7 @@ def _data_of(value: Any) -> Any:
 
 
 def _unusable(shard: Any) -> str | None:
-    """Return why a `ShardedTensor` can be neither loaded nor saved; None where it can."""
+    """Return why a `ShardedTensor` can be neither loaded nor saved; None if it can."""
     if shard.data is None:
         return "it describes a tensor without its data"
     if getattr(shard, "flattened_range", None) is not None:
@@ -199,10 +198,10 @@ def _unusable(shard: Any) -> str | None:
     return None
 
 
-def _add(key: str, alike: list[Any], grids: dict[str, torch.Tensor], problems: list[Refusal]) -> None:
-    """Put the shards of one key together; those without elements hold nothing."""
-    shapes = dict.fromkeys(tuple(each.global_shape) for each in alike)
-    dtypes = dict.fromkeys(each.data.dtype for each in alike)
+def _add(key: str, candidates: list[Any], grids: dict[str, torch.Tensor], problems: list[Refusal]) -> None:
+    """Combine the shards of one key into a grid; shards without elements are skipped."""
+    shapes = dict.fromkeys(tuple(each.global_shape) for each in candidates)
+    dtypes = dict.fromkeys(each.data.dtype for each in candidates)
     if len(shapes) > 1:
         listed = " and ".join(str(list(shape)) for shape in shapes)
         problems.append(Refusal("SHAPE_MISMATCH", f"its shards are of tensors of shapes {listed}", Where(None, key)))
@@ -213,28 +212,28 @@ def _add(key: str, alike: list[Any], grids: dict[str, torch.Tensor], problems: l
         return
     (shape,) = shapes
     if not shape:
-        grids[key] = alike[0].data.detach()
+        grids[key] = candidates[0].data.detach()
         return
-    shards = [_shard(each) for each in alike if prod(each.data.shape)]
+    nonempty = [_shard(each) for each in candidates if prod(each.data.shape)]
     by_cell: dict[Cell, _Shard] = {}
-    for shard in shards:
-        twin = by_cell.setdefault(shard.cell, shard)
-        if twin is not shard and twin.data.data_ptr() != shard.data.data_ptr():
+    for shard in nonempty:
+        same_cell = by_cell.setdefault(shard.cell, shard)
+        if same_cell is not shard and same_cell.data.data_ptr() != shard.data.data_ptr():
             message = "two tensors of this rank are the same part of it"
             problems.append(Refusal("NAME_COLLISION", message, Where(None, key), "Give each part once."))
             return
     if not by_cell:
         return
-    held = tuple(tuple(sorted({cell[dim][0] for cell in by_cell})) for dim in range(len(shape)))
-    if _overlap(held) or by_cell.keys() != set(cells_of(held)):
+    intervals_per_dim = tuple(tuple(sorted({cell[dim][0] for cell in by_cell})) for dim in range(len(shape)))
+    if _overlap(intervals_per_dim) or by_cell.keys() != set(cells_of(intervals_per_dim)):
         message = (
             f"this rank's {len(by_cell)} shards of it form no grid: not every combination of their intervals is one"
         )
         problems.append(Refusal("UNSUPPORTED", message, Where(None, key), _ODD))
         return
-    cells = [by_cell[cell] for cell in cells_of(held)]
+    cells = [by_cell[cell] for cell in cells_of(intervals_per_dim)]
     spare, padded = any(each.spare for each in cells), all(each.padded for each in cells)
-    grids[key] = ShardGrid(shape, held, [each.data for each in cells], spare=spare, padded=padded)
+    grids[key] = ShardGrid(shape, intervals_per_dim, [each.data for each in cells], spare=spare, padded=padded)
 
 
 def _shard(shard: Any) -> _Shard:
@@ -246,8 +245,8 @@ def _shard(shard: Any) -> _Shard:
     return _Shard(tuple((span,) for span in spans), data, not main, padded)
 
 
-def _overlap(held: Iterable[Intervals]) -> bool:
-    return any(first[1] > second[0] for spans in held for first, second in pairwise(spans))
+def _overlap(intervals_per_dim: Iterable[Intervals]) -> bool:
+    return any(first[1] > second[0] for spans in intervals_per_dim for first, second in pairwise(spans))
 
 
 State = nn.Module | Mapping[str, Any]
@@ -260,163 +259,172 @@ _WITHOUT_SHARDS = (
 )
 _PLAIN_ONLY = "This module keeps its values in extra state: load and save the model before it is quantized."
 _KINDS = "biufc"
-"""What `torch.from_numpy` takes by itself."""
+"""Kinds of numpy dtypes that `torch.from_numpy` accepts."""
 _LISTED = 4
-"""Keys that are named where two configs differ."""
+"""Most config keys that a message lists."""
 
 
 @dataclass(frozen=True)
 class Leaves:
-    """What a model or state dict holds."""
+    """The tensors and other entries of a model or state dict on this rank."""
 
     tensors: Mapping[str, torch.Tensor]
-    """Tensors and DTensors, by name; parameters are the parameters themselves, but for those of `islands`."""
-    others: Mapping[str, Any]
-    """Everything else, by name: of a state dict what is no tensor, of a model the extra states of its modules."""
+    """Name -> tensor or DTensor; parameters are the parameter objects themselves, except for derived entries."""
+    non_tensors: Mapping[str, Any]
+    """Other entries by name: non-tensors of a state dict, extra states of a model's modules."""
     weights: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Quantized parameters of a model; of these `tensors` has codes and scales, each under a name of its own."""
-    islands: tuple[Island, ...] = ()
+    """Quantized parameters of a model by name; `tensors` has their codes and scales as separate entries."""
+    custom_modules: tuple[CustomModule, ...] = ()
     """Modules of a model whose entries in `tensors` are copies; `settle` puts their values into place."""
 
-    kept: tuple[Refusal, ...] = ()
-    """Why values that are written into them would be lost."""
+    refusals: tuple[Refusal, ...] = ()
+    """A refusal for each tensor into which loaded values could not be stored."""
 
     copies: Mapping[str, tuple[torch.Tensor, ...]] = field(default_factory=dict)
-    """What takes the values of one of `tensors` too: copies of a base's weights that an adapter trains."""
+    """Name -> further tensors that get the same values: copies of base weights that an adapter trains."""
     untouched: tuple[str, ...] = ()
-    """Names of what it holds beside `tensors`: a model's adapters, or their base; the objects of a sharded state dict.
-    """
+    """Names outside `tensors`: a model's adapters or their base; non-tensor entries of a sharded state dict."""
     sharded: bool = False
-    """Whether some of `tensors` are grids of a sharded state dict."""
+    """Whether some of `tensors` are grids of a Megatron sharded state dict."""
     factories: tuple[Factory, ...] = ()
-    """Parameters of which `tensors` has copies, of a sharded state dict."""
+    """Parameters whose copies are in `tensors`, from a Megatron sharded state dict."""
     unshown: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Parameters that the state dict of a model shows in another form under other names, as a fused one in parts; by
-    their names in the model.
+    """Parameters by their names in the model, which the state dict shows only in another form, such as a fused
+    parameter as parts.
     """
 
     @property
     def parameters(self) -> dict[str, torch.Tensor]:
-        """What an optimizer may have been given, by name."""
+        """Name -> tensor, for all tensors that an optimizer may have as parameters."""
         return {**self.tensors, **self.weights, **self.unshown}
 
 
 def leaves(state: State, *, sharded: bool = False, ranges: bool = False) -> Leaves:
-    """Collect the leaves of a model or state dict.
+    """Collect the tensors and other entries of a model or state dict.
 
     Args:
-        state: a module (its persistent buffers included), or a mapping whose leaves may be anything; nested mappings
-            and lists are flattened with `.`. Megatron's sharded tensors go by their keys.
-        sharded: take these, as grids of shards.
-        ranges: take the parameters of DeepSpeed ZeRO-3, as ranges of their elements.
+        state: a module, including its persistent buffers, or a mapping; nested mappings and lists are flattened with
+            `.`. Megatron's sharded tensors are named by their keys.
+        sharded: accept Megatron's sharded tensors, as grids of shards.
+        ranges: accept parameters of DeepSpeed ZeRO-3, as ranges of their elements.
 
     Raises:
-        Refused: NAME_COLLISION where two paths have one name; UNSUPPORTED for what is no state, for lazy parameters,
-            and for sharded tensors that are not taken.
+        Refused: NAME_COLLISION where two paths have one name; UNSUPPORTED for objects that are no state, for lazy
+            parameters, and for sharded tensors that are not accepted.
     """
     _check(state)
-    clean = isinstance(state, nn.Module)
+    is_module = isinstance(state, nn.Module)
     if isinstance(state, nn.Module):
         state = unwrap(state)
-        if taken := [*(refused_parts(state) if ranges else partitioned(state)), *shared_out(state)]:
-            raise gathered(taken)
+        if refusals := [*(find_unreadable(state) if ranges else find_partitioned(state)), *find_model_parallel(state)]:
+            raise gathered(refusals)
         mark_all(state)
-    found = iter((entries := _entries(state)).items()) if isinstance(state, nn.Module) else _named_values(state, "")
+    paths = iter((entries := _entries(state)).items()) if isinstance(state, nn.Module) else _flatten(state, "")
     tensors: dict[str, torch.Tensor] = {}
-    others: dict[str, Any] = {}
+    non_tensors: dict[str, Any] = {}
     of_megatron: list[Any] = []
     of_zero3: dict[int, torch.Tensor] = {}
     problems = []
-    for path, value in found:
+    for path, value in paths:
         if MODULE in sys.modules and is_sharded(value):
             of_megatron.append(value)
             continue
-        name = own_name(path) if clean else path
-        if name in tensors or name in others:
+        name = own_name(path) if is_module else path
+        if name in tensors or name in non_tensors:
             problems.append(
                 Refusal("NAME_COLLISION", f"two entries have this name; one of them is {path}", Where(None, name))
             )
-        strange = _strange(name, value, of_module=clean)
+        strange = _refuse_entry(name, value, of_module=is_module)
         if strange is not None:
             problems.append(strange)
-        elif clean and is_taken_apart(value):
-            tensors[name] = of_zero3[id(value)] = of_zero3.get(id(value), own_range(value))  # tied ones stay one
-        elif isinstance(value, torch.Tensor) and not (clean and name.endswith(EXTRA_STATE)):
+        elif is_module and is_partitioned(value):
+            tensors[name] = of_zero3[id(value)] = of_zero3.get(
+                id(value), own_range(value)
+            )  # tied parameters stay one object
+        elif isinstance(value, torch.Tensor) and not (is_module and name.endswith(EXTRA_STATE)):
             tensors[name] = value
         else:
-            others[name] = value
+            non_tensors[name] = value
     if problems:
         raise gathered(problems)
     if not isinstance(state, nn.Module):
-        return _of_mapping(tensors, others, of_megatron, sharded=sharded)
-    apart = tuple(islands(state, entries))
-    for path in (island.full(name) for island in apart for name in island.derived):
+        return _of_mapping(tensors, non_tensors, of_megatron, sharded=sharded)
+    custom = tuple(custom_modules(state, entries))
+    for path in (custom_module.full(name) for custom_module in custom for name in custom_module.derived):
         tensors[own_name(path)] = _copy(tensors[own_name(path)])
-    weights = _quantized(state)
-    unshown = {} if any(island.is_flat for island in apart) else _unshown(state, entries, {*tensors, *weights})
-    return Leaves(tensors, others, weights, apart, tuple(kept_elsewhere(state)), unshown=unshown)
+    weights = _find_quantized(state)
+    unshown = (
+        {} if any(custom_module.is_flat for custom_module in custom) else _unshown(state, entries, {*tensors, *weights})
+    )
+    return Leaves(tensors, non_tensors, weights, custom, tuple(find_kept_elsewhere(state)), unshown=unshown)
 
 
 def _unshown(model: nn.Module, entries: Mapping[str, Any], names: Container[str]) -> dict[str, torch.Tensor]:
-    """Return the parameters that no entry of a model's state dict is, but for those that have one of their name."""
+    """Return the parameters that are in no entry of a model's state dict, unless another entry has their name."""
     shown = set(map(id, entries.values()))
-    apart = {own_name(name): each for name, each in model.named_parameters() if id(each) not in shown}
-    return {name: parameter for name, parameter in apart.items() if name not in names}
+    hidden_parameters = {own_name(name): each for name, each in model.named_parameters() if id(each) not in shown}
+    return {name: parameter for name, parameter in hidden_parameters.items() if name not in names}
 
 
 def _of_mapping(
-    tensors: dict[str, torch.Tensor], others: dict[str, Any], of_megatron: list[Any], *, sharded: bool
+    tensors: dict[str, torch.Tensor], non_tensors: dict[str, Any], of_megatron: list[Any], *, sharded: bool
 ) -> Leaves:
     """Return the leaves of a state dict.
 
     Raises:
-        Refused: UNSUPPORTED for parameters that FSDP2 is about to free, and see `_take_arrays`, `_with_shards`.
+        Refused: UNSUPPORTED for parameters that FSDP2 is about to free; see also `_take_arrays`, `_with_shards`.
     """
     parameters = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter)}
-    if parameters and (freed := gathered_for_now(parameters)):
+    if parameters and (freed := find_gathered(parameters)):
         raise gathered(freed)
-    kept = _take_arrays(tensors, others)
-    own = _with_shards(tensors, others, of_megatron, sharded=sharded) if of_megatron else Leaves(tensors, others)
-    return replace(own, kept=kept) if kept else own
+    refusals = _take_arrays(tensors, non_tensors)
+    state_leaves = (
+        _with_shards(tensors, non_tensors, of_megatron, sharded=sharded)
+        if of_megatron
+        else Leaves(tensors, non_tensors)
+    )
+    return replace(state_leaves, refusals=refusals) if refusals else state_leaves
 
 
-def _take_arrays(tensors: dict[str, torch.Tensor], others: dict[str, Any]) -> tuple[Refusal, ...]:
-    """Take numpy's arrays among the other entries as tensors; return why some of them cannot be filled.
+def _take_arrays(tensors: dict[str, torch.Tensor], non_tensors: dict[str, Any]) -> tuple[Refusal, ...]:
+    """Move numpy arrays from the other entries to the tensors; return a refusal for each that cannot be filled.
 
     Raises:
         Refused: UNSUPPORTED for arrays that torch cannot hold.
     """
-    arrays = {name: value for name, value in others.items() if is_array(value)}
+    arrays = {name: value for name, value in non_tensors.items() if is_array(value)}
     for name, array in arrays.items():
         tensors[name] = as_tensor(name, array)
-        del others[name]
+        del non_tensors[name]
     return tuple(refusal for name, array in arrays.items() for refusal in read_only(name, array))
 
 
 def _with_shards(
-    tensors: dict[str, torch.Tensor], others: Mapping[str, Any], of_megatron: list[Any], *, sharded: bool
+    tensors: dict[str, torch.Tensor], non_tensors: Mapping[str, Any], of_megatron: list[Any], *, sharded: bool
 ) -> Leaves:
-    """Return the leaves of a state dict in which some are Megatron's.
+    """Return the leaves of a state dict with Megatron's entries.
 
     Raises:
-        Refused: UNSUPPORTED where these are not taken, and see `megatron_state`; NAME_COLLISION where a key is also
-            the name of another entry.
+        Refused: UNSUPPORTED where these are not accepted; NAME_COLLISION where a key is also the name of another entry;
+            see also `megatron_state`.
     """
     if not sharded:
         message = "only tx.load, tx.save and tx.async_save take the sharded state dict of a Megatron model"
         raise refuse("UNSUPPORTED", message, hint="Save it, and work with the checkpoint.")
-    found = megatron_state(of_megatron)
-    both = [name for name in found.grids if name in tensors or name in others]
+    megatron = megatron_state(of_megatron)
+    colliding = [name for name in megatron.grids if name in tensors or name in non_tensors]
     message = "an entry has this name, and a sharded tensor has it as its key"
-    problems = [*found.problems, *(Refusal("NAME_COLLISION", message, Where(None, name)) for name in both)]
+    problems = [*megatron.problems, *(Refusal("NAME_COLLISION", message, Where(None, name)) for name in colliding)]
     if problems:
         raise gathered(problems)
-    tensors |= found.grids
-    return Leaves(tensors, others, untouched=found.objects, sharded=bool(found.grids), factories=found.factories)
+    tensors |= megatron.grids
+    return Leaves(
+        tensors, non_tensors, untouched=megatron.objects, sharded=bool(megatron.grids), factories=megatron.factories
+    )
 
 
-def _strange(name: str, value: Any, *, of_module: bool) -> Refusal | None:
-    """Return why an entry can be neither saved nor loaded; None where it can."""
+def _refuse_entry(name: str, value: Any, *, of_module: bool) -> Refusal | None:
+    """Return why an entry can be neither saved nor loaded; None if it can."""
     if is_lazy(value):
         message, hint = "it is a lazy parameter without a shape", "Run the model once first."
     elif _is_of_old_shards(value):
@@ -434,7 +442,7 @@ def _strange(name: str, value: Any, *, of_module: bool) -> Refusal | None:
 
 
 def _is_of_old_shards(value: Any) -> bool:
-    """Tell whether an entry is what sharded state dicts had before DTensors: torch's own type, not Megatron's."""
+    """Tell whether an entry is torch's own `ShardedTensor`, which DTensors have replaced."""
     module = sys.modules.get(_OLD_SHARDS)
     return module is not None and isinstance(value, module.ShardedTensor)
 
@@ -442,21 +450,21 @@ def _is_of_old_shards(value: Any) -> bool:
 def _entries(model: nn.Module) -> dict[str, Any]:
     try:
         with whole_states(model):
-            found: dict[str, Any] = model.state_dict(keep_vars=True)
+            entries: dict[str, Any] = model.state_dict(keep_vars=True)
     except TransaxleError:
         raise
-    except Exception as error:  # whatever hooks of others raise
+    except Exception as error:  # state dict hooks may raise anything
         raise refuse("UNSUPPORTED", f"{type(model).__name__}.state_dict() failed: {error!r}") from error
-    return found
+    return entries
 
 
 def _copy(entry: torch.Tensor) -> torch.Tensor:
-    """Return a derived entry in memory of its own: it may be a part of a parameter, or one element many times."""
+    """Copy a derived entry: it may be part of a parameter, or one element repeated."""
     return mark(entry.detach().clone(), part_of(entry))
 
 
 def _check(state: object) -> None:
-    """Refuse what is neither model nor state dict."""
+    """Refuse an object that is neither a model nor a state dict."""
     if not isinstance(state, nn.Module | Mapping):
         hint = "Give a torch.nn.Module, or a mapping of names to tensors."
         raise refuse(
@@ -464,13 +472,13 @@ def _check(state: object) -> None:
         )
 
 
-def _quantized(model: nn.Module) -> dict[str, torch.Tensor]:
-    named = model.named_parameters(remove_duplicate=False)
-    return {own_name(path): parameter for path, parameter in named if is_quantized(parameter)}
+def _find_quantized(model: nn.Module) -> dict[str, torch.Tensor]:
+    parameters = model.named_parameters(remove_duplicate=False)
+    return {own_name(path): parameter for path, parameter in parameters if is_quantized(parameter)}
 
 
 def unsavable(tensors: Mapping[str, torch.Tensor]) -> list[Refusal]:
-    """Return a refusal for every tensor that has no bytes to be saved."""
+    """Return a refusal for every tensor without bytes to save."""
     problems = []
     for name, tensor in tensors.items():
         if tensor.is_meta:
@@ -484,7 +492,7 @@ def unsavable(tensors: Mapping[str, torch.Tensor]) -> list[Refusal]:
 
 
 def unwritable(tensors: Mapping[str, torch.Tensor]) -> list[Refusal]:
-    """Return a refusal for every tensor that cannot take values: not one for each element."""
+    """Return a refusal for every tensor that cannot store a separate value for each element."""
     problems = []
     for _, name, tensor in local_parts(tensors):
         local = local_of(tensor)
@@ -498,18 +506,18 @@ def unwritable(tensors: Mapping[str, torch.Tensor]) -> list[Refusal]:
     return problems
 
 
-def tied(tensors: Mapping[str, torch.Tensor], present: Container[str]) -> dict[str, str]:
-    """Return the names that need no values of their own: their tensor is that of another name, which has them.
+def find_ties(tensors: Mapping[str, torch.Tensor], present: Container[str]) -> dict[str, str]:
+    """Return name -> other name, for names without values whose tensor is also that of a name with values.
 
     Args:
-        tensors: a model's, by name; tied parameters are one object under several names.
+        tensors: a model's tensors by name; a tied parameter is one object under several names.
         present: names that have values.
     """
     loaded = {id(tensor): name for name, tensor in tensors.items() if name in present}
     return {name: loaded[id(t)] for name, t in tensors.items() if name not in present and id(t) in loaded}
 
 
-def _named_values(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+def _flatten(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     """Yield (path, leaf) of nested mappings and lists."""
     if isinstance(value, Mapping):
         items: Iterator[tuple[Any, Any]] = iter(value.items())
@@ -519,31 +527,31 @@ def _named_values(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield path, value
         return
     for key, child in items:
-        yield from _named_values(child, f"{path}{_SEPARATOR}{key}" if path else str(key))
+        yield from _flatten(child, f"{path}{_SEPARATOR}{key}" if path else str(key))
 
 
 def set_extra_state(model: nn.Module, name: str, state: Any) -> None:
-    """Hand an extra state to the module that it belongs to.
+    """Set the extra state of a module.
 
     Args:
         model: the whole model.
-        name: the state's name, see `leaves`.
-        state: as the module's `get_extra_state` gave it.
+        name: name of the state, see `leaves`.
+        state: the state, as the module's `get_extra_state` returned it.
     """
     owner = name.removesuffix(EXTRA_STATE).removesuffix(_SEPARATOR)
     next(module for path, module in unwrap(model).named_modules() if own_name(path) == owner).set_extra_state(state)
 
 
 def is_array(value: object) -> bool:
-    """Tell whether an entry is an array of numbers; texts and objects are none."""
+    """Tell whether an entry is a numpy array of numbers, not of text or objects."""
     return isinstance(value, np.ndarray) and not value.dtype.hasobject and value.dtype.kind not in "USMm"
 
 
 def as_tensor(name: str, array: np.ndarray) -> torch.Tensor:
-    """Return an array as a tensor in the same memory; of one that is read-only, a copy.
+    """Return an array as a tensor in the same memory; a read-only array is copied.
 
     Raises:
-        Refused: UNSUPPORTED for a type or strides that torch has not.
+        Refused: UNSUPPORTED for a dtype or strides that torch lacks.
     """
     if not array.dtype.isnative or any(step < 0 for step in array.strides):
         message = f"an array of {array.dtype} with strides {array.strides} is no memory that torch can share"
@@ -552,39 +560,39 @@ def as_tensor(name: str, array: np.ndarray) -> torch.Tensor:
     if not isinstance(dtype, torch.dtype) or array.dtype.names is not None:
         raise refuse("UNSUPPORTED", f"torch has no dtype for arrays of {array.dtype}", tensor=name)
     bits = array if array.dtype.kind in _KINDS else array.view(f"u{array.dtype.itemsize}")
-    shared = torch.from_numpy(bits if bits.flags.writeable else bits.copy())  # torch warns of memory that is read-only
+    shared = torch.from_numpy(bits if bits.flags.writeable else bits.copy())  # torch warns about read-only memory
     return shared.view(dtype)
 
 
 def read_only(name: str, array: np.ndarray) -> list[Refusal]:
-    """Return why values that are written into an array would be lost."""
+    """Return a refusal if an array is read-only, so it cannot be filled."""
     if array.flags.writeable:
         return []
     hint = "Give an array that can be written, such as array.copy()."
     return [Refusal("UNSUPPORTED", "the array is read-only", Where(None, name), hint)]
 
 
-def shared_config(
-    state: State, given: Mapping[str, Any] | None, world: World, *, whole: bool = False
+def common_config(
+    state: State, user_config: Mapping[str, Any] | None, world: World, *, whole: bool = False
 ) -> Mapping[str, Any] | None:
-    """Return the config of a model, the same on all ranks; collective.
+    """Return a model's config, the same on all ranks; collective.
 
     Args:
         state: the model; a transformers model has a config.
-        given: what the user says it is; None: the model's own, on the first rank that has one.
+        user_config: the config that the user gave; None: the model's own, from the first rank that has one.
         world: the ranks.
-        whole: with what is as the class has it by default, which config.json leaves out.
+        whole: include values equal to the class defaults, which config.json leaves out.
     """
-    own = own_config(state, whole=whole) if given is None else given
-    return next((each for each in world.gather(own, repr) if each is not None), None)
+    own_or_given = own_config(state, whole=whole) if user_config is None else user_config
+    return next((each for each in world.gather(own_or_given, repr) if each is not None), None)
 
 
 def own_config(state: State, *, whole: bool = False) -> Mapping[str, Any] | None:
-    """Return the config that a model carries, as config.json holds it, or the `whole` of it; None where it has none."""
+    """Return a model's config as config.json has it, or, with `whole`, with all defaults; None if it has none."""
     model = innermost(state) if isinstance(state, nn.Module) else state
     config = getattr(model, "config", None)
-    said = None if whole else getattr(config, "to_diff_dict", None)
-    as_mapping = said or getattr(config, "to_dict", None)
+    to_dict = None if whole else getattr(config, "to_diff_dict", None)
+    as_mapping = to_dict or getattr(config, "to_dict", None)
     if as_mapping is None:
         return None
     mapping = dict(as_mapping())
@@ -594,10 +602,10 @@ def own_config(state: State, *, whole: bool = False) -> Mapping[str, Any] | None
 
 
 def sizes_that_differ(state: State, stored: Mapping[str, Any]) -> str:
-    """Return the sizes that a model's config and that of a source both give, and give differently; "" for none."""
+    """Describe the sizes that a model's config and a source's config both have, with different values; "" for none."""
     config = getattr(innermost(state) if isinstance(state, nn.Module) else state, "config", None)
-    mine = config.to_dict() if isinstance(config, Configuration) else {}
-    pairs = [(key, value, stored[key]) for key, value in mine.items() if key in stored and type(value) is int]
+    own_sizes = config.to_dict() if isinstance(config, Configuration) else {}
+    pairs = [(key, value, stored[key]) for key, value in own_sizes.items() if key in stored and type(value) is int]
     unlike = [f"{key} is {here} here, {there} in the source" for key, here, there in pairs if here != there]
     if len(unlike) > _LISTED:
         unlike[_LISTED:] = [f"{len(unlike) - _LISTED} more"]

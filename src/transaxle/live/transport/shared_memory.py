@@ -1,9 +1,8 @@
-"""Memory that several processes of one machine map. It has no name in any folder: nothing is left of it.
+"""Shared memory that several processes of one machine map, without a file name, so nothing remains after they end.
 
-Ranks of one machine hand bytes over in shared memory: a network would copy them four times more.
-
-Each rank has a region that the others read. It has two halves: while one round is being read, the next is written.
-Ranks that do not see each other (on other machines, in other containers) are told so, and take the network.
+Ranks of one machine exchange bytes through it; a network would need four more copies. Each rank has a region that the
+other ranks read, with two halves: while one round is read, the next one is written. Ranks that cannot map each other's
+regions (on other machines, in other containers) use the network.
 """
 
 from __future__ import annotations
@@ -24,43 +23,43 @@ from transaxle.torch_tensors import Bytes
 
 _POPULATE = getattr(mmap, "MAP_POPULATE", 0)
 _NAME = re.compile(r"/memfd:transaxle-[0-9a-f]{32} \(deleted\)")
-"""What the system calls our regions."""
+"""Link text of a region's descriptor in `/proc`."""
 _ALIGNED = 64
 """Tensors and parcels begin at multiples of this, so that strided copies move whole words."""
 
 
-def aligned(size: int) -> int:
-    """Return the bytes that so many take, up to where the next tensor or parcel may begin."""
+def align(size: int) -> int:
+    """Round a size up to the offset at which the next tensor or parcel may begin."""
     return -(-size // _ALIGNED) * _ALIGNED
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where another process of the same user finds a region."""
+    """Address by which another process of the same user can map a region."""
 
     pid: int
-    """Process that made it."""
+    """Process id of the region's creator."""
     fd: int
-    """Its descriptor there."""
+    """File descriptor in that process."""
     name: str
-    """What the system calls it; nobody else's has this name, on this machine or another."""
+    """Link text of the descriptor, unique across machines."""
 
 
 wire.tellable(Address)
 
 
 class Region:
-    """Memory that can be mapped by others.
+    """Memory that other processes can map.
 
     Args:
-        size: bytes.
-        fd: an open region; it belongs to this object from now on. None: a new one is made.
+        size: size in bytes.
+        fd: descriptor of an existing region, which this object will own; None: create a region.
     """
 
     def __init__(self, size: int, fd: int | None = None) -> None:
         self.size = size
         self._name = f"transaxle-{secrets.token_hex(16)}"
-        self.fd = self._made() if fd is None else fd
+        self.fd = self._create() if fd is None else fd
         try:
             if fd is None:
                 os.ftruncate(self.fd, max(size, 1))
@@ -69,9 +68,9 @@ class Region:
             self.close()
             raise
         self.bytes: Bytes = np.frombuffer(mapped, np.uint8)[:size]
-        """The memory; it stays for as long as somebody refers to it."""
+        """The mapped memory; it stays mapped while any array refers to it."""
 
-    def _made(self) -> int:
+    def _create(self) -> int:
         if hasattr(os, "memfd_create"):
             fd = os.memfd_create(self._name, os.MFD_CLOEXEC)
         else:
@@ -81,11 +80,11 @@ class Region:
 
     @property
     def address(self) -> Address:
-        """Where it is found."""
+        """Address for other processes."""
         return Address(os.getpid(), self.fd, f"/memfd:{self._name} (deleted)")
 
     def close(self) -> None:
-        """Close the descriptor: who has mapped it keeps it, nobody else finds it any more."""
+        """Close the descriptor; existing mappings stay, but no other process can map the region any more."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -97,11 +96,11 @@ class Region:
         self.close()
 
 
-def seen(address: Address) -> Bytes | None:
-    """Map another process's region for reading; None where it cannot be seen from here.
+def map_region(address: Address) -> Bytes | None:
+    """Map another process's region for reading; None if it is not visible from this process.
 
-    The name is compared before anything is opened: in another container the number may be another process's. It must be
-    that of a region: whoever tells an address has no say in which other files are read.
+    The name is compared before anything is opened, because in another container the process id may belong to another
+    process. It must be the name of a region, so a false address cannot make this process read other files.
     """
     if not _NAME.fullmatch(address.name):
         return None
@@ -124,7 +123,7 @@ _GRAIN = 1 << 20
 
 
 class ShmTransport:
-    """The regions of shared memory of all ranks, as far as this one sees them.
+    """The ranks' regions of shared memory, as far as this rank can map them.
 
     Args:
         world: the ranks.
@@ -134,34 +133,36 @@ class ShmTransport:
         self._world = world
         self._half = 0
         self._turn = 0
-        self._own: Region | None = None
-        self._seen: dict[int, Bytes] = {}
+        self._region: Region | None = None
+        self._mapped: dict[int, Bytes] = {}
         self._readers: dict[int, frozenset[int]] = {}
 
     @property
     def size(self) -> int:
-        """Bytes of this rank's region."""
-        return 0 if self._own is None else self._own.size
+        """Size of this rank's region in bytes."""
+        return 0 if self._region is None else self._region.size
 
     def prepare(self, need: int) -> None:
-        """Make room for so many bytes of every rank; collective over the world, which must ask for equally many."""
-        # All ranks ask for the same size, so all skip the collective calls below, or none does.
+        """Provide `need` bytes per rank and round; collective over the world, with the same `need` on all ranks."""
+        # All ranks ask for the same size, so either all of them skip the collective calls below or none does.
         if need <= self._half:
             return
         self._half = -(-max(need, _GRAIN) // _GRAIN) * _GRAIN
         self.close()
         try:
-            # Failure is not an error: a rank without a region is unreachable, and its bytes take the network.
-            self._own = Region(2 * self._half)
+            # Failure is no error: the bytes of a rank without a region go over the network.
+            self._region = Region(2 * self._half)
         except (OSError, ValueError):
-            self._own = None
-        own_address: Address | None = None if self._own is None else self._own.address
+            self._region = None
+        own_address: Address | None = None if self._region is None else self._region.address
         addresses = dict(zip(self._world.ranks, self._world.gather(own_address), strict=True))
-        others = {rank: address for rank, address in addresses.items() if rank != self._world.rank}
-        mapped = {rank: None if address is None else seen(address) for rank, address in others.items()}
-        self._seen = {rank: region for rank, region in mapped.items() if region is not None}
-        # Every rank must know who sees whom: sender and receiver have to choose the same way without another message.
-        seen_by_rank = self._world.gather(frozenset(self._seen))
+        addresses_of_others = {rank: address for rank, address in addresses.items() if rank != self._world.rank}
+        mapped = {
+            rank: None if address is None else map_region(address) for rank, address in addresses_of_others.items()
+        }
+        self._mapped = {rank: region for rank, region in mapped.items() if region is not None}
+        # Every rank must know which ranks can map which regions: sender and receiver must choose the same transport.
+        seen_by_rank = self._world.gather(frozenset(self._mapped))
         self._readers = {
             sender: frozenset(
                 rank for rank, sees in zip(self._world.ranks, seen_by_rank, strict=True) if sender in sees
@@ -170,35 +171,35 @@ class ShmTransport:
         }
 
     def reaches(self, sender: int, receiver: int) -> bool:
-        """Tell whether one rank sees what another one has written; all ranks answer alike."""
+        """Tell whether a receiver can map a sender's region; equal on all ranks."""
         return receiver in self._readers.get(sender, ())
 
     @property
     def reaches_any(self) -> bool:
-        """Tell whether any rank sees another one; all ranks answer alike."""
+        """Whether any rank can map another rank's region; equal on all ranks."""
         return any(self._readers.values())
 
-    def room(self, start: int, size: int) -> Bytes:
-        """Return room in this rank's region, for the round that comes."""
-        if self._own is None:
+    def buffer(self, start: int, size: int) -> Bytes:
+        """Return memory in this rank's region for the present round."""
+        if self._region is None:
             raise ValueError("this rank has no shared memory")
         begin = self._turn * self._half + start
-        return self._own.bytes[begin : begin + size]
+        return self._region.bytes[begin : begin + size]
 
-    def received(self, sender: int, start: int, size: int) -> Bytes:
-        """Return what another rank has written, until the end of the next round."""
+    def bytes_from(self, sender: int, start: int, size: int) -> Bytes:
+        """Return bytes that another rank has written; valid until the end of the next round."""
         begin = self._turn * self._half + start
-        return self._seen[sender][begin : begin + size]
+        return self._mapped[sender][begin : begin + size]
 
     def flip(self) -> None:
-        """End a round: what is written next goes to the other half."""
-        # Readers may still be reading the half just exchanged, so the next round writes to the other one.
+        """End a round: the next one uses the other half."""
+        # Other ranks may still be reading this half.
         self._turn = 1 - self._turn
 
     def close(self) -> None:
-        """Let the regions go; what somebody still refers to stays."""
-        if self._own is not None:
-            self._own.close()
-        self._own = None
-        self._seen = {}
+        """Release the regions; memory to which arrays still refer stays mapped."""
+        if self._region is not None:
+            self._region.close()
+        self._region = None
+        self._mapped = {}
         self._readers = {}

@@ -1,9 +1,10 @@
-"""A store that ranks share who know an address and a secret: where torch's own would answer whoever reaches its port.
+"""A key-value store for ranks that know its address and a secret; torch's own store answers anyone who reaches its
+port.
 
-Both sides prove that they know the secret before anything else is said: each answers a number that the other has made
-up (HMAC-SHA256), so neither the secret nor an answer that could be used again is ever sent. Every later message has a
-code of that connection, and its place in it. What is said can be read on its way, but not changed. Who proves nothing
-takes no number and holds nobody up. When all are there the port is closed.
+Both sides first prove that they know the secret: each answers a random number from the other side (HMAC-SHA256), so
+neither the secret nor a reusable answer is ever sent. Every later message has a code that depends on the connection and
+the message's position in it. So messages can be read in transit, but not changed. A client that fails the proof takes
+no number and delays nobody. Once all ranks are connected, the port is closed.
 
     number 0                                      another rank
     "transaxle store 1", number a           ->
@@ -41,17 +42,17 @@ _NONCE, _CODE = 32, 32
 _COMES, _LISTENS = b"I come", b"I listen"
 _LENGTH = struct.Struct("!I")
 _LONGEST = 1 << 26
-"""Bytes of a message, between those who know the secret."""
+"""Most bytes of a message from a client that has proved the secret."""
 _MEETING, _TAG = "meeting", 32
-"""Key of the number that tells one meeting from another, and its bytes."""
+"""Key of the random number that identifies this meeting, and its size in bytes."""
 _HANDSHAKE = 15.0
-"""Seconds in which a connection proves the secret."""
+"""Seconds in which a client must prove the secret."""
 _STRANGERS = 64
-"""Connections that have not proved it; of more, the oldest one is closed."""
+"""Most connections that have not proved the secret; beyond, the oldest one is closed."""
 _TURN = 1.0
-"""Seconds after which a rank that waits for a key asks again: meanwhile another thread of it may ask."""
+"""Seconds after which a rank that waits for a key asks again, so that another of its threads can ask in between."""
 _MOMENT = 0.01
-"""Seconds for what the end of the store leaves to do, and between turns of a rank that waits for a key."""
+"""Seconds to sleep while the store shuts down, and between requests of a rank that waits for a key."""
 _AGAIN = 0.1
 """Seconds between attempts to reach number 0."""
 _THERE = "Is number 0 there, and can this machine reach it?"
@@ -63,45 +64,46 @@ def _code(key: bytes, *parts: bytes) -> bytes:
 
 
 class _Rank(msgspec.Struct):
-    """Who a connection is."""
+    """Introduction of a client."""
 
     number: int
-    """Its number."""
+    """Number of the client."""
     said: str
-    """What it expects of the meeting, in words."""
+    """Description of the meeting that the client expects, in words."""
 
 
 class _Request(msgspec.Struct):
-    """What a rank asks the store."""
+    """Request of a client to the store."""
 
     do: Literal["set", "get", "add", "swap", "delete", "count"]
-    """`get` waits for a while; `swap` sets a key that has the expected value, or none where that is empty."""
+    """Operation; `get` waits for a while; `swap` sets a key if it has the expected value, or none where that is empty.
+    """
     keys: tuple[str, ...] = ()
-    """Keys; all of them are waited for."""
+    """Keys; `get` waits for all of them."""
     value: bytes = b""
-    """The new value."""
+    """New value of the key."""
     expected: bytes = b""
-    """The old one."""
+    """Expected former value, for `swap`."""
     amount: int = 0
-    """What is added."""
+    """Summand, for `add`."""
     wait: float = 0.0
     """Seconds to wait for the keys."""
 
 
 class _Answer(msgspec.Struct):
-    """What the store says."""
+    """Answer of the store."""
 
     value: bytes | None = None
-    """Of the first key; None: not all keys are there."""
+    """Value of the first key; None if some key is absent."""
     amount: int = 0
-    """A sum, or how many there are."""
+    """Sum after `add`, or number of keys."""
 
 
 class _Seal:
-    """Codes of the messages of one direction of a connection.
+    """Message codes for one direction of a connection.
 
     Args:
-        key: of this direction.
+        key: key of this direction.
     """
 
     def __init__(self, key: bytes) -> None:
@@ -112,18 +114,18 @@ class _Seal:
         self._count += 1
         return _code(self._key, self._count.to_bytes(8, "big"), message)
 
-    def framed(self, message: bytes) -> bytes:
-        """Return the next message as it is sent."""
+    def frame(self, message: bytes) -> bytes:
+        """Return the next message with its length and code."""
         return _LENGTH.pack(len(message)) + message + self.code(message)
 
     def check(self, message: bytes, code: bytes) -> None:
-        """Raise where the code is not that of the next message."""
+        """Raise if the code does not match the next message."""
         if not hmac.compare_digest(self.code(message), code):
             raise ConnectionError("a message was changed on its way")
 
 
 def _seals(secret: bytes, nonces: bytes) -> tuple[_Seal, _Seal]:
-    """Return the codes of what comes to number 0, and of what goes from it."""
+    """Return the message codes for messages to number 0 and from number 0."""
     return _Seal(_code(secret, b"to number 0", nonces)), _Seal(_code(secret, b"from number 0", nonces))
 
 
@@ -135,7 +137,7 @@ def _size(header: bytes) -> int:
 
 
 def _listener(host: str, port: int) -> socket.socket:
-    """Listen at an address of this machine; "": at all, of either kind."""
+    """Listen at an address of this machine; "" for all addresses, IPv4 and IPv6."""
     if not host and socket.has_dualstack_ipv6():
         return socket.create_server((host, port), family=socket.AF_INET6, backlog=512, dualstack_ipv6=True)
     family = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
@@ -143,26 +145,26 @@ def _listener(host: str, port: int) -> socket.socket:
 
 
 class StoreServer:
-    """Keeps the store, in a thread of its own, until number 0 leaves, it is closed, or the process ends.
+    """Serves the store in a thread until number 0 disconnects, it is closed, or the process ends.
 
     Args:
-        host: address of this machine at which it listens; "" for all.
-        port: TCP port; 0: one that is free.
-        secret: what all ranks know.
-        size: how many come; then the port is closed.
-        said: what all of them must expect of the meeting.
+        host: address of this machine to listen at; "" for all.
+        port: TCP port; 0: any free one.
+        secret: secret that all clients must prove.
+        size: number of clients, after which the port is closed.
+        expectation: description of the meeting that all clients must expect.
 
     Raises:
-        StorageError: IO where it cannot listen there.
+        StorageError: IO if it cannot listen at this address.
     """
 
-    def __init__(self, host: str, port: int, secret: bytes, size: int, said: str = "") -> None:
-        self._secret, self._numbers, self._said = secret, set(range(size)), said
+    def __init__(self, host: str, port: int, secret: bytes, size: int, expectation: str = "") -> None:
+        self._secret, self._numbers, self._expectation = secret, set(range(size)), expectation
         self._values: dict[str, bytes] = {}
         self._strangers: dict[asyncio.StreamWriter, None] = {}
         self._writers: WeakSet[asyncio.StreamWriter] = WeakSet()
         self._first: asyncio.StreamWriter | None = None
-        """The connection of number 0: the store ends with it."""
+        """Connection of number 0, with which the store ends."""
         try:
             self._socket = _listener(host, port)
         except OSError as error:
@@ -170,18 +172,18 @@ class StoreServer:
             hint = "Number 0 listens at the address that it is given: one of its own machine, at a free port."
             raise refuse("IO", message, hint=hint) from error
         self.port: int = self._socket.getsockname()[1]
-        """Where it listens."""
+        """TCP port at which it listens."""
         self.refused = 0
-        """Connections that have proved to know another secret, or none."""
+        """Number of connections that failed the proof."""
         self._changed, self._over = asyncio.Condition(), asyncio.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="transaxle-store", daemon=True)
-        self._begun = threading.Event()
+        self._started = threading.Event()
         self._thread.start()
-        self._begun.wait()
+        self._started.wait()
 
     def close(self) -> None:
-        """Close all connections, and the port."""
-        with suppress(RuntimeError):  # it was closed
+        """Close all connections and the port."""
+        with suppress(RuntimeError):  # already closed
             self._loop.call_soon_threadsafe(self._over.set)
         if threading.current_thread() is not self._thread:
             self._thread.join()
@@ -189,7 +191,7 @@ class StoreServer:
     async def _run(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._server = await asyncio.start_server(self._serve, sock=self._socket)
-        self._begun.set()
+        self._started.set()
         await self._over.wait()
         await self._shut()
         for writer in list(self._writers):
@@ -202,7 +204,7 @@ class StoreServer:
         await asyncio.sleep(_MOMENT)
 
     async def _shut(self) -> None:
-        """Close the port: asyncio loses a connection that it has just taken, so no other one is taken before."""
+        """Close the port; stop accepting first, because asyncio would lose a connection accepted at that moment."""
         if self._socket.fileno() < 0:
             return
         self._loop.remove_reader(self._socket.fileno())
@@ -224,7 +226,7 @@ class StoreServer:
                     self._over.set()
 
     async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> tuple[_Seal, _Seal] | None:
-        """Find out who it is; None for one that cannot take part."""
+        """Let a client prove the secret and introduce itself; None if it cannot take part."""
         self._strangers[writer] = None
         if len(self._strangers) > _STRANGERS:
             next(iter(self._strangers)).transport.abort()
@@ -242,7 +244,7 @@ class StoreServer:
         coming, going = _seals(self._secret, nonces)
         rank = msgspec.msgpack.decode(await _next(reader, coming), type=_Rank)
         problem = self._problem(rank)
-        writer.write(going.framed(problem.encode()))
+        writer.write(going.frame(problem.encode()))
         await writer.drain()
         if problem:
             return None
@@ -253,26 +255,26 @@ class StoreServer:
         return coming, going
 
     def _problem(self, rank: _Rank) -> str:
-        """Return why a rank cannot take part; "" if it can."""
-        if rank.said != self._said:
-            return f"this rank meets {rank.said}, but another one {self._said}"
+        """Return why a client cannot take part; "" if it can."""
+        if rank.said != self._expectation:
+            return f"this rank meets {rank.said}, but another one {self._expectation}"
         return "" if rank.number in self._numbers else f"another rank has the number {rank.number}"
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, come: _Seal, go: _Seal) -> None:
         while True:
             request = msgspec.msgpack.decode(await _next(reader, come), type=_Request)
-            writer.write(go.framed(msgspec.msgpack.encode(await self._done(request))))
+            writer.write(go.frame(msgspec.msgpack.encode(await self._execute(request))))
             await writer.drain()
 
-    async def _done(self, request: _Request) -> _Answer:
+    async def _execute(self, request: _Request) -> _Answer:
         values, first = self._values, request.keys[0] if request.keys else ""
         async with self._changed:
             if request.do == "get":
                 with suppress(TimeoutError):
                     async with asyncio.timeout(min(request.wait, _TURN)):
                         await self._changed.wait_for(lambda: all(key in values for key in request.keys))
-                there = all(key in values for key in request.keys)
-                return _Answer(values.get(first, b"") if there else None)
+                is_complete = all(key in values for key in request.keys)
+                return _Answer(values.get(first, b"") if is_complete else None)
             if request.do == "count":
                 return _Answer(amount=len(values))
             self._changed.notify_all()
@@ -293,174 +295,178 @@ async def _next(reader: asyncio.StreamReader, seal: _Seal) -> bytes:
 
 
 class SharedStore(Store):
-    """The store, as one rank has it; for process groups of torch.
+    """One rank's connection to the store, for process groups of torch.
 
     Args:
         address: host and port of number 0.
-        secret: what all ranks know.
-        number: this rank's.
-        said: what it expects of the meeting.
-        timeout: how long it waits for number 0, and for keys.
+        secret: secret that all ranks know.
+        number: number of this rank.
+        expectation: description of the meeting that this rank expects.
+        timeout: the longest wait for number 0, and for keys.
 
     Raises:
-        StorageError: IO where nobody is there in time.
-        Refused: UNSUPPORTED where who is there has another secret, or is no store.
-        UsageError: AMBIGUOUS where it cannot take part as it says.
+        StorageError: IO if number 0 cannot be reached in time.
+        Refused: UNSUPPORTED if the other side has another secret, or is no store.
+        UsageError: AMBIGUOUS if the number is taken, or the expected meeting differs.
     """
 
-    def __init__(self, address: tuple[str, int], secret: bytes, number: int, said: str, timeout: timedelta) -> None:
+    def __init__(
+        self, address: tuple[str, int], secret: bytes, number: int, expectation: str, timeout: timedelta
+    ) -> None:
         super().__init__()
         self.set_timeout(timeout)
         self._patience = timeout
         self._lock = threading.Lock()
         self._where = f"{address[0]}:{address[1]}"
         end = time.monotonic() + timeout.total_seconds()
-        while not self._came(address, end, secret):  # it was closed before it was known: there were too many strangers
+        while not self._connect(
+            address, end, secret
+        ):  # closed before the proof, because too many unproved connections were open
             time.sleep(_AGAIN)
         try:
-            self._introduce(msgspec.msgpack.encode(_Rank(number, said)))
+            self._introduce(msgspec.msgpack.encode(_Rank(number, expectation)))
         except OSError as error:
             self.close()
-            raise self._lost(error) from error
+            raise self._connection_error(error) from error
         except BaseException:
             self.close()
             raise
 
     @property
     def own_host(self) -> str:
-        """The address of this machine from which it has reached number 0."""
+        """Local address of the connection to number 0."""
         return str(self._socket.getsockname()[0])
 
     def close(self) -> None:
-        """Leave the others."""
+        """Disconnect from the store."""
         self._socket.close()
 
     def __del__(self) -> None:
         if hasattr(self, "_socket"):
             self.close()
 
-    def _lost(self, error: OSError) -> TransaxleError:
+    def _connection_error(self, error: OSError) -> TransaxleError:
         return refuse("IO", f"cannot meet at {self._where}: {error.strerror or error}", hint=_THERE)
 
-    def _came(self, address: tuple[str, int], end: float, secret: bytes) -> bool:
-        """Reach number 0 and prove the secret; False where that is to be tried again."""
+    def _connect(self, address: tuple[str, int], end: float, secret: bytes) -> bool:
+        """Connect to number 0 and prove the secret; False if another attempt is due."""
         try:
             self._socket = socket.create_connection(address, max(end - time.monotonic(), _AGAIN))
         except OSError as error:
             if time.monotonic() + _AGAIN > end:
-                raise self._lost(error) from error
+                raise self._connection_error(error) from error
             return False
         try:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._socket.settimeout(max(self._patience.total_seconds(), _HANDSHAKE))
-            self._go, self._come = self._proved(secret)
+            self._go, self._come = self._prove(secret)
         except OSError as error:
             self.close()
             if time.monotonic() + _AGAIN > end:
-                raise self._lost(error) from error
+                raise self._connection_error(error) from error
             return False
         except BaseException:
             self.close()
             raise
         return True
 
-    def _proved(self, secret: bytes) -> tuple[_Seal, _Seal]:
-        """Prove the secret, and let number 0 prove it; return the codes of what goes to it, and comes from it."""
+    def _prove(self, secret: bytes) -> tuple[_Seal, _Seal]:
+        """Exchange proofs of the secret with number 0; return the message codes for sending and receiving."""
         if self._exactly(len(_HELLO)) != _HELLO:
-            message = f"who listens at {self._where} is no meeting of this version of transaxle"
+            message = f"the server at {self._where} is no meeting of this version of transaxle"
             raise refuse("UNSUPPORTED", message, hint="Give a port that no other program has.")
         first, second = self._exactly(_NONCE), secrets.token_bytes(_NONCE)
         self._socket.sendall(second + _code(secret, _COMES, first, second))
         knows = self._exactly(1) == b"\1"
         if not knows or not hmac.compare_digest(_code(secret, _LISTENS, first, second), self._exactly(_CODE)):
-            raise refuse("UNSUPPORTED", f"who listens at {self._where} has another secret", hint=_OTHER)
+            raise refuse("UNSUPPORTED", f"the server at {self._where} has another secret", hint=_OTHER)
         return _seals(secret, first + second)
 
     def _introduce(self, rank: bytes) -> None:
-        """Say which rank it is."""
-        problem = self._exchanged(rank).decode()
+        """Send this rank's number and expected meeting."""
+        problem = self._exchange(rank).decode()
         if problem:
             raise refuse(
                 "AMBIGUOUS", problem, hint="Give the same size and backend everywhere, and each rank its number."
             )
 
     def _exactly(self, size: int) -> bytes:
-        found = bytearray()
-        while len(found) < size:
-            part = self._socket.recv(size - len(found))
+        octets = bytearray()
+        while len(octets) < size:
+            part = self._socket.recv(size - len(octets))
             if not part:
                 raise ConnectionError("the connection was closed")
-            found += part
-        return bytes(found)
+            octets += part
+        return bytes(octets)
 
-    def _exchanged(self, message: bytes) -> bytes:
-        self._socket.sendall(self._go.framed(message))
+    def _exchange(self, message: bytes) -> bytes:
+        self._socket.sendall(self._go.frame(message))
         answer = self._exactly(_size(self._exactly(_LENGTH.size)))
         self._come.check(answer, self._exactly(_CODE))
         return answer
 
     def _ask(self, request: _Request) -> _Answer:
-        """Ask number 0.
+        """Send a request to number 0, and return its answer.
 
         Raises:
-            dist.DistNetworkError: it is lost; a RuntimeError, as of torch's own stores.
+            dist.DistNetworkError: the connection is lost; a RuntimeError, as in torch's own stores.
         """
         try:
             with self._lock:
-                answer = self._exchanged(msgspec.msgpack.encode(request))
+                answer = self._exchange(msgspec.msgpack.encode(request))
         except OSError as error:
-            self._socket.close()  # half a message cannot be taken up again
+            self._socket.close()  # a message that was sent in part cannot be continued
             raise dist.DistNetworkError(f"the store at {self._where} is lost: {error}") from error
         return msgspec.msgpack.decode(answer, type=_Answer)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all keys are there; raises `dist.DistStoreError`, a RuntimeError, after the timeout."""
-        self._waited(tuple(keys), timeout or self._patience)
+        """Wait until all keys exist; raises `dist.DistStoreError`, a RuntimeError, after the timeout."""
+        self._wait_for(tuple(keys), timeout or self._patience)
 
-    def _waited(self, keys: tuple[str, ...], timeout: timedelta) -> bytes:
+    def _wait_for(self, keys: tuple[str, ...], timeout: timedelta) -> bytes:
         end = time.monotonic() + timeout.total_seconds()
         while True:
-            left = end - time.monotonic()
-            value = self._ask(_Request("get", keys, wait=max(left, 0.0))).value
+            seconds_left = end - time.monotonic()
+            value = self._ask(_Request("get", keys, wait=max(seconds_left, 0.0))).value
             if value is not None:
                 return value
-            if left <= 0:
+            if seconds_left <= 0:
                 raise dist.DistStoreError(
                     f"after {timeout.total_seconds():g} s not all of this is there: {', '.join(keys)}"
                 )
-            time.sleep(_MOMENT)  # another thread may ask: who lets a lock go has it again before all who wait for it
+            time.sleep(_MOMENT)  # lets other threads ask: without a pause, this one would get the lock again at once
 
     def get(self, key: str) -> bytes:
-        """Return a key's value; waits for it."""
-        return self._waited((key,), self._patience)
+        """Wait for a key, and return its value."""
+        return self._wait_for((key,), self._patience)
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Set a key."""
+        """Set the value of a key."""
         self._ask(_Request("set", (key,), _octets(value)))
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Set a key that has the expected value, or none where that is empty; return what it has then."""
+        """Set a key if it has the expected value, or none where that is empty; return its value afterwards."""
         answer = self._ask(_Request("swap", (key,), _octets(desired), _octets(expected)))
         return answer.value or b""
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a number, and return it."""
+        """Add to a number, and return the sum."""
         return self._ask(_Request("add", (key,), amount=amount)).amount
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Tell whether all keys are there."""
+        """Tell whether all keys exist."""
         return self._ask(_Request("get", tuple(keys))).value is not None
 
     def delete_key(self, key: str) -> bool:
-        """Delete a key; tell whether it was there."""
+        """Delete a key; tell whether it existed."""
         return self._ask(_Request("delete", (key,))).value is not None
 
     def num_keys(self) -> int:
-        """Return how many keys there are."""
+        """Return the number of keys."""
         return self._ask(_Request("count")).amount
 
     def clone(self) -> SharedStore:
-        """Return this store: threads may ask it at once."""
+        """Return this store, which several threads may use at once."""
         return self
 
 
@@ -469,36 +475,36 @@ def _octets(value: str | bytes) -> bytes:
 
 
 def check_connections(group: dist.ProcessGroup, store: SharedStore, secret: bytes, number: int, size: int) -> None:
-    """Let each rank prove the secret on its connection to every other one: these are not those to the store.
+    """Let each rank prove the secret on its connections to other ranks, which are not those to the store.
 
     Args:
         group: the ranks.
-        store: where they have met.
-        secret: what they know.
-        number: this rank's.
-        size: how many they are.
+        store: the store of this meeting.
+        secret: secret that all ranks know.
+        number: number of this rank.
+        size: number of ranks.
 
     Raises:
-        StorageError: IO where somebody else is at the other end.
+        StorageError: IO if a connection leads to another program.
     """
     if size == 1:
         return
-    made = store.compare_set(_MEETING, "", secrets.token_bytes(_TAG))
+    meeting = store.compare_set(_MEETING, "", secrets.token_bytes(_TAG))
 
     def tag(sender: int, receiver: int) -> bytes:
-        return hmac.digest(secret, b"between ranks" + made + f"{sender} {receiver}".encode(), "sha256")
+        return hmac.digest(secret, b"between ranks" + meeting + f"{sender} {receiver}".encode(), "sha256")
 
-    own = b"".join(tag(number, other) for other in range(size))
-    sent = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+    own_tags = b"".join(tag(number, other) for other in range(size))
+    outgoing = torch.frombuffer(bytearray(own_tags), dtype=torch.uint8)
     device = torch.device("cuda" if on_accelerator(group) else "cpu")
-    sent, received = sent.to(device), torch.empty(len(own), dtype=torch.uint8, device=device)
+    outgoing, received = outgoing.to(device), torch.empty(len(own_tags), dtype=torch.uint8, device=device)
     with collective():
-        dist.all_to_all_single(received, sent, group=group)
+        dist.all_to_all_single(received, outgoing, group=group)
     octets = received.cpu().numpy().tobytes()
     strange = [
         other for other in range(size)
         if not hmac.compare_digest(octets[other * _TAG : (other + 1) * _TAG], tag(other, number))
     ]  # fmt: skip
     if strange:
-        message = f"who answers rank {number} in the place of rank {strange[0]} does not know the secret"
+        message = f"a program that does not know the secret answers rank {number} in place of rank {strange[0]}"
         raise refuse("IO", message, hint="Somebody else has connected to this machine; keep strangers off its network.")

@@ -1,14 +1,10 @@
-"""Tensors on their way between ranks: all at once, or in buckets of bounded memory.
+"""Exchange bytes of tensors between ranks: through shared memory on one machine, over the process group otherwise.
 
-Exchange between the ranks of a process group: through shared memory on one machine, over the network otherwise.
+All ranks compute the same sizes, so no headers are sent. Bytes are sent as uint8, which every backend supports.
 
-The split sizes are computed alike everywhere and no header travels. Over a network bytes go as uint8, which every
-backend carries.
-
-**Buckets**: rounds of parcels that are sent again and again. Where each parcel lies is found out once.
-
-Every rank has two buckets: while one is read, or on its way, the next is packed. A third of each is shared memory,
-in which other ranks of the machine read; a third is for what is sent over a network, and a third for what comes.
+**Buckets**: the same rounds of parcels are sent many times, in bounded memory, so their offsets are computed once.
+Every rank has two buckets: while one is read or sent, the next one is packed. A third of a bucket is shared memory for
+other ranks of the machine, a third is for bytes to send over the network, and a third for received bytes.
 """
 
 from __future__ import annotations
@@ -20,29 +16,29 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from transaxle.live.transport.shared_memory import ShmTransport, aligned
+from transaxle.live.transport.shared_memory import ShmTransport, align
 from transaxle.live.transport.world import World, collective
 from transaxle.move.transfer import Fill, Parcel, Take
 from transaxle.torch_tensors import of_bytes
 
 
 def begin_all_to_all(
-    world: World, received: torch.Tensor, sent: torch.Tensor, receive_sizes: list[int], send_sizes: list[int]
+    world: World, received: torch.Tensor, outgoing: torch.Tensor, receive_sizes: list[int], send_sizes: list[int]
 ) -> Callable[[], None]:
-    """Begin to send bytes of every rank to every other one, and return what waits until they are there; collective.
+    """Start sending bytes from every rank to every other rank; the returned function waits for the end; collective.
 
     Args:
         world: the ranks.
-        received: where they go, those of the first rank first.
-        sent: what this rank sends, that for the first rank first.
+        received: buffer for received bytes, ordered by rank.
+        outgoing: bytes to send, ordered by rank.
         receive_sizes: bytes from each rank.
         send_sizes: bytes for each rank.
 
     Raises:
-        StorageError: IO where a rank is lost; so does what is returned.
+        StorageError: IO where a rank is lost; also raised by the returned function.
     """
     with collective():
-        work = dist.all_to_all_single(received, sent, receive_sizes, send_sizes, group=world.group, async_op=True)
+        work = dist.all_to_all_single(received, outgoing, receive_sizes, send_sizes, group=world.group, async_op=True)
 
     def wait() -> None:
         with collective():
@@ -52,7 +48,7 @@ def begin_all_to_all(
 
 
 class RankExchange:
-    """Moves parcels round by round: between ranks of one machine in shared memory, else over the process group.
+    """Exchanges parcels in rounds, through shared memory on one machine, otherwise over the process group.
 
     Args:
         world: the ranks.
@@ -65,22 +61,22 @@ class RankExchange:
         self.rank = world.rank
         self.ranks = world.ranks
         self.received = 0
-        """Bytes that this rank has received from others."""
+        """Bytes that this rank has received from other ranks."""
 
     def round(self, parcels: Sequence[Parcel], fill: Fill, take: Take) -> int:
-        """Send parcels, all at once; collective over the world, which must pass equal parcels on every rank.
+        """Exchange parcels, all at once; collective over the world, with equal parcels on every rank.
 
         Args:
-            parcels: what moves; a rank that is sender and receiver gets its own without sending it.
+            parcels: the parcels; a rank that is both sender and receiver gets its own without sending.
             fill: called on the sender, once per parcel.
-            take: called on each receiver, once per parcel; the bytes stay until the next round begins.
+            take: called on each receiver, once per parcel; the bytes are valid until the next round begins.
 
         Returns:
-            bytes that this rank received from others.
+            bytes that this rank received from other ranks.
         """
         rank = self._world.rank
-        places = self._placed(parcels)
-        far = [
+        places = self._place_parcels(parcels)
+        far_numbers = [
             number
             for number, parcel in enumerate(parcels)
             if any(r != parcel.sender and not self._shm.reaches(parcel.sender, r) for r in parcel.receivers)
@@ -89,43 +85,43 @@ class RankExchange:
         for number, parcel in enumerate(parcels):
             if parcel.sender == rank:
                 reached = any(self._shm.reaches(rank, other) for other in parcel.receivers)
-                buffer = self._shm.room(places[number], parcel.size) if reached else np.empty(parcel.size, np.uint8)
+                buffer = self._shm.buffer(places[number], parcel.size) if reached else np.empty(parcel.size, np.uint8)
                 fill(number, buffer)
                 packed[number] = buffer
                 if rank in parcel.receivers:
                     take(number, buffer)
         received = self._take_near(parcels, places, take)
-        if far:
-            received += self._take_far(parcels, far, packed, take)
+        if far_numbers:
+            received += self._take_far(parcels, far_numbers, packed, take)
         self.received += received
         return received
 
     def close(self) -> None:
-        """Let go what the rounds needed."""
+        """Release the shared memory."""
         if self._opened is not None:
             self._opened.close()
 
     @property
     def _shm(self) -> ShmTransport:
-        """Shared memory; it is opened for the first round."""
+        """The shared memory, created for the first round."""
         if self._opened is None:
             self._opened = ShmTransport(self._world)
         return self._opened
 
-    def _placed(self, parcels: Sequence[Parcel]) -> list[int]:
-        """Return where each parcel lies in its sender's region, and make room for them."""
+    def _place_parcels(self, parcels: Sequence[Parcel]) -> list[int]:
+        """Return each parcel's offset in its sender's region, and provide memory for all."""
         ends: dict[int, int] = {}
         places = []
         for parcel in parcels:
             places.append(ends.get(parcel.sender, 0))
             if any(rank != parcel.sender for rank in parcel.receivers):
-                ends[parcel.sender] = places[-1] + aligned(parcel.size)
+                ends[parcel.sender] = places[-1] + align(parcel.size)
         if ends:
             self._shm.prepare(max(ends.values()))
         return places
 
     def _take_near(self, parcels: Sequence[Parcel], places: Sequence[int], take: Take) -> int:
-        """Wait until everybody has written, and read what is for this rank."""
+        """Wait until all ranks have written, and read this rank's parcels from shared memory."""
         shm = self._shm
         if not any(shm.reaches(parcel.sender, rank) for parcel in parcels for rank in parcel.receivers):
             return 0
@@ -133,7 +129,7 @@ class RankExchange:
         received = 0
         for number, (parcel, place) in enumerate(zip(parcels, places, strict=True)):
             if self._world.rank in parcel.receivers and shm.reaches(parcel.sender, self._world.rank):
-                take(number, shm.received(parcel.sender, place, parcel.size))
+                take(number, shm.bytes_from(parcel.sender, place, parcel.size))
                 received += parcel.size
         shm.flip()
         return received
@@ -141,7 +137,7 @@ class RankExchange:
     def _take_far(
         self, parcels: Sequence[Parcel], numbers: Sequence[int], packed: Mapping[int, np.ndarray], take: Take
     ) -> int:
-        """Send over the process group what no shared memory carries."""
+        """Exchange over the process group the parcels that shared memory does not carry."""
         world = self._world
         places = {rank: place for place, rank in enumerate(world.ranks)}
         outgoing: list[list[np.ndarray]] = [[] for _ in range(world.size)]
@@ -157,9 +153,9 @@ class RankExchange:
         send_sizes = [sum(map(len, part)) for part in outgoing]
         receive_sizes = [sum(parcels[n].size for n in part) for part in incoming]
         flat = np.concatenate([piece for part in outgoing for piece in part] or [np.empty(0, np.uint8)])
-        sent = torch.from_numpy(flat).to(self._device)
+        send_buffer = torch.from_numpy(flat).to(self._device)
         received = torch.empty(sum(receive_sizes), dtype=torch.uint8, device=self._device)
-        begin_all_to_all(world, received, sent, receive_sizes, send_sizes)()
+        begin_all_to_all(world, received, send_buffer, receive_sizes, send_sizes)()
         arrived = received.cpu().numpy()
         start = 0
         for number in (n for part in incoming for n in part):
@@ -170,44 +166,43 @@ class RankExchange:
 
 
 Work = Callable[[int, int, torch.Tensor], None]
-"""`work(round, parcel, buffer)`: pack a parcel's bytes into the buffer, or take them out of it; it must not raise."""
+"""`work(round, parcel, buffer)`: pack a parcel's bytes into the buffer, or read them from it; it must not raise."""
 SHARES = 3
-"""Parts of a bucket: a round may send, and receive, as many bytes as one of them has."""
-"""Parcels begin at multiples of this, so that a buffer can be seen as values of any type."""
+"""Number of parts of a bucket; a round may send, and may receive, at most one part's bytes."""
 
 
 @dataclass
 class _Round:
-    """One round, as one rank sees it; places are bytes from the beginning of a bucket."""
+    """One round as one rank sees it; places are byte offsets in a bucket."""
 
     packs: list[tuple[int, int, int | None, list[int]]] = field(default_factory=list)
-    """Of each own parcel: number, size, place in shared memory, places in what is sent over the network."""
+    """For each parcel to send: number, size, place in shared memory, places in the network buffer."""
     near: list[tuple[int, int, int, int]] = field(default_factory=list)
-    """Of each parcel that is read in shared memory: number, size, sender, place."""
+    """For each parcel to read from shared memory: number, size, sender, place."""
     far: list[tuple[int, int, int]] = field(default_factory=list)
-    """Of each parcel that comes over the network: number, size, place."""
+    """For each parcel received over the network: number, size, place."""
     send_sizes: list[int] = field(default_factory=list)
-    """Bytes for each rank."""
+    """Bytes to send to each rank."""
     receive_sizes: list[int] = field(default_factory=list)
-    """Bytes from each rank."""
+    """Bytes to receive from each rank."""
     meets: bool = False
-    """Whether any rank reads shared memory of another one."""
+    """Whether any rank reads another rank's shared memory."""
     sends: bool = False
-    """Whether any rank sends anything over the network."""
+    """Whether any rank sends bytes over the network."""
 
 
 @dataclass(frozen=True)
 class Route:
-    """Rounds with a place for everything."""
+    """Rounds with a place for every parcel."""
 
     rounds: Sequence[_Round]
-    """The rounds."""
+    """The rounds in order."""
     received: int
-    """Bytes that this rank receives in all of them."""
+    """Bytes that this rank receives in all rounds."""
 
 
 class BucketExchange:
-    """Sends parcels of bytes on routes.
+    """Exchanges parcels of bytes along routes.
 
     Args:
         world: the ranks.
@@ -220,101 +215,103 @@ class BucketExchange:
         self._sent, self._arrived = _Halves(self._device), _Halves(self._device)
 
     @property
-    def held(self) -> int:
+    def bucket_bytes(self) -> int:
         """Bytes of this rank's buckets."""
         return self._shm.size + self._sent.size + self._arrived.size
 
     def route(self, rounds: Sequence[Sequence[Parcel]]) -> Route:
-        """Give everything its place; collective over the world, which must pass equal parcels on every rank."""
+        """Compute the places of all parcels; collective over the world, with equal parcels on every rank."""
         if self._device.type == "cpu":
-            need = max((max(_sent_near(parcels).values(), default=0) for parcels in rounds), default=0)
+            need = max((max(_region_sizes(parcels).values(), default=0) for parcels in rounds), default=0)
             if need:
                 self._shm.prepare(need)
                 if not self._shm.reaches_any:
                     self._shm.close()
-        found = [self._placed(parcels) for parcels in rounds]
-        received = sum(size for each in found for _, size, *_ in (*each.near, *each.far))
-        return Route(found, received)
+        placed_rounds = [self._place_parcels(parcels) for parcels in rounds]
+        received = sum(size for each in placed_rounds for _, size, *_ in (*each.near, *each.far))
+        return Route(placed_rounds, received)
 
     def run(self, route: Route, pack: Work, take: Work) -> None:
-        """Send the parcels of a route; collective over the world, whose routes must be those of the same parcels.
+        """Exchange the parcels of a route; collective over the world, with routes for the same parcels.
 
         Raises:
             StorageError: IO where a rank is lost.
         """
         waiting: tuple[int, _Round, Callable[[], None], torch.Tensor] | None = None
-        for number, each in enumerate(route.rounds):
-            sent = self._sent.half(number, sum(each.send_sizes))
-            self._pack(number, each, sent, pack)
-            if each.meets:
+        for number, route_round in enumerate(route.rounds):
+            send_buffer = self._sent.half(number, sum(route_round.send_sizes))
+            self._pack(number, route_round, send_buffer, pack)
+            if route_round.meets:
                 self._world.wait()
-                for parcel, size, sender, place in each.near:
-                    take(number, parcel, of_bytes(self._shm.received(sender, place, size)))
+                for parcel, size, sender, place in route_round.near:
+                    take(number, parcel, of_bytes(self._shm.bytes_from(sender, place, size)))
                 self._shm.flip()
             if waiting is not None:
                 waiting[2]()
-            begun = None
-            if each.sends:
-                arrived = self._arrived.half(number, sum(each.receive_sizes))
-                wait = begin_all_to_all(self._world, arrived, sent, each.receive_sizes, each.send_sizes)
-                begun = number, each, wait, arrived
-            # What came is taken out while the next bucket is on its way.
+            pending = None
+            if route_round.sends:
+                arrived = self._arrived.half(number, sum(route_round.receive_sizes))
+                wait = begin_all_to_all(
+                    self._world, arrived, send_buffer, route_round.receive_sizes, route_round.send_sizes
+                )
+                pending = number, route_round, wait, arrived
+            # Read the previous round's bytes while the next bucket is sent.
             if waiting is not None:
                 _take_out(waiting[0], waiting[1], waiting[3], take)
-            waiting = begun
+            waiting = pending
         if waiting is not None:
             waiting[2]()
             _take_out(waiting[0], waiting[1], waiting[3], take)
 
     def close(self) -> None:
-        """Let the buckets go."""
+        """Release the buckets."""
         self._shm.close()
         self._sent, self._arrived = _Halves(self._device), _Halves(self._device)
 
-    def _pack(self, number: int, each: _Round, sent: torch.Tensor, pack: Work) -> None:
-        for parcel, size, near, far in each.packs:
-            buffers = [] if near is None else [of_bytes(self._shm.room(near, size))]
-            buffers += [sent[place : place + size] for place in far]
+    def _pack(self, number: int, route_round: _Round, send_buffer: torch.Tensor, pack: Work) -> None:
+        for parcel, size, near, far in route_round.packs:
+            buffers = [] if near is None else [of_bytes(self._shm.buffer(near, size))]
+            buffers += [send_buffer[place : place + size] for place in far]
             pack(number, parcel, buffers[0])
-            for other in buffers[1:]:
-                other.copy_(buffers[0])
+            for copy in buffers[1:]:
+                copy.copy_(buffers[0])
 
-    def _placed(self, parcels: Sequence[Parcel]) -> _Round:
-        """Find the places of one round."""
-        world, found = self._world, _Round()
+    def _place_parcels(self, parcels: Sequence[Parcel]) -> _Round:
+        """Compute the places of one round."""
+        world, placed = self._world, _Round()
         position = {rank: number for number, rank in enumerate(world.ranks)}
         outgoing: list[list[int]] = [[] for _ in range(world.size)]
         incoming: list[list[int]] = [[] for _ in range(world.size)]
         near_places: dict[int, int] = {}
         ends: dict[int, int] = {}
         for number, parcel in enumerate(parcels):
-            others = [rank for rank in parcel.receivers if rank != parcel.sender]
-            far = [rank for rank in others if not self._shm.reaches(parcel.sender, rank)]
-            near = [rank for rank in others if self._shm.reaches(parcel.sender, rank)]
-            found.meets, found.sends = found.meets or bool(near), found.sends or bool(far)
+            receivers = [rank for rank in parcel.receivers if rank != parcel.sender]
+            far = [rank for rank in receivers if not self._shm.reaches(parcel.sender, rank)]
+            near = [rank for rank in receivers if self._shm.reaches(parcel.sender, rank)]
+            placed.meets, placed.sends = placed.meets or bool(near), placed.sends or bool(far)
             if near:
                 near_places[number] = ends.get(parcel.sender, 0)
-                ends[parcel.sender] = near_places[number] + aligned(parcel.size)
+                ends[parcel.sender] = near_places[number] + align(parcel.size)
                 if world.rank in near:
-                    found.near.append((number, parcel.size, parcel.sender, near_places[number]))
+                    placed.near.append((number, parcel.size, parcel.sender, near_places[number]))
             if parcel.sender == world.rank:
                 for rank in far:
                     outgoing[position[rank]].append(number)
             elif world.rank in far:
                 incoming[position[parcel.sender]].append(number)
-        far_places = dict(_laid(outgoing, parcels, found.send_sizes))
-        found.far += (
+        far_places = dict(_lay_out(outgoing, parcels, placed.send_sizes))
+        placed.far += (
             (number, parcels[number].size, places[0])
-            for number, places in _laid(incoming, parcels, found.receive_sizes)
+            for number, places in _lay_out(incoming, parcels, placed.receive_sizes)
         )
         for number in sorted({*near_places, *far_places}):
             if parcels[number].sender == world.rank:
-                found.packs.append((number, parcels[number].size, near_places.get(number), far_places.get(number, [])))
-        return found
+                placed.packs.append((number, parcels[number].size, near_places.get(number), far_places.get(number, [])))
+        return placed
 
 
 class _Halves:
-    """Two buffers in turn, which grow where that is needed."""
+    """Two buffers used in turn, which grow as needed."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -322,41 +319,41 @@ class _Halves:
 
     @property
     def size(self) -> int:
-        """Bytes of both."""
+        """Bytes of both buffers."""
         return sum(map(len, self._halves))
 
     def half(self, number: int, size: int) -> torch.Tensor:
-        """Return so many bytes of one of them."""
+        """Return `size` bytes of the buffer for a round."""
         turn = number % 2
         if len(self._halves[turn]) < size:
             self._halves[turn] = torch.empty(size, dtype=torch.uint8, device=self._device)
         return self._halves[turn][:size]
 
 
-def _take_out(number: int, each: _Round, arrived: torch.Tensor, take: Work) -> None:
-    for parcel, size, place in each.far:
+def _take_out(number: int, route_round: _Round, arrived: torch.Tensor, take: Work) -> None:
+    for parcel, size, place in route_round.far:
         take(number, parcel, arrived[place : place + size])
 
 
-def _sent_near(parcels: Sequence[Parcel]) -> dict[int, int]:
-    """Return the bytes of shared memory that each rank needs, if all ranks saw each other."""
+def _region_sizes(parcels: Sequence[Parcel]) -> dict[int, int]:
+    """Return rank -> bytes of shared memory that it needs if all ranks can map each other's regions."""
     ends: dict[int, int] = {}
     for parcel in parcels:
         if any(rank != parcel.sender for rank in parcel.receivers):
-            ends[parcel.sender] = ends.get(parcel.sender, 0) + aligned(parcel.size)
+            ends[parcel.sender] = ends.get(parcel.sender, 0) + align(parcel.size)
     return ends
 
 
-def _laid(
+def _lay_out(
     by_rank: Sequence[Sequence[int]], parcels: Sequence[Parcel], sizes: list[int]
 ) -> Iterator[tuple[int, list[int]]]:
-    """Lay the parcels for each rank one after the other; yield (number, its places), and add up the sizes."""
+    """Place the parcels for each rank one after the other; yield (number, places), and append the sizes per rank."""
     places: dict[int, list[int]] = {}
     at = 0
     for numbers in by_rank:
         begin = at
         for number in numbers:
             places.setdefault(number, []).append(at)
-            at += aligned(parcels[number].size)
+            at += align(parcels[number].size)
         sizes.append(at - begin)
     yield from places.items()

@@ -1,7 +1,7 @@
-"""What ranks tell each other, as bytes: plain data, and records of classes that are on a list. Nothing is unpickled.
+"""Encode what ranks send to each other: plain data and records of registered classes. Nothing is unpickled.
 
-The bytes are msgpack. Containers of Python that msgpack does not tell apart are arrays that begin with a number of
-their kind. Other bytes are refused; a class is looked up on the list, and never imported.
+The encoding is msgpack. A Python type that msgpack lacks is an array that begins with the number of its kind. All other
+bytes are refused; a class is looked up in the register, and never imported.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from transaxle.errors import CODES, OF_SYSTEM, Refusal, TransaxleError, Where, g
 
 
 class _Kind(IntEnum):
-    """What an array stands for."""
+    """Kind of value that a msgpack array stands for."""
 
     LIST = 0
     TUPLE = 1
@@ -29,34 +29,34 @@ class _Kind(IntEnum):
     SET = 3
     FROZENSET = 4
     LONG = 5
-    """A number of more than 64 bits."""
+    """An integer of more than 64 bits."""
     DTYPE = 6
     ARRAY = 7
     ERROR = 8
     RECORD = 9
     REFUSAL = 10
     TEXT = 11
-    """Of a path that is not UTF-8, as Python has it."""
+    """A string with lone surrogates, such as a path that is not UTF-8."""
 
 
 _PLAIN = frozenset({type(None), bool, float, str, bytes})
 _LOSSLESS = "surrogatepass"
 _SHORT = range(-(1 << 63), 1 << 64)
 _BUFFERS = "biufc"
-"""Kinds of numpy's types whose values are nothing but numbers."""
+"""Kinds of numpy dtypes whose values are only numbers."""
 _BUFFER = re.compile(rf"[<>|][{_BUFFERS}][1-9]\d?")
-"""How numpy calls such a type: of other texts it makes types by rules of its own."""
+"""Name of such a numpy dtype; numpy interprets other strings by rules of its own."""
 _DTYPES = {str(each).removeprefix("torch."): each for each in vars(torch).values() if type(each) is torch.dtype}
-"""torch's element types; asked for other names, torch imports modules."""
+"""torch's dtypes by name; looking up other attributes could make torch import modules."""
 _SYSTEM = {each.__name__: each for each in OF_SYSTEM}
-"""Errors of the system that a refusal may stand for."""
+"""Errors of the operating system that a refusal may be raised as."""
 _KINDS: Mapping[type, _Kind] = {list: _Kind.LIST, set: _Kind.SET, frozenset: _Kind.FROZENSET}
 RECORDS: dict[str, type] = {}
-"""Classes whose objects may be told, by their names."""
+"""Registered classes, by their full names."""
 
 
 def tellable(*classes: type) -> None:
-    """Put classes on the list: dataclasses, msgspec's Structs, and Enums."""
+    """Register classes whose objects may be sent: dataclasses, msgspec Structs and Enums."""
     for record in classes:
         if not (dataclasses.is_dataclass(record) or issubclass(record, msgspec.Struct | Enum)):
             raise TypeError(f"{record.__qualname__} is no record")
@@ -71,20 +71,20 @@ tellable(Where)
 
 
 def encode(value: object, otherwise: Callable[[object], object] | None = None) -> bytes:
-    """Return a value as bytes.
+    """Encode a value.
 
     Args:
-        value: plain data, arrays of numbers, torch's element types, our own errors, and records on the list.
-        otherwise: gives plain data for anything else; None: it is refused.
+        value: plain data, arrays of numbers, torch dtypes, our own errors, and records of registered classes.
+        otherwise: converts any other object to plain data; None: other objects are refused.
 
     Raises:
-        TypeError: there is something else in it.
+        TypeError: the value contains another object.
     """
-    return msgspec.msgpack.encode(_packed(value, otherwise))
+    return msgspec.msgpack.encode(_pack(value, otherwise))
 
 
-def _packed(value: Any, otherwise: Callable[[object], object] | None) -> Any:
-    """Return a value as msgpack has it."""
+def _pack(value: Any, otherwise: Callable[[object], object] | None) -> Any:
+    """Convert a value to msgpack's types."""
     kind = type(value)
     if kind is str and not value.isascii() and any("\ud800" <= each <= "\udfff" for each in value):
         return [_Kind.TEXT, value.encode(errors=_LOSSLESS)]
@@ -98,23 +98,23 @@ def _packed(value: Any, otherwise: Callable[[object], object] | None) -> Any:
         return [_Kind.DTYPE, str(value).removeprefix("torch.")]
     if isinstance(value, np.generic | np.ndarray) and value.dtype.kind in _BUFFERS:
         return [_Kind.ARRAY, value.dtype.str, *value.shape, np.ascontiguousarray(value).tobytes()]
-    if kind is Refusal:  # how it is drawn is known to its own rank only
+    if kind is Refusal:  # a refusal's drawing stays on its own rank
         system = None if value.system is None else value.system.__name__
         texts = (value.code, value.message, value.where, value.hint, system)
-        return [_Kind.REFUSAL, *(_packed(each, None) for each in texts)]
+        return [_Kind.REFUSAL, *(_pack(each, None) for each in texts)]
     parts = _parts(value)
     if parts is not None:
-        return [parts[0], *(_packed(each, otherwise) for each in parts[1])]
+        return [parts[0], *(_pack(each, otherwise) for each in parts[1])]
     if RECORDS.get(_name(kind)) is kind:
         fields = (value.value,) if isinstance(value, Enum) else (getattr(value, name) for name in _fields(kind))
-        return [_Kind.RECORD, _name(kind), *(_packed(each, otherwise) for each in fields)]
+        return [_Kind.RECORD, _name(kind), *(_pack(each, otherwise) for each in fields)]
     if otherwise is None:
         raise TypeError(f"ranks tell each other plain data, and no {_name(kind)}")
-    return _packed(otherwise(value), None)
+    return _pack(otherwise(value), None)
 
 
 def _parts(value: Any) -> tuple[_Kind, Any] | None:
-    """Return the kind of a container, and what is in it; None for what is none."""
+    """Return the kind and the items of a container; None for other values."""
     if isinstance(value, Mapping):
         return _Kind.DICT, chain.from_iterable(value.items())
     if type(value) in (tuple, torch.Size):
@@ -129,17 +129,17 @@ def _fields(kind: type) -> tuple[str, ...]:
     """Return the names of a record's fields."""
     if issubclass(kind, msgspec.Struct):
         return kind.__struct_fields__
-    return tuple(each.name for each in dataclasses.fields(kind))  # type: ignore[arg-type]  # `tellable` has looked
+    return tuple(each.name for each in dataclasses.fields(kind))  # type: ignore[arg-type]  # `tellable` has checked it
 
 
 def decode(octets: bytes | memoryview) -> Any:
-    """Return what another rank has told.
+    """Decode the bytes that another rank has encoded.
 
     Raises:
-        Refused: CORRUPT for anything that `encode` does not write.
+        Refused: CORRUPT for bytes that `encode` cannot have written.
     """
     try:
-        return _unpacked(msgspec.msgpack.decode(octets))
+        return _unpack(msgspec.msgpack.decode(octets))
     except TransaxleError:
         raise
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
@@ -147,8 +147,8 @@ def decode(octets: bytes | memoryview) -> Any:
         raise refuse("CORRUPT", message, hint="Run the same version of transaxle on all ranks.") from error
 
 
-def _unpacked(value: Any) -> Any:
-    """Return the value that msgpack has in this form."""
+def _unpack(value: Any) -> Any:
+    """Convert msgpack's types back to the original value."""
     if type(value) is not list:
         if type(value) not in _PLAIN and type(value) is not int:
             raise TypeError(f"a bare {type(value).__name__}")
@@ -158,7 +158,7 @@ def _unpacked(value: Any) -> Any:
 
 
 def _all(items: list[Any]) -> list[Any]:
-    return [_unpacked(each) for each in items]
+    return [_unpack(each) for each in items]
 
 
 def _dict(items: list[Any]) -> dict[Any, Any]:
@@ -213,7 +213,7 @@ def _record(items: list[Any]) -> Any:
     fields = dict(zip(_fields(kind), values, strict=True))
     if issubclass(kind, msgspec.Struct):
         return kind(**fields)
-    record = object.__new__(kind)  # as it was there: what it checks when it is made was checked there
+    record = object.__new__(kind)  # without `__init__`, whose checks have run on the sending rank
     for field, value in fields.items():
         object.__setattr__(record, field, value)
     return record

@@ -1,10 +1,10 @@
-"""The ranks that act together: what one of them knows, all learn; what one of them cannot do, none begins.
+"""The ranks that act together: they gather values from each other, and stop together when one of them refuses.
 
-Every phase of a load or a save ends in `agree`: no rank goes on while another has failed, and every rank raises the
-same error. Without an initialised process group the world is this process alone.
+Every phase of a load or a save ends in `agree`: if one rank has failed, no rank continues, and all raise the same
+error. Without an initialised process group the world is this process alone.
 
-A rank is known by its number in its job, which meshes and users mean. A process group may join ranks of several jobs,
-each with a world of its own; then the numbers are those in the group, and `numbers` tells them from the job's own.
+Ranks have their numbers in the job, as in meshes. A process group may join ranks of several jobs, each with its own
+default group; then ranks have their numbers in the joint group, and `numbers` maps the job's ranks to these.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from transaxle.torch_tensors import Ranks, read_group
 
 Item = TypeVar("Item")
 _PAGE, _SIZE = 4096, 8
-"""Bytes that are gathered at once, and those at the beginning that say how long the item is."""
+"""Bytes per rank of the first gather, and bytes at its beginning for the length of the item."""
 _LOST = "a rank died or did not answer in time"
-"""Begin of what is said of a lost rank."""
+"""Prefix of messages about a lost rank."""
 _JOB = "transaxle/job"
-"""Key under which a job's store has the job's name."""
+"""Key of the job's name in the job's store."""
 
 
 @contextmanager
 def collective() -> Iterator[None]:
-    """Run one collective operation of torch.
+    """Run one collective operation of torch, and raise a refusal if a rank is lost.
 
     Raises:
         StorageError: IO where a rank is lost, or does not answer within the group's timeout.
@@ -43,7 +43,7 @@ def collective() -> Iterator[None]:
     try:
         yield
     except (RuntimeError, ValueError) as error:
-        # torch notes the rank of who failed, and has none for a group of several jobs.
+        # In a group of several jobs torch fails to look up the rank to blame, and raises a ValueError instead.
         lost = error.__context__ if isinstance(error, ValueError) else error
         if not isinstance(lost, RuntimeError):
             raise
@@ -51,17 +51,17 @@ def collective() -> Iterator[None]:
 
 
 class World:
-    """A process group, or this process alone.
+    """The ranks of a process group, or this process alone.
 
     Args:
-        group: the ranks that act together, a process group or a mesh of one dim; None: all of them.
+        group: the ranks that act together, a process group or a mesh of one dim; None: all ranks.
 
     Raises:
-        TypeError: `group` is none of these.
+        TypeError: `group` is neither.
     """
 
     numbers: Mapping[int, int] | None = None
-    """Where a group joins several jobs: rank in this job -> number in the group; None: a rank has one number only."""
+    """Rank in this job -> number in a group that joins several jobs; None for a group within one job."""
 
     def __init__(self, group: Ranks | None = None) -> None:
         self.group = group = read_group("group", group)
@@ -75,14 +75,14 @@ class World:
             self.ranks = tuple(range(self.size))
             return
         self.size = group.size()
-        known = _ranks_of(group)
-        if known is None or known == tuple(range(self.size)):
+        global_ranks = _ranks_of(group)
+        if global_ranks is None or global_ranks == tuple(range(self.size)):
             self._learn_numbers(group)
         else:
-            self.ranks = known
+            self.ranks = global_ranks
 
     def _learn_numbers(self, group: dist.ProcessGroup) -> None:
-        """Find out whether a group joins several jobs: torch does not know, and takes its numbers for global ranks."""
+        """Find out whether a group joins several jobs, whose numbers torch mistakes for global ranks."""
         members = self.gather((_own_job(), self.rank))
         job, _ = members[group.rank()]
         if all(each == job for each, _ in members):
@@ -93,21 +93,21 @@ class World:
 
     @property
     def device(self) -> torch.device:
-        """Where the group's backend wants its buffers."""
+        """Device on which the group's backend needs its buffers."""
         if self.size > 1 and on_accelerator(self.group):
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")
 
     def gather(self, item: Item, otherwise: Callable[[object], object] | None = None) -> list[Item]:
-        """Return every rank's item, in the order of `ranks`; a small one costs one collective.
+        """Return every rank's item, in the order of `ranks`; a small item costs one collective.
 
         Args:
-            item: what `wire` can tell.
-            otherwise: gives plain data for anything else in it.
+            item: a value that `wire` can encode.
+            otherwise: converts objects that `wire` cannot encode to plain data.
 
         Raises:
-            TypeError: something in it cannot be told.
-            Refused: CORRUPT where a rank sends what cannot be read.
+            TypeError: the item contains an object that cannot be encoded.
+            Refused: CORRUPT where a rank sends bytes that cannot be decoded.
         """
         if self.size == 1:
             return [item]
@@ -117,7 +117,7 @@ class World:
         """Return every rank's bytes."""
         # `frombuffer` needs writable memory, hence the bytearray.
         octets = torch.frombuffer(bytearray(item), dtype=torch.uint8).to(self.device)
-        # Sizes are not known yet: a first page of fixed size carries each item's length and its beginning.
+        # Sizes are unknown so far, so a first page of fixed size has each item's length and its beginning.
         page = torch.zeros(_PAGE, dtype=torch.uint8, device=self.device)
         page[:_SIZE].view(torch.int64)[0] = len(octets)
         page[_SIZE : _SIZE + len(octets)] = octets[: _PAGE - _SIZE]
@@ -130,47 +130,47 @@ class World:
         return [whole.numpy().data for whole in wholes]
 
     def _gather_rests(self, octets: torch.Tensor, wholes: list[torch.Tensor]) -> None:
-        """Fill up what is longer than the first page, in rounds: no more is held at once than all items together."""
+        """Gather the bytes beyond the first page in rounds, so that peak memory is at most that of all items."""
         longest = max(map(len, wholes))
-        # All ranks see the same sizes, so all join as many collectives.
+        # All ranks see the same sizes, so all join equally many collectives.
         share = max(_PAGE, -(-sum(map(len, wholes)) // self.size))
         for start in range(_PAGE - _SIZE, longest, share):
             part = torch.zeros(min(share, longest - start), dtype=torch.uint8, device=self.device)
-            mine = octets[start : start + share]
-            part[: len(mine)] = mine
-            for whole, found in zip(wholes, self._all_gather(part), strict=True):
-                rest = whole[start : start + len(part)]
-                rest[:] = found[: len(rest)].cpu()
+            own_part = octets[start : start + share]
+            part[: len(own_part)] = own_part
+            for whole, gathered_part in zip(wholes, self._all_gather(part), strict=True):
+                target = whole[start : start + len(part)]
+                target[:] = gathered_part[: len(target)].cpu()
 
     def gather_once(self, item: bytes) -> list[bytes]:
-        """Return every rank's bytes, in the order of `ranks`; ranks with the same ones have the same object.
+        """Return every rank's bytes, in the order of `ranks`; ranks with equal bytes share one object.
 
-        Each of them sends its share of these bytes, so that equal ones travel, and are held, once.
+        Ranks with equal bytes each send a share, so equal bytes are sent and stored only once.
         """
         key = xxhash.xxh3_128_digest(item)
         keys = self.gather(key)
         alike: dict[bytes, list[int]] = {}
-        for number, each in enumerate(keys):
-            alike.setdefault(each, []).append(number)
+        for number, key_of_rank in enumerate(keys):
+            alike.setdefault(key_of_rank, []).append(number)
         at, count = alike[key].index(self.ranks.index(self.rank)), len(alike[key])
         shares = self.gather(item[at * len(item) // count : (at + 1) * len(item) // count])
-        joined = {each: b"".join(shares[number] for number in numbers) for each, numbers in alike.items()}
-        return [joined[each] for each in keys]
+        joined = {key_of_rank: b"".join(shares[number] for number in numbers) for key_of_rank, numbers in alike.items()}
+        return [joined[key_of_rank] for key_of_rank in keys]
 
-    def _all_gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
-        of_all_ranks = [torch.empty_like(mine) for _ in range(self.size)]
+    def _all_gather(self, own_tensor: torch.Tensor) -> list[torch.Tensor]:
+        of_all_ranks = [torch.empty_like(own_tensor) for _ in range(self.size)]
         with collective():
-            dist.all_gather(of_all_ranks, mine, group=self.group)
+            dist.all_gather(of_all_ranks, own_tensor, group=self.group)
         return of_all_ranks
 
     def wait(self) -> None:
-        """Wait until every rank is here."""
+        """Wait until every rank has called this."""
         if self.size > 1:
             with collective():
                 dist.barrier(self.group)
 
     def pool(self, make: Callable[[], Item]) -> list[Item]:
-        """Call a function on all ranks and return every result, in the order of `ranks`; where one refuses, all do.
+        """Call a function on all ranks, and return every result in the order of `ranks`; if one refuses, all do.
 
         Raises:
             TransaxleError: as `together`.
@@ -181,37 +181,39 @@ class World:
             items.append(make())
         except TransaxleError as error:
             if is_loss(error):
-                raise  # there is nobody to agree with
+                raise  # a lost rank cannot agree
             refusal = error
         except BaseException as error:
             with suppress(Exception):  # the error of this rank is raised below
-                self._pooled((items, refuse("IO", f"rank {self.rank} failed: {error!r}")))
+                self._combine((items, refuse("IO", f"rank {self.rank} failed: {error!r}")))
             raise
-        return self._pooled((items, refusal))
+        return self._combine((items, refusal))
 
-    def _pooled(self, own: tuple[list[Item], TransaxleError | None]) -> list[Item]:
-        of_all_ranks = self.gather(own)
+    def _combine(self, own_result: tuple[list[Item], TransaxleError | None]) -> list[Item]:
+        of_all_ranks = self.gather(own_result)
         _raise(refusal for _, refusal in of_all_ranks)
         return [item for items, _ in of_all_ranks for item in items]
 
-    def require_alike(self, given: Mapping[str, object]) -> None:
-        """Prove that all ranks give the same arguments; collective.
+    def require_alike(self, arguments: Mapping[str, object]) -> None:
+        """Prove that all ranks were given the same arguments; collective.
 
         Args:
-            given: what this rank gives, by the arguments' names.
+            arguments: this rank's arguments by name.
 
         Raises:
             UsageError: AMBIGUOUS, on every rank.
         """
-        first, *others = self.gather(given, repr)
-        for rank, other in zip(self.ranks[1:], others, strict=True):
-            if other != first:
-                name = next(name for name in first if other[name] != first[name])
-                said = f"rank {rank} gave {other[name]!r}, but rank {self.ranks[0]} gave {first[name]!r}"
-                raise refuse("AMBIGUOUS", f"{name}: {said}", hint="Give the same arguments on all ranks.")
+        first, *other_ranks = self.gather(arguments, repr)
+        for rank, other_arguments in zip(self.ranks[1:], other_ranks, strict=True):
+            if other_arguments != first:
+                name = next(name for name in first if other_arguments[name] != first[name])
+                difference = (
+                    f"rank {rank} gave {other_arguments[name]!r}, but rank {self.ranks[0]} gave {first[name]!r}"
+                )
+                raise refuse("AMBIGUOUS", f"{name}: {difference}", hint="Give the same arguments on all ranks.")
 
     def agree(self, error: TransaxleError | None) -> None:
-        """Raise on every rank the refusals of any rank.
+        """Raise the refusals of all ranks on every rank.
 
         Raises:
             TransaxleError: the refusals of all ranks, each once.
@@ -219,23 +221,26 @@ class World:
         failures = torch.tensor(int(error is not None), dtype=torch.int32, device=self.device)
         if self.size > 1:
             with collective():
-                dist.all_reduce(failures, group=self.group)  # a number: several times cheaper than gathering objects
+                dist.all_reduce(
+                    failures, group=self.group
+                )  # reducing a number is several times cheaper than gathering objects
         if failures.item():
             _raise(self.gather(error))
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Run a block on all ranks; where one refuses, all do.
+        """Run a block on all ranks; if one refuses, all do.
 
         Raises:
-            TransaxleError: as `agree`. An error of another kind stays this rank's own: the others learn that it failed.
+            TransaxleError: as `agree`. Another kind of error is raised on this rank only; other ranks raise that it
+                failed.
         """
         refusal: TransaxleError | None = None
         try:
             yield
         except TransaxleError as error:
             if is_loss(error):
-                raise  # there is nobody to agree with
+                raise  # a lost rank cannot agree
             refusal = error
         except BaseException as error:
             with suppress(Exception):  # the error of this rank is raised below
@@ -245,7 +250,7 @@ class World:
 
 
 def _ranks_of(group: dist.ProcessGroup) -> tuple[int, ...] | None:
-    """Return the global ranks of a group as torch knows them; None for a group that it does not know."""
+    """Return the global ranks of a group; None for a group that torch does not know."""
     try:
         return tuple(dist.get_process_group_ranks(group))
     except KeyError:
@@ -253,7 +258,7 @@ def _ranks_of(group: dist.ProcessGroup) -> tuple[int, ...] | None:
 
 
 def _own_job() -> str:
-    """Return a name that the ranks of one torch world have in common, and no others."""
+    """Return a random name that only the ranks of this job share."""
     name = secrets.token_hex(16)
     if not dist.is_initialized():
         return name
@@ -262,31 +267,31 @@ def _own_job() -> str:
 
 
 def on_accelerator(group: dist.ProcessGroup | None) -> bool:
-    """Tell whether a group moves nothing but the memory of accelerators."""
+    """Tell whether a group's backends can only move accelerator memory."""
     if group is None or _ranks_of(group) is not None:
         return dist.get_backend(group) == dist.Backend.NCCL
     return all(device.type != "cpu" for device in group._device_types)
 
 
 def is_loss(error: TransaxleError) -> bool:
-    """Tell whether an error says that a rank is lost."""
+    """Tell whether an error reports a lost rank."""
     return any(refusal.message.startswith(_LOST) for refusal in error.refusals)
 
 
 class Clock:
-    """Wall time of the stages that ranks go through, by name."""
+    """Wall time of the stages of a load or save, by name."""
 
     def __init__(self) -> None:
         self.stages: dict[str, float] = {}
 
     @property
     def total(self) -> float:
-        """Seconds of all stages."""
+        """Sum of all stages in seconds."""
         return sum(self.stages.values())
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Add the time that a block takes to a stage."""
+        """Add the block's wall time to a stage."""
         begin = time.monotonic()
         try:
             yield
@@ -295,7 +300,7 @@ class Clock:
 
 
 def comparable(value: object) -> bytes:
-    """Return a text that is the same for equal values: what ranks compare of a config, or send a hash of."""
+    """Serialise a value such that equal values give equal bytes, to compare or hash it."""
     return json.dumps(value, sort_keys=True, default=repr).encode()
 
 
