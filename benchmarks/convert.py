@@ -105,18 +105,18 @@ def make(folder: Path, layers: int, experts: int) -> int:
     (folder / "config.json").write_text(json.dumps(config))
     weight_map: dict[str, str] = {}
     shard: dict[str, np.ndarray] = {}
-    total = held = number = 0
+    total = shard_bytes = number = 0
     for name, shape in [*shapes.items(), ("", ())]:
         size = 2 * int(np.prod(shape))
-        if not name or held + size > SHARD:
+        if not name or shard_bytes + size > SHARD:
             number += 1
             file = f"model-{number:05d}.safetensors"
             save_file(shard, folder / file, {"format": "pt"})
             weight_map.update(dict.fromkeys(shard, file))
-            shard, held = {}, 0
+            shard, shard_bytes = {}, 0
         if name:
             shard[name] = random.integers(0, 1 << 16, shape, np.uint16).view(ml_dtypes.bfloat16)
-            held += size
+            shard_bytes += size
             total += size
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -124,9 +124,9 @@ def make(folder: Path, layers: int, experts: int) -> int:
 
 
 def take_memory(folder: Path, size: int) -> None:
-    """Write so many bytes into a file and remove it: who writes as many next need not wait for a host to find them.
+    """Write `size` bytes into a file and remove it, so that the next command finds its memory already allocated.
 
-    What is free goes back to the host some two seconds later, and so does what the last run has left.
+    A virtual machine gives free memory back to its host after some two seconds, and gets it back slowly.
     """
     time.sleep(HANDED_BACK)
     piece = bytes(1 << 20)
@@ -138,7 +138,7 @@ def take_memory(folder: Path, size: int) -> None:
 
 
 def run(command: list[str]) -> tuple[float, float]:
-    """Return a command's wall seconds and its peak resident MB; what it prints is seen only where it fails."""
+    """Return a command's (wall seconds, peak resident MB); its output is shown only if it fails."""
     with tempfile.TemporaryFile() as printed:
         begin = time.perf_counter()
         child = subprocess.Popen(command, stdout=printed, stderr=printed)
@@ -243,20 +243,20 @@ COPY = ("cp", "-r", "IN", "OUT")
 
 @dataclass(frozen=True)
 class Case:
-    """One conversion, and what it takes turns with."""
+    """One conversion, and the command that it is compared with."""
 
-    what: str
+    label: str
     source: str
     to: str
     at_least: float
-    """What is promised, in times the other's speed."""
-    other: Sequence[str] = COPY
-    """The other command, with IN and OUT for the folders."""
+    """Promised speed, as a multiple of the other side's."""
+    peer: Sequence[str] = COPY
+    """Command of the other side; IN and OUT stand for the folders."""
     options: Sequence[str] = ("--no-sync",)
     floor: Sequence[str] = ()
-    """The command of the floor; none: it is not measured."""
+    """Command of the floor; empty: not measured."""
     jobs: int | None = None
-    """Workers; None: as many as the script was told."""
+    """Number of workers; None: the script's option `--jobs`."""
 
 
 def ours(case: Case, jobs: int) -> list[str]:
@@ -274,7 +274,7 @@ def script(folder: Path, name: str, text: str) -> list[str]:
 
 
 def large_cases(folder: Path) -> list[Case]:
-    """Return what is measured of 6 GB."""
+    """Return the conversions of 6 GB."""
     floor = script(folder, "floor", FLOOR)
     return [
         Case("6 GB, hf -> transformers against cp", "hub", "transformers", 1.1, floor=[*floor, "2"], jobs=2),
@@ -284,11 +284,11 @@ def large_cases(folder: Path) -> list[Case]:
 
 
 def cases(folder: Path, jobs: int, *, quick: bool) -> list[Case]:
-    """Return what is measured."""
+    """Return the conversions of the default size."""
     floor = [*script(folder, "floor", FLOOR), str(jobs)]
     stacked = script(folder, "stack", SCRIPT)
     synced = ["sh", "-c", 'cp -r "$1" "$2" && sync "$2"/*', "sh", "IN", "OUT"]
-    found = [
+    all_cases = [
         Case("hf -> transformers against cp", "hub", "transformers", 0.8, floor=floor),
         Case("hf -> transformers, durable, against cp and sync", "hub", "transformers", 0.85, synced, ()),
         Case("hf -> automodel (transposed) against cp", "hub", "automodel", 0.5, floor=floor),
@@ -297,60 +297,62 @@ def cases(folder: Path, jobs: int, *, quick: bool) -> list[Case]:
         Case("hf -> transformers against a script", "hub", "transformers", 10, stacked, floor=floor),
     ]
     if not quick:
-        theirs = script(folder, "transformers_both", TRANSFORMERS)
+        peer_script = script(folder, "transformers_both", TRANSFORMERS)
         merged = script(folder, "consolidate", CONSOLIDATE)
-        found += [
-            Case("hf -> hf against transformers' load and save", "hub", "hf", 20, theirs, floor=floor),
+        all_cases += [
+            Case("hf -> hf against transformers' load and save", "hub", "hf", 20, peer_script, floor=floor),
             Case("DCP's safetensors -> hf against consolidate", "shards", "hf", 10, merged, floor=floor),
         ]
-    return found
+    return all_cases
 
 
 @dataclass
 class Rounds:
-    """What the rounds of a case measured, but for the one that warms up."""
+    """Measurements of a case, without the warm-up round."""
 
     ratios: list[float] = field(default_factory=list)
-    """Times the other's speed that we had."""
+    """Our speed in each round, as a multiple of the other side's."""
     floors: list[float] = field(default_factory=list)
-    """Times the other's speed that the floor had."""
+    """Speed of the floor in each round, as a multiple of the other side's."""
     peaks: list[float] = field(default_factory=list)
-    """Our peaks in MB."""
+    """Our peak memory in each round, in MB."""
 
 
-def rounds_of(case: Case, folder: Path, said: argparse.Namespace) -> Rounds:
+def rounds_of(case: Case, folder: Path, options: argparse.Namespace) -> Rounds:
     """Measure a case."""
-    target, found = folder / "out", Rounds()
+    target, rounds = folder / "out", Rounds()
     needed = sum(file.stat().st_size for file in (folder / case.source).iterdir()) * 5 // 4
     places = {"IN": str(folder / case.source), "OUT": str(target)}
-    for turn in range(said.rounds + 1):
+    for turn in range(options.rounds + 1):
         seconds, peaks = [], []
-        for command in (ours(case, said.jobs), case.other, *([case.floor] if case.floor else [])):
+        for command in (ours(case, options.jobs), case.peer, *([case.floor] if case.floor else [])):
             take_memory(folder, needed)
             took, peak = run([places.get(word, word) for word in command])
             shutil.rmtree(target)
             seconds.append(took)
             peaks.append(peak)
         if turn:
-            found.ratios.append(seconds[1] / seconds[0])
-            found.floors += [seconds[1] / each for each in seconds[2:]]
-            found.peaks.append(peaks[0])
-    return found
+            rounds.ratios.append(seconds[1] / seconds[0])
+            rounds.floors += [seconds[1] / each for each in seconds[2:]]
+            rounds.peaks.append(peaks[0])
+    return rounds
 
 
 def write_hub(folder: Path, layers: int, experts: int) -> int:
-    """Write the checkpoint in a process of its own, as a child's peak memory starts with that of its parent."""
+    """Write the checkpoint in its own process, because the peak memory of a child starts with that of its parent."""
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
         return pool.submit(make, folder / "hub", layers, experts).result()
 
 
-def measure(promises: Promises, found: Sequence[Case], folder: Path, said: argparse.Namespace) -> list[float]:
-    """Measure cases in the folder that has their sources; returns our peaks in MB."""
+def measure(
+    promises: Promises, measured_cases: Sequence[Case], folder: Path, options: argparse.Namespace
+) -> list[float]:
+    """Measure cases in the folder of their sources; return our peak memory in each, in MB."""
     peaks: list[float] = []
-    for case in found:
-        measured = rounds_of(case, folder, said)
-        limit = case.at_least if case.jobs or said.jobs > 1 else None
-        promises.at_least(case.what, measured.ratios, limit, floor=measured.floors)
+    for case in measured_cases:
+        measured = rounds_of(case, folder, options)
+        limit = case.at_least if case.jobs or options.jobs > 1 else None
+        promises.at_least(case.label, measured.ratios, limit, floor=measured.floors)
         peaks += measured.peaks
     return peaks
 
@@ -361,27 +363,27 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--experts", type=int, default=64)
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--quick", action="store_true", help="neither 6 GB nor what else people use")
-    said = parser.parse_args()
+    parser.add_argument("--quick", action="store_true", help="skip the 6 GB cases and the other converters")
+    options = parser.parse_args()
     promises = Promises()
     with tempfile.TemporaryDirectory(prefix="transaxle-bench-") as name:
         folder = Path(name)
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
         os.environ["PYTHONPYCACHEPREFIX"] = str(folder / "bytecode")
-        total = write_hub(folder, said.layers, said.experts)
+        total = write_hub(folder, options.layers, options.experts)
         (folder / "dcp.py").write_text(DCP)
         for target, dim, kind in [
-            ("rows", 0, "dcp"), ("columns", -1, "dcp"), *([] if said.quick else [("shards", 0, "safetensors")])
+            ("rows", 0, "dcp"), ("columns", -1, "dcp"), *([] if options.quick else [("shards", 0, "safetensors")])
         ]:  # fmt: skip
             words = [str(folder / "dcp.py"), str(folder / "hub"), str(folder / target), str(dim), kind]
             subprocess.run([sys.executable, *words], check=True)
-        os.sync()  # what is removed before it was written needs no more
-        print(f"{total / 1e9:.2f} GB, {said.jobs} workers, {said.rounds} rounds, times the other's speed")
-        peaks = measure(promises, cases(folder, said.jobs, quick=said.quick), folder, said)
-        if not said.quick:
+        os.sync()  # removed files that are not yet on disk are never written
+        print(f"{total / 1e9:.2f} GB, {options.jobs} workers, {options.rounds} rounds, times the other's speed")
+        peaks = measure(promises, cases(folder, options.jobs, quick=options.quick), folder, options)
+        if not options.quick:
             with tempfile.TemporaryDirectory(prefix="transaxle-bench-", dir=MEMORY_FILES) as in_memory:
-                write_hub(Path(in_memory), LARGE, said.experts)
-                peaks += measure(promises, large_cases(Path(in_memory)), Path(in_memory), said)
+                write_hub(Path(in_memory), LARGE, options.experts)
+                peaks += measure(promises, large_cases(Path(in_memory)), Path(in_memory), options)
     promises.at_most("peak memory of a process that converts", max(peaks), MEMORY, "MB")
     return promises.exit_code
 

@@ -35,7 +35,7 @@ Work = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Case:
-    """An encoding, and how torch eager does the same."""
+    """An encoding, and the same computation in torch eager."""
 
     encoding: Encoding
     eager_encode: Work
@@ -45,12 +45,12 @@ class Case:
 
     @property
     def label(self) -> str:
-        """Its name in the table."""
+        """Name in the table."""
         return f"{self.encoding.name}{' 16x16' if self.square else ''}"
 
 
 def rate(nbytes: int, rounds: int, work: Work) -> float:
-    """Return GB by second of processor time."""
+    """Return GB per second of processor time."""
     least = float("inf")
     for _ in range(rounds):
         begin = time.process_time()
@@ -63,8 +63,8 @@ def float8_encode(x: torch.Tensor, tile: tuple[int, int]) -> tuple[torch.Tensor,
     """Quantize as `Fp8Quantize` of transformers and TransformerEngine's reference do, an operation at a time."""
     rows, columns = x.shape
     blocks = x.float().reshape(rows // tile[0], tile[0], columns // tile[1], tile[1])
-    most = blocks.abs().amax(dim=(1, 3), keepdim=True)
-    scale = 448.0 / torch.where(most > 0, most, 448.0)
+    largest = blocks.abs().amax(dim=(1, 3), keepdim=True)
+    scale = 448.0 / torch.where(largest > 0, largest, 448.0)
     codes = (blocks * scale).clamp(-448, 448).to(torch.float8_e4m3fn)
     return codes.reshape(rows, columns), (1 / scale)[:, 0, :, 0]
 
@@ -78,32 +78,32 @@ def float8_decode(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def cases(x: torch.Tensor) -> list[Case]:
-    """Return what is measured."""
+    """Return all encodings with their torch eager versions."""
     from torchao.prototype.mx_formats.config import ScaleCalculationMode
     from torchao.prototype.mx_formats.mx_tensor import to_dtype, to_mx
     from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
 
-    found = []
+    all_cases = []
     shape = (x.shape[0], x.shape[1])
     for encoding, tile in ((FLOAT8, shape), (FLOAT8_BLOCK, (128, 128))):
         encode = partial(float8_encode, x, tile)
-        found.append(Case(encoding, encode, partial(float8_decode, *encode())))
+        all_cases.append(Case(encoding, encode, partial(float8_decode, *encode())))
     for encoding, element in ((MXFP8, torch.float8_e4m3fn), (MXFP4, torch.float4_e2m1fn_x2)):
         encode = partial(to_mx, x, element, 32, ScaleCalculationMode.RCEIL)
         scale, codes = encode()
-        found.append(Case(encoding, encode, partial(to_dtype, codes, scale, element, 32, torch.bfloat16)))
+        all_cases.append(Case(encoding, encode, partial(to_dtype, codes, scale, element, 32, torch.bfloat16)))
     encode = partial(NVFP4Tensor.to_nvfp4, x, per_tensor_scale=per_tensor_amax_to_scale(x.abs().amax()))
     decode = partial(encode().dequantize, torch.bfloat16)
-    return [*found, Case(NVFP4, encode, decode), Case(NVFP4, encode, decode, square=True)]
+    return [*all_cases, Case(NVFP4, encode, decode), Case(NVFP4, encode, decode, square=True)]
 
 
 def ours(case: Case, values: np.ndarray[Any, Any], path: Path) -> tuple[Work, Work]:
-    """Return our encode and decode of the same, into memory that is there."""
-    most = float(amax(values)) if case.encoding.has_global else None
+    """Return our encode and decode for a case, with preallocated outputs."""
+    largest = float(amax(values)) if case.encoding.has_global else None
     over = (16, 16) if case.square else None
-    codes, scale = encode_rows(case.encoding, values, amax=most, over=over)
-    factor = 1.0 if most is None else most / 2688
-    encode = partial(encode_rows, case.encoding, values, amax=most, over=over, codes_out=codes, path=path)
+    codes, scale = encode_rows(case.encoding, values, amax=largest, over=over)
+    factor = 1.0 if largest is None else largest / 2688
+    encode = partial(encode_rows, case.encoding, values, amax=largest, over=over, codes_out=codes, path=path)
     out = np.empty_like(values)
     return encode, partial(decode_box, case.encoding, codes, scale, factor=factor, out=out, path=path)
 
@@ -124,13 +124,13 @@ def main() -> int:
     for case in cases(x):
         eager = (case.eager_encode, case.eager_decode)
         promised = PROMISED.get(case.encoding.name, (0.0, 0.0))
-        for way, theirs, least in zip(("encode", "decode"), eager, promised, strict=True):
-            one = 0 if way == "encode" else 1
-            fast = rate(values.nbytes, options.rounds, ours(case, values, active())[one])
-            slow = rate(values.nbytes, 1, ours(case, values, "numpy")[one])
-            other = rate(values.nbytes, 2, theirs)
+        for way, eager_work, least in zip(("encode", "decode"), eager, promised, strict=True):
+            direction = 0 if way == "encode" else 1
+            fast = rate(values.nbytes, options.rounds, ours(case, values, active())[direction])
+            slow = rate(values.nbytes, 1, ours(case, values, "numpy")[direction])
+            eager_rate = rate(values.nbytes, 2, eager_work)
             compiled = fast if active() == "compiled" else float("nan")
-            print(f"{case.label:14}{way:8}{compiled:10.2f}{slow:8.2f}{other:13.2f}{fast / other:7.1f}x")
+            print(f"{case.label:14}{way:8}{compiled:10.2f}{slow:8.2f}{eager_rate:13.2f}{fast / eager_rate:7.1f}x")
             if least:
                 promises.at_least(f"{case.label}, {way}, one core", fast, least, "GB/s")
     return promises.exit_code

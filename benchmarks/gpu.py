@@ -44,22 +44,22 @@ Sides = dict[str, Callable[[], Any]]
 
 
 def matrices(count: int) -> State:
-    """Matrices on the GPU that differ from one another, and from row to row."""
+    """Return random matrices on the GPU."""
     torch.manual_seed(0)
     return {
         f"layers.{number}.weight": torch.randn(SIDE, SIDE, device="cuda").to(torch.bfloat16) for number in range(count)
     }
 
 
-def files_of(state: State, folder: Path) -> list[Path]:
-    """Save a state dict in some files with an index, as for a hub."""
+def save_files(state: State, folder: Path) -> list[Path]:
+    """Save a state dict in `FILES` files with an index; return their paths."""
     size = sum(tensor.nbytes for tensor in state.values())
     tx.save(state, folder, to="safetensors", shard_size=-(-size // FILES), sync=False)
     return sorted(folder.glob("*.safetensors"))
 
 
-def turns(sides: Sides, rounds: int, after: Callable[[], object] = lambda: None) -> dict[str, list[float]]:
-    """Let the sides take turns, each followed by `after`; seconds of each, of the first round too."""
+def take_turns(sides: Sides, rounds: int, after: Callable[[], object] = lambda: None) -> dict[str, list[float]]:
+    """Run the sides in turns, with `after` after each; return the seconds of each round, including the first."""
     took: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(rounds + 1):
         for name, work in sides.items():
@@ -72,22 +72,22 @@ def turns(sides: Sides, rounds: int, after: Callable[[], object] = lambda: None)
     return took
 
 
-def told(what: str, size: int, took: dict[str, list[float]]) -> None:
+def print_rows(label: str, size: int, took: dict[str, list[float]]) -> None:
     """Print a row for each side."""
-    for name, (first, *others) in took.items():
-        middle = statistics.median(others)
-        spread = f"{min(others):.3f} to {max(others):.3f}"
-        print(f"| {what} | {name} | {middle:.3f} | {spread} | {size / middle / 1e9:.1f} | {first:.3f} |", flush=True)
+    for name, (first, *later_rounds) in took.items():
+        middle = statistics.median(later_rounds)
+        spread = f"{min(later_rounds):.3f} to {max(later_rounds):.3f}"
+        print(f"| {label} | {name} | {middle:.3f} | {spread} | {size / middle / 1e9:.1f} | {first:.3f} |", flush=True)
 
 
-def same(found: State, wanted: State) -> None:
-    """Compare every bit."""
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[name].view(torch.int16), wanted[name].view(torch.int16)) for name in wanted)
+def check_equal(loaded: State, expected: State) -> None:
+    """Check that two states are equal bit by bit."""
+    assert loaded.keys() == expected.keys()
+    assert all(torch.equal(loaded[name].view(torch.int16), expected[name].view(torch.int16)) for name in expected)
 
 
 def floor(paths: list[Path], room: torch.Tensor) -> None:
-    """Read files through pinned buffers into memory of the GPU, two buffers for each of some threads."""
+    """Read files into GPU memory through pinned buffers, with two buffers per thread."""
     parts, start = list[tuple[Path, int, int, int]](), 0
     for path in paths:
         size = path.stat().st_size
@@ -97,7 +97,7 @@ def floor(paths: list[Path], room: torch.Tensor) -> None:
 
     def work() -> None:
         buffers = [torch.empty(BLOCK, dtype=torch.uint8, pin_memory=True) for _ in "ab"]
-        done = [torch.cuda.Event() for _ in buffers]
+        events = [torch.cuda.Event() for _ in buffers]
         stream, turn = torch.cuda.Stream(), 0
         with torch.cuda.stream(stream):
             while True:
@@ -106,11 +106,11 @@ def floor(paths: list[Path], room: torch.Tensor) -> None:
                         return
                     path, at, size, to = stack.pop()
                 turn ^= 1
-                done[turn].synchronize()
+                events[turn].synchronize()
                 with path.open("rb", buffering=0) as file:
                     os.preadv(file.fileno(), [memoryview(buffers[turn].numpy())[:size]], at)
                 room[to : to + size].copy_(buffers[turn][:size], non_blocking=True)
-                done[turn].record()
+                events[turn].record()
 
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         for job in [pool.submit(work) for _ in range(min(8, os.cpu_count() or 1))]:
@@ -118,61 +118,63 @@ def floor(paths: list[Path], room: torch.Tensor) -> None:
 
 
 def loads(folder: Path, state: State, rounds: int) -> None:
-    """Into tensors that are there."""
-    paths = files_of(state, folder)
+    """Measure loads into existing tensors."""
+    paths = save_files(state, folder)
     size = sum(tensor.nbytes for tensor in state.values())
     row_major = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
     turned = {name: torch.zeros_like(tensor).t().contiguous().t() for name, tensor in state.items()}
     room = torch.empty(sum(path.stat().st_size for path in paths), dtype=torch.uint8, device="cuda")
-    for what, held in (("load", row_major), ("load, transposed tensors", turned)):
+    for label, target in (("load", row_major), ("load, transposed tensors", turned)):
 
-        def ours(held: State = held) -> None:
-            tx.load(held, folder)
+        def ours(target: State = target) -> None:
+            tx.load(target, folder)
 
-        def peer(held: State = held) -> None:
+        def peer(target: State = target) -> None:
             for path in paths:
                 for name, tensor in load_file(path, device="cuda").items():
-                    held[name].copy_(tensor)
+                    target[name].copy_(tensor)
 
-        took = turns({"transaxle": ours}, 0)
-        same(held, state)  # before the peer fills the same tensors
+        took = take_turns({"transaxle": ours}, 0)
+        check_equal(target, state)  # before the peer fills the same tensors
         first = took["transaxle"]
-        took = turns({"transaxle": ours, "safetensors": peer, "floor": lambda: floor(paths, room)}, rounds)
+        took = take_turns({"transaxle": ours, "safetensors": peer, "floor": lambda: floor(paths, room)}, rounds)
         took["transaxle"][:1] = first
-        told(what, size, took)
+        print_rows(label, size, took)
 
 
 def model_loads(folder: Path, rounds: int) -> None:
-    """Into a model of transformers with stacked experts, from an expert a tensor."""
+    """Measure loads of a hub checkpoint with one tensor per expert into a transformers model with stacked experts."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    said = dict(SIZES)
-    config = AutoConfig.for_model(said.pop("model_type"), **said)
+    sizes = dict(SIZES)
+    config = AutoConfig.for_model(sizes.pop("model_type"), **sizes)
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
-    wanted = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    size = sum(tensor.nbytes for tensor in wanted.values())
-    found: list[Any] = []
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    size = sum(tensor.nbytes for tensor in expected.values())
+    models: list[Any] = []
 
     def empty() -> None:
         with torch.device("meta"):
             fresh = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         tx.load(fresh, folder, dialect="transformers")
-        found.append(fresh)
+        models.append(fresh)
 
     def peer() -> None:
-        found.append(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, device_map="cuda"))
+        models.append(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, device_map="cuda"))
 
     def after() -> None:
-        same(dict(found.pop().state_dict()), wanted)
+        check_equal(dict(models.pop().state_dict()), expected)
 
-    told("load a Qwen3-MoE, built empty", size, turns({"transaxle": empty, "transformers": peer}, rounds, after))
+    print_rows(
+        "load a Qwen3-MoE, built empty", size, take_turns({"transaxle": empty, "transformers": peer}, rounds, after)
+    )
 
 
 def saves(folder: Path, state: State, rounds: int) -> None:
-    """Out of the GPU: until the files are there, and until training goes on."""
+    """Measure saves from the GPU: until the files are complete, and until training continues."""
     size = sum(tensor.nbytes for tensor in state.values())
     jobs: list[tx.SaveJob] = []
     target = folder / "saved"
@@ -187,10 +189,10 @@ def saves(folder: Path, state: State, rounds: int) -> None:
         for job in jobs:
             job.result()
         jobs.clear()
-        found: State = {}
+        saved: State = {}
         for path in target.glob("*.safetensors"):
-            found |= load_file(path, device="cuda")
-        same(found, state)
+            saved |= load_file(path, device="cuda")
+        check_equal(saved, state)
         shutil.rmtree(target)
 
     sides: Sides = {
@@ -198,7 +200,7 @@ def saves(folder: Path, state: State, rounds: int) -> None:
         "safetensors": peer,
         "transaxle, async: training waits": lambda: jobs.append(tx.async_save(state, target, to="safetensors")),
     }
-    told("save", size, turns(sides, rounds, after))
+    print_rows("save", size, take_turns(sides, rounds, after))
 
 
 def main() -> int:
@@ -206,17 +208,17 @@ def main() -> int:
     parser.add_argument("--megabytes", type=int, default=1342)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, help="where the files go; a temporary folder if not given")
-    said = parser.parse_args()
+    options = parser.parse_args()
     if not torch.cuda.is_available():
         print("no GPU here: nothing is measured")
         return 0
     print(f"On {torch.cuda.get_device_name()}, torch {torch.__version__}, {os.cpu_count()} cores.\n")
     print("| what | by | s | rounds | GB/s | first, s |\n|---|---|---|---|---|---|")
-    with tempfile.TemporaryDirectory(dir=said.folder) as folder:
-        state = matrices(max(FILES, said.megabytes * 1_000_000 // (2 * SIDE * SIDE)))
-        loads(Path(folder, "matrices"), state, said.rounds)
-        saves(Path(folder), state, said.rounds)
-        model_loads(Path(folder, "qwen"), said.rounds)
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        state = matrices(max(FILES, options.megabytes * 1_000_000 // (2 * SIDE * SIDE)))
+        loads(Path(folder, "matrices"), state, options.rounds)
+        saves(Path(folder), state, options.rounds)
+        model_loads(Path(folder, "qwen"), options.rounds)
     return 0
 
 

@@ -38,15 +38,15 @@ BALANCED, SKEWED = "balanced", "skewed"
 OURS, SINGLE, LOOP, BARE = "GroupedLinear", "GroupedLinear, one parameter", "loop of linears", "grouped_mm"
 RECIPES = {"float8": Float8CurrentScaling(), "mxfp8": MXFP8(columnwise=True)}
 LARGE = {"tokens": 16384, "in_features": 2048, "out_features": 1536}
-"""What a GPU runs: the first product of Qwen3-30B-A3B's experts."""
+"""Sizes on a GPU: the first product of Qwen3-30B-A3B's experts."""
 SMALL = {"tokens": 1024, "in_features": 128, "out_features": 96}
-"""What a CPU runs."""
+"""Sizes on a CPU."""
 WARM = 3
-"""Rounds that are not counted."""
+"""Number of warm-up rounds."""
 
 
-class Counted(TorchDispatchMode):
-    """Counts operators, those of the backward pass included."""
+class OperatorCount(TorchDispatchMode):
+    """Counts dispatched operators, including those of the backward pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,53 +57,55 @@ class Counted(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def divided(tokens: int, experts: int, kind: str) -> list[int]:
-    """Rows of each expert: equally many, or one half to the first, half of the rest to the second, and so on."""
+def split_tokens(tokens: int, experts: int, kind: str) -> list[int]:
+    """Return the rows of each expert: equal numbers, or halves: half of all rows, half of the remaining rows, and so on."""
     if kind == BALANCED:
         return [tokens // experts + (place < tokens % experts) for place in range(experts)]
-    found, left = [], tokens
+    counts, remaining = [], tokens
     for _ in range(experts - 1):
-        found.append(left - left // 2)
-        left //= 2
-    return [*found, left]
+        counts.append(remaining - remaining // 2)
+        remaining //= 2
+    return [*counts, remaining]
 
 
 @dataclass(frozen=True, slots=True)
-class Timed:
-    """The best of rounds."""
+class BestTimes:
+    """Least times of several rounds."""
 
     whole: float = math.inf
-    """Milliseconds of forward and backward, until the device is done."""
+    """Milliseconds of forward and backward until the device has finished."""
     forward: float = math.inf
     """Microseconds until forward returns."""
     host: float = math.inf
     """Microseconds until forward and backward return."""
 
 
-Way = Callable[[], torch.Tensor]
+Forward = Callable[[], torch.Tensor]
 """A forward pass."""
 
 
-def ways(
-    experts: int, counts: Sequence[int], said: argparse.Namespace, device: str
-) -> tuple[dict[str, Way], torch.Tensor, Callable[[], None]]:
-    """Return the forward pass of each way, a gradient of what it returns, and what clears all other gradients."""
-    dtype, sizes = DTYPES[said.dtype], (said.in_features, said.out_features)
+def build_forwards(
+    experts: int, counts: Sequence[int], options: argparse.Namespace, device: str
+) -> tuple[dict[str, Forward], torch.Tensor, Callable[[], None]]:
+    """Return (forward function by name, gradient of the output, function that clears all gradients)."""
+    dtype, sizes = DTYPES[options.dtype], (options.in_features, options.out_features)
     torch.manual_seed(0)
     with torch.device(device):
-        x = torch.randn(said.tokens, said.in_features, dtype=dtype).requires_grad_()
-        grad = torch.randn(said.tokens, said.out_features, dtype=dtype)
+        x = torch.randn(options.tokens, options.in_features, dtype=dtype).requires_grad_()
+        grad = torch.randn(options.tokens, options.out_features, dtype=dtype)
         weight = torch.randn(experts, *sizes[::-1], dtype=dtype).requires_grad_()
         m_splits = torch.tensor(counts)
-        linears = nn.ModuleList([nn.Linear(*sizes, bias=said.bias, dtype=dtype) for _ in range(experts)])
-        both = {"single_grouped_weight": True, "single_grouped_bias": said.bias}
+        linears = nn.ModuleList([nn.Linear(*sizes, bias=options.bias, dtype=dtype) for _ in range(experts)])
+        single = {"single_grouped_weight": True, "single_grouped_bias": options.bias}
         layers = {
-            OURS: GroupedLinear(experts, *sizes, bias=said.bias, params_dtype=dtype),
-            SINGLE: GroupedLinear(experts, *sizes, bias=said.bias, params_dtype=dtype, **both),
+            OURS: GroupedLinear(experts, *sizes, bias=options.bias, params_dtype=dtype),
+            SINGLE: GroupedLinear(experts, *sizes, bias=options.bias, params_dtype=dtype, **single),
         }
-        for name in said.recipe:
-            made = GroupedLinear(experts, *sizes, bias=said.bias, params_dtype=dtype, recipe=RECIPES[name], **both)
-            layers[f"{SINGLE}, {name}, {_codes(made, x)}"] = made
+        for name in options.recipe:
+            layer = GroupedLinear(
+                experts, *sizes, bias=options.bias, params_dtype=dtype, recipe=RECIPES[name], **single
+            )
+            layers[f"{SINGLE}, {name}, {_use_codes(layer, x)}"] = layer
 
     def loop() -> torch.Tensor:
         parts = x.split(list(counts))
@@ -113,91 +115,98 @@ def ways(
         offsets = m_splits.cumsum(0).to(torch.int32)
         return functional.grouped_mm(x, weight.transpose(1, 2), offs=offsets)
 
-    trained = [x, weight, *linears.parameters(), *(one for made in layers.values() for one in made.parameters())]
+    trained = [
+        x,
+        weight,
+        *linears.parameters(),
+        *(parameter for layer in layers.values() for parameter in layer.parameters()),
+    ]
 
     def clear() -> None:
-        for one in trained:
-            one.grad = None
+        for parameter in trained:
+            parameter.grad = None
 
-    calls: dict[str, Way] = {name: partial(made, x, m_splits) for name, made in layers.items()}
+    calls: dict[str, Forward] = {name: partial(layer, x, m_splits) for name, layer in layers.items()}
     return {**calls, LOOP: loop, BARE: bare}, grad, clear
 
 
-def _codes(made: GroupedLinear, x: torch.Tensor) -> str:
-    """Let a layer multiply codes, where the device does; return the way it goes."""
+def _use_codes(layer: GroupedLinear, x: torch.Tensor) -> str:
+    """Make a layer multiply codes if the device can; return the name of the product that it uses."""
     try:
-        return made.force_path("scaled").path(x).way
+        return layer.force_path("scaled").path(x).way
     except TransaxleError:
-        return made.force_path(None).path(x).way
+        return layer.force_path(None).path(x).way
 
 
-def measured(
-    calls: Mapping[str, Way], grad: torch.Tensor, clear: Callable[[], None], rounds: int, device: str
-) -> dict[str, Timed]:
-    """Return what each way takes: the best of rounds taken in turn."""
+def measure(
+    calls: Mapping[str, Forward], grad: torch.Tensor, clear: Callable[[], None], rounds: int, device: str
+) -> dict[str, BestTimes]:
+    """Return the least times of each function, with rounds in turns."""
 
     def wait() -> None:
         if device == "cuda":
             torch.cuda.synchronize()
 
-    found = dict.fromkeys(calls, Timed())
+    times = dict.fromkeys(calls, BestTimes())
     for number in range(WARM + rounds):
         for name, call in calls.items():
             clear()
             wait()
             start = time.perf_counter()
-            made = call()
+            output = call()
             forward = time.perf_counter() - start
-            made.backward(grad)
+            output.backward(grad)
             host = time.perf_counter() - start
             wait()
             whole = time.perf_counter() - start
             if number >= WARM:
-                best = found[name]
-                found[name] = Timed(
+                best = times[name]
+                times[name] = BestTimes(
                     min(best.whole, whole * 1e3), min(best.forward, forward * 1e6), min(best.host, host * 1e6)
                 )
-    return found
+    return times
 
 
-def launched(call: Way, grad: torch.Tensor, device: str) -> int:
-    """Return how many kernels forward and backward launch; on a CPU, how many operators they run."""
+def count_launches(call: Forward, grad: torch.Tensor, device: str) -> int:
+    """Return the number of kernels that forward and backward launch; on a CPU, of operators."""
     if device == "cuda":
-        with profile(activities=[ProfilerActivity.CUDA]) as found:
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
             call().backward(grad)
             torch.cuda.synchronize()
-        names = [event.name for event in found.events() if event.device_type == DeviceType.CUDA]
+        names = [event.name for event in profiler.events() if event.device_type == DeviceType.CUDA]
         return sum(not name.startswith(("Memcpy", "Memset")) for name in names)
-    with Counted() as counted:
+    with OperatorCount() as counted:
         call().backward(grad)
     return counted.count
 
 
-def table(said: argparse.Namespace, device: str) -> list[str]:
-    """Return the lines of a table of all that is measured."""
+def table(options: argparse.Namespace, device: str) -> list[str]:
+    """Measure everything; return the lines of a table."""
     name = torch.cuda.get_device_name() if device == "cuda" else "a CPU, one thread"
-    what = "kernels" if device == "cuda" else "operators"
-    biases = "with biases" if said.bias else "no biases"
-    sizes = f"{said.tokens} tokens, {said.in_features} to {said.out_features} features, {said.dtype}, {biases}"
+    unit = "kernels" if device == "cuda" else "operators"
+    biases = "with biases" if options.bias else "no biases"
+    sizes = (
+        f"{options.tokens} tokens, {options.in_features} to {options.out_features} features, {options.dtype}, {biases}"
+    )
     lines = [
-        f"On {name}, torch {torch.__version__}: {sizes}; forward and backward, best of {said.rounds}.",
+        f"On {name}, torch {torch.__version__}: {sizes}; forward and backward, best of {options.rounds}.",
         "",
-        f"| experts | splits | way | ms | forward, host µs | both, host µs | {what} |",
+        f"| experts | splits | way | ms | forward, host µs | both, host µs | {unit} |",
         "|---|---|---|---|---|---|---|",
     ]
-    for experts in said.experts:
-        for kind in said.splits:
-            calls, grad, clear = ways(experts, divided(said.tokens, experts, kind), said, device)
-            for way, took in measured(calls, grad, clear, said.rounds, device).items():
+    for experts in options.experts:
+        for kind in options.splits:
+            calls, grad, clear = build_forwards(experts, split_tokens(options.tokens, experts, kind), options, device)
+            for way, took in measure(calls, grad, clear, options.rounds, device).items():
                 clear()
-                count = launched(calls[way], grad, device)
+                count = count_launches(calls[way], grad, device)
                 times = f"{took.whole:.2f} | {took.forward:.0f} | {took.host:.0f}"
                 lines.append(f"| {experts} | {kind} | {way} | {times} | {count} |")
                 print(lines[-1], file=sys.stderr)
     return lines
 
 
-def main(given: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     sizes = LARGE if device == "cuda" else SMALL
     if device == "cpu":
@@ -214,12 +223,12 @@ def main(given: Sequence[str] | None = None) -> int:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=size)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--out", type=Path, help="a file for the table; printed if not given")
-    said = parser.parse_args(given)
-    lines = "\n".join(table(said, device)) + "\n"
-    if said.out is None:
+    options = parser.parse_args(arguments)
+    lines = "\n".join(table(options, device)) + "\n"
+    if options.out is None:
         print(lines, end="")
     else:
-        said.out.write_text(lines, "utf-8")
+        options.out.write_text(lines, "utf-8")
     return 0
 
 

@@ -20,11 +20,11 @@ from transaxle.quant import Float8CurrentScaling, MasterWeights, NVFP4BlockScali
 WIDTH, HIDDEN, LAYERS, TOKENS = 4096, 14336, 9, 16384
 """About 1.06 billion parameters."""
 SMALL = 256, 512, 2, 64
-"""What a CPU runs."""
+"""Sizes on a CPU."""
 
 
 def stack(width: int, hidden: int, layers: int, device: str) -> nn.Sequential:
-    """Feed-forward blocks, one after the other."""
+    """Return a stack of feed-forward blocks."""
     torch.manual_seed(0)
     blocks: list[nn.Module] = []
     with torch.device(device):
@@ -34,8 +34,8 @@ def stack(width: int, hidden: int, layers: int, device: str) -> nn.Sequential:
 
 
 def seconds(model: nn.Module, x: torch.Tensor, optimizer: MasterWeights | None, rounds: int) -> float:
-    """Median time of forward and backward and, with an optimizer, a step of it."""
-    found = []
+    """Return the median seconds of forward and backward, and of an optimizer step if there is an optimizer."""
+    times = []
     for _ in range(rounds + 2):
         if x.is_cuda:
             torch.cuda.synchronize()
@@ -47,8 +47,8 @@ def seconds(model: nn.Module, x: torch.Tensor, optimizer: MasterWeights | None, 
             parameter.grad = None
         if x.is_cuda:
             torch.cuda.synchronize()
-        found.append(time.perf_counter() - start)
-    return statistics.median(found[2:])
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[2:])
 
 
 def main() -> int:

@@ -27,27 +27,27 @@ from promises import Promises
 from transaxle.formats.catalog import ITEM_BITS, numpy_dtype
 
 SPEED, SECONDS, MEMORY, SIZE = {"BF16": 0.05, "F32": 0.02}, 10.0, 300.0, 6.0
-"""What is promised: of `cat`, of the report of many tensors, and MB of its memory and of its file."""
+"""Promises: shares of the speed of `cat`; seconds, MB of memory and MB of the file for a report of many tensors."""
 SHAPE = (4096, 2048)
 LAYERS, EXPERTS = 61, 384
-"""Of the many tensors: 61 x (9 + 3 x 384) = 70,821, and 3."""
+"""Sizes of the model with many tensors: 61 x (9 + 3 x 384) + 3 = 70,824."""
 FILE = 1 << 30
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a process took."""
+    """Resources that a process used."""
 
     wall: float
-    """Seconds."""
+    """Wall-clock seconds."""
     processor: float
-    """Seconds of all its threads."""
+    """Processor seconds of all threads."""
     memory: float
-    """MB, the most."""
+    """Peak memory in MB."""
 
 
 def once(words: Sequence[str], folder: Path) -> Run:
-    """Run a program; its output goes nowhere."""
+    """Run a program, and discard its output."""
     begin = time.perf_counter()
     with Path(os.devnull).open("wb") as nowhere:
         process = subprocess.Popen(words, cwd=folder, stdout=nowhere)
@@ -59,37 +59,39 @@ def once(words: Sequence[str], folder: Path) -> Run:
 
 
 def header(tensors: dict[str, tuple[str, tuple[int, ...]]]) -> bytes:
-    """Return the header of a file of safetensors."""
-    at, said = 0, {}
+    """Return the header of a safetensors file."""
+    at, entries = 0, {}
     for name, (dtype, shape) in tensors.items():
         size = int(np.prod(shape)) * ITEM_BITS[dtype] // 8
-        said[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + size]}
+        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + size]}
         at += size
-    text = json.dumps(said).encode()
+    text = json.dumps(entries).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
 def weights(dtype: str) -> bytes:
-    """Return the bytes of a tensor: a normal distribution, or whole numbers of the same shape."""
+    """Return the bytes of a tensor of normally distributed numbers."""
     kind = numpy_dtype(dtype)
     values = np.random.default_rng(0).standard_normal(SHAPE, np.float32) * (100 if kind.kind in "iu" else 0.02)
     return np.abs(values).astype(kind).tobytes() if kind.kind == "u" else values.astype(kind).tobytes()
 
 
 def large(folder: Path, dtype: str, amount: int) -> list[str]:
-    """Write a checkpoint of so many bytes; return its files."""
-    one = weights(dtype)
+    """Write a checkpoint of `amount` bytes; return its files."""
+    values = weights(dtype)
     layer, files = 0, []
     while amount > 0:
-        names = [f"model.layers.{layer + at}.mlp.down_proj.weight" for at in range(min(FILE, amount) // len(one) or 1)]
+        names = [
+            f"model.layers.{layer + at}.mlp.down_proj.weight" for at in range(min(FILE, amount) // len(values) or 1)
+        ]
         layer += len(names)
-        amount -= len(names) * len(one)
+        amount -= len(names) * len(values)
         files.append(f"model-{len(files):05}.safetensors")
         with (folder / files[-1]).open("wb") as file:
             file.write(header(dict.fromkeys(names, (dtype, SHAPE))))
             for _ in names:
-                file.write(one)
+                file.write(values)
             file.flush()
             os.fsync(file.fileno())
     index = {"metadata": {}, "weight_map": dict(_places(folder, files))}
@@ -100,12 +102,12 @@ def large(folder: Path, dtype: str, amount: int) -> list[str]:
 def _places(folder: Path, files: Sequence[str]) -> Iterator[tuple[str, str]]:
     for name in files:
         with (folder / name).open("rb") as file:
-            said = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        yield from ((tensor, name) for tensor in said)
+            header_entries = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        yield from ((tensor, name) for tensor in header_entries)
 
 
 def many(folder: Path) -> None:
-    """Write a model of 70,824 tensors, whose values are a hole in the file."""
+    """Write a model of 70,824 tensors as a sparse file."""
     d, f = 64, 32
     norms = ("input_layernorm.weight", "post_attention_layernorm.weight")
     attention = {"q_norm": (16,), "k_norm": (16,), "q_proj": (64, d), "k_proj": (32, d), "v_proj": (32, d)}
@@ -132,7 +134,7 @@ def many(folder: Path) -> None:
 
 
 def report(*words: str) -> list[str]:
-    """Return the command."""
+    """Return the command line of a report."""
     return [sys.executable, "-m", "transaxle", "report", *words, "-o", "page.html", "--overwrite"]
 
 
@@ -142,16 +144,16 @@ def main() -> int:
     parser.add_argument("--gigabytes", type=float, default=6.0)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--types", nargs="*", default=["BF16", "F32"])
-    parser.add_argument("--folder", type=Path, help="where they are written")
-    said = parser.parse_args()
+    parser.add_argument("--folder", type=Path, help="folder for the checkpoints")
+    options = parser.parse_args()
     promises = Promises()
-    for dtype in said.types:
-        with tempfile.TemporaryDirectory(dir=said.folder) as place:
-            files = large(Path(place), dtype, int(said.gigabytes * 1e9))
+    for dtype in options.types:
+        with tempfile.TemporaryDirectory(dir=options.folder) as place:
+            files = large(Path(place), dtype, int(options.gigabytes * 1e9))
             size = sum((Path(place) / name).stat().st_size for name in files) / 1e9
             pairs = [
                 (once(["cat", *files], Path(place)), once(report(".", "--values"), Path(place)))
-                for _ in range(said.rounds)
+                for _ in range(options.rounds)
             ]
         promises.at_least(
             f"report --values, {size:.1f} GB of {dtype}, against cat",
@@ -163,9 +165,9 @@ def main() -> int:
         promises.at_least(f"  by processor time, {cores} cores", spent, None)
         promises.at_least("  GB by second of a core", [size / own.processor for _, own in pairs], None, "GB/s")
         promises.at_most("  memory", [own.memory for _, own in pairs], MEMORY, "MB")
-    with tempfile.TemporaryDirectory(dir=said.folder) as place:
+    with tempfile.TemporaryDirectory(dir=options.folder) as place:
         many(Path(place))
-        runs = [once(report("."), Path(place)) for _ in range(said.rounds)]
+        runs = [once(report("."), Path(place)) for _ in range(options.rounds)]
         promises.at_most("report of 70,824 tensors, processor time", [run.processor for run in runs], SECONDS, "s")
         promises.at_most("  memory", [run.memory for run in runs], MEMORY, "MB")
         promises.at_most("  its file", (Path(place) / "page.html").stat().st_size / 1e6, SIZE, "MB")

@@ -36,13 +36,13 @@ from startup import model
 
 ROOT = Path(__file__).parents[1]
 SPEED, MEMORY, PLANNED = 0.5, 128, 2.0
-"""Of cp's speed at least; MB at most; seconds at most."""
+"""Promises: least share of cp's speed; most MB of memory; most seconds of planning."""
 DEEP = 61, 384
 KEYS = {
     "architectures": ["Qwen3MoeForCausalLM"], "num_experts_per_tok": 2, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
     "hidden_act": "silu", "max_position_embeddings": 64, "dtype": "bfloat16",
 }  # fmt: skip
-"""What Megatron-Bridge asks of a config.json beside the sizes."""
+"""Keys that Megatron-Bridge needs in config.json besides the sizes."""
 
 PLAN = """
 import os, resource, sys, time
@@ -110,30 +110,41 @@ dist.destroy_process_group()
 
 
 def hashes(folder: Path) -> dict[str, str]:
-    """Return the hash of every tensor of a folder that we wrote."""
+    """Return the hash of every tensor in the manifest of a folder."""
     tensors = json.loads((folder / "transaxle.json").read_text("utf-8"))["tensors"]
     return {name: record["xxh3"] for name, record in tensors.items()}
 
 
-def conversions(folder: Path, said: argparse.Namespace, total: int, promises: Promises) -> None:
-    """Convert there and back in turn with cp."""
+def conversions(folder: Path, options: argparse.Namespace, total: int, promises: Promises) -> None:
+    """Measure conversions there and back, in turns with cp."""
     hub, dist = folder / "hub", folder / "dist"
-    ours = [sys.executable, "-m", "transaxle", "convert", "IN", "OUT", "--no-sync", "--jobs", str(said.jobs), "--to"]
-    run([word.replace("IN", str(hub)).replace("OUT", str(dist)) for word in [*ours, "torch_dist"]])
-    run([word.replace("IN", str(dist)).replace("OUT", str(folder / "back")) for word in [*ours, "hf"]])
-    run([word.replace("IN", str(hub)).replace("OUT", str(folder / "same")) for word in [*ours, "hf"]])
+    own_command = [
+        sys.executable,
+        "-m",
+        "transaxle",
+        "convert",
+        "IN",
+        "OUT",
+        "--no-sync",
+        "--jobs",
+        str(options.jobs),
+        "--to",
+    ]
+    run([word.replace("IN", str(hub)).replace("OUT", str(dist)) for word in [*own_command, "torch_dist"]])
+    run([word.replace("IN", str(dist)).replace("OUT", str(folder / "back")) for word in [*own_command, "hf"]])
+    run([word.replace("IN", str(hub)).replace("OUT", str(folder / "same")) for word in [*own_command, "hf"]])
     assert hashes(folder / "back") == hashes(folder / "same")
     shutil.rmtree(folder / "back")
     shutil.rmtree(folder / "same")
     ways = {"hub -> torch_dist": (hub, "torch_dist"), "torch_dist -> hub": (dist, "hf")}
-    print(f"{total / 1e9:.2f} GB, {said.jobs} workers, {said.rounds} rounds")
-    os.sync()  # what is removed before it was written needs no more
+    print(f"{total / 1e9:.2f} GB, {options.jobs} workers, {options.rounds} rounds")
+    os.sync()  # removed files that are not yet on disk are never written
     for way, (source, to) in ways.items():
-        commands = {"transaxle": [*ours, to], "cp -r": ["cp", "-r", "IN", "OUT"]}
+        commands = {"transaxle": [*own_command, to], "cp -r": ["cp", "-r", "IN", "OUT"]}
         seconds: dict[str, list[float]] = {key: [] for key in commands}
         used: dict[str, list[float]] = {key: [] for key in commands}
         memory = 0.0
-        for turn in range(said.rounds + 1):
+        for turn in range(options.rounds + 1):
             for key, command in commands.items():
                 take_memory(folder, total * 5 // 4)
                 before = os.times()
@@ -141,20 +152,20 @@ def conversions(folder: Path, said: argparse.Namespace, total: int, promises: Pr
                 after = os.times()
                 shutil.rmtree(folder / "out")
                 if turn:
-                    own = after.children_user - before.children_user, after.children_system - before.children_system
-                    used[key].append(sum(own))
+                    times = after.children_user - before.children_user, after.children_system - before.children_system
+                    used[key].append(sum(times))
                     seconds[key].append(took)
                     memory = max(memory, peak if key == "transaxle" else 0.0)
         ratios = [c / t for t, c in zip(seconds["transaxle"], seconds["cp -r"], strict=True)]
-        mine, copied = (statistics.median(seconds[key]) for key in commands)
+        median_own, copied = (statistics.median(seconds[key]) for key in commands)
         processor = " and ".join(f"{statistics.median(used[key]):.2f} s" for key in commands)
         promises.at_least(f"{way} against cp", ratios, SPEED)
         promises.at_most(f"{way}, peak memory", memory, MEMORY, "MB")
-        print(f"    {mine:.2f} s, cp {copied:.2f} s; processor time {processor}")
+        print(f"    {median_own:.2f} s, cp {copied:.2f} s; processor time {processor}")
 
 
 def bridge(folder: Path, python: str) -> None:
-    """Let Megatron-Bridge take both ways once, and print its time and memory."""
+    """Run Megatron-Bridge in both directions once, and print its time and memory."""
     os.environ |= {"NVTE_PROJECT_BUILDING": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
     for way in ("to", "from"):
         words = [python, "-c", PEER, way, *(str(folder / name) for name in ("hub", "bridge", "bridge_back"))]
@@ -162,12 +173,12 @@ def bridge(folder: Path, python: str) -> None:
         print(f"  Megatron-Bridge, {way} torch_dist: {took:.1f} s, peak {peak:.0f} MB")
 
 
-def planned(folder: Path, rounds: int) -> list[tuple[str, float]]:
-    """Open and plan a folder of many experts, and the same with torch's own description; return the least times."""
+def measure_planning(folder: Path, rounds: int) -> list[tuple[str, float]]:
+    """Open and plan a folder of many experts, with our `.metadata` and with torch's; return the least times."""
     model(folder / "many", *DEEP)
-    ours = [sys.executable, "-m", "transaxle", "convert", str(folder / "many"), str(folder / "deep"), "--to"]
-    run([*ours, "torch_dist", "--no-sync"])
-    found = []
+    own_command = [sys.executable, "-m", "transaxle", "convert", str(folder / "many"), str(folder / "deep"), "--to"]
+    run([*own_command, "torch_dist", "--no-sync"])
+    results = []
     for by in ("us", "torch"):
         if by == "torch":
             (metadata,) = folder.glob("deep/*/.metadata")
@@ -179,19 +190,19 @@ def planned(folder: Path, rounds: int) -> list[tuple[str, float]]:
         ]
         (count, *_), (wall, used, peak) = times[0], (min(column) for column in list(zip(*times, strict=True))[1:])
         print(f"{count:.0f} tensors, described by {by}: {wall:.2f} s, peak {peak:.0f} MB")
-        found.append((f"{DEEP[0]} x {DEEP[1]} experts by {by}, opened and planned, processor", used))
-    return found
+        results.append((f"{DEEP[0]} x {DEEP[1]} experts by {by}, opened and planned, processor", used))
+    return results
 
 
 def main() -> int:
-    """Measure, print, and tell whether the promises hold."""
+    """Measure and print; return 0 if all promises are kept."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--experts", type=int, default=64)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--bridge", default=os.environ.get("MEGATRON_PYTHON"))
-    said = parser.parse_args()
+    options = parser.parse_args()
     promises = Promises()
     with tempfile.TemporaryDirectory(prefix="transaxle-bench-") as name:
         folder = Path(name)
@@ -199,15 +210,15 @@ def main() -> int:
         os.environ["PYTHONPYCACHEPREFIX"] = str(folder / "bytecode")
         # A process of its own: a child's peak memory starts with that of the process it was forked from.
         with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-            total = pool.submit(make, folder / "hub", said.layers, said.experts).result()
+            total = pool.submit(make, folder / "hub", options.layers, options.experts).result()
         config = folder / "hub" / "config.json"
         config.write_text(json.dumps(json.loads(config.read_text("utf-8")) | KEYS), "utf-8")
-        conversions(folder, said, total, promises)
-        if said.bridge:
-            bridge(folder, said.bridge)
+        conversions(folder, options, total, promises)
+        if options.bridge:
+            bridge(folder, options.bridge)
         with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-            for what, used in pool.submit(planned, folder, min(said.rounds, 3)).result():
-                promises.at_most(what, used, PLANNED, "s")
+            for label, used in pool.submit(measure_planning, folder, min(options.rounds, 3)).result():
+                promises.at_most(label, used, PLANNED, "s")
     return promises.exit_code
 
 

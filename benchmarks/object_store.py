@@ -43,12 +43,12 @@ from transaxle.formats.store.shared_upload import SENDERS, SharedUpload
 from transaxle.formats.store.upload import PART
 
 LEAST = 0.9
-"""Efficiency that is promised."""
+"""Promised efficiency."""
 BUCKET = "benchmark"
 PATIENT = '{"config_kwargs": {"read_timeout": 120}}'
-"""The client waits for more than 15 seconds: of what it has sent, megabytes lie in the system's buffers."""
+"""Client setting: wait up to 120 s for an answer, since megabytes of a request can remain in socket buffers."""
 TENSOR, SMALL = 2 << 20, 4096
-"""Bytes of a tensor, and of one of the small checkpoint, where each has a file."""
+"""Bytes of a tensor, and of a tensor of the small checkpoint, which has one file per tensor."""
 
 
 def checkpoint(folder: Path, count: int, size: int = TENSOR) -> Path:
@@ -59,25 +59,25 @@ def checkpoint(folder: Path, count: int, size: int = TENSOR) -> Path:
     return folder
 
 
-def seconds(source: Path, small: Path, url: str, given: argparse.Namespace, workers: int) -> tuple[float, float]:
-    """Convert by some workers, which have done another conversion before.
+def seconds(source: Path, small: Path, url: str, options: argparse.Namespace, workers: int) -> tuple[float, float]:
+    """Convert with `workers` workers, which have been warmed up by another conversion.
 
     Returns:
-        seconds of all, and of the completion of the uploads.
+        (seconds in all, seconds of the completion of the uploads).
     """
-    shard = (given.mebibytes << 20) // given.files
+    shard = (options.mebibytes << 20) // options.files
     with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
         for _ in range(2):  # so that all of them have imported everything, and have a connection
             how = {"items": 4 * workers, "jobs": 1, "shard_size": SMALL, "overwrite": True}
             tx.convert(small, f"{url}-small", to="safetensors", on=pool, **how)
-        completing.clear()
-        begun = time.monotonic()
+        completion_seconds.clear()
+        start = time.monotonic()
         tx.convert(source, f"{url}-{workers}", to="safetensors", on=pool, items=workers, jobs=1, shard_size=shard)
-        return time.monotonic() - begun, sum(completing)
+        return time.monotonic() - start, sum(completion_seconds)
 
 
 def send_parts(url: str, key: str, count: int) -> None:
-    """Send parts by plain requests, over as many connections as a worker has; the upload is abandoned then."""
+    """Send parts with plain requests over as many connections as a worker has; the upload is not completed."""
     where, data = urlsplit(url).netloc, bytes(PART)
 
     def ask(method: str, query: str, body: bytes | None = None) -> bytes:
@@ -88,78 +88,78 @@ def send_parts(url: str, key: str, count: int) -> None:
         return answer
 
     (upload,) = re.findall(rb"<UploadId>(.*?)</UploadId>", ask("POST", "uploads"))
-    named = f"uploadId={upload.decode()}"
+    query_id = f"uploadId={upload.decode()}"
     with ThreadPoolExecutor(SENDERS) as threads:
-        list(threads.map(lambda number: ask("PUT", f"partNumber={number + 1}&{named}", data), range(count)))
-    ask("DELETE", named)
+        list(threads.map(lambda number: ask("PUT", f"partNumber={number + 1}&{query_id}", data), range(count)))
+    ask("DELETE", query_id)
 
 
-def floor_seconds(url: str, given: argparse.Namespace, workers: int) -> float:
+def floor_seconds(url: str, options: argparse.Namespace, workers: int) -> float:
     """Return how long as many processes take that only send."""
-    count = (given.mebibytes << 20) // PART // workers
+    count = (options.mebibytes << 20) // PART // workers
     with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
         list(pool.map(abs, range(4 * workers)))  # so that all of them have started
-        begun = time.monotonic()
-        for each in [pool.submit(send_parts, url, f"floor-{number}", count) for number in range(workers)]:
-            each.result()
-        return time.monotonic() - begun
+        start = time.monotonic()
+        for job in [pool.submit(send_parts, url, f"floor-{number}", count) for number in range(workers)]:
+            job.result()
+        return time.monotonic() - start
 
 
-completing: list[float] = []
-"""Seconds of each completion."""
+completion_seconds: list[float] = []
+"""Seconds of each completion of an upload."""
 
 
-def timed(appear: Callable[[SharedUpload], None]) -> Callable[[SharedUpload], None]:
-    """Let a completion leave its time."""
+def record_time(appear: Callable[[SharedUpload], None]) -> Callable[[SharedUpload], None]:
+    """Wrap the completion of an upload so that its time is recorded."""
 
-    def timing(upload: SharedUpload) -> None:
-        begun = time.monotonic()
+    def wrapper(upload: SharedUpload) -> None:
+        start = time.monotonic()
         appear(upload)
-        completing.append(time.monotonic() - begun)
+        completion_seconds.append(time.monotonic() - start)
 
-    return timing
+    return wrapper
 
 
 def main() -> int:
-    """Measure, and tell whether the promise is kept."""
+    """Measure; return 0 if the promise is kept."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--mebibytes", type=int, default=512)
     parser.add_argument("--files", type=int, default=8)
-    parser.add_argument("--rate", type=float, default=1.0, help="MiB a second of a connection")
+    parser.add_argument("--rate", type=float, default=1.0, help="MiB per second of a connection")
     parser.add_argument("--latency", type=float, default=0.03)
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4, 8])
-    given = parser.parse_args()
+    options = parser.parse_args()
     os.environ.update(ENVIRONMENT, FSSPEC_S3=PATIENT)
     fsspec.config.set_conf_env(fsspec.config.conf)
-    SharedUpload.appear = timed(SharedUpload.appear)  # type: ignore[method-assign]
-    kept = True
+    SharedUpload.appear = record_time(SharedUpload.appear)  # type: ignore[method-assign]
+    all_kept = True
     with (
         serving_s3() as server,
         tempfile.TemporaryDirectory() as folder,
-        proxied(server, latency=given.latency, rate=given.rate * (1 << 20)) as proxy,
+        proxied(server, latency=options.latency, rate=options.rate * (1 << 20)) as proxy,
     ):
         os.environ["AWS_ENDPOINT_URL"] = proxy.url
         fsspec.filesystem("s3").call_s3("create_bucket", Bucket=BUCKET)
-        source = checkpoint(Path(folder, "source"), (given.mebibytes << 20) // TENSOR)
-        small = checkpoint(Path(folder, "small"), 4 * max(given.workers), SMALL)
-        print(f"{given.mebibytes} MiB, {given.rate:g} MiB/s and {given.latency * 1000:g} ms a connection")
+        source = checkpoint(Path(folder, "source"), (options.mebibytes << 20) // TENSOR)
+        small = checkpoint(Path(folder, "small"), 4 * max(options.workers), SMALL)
+        print(f"{options.mebibytes} MiB, {options.rate:g} MiB/s and {options.latency * 1000:g} ms a connection")
         first = 0.0
-        for workers in given.workers:
-            whole, completion = seconds(source, small, f"s3://{BUCKET}/out", given, workers)
+        for workers in options.workers:
+            whole, completion = seconds(source, small, f"s3://{BUCKET}/out", options, workers)
             fsspec.filesystem("s3").rm(f"{BUCKET}/out-{workers}", recursive=True)
             took = whole - completion
             first = first or took * workers
             efficiency = first / (took * workers)
-            kept = kept and efficiency >= LEAST
-            rate = given.mebibytes / took
-            floor = floor_seconds(proxy.url, given, workers)
+            all_kept = all_kept and efficiency >= LEAST
+            rate = options.mebibytes / took
+            floor = floor_seconds(proxy.url, options, workers)
             print(
                 f"  {workers:3} workers {whole:7.1f} s, without completion {took:7.1f} s {rate:7.1f} MiB/s  "
                 f"efficiency {efficiency:.2f}, of the floor {floor / took:.2f}",
                 flush=True,
             )
-    print("kept" if kept else f"not kept: less than {LEAST}")
-    return 0 if kept else 1
+    print("kept" if all_kept else f"not kept: less than {LEAST}")
+    return 0 if all_kept else 1
 
 
 if __name__ == "__main__":

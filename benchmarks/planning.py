@@ -22,13 +22,13 @@ from tempfile import TemporaryDirectory
 from typing import TypeVar
 
 from promises import Promises
+from transaxle.engine.plan.plan_fresh import Plan
 
 from transaxle.axes.geometry import Shard, whole
 from transaxle.axes.layout.relayout import Target
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.distribute.work_plan import Share, divide, keyed, parse_share, share_of
 from transaxle.engine.plan.conversion import make_plan
-from transaxle.engine.plan.planned import Plan
 from transaxle.engine.source import Source
 
 DIALECTS = ("transformers", "automodel", "torchtitan", "te", "megatron", "hf")
@@ -41,8 +41,8 @@ OPEN_SECONDS, RANK_SECONDS, WORKER_SECONDS = 1.5, 0.1, 0.1
 Result = TypeVar("Result")
 
 
-def timed(rounds: int, work: Callable[[], Result]) -> tuple[float, Result]:
-    """Return the least processor time of a few rounds, and what the last one gave."""
+def least_time(rounds: int, work: Callable[[], Result]) -> tuple[float, Result]:
+    """Return (least processor time of the rounds, result of the last round)."""
     least = float("inf")
     while True:
         begin = time.process_time()
@@ -54,7 +54,7 @@ def timed(rounds: int, work: Callable[[], Result]) -> tuple[float, Result]:
 
 
 def memory() -> float:
-    """Return the most memory this process has had, in MB."""
+    """Return the peak memory of this process in MB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
@@ -62,19 +62,19 @@ def share(source: Source, targets: Iterable[Target], rank: int) -> int:
     """Plan one rank's rows of every tensor; return the number of its copies."""
     copies = 0
     for target in targets:
-        held = [whole(size) for size in target.shape]
-        held[0] = Shard()(held[0], RANKS, rank)
-        copies += len(source.transfers(target, held))
+        part = [whole(size) for size in target.shape]
+        part[0] = Shard()(part[0], RANKS, rank)
+        copies += len(source.transfers(target, part))
     return copies
 
 
 def one_rank(source: Checkpoint, rank: int, rounds: int) -> tuple[float, int]:
-    """Return the seconds in which a rank plans its share, once the names are bound, and the number of its copies."""
+    """Return (seconds for one rank's share of the plan with bound names, number of its copies)."""
     results = []
     for _ in range(rounds):
         opened = fresh(source)
         assert opened.bound.names
-        results.append(timed(1, partial(_own_copies, opened, rank)))
+        results.append(least_time(1, partial(_own_copies, opened, rank)))
     return min(results)
 
 
@@ -87,7 +87,7 @@ def fresh(source: Checkpoint) -> Checkpoint:
     return Checkpoint(source.container, source.settings, None, None)
 
 
-def planned(source: Checkpoint, dialect: str) -> Plan:
+def plan_fresh(source: Checkpoint, dialect: str) -> Plan:
     """Plan a conversion of a checkpoint that was just opened."""
     return make_plan(fresh(source), dialect).plan
 
@@ -98,10 +98,10 @@ def bound(source: Checkpoint) -> object:
 
 
 def work(source: Checkpoint, dialect: str, rounds: int) -> tuple[float, float, int]:
-    """Divide a plan for all workers; return the seconds of the driver and of a worker, and the bytes of its moves."""
+    """Divide a plan for all workers; return (seconds of the driver, seconds of a worker, bytes of its share)."""
     prepared = make_plan(fresh(source), dialect)
     storage = prepared.checkpoint.container.storage
-    driver, items = timed(rounds, lambda: keyed(prepared.plan, divide(prepared.plan, RANKS), storage))
+    driver, items = least_time(rounds, lambda: keyed(prepared.plan, divide(prepared.plan, RANKS), storage))
     item = max(items, key=lambda item: item.size)
     with TemporaryDirectory() as folder:
         file = Path(folder, "moves")
@@ -112,7 +112,7 @@ def work(source: Checkpoint, dialect: str, rounds: int) -> tuple[float, float, i
                 opened.seek(item.begin)
                 return parse_share(opened.read(item.size), item)
 
-        worker, moves = timed(rounds, read)
+        worker, moves = least_time(rounds, read)
     assert moves == share_of(prepared.plan, item, storage)
     return driver, worker, item.size
 
@@ -131,13 +131,13 @@ def main() -> int:
     print(f"{len(source.container.entries):,} tensors; the catalog alone takes {before:.0f} MB of memory")
     promises = Promises()
     for dialect in DIALECTS:
-        seconds, plan = timed(options.rounds, partial(planned, source, dialect))
-        what = f"plan {len(plan.tensors):,} tensors, hf -> {dialect}"
-        promises.at_most(what, seconds, PLAN_SECONDS.get(dialect), "s")
+        seconds, plan = least_time(options.rounds, partial(plan_fresh, source, dialect))
+        label = f"plan {len(plan.tensors):,} tensors, hf -> {dialect}"
+        promises.at_most(label, seconds, PLAN_SECONDS.get(dialect), "s")
         if dialect == FIRST:
             promises.at_most(f"plan hf -> {dialect}, memory", memory() - before, PLAN_MEGABYTES, "MB")
         del plan
-    opening, _ = timed(options.rounds, partial(bound, source))
+    opening, _ = least_time(options.rounds, partial(bound, source))
     promises.at_most("bind the names", opening, OPEN_SECONDS, "s")
     shares = []
     for rank in (0, 100, RANKS - 1):

@@ -1,7 +1,7 @@
-"""Promises: what a script has measured, held against what is promised, printed alike and collected for the table.
+"""Promises: compares measured figures with promised limits, prints them, and collects them for `table.py`.
 
-A script makes one `Promises`, calls `at_least` or `at_most` for each figure, and ends with its `exit_code`. `table.py`
-runs the scripts and reads what they have written into the file that the environment variable names.
+A script creates one `Promises`, calls `at_least` or `at_most` for each figure, and exits with its `exit_code`.
+`table.py` runs the scripts and reads their figures from a file, whose path is in an environment variable.
 """
 
 from __future__ import annotations
@@ -14,32 +14,32 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 FILE = "TRANSAXLE_PROMISES"
-"""Environment variable: the file that gets the figures, one JSON document a line."""
+"""Environment variable with the path of the file for figures, one JSON document per line."""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure and what is promised of it."""
+    """A measured figure, and the promise about it."""
 
-    what: str
-    """What was measured."""
+    label: str
+    """Description of the figure."""
     measured: float
-    """The median of the rounds."""
+    """Median of the rounds."""
     low: float
-    """The least of the rounds."""
+    """Smallest value of the rounds."""
     high: float
-    """The most of the rounds."""
+    """Largest value of the rounds."""
     unit: str
-    """What follows the number."""
+    """Unit, printed after the number."""
     limit: float | None
-    """What is promised; None: nothing."""
+    """Promised limit; None: no promise."""
     least: bool
-    """It is at least the limit, not at most."""
+    """Whether the limit is a lower bound."""
     floor: float | None = None
-    """Median of what the least possible work reached in the same rounds; None: not measured."""
+    """Median figure of the least possible work (the floor) in the same rounds; None: not measured."""
 
     @property
-    def kept(self) -> bool:
+    def is_kept(self) -> bool:
         """Whether the promise is kept."""
         if self.limit is None:
             return True
@@ -47,59 +47,59 @@ class Figure:
 
     @property
     def promise(self) -> str:
-        """The promise in words; empty where there is none."""
+        """The promise as text; empty if there is none."""
         return "" if self.limit is None else f"at {'least' if self.least else 'most'} {number(self.limit)} {self.unit}"
 
     @property
     def spread(self) -> str:
-        """The range of the rounds; empty where there was one."""
+        """Range of the rounds as text; empty if there was only one."""
         return "" if self.low == self.high else f"{number(self.low)} to {number(self.high)}"
 
     @property
     def reachable(self) -> str:
-        """The floor beside a promise that is not kept; empty elsewhere, and where it was not measured."""
-        return "" if self.floor is None or self.kept else f"{number(self.floor)} {self.unit}"
+        """The floor as text; empty if the promise is kept, or the floor was not measured."""
+        return "" if self.floor is None or self.is_kept else f"{number(self.floor)} {self.unit}"
 
     @property
     def verdict(self) -> str:
-        """What has become of the promise."""
-        return "" if self.limit is None else "kept" if self.kept else "NOT KEPT"
+        """Verdict on the promise as text; empty if there is none."""
+        return "" if self.limit is None else "kept" if self.is_kept else "NOT KEPT"
 
 
 def number(value: float) -> str:
-    """Return a number with three digits."""
+    """Format a number with three significant digits."""
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 class Promises:
-    """The figures of one script."""
+    """Collects the figures of one script."""
 
     def __init__(self) -> None:
         self._kept = True
 
     def at_least(
         self,
-        what: str,
+        label: str,
         rounds: float | Iterable[float],
         limit: float | None,
         unit: str = "x",
         floor: Iterable[float] = (),
     ) -> bool:
-        """Print a figure, of one round or of several; tell whether it is at least the limit.
+        """Print a figure, and return whether it is at least the limit.
 
         Args:
-            what: what was measured.
-            rounds: the figure of each round.
-            limit: what is promised; None: nothing.
-            unit: what follows the number.
-            floor: what the least possible work reached in the same rounds; none: not measured.
+            label: description of the figure.
+            rounds: value of each round, or a single value.
+            limit: promised lower bound; None: no promise.
+            unit: unit, printed after the number.
+            floor: value of the least possible work in each round; empty: not measured.
         """
         reached = list(floor)
-        return self._add(what, rounds, limit, unit, least=True, floor=statistics.median(reached) if reached else None)
+        return self._add(label, rounds, limit, unit, least=True, floor=statistics.median(reached) if reached else None)
 
-    def at_most(self, what: str, rounds: float | Iterable[float], limit: float | None, unit: str) -> bool:
-        """Print a figure, of one round or of several; tell whether it is at most the limit."""
-        return self._add(what, rounds, limit, unit, least=False)
+    def at_most(self, label: str, rounds: float | Iterable[float], limit: float | None, unit: str) -> bool:
+        """Print a figure, and return whether it is at most the limit; arguments as in `at_least`."""
+        return self._add(label, rounds, limit, unit, least=False)
 
     @property
     def exit_code(self) -> int:
@@ -108,7 +108,7 @@ class Promises:
 
     def _add(
         self,
-        what: str,
+        label: str,
         rounds: float | Iterable[float],
         limit: float | None,
         unit: str,
@@ -117,12 +117,12 @@ class Promises:
         floor: float | None = None,
     ) -> bool:
         values = list(rounds) if isinstance(rounds, Iterable) else [rounds]
-        figure = Figure(what, statistics.median(values), min(values), max(values), unit, limit, least, floor)
-        self._kept &= figure.kept
+        figure = Figure(label, statistics.median(values), min(values), max(values), unit, limit, least, floor)
+        self._kept &= figure.is_kept
         shown = f"{number(figure.measured):>6} {unit}"
         verdict = f"{figure.verdict}, floor {figure.reachable}" if figure.reachable else figure.verdict
-        print(f"  {what:62} {shown:11} {figure.spread:16} {figure.promise:19} {verdict}".rstrip(), flush=True)
+        print(f"  {label:62} {shown:11} {figure.spread:16} {figure.promise:19} {verdict}".rstrip(), flush=True)
         if path := os.environ.get(FILE):
             with Path(path).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(asdict(figure)) + "\n")
-        return figure.kept
+        return figure.is_kept

@@ -22,7 +22,7 @@ SIZES = (64, 256, 1024)
 """Bytes of the bfloat16 matrix, in megabytes."""
 COLUMNS = 8192
 TURNOVER = 1 << 30
-"""Bytes that are touched before a buffer is used again: many times a cache."""
+"""Bytes touched before a buffer is used again: many times the size of a cache."""
 PAGE = 4096
 PROMISED = 0.8
 
@@ -49,8 +49,8 @@ JOBS = (
 )
 
 
-def captured(calls: list[Callable[[], object]], rounds: int = 15) -> float:
-    """Median seconds of one call: all are captured in a graph, one after the other, and it is replayed."""
+def graph_seconds(calls: list[Callable[[], object]], rounds: int = 15) -> float:
+    """Return the median seconds of one call: all calls are captured in a CUDA graph, which is replayed."""
     for call in calls:
         call()
     torch.cuda.synchronize()
@@ -69,8 +69,8 @@ def captured(calls: list[Callable[[], object]], rounds: int = 15) -> float:
     return statistics.median(times[3:]) / len(calls)
 
 
-def plain(calls: list[Callable[[], object]], rounds: int = 3) -> float:
-    """Best seconds of one call on the CPU."""
+def cpu_seconds(calls: list[Callable[[], object]], rounds: int = 3) -> float:
+    """Return the least seconds of one call on the CPU."""
     calls[0]()
     times = []
     for _ in range(rounds):
@@ -81,28 +81,29 @@ def plain(calls: list[Callable[[], object]], rounds: int = 3) -> float:
 
 
 def matrix(megabytes: int, device: str) -> torch.Tensor:
-    """Normal numbers, bfloat16."""
+    """Return a matrix of normally distributed bfloat16 numbers."""
     return torch.randn(megabytes * MEGABYTE // (2 * COLUMNS), COLUMNS, device=device).to(torch.bfloat16)
 
 
-def copies(traffic: int, device: str) -> float:
-    """Bytes moved a second, read and written, by a copy of as many bytes: torch's, or a program's that flips bits.
+def copy_rate(traffic: int, device: str) -> float:
+    """Return bytes per second, read and written, of a copy with this traffic.
 
-    The faster of the two. What torch leaves to the chip's copy engines is, at some sizes, a third slower.
+    The faster of torch's copy and a kernel that inverts bits counts: torch may use the GPU's copy engines, which are up
+    to a third slower at some sizes.
     """
     words = traffic // 2 // PAGE * PAGE // 4
     count = max(2, TURNOVER // traffic) if device == "cuda" else 1
     pairs = [
         [torch.randint(0, 1 << 30, (words,), dtype=torch.int32, device=device) for _ in "ab"] for _ in range(count)
     ]
-    timed = captured if device == "cuda" else plain
+    timed = graph_seconds if device == "cuda" else cpu_seconds
     engine = timed([lambda a=a, b=b: b.copy_(a) for a, b in pairs])
     program = timed([lambda a=a, b=b: torch.bitwise_not(a, out=b) for a, b in pairs])
     return 8 * words / min(engine, program)
 
 
-def measured(job: Job, megabytes: int, device: str) -> list[tuple[str, int, float]]:
-    """Bytes moved and seconds of both directions."""
+def measure(job: Job, megabytes: int, device: str) -> list[tuple[str, int, float]]:
+    """Return (direction, bytes moved, seconds) for quantizing and dequantizing."""
     x = matrix(megabytes, device)
     total = kernels.amax(x) if job.encoding.has_global or job.encoding is FLOAT8 else None
     common = {"amax": total, "columnwise": job.columnwise, "over": job.over}
@@ -110,8 +111,8 @@ def measured(job: Job, megabytes: int, device: str) -> list[tuple[str, int, floa
     moved = x.nbytes + sum(buffer.nbytes for buffer in first.present().values())
     count = max(2, TURNOVER // moved) if device == "cuda" else 1
     xs = [x, *(x.roll(place + 1) for place in range(count - 1))]
-    made = [kernels.quantize(each, job.encoding, **common) for each in xs]
-    timed = captured if device == "cuda" else plain
+    quantized = [kernels.quantize(each, job.encoding, **common) for each in xs]
+    timed = graph_seconds if device == "cuda" else cpu_seconds
     rows = [
         (
             "quantize",
@@ -119,7 +120,7 @@ def measured(job: Job, megabytes: int, device: str) -> list[tuple[str, int, floa
             timed(
                 [
                     lambda a=a, m=m: kernels.quantize(a, job.encoding, out=m, **common)
-                    for a, m in zip(xs, made, strict=True)
+                    for a, m in zip(xs, quantized, strict=True)
                 ]
             ),
         )
@@ -130,7 +131,7 @@ def measured(job: Job, megabytes: int, device: str) -> list[tuple[str, int, floa
         seconds = timed(
             [
                 lambda a=a, m=m: kernels.dequantize(m, job.encoding, torch.bfloat16, out=a)
-                for a, m in zip(xs, made, strict=True)
+                for a, m in zip(xs, quantized, strict=True)
             ]
         )
         rows.append(("dequantize", moved, seconds))
@@ -144,13 +145,13 @@ def main() -> int:
     print(f"{'MB':>5} {'':20} {'':11} {'GB/s':>7} {'of a copy':>10}")
     for megabytes in SIZES if device == "cuda" else SIZES[:1]:
         for job in JOBS:
-            for what, moved, seconds in measured(job, megabytes, device):
-                share = moved / seconds / copies(moved, device)
+            for direction, moved, seconds in measure(job, megabytes, device):
+                share = moved / seconds / copy_rate(moved, device)
                 late = device == "cuda" and job.promised and share < PROMISED
                 missed += late
                 print(
-                    f"{megabytes:5} {job.name:20} {what:11} {moved / seconds / 1e9:7.1f} {share:10.0%}"
-                    f"{'  below what is promised' if late else ''}"
+                    f"{megabytes:5} {job.name:20} {direction:11} {moved / seconds / 1e9:7.1f} {share:10.0%}"
+                    f"{'  below direction is promised' if late else ''}"
                 )
     return int(missed > 0)
 

@@ -29,10 +29,10 @@ def seconds(source: Path, target: Path, **options: Any) -> float:
     """Convert, and return the wall time; the target is removed."""
     begin = time.monotonic()
     tx.convert(source, target, to="torchtitan", **options)
-    taken = time.monotonic() - begin
+    elapsed = time.monotonic() - begin
     shutil.rmtree(target)
     os.sync()
-    return taken
+    return elapsed
 
 
 def main() -> int:
@@ -48,7 +48,7 @@ def main() -> int:
         return 0
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gigabytes", type=float, default=6.0)
-    parser.add_argument("--folder", help="where source and target are written; the system's one for such things")
+    parser.add_argument("--folder", help="folder for source and target; default: the system's temporary folder")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--items", type=int, default=8)
     options = parser.parse_args()

@@ -53,16 +53,18 @@ State = dict[str, Any]
 
 
 def build(sizes: dict[str, Any]) -> Any:
-    """A model of transformers with random weights, experts of a layer in one tensor."""
+    """Return a transformers model with random weights and stacked experts."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    said = dict(sizes)
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(said.pop("model_type"), **said), dtype=torch.bfloat16)
+    config_sizes = dict(sizes)
+    return AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(config_sizes.pop("model_type"), **config_sizes), dtype=torch.bfloat16
+    )
 
 
 def trainer(sizes: dict[str, Any]) -> Any:
-    """The model, sharded over all ranks of this job."""
+    """Return the model, sharded over all ranks of the trainer."""
     mesh, model = init_device_mesh("cpu", (TRAINER,)), build(sizes)
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
@@ -70,7 +72,7 @@ def trainer(sizes: dict[str, Any]) -> Any:
 
 
 def cut(name: str, dims: int) -> Placement:
-    """How an engine cuts a weight."""
+    """Return the placement of a weight in the engine."""
     if "norm" in name or name.endswith("mlp.gate.weight"):
         return Replicate()
     if "gate_up" in name:
@@ -79,20 +81,20 @@ def cut(name: str, dims: int) -> Placement:
 
 
 def engine(sizes: dict[str, Any]) -> State:
-    """The weights of this rank of the engine, empty."""
+    """Return this engine rank's weights, uninitialized."""
     mesh = init_device_mesh("cpu", (ENGINE,))
     with torch.device("meta"):
         shapes = build(sizes).state_dict()
-    found = {}
+    weights = {}
     for name, tensor in shapes.items():
         whole = torch.empty(tensor.shape, dtype=tensor.dtype)
-        found[name] = distribute_tensor(whole, mesh, [cut(name, tensor.dim())], src_data_rank=None)
-        found[name]._local_tensor = found[name].to_local().clone()
-    return found
+        weights[name] = distribute_tensor(whole, mesh, [cut(name, tensor.dim())], src_data_rank=None)
+        weights[name]._local_tensor = weights[name].to_local().clone()
+    return weights
 
 
-def gathered(model: Any, weights: State, group: dist.ProcessGroup | None, own: int) -> None:
-    """What frameworks do: whole tensors on every rank of the trainer, then on every rank of the engine."""
+def gather_and_load(model: Any, weights: State, group: dist.ProcessGroup | None, engine_rank: int) -> None:
+    """Update the engine as frameworks do: gather whole tensors on all trainer ranks, broadcast them, copy parts."""
     if model is not None:
         for tensor in model.state_dict().values():
             whole = tensor.full_tensor()
@@ -103,7 +105,7 @@ def gathered(model: Any, weights: State, group: dist.ProcessGroup | None, own: i
         whole = torch.empty(tensor.shape, dtype=tensor.dtype)
         assert group is not None
         group.broadcast([whole.view(torch.uint8)], _root()).wait()
-        load(name, whole, tensor.to_local(), own)
+        load(name, whole, tensor.to_local(), engine_rank)
 
 
 def _root() -> Any:
@@ -112,20 +114,20 @@ def _root() -> Any:
     return options
 
 
-def load(name: str, whole: torch.Tensor, part: torch.Tensor, own: int) -> None:
+def load(name: str, whole: torch.Tensor, part: torch.Tensor, engine_rank: int) -> None:
     """Copy a rank's part of a whole tensor into its weight, as the engine's loader does."""
     how = cut(name, whole.dim())
     if isinstance(how, _StridedShard):
-        halves = [half.chunk(ENGINE, 1)[own] for half in whole.chunk(2, 1)]
+        halves = [half.chunk(ENGINE, 1)[engine_rank] for half in whole.chunk(2, 1)]
         size = halves[0].shape[1]
         part[:, :size].copy_(halves[0])
         part[:, size:].copy_(halves[1])
     else:
-        part.copy_(whole.chunk(ENGINE, how.dim)[own] if isinstance(how, Shard) else whole)
+        part.copy_(whole.chunk(ENGINE, how.dim)[engine_rank] if isinstance(how, Shard) else whole)
 
 
-def timed(group: dist.ProcessGroup, work: Callable[[], Any]) -> float:
-    """Seconds until the last rank is done."""
+def time_push(group: dist.ProcessGroup, work: Callable[[], Any]) -> float:
+    """Return the seconds until all ranks have finished."""
     group.barrier().wait()
     begin = time.monotonic()
     work()
@@ -133,22 +135,22 @@ def timed(group: dist.ProcessGroup, work: Callable[[], Any]) -> float:
     return time.monotonic() - begin
 
 
-def run(number: int, ports: tuple[int, int], folder: str, said: argparse.Namespace) -> None:
-    """Be one rank of one of the two jobs."""
+def run(number: int, ports: tuple[int, int], folder: str, options: argparse.Namespace) -> None:
+    """Run one rank of one of the two jobs."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    trains, own = number < TRAINER, number if number < TRAINER else number - TRAINER
+    trains, job_rank = number < TRAINER, number if number < TRAINER else number - TRAINER
     size, job = (TRAINER, "trainer") if trains else (ENGINE, "engine")
-    dist.init_process_group("gloo", f"file://{folder}/{job}", rank=own, world_size=size)
+    dist.init_process_group("gloo", f"file://{folder}/{job}", rank=job_rank, world_size=size)
     group = tx.refit.meet(f"127.0.0.1:{ports[0]}", number, TRAINER + ENGINE, secret=SECRET, backend="gloo")
     root = None
     if number == 0 or not trains:
-        place = 0 if trains else 1 + own, 1 + ENGINE
+        place = 0 if trains else 1 + job_rank, 1 + ENGINE
         root = tx.refit.meet(f"127.0.0.1:{ports[1]}", *place, secret=SECRET, backend="gloo")
-    model: Any = trainer(said.sizes) if trains else None
-    weights: State = {} if trains else engine(said.sizes)
-    with patch.object(shared_memory, "seen", (lambda _: None) if said.network else shared_memory.seen):
+    model: Any = trainer(options.sizes) if trains else None
+    weights: State = {} if trains else engine(options.sizes)
+    with patch.object(shared_memory, "seen", (lambda _: None) if options.network else shared_memory.seen):
         begin = time.monotonic()
         refits = {
             name: tx.Refit({} if model is None else model, weights, group, bucket=BUCKET, in_place=name == "in place")
@@ -157,26 +159,28 @@ def run(number: int, ports: tuple[int, int], folder: str, said: argparse.Namespa
         planned = (time.monotonic() - begin) / len(refits)
         report = refits["staged"].push()
         truth = {name: tensor.to_local().clone() for name, tensor in weights.items()}
-        gathered(model, weights, root, own)
+        gather_and_load(model, weights, root, job_rank)
         assert all(torch.equal(tensor.to_local(), truth[name]) for name, tensor in weights.items())
         seconds: dict[str, list[float]] = {}
-        for _ in range(said.rounds):
-            for name, each in refits.items():
-                seconds.setdefault(name, []).append(timed(group, each.push))
-            seconds.setdefault("gathered", []).append(timed(group, lambda: gathered(model, weights, root, own)))
-    found = {
-        "seconds": {name: statistics.median(each) for name, each in seconds.items()},
+        for _ in range(options.rounds):
+            for name, refit in refits.items():
+                seconds.setdefault(name, []).append(time_push(group, refit.push))
+            seconds.setdefault("gathered", []).append(
+                time_push(group, lambda: gather_and_load(model, weights, root, job_rank))
+            )
+    result = {
+        "seconds": {name: statistics.median(refit) for name, refit in seconds.items()},
         "plan": planned,
         "received": report.bytes_received,
         "needed": report.bytes_needed,
         "buffers": report.buffers,
         "written": report.bytes_written,
     }
-    Path(folder, f"rank{number}.json").write_text(json.dumps(found), "utf-8")
+    Path(folder, f"rank{number}.json").write_text(json.dumps(result), "utf-8")
 
 
 def free_ports() -> tuple[int, int]:
-    """Two ports that nobody listens at."""
+    """Return two free ports."""
     with socket.socket() as first, socket.socket() as second:
         first.bind(("127.0.0.1", 0))
         second.bind(("127.0.0.1", 0))
@@ -184,25 +188,27 @@ def free_ports() -> tuple[int, int]:
 
 
 def main() -> int:
-    """Run both sides, and print what they took."""
+    """Run both sides, and print their times."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a small model: only whether it works")
+    parser.add_argument("--quick", action="store_true", help="a small model, to check only that it works")
     parser.add_argument("--network", action="store_true", help="no shared memory")
     parser.add_argument("--rounds", type=int, default=3)
-    said = parser.parse_args()
-    said.sizes = {**SIZES, **(QUICK if said.quick else {})}
+    options = parser.parse_args()
+    options.sizes = {**SIZES, **(QUICK if options.quick else {})}
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(run, args=(free_ports(), folder, said), nprocs=TRAINER + ENGINE)
+        mp.spawn(run, args=(free_ports(), folder, options), nprocs=TRAINER + ENGINE)
         ranks = [json.loads(Path(folder, f"rank{n}.json").read_text("utf-8")) for n in range(TRAINER + ENGINE)]
     took = {name: max(rank["seconds"][name] for rank in ranks) for name in ranks[0]["seconds"]}
     size = sum(rank["written"] for rank in ranks)
     received = max(rank["received"] / rank["needed"] for rank in ranks if rank["needed"])
-    print(f"{size / 1e9:.2f} GB, FSDP {TRAINER} -> TP {ENGINE} on other ranks" + (", network" if said.network else ""))
+    print(
+        f"{size / 1e9:.2f} GB, FSDP {TRAINER} -> TP {ENGINE} on other ranks" + (", network" if options.network else "")
+    )
     print(f"planned once in {max(rank['plan'] for rank in ranks):.2f} s")
     for name, seconds in took.items():
-        print(f"{name:>10}  {seconds:6.2f} s  {took['gathered'] / seconds:5.1f} x")
+        print(f"{name:>10}  {seconds:6.2f} s  {took['gather_and_load'] / seconds:5.1f} x")
     print(f"received {received:.3f} of what is needed; buckets {max(rank['buffers'] for rank in ranks) / 1e6:.0f} MB")
-    if said.quick:
+    if options.quick:
         return 0
     promises = Promises()
     promises.at_least("refit, staged, against gather, broadcast and load", took["gathered"] / took["staged"], FASTER)

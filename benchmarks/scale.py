@@ -50,22 +50,22 @@ PROMISE, UP_TO, MANY = 0.9, 128, 16_384
 
 @dataclass(frozen=True)
 class Case:
-    """A conversion, and who does it."""
+    """A conversion, with its number of items and threads."""
 
     to: str
     """`FORMAT:DIALECT`."""
     shard_size: int | None = None
     """Bytes of a file."""
-    many: bool = True
-    """There are more items than one for each GiB."""
+    many_items: bool = True
+    """Whether to divide into more items than one per GiB."""
     service: bool = False
-    """The target is on a service: no two items write into one file."""
+    """Whether the target is an object store, where no two items can write one file."""
     threads: int = 1
-    """Of each worker."""
+    """Number of threads per worker."""
 
 
 CASES = (
-    Case("hf", many=False),
+    Case("hf", many_items=False),
     Case("hf"),
     Case("torchtitan"),
     Case("hf", service=True),
@@ -78,20 +78,20 @@ CASES = (
 
 @dataclass
 class Outcome:
-    """How a conversion went."""
+    """Result of a simulated conversion."""
 
     seconds: float
-    """From the first item to the last."""
+    """Seconds from the first item to the last."""
     twice: float
-    """Bytes moved in vain."""
+    """Bytes moved by attempts that failed."""
     retries: float
-    """Items tried again."""
+    """Number of repeated items."""
     lost: float
-    """Machines lost."""
+    """Number of lost machines."""
 
 
 def alone() -> float:
-    """Return the bytes a second of a worker that nobody disturbs: it reads a block, then writes it."""
+    """Return bytes per second of an undisturbed worker thread, which reads a block and then writes it."""
     second = (LATENCY + READ / CONNECTION) / READ + (LATENCY + WRITE / CONNECTION) / WRITE
     return 1 / second
 
@@ -101,10 +101,10 @@ class Simulation:
 
     Args:
         items: the work.
-        workers: how many there are.
-        a_node: how many share a machine.
-        seed: of what fails.
-        threads: of each worker.
+        workers: number of workers.
+        a_node: number of workers per machine.
+        seed: seed of the random failures.
+        threads: number of threads per worker.
     """
 
     def __init__(self, items: Sequence[WorkItem], workers: int, a_node: int, seed: int, threads: int = 1) -> None:
@@ -117,7 +117,7 @@ class Simulation:
         self.item = np.full(workers, -1)
         self.left = np.zeros(workers)
         self.until = np.zeros(workers)
-        """Bytes that are left when an item meets its error; none is met at zero."""
+        """Remaining bytes at which each worker's item fails; 0: it does not fail."""
         self.factor = np.ones(workers)
         self.queue = deque(item.number for item in self.items)
         self.tries = dict.fromkeys(self.sizes, 0)
@@ -128,7 +128,7 @@ class Simulation:
         self.loss = sorted((float(self.random.exponential(LOST)), node) for node in range(nodes))
 
     def run(self) -> Outcome:
-        """Let all items be done."""
+        """Run until all items are done."""
         while len(self.done) < len(self.items):
             self.hand_out()
             rates = self.rates()
@@ -147,7 +147,7 @@ class Simulation:
         return self.outcome
 
     def hand_out(self) -> None:
-        """Give the next items to the workers that are free."""
+        """Give the next items to free workers."""
         for worker in np.flatnonzero(self.alive & (self.item < 0))[: len(self.queue)]:
             number = self.queue.popleft()
             size = self.sizes[number]
@@ -156,14 +156,14 @@ class Simulation:
             self.factor[worker] = 1 / SLOWER if self.random.random() < SLOW else 1.0
 
     def rates(self) -> np.ndarray:
-        """Return the bytes a second of every worker."""
+        """Return the bytes per second of every worker."""
         busy = self.item >= 0
         on_node = np.bincount(self.node, busy)[self.node]
         share = np.minimum(NIC / np.maximum(on_node, 1), STORE / max(int(busy.sum()), 1))
         return np.minimum(alone() * self.threads * self.factor, share)
 
     def end(self, worker: int) -> None:
-        """Take a result, or try an item again that met an error."""
+        """Finish a worker's item, or repeat it if it failed."""
         number = int(self.item[worker])
         if self.until[worker] > 0:
             self.waste(worker)
@@ -173,7 +173,7 @@ class Simulation:
         self.item[worker] = -1
 
     def retry(self, number: int) -> None:
-        """Put an item back."""
+        """Put a failed item back into the queue."""
         self.tries[number] += 1
         if self.tries[number] > RETRIES:
             raise RuntimeError(f"item {number} failed too often")
@@ -181,7 +181,7 @@ class Simulation:
         self.queue.append(number)
 
     def waste(self, worker: int) -> None:
-        """Count what was moved in vain."""
+        """Count the bytes that a failed attempt has moved."""
         self.outcome.twice += self.sizes[int(self.item[worker])] - max(float(self.left[worker]), 0.0)
 
     def lose(self, node: int) -> None:
@@ -198,10 +198,10 @@ class Simulation:
 
 
 def average(items: Sequence[WorkItem], workers: int, a_node: int, seeds: Iterable[int], threads: int) -> Outcome:
-    """Return how conversions go, on average."""
-    found = [Simulation(items, workers, a_node, seed, threads).run() for seed in seeds]
+    """Return the mean result of several simulations."""
+    outcomes = [Simulation(items, workers, a_node, seed, threads).run() for seed in seeds]
     names = [field.name for field in fields(Outcome)]
-    return Outcome(**{name: sum(getattr(each, name) for each in found) / len(found) for name in names})
+    return Outcome(**{name: sum(getattr(each, name) for each in outcomes) / len(outcomes) for name in names})
 
 
 def main() -> int:
@@ -215,12 +215,12 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3, help="conversions of which the mean is printed")
     options = parser.parse_args()
     source = synthetic.model(61, 384)
-    kept = True
+    all_kept = True
     for case in CASES:
         begin = time.process_time()
         how: dict[str, Any] = {} if case.shard_size is None else {"shard_size": case.shard_size}
         prepared = make_plan(source, case.to, **how)
-        count = options.items if case.many else None
+        count = options.items if case.many_items else None
         items = divide(prepared.plan, count, whole_files=case.service)
         items = keyed(prepared.plan, items, prepared.checkpoint.container.storage)
         planning = time.process_time() - begin
@@ -251,10 +251,10 @@ def main() -> int:
                 f"{gets + puts:9,.0f} {dollars:5.2f}"
             )
             if case == Case("hf") and threads <= UP_TO:
-                kept = kept and linear / outcome.seconds >= PROMISE
-    verdict = "kept" if kept else "NOT KEPT"
+                all_kept = all_kept and linear / outcome.seconds >= PROMISE
+    verdict = "kept" if all_kept else "NOT KEPT"
     print(f"promise ({PROMISE:g} of linear up to {UP_TO} workers, hf -> hf in many items of a folder): {verdict}")
-    return 0 if kept else 1
+    return 0 if all_kept else 1
 
 
 if __name__ == "__main__":

@@ -94,30 +94,30 @@ def once(words: Sequence[str], environment: Mapping[str, str]) -> tuple[float, f
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, wall
 
 
-def measured(rounds: int, families: int, work: Path) -> Times:
+def measure(rounds: int, families: int, work: Path) -> Times:
     """Return the least times of every command, in the package as it is and with more families."""
     model(work / "small", 2, 8)
     model(work / "large", LAYERS, EXPERTS)
     more_families(work / "site", families)
     cache = {"PYTHONPYCACHEPREFIX": str(work / "bytecode")}
-    here = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"} | cache
+    own_site = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"} | cache
     program = ("-m", "transaxle")
     commands = {
         "--help": (*program, "--help"),
         "ls": (*program, "ls", str(work / "small")),
         "plan": (*program, "plan", str(work / "large"), str(work / "out"), "--to", "torchtitan"),
     }
-    runs = {BASE: (("-c", BASE), here)}
+    runs = {BASE: (("-c", BASE), own_site)}
     for site, suffix in ((PACKAGE.parent, ""), (work / "site", "+")):
-        runs |= {f"{name}{suffix}": (words, here | {"PYTHONPATH": str(site)}) for name, words in commands.items()}
+        runs |= {f"{name}{suffix}": (words, own_site | {"PYTHONPATH": str(site)}) for name, words in commands.items()}
     for words, environment in runs.values():
         once(words, environment)  # writes the bytecode
-    found: Times = {}
+    times: Times = {}
     for _ in range(rounds):
         for name, (words, environment) in runs.items():
-            least, now = found.get(name, (float("inf"), float("inf"))), once(words, environment)
-            found[name] = min(least[0], now[0]), min(least[1], now[1])
-    return found
+            least, now = times.get(name, (float("inf"), float("inf"))), once(words, environment)
+            times[name] = min(least[0], now[0]), min(least[1], now[1])
+    return times
 
 
 def main() -> int:
@@ -125,17 +125,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--families", type=int, default=100)
-    wanted = parser.parse_args()
+    commands = parser.parse_args()
     with tempfile.TemporaryDirectory() as work:
-        found = measured(wanted.rounds, wanted.families, Path(work))
-    base = found[BASE]
+        times = measure(commands.rounds, commands.families, Path(work))
+    base = times[BASE]
     print(f"{BASE}: {base[0]:.3f} s of processor time, {base[1]:.3f} s of wall time")
     promises = Promises()
     for name, limit in LIMITS.items():
-        used, wall = found[name]
-        ratio, growth = used / base[0], found[f"{name}+"][0] / used - 1
+        used, wall = times[name]
+        ratio, growth = used / base[0], times[f"{name}+"][0] / used - 1
         promises.at_most(f"transaxle {name} against import numpy", ratio, limit, "x")
-        promises.at_most(f"transaxle {name}, {wanted.families} more families", 100 * growth, 100 * GROWTH, "% more")
+        promises.at_most(f"transaxle {name}, {commands.families} more families", 100 * growth, 100 * GROWTH, "% more")
         print(f"    {used:.3f} s; wall {wall:.3f} s, {wall / base[1]:.2f} x")
     return promises.exit_code
 

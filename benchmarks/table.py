@@ -1,14 +1,14 @@
-"""All promises in one table: runs the scripts, each by itself, and keeps what they measured.
+"""Run the benchmark scripts, print all their promises in one table, and record the figures.
 
-Each script takes turns with what it is compared with and gives medians of its rounds, so ratios mean something on a
-machine that others use too; say when it was not idle. With `--base REV` each script runs twice, with the package of
-this tree and with that of another revision (of which the kernels are built anew), and the table shows both. A promise
-that is not kept has the floor beside it, where the script measures one.
+Each script runs its two sides in turns and reports medians of the rounds, so ratios are meaningful on a busy machine
+too; note if it was not idle. With `--base REV` each script runs twice, with the package of this tree and with that of
+another revision, whose kernels are built first; the table shows both. A missed promise shows the floor beside it, if
+the script measures one.
 
     python benchmarks/table.py [SCRIPT ...] [--base REV] [--json docs/reference/promises.json] [--machine TEXT]
 
-The page on speed is made of `docs/reference/promises.json` by `docs/generate.py`. A file that is there keeps
-what it has of other scripts; each says when and on what it ran.
+`docs/generate.py` makes the page on speed from `docs/reference/promises.json`. Figures of other scripts in an existing
+file are kept; each script's entry has its date and machine.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from promises import FILE, Figure, number
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = ("convert", "verify", "megatron", "zero", "live", "refit", "planning", "startup", "encodings", "look")
-"""Those that hold promises on a CPU, in about three quarters of an hour."""
+"""Scripts with promises for CPUs; together they take about three quarters of an hour."""
 
 KERNELS = """
 from pathlib import Path
@@ -36,32 +36,34 @@ from hatch_build import PARTS, KernelHook
 hook = KernelHook(".", {}, None, None, ".", "wheel")
 assert all([hook.library(Path(), part) for part in PARTS])
 """
-"""Builds the kernels of the tree that is the working directory."""
+"""Program that builds the kernels of the tree in the working directory."""
 
 COLUMNS = ("what", "measured", "rounds", "promise", "verdict", "floor")
-Found = dict[str, list[Figure]]
+FiguresByScript = dict[str, list[Figure]]
 """Figures by script."""
 
 
-def measured(script: str, package: Path) -> list[Figure]:
-    """Run a script with the package of a tree, and return its figures; what it prints is seen.
+def run_script(script: str, package: Path) -> list[Figure]:
+    """Run a script with the package of a tree, and return its figures; its output is printed.
 
     Raises:
-        SystemExit: it failed otherwise than by a promise that is not kept.
+        SystemExit: the script failed for another reason than a missed promise.
     """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "figures")
         environment = {**os.environ, FILE: str(file), "PYTHONPATH": str(package / "src")}
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
-        done = subprocess.run([sys.executable, str(ROOT / "benchmarks" / f"{script}.py")], env=environment, check=False)
-        if done.returncode not in {0, 1} or not file.exists():
-            raise SystemExit(f"{script} failed with {done.returncode}")
+        process = subprocess.run(
+            [sys.executable, str(ROOT / "benchmarks" / f"{script}.py")], env=environment, check=False
+        )
+        if process.returncode not in {0, 1} or not file.exists():
+            raise SystemExit(f"{script} failed with {process.returncode}")
         return [Figure(**json.loads(line)) for line in file.read_text("utf-8").splitlines()]
 
 
 @contextmanager
 def tree_of(revision: str) -> Iterator[Path]:
-    """Give a checkout of another revision with its kernels."""
+    """Check out another revision and build its kernels; the context gives the folder."""
     with tempfile.TemporaryDirectory(prefix="transaxle-base-") as folder:
         tree = Path(folder, "tree")
         git = ["git", "-C", str(ROOT), "worktree"]
@@ -74,40 +76,42 @@ def tree_of(revision: str) -> Iterator[Path]:
 
 
 def cells(figure: Figure) -> list[str]:
-    """Return a figure in words, column by column."""
-    measured = f"{number(figure.measured)} {figure.unit}"
-    return [figure.what, measured, figure.spread, figure.promise, figure.verdict, figure.reachable]
+    """Return the cells of a figure, in the order of `COLUMNS`."""
+    run_script = f"{number(figure.measured)} {figure.unit}"
+    return [figure.label, run_script, figure.spread, figure.promise, figure.verdict, figure.reachable]
 
 
-def table(found: Mapping[str, Sequence[Figure]], base: Mapping[str, Sequence[Figure]] | None) -> list[list[str]]:
-    """Return the rows of the table, the first of them its head."""
+def table(
+    figures_by_script: Mapping[str, Sequence[Figure]], base: Mapping[str, Sequence[Figure]] | None
+) -> list[list[str]]:
+    """Return the rows of the table, beginning with the header."""
     rows = [["script", *COLUMNS]]
     rows[0] += [] if base is None else ["base", "now / base"]
-    for script, figures in found.items():
-        before = {} if base is None else {figure.what: figure.measured for figure in base[script]}
-        for each in figures:
-            row = [script, *cells(each)]
+    for script, figures in figures_by_script.items():
+        before = {} if base is None else {figure.label: figure.measured for figure in base[script]}
+        for entry in figures:
+            row = [script, *cells(entry)]
             if base is not None:
-                old = before.get(each.what)
-                row += ["", ""] if not old else [f"{number(old)} {each.unit}", number(each.measured / old)]
+                old = before.get(entry.label)
+                row += ["", ""] if not old else [f"{number(old)} {entry.unit}", number(entry.measured / old)]
             rows.append(row)
     return rows
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> str:
+def align(rows: Sequence[Sequence[str]]) -> str:
     """Return rows as lines with columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
 
 
-def keep(file: Path, found: Found, when: str) -> None:
-    """Put what scripts have measured into a file; what it has of other scripts stays as it is."""
-    kept = json.loads(file.read_text("utf-8")) if file.exists() else {}
-    for script, figures in found.items():
+def keep(file: Path, figures_by_script: FiguresByScript, when: str) -> None:
+    """Record the figures of scripts in a JSON file; entries of other scripts are kept."""
+    recorded = json.loads(file.read_text("utf-8")) if file.exists() else {}
+    for script, figures in figures_by_script.items():
         lines = [dict(zip(COLUMNS, cells(each), strict=True)) for each in figures]
-        kept[script] = {"when": when, "figures": lines}
+        recorded[script] = {"when": when, "figures": lines}
     file.parent.mkdir(parents=True, exist_ok=True)
-    ordered = {script: kept[script] for script in SCRIPTS if script in kept}
+    ordered = {script: recorded[script] for script in SCRIPTS if script in recorded}
     file.write_text(json.dumps(ordered, indent=1) + "\n", "utf-8")
 
 
@@ -116,24 +120,24 @@ def main() -> int:
     parser.add_argument("scripts", nargs="*", metavar="SCRIPT", help=f"of {', '.join(SCRIPTS)}; default: all")
     parser.add_argument("--base", metavar="REV", help="compare with the package of this revision")
     parser.add_argument("--json", type=Path, default=ROOT / "build" / "promises.json", help="where the figures go")
-    parser.add_argument("--machine", help="what it ran on, and beside what, for the page; default: the cores")
-    said = parser.parse_args()
-    if unknown := set(said.scripts) - set(SCRIPTS):
+    parser.add_argument("--machine", help="machine and its load, for the page; default: number of cores")
+    options = parser.parse_args()
+    if unknown := set(options.scripts) - set(SCRIPTS):
         parser.error(f"no script {', '.join(sorted(unknown))}; there are {', '.join(SCRIPTS)}")
-    scripts = said.scripts or SCRIPTS
-    found: Found = {}
-    base: Found | None = None
-    if said.base is None:
-        found = {script: measured(script, ROOT) for script in scripts}
+    scripts = options.scripts or SCRIPTS
+    figures_by_script: FiguresByScript = {}
+    base: FiguresByScript | None = None
+    if options.base is None:
+        figures_by_script = {script: run_script(script, ROOT) for script in scripts}
     else:
         base = {}
-        with tree_of(said.base) as tree:
+        with tree_of(options.base) as tree:
             for script in scripts:
-                base[script], found[script] = measured(script, tree), measured(script, ROOT)
-    print(aligned(table(found, base)))
-    when = f"{date.today():%-d %B %Y}, {said.machine or f'{os.cpu_count()} cores'}"
-    keep(said.json, found, when)
-    return 0 if all(each.kept for figures in found.values() for each in figures) else 1
+                base[script], figures_by_script[script] = run_script(script, tree), run_script(script, ROOT)
+    print(align(table(figures_by_script, base)))
+    when = f"{date.today():%-d %B %Y}, {options.machine or f'{os.cpu_count()} cores'}"
+    keep(options.json, figures_by_script, when)
+    return 0 if all(each.is_kept for figures in figures_by_script.values() for each in figures) else 1
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Promise: to verify a checkpoint takes little more than to read it; to compare two across dialects twice as much.
+"""Promise: verifying a checkpoint takes little longer than reading it, comparing two across dialects twice as long.
 
 The Qwen3-MoE-like checkpoint of `convert.py` (36 layers x 64 experts, 6 GB of random bf16) lies in a file system in
 memory, once more as `transformers` has it, which stacks and fuses every expert, with our manifest, and once more as a
@@ -26,7 +26,7 @@ from convert import FLOOR, LARGE, MEMORY_FILES, run, write_hub
 from promises import Promises
 
 READ, COMPARED = 0.9, 0.5
-"""What is promised: of the speed of `cat`, and of `cmp`."""
+"""Promised shares of the speed of `cat`, and of `cmp`."""
 
 
 def main() -> int:
@@ -36,41 +36,43 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=LARGE)
     parser.add_argument("--experts", type=int, default=64)
     parser.add_argument("--folder", default=MEMORY_FILES, help="where the checkpoints are written")
-    said = parser.parse_args()
+    options = parser.parse_args()
     promises = Promises()
-    with tempfile.TemporaryDirectory(prefix="transaxle-bench-", dir=said.folder) as name:
+    with tempfile.TemporaryDirectory(prefix="transaxle-bench-", dir=options.folder) as name:
         folder = Path(name)
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
         os.environ["PYTHONPYCACHEPREFIX"] = str(folder / "bytecode")
-        total = write_hub(folder, said.layers, said.experts)
-        hub, made, copy = (str(folder / each) for each in ("hub", "made", "copy"))
+        total = write_hub(folder, options.layers, options.experts)
+        hub, converted, copy = (str(folder / each) for each in ("hub", "made", "copy"))
         shutil.copytree(hub, copy)
-        ours = [sys.executable, "-m", "transaxle"]
-        subprocess.run([*ours, "convert", hub, made, "--to", "transformers"], check=True, capture_output=True)
-        print(f"{total / 1e9:.2f} GB, {said.rounds} rounds, times the other's speed")
+        own_program = [sys.executable, "-m", "transaxle"]
+        subprocess.run(
+            [*own_program, "convert", hub, converted, "--to", "transformers"], check=True, capture_output=True
+        )
+        print(f"{total / 1e9:.2f} GB, {options.rounds} rounds, times the other's speed")
         floor, cores = [sys.executable, "-c", FLOOR], str(os.cpu_count())
-        for what, other, own, least, limit in [
+        for label, peer_command, arguments, least, limit in [
             (
                 "verify against cat",
-                ["sh", "-c", 'cat "$0"/* > /dev/null', made],
-                ["verify", made],
-                [made, "", cores],
+                ["sh", "-c", 'cat "$0"/* > /dev/null', converted],
+                ["verify", converted],
+                [converted, "", cores],
                 READ,
             ),
             (
                 "diff across dialects against cmp of equal files",
                 ["sh", "-c", 'for file in "$0"/*; do cmp "$file" "$1/${file##*/}" || exit 1; done', hub, copy],
-                ["diff", hub, made],
-                [hub, "", cores, made],
+                ["diff", hub, converted],
+                [hub, "", cores, converted],
                 COMPARED,
             ),
         ]:
             seconds = [
-                [run(command)[0] for command in (other, [*ours, *own], [*floor, *least])]
-                for _ in range(said.rounds + 1)
+                [run(command)[0] for command in (peer_command, [*own_program, *arguments], [*floor, *least])]
+                for _ in range(options.rounds + 1)
             ][1:]
             ratios, floors = ([each[0] / each[at] for each in seconds] for at in (1, 2))
-            promises.at_least(f"{total / 1e9:.0f} GB, {what}", ratios, limit, floor=floors)
+            promises.at_least(f"{total / 1e9:.0f} GB, {label}", ratios, limit, floor=floors)
     return promises.exit_code
 
 

@@ -44,17 +44,17 @@ ALLOWED_MEMORY, ALLOWED_WRITES = VOCAB * HIDDEN * 4 + (100 << 20), 1.05
 
 def shapes() -> OrderedDict[str, tuple[int, ...]]:
     """A llama of about 85 million parameters: a gigabyte with its moments."""
-    found: OrderedDict[str, tuple[int, ...]] = OrderedDict({"model.embed_tokens.weight": (VOCAB, HIDDEN)})
+    sizes: OrderedDict[str, tuple[int, ...]] = OrderedDict({"model.embed_tokens.weight": (VOCAB, HIDDEN)})
     for layer in range(LAYERS):
         stem = f"model.layers.{layer}"
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-            found[f"{stem}.self_attn.{name}.weight"] = (HIDDEN, HIDDEN)
-        found[f"{stem}.mlp.gate_proj.weight"] = found[f"{stem}.mlp.up_proj.weight"] = (INNER, HIDDEN)
-        found[f"{stem}.mlp.down_proj.weight"] = (HIDDEN, INNER)
-        found[f"{stem}.input_layernorm.weight"] = found[f"{stem}.post_attention_layernorm.weight"] = (HIDDEN,)
-    found["model.norm.weight"] = (HIDDEN,)
-    found["lm_head.weight"] = (VOCAB, HIDDEN)
-    return found
+            sizes[f"{stem}.self_attn.{name}.weight"] = (HIDDEN, HIDDEN)
+        sizes[f"{stem}.mlp.gate_proj.weight"] = sizes[f"{stem}.mlp.up_proj.weight"] = (INNER, HIDDEN)
+        sizes[f"{stem}.mlp.down_proj.weight"] = (HIDDEN, INNER)
+        sizes[f"{stem}.input_layernorm.weight"] = sizes[f"{stem}.post_attention_layernorm.weight"] = (HIDDEN,)
+    sizes["model.norm.weight"] = (HIDDEN,)
+    sizes["lm_head.weight"] = (VOCAB, HIDDEN)
+    return sizes
 
 
 def make(folder: Path, stage: int) -> None:
@@ -73,8 +73,8 @@ def make(folder: Path, stage: int) -> None:
     generator = torch.Generator().manual_seed(0)
     for part in range(PARTS):
         flat = {key: torch.rand(width, generator=generator) for key in ("fp32", "exp_avg", "exp_avg_sq")}
-        held = {"step": torch.tensor(3.0), "exp_avg": flat["exp_avg"], "exp_avg_sq": flat["exp_avg_sq"]}
-        inner = {"state": {0: held}, "param_groups": [{"lr": 0.1, "weight_decay": 0.1, "params": [0]}]}
+        moments = {"step": torch.tensor(3.0), "exp_avg": flat["exp_avg"], "exp_avg_sq": flat["exp_avg_sq"]}
+        inner = {"state": {0: moments}, "param_groups": [{"lr": 0.1, "weight_decay": 0.1, "params": [0]}]}
         state: dict[str, Any] = {
             "loss_scaler": LossScaler(1.0), "dynamic_loss_scale": False, "overflow": False, "ds_version": "0.19.8",
             "zero_stage": ZeroStageEnum(stage),
@@ -154,87 +154,88 @@ assert "torch" not in sys.modules
 
 @dataclass(frozen=True)
 class Run:
-    """What a program took."""
+    """Resources that a program used."""
 
     seconds: float
-    """From its start to its end."""
+    """Seconds from start to end."""
     written: int
-    """Bytes that it and its children gave to write calls."""
+    """Bytes that the program and its children passed to write calls."""
     peak: int
-    """Most bytes of memory that it and its children had together, looked at every 20 ms; 0 where nobody looked."""
+    """Peak memory in bytes of the program and its children together, sampled every 20 ms; 0: not measured."""
     output: int
-    """Bytes of the files that it left."""
+    """Bytes of the written files."""
 
 
-def watched(command: list[str], output: Path, wanted: str = TIME) -> Run:
+def run_watched(command: list[str], output: Path, mode: str = TIME) -> Run:
     """Run a Python program.
 
     Args:
-        command: what follows `python`.
-        output: folder that it writes.
-        wanted: TIME; DURABLE, where what it wrote is synced too; MEMORY, which is looked at so often that it slows
-            processes with many pages down.
+        command: arguments of `python`.
+        output: folder that the program writes.
+        mode: TIME; DURABLE: sync the written files too; MEMORY: sample the memory, which slows processes with many
+            pages down.
     """
     os.sync()
-    process = [sys.executable, "-c", _WATCHED, wanted, str(output), sys.executable, *command]
-    done = subprocess.run(process, env={**os.environ, "DS_ACCELERATOR": "cpu"}, capture_output=True, check=True)
-    said = json.loads(done.stdout)
-    if said.pop("code"):
-        raise SystemExit(f"{command}: {done.stderr.decode()[-2000:]}")
-    return Run(**said, output=sum(path.stat().st_size for path in output.rglob("*") if path.is_file()))
+    process = [sys.executable, "-c", _WATCHED, mode, str(output), sys.executable, *command]
+    completed = subprocess.run(process, env={**os.environ, "DS_ACCELERATOR": "cpu"}, capture_output=True, check=True)
+    result = json.loads(completed.stdout)
+    if result.pop("code"):
+        raise SystemExit(f"{command}: {completed.stderr.decode()[-2000:]}")
+    return Run(**result, output=sum(path.stat().st_size for path in output.rglob("*") if path.is_file()))
 
 
-def row(what: str, theirs: float, ours: float, unit: str, scale: float = 1.0) -> None:
-    """Print one line of the table."""
-    print(f"    {what:24} {theirs / scale:8.2f} {unit} {ours / scale:8.2f} {unit} {theirs / ours:7.1f} x", flush=True)
+def row(label: str, peer_value: float, own_value: float, unit: str, scale: float = 1.0) -> None:
+    """Print one row of the table."""
+    values = f"{peer_value / scale:8.2f} {unit} {own_value / scale:8.2f} {unit}"
+    print(f"    {label:24} {values} {peer_value / own_value:7.1f} x", flush=True)
 
 
 def best(runs: list[tuple[Run, Run]]) -> tuple[Run, Run]:
     """Return the fastest run of each side."""
-    theirs, ours = zip(*runs, strict=True)
-    return min(theirs, key=lambda run: run.seconds), min(ours, key=lambda run: run.seconds)
+    peer_runs, own_runs = zip(*runs, strict=True)
+    return min(peer_runs, key=lambda run: run.seconds), min(own_runs, key=lambda run: run.seconds)
 
 
-def copied_in(command: list[str], target: Path) -> float:
-    """Return the seconds of a command that writes a folder, which is removed."""
+def copy_seconds(command: list[str], target: Path) -> float:
+    """Return the seconds of a command that writes a folder; the folder is removed."""
     seconds, _ = run(command)
     shutil.rmtree(target)
     return seconds
 
 
-def compared(base: Path, source: Path, what: str, to: str, rounds: int, promises: Promises) -> None:
-    """Measure one conversion both ways."""
+def compare(base: Path, source: Path, target_name: str, to: str, rounds: int, promises: Promises) -> None:
+    """Measure one conversion with both tools."""
     measured: dict[str, list[tuple[Run, Run]]] = {TIME: [], DURABLE: [], MEMORY: []}
-    target, theirs = base / "ours", base / "theirs"
+    target, peer_target = base / "ours", base / "theirs"
     ratios, floors = list[float](), list[float]()
-    for wanted in [*(TIME, DURABLE) * rounds, MEMORY]:
+    for mode in [*(TIME, DURABLE) * rounds, MEMORY]:
         tools = {
             "universal": [
                 "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state", "--input_folder",
-                str(source / TAG), "--output_folder", str(theirs / TAG),
+                str(source / TAG), "--output_folder", str(peer_target / TAG),
             ],
-            "hf": ["-m", "deepspeed.utils.zero_to_fp32", str(source), str(theirs), "--safe_serialization"],
+            "hf": ["-m", "deepspeed.utils.zero_to_fp32", str(source), str(peer_target), "--safe_serialization"],
         }  # fmt: skip
-        ours = watched(["-c", _OURS, str(source), str(target), to, wanted], target, wanted)
-        measured[wanted].append((watched(tools[what], theirs, wanted), ours))
-        if wanted == TIME:
-            seconds = copied_in(["cp", "-r", str(target), str(base / "copied")], base / "copied")
-            ratios.append(seconds / ours.seconds)
-            if what == "hf":  # one folder without others in it
+        own_run_now = run_watched(["-c", _OURS, str(source), str(target), to, mode], target, mode)
+        measured[mode].append((run_watched(tools[target_name], peer_target, mode), own_run_now))
+        if mode == TIME:
+            seconds = copy_seconds(["cp", "-r", str(target), str(base / "copied")], base / "copied")
+            ratios.append(seconds / own_run_now.seconds)
+            if target_name == "hf":  # one folder without others in it
                 floor = [sys.executable, "-c", FLOOR, str(target), str(base / "copied"), "2"]
-                floors.append(seconds / copied_in(floor, base / "copied"))
+                floors.append(seconds / copy_seconds(floor, base / "copied"))
         shutil.rmtree(target)
-        shutil.rmtree(theirs)
-    runs = {wanted: best(each) for wanted, each in measured.items()}
+        shutil.rmtree(peer_target)
+    runs = {mode: best(each) for mode, each in measured.items()}
     theirs_run, ours_run = runs[TIME]
-    print(f"  {what:24} {'DeepSpeed':>10} {'Transaxle':>11}")
+    print(f"  {target_name:24} {'DeepSpeed':>10} {'Transaxle':>11}")
     row("time", theirs_run.seconds, ours_run.seconds, "s ")
     row("time, durable", *(run.seconds for run in runs[DURABLE]), "s ")
     row("output", theirs_run.output, ours_run.output, "MB", 1e6)
     row("written for each byte", theirs_run.written / theirs_run.output, ours_run.written / ours_run.output, "x ")
     row("peak memory", *(run.peak for run in runs[MEMORY]), "MB", 1e6)
-    which = f"{source.name} -> {what}"
-    promises.at_least(f"{which} against DeepSpeed", theirs_run.seconds / ours_run.seconds, PROMISED[what])
+    which = f"{source.name} -> {target_name}"
+    promises.at_least(f"{which} against DeepSpeed", theirs_run.seconds / ours_run.seconds, PROMISED[target_name])
     promises.at_least(f"{which} against cp of the output", ratios, LIKE_CP, floor=floors)
     promises.at_most(f"{which}, written for each byte", ours_run.written / ours_run.output, ALLOWED_WRITES, "bytes")
     promises.at_most(f"{which}, peak memory", runs[MEMORY][1].peak / 1e6, ALLOWED_MEMORY / 1e6, "MB")
@@ -247,15 +248,15 @@ def main() -> int:
     promises = Promises()
     with tempfile.TemporaryDirectory() as scratch:
         base = Path(scratch)
-        imports = watched(["-c", "import deepspeed"], base).seconds
+        imports = run_watched(["-c", "import deepspeed"], base).seconds
         print(f"importing deepspeed alone takes {imports:.2f} s of each of DeepSpeed's times")
         for stage in (1, 3):
             source = base / f"zero{stage}"
             make(source, stage)
             size = sum(path.stat().st_size for path in (source / TAG).iterdir())
             print(f"ZeRO-{stage}, {PARTS} ranks, {size / 1e9:.2f} GB")
-            for what, to in TARGETS.items():
-                compared(base, source, what, to, rounds, promises)
+            for target_name, to in TARGETS.items():
+                compare(base, source, target_name, to, rounds, promises)
     return promises.exit_code
 
 

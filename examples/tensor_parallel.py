@@ -52,17 +52,17 @@ def build(source: str, data: int) -> nn.Module:
     return model
 
 
-def train(said: argparse.Namespace) -> list[float]:
+def train(options: argparse.Namespace) -> list[float]:
     """Train for some steps, write both folders, and return the losses."""
-    model = build(said.source, said.data)
-    if not said.resume:
-        tx.load(model, said.source, dtype="fp32")  # a hub's weights are bf16; each rank reads its part of them
+    model = build(options.source, options.data)
+    if not options.resume:
+        tx.load(model, options.source, dtype="fp32")  # a hub's weights are bf16; each rank reads its part of them
     optimizer = AdamW(model.parameters(), lr=1e-3)  # of the parameters that have storage by now
-    if said.resume:
-        tx.load(model, said.resume, optimizer=optimizer)
-    begun = int(max((float(state["step"]) for state in optimizer.state.values()), default=0))
+    if options.resume:
+        tx.load(model, options.resume, optimizer=optimizer)
+    start = int(max((float(state["step"]) for state in optimizer.state.values()), default=0))
     losses = []
-    for step in range(begun, begun + said.steps):
+    for step in range(start, start + options.steps):
         # The same batch on every rank: for simplicity here also along `dp`, whose ranks would have different ones.
         generator = torch.Generator().manual_seed(step)
         tokens = torch.randint(0, model.config.vocab_size, (BATCH, LENGTH), generator=generator)
@@ -72,9 +72,9 @@ def train(said: argparse.Namespace) -> list[float]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    Path(said.out).mkdir(parents=True, exist_ok=True)
-    tx.save(model, f"{said.out}/hub", to="hf")
-    tx.save(model, f"{said.out}/state", to="dcp", optimizer=optimizer)
+    Path(options.out).mkdir(parents=True, exist_ok=True)
+    tx.save(model, f"{options.out}/hub", to="hf")
+    tx.save(model, f"{options.out}/state", to="dcp", optimizer=optimizer)
     return losses
 
 

@@ -60,8 +60,8 @@ class TransaxleManager(BaseCheckpointManager):
             raise ValueError("parameters are saved in their own type: leave export_dtype at float32")
         self._config, self._folder = config, filesystem.join(base_folder, config.folder)
         (self._model,), self._optimizers = model_parts, optimizers
-        everything = {**states, DATALOADER: dataloader, LR_SCHEDULER: lr_schedulers}
-        self._extra = {name: each for name, each in everything.items() if each is not None}
+        all_states = {**states, DATALOADER: dataloader, LR_SCHEDULER: lr_schedulers}
+        self._extra = {name: each for name, each in all_states.items() if each is not None}
         self._assets = getattr(sd_adapter, "hf_assets_path", None)  # all that tables of ours leave of it
         self._files = fsspec.url_to_fs(self._folder)[0]
         if not filesystem.is_remote(self._folder):
@@ -87,13 +87,13 @@ class TransaxleManager(BaseCheckpointManager):
     def _load(self, step: int = -1) -> bool:
         config, steps = self._config, self._steps()
         dist.barrier()  # nobody saves before all have looked
-        wanted = step if step != -1 else (steps[-1] if steps else -1)
+        wanted_step = step if step != -1 else (steps[-1] if steps else -1)
         unknown = set(config.exclude_from_loading) - {OPTIMIZER, *self._extra}
         if unknown:
             raise ValueError(f"exclude_from_loading: no such states: {', '.join(sorted(unknown))}")
         initial = config.initial_load_path or (self._assets if config.initial_load_in_hf else None)
-        if wanted != -1:
-            place, only_model, casts = self._step(wanted), wanted == 0, {}
+        if wanted_step != -1:
+            place, only_model, casts = self._step(wanted_step), wanted_step == 0, {}
         elif initial:
             place, only_model, casts = initial, config.initial_load_model_only, {"dtype": "fp32"}
             if config.initial_load_in_hf_quantized:
@@ -141,5 +141,5 @@ class TransaxleManager(BaseCheckpointManager):
         if not self._files.isdir(self._folder):
             return []
         names = (str(path).rstrip("/").rpartition("/")[2] for path in self._files.ls(self._folder, detail=False))
-        found = [int(match[1]) for name in names if (match := STEP.fullmatch(name))]
-        return sorted(step for step in found if self._files.exists(f"{self._step(step)}/{MANIFEST}"))
+        steps = [int(match[1]) for name in names if (match := STEP.fullmatch(name))]
+        return sorted(step for step in steps if self._files.exists(f"{self._step(step)}/{MANIFEST}"))

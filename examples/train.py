@@ -150,8 +150,8 @@ class Checkpointer:
                 shutil.rmtree(gone)
 
 
-def drawn(out: Path) -> Path:
-    """Write a model of random weights, to begin from; a real run begins from the files of a hub."""
+def write_initial(out: Path) -> Path:
+    """Write a model with random weights to start from; a real run starts from hub files."""
     folder = out / INITIAL
     out.mkdir(parents=True, exist_ok=True)
     exists = folder.exists()
@@ -162,24 +162,26 @@ def drawn(out: Path) -> Path:
     return folder
 
 
-def train(said: argparse.Namespace) -> list[float]:
+def train(arguments: argparse.Namespace) -> list[float]:
     """Train from the newest checkpoint to the last step; return the losses."""
     world = dist.get_world_size()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    mesh = init_device_mesh(device, (said.replicas, world // said.replicas), mesh_dim_names=("replicate", "shard"))
-    model = build(mesh if said.replicas > 1 else mesh["shard"], said.dropout)
+    mesh = init_device_mesh(
+        device, (arguments.replicas, world // arguments.replicas), mesh_dim_names=("replicate", "shard")
+    )
+    model = build(mesh if arguments.replicas > 1 else mesh["shard"], arguments.dropout)
     optimizer = AdamW(model.parameters(), lr=1e-2)
     schedule = LinearLR(optimizer, start_factor=0.25, total_iters=4)
     progress, data = Progress(), Data()
     torch.manual_seed(1 + dist.get_rank())
     # Every rank has random numbers of its own; on another number of ranks they begin anew.
     extra = {"progress": progress, "data": data, "schedule": schedule, "random": tx.Random(strict=False)}
-    checkpointer = Checkpointer(said.out, said.to, said.every, said.keep, model, optimizer, extra)
-    report = checkpointer.resume(said.init or drawn(said.out))
+    checkpointer = Checkpointer(arguments.out, arguments.to, arguments.every, arguments.keep, model, optimizer, extra)
+    report = checkpointer.resume(arguments.init or write_initial(arguments.out))
     tell(f"loaded {report}")
     model.train()
     losses = []
-    while progress.step < said.steps:
+    while progress.step < arguments.steps:
         tokens = data.batch(device)
         loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
@@ -219,11 +221,11 @@ def options(words: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     """Read the options and train."""
-    said = options()
+    arguments = options()
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group()
-    train(said)
+    train(arguments)
     gc.collect()  # the model's meshes must go before the process groups that they refer to
     dist.destroy_process_group()
 

@@ -25,8 +25,8 @@ _DATA = "__0_0.distcp"
 def one(data: bytes) -> None:
     """Read one input."""
     length = int.from_bytes(data[:_LENGTH], "little")
-    rest = data[_LENGTH:]
-    storage = HeldFolder({METADATA: rest[:length], _DATA: rest[length:]})
+    remainder = data[_LENGTH:]
+    storage = HeldFolder({METADATA: remainder[:length], _DATA: remainder[length:]})
     try:
         container = open_dcp(storage, storage.path, METADATA)
     except TransaxleError:
@@ -39,8 +39,8 @@ def one(data: bytes) -> None:
                 last = sum((size - 1) * step for size, step in zip(extent.shape, extent.strides or (), strict=False))
                 reach = nbytes(entry.dtype, extent.shape if extent.strides is None else (last + 1,))
                 assert 0 <= extent.offset <= storage.size(extent.file) - reach, entry
-        held = sum(_count(extent.shape) for extent in entry.extents)
-        assert held == _count(entry.shape), "the chunks do not add up"
+        element_count = sum(_count(extent.shape) for extent in entry.extents)
+        assert element_count == _count(entry.shape), "the chunks do not add up"
 
 
 def _count(shape: tuple[int, ...]) -> int:

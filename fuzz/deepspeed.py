@@ -57,14 +57,14 @@ READ = "read_saved"
 
 def one(data: bytes) -> None:
     """Read one input."""
-    opened(data)
+    open_folder(data)
 
 
-def opened(data: bytes) -> bool:
+def open_folder(data: bytes) -> bool:
     """Read one input, and tell whether it was a checkpoint."""
     kind = data[0] % len(FOLDERS) if data else 0
     folder = dict(zip(FOLDERS[kind], _split(data[1:], len(FOLDERS[kind])), strict=True))
-    read_one = {name: partial(_saved, pickle) for name, pickle in folder.items()}
+    read_one = {name: partial(_save, pickle) for name, pickle in folder.items()}
 
     def read_saved(_storage: Storage, file: str) -> Saved:
         return read_one[file](file)
@@ -90,7 +90,7 @@ def _split(data: bytes, count: int) -> Iterator[bytes]:
         data = data[_LENGTH + length :]
 
 
-def _saved(pickle: bytes, file: str) -> Saved:
+def _save(pickle: bytes, file: str) -> Saved:
     """Return what a torch file with this pickle holds."""
     storages = Storages(legacy=False)
     pickled = read_pickle(pickle, file=file, bounds=_BOUNDS, persistent=storages.refer)
@@ -131,7 +131,7 @@ class _File:
         self._count += 1
         return reference(code, shape, self._count - 1)
 
-    def model(self, shapes: dict[str, tuple[int, ...]], **more: Any) -> dict[str, Any]:
+    def model(self, shapes: dict[str, tuple[int, ...]], **further: Any) -> dict[str, Any]:
         """Return a model file."""
         size = Global("torch", "Size")
         return {
@@ -142,20 +142,20 @@ class _File:
             keys.SHARED: {},
             keys.GLOBAL_STEPS: 3,
             keys.DP_WORLD: 1,
-            **more,
+            **further,
         }
 
     def state(self, length: int, stage: int, padding: int = 0, parts: int = 1) -> dict[str, Any]:
         """Return an optimizer file."""
         states = {keys.STEP: self.tensor(), "exp_avg": self.tensor(length), "exp_avg_sq": self.tensor(length)}
-        held = {keys.STATES: {0: states}, keys.GROUPS: [{"lr": 0.1, keys.PARAMS: [0]}]}
+        moments = {keys.STATES: {0: states}, keys.GROUPS: [{"lr": 0.1, keys.PARAMS: [0]}]}
         buffer = self.tensor(length - padding)
         if stage == 3:
-            return {keys.STATE: {keys.ZERO_STAGE: 3, keys.MASTER_ZERO3: [buffer], keys.STATE: held}}
+            return {keys.STATE: {keys.ZERO_STAGE: 3, keys.MASTER_ZERO3: [buffer], keys.STATE: moments}}
         fragment = Global("deepspeed.utils.tensor_fragment", "fragment_address")
         mapping = {"a": Object(fragment, new=True, state={"numel": length - padding, "start": 0})}
         paddings = {keys.GROUP_PADDINGS: [padding], keys.PARAM_PADDINGS: [[0]], keys.PARTITION_COUNT: [parts]}
-        base = {keys.BASE_STATE: held, keys.MASTER: [buffer], **paddings, keys.MAPPINGS: [OrderedMap(mapping)]}
+        base = {keys.BASE_STATE: moments, keys.MASTER: [buffer], **paddings, keys.MAPPINGS: [OrderedMap(mapping)]}
         return {keys.STATE: {keys.ZERO_STAGE: stage, **base, keys.LOSS_SCALER: None}}
 
 
@@ -165,8 +165,8 @@ def _seeds() -> Iterator[tuple[int, Sequence[Any]]]:
     info = {keys.INFO: collected({"a": record, "b": (2,)}, 2)}
     lists = {keys.INFO: {key: value for key, value in info[keys.INFO].items() if key != keys.AFFINE}}
     degrees = {keys.DIMENSIONS: {keys.PP_DEGREE: 1, keys.TP_DEGREE: 2}, keys.MP_WORLD: 2}
-    for said in (info, lists):
-        models = [_File().model({"a": (4, 2)}, **said, **degrees) for _ in range(2)]
+    for options in (info, lists):
+        models = [_File().model({"a": (4, 2)}, **options, **degrees) for _ in range(2)]
         yield 0, [*models, *(_File().state(8, 1) for _ in range(2))]
     yield 1, [_File().model({"a": (3, 5)}, **{keys.DP_WORLD: 2}), _File().state(8, 1, 0, 2), _File().state(8, 1, 1, 2)]
     sharded = [_File().model({"a": (3, 5)}, **{keys.DP_WORLD: 2}) for _ in range(2)]
@@ -198,7 +198,7 @@ def seeds(folder: Path) -> None:
         for value in values:
             pickle = write_pickle(value)
             data += len(pickle).to_bytes(_LENGTH, "little") + pickle
-        assert opened(data), "a seed must be read"
+        assert open_folder(data), "a seed must be read"
         folder.joinpath(f"seed-{number}").write_bytes(data)
 
 

@@ -38,9 +38,9 @@ def seeds(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     values = {"a": [1, 2.5, -(2**70), None, True, "é", b"\xff"], "b": (1,), "c": {1, 2}, "d": 1j, "e": {"f": {}}}
     view = TensorRef(Persistent(("storage", StorageType(None), "0", "cpu", 8)), DType("uint16"), 1, (2, 2), (2, 1))
-    made = [pickle.dumps(values, protocol) for protocol in range(pickle.HIGHEST_PROTOCOL + 1)]
-    made += [write_pickle({"w": view}), b"(I1\nios\nsystem\n.", b"(cargparse\nNamespace\nI1\no}b."]
-    for number, data in enumerate(made):
+    built = [pickle.dumps(values, protocol) for protocol in range(pickle.HIGHEST_PROTOCOL + 1)]
+    built += [write_pickle({"w": view}), b"(I1\nios\nsystem\n.", b"(cargparse\nNamespace\nI1\no}b."]
+    for number, data in enumerate(built):
         folder.joinpath(f"seed-{number}").write_bytes(data)
 
 

@@ -82,8 +82,8 @@ def run(arguments: Sequence[str], seconds: float) -> Taken:
         took = used.ru_utime + used.ru_stime
         size = out.seek(0, os.SEEK_END)
         out.seek(max(0, size - 4096))
-        said = out.read().decode("utf-8", "replace").strip().splitlines()
-    return Taken(child.returncode, took, used.ru_maxrss * 1024 / MB, size, said[-1][-100:] if said else "")
+        message = out.read().decode("utf-8", "replace").strip().splitlines()
+    return Taken(child.returncode, took, used.ru_maxrss * 1024 / MB, size, message[-1][-100:] if message else "")
 
 
 _CHILD = f"""
@@ -158,7 +158,7 @@ def long_name(folder: Path, scale: float) -> None:
     safetensors(folder / "model.safetensors", f"{{{entry('x' * many(scale, 99_000_000), 0)}}}".encode(), 1)
 
 
-def dotted_name(folder: Path, scale: float) -> None:
+def name_with_dots(folder: Path, scale: float) -> None:
     """One name of a great many parts."""
     safetensors(folder / "model.safetensors", f"{{{entry('x.0' * many(scale, 33_000_000), 0)}}}".encode(), 1)
 
@@ -216,7 +216,7 @@ def long_text(folder: Path, scale: float) -> None:
     torch.save({"x" * many(scale, 150_000_000): torch.zeros(1)}, folder / "model.pt")
 
 
-def chunked(folder: Path, count: int) -> None:
+def chunked_payload(folder: Path, count: int) -> None:
     """Write a DCP folder of one tensor, in chunks of one element."""
     import torch
     from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -229,24 +229,24 @@ def chunked(folder: Path, count: int) -> None:
     )
 
     data = folder / "__0_0.distcp"
-    one = io.BytesIO()
-    torch.save(torch.zeros(1), one)
-    length = len(one.getvalue())
-    data.write_bytes(one.getvalue() * count)
+    chunk = io.BytesIO()
+    torch.save(torch.zeros(1), chunk)
+    length = len(chunk.getvalue())
+    data.write_bytes(chunk.getvalue() * count)
     row = torch.Size([1])
-    held = [ChunkStorageMetadata(torch.Size([at]), row) for at in range(count)]
+    payload = [ChunkStorageMetadata(torch.Size([at]), row) for at in range(count)]
     places = {
         MetadataIndex("t", torch.Size([at]), at): _StorageInfo("__0_0.distcp", at * length, length)
         for at in range(count)
     }
-    tensor = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size([count]), held)
+    tensor = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size([count]), payload)
     with (folder / ".metadata").open("wb") as file:
         pickle.dump(Metadata({"t": tensor}, storage_data=places), file)
 
 
 def chunks(folder: Path, scale: float) -> None:
     """A tensor in chunks of one element."""
-    chunked(folder, many(scale, 200_000))
+    chunked_payload(folder, many(scale, 200_000))
 
 
 LOOK = (("info", "@"), ("ls", "@"))
@@ -261,7 +261,7 @@ INPUTS = (
     Input("rules of 100,000 lines", long_table, TABLE, REFUSED, 10, 200),
     Input("rules of 10,000 lines", longest_table, TABLE, READ, 30, 300),
     Input("safetensors: a name of 99 MB", long_name, LOOK, REFUSED, 30, 1000),
-    Input("safetensors: 33 million dots in a name", dotted_name, LOOK, REFUSED, 30, 1000),
+    Input("safetensors: 33 million dots in a name", name_with_dots, LOOK, REFUSED, 30, 1000),
     Input("safetensors: 99 MB of metadata", long_metadata, LOOK, READ, 30, 1000),
     Input("safetensors: a million tensors", tensors("t{0}"), PLAN, READ, 120, 2500),
     Input("safetensors: a million experts", tensors("a.{1}.b.{0}.c"), PLAN, READ, 120, 2500),
@@ -274,7 +274,7 @@ INPUTS = (
 
 
 @contextlib.contextmanager
-def made(input: Input, scale: float) -> Iterator[Path]:  # noqa: A002 - what it is
+def write_input(input: Input, scale: float) -> Iterator[Path]:  # noqa: A002 - what it is
     """Make an input, and remove it."""
     folder = Path(tempfile.mkdtemp(prefix="transaxle-resources-"))
     try:
@@ -293,16 +293,16 @@ _MOST_TEXT = 100_000
 """Characters that an error may have."""
 
 
-def problem(input: Input, taken: Taken) -> str:  # noqa: A002 - what it is
+def problem(input: Input, elapsed: Taken) -> str:  # noqa: A002 - what it is
     """Return what is wrong with a run; empty where nothing is."""
-    if taken.seconds > input.seconds:
+    if elapsed.seconds > input.seconds:
         return f"more than {input.seconds:.0f} s"
-    if taken.megabytes > input.megabytes:
+    if elapsed.megabytes > input.megabytes:
         return f"more than {input.megabytes} MB"
-    if taken.code != input.code:
+    if elapsed.code != input.code:
         return f"exit code {input.code} expected"
-    if taken.code and taken.text > _MOST_TEXT:
-        return f"an error of {taken.text:,} characters"
+    if elapsed.code and elapsed.text > _MOST_TEXT:
+        return f"an error of {elapsed.text:,} characters"
     return ""
 
 
@@ -311,18 +311,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("words", nargs="*", help="only inputs whose names hold one of these")
     parser.add_argument("--scale", type=float, default=1.0, help="how large the inputs are")
-    said = parser.parse_args()
-    chosen = [each for each in INPUTS if not said.words or any(word in each.name for word in said.words)]
+    options = parser.parse_args()
+    chosen = [case for case in INPUTS if not options.words or any(word in case.name for word in options.words)]
     print(f"{'input':42}{'command':14}{'exit':>5}{'s':>8}{'MB':>8}")
     failed = 0
-    for each in chosen:
-        with made(each, said.scale) as folder:
-            for arguments in each.runs:
-                taken = run([part.replace("@", str(folder)) for part in arguments], each.seconds)
-                wrong = problem(each, taken)
+    for case in chosen:
+        with write_input(case, options.scale) as folder:
+            for arguments in case.runs:
+                elapsed = run([part.replace("@", str(folder)) for part in arguments], case.seconds)
+                wrong = problem(case, elapsed)
                 failed += bool(wrong)
-                row = f"{each.name:42}{arguments[0]:14}{taken.code:5}{taken.seconds:8.1f}{taken.megabytes:8.0f}"
-                print(f"{row}   {wrong and f'FAILED: {wrong}: {taken.last}'}".rstrip(), flush=True)
+                row = f"{case.name:42}{arguments[0]:14}{elapsed.code:5}{elapsed.seconds:8.1f}{elapsed.megabytes:8.0f}"
+                print(f"{row}   {wrong and f'FAILED: {wrong}: {elapsed.last}'}".rstrip(), flush=True)
     if failed:
         print(f"{failed} runs took more than they may, or ended otherwise", file=sys.stderr)
     return 1 if failed else 0

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 
-def run(one: Callable[[bytes], None], seeds: Callable[[Path], None]) -> None:
+def run(read_one: Callable[[bytes], None], seeds: Callable[[Path], None]) -> None:
     """Write the seeds (`--seeds FOLDER`), or hand the command line to atheris.
 
     Args:
-        one: tries one input.
+        read_one: tries one input.
         seeds: writes inputs to begin with into a folder.
     """
     if sys.argv[1:2] == ["--seeds"]:
@@ -20,5 +20,5 @@ def run(one: Callable[[bytes], None], seeds: Callable[[Path], None]) -> None:
     import atheris
 
     atheris.instrument_all()
-    atheris.Setup(sys.argv, one)
+    atheris.Setup(sys.argv, read_one)
     atheris.Fuzz()

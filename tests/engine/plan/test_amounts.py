@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import transaxle as tx
-from fuzz.resources import chunked, views
+from fuzz.resources import chunked_payload, views
 from tests.formats.files import FILE, info, made
 from tests.work import assert_linear, calls, peak
 from transaxle.cli import main
@@ -40,7 +40,7 @@ def _shards(folder: Path, count: int) -> None:
 
 @pytest.mark.parametrize(
     ("make", "each"),
-    [(_tensors, 1_300), (views, 1_800), (_the_same_view, 1_800), (chunked, 4_000), (_shards, 1_700)],
+    [(_tensors, 1_300), (views, 1_800), (_the_same_view, 1_800), (chunked_payload, 4_000), (_shards, 1_700)],
 )
 def test_opening_is_linear_in_the_parts_of_a_checkpoint(make: Make, each: int, tmp_path: Path) -> None:
     """`each`: bytes of memory for one more part, while it is opened and looked at."""
