@@ -58,7 +58,7 @@ class OperatorCount(TorchDispatchMode):
 
 
 def split_tokens(tokens: int, experts: int, kind: str) -> list[int]:
-    """Return the rows of each expert: equal numbers, or halves: half of all rows, half of the remaining rows, and so on."""
+    """Return the rows per expert: equal numbers, or half of all rows, then half of the remaining rows, and so on."""
     if kind == BALANCED:
         return [tokens // experts + (place < tokens % experts) for place in range(experts)]
     counts, remaining = [], tokens

@@ -77,8 +77,8 @@ def tree_of(revision: str) -> Iterator[Path]:
 
 def cells(figure: Figure) -> list[str]:
     """Return the cells of a figure, in the order of `COLUMNS`."""
-    run_script = f"{number(figure.measured)} {figure.unit}"
-    return [figure.label, run_script, figure.spread, figure.promise, figure.verdict, figure.reachable]
+    value = f"{number(figure.measured)} {figure.unit}"
+    return [figure.label, value, figure.spread, figure.promise, figure.verdict, figure.reachable]
 
 
 def table(
