@@ -1,8 +1,8 @@
 """Fuzzing the reader of DCP folders with atheris: `python fuzz/dcp.py CORPUS [-max_total_time=60]`.
 
 An input is a folder: the length of `.metadata` in four bytes, `.metadata`, then `__0_0.distcp`. `python fuzz/dcp.py
---seeds CORPUS` writes a few such inputs to begin with. Whatever an input says, it is read or refused; any other
-exception is a finding.
+--seeds CORPUS` writes a few valid inputs to start from. Each input must be read or refused; any other exception is a
+finding.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _count(shape: tuple[int, ...]) -> int:
 
 
 def seeds(folder: Path) -> None:
-    """Write inputs that are read without complaint."""
+    """Write seed inputs that are valid."""
     folder.mkdir(parents=True, exist_ok=True)
     for number, specs in enumerate(
         [

@@ -35,7 +35,7 @@ from transaxle.parallel.universal_metadata import collected
 
 _LENGTH = 2
 _ROOM = bytes(1 << 16)
-"""Every file's storages."""
+"""Storages of every file."""
 _BOUNDS = Bounds(memory=20_000_000)
 _PLAIN = ("mp_rank_00", "mp_rank_01")
 _PARTS = ("zero_pp_rank_0_mp_rank_00", "zero_pp_rank_1_mp_rank_00", "zero_pp_rank_0_mp_rank_01")
@@ -50,7 +50,7 @@ FOLDERS: tuple[tuple[str, ...], ...] = (
     (_MODELS[0], f"{keys.ZERO_FOLDER}/{keys.OPTIMIZER_FILE}", f"{_PARAMETER}/fp32.pt", f"{_PARAMETER}/step.pt"),
     (*_MODELS, f"{keys.ZERO_FOLDER}/{keys.OPTIMIZER_FILE}", f"{_PARAMETER}/fp32.pt", f"{_PARAMETER}/exp_avg.pt"),
 )
-"""Which files a folder has: tensor-parallel, data-parallel, ZeRO-3, pipelines, and two universal checkpoints."""
+"""Kinds of folders, by their file names: tensor-parallel, data-parallel, ZeRO-3, pipelines, two universal ones."""
 _UNIVERSAL = (4, 5)
 READ = "read_saved"
 
@@ -61,7 +61,7 @@ def one(data: bytes) -> None:
 
 
 def open_folder(data: bytes) -> bool:
-    """Read one input, and tell whether it was a checkpoint."""
+    """Read one input; return whether it was a valid checkpoint."""
     kind = data[0] % len(FOLDERS) if data else 0
     folder = dict(zip(FOLDERS[kind], _split(data[1:], len(FOLDERS[kind])), strict=True))
     read_one = {name: partial(_save, pickle) for name, pickle in folder.items()}
@@ -91,7 +91,7 @@ def _split(data: bytes, count: int) -> Iterator[bytes]:
 
 
 def _save(pickle: bytes, file: str) -> Saved:
-    """Return what a torch file with this pickle holds."""
+    """Return the bytes of a torch file with this pickle."""
     storages = Storages(legacy=False)
     pickled = read_pickle(pickle, file=file, bounds=_BOUNDS, persistent=storages.refer)
     at = 0
@@ -121,7 +121,7 @@ def _check_entry(entry: Entry, storage: HeldFolder) -> None:
 
 
 class _File:
-    """Builds the value of one file, with a storage for each tensor."""
+    """Builds the content of one file, with a storage per tensor."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -132,7 +132,7 @@ class _File:
         return reference(code, shape, self._count - 1)
 
     def model(self, shapes: dict[str, tuple[int, ...]], **further: Any) -> dict[str, Any]:
-        """Return a model file."""
+        """Return the content of a model file."""
         size = Global("torch", "Size")
         return {
             keys.MODULE: OrderedMap({name: self.tensor(*shape, code="BF16") for name, shape in shapes.items()}),
@@ -146,7 +146,7 @@ class _File:
         }
 
     def state(self, length: int, stage: int, padding: int = 0, parts: int = 1) -> dict[str, Any]:
-        """Return an optimizer file."""
+        """Return the content of an optimizer file."""
         states = {keys.STEP: self.tensor(), "exp_avg": self.tensor(length), "exp_avg_sq": self.tensor(length)}
         moments = {keys.STATES: {0: states}, keys.GROUPS: [{"lr": 0.1, keys.PARAMS: [0]}]}
         buffer = self.tensor(length - padding)
@@ -160,7 +160,7 @@ class _File:
 
 
 def _seeds() -> Iterator[tuple[int, Sequence[Any]]]:
-    """Yield the kind and the files of folders that are read without complaint."""
+    """Yield (kind, files) of valid folders."""
     record = Record.cut("column", (8, 2), 0, [[2, 2], [2, 2]], view=((4, 4), -1))
     info = {keys.INFO: collected({"a": record, "b": (2,)}, 2)}
     lists = {keys.INFO: {key: value for key, value in info[keys.INFO].items() if key != keys.AFFINE}}
@@ -191,7 +191,7 @@ def _seeds() -> Iterator[tuple[int, Sequence[Any]]]:
 
 
 def seeds(folder: Path) -> None:
-    """Write inputs that are read without complaint."""
+    """Write seed inputs that are valid."""
     folder.mkdir(parents=True, exist_ok=True)
     for number, (kind, values) in enumerate(_seeds()):
         data = bytes([kind])

@@ -1,4 +1,4 @@
-"""A checkpoint's folder in memory, for fuzzing: disks are slow, and their errors are tested elsewhere."""
+"""A checkpoint folder in memory for fuzzing, which is faster than a disk; disk errors are tested elsewhere."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ class HeldFolder(Storage):
         self._files = files
 
     def listing(self, folder: str = "") -> Listing:
-        """Return what lies directly in a folder."""
+        """Return the names directly inside a folder."""
         prefix = f"{folder}/" if folder else ""
         inside = [name.removeprefix(prefix) for name in sorted(self._files) if name.startswith(prefix)]
         folders = dict.fromkeys(name.partition("/")[0] for name in inside if "/" in name)
         return Listing(tuple(name for name in inside if "/" not in name), tuple(folders), {})
 
     def names(self) -> tuple[str, ...]:
-        """Return the names of the files that are in no folder."""
+        """Return the names of the files at the top level."""
         return self.listing().names
 
     def size(self, name: str) -> int:
-        """Return the bytes of a file; one that is not held is refused as a folder refuses it."""
+        """Return the bytes of a file; a missing file is refused as in a real folder."""
         if name not in self._files:
             raise refuse("IO", "no such file", file=name)
         return len(self._files[name])
 
     def version(self, name: str) -> str:
-        """Return what never changes: no file does."""
+        """Return a constant version, because files never change."""
         return name
 
     def read_into(self, name: str, offset: int, view: memoryview) -> None:
-        """Fill a view."""
+        """Read bytes into a view."""
         view.cast("B")[:] = self.read(name, offset, view.nbytes)
 
     def read(self, name: str, offset: int, size: int) -> bytes:
-        """Return bytes, all of which must be there."""
+        """Return a range of bytes, which must be complete."""
         assert offset >= 0, "a negative offset"
         self.size(name)
         data = self._files[name][offset : offset + size]
@@ -55,7 +55,7 @@ class HeldFolder(Storage):
         return data
 
     def recheck(self) -> None:
-        """Files do not change."""
+        """Do nothing: files do not change."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no file is open."""

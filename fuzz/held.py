@@ -1,4 +1,4 @@
-"""A checkpoint of one file in memory, for fuzzing: disks are slow, and their errors are tested elsewhere."""
+"""A one-file checkpoint in memory for fuzzing, which is faster than a disk; disk errors are tested elsewhere."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ class Held(Storage):
         self._data = data
 
     def listing(self, folder: str = "") -> Listing:
-        """Return the one file."""
+        """Return the only file."""
         return Listing(() if folder else (self.path,), (), {})
 
     def names(self) -> tuple[str, ...]:
-        """Return the one name."""
+        """Return the only name."""
         return (self.path,)
 
     def size(self, name: str) -> int:
-        """Return the bytes of the file; any other is not there."""
+        """Return the bytes of the file; any other name is refused as missing."""
         if name != self.path:
             raise refuse("IO", "no such file", file=name)
         return len(self._data)
 
     def version(self, name: str) -> str:
-        """Return what never changes."""
+        """Return a constant version, because the file never changes."""
         return name
 
     def read_into(self, name: str, offset: int, view: memoryview) -> None:
-        """Fill a view; bytes that are not there are CORRUPT, as they are on a disk."""
+        """Read bytes into a view; missing bytes are refused as CORRUPT, as on a disk."""
         view.cast("B")[:] = self.read(name, offset, view.nbytes)
 
     def read(self, name: str, offset: int, size: int) -> bytes:
-        """Return bytes; those that are not there are CORRUPT."""
+        """Return a range of bytes; missing bytes are refused as CORRUPT."""
         assert offset >= 0, "a negative offset"
         assert size >= 0, "a negative size"
         if offset + size > self.size(name):
@@ -51,7 +51,7 @@ class Held(Storage):
         return self._data[offset : offset + size]
 
     def recheck(self) -> None:
-        """The file does not change."""
+        """Do nothing: the file does not change."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no file is open."""

@@ -34,7 +34,7 @@ def one(data: bytes) -> None:
 
 
 def seeds(folder: Path) -> None:
-    """Write pickles of every protocol."""
+    """Write seed pickles of every protocol."""
     folder.mkdir(parents=True, exist_ok=True)
     values = {"a": [1, 2.5, -(2**70), None, True, "é", b"\xff"], "b": (1,), "c": {1, 2}, "d": 1j, "e": {"f": {}}}
     view = TensorRef(Persistent(("storage", StorageType(None), "0", "cpu", 8)), DType("uint16"), 1, (2, 2), (2, 1))

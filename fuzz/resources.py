@@ -1,12 +1,12 @@
-"""Time and memory: inputs that are cheap to make, and what the program may take to read or refuse them.
+"""Time and memory limits for inputs that are cheap to make but could be expensive to read or refuse.
 
-Each input is written into a temporary folder and given to the program as a process of its own, which is killed when
-it takes longer than it may. A table says what each run took; one that broke a cap, or did not read or refuse the
-input as it should, makes this script fail.
+Each input is written into a temporary folder and given to the program in its own process, which is killed when it
+takes too long. A table lists the resources of each run. The script fails if a run exceeds a limit, or does not read or
+refuse its input as expected.
 
     python fuzz/resources.py                    all inputs, at full size
     python fuzz/resources.py --scale 0.1        a tenth of it
-    python fuzz/resources.py metadata index     those whose names hold one of these words
+    python fuzz/resources.py metadata index     inputs whose names contain one of these words
 """
 
 from __future__ import annotations
@@ -31,45 +31,45 @@ from typing import Any
 READ, REFUSED = 0, 3
 MB = 1 << 20
 _PATIENCE = 10
-"""A run is killed after so many times the processor time that it may take: it may be waiting for ever."""
+"""A run is killed when its wall time is this multiple of its limit of processor time, since it may hang."""
 _SPACE = 6 << 30
-"""Address space of each run, so that a leak ends the run and not the machine."""
+"""Limit of the address space of a run, so that a leak does not exhaust the machine."""
 
 
 @dataclass(frozen=True)
 class Input:
-    """One input, and what reading it may take."""
+    """One input, and the limits for reading it."""
 
     name: str
     make: Callable[[Path, float], Any]
-    """Writes it into an empty folder, at a scale from 0 to 1."""
+    """Writes the input into an empty folder, at a scale from 0 to 1."""
     runs: tuple[tuple[str, ...], ...]
     """Arguments of the program; `@` stands for the folder."""
     code: int
-    """What the program must exit with."""
+    """Expected exit code."""
     seconds: float
-    """Processor time that a run may take."""
+    """Limit of processor time of a run, in seconds."""
     megabytes: int
-    """Memory that it may have."""
+    """Limit of memory of a run, in MB."""
 
 
 @dataclass(frozen=True)
-class Taken:
-    """What one run took."""
+class RunResult:
+    """Result and resources of one run."""
 
     code: int
-    """Exit code; negative: the signal that ended it."""
+    """Exit code; negative: number of the signal that ended the run."""
     seconds: float
-    """Of processor time: how busy the machine is does not count."""
+    """Processor time in seconds."""
     megabytes: float
     text: int
-    """Characters that it printed where an error was expected, of both streams."""
+    """Number of characters printed to both streams, if an error was expected."""
     last: str
-    """The last line that it printed."""
+    """Last printed line."""
 
 
-def run(arguments: Sequence[str], seconds: float) -> Taken:
-    """Run the program, and kill it when its time is over."""
+def run(arguments: Sequence[str], seconds: float) -> RunResult:
+    """Run the program, and kill it if it exceeds its time."""
     with tempfile.TemporaryFile() as out:
         child = subprocess.Popen(
             [sys.executable, "-c", _CHILD, *arguments], stdin=subprocess.DEVNULL, stdout=out, stderr=out
@@ -83,7 +83,7 @@ def run(arguments: Sequence[str], seconds: float) -> Taken:
         size = out.seek(0, os.SEEK_END)
         out.seek(max(0, size - 4096))
         message = out.read().decode("utf-8", "replace").strip().splitlines()
-    return Taken(child.returncode, took, used.ru_maxrss * 1024 / MB, size, message[-1][-100:] if message else "")
+    return RunResult(child.returncode, took, used.ru_maxrss * 1024 / MB, size, message[-1][-100:] if message else "")
 
 
 _CHILD = f"""
@@ -95,7 +95,7 @@ sys.exit(main())
 
 
 def many(scale: float, count: int) -> int:
-    """Return how many of something there are at a scale."""
+    """Return a count at a scale, at least 1."""
     return max(1, int(scale * count))
 
 
@@ -103,36 +103,36 @@ def many(scale: float, count: int) -> int:
 
 
 def fifo(folder: Path, scale: float) -> None:
-    """Nobody ever writes into it."""
+    """Make a FIFO that nobody writes to."""
     del scale
     os.mkfifo(folder / "file")
 
 
 def endless(folder: Path, scale: float) -> None:
-    """A device that never ends."""
+    """Make a link to a device without end."""
     del scale
     (folder / "file").symlink_to("/dev/zero")
 
 
 def loop(folder: Path, scale: float) -> None:
-    """A link to itself."""
+    """Make a link to itself."""
     del scale
     (folder / "file").symlink_to("file")
 
 
 def long_line(folder: Path, scale: float) -> None:
-    """One line."""
+    """Write one very long line."""
     (folder / "file").write_text("family toy\naxes " + "a " * many(scale, 25_000_000))
 
 
 def long_table(folder: Path, scale: float) -> None:
-    """Lines that are sound, too many of them."""
+    """Write valid lines, but too many."""
     lines = "\n".join(f"layers.{{l}}.x{at} = t[f d]" for at in range(many(scale, 100_000)))
     (folder / "file").write_text(f"family toy\naxes l=n f=i d=h\nt : l f d\ndialect hf\n{lines}\n")
 
 
 def longest_table(folder: Path, scale: float) -> None:
-    """The most lines that are read."""
+    """Write the largest number of lines that is read."""
     names = (str(at).translate(str.maketrans("0123456789", "abcdefghij")) for at in range(many(scale, 9_990)))
     lines = "\n".join(f"x.{{l}}.{name} = t[f d]" for name in names)
     (folder / "file").write_text(f"family toy\naxes l=n f=i d=h\nt : l f d\ndialect hf\n{lines}\n")
@@ -142,35 +142,35 @@ def longest_table(folder: Path, scale: float) -> None:
 
 
 def safetensors(path: Path, header: bytes, data: int) -> None:
-    """Write a file of a header and zeros."""
+    """Write a file with a header and zeros."""
     with path.open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
         file.truncate(8 + len(header) + data)
 
 
 def entry(name: str, at: int) -> str:
-    """Return the header's words of a tensor of one byte."""
+    """Return the header entry of a tensor of one byte."""
     return f'"{name}":{{"dtype":"U8","shape":[1],"data_offsets":[{at},{at + 1}]}}'
 
 
 def long_name(folder: Path, scale: float) -> None:
-    """One name."""
+    """Write one very long name."""
     safetensors(folder / "model.safetensors", f"{{{entry('x' * many(scale, 99_000_000), 0)}}}".encode(), 1)
 
 
 def name_with_dots(folder: Path, scale: float) -> None:
-    """One name of a great many parts."""
+    """Write one name with very many segments."""
     safetensors(folder / "model.safetensors", f"{{{entry('x.0' * many(scale, 33_000_000), 0)}}}".encode(), 1)
 
 
 def long_metadata(folder: Path, scale: float) -> None:
-    """One text."""
+    """Write one very long text."""
     text = "x" * many(scale, 99_000_000)
     safetensors(folder / "model.safetensors", f'{{"__metadata__":{{"a":"{text}"}},{entry("t", 0)}}}'.encode(), 1)
 
 
 def tensors(pattern: str) -> Callable[[Path, float], None]:
-    """Return what writes a million tensors."""
+    """Return a function that writes a million tensors."""
 
     def make(folder: Path, scale: float) -> None:
         count = many(scale, 1_000_000)
@@ -181,13 +181,13 @@ def tensors(pattern: str) -> Callable[[Path, float], None]:
 
 
 def metadata_pairs(folder: Path, scale: float) -> None:
-    """Keys without texts."""
+    """Write keys with empty texts."""
     pairs = ",".join(f'"k{at}":""' for at in range(many(scale, 3_900_000)))
     safetensors(folder / "model.safetensors", f'{{"__metadata__":{{{pairs}}},{entry("t", 0)}}}'.encode(), 1)
 
 
 def absent_shards(folder: Path, scale: float) -> None:
-    """A tensor in each."""
+    """Write very many files with a tensor each."""
     count = many(scale, 400_000)
     index = {f"t{at}": f"model-{at:06}-of-{count:06}.safetensors" for at in range(count)}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
@@ -197,7 +197,7 @@ def absent_shards(folder: Path, scale: float) -> None:
 
 
 def views(folder: Path, count: int) -> None:
-    """Write a torch file of tensors on one storage."""
+    """Write a torch file whose tensors share one storage."""
     import torch
 
     base = torch.zeros(count)
@@ -205,19 +205,19 @@ def views(folder: Path, count: int) -> None:
 
 
 def one_storage(folder: Path, scale: float) -> None:
-    """Views of one storage."""
+    """Write very many views of one storage."""
     views(folder, many(scale, 300_000))
 
 
 def long_text(folder: Path, scale: float) -> None:
-    """A key as long as the file."""
+    """Write a key as long as the file."""
     import torch
 
     torch.save({"x" * many(scale, 150_000_000): torch.zeros(1)}, folder / "model.pt")
 
 
 def chunked_payload(folder: Path, count: int) -> None:
-    """Write a DCP folder of one tensor, in chunks of one element."""
+    """Write a DCP folder with one tensor in chunks of one element."""
     import torch
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import (
@@ -245,7 +245,7 @@ def chunked_payload(folder: Path, count: int) -> None:
 
 
 def chunks(folder: Path, scale: float) -> None:
-    """A tensor in chunks of one element."""
+    """Write a tensor in chunks of one element."""
     chunked_payload(folder, many(scale, 200_000))
 
 
@@ -275,7 +275,7 @@ INPUTS = (
 
 @contextlib.contextmanager
 def write_input(input: Input, scale: float) -> Iterator[Path]:  # noqa: A002 - what it is
-    """Make an input, and remove it."""
+    """Write an input into a temporary folder; it is removed after the block."""
     folder = Path(tempfile.mkdtemp(prefix="transaxle-resources-"))
     try:
         # In a process of its own: what a process has had at most, a child that it starts has had as well.
@@ -290,11 +290,11 @@ def write_input(input: Input, scale: float) -> Iterator[Path]:  # noqa: A002 - w
 
 
 _MOST_TEXT = 100_000
-"""Characters that an error may have."""
+"""Largest number of characters of an error."""
 
 
-def problem(input: Input, elapsed: Taken) -> str:  # noqa: A002 - what it is
-    """Return what is wrong with a run; empty where nothing is."""
+def problem(input: Input, elapsed: RunResult) -> str:  # noqa: A002 - what it is
+    """Return the problem of a run as text; empty if there is none."""
     if elapsed.seconds > input.seconds:
         return f"more than {input.seconds:.0f} s"
     if elapsed.megabytes > input.megabytes:
@@ -307,7 +307,7 @@ def problem(input: Input, elapsed: Taken) -> str:  # noqa: A002 - what it is
 
 
 def main() -> int:
-    """Run what was asked for."""
+    """Run the chosen inputs, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("words", nargs="*", help="only inputs whose names hold one of these")
     parser.add_argument("--scale", type=float, default=1.0, help="how large the inputs are")

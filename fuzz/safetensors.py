@@ -40,7 +40,7 @@ def one(data: bytes) -> None:
 
 
 def seeds(folder: Path) -> None:
-    """Write files that are read without complaint."""
+    """Write seed files that are valid."""
     folder.mkdir(parents=True, exist_ok=True)
     lists = [
         [Spec("a", "F32", (2, 3))],

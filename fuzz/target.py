@@ -1,4 +1,4 @@
-"""What every fuzz target does when it is run as a script."""
+"""Main function of every fuzz target."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def run(read_one: Callable[[bytes], None], seeds: Callable[[Path], None]) -> None:
-    """Write the seeds (`--seeds FOLDER`), or hand the command line to atheris.
+    """Write the seeds (`--seeds FOLDER`), or run atheris with the command line.
 
     Args:
         read_one: tries one input.

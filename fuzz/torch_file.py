@@ -46,7 +46,7 @@ def one(data: bytes) -> None:
 
 
 def seeds(folder: Path) -> None:
-    """Write files that are read without complaint."""
+    """Write seed files that are valid."""
     folder.mkdir(parents=True, exist_ok=True)
     plan = draft([Spec("a", "F32", (2, 3)), Spec("b", "U16", ()), Spec("c", "F4", (2, 4)), Spec("e", "I8", (0,))])
     ((_, size),) = plan.files.items()

@@ -405,7 +405,7 @@ def non_default_options(options: Mapping[str, Any], names: Iterable[str] | None 
 
 _PROFILE = click.option(
     "--profile", cls=Seldom, metavar="FILE", type=click.Path(readable=False), envvar="TRANSAXLE_TRACE",
-    help="Write what was done when, and in which thread, into FILE, for https://ui.perfetto.dev.",
+    help="Write a trace of all threads into FILE, for https://ui.perfetto.dev.",
 )  # fmt: skip
 _DERIVE = click.option("--derive", cls=Seldom, is_flag=True,
                        help="If no table knows the model, derive one from the installed transformers.")  # fmt: skip
@@ -413,7 +413,7 @@ _PRINT_OPTIONS = (
     click.option("--all", "everything", is_flag=True, help="Print all rows of lists and all refusals."),
     click.option("--json", "as_json", is_flag=True, help="Print one JSON document."),
     click.option("-q", "--quiet", is_flag=True, help="Print nothing but errors, and JSON where --json asks for it."),
-    click.option("-v", "--verbose", is_flag=True, help="Say what was done, and how long it took."),
+    click.option("-v", "--verbose", is_flag=True, help="Also print the steps and their times."),
 )  # fmt: skip
 
 

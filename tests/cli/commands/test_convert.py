@@ -98,7 +98,7 @@ def test_the_report(ck: Path, transaxle: Transaxle) -> None:
     assert "carried along: config.json" in outcome.out
     assert "not synced (--no-sync)" in outcome.out
     assert "intact: 29 tensors" in outcome.out
-    assert "equal: 69 = 29 tensors, 13,936 parameters" in outcome.out
+    assert "equal: 69 tensors on the left are 29 on the right, 13,936 parameters" in outcome.out
 
 
 def test_the_report_as_json(ck: Path, transaxle: Transaxle) -> None:
