@@ -23,7 +23,9 @@ def _changed(folder: Path, *names: str) -> Path:
 
 def test_equal_across_dialects(ck: Path, converted: Callable[[str], Path], transaxle: Transaxle) -> None:
     folder = converted("automodel")
-    assert transaxle("verify", ck, folder).out == "equal: 69 tensors on the left are 25 on the right, 13,936 parameters\n"
+    assert (
+        transaxle("verify", ck, folder).out == "equal: 69 tensors on the left are 25 on the right, 13,936 parameters\n"
+    )
     assert transaxle("verify", folder, ck).code == 0
     assert transaxle("diff", ck, folder).out == "equal: 69 tensors on the left are 25 on the right, 13,936 parameters\n"
     found = transaxle("verify", ck, folder, "--json").json
