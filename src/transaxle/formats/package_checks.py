@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from transaxle.errors import Code, Faults, TransaxleError
 from transaxle.formats.catalog import ITEM_BITS, Checksum, Container, Draft, Entry, Extent, Fragment, Spec, nbytes
-from transaxle.formats.dcp.chunk_tiling import tiled
+from transaxle.formats.dcp.chunk_tiling import check_tiling
 from transaxle.formats.registry import MANIFEST, STATE_FOLDER, Format
 from transaxle.formats.storage.storage import checked_parts
 
@@ -115,7 +115,7 @@ class _Checks:
     def _tiles(self, entry: Entry, file: str | None) -> bool:
         faults = Faults()
         boxes = [(extent.start, extent.shape) for extent in entry.extents]
-        if tiled(entry.name, entry.shape, boxes, file or "", faults):
+        if check_tiling(entry.name, entry.shape, boxes, file or "", faults):
             return True
         for refusal in faults.error().refusals:
             self.add("CORRUPT", f"chunks that do not cover it exactly once: {refusal.message}", file, entry.name)

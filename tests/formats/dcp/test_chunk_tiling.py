@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 
 from transaxle.errors import Faults
 from transaxle.formats.catalog import Shape
-from transaxle.formats.dcp.chunk_tiling import MAX_CORNERS, ChunkBox, TooManyCornersError, flaw, holding, outside, tiled
+from transaxle.formats.dcp.chunk_tiling import (
+    MAX_CORNERS,
+    ChunkBox,
+    TooManyCornersError,
+    boxes_containing,
+    check_tiling,
+    flaw,
+    outside,
+)
 
 
 @st.composite
@@ -56,7 +64,7 @@ def test_any_boxes(case: tuple[Shape, list[ChunkBox]]) -> None:
     found = flaw(shape, boxes)
     assert found == counted(shape, boxes)
     if found and found.copies:
-        assert len(holding(found.at, boxes)) == found.copies
+        assert len(boxes_containing(found.at, boxes)) == found.copies
 
 
 @given(a_tiling(), st.data())
@@ -111,7 +119,7 @@ def test_more_than_can_be_checked() -> None:
     with pytest.raises(TooManyCornersError, match="too many to check"):
         flaw(shape, boxes)
     faults = Faults()
-    assert not tiled("a", shape, boxes, "f", faults)
+    assert not check_tiling("a", shape, boxes, "f", faults)
     assert faults.error().code == "UNSUPPORTED"
 
 
@@ -139,4 +147,4 @@ def test_a_grid_is_a_tiling_and_nothing_else_is_taken_for_one(given_boxes: tuple
     shape, boxes = given_boxes
     inside = not any(outside(shape, box) for box in boxes)
     faults = Faults()
-    assert tiled("x", shape, boxes, "f", faults) == (inside and flaw(shape, boxes) is None) == (not faults)
+    assert check_tiling("x", shape, boxes, "f", faults) == (inside and flaw(shape, boxes) is None) == (not faults)

@@ -12,7 +12,7 @@ from tests.formats.dcp.damage import archive
 from transaxle.errors import TransaxleError
 from transaxle.formats.catalog import Container, Spec
 from transaxle.formats.dcp import payload
-from transaxle.formats.dcp.draft import PlacedChunk, TorchTensor, metadata_of
+from transaxle.formats.dcp.draft import ChunkPlace, TorchTensor, metadata_of
 from transaxle.formats.dcp.metadata import METADATA, Payload
 from transaxle.formats.dcp.reader import open_dcp
 from transaxle.formats.pickled.descriptors import DType
@@ -57,7 +57,7 @@ def written(
         begin = len(data) + gap
         data += bytes(max(gap, 0)) + part[max(-gap, 0) :]
         start = (at // EXPERTS, at % EXPERTS, 0, 0)
-        chunks.append(PlacedChunk(start, (1, 1, 4, 6), Payload(FILE, begin, len(part))))
+        chunks.append(ChunkPlace(start, (1, 1, 4, 6), Payload(FILE, begin, len(part))))
     folder.mkdir(exist_ok=True)
     (folder / FILE).write_bytes(data[: len(data) - past_end])
     tensor = TorchTensor(Spec("weight", "F32", shape), ("weight",), DType("float32"), shape, 0)
@@ -73,7 +73,7 @@ def _written_apart(folder: Path, archives: list[bytes], gaps: dict[int, int], pa
         data[file] += bytes(max(gap, 0)) + part[max(-gap, 0) :]
         name, shape = f"experts.{at}", (1, 1, 4, 6)
         tensor = TorchTensor(Spec(name, "F32", shape), (name,), DType("float32"), shape, 0)
-        tensors.append((tensor, [PlacedChunk((0, 0, 0, 0), shape, Payload(file, begin, len(part)))]))
+        tensors.append((tensor, [ChunkPlace((0, 0, 0, 0), shape, Payload(file, begin, len(part)))]))
     folder.mkdir(exist_ok=True)
     for file, text in data.items():
         (folder / file).write_bytes(text[: len(text) - past_end])
@@ -116,10 +116,10 @@ def apart(request: pytest.FixtureRequest) -> bool:
 
 
 @pytest.mark.parametrize("block", [payload._BLOCK, 5000])
-@pytest.mark.parametrize("whole", [payload._WHOLE, 1000])
+@pytest.mark.parametrize("whole", [payload._MAX_WHOLE_READ, 1000])
 def test_as_they_are(block: int, whole: int, apart: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(payload, "_BLOCK", block)
-    monkeypatch.setattr(payload, "_WHOLE", whole)
+    monkeypatch.setattr(payload, "_MAX_WHOLE_READ", whole)
     alone: list[Payload] = []
     match = payload.Stencils.match
     with monkeypatch.context() as patch:
@@ -149,10 +149,10 @@ def test_in_any_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for at, place in enumerate(places):
         shape = (1, 1, 4, 6)
         tensor = TorchTensor(Spec(f"experts.{at}", "F32", shape), (f"experts.{at}",), DType("float32"), shape, 0)
-        tensors.append((tensor, [PlacedChunk((0, 0, 0, 0), shape, place)]))
+        tensors.append((tensor, [ChunkPlace((0, 0, 0, 0), shape, place)]))
     (folder / METADATA).write_bytes(write_pickle(metadata_of(tensors, [])))
-    for whole in (payload._WHOLE, 1000):
-        monkeypatch.setattr(payload, "_WHOLE", whole)
+    for whole in (payload._MAX_WHOLE_READ, 1000):
+        monkeypatch.setattr(payload, "_MAX_WHOLE_READ", whole)
         assert isinstance(both(folder, monkeypatch), Container)
 
 
@@ -165,10 +165,10 @@ def test_overlaps_and_ends(apart: bool, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.oracle
-@pytest.mark.parametrize("whole", [payload._WHOLE, 1000])
+@pytest.mark.parametrize("whole", [payload._MAX_WHOLE_READ, 1000])
 def test_flipped_bits(whole: int, apart: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever archives are damaged, one by one the same is said of them."""
-    monkeypatch.setattr(payload, "_WHOLE", whole)
+    monkeypatch.setattr(payload, "_MAX_WHOLE_READ", whole)
     chosen = random.Random(0)
     refused = 0
     for _ in range(30):

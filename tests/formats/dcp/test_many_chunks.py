@@ -11,7 +11,7 @@ import pytest
 from transaxle.errors import Faults, Refusal
 from transaxle.formats.catalog import Spec
 from transaxle.formats.dcp import metadata
-from transaxle.formats.dcp.draft import ChunksByTensor, PlacedChunk, PlacedObjects, TorchTensor, metadata_of
+from transaxle.formats.dcp.draft import ChunkPlace, ChunksByTensor, ObjectPlaces, TorchTensor, metadata_of
 from transaxle.formats.dcp.metadata import METADATA, Payload, SavedItem, read_metadata
 from transaxle.formats.pickled.descriptors import DType, Global, Object
 from transaxle.formats.pickled.scan import Unread
@@ -33,11 +33,11 @@ def described(*, with_paths: bool = True) -> Object:
             (layer, expert, half * 2048, 0) for layer in range(LAYERS) for expert in range(EXPERTS) for half in (0, 1)
         ]
         chunks = [
-            PlacedChunk(start, (1, 1, 2048, 8), Payload(f"__0_{number}.distcp", at * 70_000_000, 65536 + 1000))
+            ChunkPlace(start, (1, 1, 2048, 8), Payload(f"__0_{number}.distcp", at * 70_000_000, 65536 + 1000))
             for at, start in enumerate(starts)
         ]
         tensors.append((TorchTensor(Spec(name, "F32", shape), (name,), DType("float32"), shape, 0), chunks))
-    objects: PlacedObjects = [
+    objects: ObjectPlaces = [
         ((f"fc1._extra_state/shard_{at}",), Payload("__0_0.distcp", 10**12, 1500)) for at in range(EXPERTS)
     ]
     made = metadata_of(tensors, objects, with_paths=with_paths)

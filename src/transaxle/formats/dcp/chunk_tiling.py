@@ -1,9 +1,9 @@
-"""Tiling: whether chunks cover every element of a tensor exactly once, decided without comparing chunks.
+"""Checks that chunks cover every element of a tensor exactly once, without comparing chunks with one another.
 
-A box is the running sum, along every dim, of plus and minus ones at its corners. Running sums are invertible. So the
-boxes cover every index once if and only if their corners, added up, are the corners of the tensor: one pass over the
-chunks, exact for any arrangement, however the boxes interlock. Otherwise the first corner that remains (in row-major
-order) is the first wrong index, and its sign says how.
+The indicator function of a box is the running sum, along every dim, of plus and minus ones at its corners. Running sums
+are invertible, so the boxes cover every index once if and only if the signed corners of all boxes add up to the corners
+of the tensor. One pass over the chunks decides this exactly, for any arrangement. If corners remain, the first of them
+in row-major order is the first wrong index; its sign tells a hole from an overlap.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from transaxle.errors import Faults
 from transaxle.formats.catalog import Shape
 
 MAX_CORNERS = 1 << 22
-"""Cap on the corners of one tensor's chunks, two along each dim that is cut: a million chunks, if two dims are cut."""
+"""Cap on the corners of one tensor's chunks, two along each dim that is cut: a million chunks that cut two dims."""
 
 ChunkBox = tuple[Shape, Shape]
-"""First index along each dim, and elements along each dim."""
+"""A chunk as (first index along each dim, number of elements along each dim)."""
 
 
 class Flaw(NamedTuple):
-    """The first index, in row-major order, that is not in exactly one box."""
+    """The first index of a tensor, in row-major order, that zero or several boxes contain."""
 
     at: Shape
-    """The index."""
+    """Index of the first element that is covered wrongly."""
     copies: int
-    """Number of boxes that hold it: 0 for a hole, 2 or more for an overlap."""
+    """Number of boxes that contain this index: 0 for a hole, 2 or more for an overlap."""
 
 
 class TooManyCornersError(ValueError):
-    """The boxes are too many, or cut too many dims at once."""
+    """The boxes have more than `MAX_CORNERS` corners: too many boxes, or too many dims that are cut."""
 
 
 def outside(shape: Shape, box: ChunkBox) -> bool:
-    """Tell whether a box reaches outside a tensor of this shape."""
+    """Tell whether a box has other dims than a tensor of this shape, or reaches beyond it."""
     starts, sizes = box
     if not len(starts) == len(sizes) == len(shape):
         return True
@@ -52,11 +52,11 @@ def flaw(shape: Shape, boxes: Sequence[ChunkBox]) -> Flaw | None:
     """Return the first index of a tensor that its boxes do not cover exactly once; None if they tile it.
 
     Args:
-        shape: of the tensor.
-        boxes: all inside of it, see `outside`; those without elements hold nothing.
+        shape: the tensor's shape.
+        boxes: the chunks, all inside the tensor (see `outside`); empty ones are ignored.
 
     Raises:
-        TooManyCornersError: for boxes that have more corners than `MAX_CORNERS`.
+        TooManyCornersError: the boxes have more corners than `MAX_CORNERS`.
     """
     if 0 in shape:
         return None
@@ -77,15 +77,18 @@ def flaw(shape: Shape, boxes: Sequence[ChunkBox]) -> Flaw | None:
     return Flaw(tuple(index), 1 + corner_sums[first_wrong])
 
 
-def tiled(name: str, shape: Shape, boxes: Sequence[ChunkBox], file: str, faults: Faults) -> bool:
-    """Check that the chunks of a tensor cover it exactly once; what is wrong becomes a fault.
+def check_tiling(name: str, shape: Shape, boxes: Sequence[ChunkBox], file: str, faults: Faults) -> bool:
+    """Check that the chunks of a tensor cover it exactly once, and add a fault if they do not.
 
     Args:
-        name: what the tensor is called.
+        name: name of the tensor.
         shape: its shape.
-        boxes: first index and size of each chunk.
-        file: the file that says so.
+        boxes: the chunks, each as first index and shape.
+        file: the file that describes the chunks.
         faults: receives CORRUPT, INCOMPLETE, OVERLAP or UNSUPPORTED.
+
+    Returns:
+        whether they cover it exactly once.
     """
     if _is_grid(shape, boxes):
         return True
@@ -103,7 +106,7 @@ def tiled(name: str, shape: Shape, boxes: Sequence[ChunkBox], file: str, faults:
         return True
     at, copies = first_flaw
     if copies:
-        first, second, *_ = (list(boxes[number][0]) for number in holding(at, boxes))
+        first, second, *_ = (list(boxes[number][0]) for number in boxes_containing(at, boxes))
         faults.add("OVERLAP", f"the chunks at {first} and {second} both contain the index {list(at)}", file, name)
     else:
         faults.add("INCOMPLETE", f"none of its {len(boxes)} chunks contains the index {list(at)}", file, name)
@@ -111,7 +114,7 @@ def tiled(name: str, shape: Shape, boxes: Sequence[ChunkBox], file: str, faults:
 
 
 def _is_grid(shape: Shape, boxes: Sequence[ChunkBox]) -> bool:
-    """Tell whether boxes of one size begin at all of its multiples, as they nearly always do: these tile a tensor."""
+    """Tell quickly whether boxes form a regular grid: all of one size, one at each multiple of it."""
     sizes = boxes[0][1] if boxes else ()
     if len(sizes) != len(shape) or 0 in sizes or any(size % step for size, step in zip(shape, sizes, strict=True)):
         return False
@@ -123,8 +126,8 @@ def _is_grid(shape: Shape, boxes: Sequence[ChunkBox]) -> bool:
     return shapes.count(sizes) == len(boxes) and (starts == multiples or set(starts) == set(multiples))
 
 
-def holding(index: Shape, boxes: Iterable[ChunkBox]) -> list[int]:
-    """Return the numbers of the boxes that hold an index."""
+def boxes_containing(index: Shape, boxes: Iterable[ChunkBox]) -> list[int]:
+    """Return the positions in `boxes` of those that contain an index."""
     return [
         number
         for number, (starts, sizes) in enumerate(boxes)
@@ -133,7 +136,13 @@ def holding(index: Shape, boxes: Iterable[ChunkBox]) -> list[int]:
 
 
 def _add(corners: defaultdict[Shape, int], spans: Sequence[tuple[int, int]], weight: int) -> None:
-    """Add the corners of a box, given by its intervals; a corner's sign is that of its number of upper ends."""
+    """Add the signed corners of a box: positive where an even number of its coordinates are interval ends.
+
+    Args:
+        corners: signed sum by corner, so far; changed in place.
+        spans: the box's interval (start, stop) along each dim.
+        weight: 1 to add the box, -1 to subtract it.
+    """
     if not spans:
         corners[()] += weight
         return

@@ -1,4 +1,4 @@
-"""Drafting a DCP folder: every chunk gets its file and its place before a byte moves.
+"""Lays out a DCP folder: assigns every chunk its file and byte offset before any data moves.
 
 The result is what one rank of torch would save: `.metadata`, and data files `__0_0.distcp`, `__0_1.distcp`, …. Any
 number of ranks can load it. A tensor is one chunk unless it exceeds the size of a file or an archive; then it is cut
@@ -35,22 +35,22 @@ from transaxle.formats.torch_file.saved import BYTE_ORDER, DATA, LITTLE, PICKLE,
 from transaxle.formats.training_state import PARAMS, KeyPath, ParamGroup, joined
 
 LARGEST = 1 << 30
-"""Cap on the bytes of a tensor in one archive: torch reads an archive whole, whatever part of it is wanted."""
+"""Cap on the tensor bytes in one archive, because torch reads whole archives even to load a part of one."""
 
 _FOLDER = "archive"
-"""Name of the archive's folder where torch writes to a stream, as DCP does."""
+"""Name of the folder inside an archive that torch writes to a stream, as DCP does."""
 _KEY = "0"
 _TYPED = frozenset(STORAGES.values())
-"""Types that have a storage class; torch writes the newer ones as untyped bytes."""
+"""Dtypes that have a storage class in torch; newer dtypes are written as untyped bytes."""
 
 
 class ArchiveFrame(NamedTuple):
-    """An archive without its tensor."""
+    """The bytes of an archive around its tensor."""
 
     head: bytes
-    """Bytes before the tensor."""
+    """All bytes of the archive before the tensor's."""
     tail: bytes
-    """Bytes after it."""
+    """All bytes of the archive after the tensor's."""
 
 
 @lru_cache(256)
@@ -58,9 +58,9 @@ def frame(dtype: DType, shape: tuple[int, ...], size: int) -> ArchiveFrame:
     """Return the archive around one row-major tensor.
 
     Args:
-        dtype: its type.
-        shape: its shape, as torch gives it.
-        size: bytes of the tensor.
+        dtype: the tensor's dtype.
+        shape: the tensor's shape in torch, where packed elements count as one.
+        size: the tensor's size in bytes.
 
     Post-condition: the tensor begins at a multiple of `ALIGNMENT`, counted from the archive's first byte.
     """
@@ -74,8 +74,8 @@ def frame(dtype: DType, shape: tuple[int, ...], size: int) -> ArchiveFrame:
         ZipItem(f"{DATA}{_KEY}", size, None if size else b""),
         ZipItem(VERSION, len(_VERSION), _VERSION),
     ]
-    known_pieces = [data for _, data in lay_out(_FOLDER, items).known]
-    return ArchiveFrame(known_pieces[0], known_pieces[1]) if size else ArchiveFrame(b"", known_pieces[0])
+    frame_pieces = [data for _, data in lay_out(_FOLDER, items).known]
+    return ArchiveFrame(frame_pieces[0], frame_pieces[1]) if size else ArchiveFrame(b"", frame_pieces[0])
 
 
 _NOTES = {".format_version": b"1", ".storage_alignment": str(ALIGNMENT).encode(), BYTE_ORDER: LITTLE}
@@ -83,10 +83,10 @@ _VERSION = b"3\n"
 
 
 METADATA_VERSION = "1.0.0"
-"""torch's version number for this form of the metadata."""
+"""Version number that torch gives to this form of the metadata."""
 
 DTYPES = {code: DType(name) for name, code in CODES.items()}
-"""Safetensors code -> torch's type."""
+"""torch dtype by safetensors dtype code."""
 _METADATA_MODULE = f"{MODULES[0]}.metadata"
 _CLASSES = {
     name: Global(_METADATA_MODULE, name)
@@ -103,20 +103,20 @@ _INFO, _SIZE = Global(f"{MODULES[0]}.filesystem", "_StorageInfo"), Global("torch
 
 
 class TorchTensor(NamedTuple):
-    """A tensor to be written, as torch counts it."""
+    """A tensor to be written, with its dtype and shape in torch, where packed elements count as one."""
 
     spec: Spec
-    """As tables and plans count it."""
+    """Name, dtype code and shape in logical elements, as in tables and plans."""
     path: KeyPath
-    """Its path in the saved state dict."""
+    """Path of the tensor in the saved state dict."""
     dtype: DType
     shape: Shape
     size: int
-    """Bytes."""
+    """Size in bytes."""
 
 
-class PlacedChunk(NamedTuple):
-    """A part of a tensor with its place, as torch counts it."""
+class ChunkPlace(NamedTuple):
+    """A box of a tensor, in torch's elements, with the byte range of its archive."""
 
     start: Shape
     shape: Shape
@@ -124,13 +124,13 @@ class PlacedChunk(NamedTuple):
 
 
 def as_torch_tensor(spec: Spec, path: KeyPath, names_by_key: dict[str, str], faults: Faults) -> TorchTensor | None:
-    """Return a tensor as torch counts it; every obstacle to writing it becomes a fault.
+    """Return a tensor with its dtype and shape in torch; add a fault for each reason why torch cannot store it.
 
     Args:
-        spec: the tensor.
-        path: its path in the saved state dict.
-        names_by_key: names by flat key, so far; receives this one.
-        faults: receives the obstacles.
+        spec: name, dtype code and logical shape.
+        path: path of the tensor in the saved state dict.
+        names_by_key: tensor name by flat key, so far; this tensor is added.
+        faults: receives NAME_COLLISION, SHAPE_MISMATCH or UNSUPPORTED.
     """
     shown = spec.name.encode("utf-8", "backslashreplace").decode()
     key = joined(path)
@@ -168,7 +168,7 @@ def as_torch_tensor(spec: Spec, path: KeyPath, names_by_key: dict[str, str], fau
 
 
 def cut(tensor: TorchTensor, limit: int) -> Iterator[tuple[Shape, Shape]]:
-    """Cut a tensor into boxes of at most `limit` bytes, each a run of its row-major bytes, in order."""
+    """Cut a tensor into boxes of at most `limit` bytes, each contiguous in row-major order; yield them in order."""
     start = (0,) * len(tensor.shape)
     if tensor.size <= limit:
         yield start, tensor.shape
@@ -193,21 +193,21 @@ def _runs(shape: Shape, item: int, limit: int) -> Iterator[tuple[Shape, Shape]]:
 
 
 class DataFiles:
-    """The data files, filled one after the other: archives at multiples of their alignment, zeros between.
+    """Fills data files one after the other: aligned archives with zero padding between them.
 
     Args:
-        shard_size: bytes of tensors in one file; None: there is one file.
-        size: bytes of all tensors.
+        shard_size: cap on the tensor bytes in one file; None for a single file.
+        size: total bytes of all tensors.
 
     Raises:
-        UsageError: AMBIGUOUS where these would be too many files.
+        UsageError: AMBIGUOUS where that would make too many files.
     """
 
     def __init__(self, shard_size: int | None, size: int) -> None:
         if shard_size is not None:
             refuse_many(-(-size // shard_size), size, shard_size)
         self.limit = LARGEST if shard_size is None else min(shard_size, LARGEST)
-        """Bytes of a tensor that may go into one archive."""
+        """Cap on the tensor bytes in one archive."""
         self._shard_size = shard_size
         self._sizes: dict[str, int] = {}
         self._fragments: list[Fragment] = []
@@ -216,11 +216,11 @@ class DataFiles:
         self._end = 0
         """Bytes of the current file so far."""
         self._tensor_bytes = 0
-        """Bytes of tensors in it."""
+        """Tensor bytes in the current file so far."""
         self._begin()
 
     def place(self, dtype: DType, shape: Shape) -> tuple[Payload, int]:
-        """Place a chunk; return the place of its archive, and where in the file the chunk itself begins."""
+        """Reserve space for a chunk; return its archive's byte range, and the offset of the chunk in the file."""
         size = _bytes_of(dtype, shape)
         if self._shard_size is not None and self._tensor_bytes and self._tensor_bytes + size > self._shard_size:
             self._close()
@@ -238,21 +238,21 @@ class DataFiles:
         return payload, data
 
     def put(self, dtype: DType, value: bytes) -> Payload:
-        """Place a tensor without dims whose bytes are known."""
+        """Store a 0-dim tensor, given its bytes."""
         payload, offset = self.place(dtype, ())
         self._fragments.append(Fragment(payload.file, offset, value))
         return payload
 
     def keep(self, archive: bytes) -> Payload:
-        """Place an archive whose bytes are known."""
+        """Store an archive, given all of its bytes."""
         payload = Payload(self._file, self._end, len(archive))
         padded = archive + bytes(-len(archive) % ALIGNMENT)
         self._pending += padded
         self._end += len(padded)
         return payload
 
-    def finished(self) -> tuple[list[Fragment], dict[str, int]]:
-        """Return the bytes outside the tensors, and the sizes of the files."""
+    def finish(self) -> tuple[list[Fragment], dict[str, int]]:
+        """Close the last file; return the bytes outside the tensors, and the size of each file."""
         self._close()
         return self._fragments, self._sizes
 
@@ -274,42 +274,42 @@ class DataFiles:
 
 
 def _bytes_of(dtype: DType, shape: Shape) -> int:
-    """Return the bytes of a chunk whose shape is torch's."""
+    """Return the size in bytes of a chunk, given its shape in torch."""
     return nbytes(dtype.code, logical(shape, dtype.code))
 
 
-ChunksByTensor = list[tuple[TorchTensor, list[PlacedChunk]]]
-PlacedObjects = list[tuple[KeyPath, Payload]]
+ChunksByTensor = list[tuple[TorchTensor, list[ChunkPlace]]]
+ObjectPlaces = list[tuple[KeyPath, Payload]]
 
 
-def metadata_of(tensors: ChunksByTensor, objects: PlacedObjects, *, with_paths: bool = True) -> Object:
-    """Return the description of everything, as torch's classes hold it, to be written once.
+def metadata_of(tensors: ChunksByTensor, objects: ObjectPlaces, *, with_paths: bool = True) -> Object:
+    """Return torch's `Metadata` object for a folder. Its lists are streamed, so it can be pickled only once.
 
     Args:
-        tensors: with their chunks.
-        objects: pickled values.
-        with_paths: note the path of each key in the state dict, as torch's planners do; Megatron's keys are no paths.
+        tensors: the tensors with their chunks.
+        objects: path and archive of each item that is not a tensor.
+        with_paths: record the state-dict path of each key, as torch's planners do; Megatron's keys are no paths.
     """
     paths = {joined(path): path for path in (*(tensor.path for tensor, _ in tensors), *(path for path, _ in objects))}
-    about = _made("StorageMeta", checkpoint_id=None, save_id=None, load_id=None, modules=[])
-    return _made(
+    about = _torch_object("StorageMeta", checkpoint_id=None, save_id=None, load_id=None, modules=[])
+    return _torch_object(
         "Metadata",
-        state_dict_metadata=Streamed(_described(tensors, objects), is_dict=True),
+        state_dict_metadata=Streamed(_item_metadata(tensors, objects), is_dict=True),
         planner_data=paths if with_paths else None,
-        storage_data=Streamed(_stored(tensors, objects), is_dict=True),
+        storage_data=Streamed(_storage_places(tensors, objects), is_dict=True),
         storage_meta=about,
         version=METADATA_VERSION,
     )
 
 
-def _described(tensors: ChunksByTensor, objects: PlacedObjects) -> Iterator[tuple[str, Object]]:
-    """Yield what each key is: a tensor with its chunks, or an object."""
+def _item_metadata(tensors: ChunksByTensor, objects: ObjectPlaces) -> Iterator[tuple[str, Object]]:
+    """Yield each key with its metadata: a tensor with its chunks, or an object."""
     properties = {tensor.dtype: _properties(tensor.dtype) for tensor, _ in tensors}
     for tensor, chunks in tensors:
-        boxes = (_made("ChunkStorageMetadata", offsets=_size(c.start), sizes=_size(c.shape)) for c in chunks)
+        boxes = (_torch_object("ChunkStorageMetadata", offsets=_size(c.start), sizes=_size(c.shape)) for c in chunks)
         yield (
             joined(tensor.path),
-            _made(
+            _torch_object(
                 "TensorStorageMetadata",
                 properties=properties[tensor.dtype],
                 size=_size(tensor.shape),
@@ -320,17 +320,17 @@ def _described(tensors: ChunksByTensor, objects: PlacedObjects) -> Iterator[tupl
         yield joined(path), Object(_CLASSES["BytesStorageMetadata"], new=True)
 
 
-def _stored(tensors: ChunksByTensor, objects: PlacedObjects) -> Iterator[tuple[Object, Object]]:
-    """Yield where each chunk and each object is."""
+def _storage_places(tensors: ChunksByTensor, objects: ObjectPlaces) -> Iterator[tuple[Object, Object]]:
+    """Yield the index of each chunk and object with its storage info: file, offset and length."""
     for tensor, chunks in tensors:
         key = joined(tensor.path)
         for number, (start, _, payload) in enumerate(chunks):
-            yield _made("MetadataIndex", fqn=key, index=number, offset=_size(start)), _place(payload)
+            yield _torch_object("MetadataIndex", fqn=key, index=number, offset=_size(start)), _storage_info(payload)
     for path, payload in objects:
-        yield _made("MetadataIndex", fqn=joined(path), index=None, offset=None), _place(payload)
+        yield _torch_object("MetadataIndex", fqn=joined(path), index=None, offset=None), _storage_info(payload)
 
 
-def _place(payload: Payload) -> Object:
+def _storage_info(payload: Payload) -> Object:
     state = {"relative_path": payload.file, "offset": payload.offset, "length": payload.length}
     return Object(_INFO, state=state, new=True)
 
@@ -343,7 +343,7 @@ def _properties(dtype: DType) -> Object:
     )
 
 
-def _made(name: str, **fields: object) -> Object:
+def _torch_object(name: str, **fields: object) -> Object:
     return Object(_CLASSES[name], state=fields, new=True)
 
 
@@ -352,7 +352,7 @@ def _size(counts: Shape) -> Object:
 
 
 _MOST_FLAT = 200_000
-"""Cap on the flattened settings of single parameters; beyond it, only those of groups are written."""
+"""Cap on flattened per-parameter optimizer settings; beyond it, only settings of groups are written."""
 
 
 def draft(
@@ -366,14 +366,16 @@ def draft(
     """Lay out a DCP folder.
 
     Args:
-        tensors: what to write; files are filled in this order.
-        metadata: not written: the format has no place for free text.
-        shard_size: bytes of tensors in one file; larger ones are cut into chunks. Without it there is one file.
-        groups: settings of the optimizer; written both nested and flattened, so that torch finds what it asks for.
-        training: state of the trainer that is no tensor, by its paths.
+        tensors: the tensors to be written; files are filled in this order.
+        metadata: ignored, because the format has no place for free text.
+        shard_size: cap on the tensor bytes in one file; larger tensors are cut into chunks. None for one file.
+        groups: parameter groups of the optimizer; their settings are written both nested and flattened, since torch
+            loads either form.
+        training: non-tensor state of the trainer, by path.
 
     Raises:
-        Refused: for every tensor that has no place: UNSUPPORTED (dtype, a name that is no Unicode), NAME_COLLISION,
+        Refused: with every tensor that cannot be stored: UNSUPPORTED (dtype, a name that is no Unicode),
+            NAME_COLLISION,
             SHAPE_MISMATCH (packed elements that do not fill whole bytes).
     """
     del metadata
@@ -388,50 +390,50 @@ def draft(
         raise faults.error()
     files = DataFiles(shard_size, sum(nbytes(spec.dtype, spec.shape) for spec in tensors))
     entries: dict[str, Entry] = {}
-    chunks: list[tuple[TorchTensor, list[PlacedChunk]]] = []
+    chunks: list[tuple[TorchTensor, list[ChunkPlace]]] = []
     for tensor in torch_tensors:
         assert tensor is not None
-        placed, extents = [], []
+        placed_chunks, extents = [], []
         for start, shape in cut(tensor, files.limit):
             payload, offset = files.place(tensor.dtype, shape)
-            placed.append(PlacedChunk(start, shape, payload))
+            placed_chunks.append(ChunkPlace(start, shape, payload))
             code = tensor.spec.dtype
             extents.append(Extent(logical(start, code), logical(shape, code), payload.file, offset))
-        chunks.append((tensor, placed))
+        chunks.append((tensor, placed_chunks))
         entries[tensor.spec.name] = Entry(tensor.spec.name, tensor.spec.dtype, tensor.spec.shape, tuple(extents))
     settings = chain(training.items(), _by_path(groups))
     objects = _objects(settings, files, names_by_key, chunks)
-    fragments, sizes = files.finished()
-    described_by = write_pickle(metadata_of(chunks, objects))
-    fragments.append(Fragment(METADATA, 0, described_by))
-    return Draft(DCP.name, entries, {**sizes, METADATA: len(described_by)}, tuple(fragments))
+    fragments, sizes = files.finish()
+    metadata_pickle = write_pickle(metadata_of(chunks, objects))
+    fragments.append(Fragment(METADATA, 0, metadata_pickle))
+    return Draft(DCP.name, entries, {**sizes, METADATA: len(metadata_pickle)}, tuple(fragments))
 
 
 def _objects(
     values: Iterable[tuple[KeyPath, object]], files: DataFiles, tensor_keys: Collection[str], chunks: ChunksByTensor
-) -> PlacedObjects:
-    """Place plain data; items that are equal share one archive.
+) -> ObjectPlaces:
+    """Store plain values; equal values share one archive.
 
     Args:
-        values: by their paths.
-        files: where they go.
-        tensor_keys: keys of tensors.
-        chunks: receives those that are tensors.
+        values: path and value of each item.
+        files: the data files, which receive the archives.
+        tensor_keys: flat keys of the tensors.
+        chunks: receives the numpy scalars, which are stored as tensors.
 
     Returns:
-        the others, each with its path.
+        path and archive of each value that is stored as an object.
     """
     shared_archives: dict[str, Payload] = {}
-    objects: PlacedObjects = []
+    objects: ObjectPlaces = []
     keys_so_far = set(tensor_keys)
     for path, value in values:
         if joined(path) in keys_so_far:
-            continue  # a parameter whose name is a number: what is nested counts
+            continue  # a parameter whose name is a number has the same flat key twice: the nested item counts
         keys_so_far.add(joined(path))
         if isinstance(value, np.generic):
             code = code_of(value.dtype)
             tensor = TorchTensor(Spec(joined(path), code, ()), path, DTYPES[code], (), value.nbytes)
-            chunks.append((tensor, [PlacedChunk((), (), files.put(DTYPES[code], value.tobytes()))]))
+            chunks.append((tensor, [ChunkPlace((), (), files.put(DTYPES[code], value.tobytes()))]))
             continue
         if repr(value) not in shared_archives:
             storages: list[int | bytes] = []
@@ -442,7 +444,7 @@ def _objects(
 
 
 def _by_path(groups: Sequence[ParamGroup]) -> Iterator[tuple[KeyPath, Any]]:
-    """Yield every setting in the two forms that torch saves: by group, and by parameter."""
+    """Yield every optimizer setting under the two paths that torch uses: by group, and by parameter."""
     for number, group in enumerate(groups):
         for setting, value in group.items():
             listed = [as_numbered(parameter) for parameter in value] if setting == PARAMS else value

@@ -1,13 +1,13 @@
-"""The `.metadata` file as plain values: the items, their chunks, and where the parts are.
+"""Reads a `.metadata` file into plain values: the items, their chunks, and the byte range of each part.
 
-torch unpickles this file without any restriction. Here it goes through the restricted interpreter, which allows torch's
-classes, under all names that they have had, and Megatron's; and every field is treated as a stranger's: dtypes, counts
-and names are checked, and every problem is reported with its item. Older forms of the file are read too; fields that an
-old torch did not write, or that are of another kind than it writes, are simply absent.
+torch unpickles this file without any restriction. Here a restricted interpreter reads it, which allows only torch's
+classes, under all names that they have had, and Megatron's. No field is trusted: dtypes, counts and names are checked,
+and every problem is reported with its item. Older forms of the file are read too. A field that an old torch did not
+write, or whose type is not the one that torch writes, counts as absent.
 
-Items have the keys of the state dict that torch saves and loads: model tensors their names, the optimizer's state
-torchtitan's keys, `optimizer.state.<parameter>.<state>`, which is also what torch flattens `{"optimizer":
-get_optimizer_state_dict(...)}` to.
+Items have the keys of the state dict that torch saves and loads. Model tensors have their names. The optimizer's state
+has torchtitan's keys, `optimizer.state.<parameter>.<state>`, to which torch also flattens `{"optimizer":
+get_optimizer_state_dict(...)}`.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ from transaxle.formats.storage.storage import Storage
 from transaxle.formats.training_state import GROUPS, KeyPath, joined
 
 MODULES = ("torch.distributed.checkpoint", "torch.distributed._shard.checkpoint")
-"""Package of torch's classes, and its name before 2.0."""
+"""Package of torch's classes: its name now, and before torch 2.0."""
 _PROPERTIES = ("torch.distributed.checkpoint.metadata", "torch.distributed._shard.sharded_tensor.metadata")
-"""Module of a tensor's properties, and its name before 2.3."""
+"""Module of `TensorProperties`: its name now, and before torch 2.3."""
 _CLASSES = {
     "Metadata": "metadata", "TensorStorageMetadata": "metadata", "BytesStorageMetadata": "metadata",
     "ChunkStorageMetadata": "metadata", "MetadataIndex": "metadata", "StorageMeta": "metadata",
     "_StorageInfo": "filesystem",
 }  # fmt: skip
-"""Class -> module in the package."""
+"""Module inside torch's package, by class name."""
 TENSOR_PROPERTIES = frozenset((module, "TensorProperties") for module in _PROPERTIES)
 _MEMORY_FORMATS = ("TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST", "TORCH_PRESERVE_FORMAT")
 
 _MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
 GLOBALS = {name: tuple(Global(f"{package}.{module}", name) for package in MODULES) for name, module in _CLASSES.items()}
-"""Class -> its possible names."""
+"""All globals under which a class can be pickled, by class name."""
 GLOBALS["Metadata"] += (Global(_MEGATRON, "MCoreMetadata"),)  # megatron-core 0.15
 _PLANNER = ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")
-"""Classes of torch's planner: Megatron keeps the plans of all ranks beside the metadata."""
+"""Classes of torch's planner: Megatron stores the plans of all ranks in the same file."""
 _KINDS_OF_ITEM = ("TENSOR", "SHARD", "BYTE_IO")
 
 
@@ -78,10 +78,10 @@ def _names() -> Iterator[tuple[str, str]]:
 NAMES: Names = {
     **ALLOWED,
     **dict.fromkeys(_names(), INERT),
-    # A name that stands for the one object of `GLOBALS` is found there by its identity, in a tenth of the time.
+    # All mentions of a name give the same object of `GLOBALS`: comparing identities takes a tenth of the time.
     **{(each.module, each.name): GlobalRule(each) for possible in GLOBALS.values() for each in possible},
 }
-"""Globals that this file may name; the files that hold tensors may not."""
+"""Globals that the metadata file may name; data files may not."""
 
 
 MAX_DIMS = 64
@@ -90,12 +90,12 @@ _MAX_COUNT = 2**63 - 1
 
 
 def fields_of(value: object, name: str, *, bare: bool = False) -> Mapping[str, Any] | None:
-    """Return the fields of a dataclass by name; None if the value is not of that class.
+    """Return the fields of a pickled dataclass by name; None if the value is not of that class.
 
     Args:
-        value: the value in the pickle.
-        name: the class.
-        bare: it may have no fields.
+        value: any value from the pickle.
+        name: name of the class.
+        bare: accept an object without fields.
     """
     if not isinstance(value, Object) or value.args or value.items or value.pairs or value.cls not in GLOBALS[name]:
         return None
@@ -105,9 +105,9 @@ def fields_of(value: object, name: str, *, bare: bool = False) -> Mapping[str, A
 
 
 def properties_of(value: object) -> tuple[DType | None, str | None]:
-    """Return a tensor's dtype, and its layout if it is not dense.
+    """Return a tensor's dtype, and the name of its layout if it is not dense.
 
-    The class moved twice and wrote its fields as a tuple; only its first two concern the bytes.
+    Some versions of torch pickle the class with a tuple of its fields; the first two are dtype and layout.
     """
     if not isinstance(value, Object) or (value.cls.module, value.cls.name) not in TENSOR_PROPERTIES:
         return None, None
@@ -123,7 +123,7 @@ def properties_of(value: object) -> tuple[DType | None, str | None]:
 
 
 def layout_of(value: object) -> str:
-    """Return the name of a layout; a missing one is dense."""
+    """Return the name of a layout; a missing one means dense."""
     if value is None:
         return "torch.strided"
     if isinstance(value, Object) and len(value.args) == 1 and isinstance(value.args[0], str):
@@ -132,7 +132,7 @@ def layout_of(value: object) -> str:
 
 
 def counts_of(value: object) -> Shape | None:
-    """Return a tuple of counts; lists, which old versions wrote, are accepted too."""
+    """Return a shape or index as a tuple of counts; None if it is none. Old versions of torch wrote lists."""
     if isinstance(value, list):
         value = tuple(value)
     if not isinstance(value, tuple) or len(value) > MAX_DIMS + 1:
@@ -144,83 +144,83 @@ def counts_of(value: object) -> Shape | None:
 
 
 def kind_of(value: object) -> str:
-    """Return the type of a value, for a message; never its contents."""
+    """Return the type of a value for a message, without any of its contents."""
     if isinstance(value, Object):
         return f"a {value.cls.module[:100]}.{value.cls.name[:100]}"
     return "a compound key" if isinstance(value, Key) else f"a {type(value).__name__}"
 
 
 METADATA = DCP_METADATA
-"""Name of the file, and the suffix of its name where each rank wrote its own."""
+"""Name of the common metadata file; also the suffix of file names where each rank wrote its own."""
 DATA_FILE = DCP_DATA
 
 _DEEPEST = 100
 _MEMORY_PER_BYTE, _MOST_MEMORY = 64, 8 << 30
-"""Memory that reading a large file may take, per byte and in total: a chunk is some 140 bytes of it, and takes at most
-6 kB.
+"""Caps on the memory for reading a large metadata file, per byte of the file and in total. A chunk takes some 140 bytes
+of the file, and at most 6 kB of memory.
 """
 _SPARSE = "a {} layout is not supported; only dense tensors are"
 
 _FLATTENED = "nd_reformulated_orig_global_shape"
-"""What Megatron notes of a tensor whose flattened parts are saved."""
+"""Key under which Megatron records the original shape of a tensor whose flattened parts are saved."""
 
 
 class Payload(NamedTuple):
-    """Where one part of one item is."""
+    """The byte range of a stored part: a chunk of a tensor, or an object."""
 
     file: str
-    """Name of the file inside the folder."""
+    """Name of the data file, relative to the folder."""
     offset: int
-    """Its first byte there."""
+    """Offset of the first byte in the file."""
     length: int
-    """Bytes."""
+    """Size in bytes."""
 
 
 class SavedChunk(NamedTuple):
-    """A rectangular part of a tensor. Counts are in elements, as torch gives them."""
+    """A rectangular part of a tensor, in torch's elements (packed elements count as one)."""
 
     start: Shape
     """First index along each dim."""
     shape: Shape
     """Elements along each dim."""
     payload: Payload | None
-    """Its place; None if none is recorded, as may be for a chunk without elements."""
+    """Byte range of the chunk; None if the metadata gives none, which is valid for an empty chunk."""
 
 
-# There are a hundred thousand of them: made so, a named tuple takes a third of the time.
+# A checkpoint has a hundred thousand of them: this constructor takes a third of the time of the class itself.
 _new_payload: Callable[[Iterable[Any]], Payload] = partial(tuple.__new__, Payload)
 _new_chunk: Callable[[Iterable[Any]], SavedChunk] = partial(tuple.__new__, SavedChunk)
 
 
 class SavedItem(msgspec.Struct, frozen=True, gc=False):
-    """One entry of the saved state dict."""
+    """An entry of the saved state dict: a tensor with its chunks, or an object."""
 
     key: str
-    """Its flat key."""
+    """Flat key of the item in the metadata."""
     path: KeyPath
-    """Its path in the nested state dict."""
+    """Path of the item in the nested state dict."""
     dtype: DType | None
-    """Type of a tensor; None for an object."""
+    """Dtype of a tensor; None for an object."""
     shape: Shape
-    """Shape of a tensor, as torch gives it."""
+    """Shape of a tensor in torch's elements; empty for an object."""
     chunks: tuple[SavedChunk, ...]
-    """Parts of a tensor."""
+    """Chunks of a tensor; empty for an object."""
     payload: Payload | None = None
-    """Place of an object."""
+    """Byte range of an object; None for a tensor."""
     unflattened: Shape | None = None
-    """Shape of the tensor whose flattened parts are saved, as Megatron notes it; None: the tensor is as it is."""
+    """Original shape, where Megatron saved a flattened tensor; None if the item is not flattened."""
 
 
 def read_metadata(storage: Storage, file: str, faults: Faults) -> list[SavedItem]:
     """Read one `.metadata` file.
 
     Args:
-        storage: the files.
-        file: its name.
-        faults: receives the problems of single items, which are left out.
+        storage: the folder's files.
+        file: name of the metadata file.
+        faults: receives the problems of single items; such items are left out.
 
     Returns:
-        Items in the order of the file.
+        the items, in the order of the file.
 
     Raises:
         Refused: UNSAFE_PICKLE, CORRUPT, UNSUPPORTED where the file as a whole is refused.
@@ -233,16 +233,16 @@ def read_metadata(storage: Storage, file: str, faults: Faults) -> list[SavedItem
     bounds = Bounds(memory=max(bounds.memory, min(_MEMORY_PER_BYTE * size, _MOST_MEMORY)))
     with uncollected():
         with suppress(Unread):
-            columns, parts = _scanned_columns(storage.read(file, 0, size), bounds.memory)
+            columns, parts = _scan_columns(storage.read(file, 0, size), bounds.memory)
             places = _places_of_columns(parts)
             del parts  # its memory may be needed for the items
             return _items_of_columns(columns, places, file)
-        # Whatever is wrong is said by the interpreter, and as it is said of its objects.
+        # The fast scan gave up: the interpreter reads the file again and reports what is wrong.
         pickled = read_pickle(storage.read(file, 0, size), file=file, bounds=bounds, allowed=NAMES)
         return _items(pickled.value, file, faults)
 
 
-def _scanned_columns(data: bytes, memory: int) -> tuple[_Columns, _PartColumns]:
+def _scan_columns(data: bytes, memory: int) -> tuple[_Columns, _PartColumns]:
     with scanned(data, NAMES, memory) as graph:
         return _columns(graph)
 
@@ -251,40 +251,40 @@ def _items(top: object, file: str, faults: Faults) -> list[SavedItem]:
     """Return the items that a file describes.
 
     Raises:
-        Refused: CORRUPT where there are none.
+        Refused: CORRUPT where the file is not a checkpoint's metadata.
     """
     fields = fields_of(top, "Metadata")
     if fields is None:
         raise refuse("CORRUPT", f"the file holds {kind_of(top)}, not the metadata of a checkpoint", file=file)
-    described = fields.get("state_dict_metadata")
-    stored = fields.get("storage_data")
-    if not isinstance(described, dict) or not isinstance(stored, dict):
+    item_metadata = fields.get("state_dict_metadata")
+    storage_data = fields.get("storage_data")
+    if not isinstance(item_metadata, dict) or not isinstance(storage_data, dict):
         raise refuse(
             "CORRUPT", "the metadata does not list the checkpoint's items and where they are stored", file=file
         )
     paths = fields.get("planner_data")
     notes = fields.get("mcore_data")
-    placed = _placed(stored, file, faults)
-    return _ItemReader(file, faults, placed, notes if isinstance(notes, dict) else {}).items(described, paths)
+    places = _read_places(storage_data, file, faults)
+    return _ItemReader(file, faults, places, notes if isinstance(notes, dict) else {}).items(item_metadata, paths)
 
 
 class _Places:
-    """Where the parts of all items are."""
+    """The byte ranges of all items."""
 
     def __init__(self) -> None:
         self.objects: dict[str, Payload] = {}
-        """Key of an object -> its place."""
+        """Byte range of each object, by key."""
         self.chunks: defaultdict[str, dict[Shape, Payload]] = defaultdict(dict)
-        """Key of a tensor -> first index of a chunk -> its place."""
+        """Byte range of each chunk, by key of the tensor and first index of the chunk."""
 
     @property
     def keys(self) -> set[str]:
-        """The keys of all items that have a place."""
+        """The keys of all items that have a byte range."""
         return {*self.objects, *self.chunks}
 
 
 class _ItemReader:
-    """Reads the items of one metadata file."""
+    """Checks the items of one metadata file and builds their records; problems become faults."""
 
     def __init__(self, file: str, faults: Faults, places: _Places, notes: Mapping[Any, Any]) -> None:
         self._file = file
@@ -292,20 +292,20 @@ class _ItemReader:
         self._places = places
         self._notes = notes
 
-    def items(self, described: Mapping[Any, Any], paths: object) -> list[SavedItem]:
+    def items(self, item_metadata: Mapping[Any, Any], paths: object) -> list[SavedItem]:
         items: list[SavedItem] = []
-        known: set[str] = set()
-        for key, value in described.items():
+        listed_keys: set[str] = set()
+        for key, value in item_metadata.items():
             if not isinstance(key, str):
                 self._faults.add("CORRUPT", f"the key of an item is {kind_of(key)}, not text", self._file)
                 continue
-            known.add(key)
+            listed_keys.add(key)
             item = self._item(key, value, paths)
             if item is not None:
                 items.append(item)
             if self._faults.full:
                 return items
-        for key in sorted(self._places.keys - known):
+        for key in sorted(self._places.keys - listed_keys):
             self._faults.add(
                 "CORRUPT",
                 "the metadata gives its place in a file, but does not list it among the items",
@@ -319,14 +319,14 @@ class _ItemReader:
         if path is None:
             return None
         if fields_of(value, "BytesStorageMetadata", bare=True) is not None:
-            return self.located_object(key, path)
+            return self.object_item(key, path)
         fields = fields_of(value, "TensorStorageMetadata")
         if fields is None:
             self._fault(key, f"it is described by {kind_of(value)}")
             return None
         return self._tensor(key, path, fields)
 
-    def located_object(self, key: str, path: KeyPath) -> SavedItem | None:
+    def object_item(self, key: str, path: KeyPath) -> SavedItem | None:
         place = self._places.objects.get(key)
         if place is None:
             self._faults.add("INCOMPLETE", "the metadata gives no file for it", self._file, key)
@@ -337,14 +337,14 @@ class _ItemReader:
         return SavedItem(key, path, None, (), (), place)
 
     def _tensor(self, key: str, path: KeyPath, fields: Mapping[str, Any]) -> SavedItem | None:
-        listed = fields.get("chunks")
-        shape = counts_of(fields.get("size")) if isinstance(listed, list) else None
+        chunk_metadata = fields.get("chunks")
+        shape = counts_of(fields.get("size")) if isinstance(chunk_metadata, list) else None
         dtype = self.dtype(key, fields.get("properties"), shape)
-        if dtype is None or shape is None or not isinstance(listed, list):
+        if dtype is None or shape is None or not isinstance(chunk_metadata, list):
             return None
         starts: list[Shape] = []
         shapes: list[Shape] = []
-        for chunk in listed:
+        for chunk in chunk_metadata:
             box = fields_of(chunk, "ChunkStorageMetadata") or {}
             start, size = counts_of(box.get("offsets")), counts_of(box.get("sizes"))
             if start is None or size is None:
@@ -352,10 +352,10 @@ class _ItemReader:
                 return None
             starts.append(start)
             shapes.append(size)
-        return self.placed_tensor(key, path, dtype, shape, starts, shapes)
+        return self.tensor_item(key, path, dtype, shape, starts, shapes)
 
     def dtype(self, key: str, properties: object, shape: Shape | None) -> DType | None:
-        """Return the dtype of a tensor; None where that, its layout or its shape is a problem."""
+        """Return a tensor's dtype; None, with a fault, where its dtype, layout or shape is not supported."""
         dtype, layout = properties_of(properties)
         if dtype is None:
             self._fault(key, "its dtype is missing")
@@ -371,15 +371,15 @@ class _ItemReader:
             return dtype
         return None
 
-    def placed_tensor(
+    def tensor_item(
         self, key: str, path: KeyPath, dtype: DType, shape: Shape, starts: Sequence[Shape], shapes: Iterable[Shape]
     ) -> SavedItem | None:
         places = self._places.chunks.get(key, {})
         is_object = key in self._places.objects
         # Chunks are usually listed in the order in which they are stored.
-        found = places.values() if tuple(places) == tuple(starts) else map(places.get, starts)
-        chunks = tuple(map(_new_chunk, zip(starts, shapes, found, strict=True)))
-        extra = () if isinstance(found, ValuesView) else places.keys() - set(starts)
+        payloads = places.values() if tuple(places) == tuple(starts) else map(places.get, starts)
+        chunks = tuple(map(_new_chunk, zip(starts, shapes, payloads, strict=True)))
+        extra = () if isinstance(payloads, ValuesView) else places.keys() - set(starts)
         if extra or is_object:
             parts = [*(["an object"] if is_object else []), *(f"a chunk at {list(start)}" for start in sorted(extra))]
             shown = " and ".join(parts)
@@ -394,7 +394,10 @@ class _ItemReader:
         return SavedItem(key, path, dtype, shape, chunks, unflattened=unflattened)
 
     def path(self, key: str, paths: object) -> KeyPath | None:
-        """Return the path of a key; what is no mapping of paths is private to another planner."""
+        """Return the state-dict path of a key; None, with a fault, for a bad path.
+
+        `paths` may be private data of another planner: then the key itself is the path.
+        """
         if not paths or not isinstance(paths, dict):
             return (key,)
         saved_path = paths.get(key)
@@ -418,10 +421,10 @@ class _ItemReader:
         self._faults.add("CORRUPT", message, self._file, key)
 
 
-def _placed(stored: Mapping[Any, Any], file: str, faults: Faults) -> _Places:
-    """Return the places of all parts, by key and first index."""
+def _read_places(storage_data: Mapping[Any, Any], file: str, faults: Faults) -> _Places:
+    """Read the byte ranges of all parts; malformed ones become faults."""
     places = _Places()
-    for index, info in stored.items():
+    for index, info in storage_data.items():
         if faults.full:
             break
         index_fields = fields_of(index, "MetadataIndex")
@@ -450,7 +453,7 @@ def _placed(stored: Mapping[Any, Any], file: str, faults: Faults) -> _Places:
 
 
 def _payload(info: Mapping[str, Any] | None, file: str, key: str, faults: Faults) -> Payload | None:
-    """Return one place; an impossible byte range is a fault."""
+    """Return the byte range of a part; None, with a fault, for an impossible or transformed one."""
     if info is None or not isinstance(info.get("relative_path"), str):
         faults.add("CORRUPT", "its place is not a byte range in a file", file, key)
         return None
@@ -477,15 +480,15 @@ _FIELDS = "state_dict_metadata", "storage_data", "planner_data", "mcore_data"
 
 
 class _Columns(NamedTuple):
-    """The items that a file describes, column by column; the scan's memory is given back before they become items."""
+    """The items of a metadata file as columns, so that the scan's memory is free before items are built."""
 
     keys: list[str]
-    """Keys of all items."""
+    """Flat key of each item, in the order of the file."""
     are_objects: list[bool]
     paths: object
     notes: object
     properties: list[object]
-    """Properties of each tensor, and so on."""
+    """Pickled `TensorProperties` of each tensor; the columns below have one row per tensor or chunk, too."""
     shapes: Sizes
     chunk_counts: list[int]
     chunk_starts: Sizes
@@ -493,27 +496,29 @@ class _Columns(NamedTuple):
 
 
 class _PartColumns(NamedTuple):
-    """The parts that have a place, column by column."""
+    """The stored parts of a metadata file (chunks and objects) as columns."""
 
     keys: list[str]
-    """Key of the item of each."""
+    """Flat key of the item to which each part belongs."""
     are_chunks: list[bool]
     starts: Sizes
-    """First index of each that is a chunk."""
+    """First index of each chunk; objects have no row."""
     files: list[str]
     offsets: NDArray[np.int64]
     lengths: NDArray[np.int64]
 
 
 def _columns(graph: Graph) -> tuple[_Columns, _PartColumns]:
-    """Return what a file describes: the items, and the parts.
+    """Return the items and the stored parts of a metadata file.
 
     Raises:
-        Unread: something is wrong, or is there in a form that torch does not write today.
+        Unread: something is wrong, or has a form that today's torch does not write.
     """
     top = np.array([graph.root], np.uint32)
-    described, stored, paths, notes = (int(column[0]) for column in graph.fields(top, GLOBALS["Metadata"], *_FIELDS))
-    keys, values = graph.items(described)
+    item_metadata, storage_data, paths, notes = (
+        int(column[0]) for column in graph.fields(top, GLOBALS["Metadata"], *_FIELDS)
+    )
+    keys, values = graph.items(item_metadata)
     are_objects = graph.are_of(values, GLOBALS["BytesStorageMetadata"])
     properties, shapes, lists = graph.fields(
         values[~are_objects], GLOBALS["TensorStorageMetadata"], "properties", "size", "chunks"
@@ -522,7 +527,7 @@ def _columns(graph: Graph) -> tuple[_Columns, _PartColumns]:
     starts, extents = graph.fields(
         np.concatenate([np.empty(0, np.uint32), *chunks]), GLOBALS["ChunkStorageMetadata"], "offsets", "sizes"
     )
-    indices, places = graph.items(stored)
+    indices, places = graph.items(storage_data)
     part_keys, part_starts = graph.fields(indices, GLOBALS["MetadataIndex"], "fqn", "offset")
     files, offsets, lengths, transforms = graph.fields(
         places, GLOBALS["_StorageInfo"], "relative_path", "offset", "length", "transform_descriptors"
@@ -553,26 +558,26 @@ def _columns(graph: Graph) -> tuple[_Columns, _PartColumns]:
 
 
 def _items_of_columns(columns: _Columns, places: _Places, file: str) -> list[SavedItem]:
-    """Return the items that a file describes, if there is nothing wrong with any of them.
+    """Build the items from their columns.
 
     Raises:
-        Unread: something is wrong.
+        Unread: an item has a problem.
     """
     faults = Faults()
     reader = _ItemReader(file, faults, places, columns.notes if isinstance(columns.notes, dict) else {})
     starts, shapes = columns.chunk_starts.rows(), columns.chunk_shapes.rows()
     are_objects = columns.are_objects
-    described = zip(columns.properties, columns.shapes.rows(), columns.chunk_counts, strict=True)
+    tensor_rows = zip(columns.properties, columns.shapes.rows(), columns.chunk_counts, strict=True)
     tensors: list[SavedItem | None] = []
     begin = 0
     tensor_keys = compress(columns.keys, map(not_, are_objects))
-    for key, (properties, shape, count) in zip(tensor_keys, described, strict=True):
+    for key, (properties, shape, count) in zip(tensor_keys, tensor_rows, strict=True):
         path, dtype = reader.path(key, columns.paths), reader.dtype(key, properties, shape)
         if path is None or dtype is None:
             raise Unread
-        own = slice(begin, begin + count)
+        chunk_rows = slice(begin, begin + count)
         begin += count
-        tensors.append(reader.placed_tensor(key, path, dtype, shape, starts[own], shapes[own]))
+        tensors.append(reader.tensor_item(key, path, dtype, shape, starts[chunk_rows], shapes[chunk_rows]))
     objects = _objects_of_columns(columns, places, reader)
     of_tensors = iter(tensors)
     items = [next(objects if is_object else of_tensors) for is_object in are_objects]
@@ -582,32 +587,32 @@ def _items_of_columns(columns: _Columns, places: _Places, file: str) -> list[Sav
 
 
 def _objects_of_columns(columns: _Columns, places: _Places, reader: _ItemReader) -> Iterator[SavedItem]:
-    """Return the items that are objects, of which Megatron has one for every expert."""
+    """Build the items that are objects, in bulk: Megatron saves one for every expert."""
     keys = list(compress(columns.keys, columns.are_objects))
     paths = [reader.path(key, columns.paths) for key in keys] if columns.paths else zip(keys, strict=True)
     if not (places.objects.keys() >= set(keys) and places.chunks.keys().isdisjoint(keys)):
         raise Unread
-    located = map(places.objects.__getitem__, keys)
-    return map(SavedItem, keys, paths, repeat(None), repeat(()), repeat(()), located)
+    payloads = map(places.objects.__getitem__, keys)
+    return map(SavedItem, keys, paths, repeat(None), repeat(()), repeat(()), payloads)
 
 
 def _places_of_columns(parts: _PartColumns) -> _Places:
-    """Return the places of all parts.
+    """Return the byte ranges of all parts.
 
     Raises:
-        Unread: a part has two.
+        Unread: a part has two byte ranges.
     """
     offsets, lengths = parts.offsets.tolist(), parts.lengths.tolist()
     payloads = list(map(_new_payload, zip(parts.files, offsets, lengths, strict=True)))
     places = _Places()
     are_objects = list(map(not_, parts.are_chunks))
     places.objects.update(zip(compress(parts.keys, are_objects), compress(payloads, are_objects), strict=True))
-    own, last = dict[Shape, Payload](), None
-    keys, own_payloads = compress(parts.keys, parts.are_chunks), compress(payloads, parts.are_chunks)
-    for key, start, payload in zip(keys, parts.starts.rows(), own_payloads, strict=True):
-        if key is not last:
-            own, last = places.chunks[key], key
-        own[start] = payload
+    payloads_by_start, last_key = dict[Shape, Payload](), None
+    keys, chunk_payloads = compress(parts.keys, parts.are_chunks), compress(payloads, parts.are_chunks)
+    for key, start, payload in zip(keys, parts.starts.rows(), chunk_payloads, strict=True):
+        if key is not last_key:
+            payloads_by_start, last_key = places.chunks[key], key
+        payloads_by_start[start] = payload
     if len(places.objects) + sum(map(len, places.chunks.values())) < len(payloads):
         raise Unread
     return places
@@ -619,25 +624,25 @@ _WRAPPER = "app"
 
 
 def path_of(name: str) -> KeyPath:
-    """Return the path in the saved state dict under which a tensor is written.
+    """Return the state-dict path under which a tensor is written.
 
     `optim/<parameter>/<state>` becomes `optimizer`, `state`, parameter, state; a parameter that is only a number,
-    `#<i>`, is that number. Any other name is a key of its own.
+    `#<i>`, is that number. Any other name is one key.
     """
     path = optimizer_path(name)
     return (name,) if path is None else tuple(map(str, path))
 
 
 def flat_path(parameter: str, setting: str) -> KeyPath:
-    """Return the path of a parameter's setting where the optimizer's state is flattened."""
+    """Return the path of an optimizer setting of one parameter, in torch's flattened form."""
     return (_OPTIMIZER, f"{GROUPS}.{parameter}.{setting}")
 
 
 def paths_within(paths: Sequence[KeyPath]) -> tuple[list[KeyPath], str | None]:
-    """Return the paths that name the items, and the wrapper that was removed from all of them.
+    """Return each item's path without torch's wrapper, and the wrapper's name if there was one.
 
-    The wrapper is torch's own `{"app": AppState(...)}`. A flat key without a known path is a single part; only an
-    optimizer's state is recognised in such keys.
+    torch's own wrapper is `{"app": AppState(...)}`. A flat key without a recorded path stays whole, except that an
+    optimizer's state is recognised and split.
     """
     split_paths = [_split(path[0]) if len(path) == 1 else path for path in paths]
     if split_paths and all(len(path) > 1 and path[0] == _WRAPPER for path in split_paths):

@@ -1,13 +1,14 @@
-"""The bytes behind each item: small torch archives, thousands to a file, or safetensors data at its end.
+"""Reads the stored bytes of items: small torch archives, thousands in a file, or safetensors data at the file's end.
 
-Each archive must be read, for what the metadata says of a chunk may be a lie: its type, its shape and the place of its
-bytes are taken from the archive itself and then compared. Reading one takes a while, and a checkpoint may have a
-hundred thousand. But those of one shape are alike to the last byte, outside of the tensor, its checksum and a serial
-number. So a strictly read archive serves as a stencil: whatever matches it is read as well.
+The metadata may be wrong about a chunk, so every archive must be read: its dtype, its shape and the place of its bytes
+are taken from the archive itself and then compared with the metadata. Reading one archive strictly takes a while, and a
+checkpoint may have a hundred thousand. But archives of one shape differ only in the tensor, its checksum and a serial
+number. So an archive that was read strictly serves as a stencil for others.
 
-An archive is recognised by its skeleton, everything in it but the tensor, checksums and serial number. One that equals
-an archive read before, byte for byte outside of these, describes the same tensor. The blanked bytes describe no place,
-and both copies of the tensor's checksum must still agree.
+The frame of an archive is its bytes around the tensor (head and tail), and its skeleton is the frame without checksums
+and serial number. An archive whose
+skeleton equals that of one read before, byte for byte, describes the same tensor: the bytes left out describe no place.
+The two copies of the tensor's checksum must still agree.
 """
 
 from __future__ import annotations
@@ -48,133 +49,134 @@ from transaxle.formats.torch_file.saved import DATA, REPEATED, Saved, StoredStor
 from transaxle.formats.training_state import Leaf
 
 _SERIAL = ".data/serialization_id"
-_MOST = 10_000
+_MAX_SKELETONS = 10_000
 """Cap on the skeletons that are remembered; a checkpoint has a few hundred."""
-_MOST_ALIKE = 8
-"""Cap on the arrangements of one length that are tried."""
-_WHOLE = 1 << 14
-"""Archives up to this size are read in one piece."""
+_MAX_ARRANGEMENTS = 8
+"""Cap on the arrangements that are tried for archives of one length."""
+_MAX_WHOLE_READ = 1 << 14
+"""Size in bytes up to which an archive is read whole; of larger ones only the bytes around the tensor are read."""
 _BLOCK = 1 << 18
-"""Bytes read at a time of archives that follow one another, and bytes of skeletons that are compared at a time."""
-_FEW = 4
-"""Contents that are looked for among many archives at a time; others are recognised one by one."""
+"""Batch size in bytes: for reading neighbouring archives, and for comparing skeletons."""
+_MAX_CONTENTS = 4
+"""Different skeletons that are looked for in one batch of archives; archives beyond them are matched one by one."""
 _CRC = struct.Struct("<I")
 _CRC_IN_CENTRAL, _CRC_IN_LOCAL, _CRC_IN_DESCRIPTOR = 16, 14, 4
 
 Result = TypeVar("Result")
 
-_MANY = 8
-"""Chunks that are recognised together."""
+_MIN_BATCH = 8
+"""Fewest similar chunks that are matched in one batch."""
 _AGAIN = "Copy the file again, or save the checkpoint again."
 
 
 class _Arrangement(NamedTuple):
-    """Positions of the parts of an archive, in the skeleton (head and tail joined)."""
+    """How an archive is divided: where its tensor is, and which bytes around the tensor must match.
+
+    The bytes around the tensor, head and tail joined, are its frame. `fixed_spans` and `checksums` are positions in it.
+    """
 
     head: int
-    """Bytes before the tensor."""
+    """Number of bytes before the tensor."""
     tail: int
-    """First byte after it, in the archive."""
-    kept: tuple[tuple[int, int], ...]
-    """Spans that may not differ."""
+    """Offset in the archive of the first byte after the tensor."""
+    fixed_spans: tuple[tuple[int, int], ...]
+    """Spans (start, stop) of the bytes that must be equal in all archives of this arrangement."""
     checksums: tuple[tuple[int, int], ...]
-    """Positions of checksums that occur twice; the tensor's comes first."""
+    """Positions of both copies of each CRC-32; the pair of the tensor comes first."""
 
 
 class Match(NamedTuple, Generic[Result]):
-    """An archive that was recognised."""
+    """An archive whose skeleton is known."""
 
     result: Result
-    """The contents of the archive that it equals."""
+    """Contents of the archive with the same skeleton that was read before."""
     crc32: int
-    """Checksum of its own tensor; 0 if it has no tensor or no checksum."""
+    """CRC-32 of this archive's tensor; 0 if it has no tensor or no checksum."""
 
 
 class Matches(NamedTuple, Generic[Result]):
-    """Archives that were recognised, and equal the same one."""
+    """Archives with the same known skeleton."""
 
     result: Result
-    """The contents of that."""
+    """Contents of the archive with this skeleton that was read before."""
     which: NDArray[np.intp]
-    """Their positions among those that were looked at."""
+    """Positions of the matching archives in the batch."""
     crc32: NDArray[np.uint32] | None
-    """Checksum of each one's own tensor; None if they have no tensor or no checksum."""
+    """CRC-32 of each matching archive's tensor; None if the archives have no tensor or no checksum."""
 
 
 class Stencils(Generic[Result]):
-    """The skeletons of archives that were read, with their contents."""
+    """Remembers the skeletons of archives that were read, with their contents."""
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
         self._read = NearReads(storage).read
         self._by_length: dict[int, list[tuple[_Arrangement, dict[bytes, Result]]]] = {}
         self._count = 0
-        self._room: NDArray[np.uint8] = np.empty(0, np.uint8)
+        self._buffer: NDArray[np.uint8] = np.empty(0, np.uint8)
 
     def match(self, payload: Payload) -> Match[Result] | None:
-        """Recognise an archive; None if it must be read."""
-        for arrangement, known in self._by_length.get(payload.length, ()):
-            skeleton = self._skeleton(payload, arrangement)
-            result = known.get(_blanked(skeleton, arrangement))
+        """Return the contents of an archive whose skeleton is known; None if it must be read."""
+        for arrangement, contents in self._by_length.get(payload.length, ()):
+            frame = self._frame(payload, arrangement)
+            result = contents.get(_skeleton_of(frame, arrangement))
             if result is None:
                 continue
             for first, second in arrangement.checksums:
-                if skeleton[first : first + _CRC.size] != skeleton[second : second + _CRC.size]:
+                if frame[first : first + _CRC.size] != frame[second : second + _CRC.size]:
                     break
             else:
                 has_checksum = arrangement.tail > arrangement.head and arrangement.checksums
-                return Match(result, _CRC.unpack_from(skeleton, arrangement.checksums[0][0])[0] if has_checksum else 0)
+                return Match(result, _CRC.unpack_from(frame, arrangement.checksums[0][0])[0] if has_checksum else 0)
         return None
 
     def matches(self, file: str, length: int, offsets: Sequence[int]) -> Iterator[Matches[Result]]:
-        """Recognise archives of one length, together; those that are not among the matches are unlike the others.
+        """Match many archives of one length at once; archives in none of the matches must be read singly.
 
         Args:
-            file: its name.
-            length: bytes of each archive.
-            offsets: where they begin.
+            file: name of the file that contains the archives.
+            length: size of each archive in bytes.
+            offsets: offset of each archive in the file.
         """
-        for arrangement, known in self._by_length.get(length, ())[:1]:
+        for arrangement, contents in self._by_length.get(length, ())[:1]:
             width = length - (arrangement.tail - arrangement.head)
             rows = max(_BLOCK // max(width, 1), 1)
             for begin in range(0, len(offsets), rows):
-                some = offsets[begin : begin + rows]
-                for match in _matches(self._skeletons(file, length, some, arrangement), arrangement, known):
+                batch = offsets[begin : begin + rows]
+                for match in _matches(self._frames(file, length, batch, arrangement), arrangement, contents):
                     yield match._replace(which=match.which + begin)
 
     def learn(self, payload: Payload, result: Result) -> None:
-        """Remember an archive that was read without any problem."""
+        """Remember the skeleton of an archive that was read without any problem."""
         archive = read_archive(FileWindow(self._storage, payload.file, payload.offset, payload.length))
-        arrangement = _arranged(archive)
+        arrangement = _arrangement_of(archive)
         if arrangement is None:
             return
-        if self._count >= _MOST:
+        if self._count >= _MAX_SKELETONS:
             self._by_length.clear()
             self._count = 0
-        alike = self._by_length.setdefault(payload.length, [])
-        known = next((known for other, known in alike if other == arrangement), None)
-        if known is None:
-            known = {}
-            alike.insert(0, (arrangement, known))
-            del alike[_MOST_ALIKE:]
-        known[_blanked(self._skeleton(payload, arrangement), arrangement)] = result
+        arrangements = self._by_length.setdefault(payload.length, [])
+        contents = next((contents for other, contents in arrangements if other == arrangement), None)
+        if contents is None:
+            contents = {}
+            arrangements.insert(0, (arrangement, contents))
+            del arrangements[_MAX_ARRANGEMENTS:]
+        contents[_skeleton_of(self._frame(payload, arrangement), arrangement)] = result
         self._count += 1
 
-    def _skeleton(self, payload: Payload, arrangement: _Arrangement) -> bytes:
+    def _frame(self, payload: Payload, arrangement: _Arrangement) -> bytes:
         file, offset, length = payload
         head, tail = arrangement.head, arrangement.tail
-        if length <= _WHOLE:
+        if length <= _MAX_WHOLE_READ:
             data = self._read(file, offset, length)
             return data[:head] + data[tail:]
         read = self._read
         return read(file, offset, head) + read(file, offset + tail, length - tail)
 
-    def _skeletons(
-        self, file: str, length: int, offsets: Sequence[int], arrangement: _Arrangement
-    ) -> NDArray[np.uint8]:
-        """Return the skeletons of archives, one a row."""
-        if length > _WHOLE:
-            return self._distant_skeletons(file, length, offsets, arrangement)
+    def _frames(self, file: str, length: int, offsets: Sequence[int], arrangement: _Arrangement) -> NDArray[np.uint8]:
+        """Read the frame of each archive, one row per archive."""
+        if length > _MAX_WHOLE_READ:
+            return self._distant_frames(file, length, offsets, arrangement)
         head, tail = arrangement.head, arrangement.tail
         rows = np.empty((len(offsets), length - (tail - head)), np.uint8)
         places = np.array(offsets, np.int64)
@@ -185,19 +187,21 @@ class Stencils(Generic[Result]):
             begin, stop = offsets[first], ends[bisect_right(ends, first)]
             stop = first + int(places[first:stop].searchsorted(begin + _BLOCK))
             size = offsets[stop - 1] + length - begin
-            if size > len(self._room):  # the same memory for all: the system gives new memory by the page
-                self._room = np.empty(size, np.uint8)
-            data = self._room[:size]
+            if size > len(self._buffer):  # reused: fresh memory costs a page fault for each page
+                self._buffer = np.empty(size, np.uint8)
+            data = self._buffer[:size]
             self._storage.read_into(file, begin, data.data)
             archives = _cut_out(data, length, places[first:stop] - begin)
             rows[first:stop, :head], rows[first:stop, head:] = archives[:, :head], archives[:, tail:]
             first = stop
         return rows
 
-    def _distant_skeletons(
+    def _distant_frames(
         self, file: str, length: int, offsets: Sequence[int], arrangement: _Arrangement
     ) -> NDArray[np.uint8]:
-        """Return the skeletons of archives too long to be read whole; those at even steps are few calls."""
+        """Read the bytes around the tensor of long archives, one row per archive; evenly spaced archives take few
+        calls.
+        """
         head, tail = arrangement.head, arrangement.tail
         width = length - (tail - head)
         rows = np.empty((len(offsets), width), np.uint8)
@@ -205,7 +209,7 @@ class Stencils(Generic[Result]):
             room = rows[first : first + count].reshape(-1).data
             begin, end = offsets[first], offsets[first + count - 1]
             reads = [(begin, 0, head, count), (begin + tail, head, length - tail, count)]
-            if step == length:  # a tail and the next head lie side by side, in the file and here
+            if step == length:  # a tail and the next head are adjacent, both in the file and in `rows`
                 middle = (begin + tail, head, width, count - 1)
                 reads = [(begin, 0, head, 1), middle, (end + tail, (count - 1) * width + head, length - tail, 1)]
             with Steps() as steps:
@@ -216,7 +220,7 @@ class Stencils(Generic[Result]):
 
 
 def _cut_out(data: NDArray[np.uint8], length: int, offsets: NDArray[np.int64]) -> NDArray[np.uint8]:
-    """Return so many bytes from each of these offsets, one a row; those at even steps are not copied."""
+    """Return `length` bytes from each offset of `data`, one row per offset; without a copy where the steps are even."""
     steps = np.diff(offsets)
     if (steps == steps[:1]).all():
         return np.ndarray((len(offsets), length), np.uint8, data, strides=(int(steps[0]) if len(steps) else length, 1))
@@ -224,7 +228,7 @@ def _cut_out(data: NDArray[np.uint8], length: int, offsets: NDArray[np.int64]) -
 
 
 def _progressions(offsets: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Yield the stretches of numbers that grow by even steps: the first one's position, how many, and the step."""
+    """Split offsets into arithmetic progressions; yield position of the first, count and step of each."""
     first = 0
     while first < len(offsets):
         stop = first + 1
@@ -236,50 +240,56 @@ def _progressions(offsets: Sequence[int]) -> Iterator[tuple[int, int, int]]:
 
 
 def _matches(
-    skeletons: NDArray[np.uint8], arrangement: _Arrangement, known: dict[bytes, Result]
+    frames: NDArray[np.uint8], arrangement: _Arrangement, contents: dict[bytes, Result]
 ) -> Iterator[Matches[Result]]:
-    """Find out which skeletons, one a row, are those of contents that are known."""
-    agree = np.ones(len(skeletons), bool)
+    """Yield the groups of rows whose skeleton is among the known ones.
+
+    Args:
+        frames: the frames, one row per archive.
+        arrangement: how these archives are divided.
+        contents: contents by skeleton.
+    """
+    agree = np.ones(len(frames), bool)
     for first, second in arrangement.checksums:
-        agree &= _numbers(skeletons, first) == _numbers(skeletons, second)
+        agree &= _numbers(frames, first) == _numbers(frames, second)
     has_checksum = arrangement.tail > arrangement.head and bool(arrangement.checksums)
-    left = agree
-    for _ in range(_FEW):
-        if not left.any():
+    unmatched = agree
+    for _ in range(_MAX_CONTENTS):
+        if not unmatched.any():
             return
-        one = skeletons[int(left.argmax())]
-        alike = left.copy()
-        if not _are_all(skeletons, one, arrangement):
-            for start, stop in arrangement.kept:
-                alike &= (skeletons[:, start:stop] == one[start:stop]).all(axis=1)
-        result = known.get(_blanked(one.tobytes(), arrangement))
+        model = frames[int(unmatched.argmax())]
+        alike = unmatched.copy()
+        if not _are_all(frames, model, arrangement):
+            for start, stop in arrangement.fixed_spans:
+                alike &= (frames[:, start:stop] == model[start:stop]).all(axis=1)
+        result = contents.get(_skeleton_of(model.tobytes(), arrangement))
         which = alike.nonzero()[0]
         if result is not None:
-            crc32 = _numbers(skeletons, arrangement.checksums[0][0])[which] if has_checksum else None
+            crc32 = _numbers(frames, arrangement.checksums[0][0])[which] if has_checksum else None
             yield Matches(result, which, crc32)
-        left = left & ~alike
+        unmatched = unmatched & ~alike
 
 
-def _numbers(skeletons: NDArray[np.uint8], at: int) -> NDArray[np.uint32]:
-    """Return the number of a checksum's size that begins at a byte of each skeleton."""
-    return np.ndarray(len(skeletons), "<u4", skeletons, at, skeletons.strides[:1])
+def _numbers(frames: NDArray[np.uint8], at: int) -> NDArray[np.uint32]:
+    """Return the 32-bit number at a byte position of each row."""
+    return np.ndarray(len(frames), "<u4", frames, at, frames.strides[:1])
 
 
-def _are_all(skeletons: NDArray[np.uint8], one: NDArray[np.uint8], arrangement: _Arrangement) -> bool:
-    """Tell whether all skeletons are like one of them. Comparing bytes takes a tenth of the time of arrays."""
-    filled = skeletons.copy()
-    for (_, start), (stop, _) in pairwise(arrangement.kept):
-        filled[:, start:stop] = one[start:stop]
-    return filled.tobytes() == one.tobytes() * len(filled)
+def _are_all(frames: NDArray[np.uint8], model: NDArray[np.uint8], arrangement: _Arrangement) -> bool:
+    """Tell whether the frames in all rows have the same skeleton as the frame `model`."""
+    filled = frames.copy()  # then compared as bytes, which takes a tenth of the time of comparing arrays
+    for (_, start), (stop, _) in pairwise(arrangement.fixed_spans):
+        filled[:, start:stop] = model[start:stop]
+    return filled.tobytes() == model.tobytes() * len(filled)
 
 
-def _blanked(skeleton: bytes, arrangement: _Arrangement) -> bytes:
-    """Return what is left of a skeleton without the spans that may differ: these have their places in all of them."""
-    return b"".join([skeleton[start:stop] for start, stop in arrangement.kept])
+def _skeleton_of(frame: bytes, arrangement: _Arrangement) -> bytes:
+    """Return the skeleton of a frame: its bytes without checksums and serial number."""
+    return b"".join([frame[start:stop] for start, stop in arrangement.fixed_spans])
 
 
-def _arranged(archive: Archive) -> _Arrangement | None:
-    """Return the arrangement of an archive; None if it has several storages, or needs zip64."""
+def _arrangement_of(archive: Archive) -> _Arrangement | None:
+    """Return how an archive is divided; None if it has several storages, or needs zip64."""
     tensors = [record for name, record in archive.records.items() if name.startswith(DATA)]
     if len(tensors) > 1:
         return None
@@ -307,13 +317,13 @@ def _arranged(archive: Archive) -> _Arrangement | None:
                 checksums.append(pair)
     if serial:
         blanks.append((inside(serial.offset), inside(serial.offset) + serial.size))
-    edges = sorted(blanks)
-    kept = zip([0, *(stop for _, stop in edges)], [*(start for start, _ in edges), size - (tail - head)], strict=True)
-    return _Arrangement(head, tail, tuple(kept), tuple(checksums))
+    blank_spans = sorted(blanks)
+    begins, ends = [0, *(stop for _, stop in blank_spans)], [*(start for start, _ in blank_spans), size - (tail - head)]
+    return _Arrangement(head, tail, tuple(zip(begins, ends, strict=True)), tuple(checksums))
 
 
 def _directory(archive: Archive) -> Iterator[tuple[str, int, int, int]]:
-    """Yield name, position of the checksum, position of the header, and flags of each entry of the directory."""
+    """Yield name, checksum position, local header position and flags of each entry of the central directory."""
     area = archive.window
     *_, count, size, begin, _ = END_FORM.unpack(area.read(area.size - END_FORM.size, END_FORM.size))
     if MAX32 in (size, begin) or count == MAX16:
@@ -329,51 +339,51 @@ def _directory(archive: Archive) -> Iterator[tuple[str, int, int, int]]:
 
 
 class _TensorArchive(NamedTuple):
-    """A tensor in an archive."""
+    """Contents of an archive that holds one dense tensor."""
 
     dtype: str
-    """torch's name of its type."""
+    """torch's name of the tensor's dtype."""
     shape: Shape
-    """As torch gives it."""
+    """Shape of the tensor in torch's elements."""
     place: Extent
-    """Its extent in logical elements; the offset counts from the archive's first byte."""
+    """Extent of the tensor in logical elements; its offset counts from the archive's first byte."""
     repeated: int
-    """Bytes that strides of zero repeat."""
+    """Bytes of the tensor that are not stored, because strides of zero repeat others."""
     stored: tuple[int, int]
-    """First byte of its storage, counted from the archive's first byte, and its size in bytes."""
+    """Offset of the tensor's storage from the archive's first byte, and size of the storage in bytes."""
 
 
 class QuantizedChunk(NamedTuple):
-    """A part of a tensor whose archive holds codes and scales (see `formats.torch_file.quantized_tensors`)."""
+    """A chunk of a quantized tensor: an archive with codes and scales (see `formats.torch_file.quantized_tensors`)."""
 
     layout: PlainLayout
-    """How the buffers make values."""
+    """How the tensor's values are computed from its buffers."""
     parts: Mapping[str, Entry]
-    """Suffix of the tensor's name -> this chunk's own buffer."""
+    """This chunk's buffers by suffix of the tensor's name."""
     dtype: str
-    """torch's name for the dtype that the tensor shows."""
+    """torch's name of the dtype that the tensor reports, such as `bfloat16`."""
 
 
 class _ObjectArchive(NamedTuple):
-    """An archive that holds no tensor."""
+    """Contents of an archive without a tensor."""
 
     value: Any
 
 
 class _Blob(NamedTuple):
-    """Safetensors data at the end of a file."""
+    """Safetensors data at the end of a data file: its tensors, and the first index of each in its whole tensor."""
 
     entries: Mapping[str, Entry]
     starts: Mapping[str, Shape]
 
 
 class Payloads:
-    """Reads the archives of items.
+    """Reads the archives of items, and checks them against the metadata.
 
     Args:
-        storage: the files.
-        sizes: bytes of each data file.
-        faults: receives the problems.
+        storage: the folder's files.
+        sizes: size of each data file in bytes.
+        faults: receives every problem, with file and item.
     """
 
     def __init__(self, storage: Storage, sizes: Mapping[str, int], faults: Faults) -> None:
@@ -383,13 +393,13 @@ class Payloads:
         self._stencils: Stencils[_TensorArchive | _ObjectArchive] = Stencils(storage)
         self._objects: dict[Payload, Leaf] = {}
         self._blobs: dict[tuple[str, int], _Blob | None] = {}
-        self._taken: dict[str, list[tuple[int, int, str]]] = {}
+        self._occupied: dict[str, list[tuple[int, int, str]]] = {}
         self._repeated = 0
         self.checksums: list[Checksum] = []
-        """What the archives say of the tensors in them."""
+        """CRC-32 of each tensor's stored bytes, as the archives record them."""
 
     def chunk(self, item: SavedItem, chunk: SavedChunk) -> Extent | QuantizedChunk | None:
-        """Return where the bytes of a chunk lie; None if something is wrong with it."""
+        """Return the place of a chunk's bytes; None, with a fault, if the chunk has a problem."""
         payload = chunk.payload
         if payload is None or not self._inside(item.key, payload):
             return None
@@ -397,49 +407,56 @@ class Payloads:
         if match is None and not self._is_archive(payload):
             return self._in_blob(item, chunk, payload)
         archive = match.result if match else self._read(item.key, payload)
-        self._take(item.key, payload.file, payload.offset, payload.offset + payload.length)
+        self._occupy(item.key, payload.file, payload.offset, payload.offset + payload.length)
         if archive is None:
             return None
         if isinstance(archive, _ObjectArchive):
             self._fault(item.key, payload.file, f"its archive does not hold a tensor, but {described(archive.value)}")
             return None
         if isinstance(archive, QuantizedChunk):
-            return archive if self._alike(item, chunk, payload, archive.dtype, archive.layout.shape) else None
+            return archive if self._agrees(item, chunk, payload, archive.dtype, archive.layout.shape) else None
         if match and match.crc32:
             offset, size = archive.stored
             self._note(payload, offset, size, match.crc32)
-        return self._checked(item, chunk, payload, archive)
+        return self._extent(item, chunk, payload, archive)
 
     def chunks(self, item: SavedItem, chunks: Sequence[SavedChunk]) -> list[Extent | QuantizedChunk | None]:
-        """Return where the bytes of chunks lie; None for each with which something is wrong."""
-        found: list[Extent | QuantizedChunk | None] = [None] * len(chunks)
+        """Return the place of each chunk's bytes; None, with a fault, for a chunk with a problem."""
+        places: list[Extent | QuantizedChunk | None] = [None] * len(chunks)
         checksums: list[Sequence[Checksum]] = [()] * len(chunks)
-        alike = _alike_chunks(chunks) if len(chunks) >= _MANY else {}
-        own, self.checksums = self.checksums, []
+        similar_chunks = _similar_chunks(chunks) if len(chunks) >= _MIN_BATCH else {}
+        earlier_checksums, self.checksums = self.checksums, []
         for at, chunk in enumerate(chunks):
-            if found[at] is not None:
+            if places[at] is not None:
                 continue
-            found[at] = self.chunk(item, chunk)
+            places[at] = self.chunk(item, chunk)
             checksums[at], self.checksums = self.checksums, []
-            # What was read now may be a stencil for those like it.
-            others = alike.pop((chunk.payload.file, chunk.payload.length, chunk.shape), ()) if chunk.payload else ()
-            if len(others) >= _MANY:
-                self._find_alike(item, chunks, others[1:], found, checksums)
-        own.extend(chain.from_iterable(checksums))
-        self.checksums = own
-        return found
+            # The archive just read may be a stencil for the similar ones.
+            similar = (
+                similar_chunks.pop((chunk.payload.file, chunk.payload.length, chunk.shape), ()) if chunk.payload else ()
+            )
+            if len(similar) >= _MIN_BATCH:
+                self._match_batch(item, chunks, similar[1:], places, checksums)
+        earlier_checksums.extend(chain.from_iterable(checksums))
+        self.checksums = earlier_checksums
+        return places
 
-    def _find_alike(
+    def _match_batch(
         self,
         item: SavedItem,
         chunks: Sequence[SavedChunk],
         which: Sequence[int],
-        found: list[Extent | QuantizedChunk | None],
+        places: list[Extent | QuantizedChunk | None],
         checksums: list[Sequence[Checksum]],
     ) -> None:
-        """Find the places and checksums of those chunks of one file, length and shape with which all is well.
+        """Match chunks with the same file, length and shape in one batch.
 
-        They are recognised together; whichever is not is left out, and is to be looked at by itself.
+        Args:
+            item: the tensor of the chunks.
+            chunks: all of its chunks.
+            which: positions in `chunks` of those to be matched.
+            places: receives the place of each chunk that matches; the others must be read singly.
+            checksums: receives the checksum of each chunk that matches.
         """
         assert item.dtype is not None
         (file, _, length), shape = _payload(chunks[which[0]]), chunks[which[0]].shape
@@ -452,32 +469,44 @@ class Payloads:
             starts = [starts[at] for at in inside]
         if code in PACKED:
             starts = [logical(start, code) for start in starts]
-        places = np.array(offsets, np.int64)
-        taken = self._taken.setdefault(file, [])
+        archive_offsets = np.array(offsets, np.int64)
+        occupied_ranges = self._occupied.setdefault(file, [])
         for archive, matching, crc32 in self._stencils.matches(file, length, offsets):
             if not isinstance(archive, _TensorArchive) or archive.repeated:
                 continue
             if (archive.dtype, archive.shape) != (item.dtype.name, shape):
                 continue
-            place, (begin, stored) = archive.place, archive.stored
-            here, rows = places[matching], matching.tolist()
-            taken += zip(here.tolist(), (here + length).tolist(), repeat(key))
-            chosen, begins = map(starts.__getitem__, rows), (here + place.offset).tolist()
-            extents = map(Extent, chosen, repeat(place.shape), repeat(file), begins, repeat(place.strides))
+            extent_in_archive, (begin, storage_bytes) = archive.place, archive.stored
+            matching_offsets, rows = archive_offsets[matching], matching.tolist()
+            occupied_ranges += zip(matching_offsets.tolist(), (matching_offsets + length).tolist(), repeat(key))
+            extent_starts, begins = (
+                map(starts.__getitem__, rows),
+                (matching_offsets + extent_in_archive.offset).tolist(),
+            )
+            extents = map(
+                Extent,
+                extent_starts,
+                repeat(extent_in_archive.shape),
+                repeat(file),
+                begins,
+                repeat(extent_in_archive.strides),
+            )
             for at, extent in zip(map(which.__getitem__, rows), extents, strict=True):
-                found[at] = extent
+                places[at] = extent
             if crc32 is None:
                 continue
-            begins, sums = (here + begin).tolist(), crc32.tolist()
-            noted = zip(map(Checksum, repeat(file), begins, repeat(stored), sums, repeat(_WHAT)), strict=False)
-            for at, crc, checksum in zip(map(which.__getitem__, rows), sums, noted, strict=True):
+            begins, sums = (matching_offsets + begin).tolist(), crc32.tolist()
+            new_checksums = zip(
+                map(Checksum, repeat(file), begins, repeat(storage_bytes), sums, repeat(_WHAT)), strict=False
+            )
+            for at, crc, checksum in zip(map(which.__getitem__, rows), sums, new_checksums, strict=True):
                 if crc:
                     checksums[at] = checksum
 
     def leaf(self, item: SavedItem) -> Leaf | None:
-        """Return what an object's archive holds; None if something is wrong with it.
+        """Return the value of an object; None, with a fault, if its archive has a problem.
 
-        Items of equal value may share an archive, unlike tensors.
+        Unlike tensors, objects of equal value may share an archive.
         """
         payload = item.payload
         if payload is None or not self._inside(item.key, payload):
@@ -487,7 +516,7 @@ class Payloads:
             return replace(shared_leaf, path=item.path)
         match = self._stencils.match(payload)
         archive = match.result if match else self._read(item.key, payload)
-        self._take(item.key, payload.file, payload.offset, payload.offset + payload.length)
+        self._occupy(item.key, payload.file, payload.offset, payload.offset + payload.length)
         if archive is None:
             return None
         if isinstance(archive, QuantizedChunk):
@@ -503,8 +532,8 @@ class Payloads:
         return leaf
 
     def check_overlaps(self) -> None:
-        """Refuse archives that share bytes: two items would be one."""
-        for file, ranges in self._taken.items():
+        """Add a fault for each archive that overlaps another one."""
+        for file, ranges in self._occupied.items():
             ranges.sort()
             reached, holder = 0, ""
             for begin, end, key in ranges:
@@ -515,7 +544,9 @@ class Payloads:
                     reached, holder = end, key
 
     def _inside(self, key: str, payload: Payload) -> bool:
-        """Check that a payload lies in its file; a file that is not there has been refused."""
+        """Tell whether a byte range is inside its file, and add a fault if it is not. A missing file has its fault
+        already.
+        """
         size = self._sizes.get(payload.file)
         if size is not None and payload.offset + payload.length > size:
             end = payload.offset + payload.length
@@ -528,7 +559,7 @@ class Payloads:
         return self._storage.read(payload.file, payload.offset, min(len(LOCAL), payload.length)) == LOCAL
 
     def _read(self, key: str, payload: Payload) -> _TensorArchive | QuantizedChunk | _ObjectArchive | None:
-        """Read an archive strictly."""
+        """Read an archive in full, and remember its skeleton; None, with faults, if it has problems."""
         try:
             saved = read_saved(self._storage, *payload)
         except TransaxleError as error:
@@ -537,7 +568,7 @@ class Payloads:
                 self._faults.extend(*(Refusal(each.code, each.message, at, each.hint) for each in error.refusals))
                 return None
             raise
-        archive = self._described(key, payload, saved)
+        archive = self._classify(key, payload, saved)
         if isinstance(archive, _TensorArchive | _ObjectArchive) and self._is_archive(payload):
             self._stencils.learn(payload, archive)
         for checksum in saved.checksums:
@@ -545,12 +576,12 @@ class Payloads:
                 self._note(payload, checksum.offset - payload.offset, checksum.size, checksum.crc32)
         return archive
 
-    def _described(
+    def _classify(
         self, key: str, payload: Payload, saved: Saved
     ) -> _TensorArchive | QuantizedChunk | _ObjectArchive | None:
         value = saved.value
         if isinstance(value, Quantized):
-            return self._quantized(key, payload, value)
+            return self._quantized_chunk(key, payload, value)
         if not isinstance(value, TensorRef) or not isinstance(value.storage, StoredStorage):
             return _ObjectArchive(value)
         try:
@@ -564,8 +595,8 @@ class Payloads:
         dtype = value.dtype or stored.dtype
         return _TensorArchive(dtype.name, value.shape, relative, repeated, (stored.offset - base, stored.nbytes))
 
-    def _quantized(self, key: str, payload: Payload, value: Quantized) -> QuantizedChunk | None:
-        """Return the buffers of a quantized tensor; None if something is wrong with them."""
+    def _quantized_chunk(self, key: str, payload: Payload, value: Quantized) -> QuantizedChunk | None:
+        """Return the buffers of a quantized tensor; None, with a fault, if they have a problem."""
         parts: dict[str, Entry] = {}
         repeated = 0
         try:
@@ -577,10 +608,12 @@ class Payloads:
         except ViewFault as fault:
             self._faults.add(fault.code, fault.message, payload.file, key, fault.hint)
             return None
-        return QuantizedChunk(plain_layout, parts, value.dtype.name) if self._is_held(key, payload, repeated) else None
+        return (
+            QuantizedChunk(plain_layout, parts, value.dtype.name) if self._is_stored(key, payload, repeated) else None
+        )
 
-    def _alike(self, item: SavedItem, chunk: SavedChunk, payload: Payload, dtype: str, shape: Shape) -> bool:
-        """Compare an archive's tensor with what the metadata says of the chunk."""
+    def _agrees(self, item: SavedItem, chunk: SavedChunk, payload: Payload, dtype: str, shape: Shape) -> bool:
+        """Tell whether dtype and shape of an archive's tensor are those in the metadata; add a fault if not."""
         assert item.dtype is not None
         if dtype != item.dtype.name:
             message = f"the metadata says {item.dtype.name}, but the file holds {dtype}"
@@ -592,8 +625,8 @@ class Payloads:
             return False
         return True
 
-    def _is_held(self, key: str, payload: Payload, repeated: int) -> bool:
-        """Count bytes that are claimed and not there, and tell whether there are too many."""
+    def _is_stored(self, key: str, payload: Payload, repeated: int) -> bool:
+        """Count bytes that exist only through strides of zero; tell whether all files together are below the cap."""
         self._repeated += repeated
         if self._repeated > REPEATED:
             message = f"with strides of zero the files claim more than {REPEATED} bytes that they do not hold"
@@ -601,19 +634,19 @@ class Payloads:
             return False
         return True
 
-    def _checked(self, item: SavedItem, chunk: SavedChunk, payload: Payload, archive: _TensorArchive) -> Extent | None:
-        """Return where an archive's tensor lies, if it is what the metadata says."""
+    def _extent(self, item: SavedItem, chunk: SavedChunk, payload: Payload, archive: _TensorArchive) -> Extent | None:
+        """Return the place of an archive's tensor; None, with a fault, if it differs from the metadata."""
         assert item.dtype is not None
-        if not self._alike(item, chunk, payload, archive.dtype, archive.shape):
+        if not self._agrees(item, chunk, payload, archive.dtype, archive.shape):
             return None
-        if not self._is_held(item.key, payload, archive.repeated):
+        if not self._is_stored(item.key, payload, archive.repeated):
             return None
         extent = archive.place
         start = logical(chunk.start, item.dtype.code)
         return Extent(start, extent.shape, payload.file, payload.offset + extent.offset, extent.strides)
 
     def _in_blob(self, item: SavedItem, chunk: SavedChunk, payload: Payload) -> Extent | None:
-        """Return where a chunk lies in the safetensors data that begins at its offset."""
+        """Return the place of a chunk in the safetensors data that begins at the chunk's offset."""
         assert item.dtype is not None
         code = item.dtype.code
         size = nbytes(code, logical(chunk.shape, code))
@@ -645,7 +678,7 @@ class Payloads:
         return Extent(start, in_file.shape, in_file.file, in_file.offset)
 
     def _blob(self, file: str, begin: int) -> _Blob | None:
-        """Read safetensors data that reaches from its first byte to the end of a file."""
+        """Read the header of the safetensors data from `begin` to the end of a file; None if it has a problem."""
         read_before = self._blobs.get((file, begin))
         if read_before is not None or (file, begin) in self._blobs:
             return read_before
@@ -659,12 +692,12 @@ class Payloads:
         else:
             placed = part_starts(header.entries, header.metadata, file, self._faults)
             blob = None if placed is None else _Blob(header.entries, placed)
-            self._take("", file, begin, self._sizes[file])
+            self._occupy("", file, begin, self._sizes[file])
         self._blobs[file, begin] = blob
         return blob
 
-    def _take(self, key: str, file: str, begin: int, end: int) -> None:
-        self._taken.setdefault(file, []).append((begin, end, key))
+    def _occupy(self, key: str, file: str, begin: int, end: int) -> None:
+        self._occupied.setdefault(file, []).append((begin, end, key))
 
     def _note(self, payload: Payload, offset: int, size: int, crc32: int) -> None:
         self.checksums.append(Checksum(payload.file, payload.offset + offset, size, crc32, _WHAT))
@@ -673,8 +706,8 @@ class Payloads:
         self._faults.add("CORRUPT", message, file, key)
 
 
-def _alike_chunks(chunks: Sequence[SavedChunk]) -> dict[tuple[str, int, Shape], list[int]]:
-    """Return the numbers of the chunks that have a place, by their file, its bytes, and their shape."""
+def _similar_chunks(chunks: Sequence[SavedChunk]) -> dict[tuple[str, int, Shape], list[int]]:
+    """Return the positions of the chunks that have a byte range, by file, length in bytes and shape."""
     if None not in map(_place, chunks):
         shapes = list(map(_shape, chunks))
         files, _, lengths = zip(*map(_place, chunks), strict=True)

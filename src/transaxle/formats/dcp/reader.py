@@ -1,15 +1,15 @@
-"""Opening what torch.distributed.checkpoint saved: one catalog of whole tensors, each with its chunks.
+"""Opens folders of torch.distributed.checkpoint as one catalog of whole tensors, each with its chunks.
 
-torch trusts the metadata, and elements that no chunk covers keep the values they had. Here the chunks of every tensor
-must cover it exactly once, every chunk's own description must agree, and every byte must exist.
+When torch loads, it trusts the metadata: elements that no chunk covers keep their old values. Here the chunks of every
+tensor must cover it exactly once, every chunk's own description must agree, and every byte must exist.
 
-Of a quantized tensor each rank saved its part with the scales of that part; together they are one tensor. The metadata
-describes it by the dtype and shape that it shows to torch. Codes are cut like any tensor; the scales of a chunk begin
-at its first index divided by the tile. A number for the whole tensor is in every chunk and must be equal in all of
-them, which the container's `twins` require.
+For a quantized tensor, each rank saved its part with the scales of that part; together the parts are one tensor. The
+metadata gives the dtype and shape that the tensor reports to torch. Codes are cut like any tensor; the scales of a
+chunk begin at the chunk's first index divided by the tile. A number for the whole tensor is in every chunk and must be
+equal in all of them, which the container's `twins` require.
 
-Shards of torch's `HuggingFaceStorageWriter` look like a safetensors checkpoint but are none: every file lists the parts
-of one rank as if they were the tensors. A note in each header says which parts they are.
+Shards of torch's `HuggingFaceStorageWriter` look like a safetensors checkpoint but are none: each file lists the parts
+on one rank as if they were whole tensors. A note in each header says which parts they are.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from transaxle.formats.catalog import (
     logical,
     number,
 )
-from transaxle.formats.dcp.chunk_tiling import ChunkBox, outside, tiled
+from transaxle.formats.dcp.chunk_tiling import ChunkBox, check_tiling, outside
 from transaxle.formats.dcp.metadata import METADATA, Payload, SavedChunk, SavedItem, paths_within, read_metadata
 from transaxle.formats.dcp.payload import Payloads, QuantizedChunk
 from transaxle.formats.pickled.descriptors import NOTHING, Scalar
@@ -54,12 +54,12 @@ if TYPE_CHECKING:
     from transaxle.axes.layout.tile import SplitTile
 
 _RANK = re.compile(DCP_RANK)
-_WHY = "{} and {} both claim to hold this part of {!r}; only one of them is read"
-_DIFFERS = "different from rank to rank"
+_UNEQUAL_COPIES = "{} and {} both claim to hold this part of {!r}; only one of them is read"
+_UNEQUAL_RANKS = "different from rank to rank"
 
 
 def metadata_files(names: Collection[str]) -> tuple[str, ...]:
-    """Return the metadata files among names: the common one, or that of each rank, in order of ranks."""
+    """Return the names of the metadata files: the common one, or one per rank, in order of ranks."""
     if METADATA in names:
         return (METADATA,)
     ranks = sorted((int(match[1]), name) for name in names if (match := _RANK.fullmatch(name)))
@@ -69,8 +69,8 @@ def metadata_files(names: Collection[str]) -> tuple[str, ...]:
 def open_dcp(storage: Storage, path: str, member: str) -> Container:
     """Open the folder that a metadata file describes.
 
-    Where ranks saved without coordination, each wrote a metadata file; they are read together. Parts that several of
-    them hold must be equal, which the container's `twins` require.
+    Ranks that saved without coordination wrote a metadata file each; all of them are read together. Parts that several
+    ranks saved must be equal, which the container's `twins` require.
 
     Args:
         storage: the files.
@@ -87,13 +87,13 @@ def open_dcp(storage: Storage, path: str, member: str) -> Container:
 
 
 def read_folder(storage: Storage, path: str, metadata_names: Sequence[str], conventions: Conventions) -> Container:
-    """Read what metadata files describe, as `open_dcp` does.
+    """Read the checkpoint that metadata files describe.
 
     Args:
         storage: the files.
         path: the path as typed.
-        metadata_names: `.metadata`, or that of every rank.
-        conventions: of the program that saved it.
+        metadata_names: names of the metadata files: `.metadata`, or one per rank.
+        conventions: conventions of the program that saved the folder.
 
     Raises:
         Refused: see `open_dcp`.
@@ -107,8 +107,10 @@ def read_folder(storage: Storage, path: str, metadata_names: Sequence[str], conv
         raise faults.error()
     inline = NumbersInMemory(storage)
     payloads = Payloads(inline, sizes, faults)
-    found = (conventions.known(item.item) or _leaf(item, payloads, faults) for item in items)
-    leaves = list({id(leaf): leaf for leaf in found if leaf is not None}.values())  # one may stand for many items
+    leaves_of_items = (conventions.known_leaf(item.item) or _leaf(item, payloads, faults) for item in items)
+    leaves = list(
+        {id(leaf): leaf for leaf in leaves_of_items if leaf is not None}.values()
+    )  # one may stand for many items
     payloads.check_overlaps()
     if faults:
         raise faults.error()
@@ -153,40 +155,40 @@ def read_folder(storage: Storage, path: str, metadata_names: Sequence[str], conv
 
 
 def _read_it(item: SavedItem) -> None:
-    """Say of no item what it is: all are read."""
+    """Skip no item: return None, so that each item is read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conventions:
-    """How a program uses such a folder."""
+    """How a program uses a DCP folder: its item paths, and the items that need not be read."""
 
     format: str = DCP.name
     """Name of the container format."""
     paths: Callable[[Sequence[KeyPath]], tuple[list[KeyPath], str | None]] = paths_within
-    """Returns the paths that name the items, and the wrapper that was removed from all of them."""
-    known: Callable[[SavedItem], Leaf | None] = _read_it
-    """Returns an item that need not be read to know what it is; None: it is read."""
-    wanted: Callable[[Sequence[SavedItem]], Sequence[SavedItem]] = list
-    """Returns the items of one metadata file that are items of the checkpoint."""
+    """Returns each item's path without the program's wrapper, and the wrapper's name if there was one."""
+    known_leaf: Callable[[SavedItem], Leaf | None] = _read_it
+    """Returns the leaf of an item that need not be read, or None for an item that must be."""
+    select: Callable[[Sequence[SavedItem]], Sequence[SavedItem]] = list
+    """Selects the items of a metadata file that belong to the checkpoint."""
 
 
 class _ItemOfRanks(NamedTuple):
-    """One key of the saved state, as all metadata files describe it."""
+    """One key of the saved state, with its descriptions in all metadata files."""
 
     item: SavedItem
     file: str
-    """The first file that has it."""
-    others: tuple[SavedItem, ...] = ()
-    """Its descriptions in the other files."""
+    """The first metadata file that lists the key."""
+    duplicates: tuple[SavedItem, ...] = ()
+    """The key's items in the other metadata files."""
 
 
-# There are very many of them: made so, a named tuple takes a third of the time.
+# There are very many of them: this constructor takes a third of the time of the class itself.
 _new_item: Callable[[Iterable[Any]], _ItemOfRanks] = partial(tuple.__new__, _ItemOfRanks)
 
 
 @dataclass(frozen=True, slots=True)
 class _WholeTensor:
-    """A tensor whose chunks cover it."""
+    """A dense tensor whose chunks cover it, with the copies of chunks that must be equal."""
 
     entry: Entry
     twins: tuple[Twin, ...]
@@ -201,7 +203,7 @@ def _items(storage: Storage, files: Sequence[str], conventions: Conventions, fau
             faults.add("INCOMPLETE", message, f"__{rank}{METADATA}", hint="Copy the missing files.")
             break
         try:
-            items = conventions.wanted(read_metadata(storage, file, faults))
+            items = conventions.select(read_metadata(storage, file, faults))
             if len(files) == 1:  # each key is there once
                 return list(map(_new_item, zip(items, repeat(file), repeat(()), strict=False)))
             for item in items:
@@ -233,8 +235,8 @@ def _items(storage: Storage, files: Sequence[str], conventions: Conventions, fau
 def _sizes(storage: Storage, items: Sequence[_ItemOfRanks], member: str, faults: Faults) -> dict[str, int]:
     """Return the size of every data file; a missing or unreadable one is a fault."""
     described = [item.item for item in items]
-    if any(item.others for item in items):
-        described = [each for item in items for each in (item.item, *item.others)]
+    if any(item.duplicates for item in items):
+        described = [each for item in items for each in (item.item, *item.duplicates)]
     parts = Counter([item.payload.file for item in described if item.payload])
     chunks = chain.from_iterable(item.chunks for item in described if item.chunks)
     parts.update([place.file for place in map(_place, chunks) if place])
@@ -256,22 +258,22 @@ def _sizes(storage: Storage, items: Sequence[_ItemOfRanks], member: str, faults:
 
 
 def _leaf(item_of_ranks: _ItemOfRanks, payloads: Payloads, faults: Faults) -> Leaf | None:
-    """Read one item; None if it has a problem."""
+    """Read an item; None, with a fault, if it has a problem."""
     if faults.full:
         return None
     if item_of_ranks.item.dtype is not None:
         tensor = _tensor(item_of_ranks, item_of_ranks.item.dtype.code, payloads, faults)
         return Leaf(item_of_ranks.item.path, "tensor", tensor) if tensor else None
-    first, *other_leaves = (payloads.leaf(item) for item in (item_of_ranks.item, *item_of_ranks.others))
+    first, *other_leaves = (payloads.leaf(item) for item in (item_of_ranks.item, *item_of_ranks.duplicates))
     if first and any(other_leaf is None or _differ(first, other_leaf) for other_leaf in other_leaves):
-        return Leaf(first.path, "other", NOTHING, _DIFFERS)
+        return Leaf(first.path, "other", NOTHING, _UNEQUAL_RANKS)
     if first and isinstance(first.value, QuantizedChunk):
         first_chunk = first.value
         twins = (
             twin
             for other_leaf in other_leaves
             if other_leaf
-            for twin in copies(item_of_ranks.item.key, first_chunk, other_leaf.value, _WHY, faults)
+            for twin in copies(item_of_ranks.item.key, first_chunk, other_leaf.value, _UNEQUAL_COPIES, faults)
         )
         return msgspec.structs.replace(
             first,
@@ -289,7 +291,7 @@ def _differ(first: Leaf, second: Leaf) -> bool:
 def _tensor(
     item_of_ranks: _ItemOfRanks, code: str, payloads: Payloads, faults: Faults
 ) -> _WholeTensor | AssembledTensor | None:
-    """Collect the chunks of a tensor; None if they do not cover it exactly once."""
+    """Collect the chunks of a tensor; None, with a fault, if they do not cover it exactly once."""
     item = item_of_ranks.item
     if code not in ITEM_BITS:
         faults.add("UNSUPPORTED", f"its elements are {code}, which cannot be read", item_of_ranks.file, item.key)
@@ -298,27 +300,32 @@ def _tensor(
     if any(0 in shape for shape in set(map(_shape, chunks))):
         chunks = [chunk for chunk in chunks if not _is_empty(item, chunk)]
     copies: list[SavedChunk] = []
-    if item_of_ranks.others:
+    if item_of_ranks.duplicates:
         boxes_seen = {chunk[:2] for chunk in chunks}
         for chunk in (
-            chunk for other_item in item_of_ranks.others for chunk in other_item.chunks if not _is_empty(item, chunk)
+            chunk
+            for other_item in item_of_ranks.duplicates
+            for chunk in other_item.chunks
+            if not _is_empty(item, chunk)
         ):
             (copies if chunk[:2] in boxes_seen else chunks).append(chunk)
             boxes_seen.add(chunk[:2])
-    if not tiled(item.key, item.shape, list(map(_box, chunks)), item_of_ranks.file, faults):
+    if not check_tiling(item.key, item.shape, list(map(_box, chunks)), item_of_ranks.file, faults):
         return None
     missing = list(map(_place, chunks)).count(None)
     if missing:
         faults.add("INCOMPLETE", f"no file holds {missing} of its {len(chunks)} chunks", item_of_ranks.file, item.key)
         return None
-    found = payloads.chunks(item, chunks)
-    places = {chunk[:2]: place for chunk, place in zip(chunks, found, strict=True)} if copies else {}
-    pairs = [(places.get(copy[:2]), payloads.chunk(item, copy)) for copy in copies]
-    extents = [place for place in found if isinstance(place, Extent)]
+    chunk_places = payloads.chunks(item, chunks)
+    place_by_box = {chunk[:2]: place for chunk, place in zip(chunks, chunk_places, strict=True)} if copies else {}
+    pairs = [(place_by_box.get(copy[:2]), payloads.chunk(item, copy)) for copy in copies]
+    extents = [place for place in chunk_places if isinstance(place, Extent)]
     quantized = []
-    if len(extents) < len(found):
+    if len(extents) < len(chunk_places):
         quantized = [
-            (chunk, place) for chunk, place in zip(chunks, found, strict=True) if isinstance(place, QuantizedChunk)
+            (chunk, place)
+            for chunk, place in zip(chunks, chunk_places, strict=True)
+            if isinstance(place, QuantizedChunk)
         ]
     twins = tuple(twin for pair in pairs for twin in _twins(item_of_ranks, code, *pair, faults))
     if len(extents) + len(quantized) < len(chunks):
@@ -328,7 +335,7 @@ def _tensor(
         faults.add("DTYPE_MIXED", message, item_of_ranks.file, item.key)
         return None
     if quantized:
-        quantized_whole = assembled(item.key, item.shape, quantized, item_of_ranks.file, faults)
+        quantized_whole = assemble(item.key, item.shape, quantized, item_of_ranks.file, faults)
         return replace(quantized_whole, twins=quantized_whole.twins + twins) if quantized_whole else None
     extents.sort(key=_start)
     return _WholeTensor(Entry(item.key, code, logical(item.shape, code), tuple(extents)), twins)
@@ -341,7 +348,7 @@ _box: Callable[[SavedChunk], ChunkBox] = itemgetter(slice(2))
 
 
 def _is_empty(item: SavedItem, chunk: SavedChunk) -> bool:
-    """Tell whether a chunk has no elements and a valid place: ranks without rows save such chunks."""
+    """Tell whether a chunk is empty and inside the tensor: ranks without rows save such chunks."""
     return 0 in chunk.shape and not outside(item.shape, chunk[:2])
 
 
@@ -352,16 +359,16 @@ def _twins(
     second_place: Extent | QuantizedChunk | None,
     faults: Faults,
 ) -> Iterator[Twin]:
-    """Yield two copies of one chunk, each as a tensor of its own; a quantized one as its buffers."""
+    """Yield the pairs of tensors that must be equal because both are copies of one chunk; quantized, one per buffer."""
     key = item_of_ranks.item.key
     if isinstance(first_place, Extent) and isinstance(second_place, Extent):
         first, second = (
             Entry(key, code, extent.shape, (msgspec.structs.replace(extent, start=(0,) * len(extent.start)),))
             for extent in (first_place, second_place)
         )
-        yield Twin(first, second, _WHY.format(first_place.file, second_place.file, key))
+        yield Twin(first, second, _UNEQUAL_COPIES.format(first_place.file, second_place.file, key))
     elif isinstance(first_place, QuantizedChunk) and isinstance(second_place, QuantizedChunk):
-        yield from copies(key, first_place, second_place, _WHY, faults)
+        yield from copies(key, first_place, second_place, _UNEQUAL_COPIES, faults)
     elif first_place is not None and second_place is not None:
         faults.add(
             "DTYPE_MIXED",
@@ -377,7 +384,7 @@ def _number(name: str, value: Number | Scalar, inline: NumbersInMemory) -> Entry
 
 
 def _bytes(value: Number | Scalar) -> tuple[str, bytes]:
-    """Return the code and bytes of a number that is known to have them."""
+    """Return dtype code and bytes of a number that fits a dtype."""
     code_and_bytes = (value.code, value.data) if isinstance(value, Scalar) else number(value)
     assert code_and_bytes is not None
     return code_and_bytes
@@ -391,33 +398,33 @@ _HINT = "Save it unsharded, or dequantized."
 
 @dataclass(frozen=True, slots=True)
 class AssembledTensor:
-    """A quantized tensor whose chunks cover it."""
+    """A quantized tensor that was joined from its chunks."""
 
     kind: StoringKind
-    """How its buffers make values."""
+    """How the tensor's values are computed from its buffers."""
     parts: Mapping[str, Entry]
-    """Suffix of its name -> the buffer; codes still have the dtype that the file states."""
+    """The buffers by suffix of the tensor's name; codes still have the dtype that the file gives."""
     twins: tuple[Twin, ...]
-    """Numbers that must be equal."""
-    left: Mapping[str, str]
-    """Suffix of its name -> description, for buffers that are not read."""
+    """Pairs of entries that must be equal, such as a number that every chunk repeats."""
+    unread: Mapping[str, str]
+    """Buffers that are not read: description by suffix of the tensor's name."""
 
 
-def assembled(
+def assemble(
     key: str, shape: Shape, chunks: Sequence[tuple[SavedChunk, QuantizedChunk]], file: str, faults: Faults
 ) -> AssembledTensor | None:
-    """Assemble the chunks of a quantized tensor.
+    """Join the chunks of a quantized tensor.
 
     Args:
-        key: its name.
-        shape: its elements along each dim.
-        chunks: its chunks, which cover it exactly once; at least one.
+        key: name of the tensor.
+        shape: shape of the tensor.
+        chunks: its chunks, at least one; they cover it exactly once.
         file: the file that describes it, for refusals.
         faults: receives DTYPE_MIXED for chunks that are stored differently, BLOCK_MISALIGNED for a cut inside a tile,
-            UNSUPPORTED for a stack of matrices that is cut and has a number for each.
+            UNSUPPORTED for a stack of matrices that is cut and has one number per matrix.
 
     Returns:
-        None if they have a problem.
+        the joined tensor; None if the chunks have a problem.
     """
     kinds = {archive.layout.kind for _, archive in chunks}
     if len(kinds) > 1:
@@ -444,18 +451,18 @@ def assembled(
         for chunk, _ in chunks:
             if any(start % step for start, step in zip(chunk.start, tile, strict=True)):
                 message = f"a chunk begins at {list(chunk.start)}, inside a tile of {list(tile)}"
-                detail = partial(_split, shape, tile, chunk.start, [each for each, _ in chunks])
+                detail = partial(_split_tile, shape, tile, chunk.start, [each for each, _ in chunks])
                 faults.extend(Refusal("BLOCK_MISALIGNED", message, Where(file, key), _HINT, detail))
                 return None
         grid = tuple(-(-size // step) for size, step in zip(shape, tile, strict=True))
-        extents = sorted(_placed(chunks, end, tile), key=lambda extent: extent.start)
+        extents = sorted(_extents(chunks, end, tile), key=lambda extent: extent.start)
         parts[end] = Entry(key + end, first_buffer.dtype, grid, tuple(extents))
     unread = {end: reason for _, archive in chunks for end, reason in archive.layout.left.items()}
     return AssembledTensor(kind, parts, tuple(twins), unread)
 
 
-def _split(shape: Shape, tile: Shape, start: Shape, chunks: Sequence[SavedChunk]) -> SplitTile | None:
-    """Return the tile inside which a chunk begins, looked at along the first dim in which it does."""
+def _split_tile(shape: Shape, tile: Shape, start: Shape, chunks: Sequence[SavedChunk]) -> SplitTile | None:
+    """Describe the tile inside which a chunk begins, along the first such dim; None if it is too large to draw."""
     from transaxle.axes.layout.tile import DRAWN, SplitTile
 
     dim = next(each for each, step in enumerate(tile) if start[each] % step)
@@ -464,32 +471,34 @@ def _split(shape: Shape, tile: Shape, start: Shape, chunks: Sequence[SavedChunk]
     stop = min(first + tile[dim], shape[dim])
     if stop - first > DRAWN:
         return None
-    runs: list[tuple[int, int, str, Shape]] = []
+    intervals: list[tuple[int, int, str, Shape]] = []
     for at in range(first, stop):
         place = (*start[:dim], at, *start[dim + 1 :])
-        chunk = next(each for each in chunks if _has(each, place))
+        chunk = next(each for each in chunks if _contains(each, place))
         name = f"the chunk at {list(chunk.start)}"
-        own = tuple((here - begin) // step for here, begin, step in zip(place, chunk.start, tile, strict=True))
-        if runs and runs[-1][2:] == (name, own):
-            runs[-1] = runs[-1][0], at + 1, name, own
+        tile_of_chunk = tuple(
+            (here - begin) // step for here, begin, step in zip(place, chunk.start, tile, strict=True)
+        )
+        if intervals and intervals[-1][2:] == (name, tile_of_chunk):
+            intervals[-1] = intervals[-1][0], at + 1, name, tile_of_chunk
         else:
-            runs.append((at, at + 1, name, own))
-    return SplitTile(f"tiles of {list(tile)}", number, dim, tuple(runs))
+            intervals.append((at, at + 1, name, tile_of_chunk))
+    return SplitTile(f"tiles of {list(tile)}", number, dim, tuple(intervals))
 
 
-def _has(chunk: SavedChunk, place: Shape) -> bool:
+def _contains(chunk: SavedChunk, place: Shape) -> bool:
     return all(begin <= at < begin + size for at, begin, size in zip(place, chunk.start, chunk.shape, strict=True))
 
 
 def copies(key: str, first: QuantizedChunk, second: QuantizedChunk, why: str, faults: Faults) -> Iterator[Twin]:
-    """Yield the buffers of two copies of one chunk, which must be equal.
+    """Yield the pairs of buffers of two copies of a chunk, which must be equal.
 
     Args:
         key: name of the tensor.
         first: the chunk that is read.
         second: its copy.
-        why: why they must be equal; gets the names of both files.
-        faults: gets DTYPE_MIXED if they are stored in two ways.
+        why: template of the message for unequal copies: two file names and the key are filled in.
+        faults: receives DTYPE_MIXED if the copies have different encodings.
     """
     files = [chunk.parts[CODES].extents[0].file for chunk in (first, second)]
     if first.layout.kind != second.layout.kind:
@@ -502,16 +511,16 @@ def copies(key: str, first: QuantizedChunk, second: QuantizedChunk, why: str, fa
 def buffers(
     quantized: Mapping[str, AssembledTensor], plain: Collection[str], file: str, metadata: dict[str, Any]
 ) -> dict[str, Entry]:
-    """Return the buffers of quantized tensors by name, and let the metadata say what they are.
+    """Return the buffers of quantized tensors by name, and describe the tensors in the metadata.
 
     Args:
         quantized: the tensors by name.
-        plain: names of the others.
-        file: what describes them, for refusals.
-        metadata: of the container.
+        plain: names of the tensors that are not quantized.
+        file: the file that describes them, for refusals.
+        metadata: metadata of the container; changed in place.
 
     Raises:
-        Refused: NAME_COLLISION with another tensor, UNSUPPORTED for types that are none of codes.
+        Refused: NAME_COLLISION with another tensor; UNSUPPORTED for dtypes that codes cannot have.
     """
     faults = Faults()
     old = any(tensor.kind.is_old for tensor in quantized.values())
@@ -527,8 +536,8 @@ def buffers(
                 faults.add("NAME_COLLISION", TAKEN, file, name + end)
             dtype = tensor.kind.stored(old=old) if end == CODES else entry.dtype
             entries[name + end] = msgspec.structs.replace(entry, name=name + end, dtype=dtype)
-        if tensor.left:
-            unread = {name + end: reason for end, reason in tensor.left.items()}
+        if tensor.unread:
+            unread = {name + end: reason for end, reason in tensor.unread.items()}
             metadata[LEFT_BEHIND] = {**metadata.get(LEFT_BEHIND, {}), **unread}
     if faults:
         raise faults.error()
@@ -536,7 +545,7 @@ def buffers(
 
 
 def _tile(kind: StoringKind, end: str, first: Entry, shape: Shape) -> Shape | None:
-    """Return the elements along each dim that share one number of a buffer; None for all of them."""
+    """Return the tile that shares one element of a buffer, in elements along each dim; None for the whole tensor."""
     if end == CODES:
         return (*(1 for _ in shape[:-1]), 2 if kind.packed else 1) if shape else ()
     if len(first.shape) != len(shape) or not all(kind.tile):
@@ -544,7 +553,7 @@ def _tile(kind: StoringKind, end: str, first: Entry, shape: Shape) -> Shape | No
     return (1,) * (len(shape) - 2) + kind.tile[-len(shape) :]
 
 
-def _placed(chunks: Sequence[tuple[SavedChunk, QuantizedChunk]], end: str, tile: Shape) -> Iterator[Extent]:
+def _extents(chunks: Sequence[tuple[SavedChunk, QuantizedChunk]], end: str, tile: Shape) -> Iterator[Extent]:
     for chunk, archive in chunks:
         (extent,) = archive.parts[end].extents
         yield msgspec.structs.replace(
@@ -558,7 +567,7 @@ _SHARD = re.compile(DCP_SHARD)
 
 
 def shard_files(names: Collection[str]) -> tuple[str, ...]:
-    """Return the names of such shards, sorted."""
+    """Return the names of unconsolidated safetensors shards, sorted."""
     return tuple(sorted(name for name in names if _SHARD.fullmatch(name)))
 
 
@@ -568,7 +577,7 @@ def open_shards(storage: Storage, path: str, member: str) -> Container:
     Args:
         storage: where the files are.
         path: what the user typed.
-        member: any one of them.
+        member: name of any one of the shards.
 
     Raises:
         Refused: CORRUPT, DTYPE_MISMATCH, INCOMPLETE, NAME_COLLISION, OVERLAP, UNSUPPORTED: every problem found.
@@ -589,7 +598,7 @@ def open_shards(storage: Storage, path: str, member: str) -> Container:
             entry = header.entries[name]
             (placed,) = entry.extents
             parts.setdefault(name, []).append((entry, Extent(start, entry.shape, file, placed.offset)))
-    joined = {name: _joined(name, pieces, faults) for name, pieces in parts.items()}
+    joined = {name: _join_parts(name, pieces, faults) for name, pieces in parts.items()}
     entries = {name: entry for name, entry in joined.items() if entry}
     if faults:
         raise faults.error()
@@ -598,8 +607,8 @@ def open_shards(storage: Storage, path: str, member: str) -> Container:
     return Container(DCP.name, path, storage, entries, files, _notes(headers), sidecars.carried, sidecars.ignored)
 
 
-def _joined(name: str, parts: list[tuple[Entry, Extent]], faults: Faults) -> Entry | None:
-    """Return the tensor that parts make up; None if it has a problem."""
+def _join_parts(name: str, parts: list[tuple[Entry, Extent]], faults: Faults) -> Entry | None:
+    """Return the tensor that consists of these parts; None, with a fault, if they do not fit together."""
     (model, _), (_, first_extent) = parts[0], parts[0]
     for entry, extent_here in parts[1:]:
         if entry.dtype != model.dtype:
@@ -616,13 +625,13 @@ def _joined(name: str, parts: list[tuple[Entry, Extent]], faults: Faults) -> Ent
     )
     non_empty = [extent for extent in extents if 0 not in extent.shape]
     boxes: list[ChunkBox] = [(extent.start, extent.shape) for extent in non_empty]
-    if not tiled(name, shape, boxes, first_extent.file, faults):
+    if not check_tiling(name, shape, boxes, first_extent.file, faults):
         return None
     return Entry(name, model.dtype, shape, tuple(non_empty))
 
 
 def _notes(headers: Mapping[str, Header]) -> dict[str, str]:
-    """Return the free text on which all headers agree, without the notes on parts."""
+    """Return the metadata entries that are equal in all headers, without the notes about parts."""
     texts = [header.metadata for header in headers.values()]
     first_text = texts[0] if texts else {}
     return {

@@ -23,10 +23,10 @@ from transaxle.axes.layout.bind import join_slot, split_slot
 from transaxle.errors import Faults, refuse
 from transaxle.formats.catalog import Draft, Entry, Extent, Fragment, Shape, Spec, logical, nbytes, stored_number
 from transaxle.formats.dcp.draft import (
+    ChunkPlace,
     ChunksByTensor,
     DataFiles,
-    PlacedChunk,
-    PlacedObjects,
+    ObjectPlaces,
     as_torch_tensor,
     cut,
     metadata_of,
@@ -101,7 +101,7 @@ def draft(
     files = DataFiles(shard_size, sum(nbytes(spec.dtype, spec.shape) for spec in tensors))
     entries, chunks = _placed(tensors, cuts or {}, files, folder)
     objects = _states(shapes, files)
-    fragments, sizes = files.finished()
+    fragments, sizes = files.finish()
     rows = shapes[_EMBEDDING][0] if _EMBEDDING in shapes else None
     vocabulary = rows if degrees is not None or is_padded(config or {}, rows) else None
     small = {
@@ -171,7 +171,7 @@ def _placed(
         placed, extents = [], []
         for start, shape in _boxes(tensor.shape, cuts[name]) if name in cuts else cut(tensor, files.limit):
             payload, offset = files.place(tensor.dtype, shape)
-            placed.append(PlacedChunk(start, shape, payload))
+            placed.append(ChunkPlace(start, shape, payload))
             extents.append(Extent(logical(start, code), logical(shape, code), f"{folder}/{payload.file}", offset))
         same = [key for key in _other_keys(name, alone) if key not in keys]
         chunks += [(tensor._replace(path=(key,)), placed) for key in (_key(name), *same)]
@@ -231,7 +231,7 @@ def _boxes(shape: Shape, starts: Sequence[Sequence[int]]) -> Iterator[tuple[Shap
         yield (*(begin for begin, _ in box), *(0 for _ in whole)), (*(end - begin for begin, end in box), *whole)
 
 
-def _states(shapes: Mapping[str, Shape], files: DataFiles) -> PlacedObjects:
+def _states(shapes: Mapping[str, Shape], files: DataFiles) -> ObjectPlaces:
     """Place the `_extra_state` of every module, one for each layer and expert; all of them are one empty archive."""
     modules: dict[str, Shape] = {}
     for name, shape in shapes.items():
