@@ -20,7 +20,7 @@ from transaxle.axes.layout.divide import ListedPositions
 from transaxle.errors import Faults, refuse
 from transaxle.formats.catalog import Shape
 from transaxle.formats.deepspeed import keys
-from transaxle.formats.deepspeed.categories import escaped
+from transaxle.formats.deepspeed.categories import exact_pattern
 from transaxle.formats.deepspeed.spread import cut as spread_by
 from transaxle.formats.deepspeed.spread import same, whole, write_affine
 from transaxle.formats.deepspeed.universal_record import LayerKind, Record
@@ -59,7 +59,7 @@ def collect_metadata(
     reasons: dict[str, str] = {}
     maps: dict[str, Any] = {}
     for name, record_or_shape in parameters.items():
-        pattern = escaped(name)
+        pattern = exact_pattern(name)
         if not isinstance(record_or_shape, Record):
             replicated.append(pattern)
             maps[pattern] = write_affine(whole(record_or_shape, ranks))
@@ -87,7 +87,7 @@ def collect_metadata(
         keys.INFO_VERSION: keys.INFO_CURRENT,
         keys.ROW_PATTERNS: sorted(row),
         keys.REPLICATED_PATTERNS: sorted(replicated),
-        keys.VOCABULARY_PATTERNS: sorted(map(escaped, vocabulary.names)) if vocabulary is not None else [],
+        keys.VOCABULARY_PATTERNS: sorted(map(exact_pattern, vocabulary.names)) if vocabulary is not None else [],
         keys.SUB_PARAMS: fused,
         keys.UNSUPPORTED_PATTERNS: reasons,
         **({keys.SHARD_WIDTHS: widths} if widths else {}),

@@ -94,7 +94,7 @@ def read(folder: Path) -> Container | list[str]:
 def both(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Container | list[str]:
     together = read(folder)
     with monkeypatch.context() as patch:
-        patch.setattr(payload, "_MANY", COUNT + 1)
+        patch.setattr(payload, "_MIN_BATCH", COUNT + 1)
         one_by_one = read(folder)
     if isinstance(together, Container) and isinstance(one_by_one, Container):
         assert together.entries == one_by_one.entries

@@ -31,7 +31,7 @@ from transaxle.engine.checkpoint.recognise import check_same, recognise
 from transaxle.engine.checkpoint.settings import CONFIG, Settings, stored_config
 from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
 from transaxle.formats.catalog import Container, Shape
-from transaxle.formats.deepspeed.spread import HINT, UNTOLD, Cutter, Divider
+from transaxle.formats.deepspeed.spread import HINT, UNKNOWN_CUTS, Cutter, Divider
 from transaxle.formats.registry import TORCH
 from transaxle.formats.storage.storage import Storage
 from transaxle.formats.torch_file.reader import TIES
@@ -248,7 +248,7 @@ def cutter(settings: Settings) -> Cutter:
         except TransaxleError as error:
             if settings.family or settings.dialect:
                 raise
-            raise refuse("UNSUPPORTED", f"{UNTOLD}; {error.refusals[0].message}", hint=HINT) from None
+            raise refuse("UNSUPPORTED", f"{UNKNOWN_CUTS}; {error.refusals[0].message}", hint=HINT) from None
         sizes = Sizes(reading.family, config, settings.axes)
         bound = bind(names, reading.family, reading.dialect, sizes, reading.prefix)
         lines = {
@@ -271,9 +271,9 @@ class _Tables:
 
     def __call__(self, name: str, shards: Sequence[tuple[int, ...]]) -> Division:
         if name not in self._lines:
-            raise refuse("UNSUPPORTED", f"{UNTOLD}; {self._table} has no line for it", tensor=name, hint=HINT)
+            raise refuse("UNSUPPORTED", f"{UNKNOWN_CUTS}; {self._table} has no line for it", tensor=name, hint=HINT)
         if not self._cuts:
-            message = f"{UNTOLD}; {self._table} has no `cut tp` statement"
+            message = f"{UNKNOWN_CUTS}; {self._table} has no `cut tp` statement"
             raise refuse(
                 "UNSUPPORTED",
                 message,

@@ -199,14 +199,12 @@ class Stencils(Generic[Result]):
     def _distant_frames(
         self, file: str, length: int, offsets: Sequence[int], arrangement: _Arrangement
     ) -> NDArray[np.uint8]:
-        """Read the bytes around the tensor of long archives, one row per archive; evenly spaced archives take few
-        calls.
-        """
+        """Read the frames of long archives, one row per archive; evenly spaced archives take few calls."""
         head, tail = arrangement.head, arrangement.tail
         width = length - (tail - head)
         rows = np.empty((len(offsets), width), np.uint8)
         for first, count, step in _progressions(offsets):
-            room = rows[first : first + count].reshape(-1).data
+            buffer = rows[first : first + count].reshape(-1).data
             begin, end = offsets[first], offsets[first + count - 1]
             reads = [(begin, 0, head, count), (begin + tail, head, length - tail, count)]
             if step == length:  # a tail and the next head are adjacent, both in the file and in `rows`
@@ -214,7 +212,7 @@ class Stencils(Generic[Result]):
                 reads = [(begin, 0, head, 1), middle, (end + tail, (count - 1) * width + head, length - tail, 1)]
             with Steps() as steps:
                 for offset, into, size, times in reads:
-                    self._storage.add_read(steps, file, offset, room[into:], size, ((times, step, width),))
+                    self._storage.add_read(steps, file, offset, buffer[into:], size, ((times, step, width),))
                 steps.run()
         return rows
 
@@ -479,18 +477,10 @@ class Payloads:
             extent_in_archive, (begin, storage_bytes) = archive.place, archive.stored
             matching_offsets, rows = archive_offsets[matching], matching.tolist()
             occupied_ranges += zip(matching_offsets.tolist(), (matching_offsets + length).tolist(), repeat(key))
-            extent_starts, begins = (
-                map(starts.__getitem__, rows),
-                (matching_offsets + extent_in_archive.offset).tolist(),
-            )
-            extents = map(
-                Extent,
-                extent_starts,
-                repeat(extent_in_archive.shape),
-                repeat(file),
-                begins,
-                repeat(extent_in_archive.strides),
-            )
+            extent_starts = map(starts.__getitem__, rows)
+            begins = (matching_offsets + extent_in_archive.offset).tolist()
+            sizes, strides = repeat(extent_in_archive.shape), repeat(extent_in_archive.strides)
+            extents = map(Extent, extent_starts, sizes, repeat(file), begins, strides)
             for at, extent in zip(map(which.__getitem__, rows), extents, strict=True):
                 places[at] = extent
             if crc32 is None:
@@ -544,9 +534,7 @@ class Payloads:
                     reached, holder = end, key
 
     def _inside(self, key: str, payload: Payload) -> bool:
-        """Tell whether a byte range is inside its file, and add a fault if it is not. A missing file has its fault
-        already.
-        """
+        """Tell whether a byte range is inside its file; add a fault if not. A missing file has its fault already."""
         size = self._sizes.get(payload.file)
         if size is not None and payload.offset + payload.length > size:
             end = payload.offset + payload.length

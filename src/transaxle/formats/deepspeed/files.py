@@ -1,8 +1,6 @@
-"""Which files a folder has for which ranks, and which folders hold such checkpoints.
+"""Sorts the files of a DeepSpeed checkpoint by rank, and finds the folders that are such checkpoints.
 
-The files of a checkpoint's folder by rank: none is missing, and no two claim the same rank.
-
-Which folders hold DeepSpeed checkpoints: of a run, and universal ones.
+No rank's file may be missing, and no two files may claim the same rank.
 """
 
 from __future__ import annotations
@@ -22,23 +20,23 @@ _HINT = "Copy the missing files; where each machine wrote to its own disk, gathe
 
 _Rank = TypeVar("_Rank", int, tuple[int, int])
 ModelRank = int
-"""Number of a rank that holds a part of the model: pipeline stage times tensor-parallel degree plus rank."""
+"""Number of a model-parallel rank: pipeline stage * tensor-parallel degree + tensor-parallel rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankFiles:
-    """The files of one folder."""
+    """The files of one checkpoint folder, sorted by rank."""
 
     model: Mapping[ModelRank, Mapping[int, str]]
-    """Model rank -> data-parallel rank -> model file. Below ZeRO-3 there is one, under 0."""
+    """Model file by model rank and data-parallel rank; below ZeRO-3 the only data-parallel rank is 0."""
     optimizer: Mapping[ModelRank, Mapping[int, str]]
-    """Model rank -> data-parallel rank -> optimizer file; empty without ZeRO."""
+    """Optimizer file by model rank and data-parallel rank; empty without ZeRO."""
     layers: Mapping[int, Mapping[int, str]]
-    """Layer of a pipeline -> tensor-parallel rank -> file."""
+    """Layer file of a pipeline by layer and tensor-parallel rank."""
     experts: Mapping[ModelRank, Mapping[tuple[int, int], str]]
-    """Tensor-parallel rank -> (mixture, expert) -> file; the mixture is -1 in files that hold all of them."""
+    """Expert file by model rank and (MoE layer, expert); the layer is -1 for a file with an expert of all layers."""
     numbered: tuple[str, ...]
-    """Optimizer files of expert-parallel ranks without ZeRO, which name no parameter."""
+    """Optimizer files of expert-parallel ranks without ZeRO, whose state has no parameter names."""
     zero3: bool
     """Whether the model files are cut over the data-parallel ranks."""
 
@@ -51,7 +49,7 @@ class RankFiles:
 
 
 def is_rank_file(name: str) -> bool:
-    """Tell whether a name is that of a rank's file."""
+    """Tell whether a file name is one that DeepSpeed gives to a rank's file."""
     return any(pattern.fullmatch(name) for pattern in (_ZERO, _MODEL, _LAYER, _EXPERT, _NUMBERED))
 
 
@@ -59,8 +57,8 @@ def sort_files(names: Iterable[str], folder: str) -> RankFiles:
     """Sort the files of a folder by rank.
 
     Args:
-        names: all files in it.
-        folder: its name, for errors.
+        names: names of all files in the folder.
+        folder: the folder's name, for errors.
 
     Raises:
         Refused: INCOMPLETE naming every missing rank; CORRUPT naming files that claim the same rank.
@@ -88,7 +86,7 @@ def sort_files(names: Iterable[str], folder: str) -> RankFiles:
             _claim(layers.setdefault(int(match[1]), {}), int(match[2] or 0), name, faults)
     if not model and not optimizer:
         raise refuse("INCOMPLETE", f"the folder has no file *{keys.MODEL_END}", file=folder, hint=_HINT)
-    _complete(model, optimizer, zero3, faults)
+    _check_complete(model, optimizer, zero3, faults)
     if faults:
         raise faults.error()
     return RankFiles(model, optimizer, layers, experts, tuple(numbered), zero3)
@@ -105,10 +103,10 @@ def _claim(files_by_rank: dict[_Rank, str], rank: _Rank, name: str, faults: Faul
         )
 
 
-def _complete(
+def _check_complete(
     model: Mapping[int, Mapping[int, str]], optimizer: Mapping[int, Mapping[int, str]], zero3: bool, faults: Faults
 ) -> None:
-    """Check that the ranks have no gaps, and are the same in both grids."""
+    """Check that model and optimizer files exist for the same ranks, without gaps."""
     ranks = range(max(*model, *optimizer, 0) + 1)
     dp_ranks = range(max((rank for grid in (*optimizer.values(), *model.values()) for rank in grid), default=0) + 1)
     if len(ranks) * len(dp_ranks) > 1 << 20:
@@ -135,7 +133,7 @@ _STEP_FOLDER = re.compile(rf"{_STEP}\d+")
 
 
 def of_run(folder: Folder) -> tuple[str, ...]:
-    """Return the step that `latest` names; without one, every `global_step` folder, or the folder itself."""
+    """Return the step folder that `latest` names; without that file, every `global_step` folder, or this folder."""
     newest = newest_step(folder, keys.LATEST)
     if newest is not None and not _is_universal(folder, newest):
         return (newest,)
@@ -146,7 +144,7 @@ def of_run(folder: Folder) -> tuple[str, ...]:
 
 
 def universal(folder: Folder) -> tuple[str, ...]:
-    """Return the step that `latest_universal` names; without one, every folder like it, or the folder itself."""
+    """Return the step folder that `latest_universal` names; without that file, every universal folder, or this one."""
     newest = newest_step(folder, keys.LATEST_UNIVERSAL)
     if newest is not None:
         return (newest,)
@@ -156,8 +154,8 @@ def universal(folder: Folder) -> tuple[str, ...]:
 
 
 def _is_universal(folder: Folder, name: str) -> bool:
-    """Tell whether a folder holds a universal checkpoint."""
+    """Tell whether a folder is a universal checkpoint."""
     inside = f"{folder.inside}" if name == HERE else f"{folder.inside}{name}/"
     zero = keys.ZERO_FOLDER
-    there = folder.folders if name == HERE else folder.storage.listing(inside.rstrip("/")).folders
-    return zero in there and keys.OPTIMIZER_FILE in folder.storage.listing(f"{inside}{zero}").everything()
+    subfolders = folder.folders if name == HERE else folder.storage.listing(inside.rstrip("/")).folders
+    return zero in subfolders and keys.OPTIMIZER_FILE in folder.storage.listing(f"{inside}{zero}").everything()

@@ -1,8 +1,8 @@
-"""Hints in the files of a universal checkpoint: how a run without records cuts the tensor again.
+"""Hints in the files of a universal checkpoint, which tell DeepSpeed how to cut a tensor when it loads.
 
-AutoTP's live parameters carry records and need none of this. Training frameworks that cut their models themselves have
-no records: there DeepSpeed follows these keys, and without them cuts every parameter along dim 0 in one part. Hints are
-plain data, so that they travel with the other facts about a run.
+DeepSpeed needs them for training frameworks that cut their models themselves; without a hint it cuts a parameter along
+dim 0 in one part. The parameters of AutoTP need no hints, because each carries a record of its cut. Hints are plain
+data, stored among the facts about a run.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from transaxle.formats.deepspeed import keys
 from transaxle.formats.deepspeed.categories import Categories, size_of
 from transaxle.formats.deepspeed.keys import CheckedValue
 from transaxle.formats.deepspeed.rank_files import RankModel
-from transaxle.formats.deepspeed.universal_record import resolved
+from transaxle.formats.deepspeed.universal_record import resolve_view
 from transaxle.formats.pickled.descriptors import Global, Object
 
 HINTS = "cuts"
-"""Key of the hints among the facts about a run: parameter -> hint."""
+"""Key of the hints among the facts about a run; its value maps parameter names to hints."""
 _CUT_AGAIN = "DeepSpeed could not cut this parameter again. Convert the run's own checkpoint once more."
 Hint = Mapping[str, Any]
-"""Some of `cat_dim`, `param_n_sub_params`, `sub_param_shape` and `vocab_tensor`."""
+"""A dict with some of the keys `cat_dim`, `param_n_sub_params`, `sub_param_shape` and `vocab_tensor`."""
 _SHAPE_CLASS = Global("deepspeed.checkpoint.universal_checkpoint", "SubparamShape")
 
 
 def hints_of(models: Sequence[RankModel]) -> dict[str, Hint]:
-    """Return the hints for the trained parameters of a run, by its metadata.
+    """Return the hints for the trained parameters of a run, from its universal metadata.
 
     Args:
-        models: the model files of its ranks.
+        models: the model files of the run's ranks.
 
     Raises:
-        Refused: CORRUPT, UNSUPPORTED for metadata that is malformed.
+        Refused: CORRUPT, UNSUPPORTED for malformed metadata.
     """
     hints: dict[str, Hint] = {}
     for model in models:
@@ -50,13 +50,13 @@ def hints_of(models: Sequence[RankModel]) -> dict[str, Hint]:
 
 
 def hints_entry(hints: Mapping[str, Hint]) -> dict[str, Any]:
-    """Return the hints as an entry of the facts about a run; empty where there are none."""
+    """Return a dict with the hints under their key; an empty dict where there are none."""
     return {HINTS: dict(hints)} if hints else {}
 
 
 def _hint(categories: Categories, name: str) -> dict[str, Any]:
     kind = categories.kind(name)
-    fused = categories.fused(name) if kind == keys.SUB_PARAMS else None
+    fused = categories.fused_parameter(name) if kind == keys.SUB_PARAMS else None
     hint: dict[str, Any] = {}
     if fused is not None:
         hint[keys.SUB_SHAPE] = {keys.SHAPE: list(fused.shape), keys.PARTITION_DIM: fused.dim}
@@ -64,16 +64,16 @@ def _hint(categories: Categories, name: str) -> dict[str, Any]:
         hint[keys.CAT_DIM] = 1
     elif kind == keys.HALVES_PATTERNS:
         hint |= {keys.CAT_DIM: 0, keys.SUB_COUNT: 2}
-    if categories.pads(name):
+    if categories.is_padded_vocabulary(name):
         hint[keys.VOCABULARY] = True
     return hint
 
 
-def hint_in(file: CheckedValue) -> dict[str, Any]:
-    """Return the hint in a file of a universal checkpoint; empty for the default, a column-parallel parameter.
+def read_hint(file: CheckedValue) -> dict[str, Any]:
+    """Read the hint in a parameter file of a universal checkpoint; empty for the default cut, along dim 0.
 
     Raises:
-        Refused: CORRUPT where it is malformed.
+        Refused: CORRUPT for a malformed hint.
     """
     hint: dict[str, Any] = {}
     for key in (keys.CAT_DIM, keys.SUB_COUNT):
@@ -99,12 +99,12 @@ def check_hint(hint: Hint, name: str, shape: Shape, file: str) -> None:
 
     Args:
         hint: the hint.
-        name: of the parameter.
-        shape: of the whole tensor.
-        file: the file that holds it.
+        name: name of the parameter.
+        shape: shape of the whole tensor.
+        file: the file with the hint, for errors.
 
     Raises:
-        Refused: SHAPE_MISMATCH.
+        Refused: SHAPE_MISMATCH where it does not fit.
     """
     sub_shape = hint.get(keys.SUB_SHAPE)
     dim, parts = hint.get(keys.CAT_DIM, 0), hint.get(keys.SUB_COUNT, 1)
@@ -120,27 +120,27 @@ def check_hint(hint: Hint, name: str, shape: Shape, file: str) -> None:
         raise refuse("SHAPE_MISMATCH", message, file=file, tensor=name, hint=_CUT_AGAIN)
 
 
-def written(hint: Hint, name: str, shape: Shape) -> dict[str, Any]:
-    """Return what a pickle says beside a tensor.
+def hint_fields(hint: Hint, name: str, shape: Shape) -> dict[str, Any]:
+    """Return the entries that a parameter's hint adds to the dict in its file.
 
     Args:
-        hint: of its parameter.
-        name: of its parameter.
-        shape: of the whole tensor.
+        hint: the parameter's hint.
+        name: name of the parameter.
+        shape: shape of the whole tensor.
 
     Raises:
-        Refused: SHAPE_MISMATCH where the hint is about a parameter of another shape.
+        Refused: SHAPE_MISMATCH where the hint belongs to a parameter of another shape.
     """
-    found = {key: value for key, value in hint.items() if key != keys.SUB_SHAPE}
-    said = hint.get(keys.SUB_SHAPE)
-    if said is not None:
-        dim, asked = said[keys.PARTITION_DIM], tuple(_tupled(size) for size in said[keys.SHAPE])
-        _, parts = resolved(asked, dim, shape, None)
-        sizes = [parts if at == dim else size for at, size in enumerate(asked)]
+    fields = {key: value for key, value in hint.items() if key != keys.SUB_SHAPE}
+    sub_shape = hint.get(keys.SUB_SHAPE)
+    if sub_shape is not None:
+        dim, view = sub_shape[keys.PARTITION_DIM], tuple(_as_tuple(size) for size in sub_shape[keys.SHAPE])
+        _, parts = resolve_view(view, dim, shape, None)
+        sizes = [parts if at == dim else size for at, size in enumerate(view)]
         state = {keys.PATTERNS: [name], keys.SHAPE: tuple(sizes), keys.PARTITION_DIM: dim}
-        found[keys.SUB_SHAPE] = Object(_SHAPE_CLASS, state=state, new=True)
-    return found
+        fields[keys.SUB_SHAPE] = Object(_SHAPE_CLASS, state=state, new=True)
+    return fields
 
 
-def _tupled(size: Any) -> Any:
+def _as_tuple(size: Any) -> Any:
     return tuple(size) if isinstance(size, list | tuple) else size

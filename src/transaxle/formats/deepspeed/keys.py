@@ -1,14 +1,10 @@
-"""The words of DeepSpeed's checkpoints, and values under them that are checked.
+"""The keys in DeepSpeed's checkpoints and universal metadata, each spelled once, and checked access to their values.
 
-Every word of DeepSpeed's checkpoints and of their universal-checkpoint metadata, each spelled once.
+The keys are DeepSpeed's own (0.19.8: `checkpoint/constants.py`, `module_inject/layers.py`); their values are described
+where they are read.
 
-The names are DeepSpeed's own (0.19.8: `checkpoint/constants.py`, `module_inject/layers.py`); the forms they stand for
-are described where they are read.
-
-**Checked values**: members of a stranger's dicts, each of which must exist and have the right type.
-
-A checkpoint's dicts are read in many places. With this class each place states its expectation in one line, and a file
-that holds something else is refused with its name and the path inside it.
+`CheckedValue` wraps a value of an untrusted dict. Code that reads one states the expected type in one call, and a file
+with anything else is refused with the file's name and the path inside it.
 """
 
 from __future__ import annotations
@@ -53,7 +49,7 @@ SCHEDULER: Final = "lr_scheduler"
 EXPERT_LAYERS: Final = ("ds_autoep_layers", "autoep_layers")
 NUM_EXPERTS: Final = "num_experts"
 EXPERTS: Final = ".deepspeed_experts."
-"""Stands before an expert's number in the names of DeepSpeed's own mixtures."""
+"""Part of a parameter's name before the expert's number, in DeepSpeed's own MoE layers."""
 CONFIG: Final = "ds_config"
 DATA_BEFORE_EXPERTS: Final = "use_data_before_expert_parallelism"
 ZERO_CONFIG: Final = "zero_optimization"
@@ -96,7 +92,7 @@ EXPERT: Final = "is_expert_param"
 INFO: Final = "universal_checkpoint_info"
 INFO_VERSION: Final = "universal_checkpoint_version"
 INFO_CURRENT: Final = 0.4
-"""From this version on, sub-parameters come with the width of every rank's part."""
+"""Newest version of the metadata; since then it records the width of every sub-parameter on every rank."""
 REPLICATED_PATTERNS: Final = "tp_replicated_parameter_patterns"
 AVERAGED_PATTERNS: Final = "parameter_to_average_patterns"
 ROW_PATTERNS: Final = "parameter_with_row_parallelism_patterns"
@@ -143,16 +139,16 @@ ROW: Final = "row"
 
 
 _LARGEST = 1 << 62
-_SHOWN = 6
+_MAX_SHOWN = 6
 
 
 class CheckedValue:
-    """A value with its path.
+    """A value from a pickle, with the file and the path inside it, for checked access.
 
     Args:
-        value: as a pickle described it.
-        file: the file that holds it.
-        path: keys and indices that lead to it.
+        value: the value as the pickle interpreter returns it.
+        file: name of the file that contains it.
+        path: keys and indices that lead to the value in the file.
     """
 
     __slots__ = ("file", "path", "value")
@@ -163,12 +159,12 @@ class CheckedValue:
         self.path = path
 
     def fault(self, message: str) -> TransaxleError:
-        """Build the refusal of a file whose content is not what it must be."""
+        """Return a CORRUPT refusal that names the file and the path to this value."""
         way = " > ".join(self.path) or "the file"
         return refuse("CORRUPT", f"{way}: {message}", file=self.file)
 
     def get(self, key: str | int) -> CheckedValue | None:
-        """Return a member of a dict; None where it is missing or None.
+        """Return the value of a key in this dict; None where it is missing or None.
 
         Raises:
             Refused: CORRUPT where this is no dict.
@@ -183,7 +179,7 @@ class CheckedValue:
         return member
 
     def items(self) -> Iterator[tuple[Any, CheckedValue]]:
-        """Yield the members of a dict.
+        """Yield the keys and values of this dict.
 
         Raises:
             Refused: CORRUPT where this is no dict.
@@ -191,11 +187,11 @@ class CheckedValue:
         for key, value in self._dict().items():
             yield key, CheckedValue(value, self.file, (*self.path, str(key)))
 
-    def named(self) -> Iterator[tuple[str, CheckedValue]]:
-        """Yield the members of a dict whose keys are texts.
+    def string_items(self) -> Iterator[tuple[str, CheckedValue]]:
+        """Yield the keys and values of this dict, whose keys must be strings.
 
         Raises:
-            Refused: CORRUPT where this is no such dict.
+            Refused: CORRUPT where this is no dict, or has another key.
         """
         for key, node in self.items():
             if not isinstance(key, str):
@@ -203,13 +199,13 @@ class CheckedValue:
             yield key, node
 
     def list(self) -> list[CheckedValue]:
-        """Return the items of a list or a tuple.
+        """Return the items of this list or tuple.
 
         Raises:
             Refused: CORRUPT where this is neither.
         """
         if not isinstance(self.value, list | tuple):
-            raise self.fault(f"expected a list, not {_shown(self.value)}")
+            raise self.fault(f"expected a list, not {_summary(self.value)}")
         return [CheckedValue(value, self.file, (*self.path, str(index))) for index, value in enumerate(self.value)]
 
     @property
@@ -223,49 +219,49 @@ class CheckedValue:
         return isinstance(self.value, list | tuple)
 
     def natural(self) -> int:
-        """Return a number that counts something.
+        """Return this value as a non-negative int.
 
         Raises:
             Refused: CORRUPT for anything else.
         """
         value = self.value
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < _LARGEST:
-            raise self.fault(f"expected a count, not {_shown(value)}")
+            raise self.fault(f"expected a count, not {_summary(value)}")
         return value
 
     def real(self) -> float:
-        """Return a finite number.
+        """Return this value as a finite float.
 
         Raises:
             Refused: CORRUPT for anything else.
         """
         value = self.value
         if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
-            raise self.fault(f"expected a finite number, not {_shown(value)}")
+            raise self.fault(f"expected a finite number, not {_summary(value)}")
         return float(value)
 
     def text(self) -> str:
-        """Return a text.
+        """Return this value as a string.
 
         Raises:
             Refused: CORRUPT for anything else.
         """
         if not isinstance(self.value, str):
-            raise self.fault(f"expected a text, not {_shown(self.value)}")
+            raise self.fault(f"expected a text, not {_summary(self.value)}")
         return self.value
 
     def flag(self) -> bool:
-        """Return True or False.
+        """Return this value as a bool.
 
         Raises:
             Refused: CORRUPT for anything else.
         """
         if not isinstance(self.value, bool):
-            raise self.fault(f"expected True or False, not {_shown(self.value)}")
+            raise self.fault(f"expected True or False, not {_summary(self.value)}")
         return self.value
 
     def naturals(self) -> tuple[int, ...]:
-        """Return a list of counts: a shape, or widths.
+        """Return this list as non-negative ints, such as a shape.
 
         Raises:
             Refused: CORRUPT for anything else.
@@ -273,7 +269,7 @@ class CheckedValue:
         return tuple(item.natural() for item in self.list())
 
     def texts(self) -> tuple[str, ...]:
-        """Return a list of texts.
+        """Return this list as strings.
 
         Raises:
             Refused: CORRUPT for anything else.
@@ -282,13 +278,13 @@ class CheckedValue:
 
     def _dict(self) -> dict[Any, Any]:
         if not isinstance(self.value, dict):
-            raise self.fault(f"expected a dict, not {_shown(self.value)}")
+            raise self.fault(f"expected a dict, not {_summary(self.value)}")
         return self.value
 
 
-def _shown(value: object) -> str:
-    """Return a short text about a value; it may be large, or hold itself."""
+def _summary(value: object) -> str:
+    """Return a short text about a value, which may be huge or contain itself."""
     if isinstance(value, str | int | float) or value is None:
         text = repr(value) if not isinstance(value, int) or abs(value) < _LARGEST else "a very large number"
-        return text if len(text) <= 10 * _SHOWN else f"{text[: 10 * _SHOWN]}…"
+        return text if len(text) <= 10 * _MAX_SHOWN else f"{text[: 10 * _MAX_SHOWN]}…"
     return f"a {type(value).__name__}"

@@ -1,16 +1,12 @@
-"""What the files of each rank hold, and where in the flat buffers each parameter lies.
+"""Reads the files of each rank (parameters, flat buffers, numbers, settings) and merges the shards of tensors.
 
-The contents of each rank's files: parameters, flat buffers, numbers and settings, as plain descriptions.
+ZeRO concatenates the parameters of a group into one vector and gives every rank an interval of it (stages 1 and 2), or
+gives every rank an equal interval of each parameter (stage 3). Either way a rank has an interval of a parameter's
+row-major elements, which is a few boxes. Padding belongs to no parameter.
 
-Flat cuts: where a parameter is in the flat buffers of the ranks, and which boxes that makes.
-
-ZeRO writes the parameters of a group one after the other into one vector and gives every rank a run of it (stages 1 and
-2), or gives every rank an equal run of each parameter (stage 3). Either way a rank holds an interval of a parameter's
-row-major elements, which is a few boxes. Paddings belong to no parameter.
-
-**Shards**: one tensor-parallel rank's share of a tensor, and the whole assembled from them along its spread.
-
-Facts about the training run: counters, versions, and the optimizer's settings by parameter name.
+`merge_shards` joins the shards on all tensor-parallel ranks to the whole tensor, along its spread. `run_of` and the
+functions after it collect the facts about the training run: counters, versions, and optimizer settings by parameter
+name.
 """
 
 from __future__ import annotations
@@ -33,90 +29,90 @@ from transaxle.formats.training_state import plain as plain_setting
 
 
 @dataclass(frozen=True, slots=True)
-class Vector:
-    """A contiguous vector in a file: one rank's flat buffer."""
+class FlatBuffer:
+    """One rank's flat buffer: a contiguous vector in a file."""
 
     dtype: str
     length: int
     file: str
     offset: int
-    """Byte of its first element."""
+    """Offset of the first element in the file, in bytes."""
 
     def at(self, element: int) -> int:
-        """Return the byte of an element."""
+        """Return the offset of an element in the file, in bytes."""
         return self.offset + element * BITS[self.dtype] // 8
 
 
 @dataclass(frozen=True, slots=True)
-class FlatRun:
-    """An interval of a parameter's elements, with its place in a rank's flat buffer."""
+class FlatInterval:
+    """An interval of a parameter's row-major elements, with its place in a rank's flat buffer."""
 
     start: int
-    """First element of the parameter."""
+    """First element of the interval, counted in the parameter; `stop` is the end."""
     stop: int
     part: int
-    """Number of the buffer."""
+    """Index of the flat buffer that contains the interval."""
     at: int
-    """First element in the buffer."""
+    """First element of the interval, counted in the buffer."""
 
 
 @dataclass(frozen=True, slots=True)
-class Position:
-    """The place of a parameter in its group's vector."""
+class FlatPosition:
+    """The place of a parameter in the vector of its group."""
 
     name: str
     shape: Shape
     start: int
-    """First element."""
+    """First element of the parameter in the vector."""
 
     @property
     def size(self) -> int:
-        """Number of elements."""
+        """Number of elements of the parameter."""
         return prod(self.shape)
 
 
-def positions(shapes: Mapping[str, Shape], paddings: Sequence[int]) -> tuple[list[Position], int]:
-    """Lay parameters out one after the other, each followed by its padding.
+def lay_out(shapes: Mapping[str, Shape], paddings: Sequence[int]) -> tuple[list[FlatPosition], int]:
+    """Lay parameters out one after the other in a vector, each followed by its padding.
 
     Returns:
-        the positions, and the length of it all.
+        the position of each parameter, and the length of the vector in elements.
     """
     placed = []
     at = 0
     for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
-        placed.append(Position(name, shape, at))
+        placed.append(FlatPosition(name, shape, at))
         at += prod(shape) + padding
     return placed, at
 
 
-def runs(position: Position, width: int, parts: int) -> Iterator[FlatRun]:
-    """Yield the intervals of a parameter in a vector that is cut into equal parts.
+def rank_intervals(position: FlatPosition, width: int, parts: int) -> Iterator[FlatInterval]:
+    """Yield the intervals of a parameter in a vector that is cut into equal parts, one per rank.
 
     Args:
-        position: where it lies in the vector.
-        width: elements of each part.
+        position: the parameter's place in the vector.
+        width: elements in each part.
         parts: number of parts.
     """
-    stop = position.start + position.size
-    if not width or position.start >= stop:
+    parameter_end = position.start + position.size
+    if not width or position.start >= parameter_end:
         return
     # Only the parts that the parameter touches, and none beyond the last rank's.
-    for dp_rank in range(position.start // width, min((stop - 1) // width + 1, parts)):
-        low, high = max(position.start, dp_rank * width), min(stop, (dp_rank + 1) * width)
-        yield FlatRun(low - position.start, high - position.start, dp_rank, low - dp_rank * width)
+    for dp_rank in range(position.start // width, min((parameter_end - 1) // width + 1, parts)):
+        start, end = max(position.start, dp_rank * width), min(parameter_end, (dp_rank + 1) * width)
+        yield FlatInterval(start - position.start, end - position.start, dp_rank, start - dp_rank * width)
 
 
 def shard_width(size: int, parts: int) -> int:
-    """Return the elements that every rank keeps of a parameter under ZeRO-3; the last ones may be padding."""
+    """Return the elements of a parameter on each rank under ZeRO-3, padding included."""
     # Rounded up: the last ranks may have fewer real elements than this, or none.
     return -(-size // parts)
 
 
 def chunks(shape: Shape, start: int, stop: int) -> Iterator[tuple[Shape, Shape, int]]:
-    """Split an interval of a row-major array into boxes, each of which lies in it without gaps.
+    """Split an interval of a row-major array into boxes that are contiguous in it.
 
     Yields:
-        first index, shape, and the box's first element counted from the beginning of the interval.
+        first index and shape of the box, and its first element counted from the beginning of the interval.
     """
     at = 0
     for box in lexicographic_boxes(shape, start, stop):
@@ -125,13 +121,13 @@ def chunks(shape: Shape, start: int, stop: int) -> Iterator[tuple[Shape, Shape, 
         at += prod(sizes)
 
 
-def extents(shape: Shape, intervals: Sequence[FlatRun], vectors: Sequence[Vector]) -> tuple[Extent, ...]:
-    """Return the boxes of a parameter in the ranks' buffers.
+def extents(shape: Shape, intervals: Sequence[FlatInterval], vectors: Sequence[FlatBuffer]) -> tuple[Extent, ...]:
+    """Return the extents of a parameter in the ranks' flat buffers.
 
     Args:
-        shape: of the parameter.
-        intervals: its intervals.
-        vectors: each rank's buffer.
+        shape: shape of the parameter.
+        intervals: the parameter's intervals in the buffers.
+        vectors: the flat buffers of all ranks.
     """
     return tuple(
         Extent(first_index, sizes, vectors[run.part].file, vectors[run.part].at(run.at + at))
@@ -140,74 +136,74 @@ def extents(shape: Shape, intervals: Sequence[FlatRun], vectors: Sequence[Vector
     )
 
 
-_DEEPEST, _MOST = 8, 1_000_000
-"""Levels of a setting, and values in it."""
+_MAX_DEPTH, _MAX_VALUES = 8, 1_000_000
+"""Caps on the nesting depth of a setting, and on the number of values in it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class BufferedGroup:
-    """One rank's part of one group of parameters."""
+class GroupBuffers:
+    """One rank's part of one optimizer group: its flat buffers and its numbers."""
 
-    vectors: Mapping[str, Vector]
-    """State -> flat buffer; `fp32` is the weights."""
+    vectors: Mapping[str, FlatBuffer]
+    """Flat buffer by optimizer state; the state `fp32` is the master weights."""
     numbers: Mapping[str, Entry]
-    """State -> a number for the whole group, such as `step`."""
+    """Numbers of the whole group, such as `step`, by optimizer state."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankState:
-    """An optimizer file."""
+    """The contents of one rank's optimizer file."""
 
     file: str
     stage: int
-    groups: tuple[BufferedGroup, ...]
+    groups: tuple[GroupBuffers, ...]
     root: CheckedValue
-    """The file's `optimizer_state_dict`."""
+    """The dict `optimizer_state_dict` of the file."""
     settings: tuple[tuple[tuple[int, ...], CheckedValue], ...]
-    """Per optimizer group: the indices of its flat buffers, and its settings."""
-    left: Mapping[str, str]
-    """Path -> description, for values that are neither a tensor of the group nor a number."""
+    """For each optimizer group, the indices of its flat buffers, and its settings."""
+    unread: Mapping[str, str]
+    """Values that are not read, being neither a tensor of the group nor a number: description by path."""
     checksums: tuple[Checksum, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankModel:
-    """A model file."""
+    """The contents of one rank's model file."""
 
     file: str
     root: CheckedValue
     shapes: tuple[Mapping[str, Shape], ...]
-    """Per group: trained parameter -> shape on this rank, in the order of the flat buffer."""
+    """For each optimizer group, the shapes of its parameters on this rank, in the order of the flat buffer."""
     frozen: Mapping[str, Shape]
-    """Parameters that are not trained, where the file lists them."""
+    """Shapes of the frozen parameters, as far as the file lists them."""
     fragments: Mapping[str, Entry]
-    """The frozen parameters' values, or this rank's part of them (ZeRO-3)."""
+    """Values of the frozen parameters; under ZeRO-3, this rank's interval of each."""
     module: Mapping[str, Entry]
-    """The module's tensors; with ZeRO-3 its parameters are empty there."""
+    """The module's own tensors, in low precision; under ZeRO-3 its parameters are empty."""
     buffers: frozenset[str]
     shared: Mapping[str, str]
-    """Second name of a shared parameter -> its first name."""
+    """First name of a shared parameter by its second name."""
     checksums: tuple[Checksum, ...] = ()
 
 
 @dataclass(slots=True)
-class Tensors:
-    """Reads tensors and numbers of one file.
+class TensorReader:
+    """Reads the tensors and numbers of one file.
 
     Args:
-        inline: keeps numbers that lie in the pickle itself.
-        file: the file.
+        inline: receives numbers whose bytes are in the pickle itself.
+        file: name of the file.
     """
 
     inline: NumbersInMemory
     file: str
-    left: dict[str, str] = field(default_factory=dict)
+    unread: dict[str, str] = field(default_factory=dict)
 
     def tensor(self, name: str, node: CheckedValue) -> Entry:
-        """Return a tensor.
+        """Return a tensor as an entry of the catalog.
 
         Raises:
-            Refused: CORRUPT for anything else; UNSUPPORTED for tensors that are no plain views.
+            Refused: CORRUPT for anything but a tensor; UNSUPPORTED for tensors that are no plain views.
         """
         value = node.value
         if not isinstance(value, TensorRef | Object):
@@ -222,8 +218,8 @@ class Tensors:
             raise refuse("UNSUPPORTED", f"tensors of {entry.dtype} cannot be read", file=self.file, tensor=name)
         return entry
 
-    def vector(self, node: CheckedValue) -> Vector:
-        """Return a flat buffer.
+    def vector(self, node: CheckedValue) -> FlatBuffer:
+        """Return a tensor as a flat buffer.
 
         Raises:
             Refused: CORRUPT for a tensor that is no contiguous vector.
@@ -235,10 +231,10 @@ class Tensors:
         if len(extents) > 1:
             raise node.fault("expected a flat buffer in one piece")
         extent = extents[0] if extents else Extent((0,), (0,), self.file, 0)
-        return Vector(entry.dtype, entry.shape[0], extent.file, extent.offset)
+        return FlatBuffer(entry.dtype, entry.shape[0], extent.file, extent.offset)
 
     def number(self, name: str, node: CheckedValue) -> Entry | None:
-        """Return a number as a tensor without dims; None for anything else."""
+        """Return a number as a 0-dim entry; None for anything else."""
         value = node.value
         if isinstance(value, TensorRef | Object):
             entry = self.tensor(name, node)
@@ -273,12 +269,12 @@ def read_state(inline: NumbersInMemory, file: str) -> RankState:
             "its parameter groups are cut over expert-parallel ranks, which cannot be read yet",
             file=file,
         )
-    reader = Tensors(inline, file)
+    reader = TensorReader(inline, file)
     base = root[keys.STATE] if stage == 3 else root[keys.BASE_STATE]
     masters = root[keys.MASTER_ZERO3 if stage == 3 else keys.MASTER].list()
     states: list[CheckedValue | None]
     settings: list[tuple[tuple[int, ...], CheckedValue]] = []
-    if base.is_list:  # an elastic checkpoint: its states without padding, and no settings
+    if base.is_list:  # an elastic checkpoint has states without padding, and no settings
         states = list(base.list())
     else:
         states_by_index = base[keys.STATES]
@@ -287,23 +283,23 @@ def read_state(inline: NumbersInMemory, file: str) -> RankState:
             (group_settings[keys.PARAMS].naturals(), group_settings) for group_settings in base[keys.GROUPS].list()
         ]
         for _, group_settings in settings:
-            _note_odd(reader, group_settings)
+            _note_unread(reader, group_settings)
     if len(states) != len(masters):
         raise base.fault(f"it has states of {len(states)} groups, but weights of {len(masters)}")
     step = _common_step(root, settings)
     groups = [_optimizer_group(reader, master, state, step) for master, state in zip(masters, states, strict=True)]
-    return RankState(file, stage, tuple(groups), root, tuple(settings), reader.left, saved.checksums)
+    return RankState(file, stage, tuple(groups), root, tuple(settings), reader.unread, saved.checksums)
 
 
-def _note_odd(reader: Tensors, settings: CheckedValue) -> None:
-    """Note the settings of a group that are not plain data."""
-    for _, node in settings.named():
+def _note_unread(reader: TensorReader, settings: CheckedValue) -> None:
+    """Record the settings of a group that are not plain data as unread."""
+    for _, node in settings.string_items():
         if plain_setting(node.value) is NOTHING:
-            reader.left[".".join(node.path)] = described(node.value)
+            reader.unread[".".join(node.path)] = described(node.value)
 
 
 def _stage(root: CheckedValue) -> int:
-    """Return the ZeRO stage: a number, or a member of DeepSpeed's enumeration."""
+    """Return the ZeRO stage, which is stored as a number or as a member of DeepSpeed's enum."""
     stage = root.get(keys.ZERO_STAGE)
     if stage is None:
         return 1
@@ -314,7 +310,9 @@ def _stage(root: CheckedValue) -> int:
 
 
 def _common_step(root: CheckedValue, settings: list[tuple[tuple[int, ...], CheckedValue]]) -> CheckedValue | None:
-    """Return the step if it is stored once for all, as by fused optimizers and elastic checkpoints."""
+    """Return the step that all groups share, as fused optimizers and elastic checkpoints store it; None if there is
+    none.
+    """
     step = root.get(keys.BASE_STEP)
     if step is None and settings:
         step = settings[0][1].get(keys.STEP)
@@ -322,11 +320,11 @@ def _common_step(root: CheckedValue, settings: list[tuple[tuple[int, ...], Check
 
 
 def _optimizer_group(
-    reader: Tensors, master: CheckedValue, state: CheckedValue | None, step: CheckedValue | None
-) -> BufferedGroup:
+    reader: TensorReader, master: CheckedValue, state: CheckedValue | None, step: CheckedValue | None
+) -> GroupBuffers:
     vectors = {keys.FP32: reader.vector(master)}
     numbers: dict[str, Entry] = {}
-    for name, node in () if state is None else state.named():
+    for name, node in () if state is None else state.string_items():
         if node.value is None:
             continue
         entry = reader.number(name, node)
@@ -335,13 +333,13 @@ def _optimizer_group(
         elif isinstance(node.value, TensorRef | Object):
             vectors[name] = reader.vector(node)
         else:
-            reader.left[".".join(node.path)] = f"a {type(node.value).__name__}"
+            reader.unread[".".join(node.path)] = f"a {type(node.value).__name__}"
     if step is not None and keys.STEP not in numbers and state is not None:
         entry = reader.number(keys.STEP, step)
         if entry is None:
             raise step.fault("expected a number")
         numbers[keys.STEP] = entry
-    return BufferedGroup(vectors, numbers)
+    return GroupBuffers(vectors, numbers)
 
 
 def read_model(inline: NumbersInMemory, file: str) -> RankModel:
@@ -353,7 +351,7 @@ def read_model(inline: NumbersInMemory, file: str) -> RankModel:
     """
     saved = read_saved(inline, file)
     root = CheckedValue(saved.value, file)
-    reader = Tensors(inline, file)
+    reader = TensorReader(inline, file)
     if any(root.get(key) is not None for key in keys.EXPERT_LAYERS):
         raise refuse(
             "UNSUPPORTED",
@@ -368,68 +366,68 @@ def read_model(inline: NumbersInMemory, file: str) -> RankModel:
     return RankModel(
         file,
         root,
-        tuple(_shapes(group) for group in _listed(shapes)),
+        tuple(_shapes(group) for group in _shapes_by_group(shapes)),
         {} if frozen is None else _shapes(frozen),
         {} if fragments is None else dict(_tensors(reader, fragments)),
         {} if module is None else dict(_tensors(reader, module)),
         frozenset() if names is None else frozenset(names.texts()),
-        {} if shared is None else dict(_pairs(shared)),
+        {} if shared is None else dict(_alias_pairs(shared)),
         saved.checksums,
     )
 
 
 def read_layer(inline: NumbersInMemory, file: str) -> tuple[Mapping[str, Entry], tuple[Checksum, ...]]:
-    """Read the file of one layer of a pipeline: its tensors, and what it says of their bytes.
+    """Read the file of one pipeline layer: its tensors, and the checksums of their bytes.
 
     Raises:
         Refused: UNSAFE_PICKLE, CORRUPT, UNSUPPORTED.
         StorageError: IO.
     """
     saved = read_saved(inline, file)
-    return dict(_tensors(Tensors(inline, file), CheckedValue(saved.value, file))), saved.checksums
+    return dict(_tensors(TensorReader(inline, file), CheckedValue(saved.value, file))), saved.checksums
 
 
-def _listed(shapes: CheckedValue | None) -> list[CheckedValue]:
-    """Return the shapes group by group; old files have just one dict."""
+def _shapes_by_group(shapes: CheckedValue | None) -> list[CheckedValue]:
+    """Return the dicts of shapes, one per group; old files have a single dict."""
     if shapes is None:
         return []
     return [shapes] if shapes.is_dict else shapes.list()
 
 
 def _shapes(node: CheckedValue) -> dict[str, Shape]:
-    return {name: shape.naturals() for name, shape in node.named()}
+    return {name: shape.naturals() for name, shape in node.string_items()}
 
 
-def _tensors(reader: Tensors, node: CheckedValue) -> Iterator[tuple[str, Entry]]:
-    for name, value in node.named():
+def _tensors(reader: TensorReader, node: CheckedValue) -> Iterator[tuple[str, Entry]]:
+    for name, value in node.string_items():
         if isinstance(value.value, TensorRef | Object):
             yield name, reader.tensor(name, value)
 
 
-def _pairs(node: CheckedValue) -> Iterator[tuple[str, str]]:
+def _alias_pairs(node: CheckedValue) -> Iterator[tuple[str, str]]:
     if node.is_list:
         for pair in node.list():
             alias, name = pair.texts()
             yield alias, name
         return
-    for alias, target in node.named():
+    for alias, target in node.string_items():
         yield alias, target.text()
 
 
 def plain(node: CheckedValue) -> Any:
-    """Return a setting as plain data: numbers, texts, lists and dicts of them; None for anything else.
+    """Return a setting as plain data: numbers, strings, lists and dicts; None for anything else.
 
     Raises:
-        Refused: CORRUPT where it describes more than any real one: a list may be shared again and again.
+        Refused: CORRUPT for more values than any real setting has: a pickle may repeat one list exponentially often.
     """
-    return _plain(node, _DEEPEST, [_MOST])
+    return _plain(node, _MAX_DEPTH, [_MAX_VALUES])
 
 
 def _plain(node: CheckedValue, depth: int, budget: list[int]) -> Any:
     value = node.value
     budget[0] -= 1
     if budget[0] < 0:
-        raise node.fault(f"it has more than {_MOST} values")
+        raise node.fault(f"it has more than {_MAX_VALUES} values")
     if depth < 0:
         return None
     if isinstance(value, str | int | float | bool) or value is None:
@@ -444,29 +442,29 @@ def _plain(node: CheckedValue, depth: int, budget: list[int]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class RankShard:
-    """One rank's share of a tensor, whole over its data-parallel group."""
+    """One tensor-parallel rank's shard of a tensor, complete over its data-parallel ranks."""
 
     dtype: str
     shape: Shape
     extents: tuple[Extent, ...]
-    """Chunks that tile it."""
+    """Extents that tile the shard."""
     file: str
-    """A file that describes it, for errors."""
+    """A file that describes the shard, for errors."""
 
 
 def merge_shards(name: str, shards: Sequence[RankShard], spread: Spread) -> tuple[Entry, list[Twin]]:
-    """Put shards together.
+    """Merge the shards of a tensor.
 
     Args:
-        name: of the whole tensor.
-        shards: what each rank holds, in rank order.
-        spread: how the whole is spread over them.
+        name: name of the whole tensor.
+        shards: the shard on each tensor-parallel rank, in rank order.
+        spread: which part of the tensor each rank has.
 
     Returns:
-        the whole tensor, and every copy that must be equal to what was taken.
+        the whole tensor, and the pairs of blocks that must be equal because several ranks have them.
 
     Raises:
-        Refused: DTYPE_MIXED; INCOMPLETE where no rank holds an element; LOSSY for scaled moments (see `reader`).
+        Refused: DTYPE_MIXED for shards of different dtypes; INCOMPLETE where no rank has an element.
     """
     # A rank without elements has an empty tensor, whose dtype does not matter.
     holders = [shard for shard, blocks in zip(shards, spread.blocks, strict=True) if blocks]
@@ -478,11 +476,11 @@ def merge_shards(name: str, shards: Sequence[RankShard], spread: Spread) -> tupl
     if owned.missing:
         message = f"no rank holds {owned.missing} of its elements"
         raise refuse("INCOMPLETE", message, file=shards[0].file, tensor=name)
-    chunks = tuple(extent for holding in owned.holdings for extent in _taken(shards, holding, holding.block.start))
+    chunks = tuple(extent for read in owned.blocks_to_read for extent in _block_extents(shards, read, read.block.start))
     twins = [
         Twin(
-            _copy(name, dtype, shards, first),
-            _copy(name, dtype, shards, second),
+            _block_entry(name, dtype, shards, first),
+            _block_entry(name, dtype, shards, second),
             f"tensor-parallel ranks {first.rank} and {second.rank} hold the same part of it",
             replica=True,
         )
@@ -491,18 +489,18 @@ def merge_shards(name: str, shards: Sequence[RankShard], spread: Spread) -> tupl
     return Entry(name, dtype, spread.shape, chunks), twins
 
 
-def unspread(shards: Sequence[RankShard]) -> Spread:
-    """Return the spread of a tensor that every rank holds."""
+def full_spread(shards: Sequence[RankShard]) -> Spread:
+    """Return the spread of a tensor that is replicated on every rank."""
     return whole(shards[0].shape, len(shards))
 
 
-def _copy(name: str, dtype: str, shards: Sequence[RankShard], holding: RankBlock) -> Entry:
+def _block_entry(name: str, dtype: str, shards: Sequence[RankShard], holding: RankBlock) -> Entry:
     origin = (0,) * len(holding.block.shape)
-    return Entry(name, dtype, holding.block.shape, tuple(_taken(shards, holding, origin)))
+    return Entry(name, dtype, holding.block.shape, tuple(_block_extents(shards, holding, origin)))
 
 
-def _taken(shards: Sequence[RankShard], holding: RankBlock, start: Shape) -> Iterator[Extent]:
-    """Yield the chunks of a rank's block as chunks of a tensor in which the block begins at `start`."""
+def _block_extents(shards: Sequence[RankShard], holding: RankBlock, start: Shape) -> Iterator[Extent]:
+    """Yield the extents of a rank's block, for a tensor in which the block begins at index `start`."""
     shard, block = shards[holding.rank], holding.block
     for extent in shard.extents:
         low = tuple(map(max, extent.start, block.at))
@@ -520,21 +518,21 @@ def _taken(shards: Sequence[RankShard], holding: RankBlock, start: Shape) -> Ite
             sizes,
             extent.file,
             extent.offset + skipped * BITS[shard.dtype] // 8,
-            None if _dense(sizes, strides) else strides,
+            None if _is_row_major(sizes, strides) else strides,
         )
 
 
-def _dense(shape: Shape, strides: Shape) -> bool:
+def _is_row_major(shape: Shape, strides: Shape) -> bool:
     return all(size == 1 or step == want for size, step, want in zip(shape, strides, row_major(shape), strict=True))
 
 
-def scaled(spread: Spread) -> ShardBlock | None:
-    """Return a block with scaled values; None if there is none."""
+def block_with_scale(spread: Spread) -> ShardBlock | None:
+    """Return the first block whose values are scaled; None if there is none."""
     return next((block for blocks in spread.blocks for block in blocks if block.scale != 1), None)
 
 
-def scaled_moment(name: str, block: ShardBlock, file: str) -> TransaxleError:
-    """Build the refusal of optimizer state that belongs to a scaled parameter."""
+def moment_refusal(name: str, block: ShardBlock, file: str) -> TransaxleError:
+    """Return the refusal of optimizer state whose parameter is stored scaled."""
     message = (
         f"its parameter is stored multiplied by {block.scale}: the moments could be divided too, but the optimizer's "
         "settings could not, so training would continue differently"
@@ -548,7 +546,7 @@ DEGREES = "degrees"
 
 _COUNTERS = (keys.GLOBAL_STEPS, keys.GLOBAL_SAMPLES, keys.SKIPPED_STEPS, keys.DP_WORLD, keys.MP_WORLD, keys.VERSION)
 _GLOBALS = (keys.DYNAMIC_SCALE, keys.OVERFLOW, keys.CLIP)
-_OWN = frozenset({
+_DEEPSPEED_KEYS = frozenset({
     *_COUNTERS, keys.MODULE, keys.BUFFER_NAMES, keys.OPTIMIZER, keys.PARAM_SHAPES, keys.FROZEN_SHAPES,
     keys.FROZEN_FRAGMENTS, keys.SHARED, keys.DIMENSIONS, keys.SCHEDULER, keys.NUM_EXPERTS, keys.INFO,
     *keys.EXPERT_LAYERS, "data_sampler", "random_ltd", keys.CONFIG,
@@ -556,18 +554,18 @@ _OWN = frozenset({
 
 
 def run_of(model: RankModel, settings: CheckedValue | None) -> dict[str, Any]:
-    """Return the facts in the files of a run, as plain data.
+    """Return the facts about a training run, as plain data.
 
     Args:
         model: the model file of the first rank.
-        settings: the first optimizer state; None if there is none.
+        settings: the optimizer dict in the first rank's file; None without ZeRO.
     """
     facts: dict[str, Any] = {}
     for key in (*_COUNTERS, keys.SCHEDULER):
         node = model.root.get(key)
         if node is not None:
             facts[key] = plain(node)
-    client = {key: plain(node) for key, node in model.root.named() if key not in _OWN}
+    client = {key: plain(node) for key, node in model.root.string_items() if key not in _DEEPSPEED_KEYS}
     if client:
         facts[CLIENT] = client
     if settings is not None:
@@ -584,30 +582,30 @@ def run_of(model: RankModel, settings: CheckedValue | None) -> dict[str, Any]:
 
 
 def state_groups(states: Sequence[Sequence[RankState]], models: Sequence[RankModel]) -> list[dict[str, Any]]:
-    """Return the optimizer's groups: settings, and the names of their parameters.
+    """Return the optimizer's groups, each with its settings and its parameter names.
 
     Args:
-        states: per model rank, its optimizer files.
-        models: per model rank, its first model file.
+        states: the optimizer files of each model rank.
+        models: the first model file of each model rank.
     """
     groups = []
     for group, (indices, settings) in enumerate(states[0][0].settings):
-        wanted = indices if states[0][0].stage == 3 else (group,)
-        groups.append(_settings_of_group(settings, wanted, models))
+        buffer_indices = indices if states[0][0].stage == 3 else (group,)
+        groups.append(_settings_of_group(settings, buffer_indices, models))
     return groups
 
 
-def groups_of(settings: Sequence[CheckedValue], models: Sequence[RankModel]) -> list[dict[str, Any]]:
-    """Return the groups of a universal checkpoint; empty ones that only fill the list are left out."""
+def universal_groups(settings: Sequence[CheckedValue], models: Sequence[RankModel]) -> list[dict[str, Any]]:
+    """Return the optimizer groups of a universal checkpoint, without the empty ones that only pad the list."""
     groups = [
-        _settings_of_group(group_settings, _indices(group_settings, number), models)
-        for number, group_settings in enumerate(settings)
+        _settings_of_group(group_settings, _indices(group_settings, group_index), models)
+        for group_index, group_settings in enumerate(settings)
     ]
     return [group for group in groups if len(group) > 1 or group[keys.PARAMS]]
 
 
 def _indices(settings: CheckedValue, number: int) -> tuple[int, ...]:
-    """Return the numbers of a group's sub-groups; without ZeRO-3 it is one of its own."""
+    """Return the indices of a group's flat buffers: several under ZeRO-3, else its own number."""
     listed = settings.get(keys.PARAMS)
     return (number,) if listed is None else listed.naturals()
 
@@ -618,6 +616,6 @@ def _settings_of_group(settings: CheckedValue, indices: Sequence[int], models: S
         for index in indices:
             if index < len(model.shapes):
                 names |= dict.fromkeys(model.shapes[index])
-    settings_kept = {key: plain_setting(node.value) for key, node in settings.named() if key != keys.PARAMS}
-    settings_kept = {key: value for key, value in settings_kept.items() if value is not NOTHING}
-    return {**settings_kept, keys.PARAMS: list(names)}
+    plain_settings = {key: plain_setting(node.value) for key, node in settings.string_items() if key != keys.PARAMS}
+    plain_settings = {key: value for key, value in plain_settings.items() if value is not NOTHING}
+    return {**plain_settings, keys.PARAMS: list(names)}

@@ -1,18 +1,15 @@
-"""Opening DeepSpeed checkpoints: the files of all ranks as one catalog of whole tensors, read in place.
+"""Opens DeepSpeed checkpoints: the files of all ranks as one catalog of whole tensors, read in place.
 
 A plain name is a weight in full precision, `optim/<parameter>/<state>` its optimizer state. Nothing is guessed:
-lengths, maps, shapes and metadata of all files must agree, and what several ranks hold must be equal.
+lengths, maps, shapes and metadata of all files must agree, and parts that several ranks have must be equal.
 
-Parameters that every rank stores multiplied by a number: divided again, where that reproduces exactly what was
-stored.
+Some parameters are stored multiplied by a factor: in a row-parallel layer every rank adds the bias, so each stores it
+divided by the number of ranks. Such a parameter is small. It is read and rescaled when the checkpoint is opened, if
+that is exact.
 
-Row-parallel layers divide a bias that all ranks hold by their number, so that the sum of their outputs has it once.
-Such a parameter is small; it is read and divided when the checkpoint is opened.
-
-The optimizer of a run without ZeRO: its state is whole in the model file, under the numbers of the parameters.
-
-The file does not state which parameter has which number, and nothing is paired by shape or order: the state keeps its
-numbers, `optim/#<i>/<state>`. The full-precision copies of low-precision weights are the state `fp32`.
+Without ZeRO, the optimizer's state is whole in the model file, under numbers of parameters. The file does not say which
+parameter has which number, and parameters are never paired by shape or order: the state keeps its numbers,
+`optim/#<i>/<state>`. The full-precision copies of low-precision weights are the state `fp32`.
 """
 
 from __future__ import annotations
@@ -39,7 +36,8 @@ from transaxle.formats.deepspeed.rank_files import (
     RankModel,
     RankShard,
     RankState,
-    Tensors,
+    TensorReader,
+    full_spread,
     merge_shards,
     read_layer,
     read_model,
@@ -47,17 +45,16 @@ from transaxle.formats.deepspeed.rank_files import (
     run_of,
     shard_width,
     state_groups,
-    unspread,
 )
-from transaxle.formats.deepspeed.spread import Cutter, TableCuts, untold
+from transaxle.formats.deepspeed.spread import Cutter, TableCuts, refuse_unknown_cuts
 from transaxle.formats.deepspeed.trained_state import (
     OF_ONE_RUN,
     ExpertShares,
     ModelRank,
     Stage,
+    add_experts,
     assemble,
-    trained,
-    with_experts,
+    read_trained,
 )
 from transaxle.formats.deepspeed.universal_record import UniversalInfo
 from transaxle.formats.flattened_state import flatten
@@ -69,12 +66,12 @@ from transaxle.formats.training_state import LEFT_BEHIND, OPTIMIZER, RUN, Leaf, 
 _LARGEST = 64 << 20
 
 
-def unscaled(entry: Entry, factor: float, inline: NumbersInMemory) -> Entry:
-    """Return a tensor divided by a number.
+def unscale(entry: Entry, factor: float, inline: NumbersInMemory) -> Entry:
+    """Return a tensor divided by the factor that its stored values include.
 
     Raises:
-        Refused: LOSSY where multiplying it again would not give what is stored; UNSUPPORTED for a large tensor, or one
-            that is no floating-point numbers.
+        Refused: LOSSY where the division is not exact; UNSUPPORTED for a large tensor, or one without floating-point
+            numbers.
     """
     dtype = numpy_dtype(entry.dtype)
     if entry.nbytes > _LARGEST or entry.dtype not in ("F32", "F16", "BF16", "F64"):
@@ -97,16 +94,16 @@ def unscaled(entry: Entry, factor: float, inline: NumbersInMemory) -> Entry:
 
 
 def _values(entry: Entry, kind: np.dtype, inline: NumbersInMemory) -> np.ndarray:
-    """Read a small tensor whole."""
+    """Read a small tensor into memory."""
     out = np.zeros(entry.shape, kind)
     for extent in entry.extents:
         box = tuple(slice(s, s + n) for s, n in zip(extent.start, extent.shape, strict=True))
         strides = extent.strides or row_major(extent.shape)
-        out[box] = _strided(extent, strides, kind, inline)
+        out[box] = _extent_view(extent, strides, kind, inline)
     return out
 
 
-def _strided(extent: Extent, strides: tuple[int, ...], kind: np.dtype, inline: NumbersInMemory) -> np.ndarray:
+def _extent_view(extent: Extent, strides: tuple[int, ...], kind: np.dtype, inline: NumbersInMemory) -> np.ndarray:
 
     span = 1 + sum((size - 1) * step for size, step in zip(extent.shape, strides, strict=True))
     data = inline.read(extent.file, extent.offset, span * kind.itemsize)
@@ -114,17 +111,17 @@ def _strided(extent: Extent, strides: tuple[int, ...], kind: np.dtype, inline: N
     return np.ndarray(extent.shape, kind, data, 0, steps)
 
 
-def read_numbered(
+def read_numbered_state(
     model: RankModel, inline: NumbersInMemory
 ) -> tuple[Mapping[str, Entry], Mapping[str, str], Sequence[ParamGroup]]:
-    """Read the optimizer's state out of a model file.
+    """Read the numbered optimizer state in a model file of a run without ZeRO.
 
     Args:
         model: the model file.
-        inline: keeps its numbers.
+        inline: receives numbers whose bytes are in the pickle itself.
 
     Returns:
-        the state by name, what is left behind (path -> what it is), and the settings.
+        the state by name, a description of each unread value by path, and the optimizer's groups.
 
     Raises:
         Refused: CORRUPT; UNSUPPORTED for tensors that are no plain views.
@@ -132,7 +129,7 @@ def read_numbered(
     node = model.root.get(keys.OPTIMIZER)
     if node is None:
         return {}, {}, ()
-    reader = Tensors(inline, model.file)
+    reader = TensorReader(inline, model.file)
     leaves = flatten({keys.OPTIMIZER: node.value}, model.file)
     state = arrange(leaves, file=model.file)
     entries: dict[str, Entry] = {}
@@ -149,7 +146,7 @@ def read_numbered(
     return entries, left_behind, state.groups
 
 
-def _entry(reader: Tensors, name: str, leaf: Leaf) -> Entry:
+def _entry(reader: TensorReader, name: str, leaf: Leaf) -> Entry:
     node = CheckedValue(leaf.value, reader.file, tuple(map(str, leaf.path)))
     if leaf.kind == "tensor":
         return reader.tensor(name, node)
@@ -160,19 +157,19 @@ def _entry(reader: Tensors, name: str, leaf: Leaf) -> Entry:
 
 
 TIES = "ties"
-"""Key of the metadata: name -> name of the tensor that it shares."""
+"""Key of the ties in the metadata: a dict from second names to the names of the tensors that they share."""
 SCRIPTS = frozenset({keys.LATEST, keys.LATEST_UNIVERSAL, "zero_to_fp32.py", "zero_to_torch.py"})
-"""Files beside the folders of steps that mean nothing elsewhere."""
+"""Files beside the step folders that are not copied, because only DeepSpeed uses them."""
 _TIED = "tied_modules."
-_OF_A_LAYER = re.compile(r"(\d{1,6})\.")
+_LAYER_NUMBER = re.compile(r"(\d{1,6})\.")
 _WITHOUT_ZERO = "state of an optimizer without ZeRO"
-_ONLY_LOW = "Copy the missing files, or use --weights lp to read the module's own weights in low precision."
-_NO_LOW = "ZeRO-3 saves no weights in low precision; the module in its files holds empty placeholders"
+_MISSING_MASTERS_HINT = "Copy the missing files, or use --weights lp to read the module's own weights in low precision."
+_NO_LOW_PRECISION = "ZeRO-3 saves no weights in low precision; the module in its files holds empty placeholders"
 
 
 @dataclass(slots=True)
 class _Assembly:
-    """The tensors assembled so far, stage by stage."""
+    """The tensors of all pipeline stages, as far as they have been added."""
 
     weights: dict[str, Entry] = field(default_factory=dict)
     low: dict[str, Entry] = field(default_factory=dict)
@@ -184,36 +181,38 @@ class _Assembly:
     ties: dict[str, str] = field(default_factory=dict)
 
     def add(self, stage: Stage, number: int) -> None:
-        """Add a pipeline stage; tensors that an earlier one holds too must be equal."""
-        for known, stage_entries in ((self.weights, stage.weights), (self.low, stage.low)):
+        """Add a pipeline stage; tensors that an earlier stage has too must be equal."""
+        for first_entries, stage_entries in ((self.weights, stage.weights), (self.low, stage.low)):
             for name, entry in stage_entries.items():
-                self._same(known.setdefault(name, entry), entry, number)
+                self._require_equal(first_entries.setdefault(name, entry), entry, number)
         for name, states in stage.states.items():
-            known_states = self.states.setdefault(name, {})
+            first_states = self.states.setdefault(name, {})
             for state, entry in states.items():
-                self._same(known_states.setdefault(state, entry), entry, number)
+                self._require_equal(first_states.setdefault(state, entry), entry, number)
         self.twins.extend(stage.twins)
         self.scaled |= stage.scaled
 
-    def _same(self, first: Entry, entry: Entry, number: int) -> None:
-        if first is not entry:
-            self.twins.append(Twin(first, entry, f"pipeline stage {number} and an earlier one hold the same tensor"))
+    def _require_equal(self, first_entry: Entry, entry: Entry, number: int) -> None:
+        if first_entry is not entry:
+            self.twins.append(
+                Twin(first_entry, entry, f"pipeline stage {number} and an earlier one hold the same tensor")
+            )
 
 
 def open_deepspeed(
-    storage: Storage, path: str, member: str, weights: Weights = "fp32", cutter: Cutter = untold
+    storage: Storage, path: str, member: str, weights: Weights = "fp32", cutter: Cutter = refuse_unknown_cuts
 ) -> Container:
     """Open the checkpoint of one step.
 
     Args:
-        storage: where the files are.
-        path: what the user typed.
-        member: folder of the step; `HERE` for the path itself.
-        weights: which weights the plain names stand for: the optimizer's, or the module's own in low precision.
-        cutter: says how tensor-parallel ranks were cut where the files do not.
+        storage: the files.
+        path: the path as typed.
+        member: name of the step folder; `HERE` for the path itself.
+        weights: which weights the plain names mean: the optimizer's master weights, or the module's in low precision.
+        cutter: gives the tensor-parallel cuts of parameters where the files do not.
 
     Raises:
-        Refused: everything that is wrong with its files: UNSAFE_PICKLE, CORRUPT, INCOMPLETE, UNSUPPORTED, ….
+        Refused: every problem with the files: UNSAFE_PICKLE, CORRUPT, INCOMPLETE, UNSUPPORTED, ….
         StorageError: IO.
     """
     prefix = "" if member == HERE else f"{member}/"
@@ -222,14 +221,14 @@ def open_deepspeed(
     inline = NumbersInMemory(storage)
     faults = Faults()
     models, states, layers, checksums = _read(inline, files, prefix, faults)
-    models = _with_experts(inline, models, files, prefix, checksums, faults)
+    models = _add_expert_tensors(inline, models, files, prefix, checksums, faults)
     if weights != "lp" and not files.optimizer and any(model.shapes for ranks in models.values() for model in ranks):
         message = f"the run used ZeRO, which stores its weights in files *{keys.OPTIM_END}, and these are missing"
-        faults.add("INCOMPLETE", message, prefix.rstrip("/") or path, hint=_ONLY_LOW)
+        faults.add("INCOMPLETE", message, prefix.rstrip("/") or path, hint=_MISSING_MASTERS_HINT)
     if faults:
         raise faults.error()
     check_one_save([model for ranks in models.values() for model in ranks])
-    _check_copied(inline, models, states)
+    _refuse_copies(inline, models, states)
     pp, tp = degrees(models, files.layers.values(), len(files.optimizer.get(0, {})))
     catalog = _Assembly()
     table_cuts = _table_cuts(models, layers, storage, cutter) if tp > 1 else None
@@ -238,13 +237,13 @@ def open_deepspeed(
         numbers = [stage * tp + rank for rank in range(tp)]
         catalog.add(_stage([(models[n], states.get(n, ())) for n in numbers], table_cuts, faults), stage)
     catalog.twins.extend(_steps_of_stages([states[stage * tp][0] for stage in range(pp) if states.get(stage * tp)]))
-    # Layer files come last: what the optimizer's files already gave in full precision has precedence.
+    # Layer files come last: full-precision weights from the optimizer's files have precedence.
     _add_layers(catalog, layers, _info(models[0], table_cuts, tp), tp, faults)
     if pp > 1 or layers:
         _check_layers(catalog, models, layers, faults)
     if faults:
         raise faults.error()
-    _share(catalog, models)
+    _add_aliases(catalog, models)
     left_behind = _add_numbered(catalog, models, states, inline, files)
     entries = _entries(catalog, inline, weights, files)
     size = {f"{prefix}{name}": storage.size(f"{prefix}{name}") for name in files.all}
@@ -265,7 +264,7 @@ _Layers = Mapping[int, Sequence[Mapping[str, Entry]]]
 def _read(
     inline: NumbersInMemory, files: RankFiles, prefix: str, faults: Faults
 ) -> tuple[_Models, _States, _Layers, list[Checksum]]:
-    """Read the descriptions in all files; every unreadable file is a fault."""
+    """Read model, optimizer and layer files, and collect their checksums; every unreadable file is a fault."""
     models: dict[Rank, list[RankModel]] = {}
     states: dict[Rank, list[RankState]] = {}
     layers: dict[int, list[Mapping[str, Entry]]] = {}
@@ -300,11 +299,11 @@ def _read(
     return models, states, layers, checksums
 
 
-def _with_experts(
+def _add_expert_tensors(
     inline: NumbersInMemory, models: _Models, files: RankFiles, prefix: str, checksums: list[Checksum], faults: Faults
 ) -> _Models:
-    """Return the model files, each with the tensors of its experts."""
-    models_with_experts = dict(models)
+    """Return the model files, each with the tensors from its expert files."""
+    models_by_rank = dict(models)
     for rank, expert_files in files.experts.items():
         read: dict[str, Mapping[str, Entry]] = {}
         for name in expert_files.values():
@@ -314,22 +313,20 @@ def _with_experts(
                 faults.extend(*error.refusals)
                 continue
             checksums.extend(file_checksums)
-        if rank in models_with_experts:
-            models_with_experts[rank] = [
-                with_experts(model, expert_files, read, faults) for model in models_with_experts[rank]
-            ]
+        if rank in models_by_rank:
+            models_by_rank[rank] = [add_experts(model, expert_files, read, faults) for model in models_by_rank[rank]]
         else:
             faults.add(
                 "INCOMPLETE", f"there are expert files of model rank {rank}, but its model file is missing", inline.path
             )
-    return models_with_experts
+    return models_by_rank
 
 
 def check_one_save(models: Sequence[RankModel]) -> None:
     """Check that all model files were saved after the same number of steps.
 
     Raises:
-        Refused: CORRUPT where they were not: the files of two saves are mixed.
+        Refused: CORRUPT where the folder mixes files of two saves.
     """
     first_file, first_steps = "", None
     for model in models:
@@ -342,8 +339,8 @@ def check_one_save(models: Sequence[RankModel]) -> None:
         first_file, first_steps = model.file, steps.value
 
 
-def _check_copied(storage: Storage, models: _Models, states: _States) -> None:
-    """Check that no rank's file of ZeRO-3 is another's: such files do not say whose part of the buffers they hold.
+def _refuse_copies(storage: Storage, models: _Models, states: _States) -> None:
+    """Check that no optimizer file of ZeRO-3 is a copy of another rank's: the files do not name their rank.
 
     Raises:
         Refused: CORRUPT.
@@ -354,9 +351,11 @@ def _check_copied(storage: Storage, models: _Models, states: _States) -> None:
             prod(shape) for model in models.get(number, ())[:1] for group in model.shapes for shape in group.values()
         ]
         widths = [(size, shard_width(size, len(parts))) for size in sizes]
-        # The last ranks may hold nothing but padding, and then are alike.
-        own = [each for at, each in enumerate(parts) if each.stage == 3 and any(size > at * n for size, n in widths)]
-        for file, first in copied(storage, [(each.file, each.checksums) for each in own]):
+        # The last ranks may have nothing but padding, and then their files are equal.
+        own_parts = [
+            each for at, each in enumerate(parts) if each.stage == 3 and any(size > at * n for size, n in widths)
+        ]
+        for file, first in copied(storage, [(each.file, each.checksums) for each in own_parts]):
             message = f"it is a copy of {first}, though each rank has its own part of the optimizer's buffers"
             faults.add("CORRUPT", message, file, hint="Copy this rank's own file from where it was saved.")
     if faults:
@@ -364,10 +363,10 @@ def _check_copied(storage: Storage, models: _Models, states: _States) -> None:
 
 
 def _steps_of_stages(states: Sequence[RankState]) -> Iterator[Twin]:
-    """Yield the steps of the groups of all pipeline stages as copies of the first stage's.
+    """Yield pairs of steps that must be equal: each group's step in the first pipeline stage and in every other.
 
     Args:
-        states: an optimizer file of each stage.
+        states: one optimizer file of each stage.
     """
     for state in states[1:]:
         if len(state.groups) != len(states[0].groups):
@@ -382,12 +381,12 @@ def degrees(models: _Models, layers: Collection[Mapping[int, str]], parts: int =
     """Return pipeline and tensor-parallel degree; their product is the number of model ranks.
 
     Args:
-        models: model rank -> its model files.
-        layers: per layer of a pipeline, its files.
-        parts: data-parallel ranks whose optimizer files are there; 0 where there are none.
+        models: model files by model rank.
+        layers: the files of each pipeline layer, by tensor-parallel rank.
+        parts: number of data-parallel ranks with optimizer files; 0 without such files.
 
     Raises:
-        Refused: CORRUPT where the files contradict that; INCOMPLETE for missing ranks.
+        Refused: CORRUPT where the files contradict each other; INCOMPLETE for missing ranks.
     """
     first_model = models[0][0]
     dimensions = first_model.root.get(keys.DIMENSIONS)
@@ -412,9 +411,9 @@ def degrees(models: _Models, layers: Collection[Mapping[int, str]], parts: int =
 
 
 def _table_cuts(models: _Models, layers: _Layers, storage: Storage, cutter: Cutter) -> TableCuts | None:
-    """Return the cuts that the tables state; None where the files state them."""
+    """Return the tensor-parallel cuts from the tables; None where all files have metadata about the cuts."""
     firsts = [ranks[0] for _, ranks in sorted(models.items())]
-    # Metadata in the files is what the run itself knew, so it has precedence over any table.
+    # The run itself wrote the metadata, so it has precedence over any table.
     if all(model.root.get(keys.INFO) is not None for model in firsts):
         return None
     names = dict.fromkeys(
@@ -431,12 +430,12 @@ def _table_cuts(models: _Models, layers: _Layers, storage: Storage, cutter: Cutt
 def _stage(
     ranks: Sequence[tuple[Sequence[RankModel], Sequence[RankState]]], table_cuts: TableCuts | None, faults: Faults
 ) -> Stage:
-    """Put one pipeline stage together."""
+    """Assemble the tensors of one pipeline stage from its tensor-parallel ranks."""
     model_ranks = []
     twins: list[Twin] = []
     for models, states in ranks:
         try:
-            trained_parameters, number_twins = trained(models[0], states) if states else ({}, [])
+            trained_parameters, number_twins = read_trained(models[0], states) if states else ({}, [])
         except TransaxleError as error:
             faults.extend(*error.refusals)
             continue
@@ -454,7 +453,7 @@ def _stage(
 
 
 def _info(models: Sequence[RankModel], table_cuts: TableCuts | None, tp: int) -> UniversalInfo | TableCuts | None:
-    """Return what states how parameters are cut: the files' own metadata, or the tables."""
+    """Return the source of tensor-parallel cuts: the files' own metadata, or the tables."""
     node = models[0].root.get(keys.INFO)
     return table_cuts if node is None or tp == 1 else UniversalInfo(node, tp)
 
@@ -462,28 +461,27 @@ def _info(models: Sequence[RankModel], table_cuts: TableCuts | None, tp: int) ->
 def _add_layers(
     catalog: _Assembly, layers: _Layers, info: UniversalInfo | TableCuts | None, tp: int, faults: Faults
 ) -> None:
-    """Add what only the layer files of a pipeline hold: the module's tensors, and parameters that are not trained."""
+    """Add the tensors in the layer files of a pipeline: low-precision weights, buffers and frozen parameters."""
     for number, ranks in layers.items():
         if len(ranks) != tp:
             message = f"it has files of {len(ranks)} tensor-parallel ranks; the run had {tp}"
             faults.add("INCOMPLETE", message, f"layer {number}")
             continue
         for name in dict.fromkeys(name for rank in ranks for name in rank):
-            full = f"{number}.{name}"
-            known_weight = catalog.weights.get(full)
+            full_name = f"{number}.{name}"
+            own_weight = catalog.weights.get(full_name)
             shared = next(
                 (weight for weight in catalog.weights if weight.startswith(_TIED) and weight.endswith(f".{name}")), None
             )
-            # The module of a tied layer stores its weight again under the layer's number. It is trained under its tied
-            # name only.
-            tied = known_weight is None and shared is not None and not _trains(catalog, number)
-            entry_name = shared if tied and shared is not None else full
+            # A tied layer stores its weight again under the layer's number, but trains it under the tied name only.
+            tied = own_weight is None and shared is not None and not _trains(catalog, number)
+            entry_name = shared if tied and shared is not None else full_name
             if tied:
-                catalog.ties.setdefault(full, entry_name)
+                catalog.ties.setdefault(full_name, entry_name)
             if tied and entry_name in catalog.low:
                 continue
             try:
-                entry, twins = _beside(entry_name, [rank.get(name) for rank in ranks], info)
+                entry, twins = _merge_layer_tensor(entry_name, [rank.get(name) for rank in ranks], info)
             except TransaxleError as error:
                 faults.extend(*error.refusals)
                 continue
@@ -495,15 +493,15 @@ def _add_layers(
 def _check_layers(catalog: _Assembly, models: _Models, layers: _Layers, faults: Faults) -> None:
     """Report layers of a pipeline that have parameters but no file."""
     frozen = (name for ranks in models.values() for name in ranks[0].frozen)
-    numbers = {int(match[1]) for name in (*catalog.states, *frozen) if (match := _OF_A_LAYER.match(name))}
+    numbers = {int(match[1]) for name in (*catalog.states, *frozen) if (match := _LAYER_NUMBER.match(name))}
     for number in sorted(numbers - layers.keys()):
         faults.add("INCOMPLETE", "the layer has parameters, but its file is missing", f"layer {number}")
 
 
-def _beside(
+def _merge_layer_tensor(
     name: str, rank_entries: Sequence[Entry | None], info: UniversalInfo | TableCuts | None
 ) -> tuple[Entry, list[Twin]]:
-    """Put a tensor of a layer together from its tensor-parallel ranks' files."""
+    """Merge a layer's tensor from the files of its tensor-parallel ranks."""
     shards = [RankShard(entry.dtype, entry.shape, entry.extents, "") for entry in rank_entries if entry is not None]
     if len(shards) < len(rank_entries):
         raise refuse(
@@ -511,7 +509,7 @@ def _beside(
             f"it is missing in the files of {len(rank_entries) - len(shards)} of {len(rank_entries)} ranks",
             tensor=name,
         )
-    spread = unspread(shards) if info is None else info.spread(name, tuple(shard.shape for shard in shards))
+    spread = full_spread(shards) if info is None else info.spread(name, tuple(shard.shape for shard in shards))
     return merge_shards(name, shards, spread)
 
 
@@ -520,11 +518,11 @@ def _trains(catalog: _Assembly, layer: int) -> bool:
     return any(name.startswith(f"{layer}.") for name in catalog.states)
 
 
-def _all_experts(model: RankModel, states: Sequence[RankState]) -> RankModel:
-    return model if states[0].stage == 3 else ExpertShares(model, states).named()
+def _with_all_experts(model: RankModel, states: Sequence[RankState]) -> RankModel:
+    return model if states[0].stage == 3 else ExpertShares(model, states).with_all_experts()
 
 
-def _share(catalog: _Assembly, models: _Models) -> None:
+def _add_aliases(catalog: _Assembly, models: _Models) -> None:
     """Add the second names of shared parameters."""
     for ranks in models.values():
         for model in ranks:
@@ -538,7 +536,7 @@ def _share(catalog: _Assembly, models: _Models) -> None:
 
 def _entries(catalog: _Assembly, inline: NumbersInMemory, weights: Weights, files: RankFiles) -> dict[str, Entry]:
     if weights == "lp" and files.zero3:
-        raise refuse("UNSUPPORTED", _NO_LOW, file=inline.path, hint="Leave out --weights lp.")
+        raise refuse("UNSUPPORTED", _NO_LOW_PRECISION, file=inline.path, hint="Leave out --weights lp.")
     chosen = catalog.low if weights == "lp" else catalog.weights
     for name in catalog.states if weights == "lp" else ():
         if name not in chosen and name in catalog.weights and catalog.weights[name].nbytes:
@@ -547,7 +545,7 @@ def _entries(catalog: _Assembly, inline: NumbersInMemory, weights: Weights, file
     entries = {name: Entry(name, entry.dtype, entry.shape, entry.extents) for name, entry in chosen.items()}
     for name, factor in catalog.scaled.items():
         if name in entries:
-            entries[name] = unscaled(entries[name], factor, inline)
+            entries[name] = unscale(entries[name], factor, inline)
     for parameter, states in catalog.states.items():
         for state, entry in states.items():
             name = f"{OPTIMIZER}{parameter}/{state}"
@@ -562,44 +560,52 @@ def _entries(catalog: _Assembly, inline: NumbersInMemory, weights: Weights, file
 def _add_numbered(
     catalog: _Assembly, models: _Models, states: _States, inline: NumbersInMemory, files: RankFiles
 ) -> dict[str, str]:
-    """Add the state of an optimizer without ZeRO; return what is left behind of it.
+    """Add the state of an optimizer without ZeRO; return descriptions of unread values by path.
 
-    Its numbers are those of one rank's parameters: where several ranks hold parts of the model, nothing tells which
-    parts belong together.
+    The state is numbered by rank. Where several ranks have parts of the model, nothing tells which parts belong
+    together, so none of it is read.
     """
     left_behind = dict.fromkeys(files.numbered, f"{_WITHOUT_ZERO}, of one expert-parallel rank")
     if states or models[0][0].root.get(keys.OPTIMIZER) is None:
         return left_behind
     if len(models) > 1 or files.numbered:
         return left_behind | {keys.OPTIMIZER: f"{_WITHOUT_ZERO}, of one of several ranks"}
-    entries, also_left, groups = read_numbered(models[0][0], inline)
+    entries, unread_leaves, groups = read_numbered_state(models[0][0], inline)
     catalog.numbered |= entries
     catalog.groups.extend(groups)
-    return {**left_behind, **also_left}
+    return {**left_behind, **unread_leaves}
 
 
 def _metadata(
-    catalog: _Assembly, models: _Models, states: _States, shape: tuple[int, int], left_behind: Mapping[str, str]
+    catalog: _Assembly,
+    models: _Models,
+    states: _States,
+    degrees_pp_tp: tuple[int, int],
+    left_behind: Mapping[str, str],
 ) -> dict[str, Any]:
-    left_here = {
-        path: description for ranks in states.values() for state in ranks for path, description in state.left.items()
+    unread = {
+        path: description for ranks in states.values() for state in ranks for path, description in state.unread.items()
     }
-    left_here |= left_behind
+    unread |= left_behind
     firsts = [ranks[0] for _, ranks in sorted(models.items())]
     states_by_rank = [ranks for _, ranks in sorted(states.items())]
     facts = run_of(firsts[0], states_by_rank[0][0].root if states_by_rank else None)
     facts |= hints_entry(hints_of(firsts))
     metadata: dict[str, Any] = {RUN: facts}
-    facts[DEGREES] = {"pp": shape[0], "tp": shape[1], "dp": max(map(len, states_by_rank), default=1)}
+    facts[DEGREES] = {
+        "pp": degrees_pp_tp[0],
+        "tp": degrees_pp_tp[1],
+        "dp": max(map(len, states_by_rank), default=1),
+    }
     if states_by_rank:
         facts[keys.ZERO_STAGE] = states_by_rank[0][0].stage
         metadata[keys.GROUPS] = state_groups(
-            states_by_rank, [_all_experts(models[rank][0], states[rank]) for rank in sorted(states)]
+            states_by_rank, [_with_all_experts(models[rank][0], states[rank]) for rank in sorted(states)]
         )
     if catalog.groups:
         metadata[keys.GROUPS] = catalog.groups
     if catalog.ties:
         metadata[TIES] = dict(catalog.ties)
-    if left_here:
-        metadata[LEFT_BEHIND] = left_here
+    if unread:
+        metadata[LEFT_BEHIND] = unread
     return metadata

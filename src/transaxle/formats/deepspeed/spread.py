@@ -1,23 +1,19 @@
-"""How a parameter is spread over tensor-parallel ranks: boxes, the affine map of the metadata, and cuts that tables
-state.
+"""Spreads: which boxes of a parameter each tensor-parallel rank has, and where they are in its shard.
 
-**Spreads**: which boxes of one parameter each tensor-parallel rank holds, and where in its shard.
+Every form of metadata is reduced to a spread, by way of the cutting rules of `axes`. Then spreads can be compared,
+checked for holes and turned into extents, independent of their source.
 
-Every form of metadata is reduced to a spread, by way of the cutting rules of `axes`. Spreads are compared, checked for
-holes and turned into extents here, whatever they were read from.
-
-The affine form of the metadata, `affine_map` version 1: each rank's shard as strided views of the whole parameter.
+The affine form of the metadata is `affine_map` version 1: each rank's shard as strided views of the whole parameter.
 
     {"version": 1, "params": {pattern: {"logical_shape": [...], "ranks": {rank: {"shard_shape": [...], "pieces": [
         {"shape": [...], "source": [offset, strides], "dest": [offset, strides], "locations": [...], "scale": 1.0}]}}}}}
 
-`source` is in the whole parameter, `dest` in the shard, both row-major; `locations` are the ranks that hold the piece;
-`scale` may be missing. Every piece must be a box of both.
+`source` is a view of the whole parameter, `dest` one of the shard, both row-major; `locations` are the ranks that have
+the piece; `scale` may be missing. Every piece must be a box in both.
 
-How parameters are cut that no metadata describes: as the table of their model says, or the user's rules.
-
-Tables are not known here. Whoever opens a checkpoint may hand in a `Cutter`, which is asked once for all names, and
-then name by name with the shapes of the shards.
+Where no metadata describes the cut, the table of the model does, or the user's rules. This module does not know tables:
+the caller passes a `Cutter`, which is called once with all names, and its result then once per name with the shapes of
+the shards.
 """
 
 from __future__ import annotations
@@ -50,25 +46,25 @@ from transaxle.formats.storage.storage import Storage
 
 @dataclass(frozen=True, slots=True)
 class ShardBlock:
-    """A box of the whole parameter that is a box of a rank's shard."""
+    """A box of a parameter that is also a box of one rank's shard."""
 
     start: Shape
-    """First index in the whole parameter."""
+    """First index of the box in the whole parameter."""
     at: Shape
-    """First index in the shard."""
+    """First index of the box in the shard."""
     shape: Shape
     scale: float = 1.0
-    """Factor of the stored values."""
+    """Factor by which the stored values are multiplied."""
 
     @property
     def size(self) -> int:
-        """Number of elements."""
+        """Number of elements in the box."""
         return prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """One parameter over all tensor-parallel ranks."""
+    """The distribution of one parameter over all tensor-parallel ranks, as explicit boxes."""
 
     shape: Shape
     """Shape of the whole parameter."""
@@ -78,12 +74,12 @@ class Spread:
     """The non-empty boxes of each rank."""
 
     @property
-    def scaled(self) -> bool:
+    def is_scaled(self) -> bool:
         """Whether a rank stores scaled values."""
         return any(block.scale != 1 for blocks in self.blocks for block in blocks)
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
-        """Return what a rank holds as pieces of `axes`, the axes being the dims `0`, `1`, …."""
+        """Return a rank's boxes as pieces of `axes`, where the axes are called `0`, `1`, … like the dims."""
         strides = row_major(self.shards[rank])
         names = [str(dim) for dim in range(len(self.shape))]
         return tuple(
@@ -98,7 +94,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class RankBlock:
-    """A box of the whole parameter on one rank."""
+    """A box of a parameter, with the rank that has it."""
 
     rank: int
     block: ShardBlock
@@ -106,18 +102,18 @@ class RankBlock:
 
 @dataclass(frozen=True, slots=True)
 class Owners:
-    """The boxes from which a parameter is read."""
+    """The boxes from which a parameter is read, each from one rank, and the copies on other ranks."""
 
-    holdings: tuple[RankBlock, ...]
-    """Disjoint boxes, each on the first rank that holds it."""
+    blocks_to_read: tuple[RankBlock, ...]
+    """Disjoint boxes, each with the first rank that has it."""
     copies: tuple[tuple[RankBlock, RankBlock], ...]
-    """Boxes that exist more than once: the one that is read, and another."""
+    """Pairs of the same box on two ranks: the one that is read, and its copy."""
     missing: int
-    """Elements that no rank holds."""
+    """Number of elements that no rank has."""
 
 
 def cut(shape: Shape, dim: int | None, rule: ChunkRule, ranks: int) -> Spread:
-    """Spread a parameter by a cutting rule along one dim; None: every rank holds all of it.
+    """Return the spread of a parameter that a rule cuts along `dim`; with `dim` None, every rank has all of it.
 
     Raises:
         Refused: SHAPE_MISMATCH where the rule does not fit the shape.
@@ -127,7 +123,7 @@ def cut(shape: Shape, dim: int | None, rule: ChunkRule, ranks: int) -> Spread:
         positions = place(shape, [MeshCut(dim, ranks, rank, rule)])
         shards.append(tuple(count_positions(intervals) for intervals in positions))
         blocks_of_rank = []
-        for intervals in product(*(_placed(intervals_of_dim) for intervals_of_dim in positions)):
+        for intervals in product(*(_shard_offsets(intervals_of_dim) for intervals_of_dim in positions)):
             block = ShardBlock(
                 tuple(first for first, _, _ in intervals),
                 tuple(at for _, _, at in intervals),
@@ -140,7 +136,7 @@ def cut(shape: Shape, dim: int | None, rule: ChunkRule, ranks: int) -> Spread:
 
 
 def by_widths(shape: Shape, dim: int, widths: Sequence[Sequence[int]]) -> Spread:
-    """Spread a parameter whose parts lie one after the other along a dim, each cut by its own widths per rank.
+    """Return the spread of a parameter whose parts are concatenated along a dim, each cut by its own widths per rank.
 
     Raises:
         Refused: SHAPE_MISMATCH where the widths do not sum to the dim.
@@ -153,12 +149,12 @@ def by_widths(shape: Shape, dim: int, widths: Sequence[Sequence[int]]) -> Spread
 
 
 def whole(shape: Shape, ranks: int) -> Spread:
-    """Return the spread of a parameter that every rank holds."""
+    """Return the spread of a parameter that is replicated on every rank."""
     return cut(shape, None, Replicated(), ranks)
 
 
-def _placed(intervals: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
-    """Yield each interval with its place in the shard."""
+def _shard_offsets(intervals: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
+    """Yield start and end of each interval, and its offset in the shard."""
     at = 0
     for start, stop in intervals:
         yield start, stop, at
@@ -166,7 +162,7 @@ def _placed(intervals: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, in
 
 
 def same(first: Spread, second: Spread) -> bool:
-    """Tell whether two spreads put the same elements at the same places, however they are split into boxes."""
+    """Tell whether two spreads place every element alike, however they are split into boxes."""
     if first.shape != second.shape or first.shards != second.shards:
         return False
     return all(
@@ -187,13 +183,13 @@ def _agree(first_blocks: Sequence[ShardBlock], second_blocks: Sequence[ShardBloc
             shared_in_b = _overlap(b, a.start, a.shape)
             if shared_in_b is None or shared.at != shared_in_b.at or a.scale != b.scale:
                 return False
-            # Both sides cover as many elements; if all of them are common, the two are the same.
+            # Both sides have the same number of elements, so they are equal if all elements are common.
             common += shared.size
     return common == sum(block.size for block in first_blocks)
 
 
 def _overlap(block: ShardBlock, start: Shape, shape: Shape) -> ShardBlock | None:
-    """Return the part of a block inside a box of the whole parameter."""
+    """Return the part of a block inside a box of the whole parameter; None if there is none."""
     low = tuple(map(max, block.start, start))
     high = tuple(min(b + n, s + m) for b, n, s, m in zip(block.start, block.shape, start, shape, strict=True))
     if any(h <= lo for lo, h in zip(low, high, strict=True)):
@@ -204,13 +200,13 @@ def _overlap(block: ShardBlock, start: Shape, shape: Shape) -> ShardBlock | None
 
 @lru_cache(4096)
 def owners(spread: Spread) -> Owners:
-    """Choose a rank for every element, and find the copies on other ranks."""
+    """Choose the rank from which each box is read, and list the copies on other ranks."""
     owned: list[RankBlock] = []
     copies: list[tuple[RankBlock, RankBlock]] = []
     for rank, blocks in enumerate(spread.blocks):
         for block in blocks:
             remaining = [block]
-            # Later ranks keep only what no earlier one holds; the rest are copies, to be compared with the owner's.
+            # A later rank owns only boxes that no earlier one has; the others are copies, compared with the owner's.
             for owner in tuple(owned):
                 copy = _overlap(block, owner.block.start, owner.block.shape)
                 original = _overlap(owner.block, block.start, block.shape)
@@ -218,12 +214,12 @@ def owners(spread: Spread) -> Owners:
                     copies.append((RankBlock(owner.rank, original), RankBlock(rank, copy)))
                     remaining = [remainder for piece in remaining for remainder in _without(piece, copy)]
             owned.extend(RankBlock(rank, piece) for piece in remaining)
-    missing = prod(spread.shape) - sum(holding.block.size for holding in owned)
+    missing = prod(spread.shape) - sum(owned_block.block.size for owned_block in owned)
     return Owners(tuple(owned), tuple(copies), missing)
 
 
 def _without(block: ShardBlock, hole: ShardBlock) -> Iterator[ShardBlock]:
-    """Yield the parts of a block outside of a box, as boxes: for each dim what lies before and after it."""
+    """Yield the parts of a block outside a box as disjoint boxes."""
     low, shape = list(block.start), list(block.shape)
     if _overlap(block, hole.start, hole.shape) is None:
         yield block
@@ -241,8 +237,8 @@ def _without(block: ShardBlock, hole: ShardBlock) -> Iterator[ShardBlock]:
         low[dim], shape[dim] = first, last - first
 
 
-def clipped(spread: Spread, rows: int) -> Spread:
-    """Return the spread of the first rows of a parameter; the rest of the shards becomes padding."""
+def clip_rows(spread: Spread, rows: int) -> Spread:
+    """Return the spread of the first rows of a parameter; the other rows in the shards become padding."""
     shape = (rows, *spread.shape[1:])
     origin = (0,) * len(shape)
     blocks = tuple(
@@ -256,8 +252,8 @@ def clipped(spread: Spread, rows: int) -> Spread:
     return Spread(shape, spread.shards, blocks)
 
 
-def folded(spread: Spread, shards: Sequence[Shape]) -> Spread:
-    """Return the spread with its leading dims merged into one, as the shards have them.
+def fold_dims(spread: Spread, shards: Sequence[Shape]) -> Spread:
+    """Return a spread with its leading dims merged, so that it has as many dims as the shards.
 
     Raises:
         Refused: SHAPE_MISMATCH where merging does not give the shards' shapes.
@@ -266,21 +262,25 @@ def folded(spread: Spread, shards: Sequence[Shape]) -> Spread:
     extra = len(spread.shape) - dims + 1
     folds = extra > 1 and dims > 0
     merged = tuple((prod(shard[:extra]), *shard[extra:]) if folds else shard for shard in spread.shards)
-    if tuple(shards) != merged:  # before anything is done for every row that the metadata speaks of
-        want, got = (", ".join(str(list(shape)) for shape in shapes[:8]) for shapes in (merged, tuple(shards)))
-        raise refuse("SHAPE_MISMATCH", f"by the metadata the shards have the shapes {want}, but they have {got}")
+    if tuple(shards) != merged:  # checked first, since the metadata may claim very many rows
+        expected_text, shard_text = (
+            ", ".join(str(list(shape)) for shape in shapes[:8]) for shapes in (merged, tuple(shards))
+        )
+        raise refuse(
+            "SHAPE_MISMATCH", f"by the metadata the shards have the shapes {expected_text}, but they have {shard_text}"
+        )
     if not folds:
         return spread
     heads = [shard[:extra] for shard in spread.shards]
     blocks = tuple(
-        tuple(run for block in blocks_of_rank for run in _folded(block, spread.shape[:extra], head))
+        tuple(run for block in blocks_of_rank for run in _fold_block(block, spread.shape[:extra], head))
         for blocks_of_rank, head in zip(spread.blocks, heads, strict=True)
     )
     return Spread((prod(spread.shape[:extra]), *spread.shape[extra:]), merged, blocks)
 
 
-def _folded(block: ShardBlock, whole_head: Shape, shard_head: Shape) -> Iterator[ShardBlock]:
-    """Yield a block as runs of the merged leading dims."""
+def _fold_block(block: ShardBlock, whole_head: Shape, shard_head: Shape) -> Iterator[ShardBlock]:
+    """Yield the boxes that a block becomes when the leading dims are merged."""
     count = len(whole_head)
     source, dest = row_major(whole_head), row_major(shard_head)
     runs: list[tuple[int, int, int]] = []
@@ -299,15 +299,15 @@ def _folded(block: ShardBlock, whole_head: Shape, shard_head: Shape) -> Iterator
         )
 
 
-MOST_PIECES = 1024
-"""Pieces of one parameter on all ranks together; real ones have a few per rank."""
+MAX_PIECES = 1024
+"""Cap on the pieces of one parameter on all ranks together; real parameters have a few per rank."""
 
 
 def maps_of(info: CheckedValue) -> dict[str, CheckedValue]:
-    """Return pattern -> description from a model's metadata; empty where it has no affine form.
+    """Return the affine descriptions in a model's metadata by name pattern; empty where it has none.
 
     Raises:
-        Refused: UNSUPPORTED for another version; CORRUPT.
+        Refused: UNSUPPORTED for another version; CORRUPT for malformed metadata.
     """
     affine = info.get(keys.AFFINE)
     if affine is None:
@@ -317,19 +317,19 @@ def maps_of(info: CheckedValue) -> dict[str, CheckedValue]:
         version_text = "no version" if version is None else f"version {version.value}"
         message = f"the {keys.AFFINE} has {version_text}; only version {keys.AFFINE_CURRENT} can be read"
         raise refuse("UNSUPPORTED", message, file=info.file)
-    return dict(affine[keys.AFFINE_PARAMS].named())
+    return dict(affine[keys.AFFINE_PARAMS].string_items())
 
 
 def read_affine(node: CheckedValue, ranks: int) -> Spread:
-    """Lower one parameter's description.
+    """Read the affine description of one parameter.
 
     Args:
-        node: from `maps_of`.
+        node: a value of `maps_of`.
         ranks: the tensor-parallel degree of the checkpoint.
 
     Raises:
-        Refused: CORRUPT for pieces outside of what they speak of, or whose counts or places disagree; UNSUPPORTED for
-            pieces that are no boxes; SHAPE_MISMATCH for another number of ranks.
+        Refused: CORRUPT for pieces outside the parameter or shard, or that do not fill the shards exactly once;
+            UNSUPPORTED for pieces that are no boxes; SHAPE_MISMATCH for another number of ranks.
     """
     shape = node[keys.LOGICAL_SHAPE].naturals()
     entries = node[keys.RANKS]
@@ -339,38 +339,38 @@ def read_affine(node: CheckedValue, ranks: int) -> Spread:
         raise refuse("SHAPE_MISMATCH", message, file=node.file, tensor=node.path[-1])
     shards = tuple(by_rank[rank][keys.SHARD_SHAPE].naturals() for rank in range(ranks))
     pieces = [by_rank[rank][keys.PIECES].list() for rank in range(ranks)]
-    if sum(map(len, pieces)) > MOST_PIECES:
+    if sum(map(len, pieces)) > MAX_PIECES:
         raise refuse(
             "UNSUPPORTED",
-            f"the metadata cuts it into more than {MOST_PIECES} pieces",
+            f"the metadata cuts it into more than {MAX_PIECES} pieces",
             file=node.file,
             tensor=node.path[-1],
         )
-    blocks, holders, pieces_with_blocks = [], dict[tuple[Shape, Shape], set[int]](), []
-    for rank, listed in enumerate(pieces):
+    blocks, ranks_by_box, pieces_with_blocks = [], dict[tuple[Shape, Shape], set[int]](), []
+    for rank, rank_pieces in enumerate(pieces):
         blocks_of_rank = []
-        for piece in listed:
+        for piece in rank_pieces:
             block = _block(piece, shape, shards[rank])
             if not block.size:
                 continue
             blocks_of_rank.append(block)
-            holders.setdefault((block.start, block.shape), set()).add(rank)
+            ranks_by_box.setdefault((block.start, block.shape), set()).add(rank)
             pieces_with_blocks.append((piece, block))
         _check_shard(entries, rank, blocks_of_rank, shards[rank])
         blocks.append(tuple(blocks_of_rank))
     for piece, block in pieces_with_blocks:
-        if set(piece[keys.LOCATIONS].naturals()) != holders[block.start, block.shape]:
-            holding_ranks = sorted(holders[block.start, block.shape])
-            raise piece.fault(f"{keys.LOCATIONS} must list the ranks that hold this piece, {holding_ranks}")
+        if set(piece[keys.LOCATIONS].naturals()) != ranks_by_box[block.start, block.shape]:
+            box_ranks = sorted(ranks_by_box[block.start, block.shape])
+            raise piece.fault(f"{keys.LOCATIONS} must list the ranks that hold this piece, {box_ranks}")
     return Spread(shape, shards, tuple(blocks))
 
 
 def write_affine(spread: Spread) -> dict[str, Any]:
-    """Return a parameter's description, as DeepSpeed writes it.  Inverse: `read`, up to empty pieces."""
-    holders: dict[tuple[Shape, Shape], list[int]] = {}
+    """Return the affine description of a parameter, as DeepSpeed writes it. Inverse: `read_affine`."""
+    ranks_by_box: dict[tuple[Shape, Shape], list[int]] = {}
     for rank, blocks_of_rank in enumerate(spread.blocks):
         for block in blocks_of_rank:
-            holders.setdefault((block.start, block.shape), []).append(rank)
+            ranks_by_box.setdefault((block.start, block.shape), []).append(rank)
     strides = row_major(spread.shape)
     return {
         keys.LOGICAL_SHAPE: list(spread.shape),
@@ -378,7 +378,7 @@ def write_affine(spread: Spread) -> dict[str, Any]:
             rank: {
                 keys.SHARD_SHAPE: list(spread.shards[rank]),
                 keys.PIECES: [
-                    _piece(block, strides, row_major(spread.shards[rank]), holders[block.start, block.shape])
+                    _piece(block, strides, row_major(spread.shards[rank]), ranks_by_box[block.start, block.shape])
                     for block in blocks_of_rank
                 ],
             }
@@ -403,7 +403,7 @@ def _position(index: Shape, strides: Shape) -> int:
 
 def _rank(entries: CheckedValue, key: object) -> int:
     text = str(key) if isinstance(key, int | str) and not isinstance(key, bool) else ""
-    if not text.isascii() or not text.isdecimal() or len(text) > len(str(MOST_PIECES)):
+    if not text.isascii() or not text.isdecimal() or len(text) > len(str(MAX_PIECES)):
         raise entries.fault("the keys must be numbers of ranks")
     return int(text)
 
@@ -421,7 +421,7 @@ def _block(piece: CheckedValue, shape: Shape, shard: Shape) -> ShardBlock:
 
 
 def _start(place: CheckedValue, sizes: Shape, full_shape: Shape) -> Shape:
-    """Return the first index of a strided view that must be a box of a row-major array."""
+    """Return the first index of a strided view, which must be a box of a row-major array of shape `full_shape`."""
     offset_and_strides = place.list()
     if len(offset_and_strides) != 2:
         raise place.fault(f"expected an offset and strides, not {len(offset_and_strides)} items")
@@ -432,7 +432,7 @@ def _start(place: CheckedValue, sizes: Shape, full_shape: Shape) -> Shape:
         return (0,) * len(full_shape)
     dense = row_major(full_shape)
     # A dim of size 1 is never stepped along, so its stride is arbitrary.
-    if any(size > 1 and step != want for size, step, want in zip(sizes, strides, dense, strict=True)):
+    if any(size > 1 and step != dense_step for size, step, dense_step in zip(sizes, strides, dense, strict=True)):
         message = f"strides {list(strides)} do not select a box of {list(full_shape)}"
         raise refuse("UNSUPPORTED", message, file=place.file, tensor=" > ".join(place.path))
     start = []
@@ -440,19 +440,22 @@ def _start(place: CheckedValue, sizes: Shape, full_shape: Shape) -> Shape:
         # Row-major strides make the offset a mixed-radix number whose digits are the first index.
         index, offset = divmod(offset, step) if step else (0, offset)
         start.append(index)
-    if offset or any(first + size > most for first, size, most in zip(start, sizes, full_shape, strict=True)):
+    if offset or any(first + size > dim_size for first, size, dim_size in zip(start, sizes, full_shape, strict=True)):
         raise place.fault(f"a box of {list(sizes)} at {start} lies outside the shape {list(full_shape)}")
     return tuple(start)
 
 
-def _check_shard(entries: CheckedValue, rank: int, held: Sequence[ShardBlock], shard: Shape) -> None:
-    """Check that the pieces of a rank fill its shard once."""
-    filled = sum(block.size for block in held)
+def _check_shard(entries: CheckedValue, rank: int, blocks: Sequence[ShardBlock], shard: Shape) -> None:
+    """Check that the pieces of a rank fill its shard exactly once."""
+    filled = sum(block.size for block in blocks)
     # Equal counts could hide one overlap and one hole, so overlaps are looked for as well.
     twice = any(
-        all(a < b + n and b < a + m for a, m, b, n in zip(one.at, one.shape, two.at, two.shape, strict=True))
-        for number, one in enumerate(held)
-        for two in held[:number]
+        all(
+            a < b + n and b < a + m
+            for a, m, b, n in zip(first_block.at, first_block.shape, second_block.at, second_block.shape, strict=True)
+        )
+        for number, first_block in enumerate(blocks)
+        for second_block in blocks[:number]
     )
     if filled != prod(shard) or twice:
         problem = "overlap" if twice else f"have {filled} elements"
@@ -460,38 +463,42 @@ def _check_shard(entries: CheckedValue, rank: int, held: Sequence[ShardBlock], s
 
 
 Divider = Callable[[str, Sequence[Shape]], Division]
-"""Name of a parameter and its shape on every rank -> how it is cut; raises a refusal where that is not known."""
+"""Returns the cut of a parameter, given its name and its shape on every rank; raises a refusal for an unknown one."""
 Cutter = Callable[[Storage, Sequence[str], Mapping[str, Any]], Divider]
-"""The checkpoint's files, the names of its parameters, and what the files say of sizes where there is no config.json ->
-what cuts them; raises where no table reads the names."""
+"""Returns a `Divider` for a checkpoint, given its files, its parameter names, and sizes under the keys of a
+config.json.
 
-UNTOLD = "the checkpoint does not say how it was cut over the tensor-parallel ranks, so they cannot be joined"
+It raises a refusal where no table knows the names. The sizes come from the checkpoint's own files, for one without a
+config.json.
+"""
+
+UNKNOWN_CUTS = "the checkpoint does not say how it was cut over the tensor-parallel ranks, so they cannot be joined"
 HINT = (
     "The table of the model's family can say it: give --family NAME and --config FILE, or --rules FILE for a model "
     "without a table. The guide on DeepSpeed checkpoints has an example."
 )
 
 
-def untold(_storage: Storage, names: Sequence[str], _config: Mapping[str, Any]) -> Divider:
-    """Refuse: the cutter where nothing is known of tables.
+def refuse_unknown_cuts(_storage: Storage, names: Sequence[str], _config: Mapping[str, Any]) -> Divider:
+    """Refuse every checkpoint: the default cutter, which has no tables.
 
     Raises:
         Refused: UNSUPPORTED.
     """
-    raise refuse("UNSUPPORTED", UNTOLD, tensor=names[0] if names else None, hint=HINT)
+    raise refuse("UNSUPPORTED", UNKNOWN_CUTS, tensor=names[0] if names else None, hint=HINT)
 
 
 class TableCuts:
-    """The tensor-parallel cuts that a table states, in place of a checkpoint's own metadata.
+    """The tensor-parallel cuts of a checkpoint by a table, in place of metadata in its files.
 
     Args:
-        cutter: asks the tables.
+        cutter: looks the names up in the tables.
         storage: the checkpoint's files.
-        names: of all its parameters.
-        config: what the files say of sizes, under the keys of a config.json.
+        names: names of all parameters.
+        config: sizes from the checkpoint's files, under the keys of a config.json.
 
     Raises:
-        Refused, UsageError: where no table reads the names.
+        Refused, UsageError: where no table knows the names.
     """
 
     def __init__(
@@ -503,12 +510,13 @@ class TableCuts:
         """Return how a parameter is spread over the tensor-parallel ranks.
 
         Args:
-            name: its name.
-            shards: its shape on every rank.
+            name: name of the parameter.
+            shards: shape of its shard on each rank.
 
         Raises:
-            Refused: UNSUPPORTED where the table does not know it; SHAPE_MISMATCH where it knows no such cut.
-            UsageError: UNKNOWN_AXIS, AMBIGUOUS where more must be said.
+            Refused: UNSUPPORTED for a name that the table does not have; SHAPE_MISMATCH for shapes that it cannot
+                explain.
+            UsageError: UNKNOWN_AXIS, AMBIGUOUS where the table needs more information.
         """
         division = self._divide(name, shards)
         return cut(division.shape, division.dim, division.rule, len(shards))

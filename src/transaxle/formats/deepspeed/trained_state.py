@@ -1,17 +1,12 @@
-"""The trained parameters of a run, put together from the ranks of each stage.
+"""Assembles the tensors of a run's pipeline stages from the files of all ranks.
 
-The trained parameters of one model rank, read from its data-parallel ranks' flat buffers.
+The trained parameters of a model rank are read from its data-parallel ranks' flat buffers. Every length is checked:
+buffers, paddings and parameters must add up to the last element, and a rank's own map of fragments, if it has one, must
+be the same.
 
-Every length is checked against the others: the sizes of buffers, paddings and parameters must add up to the last
-element, and the map of fragments that a rank stores beside them must be the same map.
-
-DeepSpeed's own mixtures of experts over expert-parallel ranks.
-
-Each of these ranks counts its experts from zero. Their module tensors are in files of their own, numbered over the
-whole model. In the optimizer's files a group of expert parameters is cut only over the ranks that hold the same
-experts, under each rank's own numbers; `partition_count` states their number.
-
-**One pipeline stage**: all of its tensors, assembled from its tensor-parallel ranks.
+In DeepSpeed's own MoE layers, each expert-parallel rank counts its experts from zero. Their module tensors are in files
+of their own, numbered over the whole model. In the optimizer's files a group of expert parameters is cut only over the
+ranks with the same experts, under each rank's own numbers; `partition_count` is the number of these ranks.
 """
 
 from __future__ import annotations
@@ -26,28 +21,28 @@ from transaxle.formats.catalog import Entry, Extent, Shape, Twin
 from transaxle.formats.deepspeed import keys
 from transaxle.formats.deepspeed.keys import CheckedValue
 from transaxle.formats.deepspeed.rank_files import (
-    FlatRun,
-    Position,
+    FlatBuffer,
+    FlatInterval,
+    FlatPosition,
     RankModel,
     RankShard,
     RankState,
-    Vector,
+    block_with_scale,
     extents,
+    full_spread,
+    lay_out,
     merge_shards,
-    positions,
-    runs,
-    scaled,
-    scaled_moment,
+    moment_refusal,
+    rank_intervals,
     shard_width,
-    unspread,
 )
-from transaxle.formats.deepspeed.spread import HINT, UNTOLD, Spread, TableCuts
+from transaxle.formats.deepspeed.spread import HINT, UNKNOWN_CUTS, Spread, TableCuts
 from transaxle.formats.deepspeed.universal_record import UniversalInfo
 from transaxle.formats.pickled.descriptors import Object
 
 
 class ExpertShares:
-    """Which data-parallel ranks share each group of parameters, and what its parameters are called in the whole model.
+    """Finds the data-parallel ranks that share each optimizer group, and the global names of expert parameters.
 
     Args:
         model: the model file.
@@ -56,7 +51,7 @@ class ExpertShares:
 
     def __init__(self, model: RankModel, states: Sequence[RankState]) -> None:
         self._model, self._states = model, states
-        self._strided = _strided(model)
+        self._is_strided = _is_strided(model)
         self._local: dict[str, int] = {}
         for shapes in model.shapes:
             for name in shapes:
@@ -65,7 +60,7 @@ class ExpertShares:
                     self._local[head] = max(self._local.get(head, 0), number + 1)
 
     def of(self, group: int) -> list[Sequence[RankState]]:
-        """Return, for each expert-parallel rank, the optimizer files that share its group; one list for a dense group.
+        """Return the optimizer files that share a group, one list per expert-parallel rank; one list for a dense group.
 
         Raises:
             Refused: CORRUPT where the counts do not fit; UNSUPPORTED for parameters that are not known to be experts'.
@@ -89,7 +84,7 @@ class ExpertShares:
         ranks = total // sharing
         # By default expert-parallel ranks are neighbours, so ranks with the same experts are `ranks` apart; with data
         # parallelism first they are neighbours themselves.
-        if self._strided:
+        if self._is_strided:
             return [self._states[rank::ranks] for rank in range(ranks)]
         return [self._states[rank * sharing : (rank + 1) * sharing] for rank in range(ranks)]
 
@@ -97,14 +92,14 @@ class ExpertShares:
         """Return a parameter's name in the whole model.
 
         Args:
-            name: its name on its own rank.
+            name: the name on its own rank.
             rank: the expert-parallel rank.
         """
         head, number, tail = _split_name(name)
         return name if number is None else f"{head}{number + rank * self._local[head]}{tail}"
 
-    def named(self) -> RankModel:
-        """Return the model file with the experts of all ranks in its groups."""
+    def with_all_experts(self) -> RankModel:
+        """Return the model file with the parameters of all ranks' experts in its groups."""
         shapes = tuple(
             {
                 self.name(name, rank): shape
@@ -116,8 +111,8 @@ class ExpertShares:
         return replace(self._model, shapes=shapes)
 
 
-def _strided(model: RankModel) -> bool:
-    """Tell whether neighbouring ranks hold different experts, which is the default."""
+def _is_strided(model: RankModel) -> bool:
+    """Tell whether neighbouring ranks have different experts, which is the default."""
     config = model.root.get(keys.CONFIG)
     data_first = None if config is None else config.get(keys.DATA_BEFORE_EXPERTS)
     return data_first is None or not data_first.flag()
@@ -132,66 +127,69 @@ def _split_name(name: str) -> tuple[str, int | None, str]:
     return head + mark, int(number), tail[len(number) :]
 
 
-def with_experts(
-    model: RankModel, files: Mapping[tuple[int, int], str], read: Mapping[str, Mapping[str, Entry]], faults: Faults
+def add_experts(
+    model: RankModel,
+    files: Mapping[tuple[int, int], str],
+    tensors_by_file: Mapping[str, Mapping[str, Entry]],
+    faults: Faults,
 ) -> RankModel:
-    """Return a model file with the tensors of its experts.
+    """Return a model file with the tensors from its expert files.
 
     Args:
         model: the model file.
-        files: (layer, expert) -> its file.
-        read: file -> its tensors.
-        faults: experts without a file, and tensors that are there twice, are added.
+        files: expert file by (layer, expert).
+        tensors_by_file: tensors of each expert file.
+        faults: receives INCOMPLETE for an expert without a file, and NAME_COLLISION for a tensor in two files.
     """
     counts = model.root.get(keys.NUM_EXPERTS)
-    wanted = [] if counts is None or not counts.is_list else list(enumerate(counts.naturals()))
+    expert_counts = [] if counts is None or not counts.is_list else list(enumerate(counts.naturals()))
     if any(layer < 0 for layer, _ in files):  # earlier versions: one file per expert, of all layers
-        wanted = [(-1, max(count for _, count in wanted))] if wanted else []
-    for layer, count in wanted:
+        expert_counts = [(-1, max(count for _, count in expert_counts))] if expert_counts else []
+    for layer, count in expert_counts:
         missing = [expert for expert in range(min(count, 1 << 16)) if (layer, expert) not in files]
         if missing:
             message = f"the files of the experts {missing[:8]} of mixture {layer} are missing"
             faults.add("INCOMPLETE", message, model.file)
     module = dict(model.module)
     for file in files.values():
-        for name, entry in read.get(file, {}).items():
+        for name, entry in tensors_by_file.get(file, {}).items():
             if module.setdefault(name, entry) is not entry:
                 faults.add("NAME_COLLISION", "another file has the same tensor", file, name)
     return replace(model, module=module)
 
 
 OF_ONE_RUN = "The folder mixes files of two runs; keep those of one."
-"""What to do where files contradict each other."""
+"""Hint for refusals of files that contradict each other."""
 _SLACK = 16
-"""Elements per rank by which a vector may exceed its parameters: it is padded for alignment."""
+"""Cap on the alignment padding of a group's vector, in elements per rank."""
 
 
 @dataclass(frozen=True, slots=True)
-class Trained:
-    """A trained parameter on one model rank."""
+class TrainedParameter:
+    """A trained parameter on one model rank, complete over its data-parallel ranks."""
 
     group: int
-    """Number of its flat buffer."""
+    """Index of the optimizer group that contains the parameter."""
     shape: Shape
     states: Mapping[str, RankShard]
-    """State -> the rank's shard; `fp32` is the weights."""
+    """The model rank's shard of each optimizer state; the state `fp32` is the master weights."""
     numbers: Mapping[str, Entry]
-    """State -> a number, such as `step`."""
+    """Numbers such as `step`, by optimizer state."""
 
 
-def trained(model: RankModel, states: Sequence[RankState]) -> tuple[dict[str, Trained], list[Twin]]:
+def read_trained(model: RankModel, states: Sequence[RankState]) -> tuple[dict[str, TrainedParameter], list[Twin]]:
     """Read the trained parameters of one model rank.
 
     Args:
-        model: its model file.
-        states: its optimizer files, in the order of data-parallel ranks.
+        model: the rank's model file.
+        states: the rank's optimizer files, in the order of data-parallel ranks.
 
     Returns:
-        the parameters in the order of the buffers, and the numbers that all ranks must agree on.
+        the parameters in the order of the buffers, and the pairs of numbers that must be equal on all ranks.
 
     Raises:
         Refused: CORRUPT where lengths contradict each other; INCOMPLETE where a state is missing on a rank;
-            NAME_COLLISION for a parameter that is there twice.
+            NAME_COLLISION for a parameter in two groups.
     """
     stages = {state.stage for state in states}
     if len(stages) > 1:
@@ -207,15 +205,15 @@ def trained(model: RankModel, states: Sequence[RankState]) -> tuple[dict[str, Tr
             "CORRUPT", f"its ranks have different numbers of parameter groups: {sorted(counts)}", file=states[0].file
         )
     _check_counts(states)
-    parameters: dict[str, Trained] = {}
-    for group, name, shape, intervals, buffers in _placed_parameters(model, states, zero3=stages == {3}):
+    parameters: dict[str, TrainedParameter] = {}
+    for group, name, shape, intervals, buffers in _flat_parameters(model, states, zero3=stages == {3}):
         if name in parameters:
             raise refuse("NAME_COLLISION", "it is in two parameter groups", file=model.file, tensor=name)
         shards = {
             state: RankShard(_dtype(state, vectors, states), shape, extents(shape, intervals, vectors), states[0].file)
             for state, vectors in buffers.items()
         }
-        parameters[name] = Trained(group, shape, shards, states[0].groups[group].numbers)
+        parameters[name] = TrainedParameter(group, shape, shards, states[0].groups[group].numbers)
     return parameters, list(_steps(parameters, states))
 
 
@@ -234,18 +232,18 @@ def _check_counts(states: Sequence[RankState]) -> None:
 
 
 def _counts(state: RankState) -> tuple[int, ...] | None:
-    """Return over how many ranks each group is cut; None if the file does not state it."""
+    """Return the number of ranks over which each group is cut; None if the file does not record it."""
     counts = state.root.get(keys.PARTITION_COUNT)
     if counts is None or state.stage == 3:
         return None
     return counts.naturals() if counts.is_list else (counts.natural(),) * len(state.groups)
 
 
-_PlacedParameter = tuple[int, str, Shape, list[FlatRun], Mapping[str, list[Vector]]]
+_FlatParameter = tuple[int, str, Shape, list[FlatInterval], Mapping[str, list[FlatBuffer]]]
 
 
-def _placed_parameters(model: RankModel, states: Sequence[RankState], *, zero3: bool) -> Iterator[_PlacedParameter]:
-    """Yield each parameter with its intervals, and the buffers that they count in."""
+def _flat_parameters(model: RankModel, states: Sequence[RankState], *, zero3: bool) -> Iterator[_FlatParameter]:
+    """Yield each parameter as (group, name, shape, intervals, buffers); the intervals refer to the buffers."""
     if zero3:
         yield from _zero3(model, states)
         return
@@ -253,60 +251,67 @@ def _placed_parameters(model: RankModel, states: Sequence[RankState], *, zero3: 
         message = f"there are {len(model.shapes)} groups of parameters, but {len(states[0].groups)} of flat buffers"
         raise refuse("CORRUPT", message, file=model.file)
     shares = ExpertShares(model, states)
-    dealt = _is_dealt(model)
+    round_robin = _is_round_robin(model)
     for group, shapes in enumerate(model.shapes):
         for rank, sharing in enumerate(shares.of(group)):
             buffers = _buffers(sharing, group)
-            for place, intervals in _placed(sharing, group, shapes, buffers[keys.FP32], dealt=dealt):
+            for place, intervals in _group_intervals(
+                sharing, group, shapes, buffers[keys.FP32], round_robin=round_robin
+            ):
                 _check_inside(place, intervals, buffers, sharing)
                 yield group, shares.name(place.name, rank), place.shape, intervals, buffers
 
 
-def _is_dealt(model: RankModel) -> bool:
-    """Tell whether the parameters of each group were dealt out to its ranks in turn: `round_robin_gradients`."""
+def _is_round_robin(model: RankModel) -> bool:
+    """Tell whether `round_robin_gradients` was on: each group's parameters were dealt out to its ranks in turn."""
     config = model.root.get(keys.CONFIG)
     zero = None if config is None else config.get(keys.ZERO_CONFIG)
-    dealt = None if zero is None else zero.get(keys.ROUND_ROBIN)
-    return dealt is not None and dealt.flag()
+    round_robin = None if zero is None else zero.get(keys.ROUND_ROBIN)
+    return round_robin is not None and round_robin.flag()
 
 
-def _placed(
-    states: Sequence[RankState], group: int, shapes: Mapping[str, Shape], masters: Sequence[Vector], *, dealt: bool
-) -> Iterator[tuple[Position, list[FlatRun]]]:
-    """Yield the parameters of a group with their intervals in the buffers of the ranks that share it."""
+def _group_intervals(
+    states: Sequence[RankState],
+    group: int,
+    shapes: Mapping[str, Shape],
+    masters: Sequence[FlatBuffer],
+    *,
+    round_robin: bool,
+) -> Iterator[tuple[FlatPosition, list[FlatInterval]]]:
+    """Yield the parameters of a group, with their intervals in the buffers of the ranks that share the group."""
     width = _width(states, group, masters)
-    places, used = positions(shapes, _paddings(states[0], group, len(shapes)))
-    # What is left over must be the padding for alignment: more would mean that shapes and buffers are of different
+    places, used = lay_out(shapes, _paddings(states[0], group, len(shapes)))
+    # Elements beyond the parameters must be alignment padding; more means that shapes and buffers are of different
     # runs.
     slack = width * len(states) - used
     if not 0 <= slack < _SLACK * len(states) or not _adds_up(states, group, slack, _sum(masters) - used):
         message = f"group {group}: its parameters need {used} elements, but its buffers have {width * len(states)}"
         raise refuse("CORRUPT", message, file=states[0].file)
-    cut = {place.name: list(runs(place, width, len(states))) for place in places}
+    cut = {place.name: list(rank_intervals(place, width, len(states))) for place in places}
     # The shapes are in the order of the buffers. The map of DeepSpeed 0.19.8 is in the order before parameters were
     # dealt out, which its buffers never had.
-    places_before, _ = positions(_before_dealing(shapes, len(states)), (0,) * len(shapes)) if dealt else ((), 0)
-    cut_before = {place.name: list(runs(place, width, len(states))) for place in places_before}
+    places_before, _ = lay_out(_module_order(shapes, len(states)), (0,) * len(shapes)) if round_robin else ((), 0)
+    cut_before = {place.name: list(rank_intervals(place, width, len(states))) for place in places_before}
     _check_map(states, group, cut, cut_before)
     for place in places:
         yield place, cut[place.name]
 
 
-def _before_dealing(shapes: Mapping[str, Shape], ranks: int) -> dict[str, Shape]:
-    """Return parameters in the order that they had before they were dealt out to so many ranks in turn."""
+def _module_order(shapes: Mapping[str, Shape], ranks: int) -> dict[str, Shape]:
+    """Return the parameters of a group in the order that they had before they were dealt out to the ranks in turn."""
     numbers = [number for rank in range(ranks) for number in range(rank, len(shapes), ranks)]
     return dict(shape for _, shape in sorted(zip(numbers, shapes.items(), strict=True)))
 
 
-def _buffers(states: Sequence[RankState], group: int) -> dict[str, list[Vector]]:
-    """Return state -> every rank's buffer; a rank without one has an empty one."""
+def _buffers(states: Sequence[RankState], group: int) -> dict[str, list[FlatBuffer]]:
+    """Return the flat buffers of all ranks by optimizer state; an empty buffer for a rank without one."""
     names = dict.fromkeys(name for state in states for name in state.groups[group].vectors)
-    nothing = Vector("", 0, "", 0)
-    return {name: [state.groups[group].vectors.get(name, nothing) for state in states] for name in names}
+    empty_buffer = FlatBuffer("", 0, "", 0)
+    return {name: [state.groups[group].vectors.get(name, empty_buffer) for state in states] for name in names}
 
 
-def _width(states: Sequence[RankState], group: int, masters: Sequence[Vector]) -> int:
-    """Return the elements of each rank's part of a group's vector; the files may have dropped its padding."""
+def _width(states: Sequence[RankState], group: int, masters: Sequence[FlatBuffer]) -> int:
+    """Return the elements in each rank's part of a group's vector, including padding that the files may leave out."""
     lengths = [vector.length for vector in masters]
     # Elastic checkpoints store the buffers without their padding. With it added, all parts must be equal again.
     padded = {length + _padding(state, group) for length, state in zip(lengths, states, strict=True)}
@@ -318,23 +323,23 @@ def _width(states: Sequence[RankState], group: int, masters: Sequence[Vector]) -
     raise refuse("CORRUPT", message, file=states[0].file)
 
 
-def _sum(vectors: Sequence[Vector]) -> int:
+def _sum(vectors: Sequence[FlatBuffer]) -> int:
     return sum(vector.length for vector in vectors)
 
 
-def _adds_up(states: Sequence[RankState], group: int, slack: int, more: int) -> bool:
-    """Tell whether the elements beyond a group's parameters are its padding; earlier versions record none.
+def _adds_up(states: Sequence[RankState], group: int, slack: int, excess: int) -> bool:
+    """Tell whether the elements beyond a group's parameters are the recorded padding, if any is recorded.
 
     Args:
-        states: the ranks' files.
-        group: its number.
-        slack: elements of the ranks' equal parts that belong to no parameter.
-        more: elements of the stored buffers beyond the parameters.
+        states: the ranks' optimizer files.
+        group: index of the group.
+        slack: elements beyond the parameters in the ranks' equal parts.
+        excess: elements beyond the parameters in the stored buffers.
     """
     if any(state.root.get(keys.GROUP_PADDINGS) is None for state in states):
         return True
-    # The recorded paddings must equal what is left over of the equal parts, or of the buffers as they are stored.
-    return sum(_padding(state, group) for state in states) in (slack, more)
+    # The recorded padding must equal the excess of the equal parts, or of the stored buffers.
+    return sum(_padding(state, group) for state in states) in (slack, excess)
 
 
 def _padding(state: RankState, group: int) -> int:
@@ -343,7 +348,7 @@ def _padding(state: RankState, group: int) -> int:
 
 
 def _paddings(state: RankState, group: int, count: int) -> Sequence[int]:
-    """Return the padding after each parameter; files of earlier versions have none."""
+    """Return the padding after each parameter, in elements; zeros for files of earlier versions."""
     listed = state.root.get(keys.PARAM_PADDINGS)
     if listed is None:
         return (0,) * count
@@ -361,9 +366,12 @@ def _nth(node: CheckedValue, index: int) -> CheckedValue:
 
 
 def _check_inside(
-    place: Position, intervals: Sequence[FlatRun], buffers: Mapping[str, Sequence[Vector]], states: Sequence[RankState]
+    place: FlatPosition,
+    intervals: Sequence[FlatInterval],
+    buffers: Mapping[str, Sequence[FlatBuffer]],
+    states: Sequence[RankState],
 ) -> None:
-    """Check that a parameter's intervals lie in the buffers that are there."""
+    """Check that a parameter's intervals are inside the stored buffers of all its states."""
     for state, vectors in buffers.items():
         for run in intervals:
             vector, end = vectors[run.part], run.at + run.stop - run.start
@@ -376,36 +384,39 @@ def _check_inside(
 def _check_map(
     states: Sequence[RankState],
     group: int,
-    cut: Mapping[str, Sequence[FlatRun]],
-    cut_before: Mapping[str, Sequence[FlatRun]],
+    cut: Mapping[str, Sequence[FlatInterval]],
+    cut_before: Mapping[str, Sequence[FlatInterval]],
 ) -> None:
-    """Check the ranks' own maps of fragments, where they exist, against the lengths.
+    """Check the ranks' own maps of fragments, where they exist, against the computed intervals.
 
     Args:
-        states: the ranks' files.
-        group: its number.
-        cut: parameter -> its intervals.
-        cut_before: the same in another order that a map may have; empty where there is none.
+        states: the ranks' optimizer files.
+        group: index of the group.
+        cut: intervals of each parameter.
+        cut_before: intervals in the order before parameters were dealt out, which a map may have; empty without
+            dealing.
     """
     for dp_rank, state in enumerate(states):
         listed = state.root.get(keys.MAPPINGS)
         if listed is None:
             continue
         expected = _fragments(cut, dp_rank)
-        recorded = {name: _fragment(node) for name, node in _nth(listed, group).named()}
+        recorded = {name: _fragment(node) for name, node in _nth(listed, group).string_items()}
         # A parameter that a rank does not hold is either absent or recorded with zero elements.
         if cut_before and {name: at for name, at in recorded.items() if at[1]} == _fragments(cut_before, dp_rank):
             continue
         for name in [*expected, *recorded]:
             if expected.get(name, (0, 0)) != recorded.get(name, (0, 0)):
                 start, count = expected.get(name, (0, 0))
-                said = recorded.get(name)
-                message = f"by the lengths it has {count} elements from {start}, but {keys.MAPPINGS} says {said}"
+                recorded_fragment = recorded.get(name)
+                message = (
+                    f"by the lengths it has {count} elements from {start}, but {keys.MAPPINGS} says {recorded_fragment}"
+                )
                 raise refuse("CORRUPT", message, file=state.file, tensor=name)
 
 
-def _fragments(cut: Mapping[str, Sequence[FlatRun]], dp_rank: int) -> dict[str, tuple[int, int]]:
-    """Return parameter -> where it begins in the buffer of a rank that holds some of it, and how many elements."""
+def _fragments(cut: Mapping[str, Sequence[FlatInterval]], dp_rank: int) -> dict[str, tuple[int, int]]:
+    """Return the fragments on one rank, as (first element in the buffer, number of elements) by parameter."""
     return {
         name: (run.at, run.stop - run.start)
         for name, intervals in cut.items()
@@ -422,13 +433,15 @@ def _fragment(node: CheckedValue) -> tuple[int, int]:
     return (fields["start"].natural(), count) if count else (0, 0)
 
 
-def _zero3(model: RankModel, states: Sequence[RankState]) -> Iterator[_PlacedParameter]:
-    """Yield the parameters of ZeRO-3: every rank holds an equal run of each, one after the other in its buffers."""
+def _zero3(model: RankModel, states: Sequence[RankState]) -> Iterator[_FlatParameter]:
+    """Yield the parameters of ZeRO-3: every rank has an equal interval of each, one after the other in its buffers."""
     parts, groups = len(states), len(states[0].groups)
     names = dict.fromkeys(name for state in states for group in state.groups for name in group.vectors)
-    nothing = Vector("", 0, "", 0)
+    empty_buffer = FlatBuffer("", 0, "", 0)
     # Flattened to one list, rank by rank and group by group: buffer number rank * groups + group.
-    buffers = {name: [group.vectors.get(name, nothing) for state in states for group in state.groups] for name in names}
+    buffers = {
+        name: [group.vectors.get(name, empty_buffer) for state in states for group in state.groups] for name in names
+    }
     lengths = [vector.length for vector in buffers[keys.FP32]]
     if any(lengths[dp_rank * groups : (dp_rank + 1) * groups] != lengths[:groups] for dp_rank in range(parts)):
         raise refuse("CORRUPT", "the buffers of its ranks differ in length", file=states[0].file)
@@ -445,12 +458,12 @@ def _zero3(model: RankModel, states: Sequence[RankState]) -> Iterator[_PlacedPar
         intervals = [
             run
             for dp_rank in range(parts)
-            # The buffers of a rank follow one another: an interval may lie in any of them, or continue in the next.
+            # A rank's buffers form one sequence: an interval may be in any of them, and continue in the next.
             for run in _split_run(
                 min(dp_rank * width, size), min((dp_rank + 1) * width, size), at, ends, dp_rank * groups
             )
         ]
-        place = Position(name, shape, at)
+        place = FlatPosition(name, shape, at)
         _check_inside(place, intervals, buffers, [state for state in states for _ in state.groups])
         group = next((number for number, end in enumerate(ends) if at < end), 0)
         yield group, name, shape, intervals, buffers
@@ -458,17 +471,17 @@ def _zero3(model: RankModel, states: Sequence[RankState]) -> Iterator[_PlacedPar
         at += width
 
 
-def _split_run(start: int, stop: int, at: int, ends: Sequence[int], base: int) -> Iterator[FlatRun]:
-    """Yield an interval of a parameter as intervals in the consecutive buffers of its rank."""
+def _split_run(start: int, stop: int, at: int, ends: Sequence[int], base: int) -> Iterator[FlatInterval]:
+    """Split an interval of a parameter at the ends of its rank's consecutive buffers."""
     begin = 0
     for number, end in enumerate(ends):
         low, high = max(at, begin), min(at + stop - start, end)
         if low < high:
-            yield FlatRun(start + low - at, start + high - at, base + number, low - begin)
+            yield FlatInterval(start + low - at, start + high - at, base + number, low - begin)
         begin = end
 
 
-def _dtype(state: str, vectors: Sequence[Vector], states: Sequence[RankState]) -> str:
+def _dtype(state: str, vectors: Sequence[FlatBuffer], states: Sequence[RankState]) -> str:
     dtypes = dict.fromkeys(vector.dtype for vector in vectors if vector.dtype)
     if len(dtypes) > 1:
         raise refuse(
@@ -477,82 +490,82 @@ def _dtype(state: str, vectors: Sequence[Vector], states: Sequence[RankState]) -
     return next(iter(dtypes), "F32")
 
 
-def _steps(parameters: Mapping[str, Trained], states: Sequence[RankState]) -> Iterator[Twin]:
-    """Yield the numbers of each group that every rank keeps, as copies of the first rank's."""
+def _steps(parameters: Mapping[str, TrainedParameter], states: Sequence[RankState]) -> Iterator[Twin]:
+    """Yield pairs of numbers that must be equal: those of each group on the first rank and on every other."""
     # Reversed, so that of several parameters of a group the first one remains.
-    first = {item.group: name for name, item in reversed(list(parameters.items()))}
-    for group, name in first.items():
+    first_parameters = {item.group: name for name, item in reversed(list(parameters.items()))}
+    for group, name in first_parameters.items():
         for state in states[1:]:
             for key, entry in states[0].groups[group].numbers.items():
-                entry_elsewhere = state.groups[group].numbers.get(key)
-                if entry_elsewhere is not None:
+                other_entry = state.groups[group].numbers.get(key)
+                if other_entry is not None:
                     why = f"{key} of the group of {name} is one number on all ranks"
-                    yield Twin(entry, entry_elsewhere, why, dates=key == keys.STEP)
+                    yield Twin(entry, other_entry, why, dates=key == keys.STEP)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelRank:
-    """One tensor-parallel rank of a stage."""
+    """The files and trained parameters of one tensor-parallel rank of a pipeline stage."""
 
     models: Sequence[RankModel]
-    """Its model files: one, or with ZeRO-3 one per data-parallel rank."""
-    trained: Mapping[str, Trained]
+    """Model files of the rank: one, or under ZeRO-3 one per data-parallel rank."""
+    trained: Mapping[str, TrainedParameter]
 
 
 @dataclass(slots=True)
 class Stage:
-    """The tensors of a stage."""
+    """The tensors of one pipeline stage."""
 
     weights: dict[str, Entry] = field(default_factory=dict)
-    """Trained weights in full precision, and everything that is not trained."""
+    """Trained weights in full precision, frozen parameters and buffers, by name."""
     low: dict[str, Entry] = field(default_factory=dict)
-    """The module's own tensors."""
+    """The module's own tensors, in low precision, by name."""
     states: dict[str, dict[str, Entry]] = field(default_factory=dict)
-    """Parameter -> state -> tensor."""
+    """Optimizer state by parameter and name of the state."""
     twins: list[Twin] = field(default_factory=list)
     compared: set[tuple[tuple[Extent, ...], tuple[Extent, ...]]] = field(default_factory=set)
-    """Pairs of numbers on two ranks that are compared already: all parameters of a group share one."""
+    """Pairs of numbers that are in `twins` already, as the parameters of a group share their numbers."""
     scaled: dict[str, float] = field(default_factory=dict)
-    """Weights that every rank stores multiplied by a number -> the number."""
+    """Factor of each weight that every rank stores multiplied by a factor."""
 
 
 def assemble(
     ranks: Sequence[ModelRank], info: UniversalInfo | TableCuts | None, faults: Faults, without: Collection[str] = ()
 ) -> Stage:
-    """Put the tensors of a stage together.
+    """Assemble the tensors of a pipeline stage.
 
     Args:
-        ranks: its tensor-parallel ranks.
-        info: the metadata, or what a table says instead; None where there is neither.
-        faults: whatever stands against it is added.
-        without: tensors to leave out: the empty placeholders of what is elsewhere.
+        ranks: the tensor-parallel ranks of the stage.
+        info: source of the cuts: the files' metadata or a table; None where there is neither.
+        faults: receives every problem.
+        without: names of tensors to leave out, such as empty placeholders.
     """
     stage = Stage()
     spreads = _Spreads(info, len(ranks), faults)
     for name in _names(ranks):
         if name in without:
             continue
-        shards = [_untrained(rank, name) for rank in ranks]
+        shards = [_frozen_or_buffer(rank, name) for rank in ranks]
         if any(name in rank.trained for rank in ranks):
-            _trained(stage, name, ranks, spreads, faults)
-        # Frozen parameters and buffers: they must be on every tensor-parallel rank.
+            _add_trained(stage, name, ranks, spreads, faults)
+        # Frozen parameters and buffers must be on every tensor-parallel rank.
         elif all(shard is not None for shard in shards):
             present = [shard for shard in shards if shard is not None]
             buffer = name in ranks[0].models[0].buffers
-            _put(stage.weights, name, present, spreads.of(name, present, buffer=buffer), stage, faults)
+            _merge_into(stage.weights, name, present, spreads.of(name, present, buffer=buffer), stage, faults)
         if all(name in rank.models[0].module for rank in ranks):
             low = [_dense(rank.models[0].module[name], rank.models[0].file) for rank in ranks]
-            # What is not trained exists once, in the module: it is both the full and the low precision weight.
+            # An untrained tensor exists only in the module: it is the full and the low precision weight.
             if name not in ranks[0].trained and name in stage.weights:
                 stage.low[name] = stage.weights[name]
             # Under ZeRO-3 the module holds empty placeholders of its trained parameters, which are no weights.
             elif any(prod(shard.shape) for shard in low) or not any(name in rank.trained for rank in ranks):
-                _put(stage.low, name, low, spreads.of(name, low), stage, faults)
+                _merge_into(stage.low, name, low, spreads.of(name, low), stage, faults)
     return stage
 
 
 def _names(ranks: Sequence[ModelRank]) -> list[str]:
-    """Return the stage's tensors in the module's order, without the second names of shared ones."""
+    """Return the names of the stage's tensors in the module's order, without second names of shared parameters."""
     shared = {alias for rank in ranks for model in rank.models for alias in model.shared}
     names: dict[str, None] = {}
     for rank in ranks:
@@ -562,29 +575,29 @@ def _names(ranks: Sequence[ModelRank]) -> list[str]:
 
 
 class _Spreads:
-    """The spread of each parameter; one that was refused is not requested again."""
+    """Looks up the spread of each parameter, and remembers it, so that each problem is reported once."""
 
     def __init__(self, info: UniversalInfo | TableCuts | None, ranks: int, faults: Faults) -> None:
         self._info, self._ranks, self._faults = info, ranks, faults
-        self._known: dict[tuple[str, tuple[Shape, ...]], Spread | None] = {}
-        self._lacking = False
+        self._by_shapes: dict[tuple[str, tuple[Shape, ...]], Spread | None] = {}
+        self._reported = False
 
     def of(self, name: str, shards: Sequence[RankShard], *, buffer: bool = False) -> Spread | None:
-        """Return the spread; None where there is none, which has been noted."""
+        """Return the spread of a parameter; None, with a fault, where it is unknown."""
         shapes = tuple(shard.shape for shard in shards)
         # Buffers of equal shape are taken as copies: the metadata lists parameters only.
         if self._ranks == 1 or (buffer and len(set(shapes)) == 1):
-            return unspread(shards)
+            return full_spread(shards)
         key = name, shapes
-        if key not in self._known:
-            self._known[key] = self._ask(name, shapes, shards[0].file)
-        return self._known[key]
+        if key not in self._by_shapes:
+            self._by_shapes[key] = self._look_up(name, shapes, shards[0].file)
+        return self._by_shapes[key]
 
-    def _ask(self, name: str, shapes: Sequence[Shape], file: str) -> Spread | None:
+    def _look_up(self, name: str, shapes: Sequence[Shape], file: str) -> Spread | None:
         if self._info is None:
-            if not self._lacking:
-                self._faults.add("UNSUPPORTED", UNTOLD, file, name, HINT)
-            self._lacking = True
+            if not self._reported:
+                self._faults.add("UNSUPPORTED", UNKNOWN_CUTS, file, name, HINT)
+            self._reported = True
             return None
         try:
             return self._info.spread(name, shapes)
@@ -593,8 +606,8 @@ class _Spreads:
             return None
 
 
-def _trained(stage: Stage, name: str, ranks: Sequence[ModelRank], spreads: _Spreads, faults: Faults) -> None:
-    """Add a trained parameter: its weights, its states and its numbers."""
+def _add_trained(stage: Stage, name: str, ranks: Sequence[ModelRank], spreads: _Spreads, faults: Faults) -> None:
+    """Add a trained parameter to the stage: its weights, states and numbers."""
     first = next(rank.trained[name] for rank in ranks if name in rank.trained)
     for state in first.states:
         shards = []
@@ -610,13 +623,13 @@ def _trained(stage: Stage, name: str, ranks: Sequence[ModelRank], spreads: _Spre
         if spread is None:
             return
         if state == keys.FP32:
-            _put(stage.weights, name, shards, spread, stage, faults)
+            _merge_into(stage.weights, name, shards, spread, stage, faults)
             continue
-        block = scaled(spread)
+        block = block_with_scale(spread)
         if block is not None:
-            faults.extend(*scaled_moment(f"{name}/{state}", block, shards[0].file).refusals)
+            faults.extend(*moment_refusal(f"{name}/{state}", block, shards[0].file).refusals)
             continue
-        _put(stage.states.setdefault(name, {}), state, shards, spread, stage, faults, shown=f"{name}/{state}")
+        _merge_into(stage.states.setdefault(name, {}), state, shards, spread, stage, faults, shown=f"{name}/{state}")
     stage.states.setdefault(name, {}).update(first.numbers)
     for rank in ranks:
         item = rank.trained.get(name)
@@ -629,11 +642,11 @@ def _trained(stage: Stage, name: str, ranks: Sequence[ModelRank], spreads: _Spre
                 stage.twins.append(Twin(first_entry, entry, why, dates=key == keys.STEP))
 
 
-def _put(
+def _merge_into(
     into: dict[str, Entry], name: str, shards: Sequence[RankShard], spread: Spread | None, stage: Stage, faults: Faults,
     *, shown: str = "",
 ) -> None:  # fmt: skip
-    """Merge shards and add the tensor, with the copies that must be equal."""
+    """Merge shards and store the tensor under `name`; add the copies that must be equal to the stage."""
     if spread is None:
         return
     try:
@@ -643,7 +656,7 @@ def _put(
         return
     into[name] = entry
     stage.twins.extend(twins)
-    block = scaled(spread)
+    block = block_with_scale(spread)
     if block is not None:
         if any(other_block.scale != block.scale for blocks in spread.blocks for other_block in blocks):
             faults.add("UNSUPPORTED", "its ranks store it multiplied by different numbers", shards[0].file, name)
@@ -651,7 +664,7 @@ def _put(
 
 
 def _empty(rank: ModelRank, name: str, dtype: str) -> RankShard | None:
-    """Return the shard of a rank that owns no element of a parameter; None where it should."""
+    """Return an empty shard for a rank without elements of a parameter; None where the rank should have some."""
     model = rank.models[0]
     shape = model.frozen.get(name)
     if shape is None and name in model.module:
@@ -661,12 +674,12 @@ def _empty(rank: ModelRank, name: str, dtype: str) -> RankShard | None:
     return RankShard(dtype, shape, (), model.file)
 
 
-def _untrained(rank: ModelRank, name: str) -> RankShard | None:
-    """Return a frozen parameter or a buffer; None where this rank has none."""
+def _frozen_or_buffer(rank: ModelRank, name: str) -> RankShard | None:
+    """Return the shard of a frozen parameter or a buffer; None where this rank does not have it."""
     first_model = rank.models[0]
     shape = first_model.frozen.get(name)
     if len(rank.models) > 1 and shape is not None:
-        return _gathered(rank.models, name, shape)
+        return _gather_frozen(rank.models, name, shape)
     entry = first_model.module.get(name)
     if shape is not None and (entry is None or entry.shape != shape):
         entry = first_model.fragments.get(name, entry)
@@ -675,7 +688,7 @@ def _untrained(rank: ModelRank, name: str) -> RankShard | None:
     if shape is not None and entry.shape != shape:
         size = prod(shape)
         if len(rank.models) == 1 and entry.shape == (size,):  # ZeRO-3 on one data-parallel rank
-            return _gathered(rank.models, name, shape)
+            return _gather_frozen(rank.models, name, shape)
         raise refuse(
             "CORRUPT",
             f"it has the shape {list(entry.shape)}, but the file lists {list(shape)}",
@@ -689,8 +702,8 @@ def _dense(entry: Entry, file: str) -> RankShard:
     return RankShard(entry.dtype, entry.shape, entry.extents if prod(entry.shape) else (), file)
 
 
-def _gathered(models: Sequence[RankModel], name: str, shape: Shape) -> RankShard:
-    """Return a frozen parameter that ZeRO-3 keeps as equal runs, the last one padded."""
+def _gather_frozen(models: Sequence[RankModel], name: str, shape: Shape) -> RankShard:
+    """Return a frozen parameter that ZeRO-3 stores as equal intervals on its ranks, the last one padded."""
     size, parts = prod(shape), len(models)
     width = shard_width(size, parts)
     vectors, intervals = [], []
@@ -702,9 +715,9 @@ def _gathered(models: Sequence[RankModel], name: str, shape: Shape) -> RankShard
             message = f"this rank must hold {high - low} of its {size} elements, but has {length}"
             raise refuse("INCOMPLETE", message, file=model.file, tensor=name)
         extent = entry.extents[0] if entry.extents else Extent((0,), (0,), model.file, 0)
-        vectors.append(Vector(entry.dtype, length, extent.file, extent.offset))
+        vectors.append(FlatBuffer(entry.dtype, length, extent.file, extent.offset))
         if low < high:
-            intervals.append(FlatRun(low, high, dp_rank, 0))
+            intervals.append(FlatInterval(low, high, dp_rank, 0))
     kinds = {vector.dtype for vector in vectors}
     if len(kinds) > 1:
         raise refuse(

@@ -1,4 +1,4 @@
-"""Laying out universal checkpoints that do not exist yet, so that DeepSpeed resumes from them at any stage and degree.
+"""Lays out new universal checkpoints, from which DeepSpeed resumes at any ZeRO stage and parallel degree.
 
     latest_universal
     global_step3_universal/
@@ -7,8 +7,8 @@
         zero/<parameter>/fp32.pt, exp_avg.pt, …                                   {"param": tensor}, and hints
         zero/<parameter>/step.pt                                                  a number
 
-DeepSpeed 0.19.8 writes one form for ZeRO-1 and 2 and another for ZeRO-3, and reads back only the one of its stage. Both
-forms have room for each other, so what is written here can be resumed at any.
+DeepSpeed 0.19.8 writes one form for ZeRO-1 and 2 and another for ZeRO-3, and each stage reads only its own form. The
+two forms do not conflict, so the files written here contain both.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 from transaxle.errors import Faults, TransaxleError
 from transaxle.formats.catalog import Draft, Entry, Extent, Fragment, Spec, nbytes, stored_number
 from transaxle.formats.deepspeed import keys
-from transaxle.formats.deepspeed.hints import HINTS, Hint, written
+from transaxle.formats.deepspeed.hints import HINTS, Hint, hint_fields
 from transaxle.formats.deepspeed.rank_files import CLASS, CLIENT, FIELDS
 from transaxle.formats.pickled.allowed import ALLOWED
 from transaxle.formats.pickled.descriptors import Global, Object, OrderedMap
@@ -31,11 +31,11 @@ from transaxle.formats.torch_file.draft import reference, surround
 from transaxle.formats.training_state import MEGATRON, OPTIMIZER
 
 MODEL_FILES = (f"mp_rank_00{keys.MODEL_END}", f"zero_pp_rank_0_mp_rank_00{keys.MODEL_END}")
-_SETTLED = "0.19.8"
-"""Version of DeepSpeed whose layout this is, for checkpoints that come from elsewhere."""
-_GROUPS = 32
-"""DeepSpeed loads as many groups as there are settings, and says nothing of the others: there are enough for all."""
-_LONGEST = 255
+_DEFAULT_VERSION = "0.19.8"
+"""Version of DeepSpeed to record for a checkpoint of another program: the version whose layout is written."""
+_MIN_GROUPS = 32
+"""Number of groups to write, filled up with empty ones: DeepSpeed silently skips groups beyond those in the file."""
+_MAX_NAME_BYTES = 255
 _UNNAMED = "#"
 _RATE = "lr"
 _SIZE = Global("torch", "Size")
@@ -43,7 +43,7 @@ _NEW_OPTIMIZER = (
     "there is no optimizer state: DeepSpeed begins with a new optimizer at ZeRO-1 and 2, and fails at ZeRO-3, where "
     "the weights are to be loaded before deepspeed.initialize (tx.load)"
 )
-"""What DeepSpeed 0.19.8 does with weights alone; it says nothing."""
+"""Note for a checkpoint without optimizer state: what DeepSpeed 0.19.8 silently does with it."""
 _WEIGHTS_ALONE = "Leave out the optimizer: --no-optimizer, or optimizer=False."
 
 
@@ -58,19 +58,19 @@ def draft(
     """Lay out a universal checkpoint.
 
     Args:
-        tensors: what to write; those called `optim/<parameter>/<state>` are optimizer state, others are weights.
-        metadata: left out: the format has no place for free text.
-        shard_size: left out: every tensor is a file.
-        run: counters and settings, as `training_run.run_of` gives them.
-        read: returns the bytes of a small tensor; for steps, which ZeRO-3 reads from the settings.
+        tensors: the tensors to write: `optim/<parameter>/<state>` is optimizer state, any other name is a weight.
+        metadata: ignored, because the format has no place for free text.
+        shard_size: ignored, because every tensor is a file of its own.
+        run: counters and settings of the run, as `rank_files.run_of` returns them.
+        read: returns the bytes of a tensor by name; called for steps, which ZeRO-3 reads from the settings.
 
     Raises:
-        Refused: for every tensor that has no place: UNSUPPORTED (dtype, a name that is no file name, optimizer state of
-            a parameter that has no name, or with a step other than that of its group), PATH_ESCAPE, NAME_COLLISION,
+        Refused: with every tensor that cannot be stored: UNSUPPORTED (dtype, a name that is no file name, optimizer
+            state of an unnamed parameter, or with another step than its group's), PATH_ESCAPE, NAME_COLLISION,
             SHAPE_MISMATCH.
     """
     del metadata, shard_size
-    facts = _counted(run or {})
+    facts = _run_facts(run or {})
     folder = f"global_step{facts.get(keys.GLOBAL_STEPS, 0)}_universal"
     faults = Faults()
     places: dict[str, tuple[Spec, str, str]] = {}
@@ -89,7 +89,7 @@ def draft(
         shape = () if state == keys.STEP else spec.shape
         value: object = reference(spec.dtype, shape, 0)
         if state != keys.STEP:
-            value = {**_beside(spec, parameter, hints, faults), keys.PARAM: value}
+            value = {**_hint_fields(spec, parameter, hints, faults), keys.PARAM: value}
         layout = surround(file, value, [nbytes(spec.dtype, shape)])
         extent = Extent((0,) * len(shape), shape, file, layout.offsets[0])
         entries[spec.name] = Entry(spec.name, spec.dtype, shape, (extent,))
@@ -98,7 +98,7 @@ def draft(
     step = None if read is None else _common_step(facts, tensors, read, faults)
     if faults:
         raise faults.error()
-    for file, data in _small(folder, facts, tensors, step):
+    for file, data in _small_files(folder, facts, tensors, step):
         files[file] = sum(map(len, data))
         fragments.extend(_fragments_of(file, data))
     trained = any(parameter != spec.name for spec, parameter, _ in places.values())
@@ -107,15 +107,15 @@ def draft(
 
 
 def _notes(facts: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return what ZeRO-3 must be told: it has one learning rate for all groups, and a schedule sets it too late."""
+    """Return a note for groups with different learning rates: ZeRO-3 loads only one for all groups."""
     groups = facts.get(keys.GROUPS, ())
     if not groups or _agree(groups, _RATE, groups[0].get(_RATE)):
         return ()
     return ("the optimizer's groups differ in lr, which ZeRO-3 does not load: see docs/how-to/deepspeed.md",)
 
 
-def _counted(run: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a run says of itself, with the counters of a run of Megatron under DeepSpeed's names."""
+def _run_facts(run: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the facts about a run; the counters of a Megatron run get DeepSpeed's names."""
     megatron = run.get(MEGATRON) or {}
     counts = {
         keys.GLOBAL_STEPS: megatron.get("iteration"),
@@ -125,7 +125,7 @@ def _counted(run: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """Split the name of a tensor into its parameter and the state it is of; a weight is the state `fp32`."""
+    """Split the name of a tensor into parameter and optimizer state; a weight counts as the state `fp32`."""
     if name.startswith(OPTIMIZER):
         parameter, slash, state = name.removeprefix(OPTIMIZER).rpartition("/")
         if slash:
@@ -134,14 +134,14 @@ def split_name(name: str) -> tuple[str, str]:
 
 
 def _check(spec: Spec, parameter: str, state: str, file: str, places: Mapping[str, object], faults: Faults) -> None:
-    """Report the obstacles to writing a tensor: its name becomes a folder and a file."""
+    """Add a fault for each reason why a tensor cannot be written; its name becomes a folder and a file."""
     shown = spec.name.encode("utf-8", "backslashreplace").decode()
     if not is_plain(parameter) or not is_plain(state):
         message = f"it would become the folder {parameter!r} and the file {state!r}, which are not plain names"
         faults.add("PATH_ESCAPE", message, None, shown)
     elif parameter.startswith(_UNNAMED):
         faults.add("UNSUPPORTED", "it is optimizer state of a parameter whose name is unknown", None, shown)
-    elif shown != spec.name or max(len(parameter.encode()), len(f"{state}{keys.STATE_END}".encode())) > _LONGEST:
+    elif shown != spec.name or max(len(parameter.encode()), len(f"{state}{keys.STATE_END}".encode())) > _MAX_NAME_BYTES:
         faults.add("UNSUPPORTED", "its name is not allowed as a file name: too long, or not valid Unicode", None, shown)
     if state == keys.STEP and prod(spec.shape) != 1:
         faults.add("SHAPE_MISMATCH", f"a step must be one number, but has the shape {list(spec.shape)}", None, shown)
@@ -156,10 +156,10 @@ def _check(spec: Spec, parameter: str, state: str, file: str, places: Mapping[st
         faults.add(error.code, error.refusals[0].message, None, shown)
 
 
-def _beside(spec: Spec, parameter: str, hints: Mapping[str, Hint], faults: Faults) -> dict[str, Any]:
-    """Return what a file states beside its tensor; a hint for another shape is a fault."""
+def _hint_fields(spec: Spec, parameter: str, hints: Mapping[str, Hint], faults: Faults) -> dict[str, Any]:
+    """Return the hint entries for a tensor's file; a hint for another shape is a fault."""
     try:
-        return written(hints.get(parameter, {}), parameter, spec.shape)
+        return hint_fields(hints.get(parameter, {}), parameter, spec.shape)
     except TransaxleError as error:
         faults.add(error.code, error.refusals[0].message, None, spec.name)
         return {}
@@ -171,10 +171,11 @@ _Data = list[bytes]
 def _common_step(
     facts: Mapping[str, Any], tensors: Sequence[Spec], read: Callable[[str], bytes], faults: Faults
 ) -> tuple[Spec, bytes] | None:
-    """Return the step that all parameters have; None where groups have steps of their own, or there is none.
+    """Return the step of all parameters (tensor and bytes); None where groups differ, or there are no steps.
 
-    ZeRO-1 and 2 take one step for all parameters of a group, from their files; ZeRO-3 one for all, from the settings.
-    So another step within a group is a fault, and one of another group's has no place in the settings.
+    ZeRO-1 and 2 read one step per group, from the files of its parameters; ZeRO-3 reads one for all groups, from the
+    settings. So different steps within a group are a fault, and steps that differ between groups are not in the
+    settings.
     """
     group_of = {name: at for at, group in enumerate(facts.get(keys.GROUPS, ())) for name in group[keys.PARAMS]}
     first_of: dict[int | None, tuple[str, float]] = {}
@@ -186,25 +187,25 @@ def _common_step(
         data = read(spec.name)
         common = common or (spec, data)
         step = stored_number(data, spec.dtype)
-        first, its_step = first_of.setdefault(group_of.get(parameter), (parameter, step))
-        if step != its_step:
-            message = f"it was updated {step:g} times, {first} {its_step:g} times: DeepSpeed has one step for a group"
+        first, first_step = first_of.setdefault(group_of.get(parameter), (parameter, step))
+        if step != first_step:
+            message = f"it was updated {step:g} times, {first} {first_step:g} times: DeepSpeed has one step for a group"
             faults.add("UNSUPPORTED", message, None, spec.name, _WEIGHTS_ALONE)
     return common if len({step for _, step in first_of.values()}) == 1 else None
 
 
-def _small(
+def _small_files(
     folder: str, facts: Mapping[str, Any], tensors: Sequence[Spec], step: tuple[Spec, bytes] | None
 ) -> Iterator[tuple[str, _Data]]:
-    """Yield the files that hold no tensors of the model."""
+    """Yield the files without tensors of the model: settings, model files and `latest_universal`."""
     step_bytes: list[int | bytes] = []
-    counted: dict[str, object] = {}
+    step_state: dict[str, object] = {}
     if step is not None:
         spec, data = step
         step_bytes.append(data)
-        counted[keys.STEP] = reference(spec.dtype, (), 0)
+        step_state[keys.STEP] = reference(spec.dtype, (), 0)
     file = f"{folder}/{keys.ZERO_FOLDER}/{keys.OPTIMIZER_FILE}"
-    layout = surround(file, _settings(facts, counted), step_bytes)
+    layout = surround(file, _settings(facts, step_state), step_bytes)
     yield file, [data for _, data in layout.known]
     for name in MODEL_FILES:
         file = f"{folder}/{name}"
@@ -219,11 +220,11 @@ def _fragments_of(file: str, parts: _Data) -> Iterator[Fragment]:
         at += len(data)
 
 
-def _settings(facts: Mapping[str, Any], counted: Mapping[str, object]) -> dict[str, Any]:
+def _settings(facts: Mapping[str, Any], step_state: Mapping[str, object]) -> dict[str, Any]:
     """Return the optimizer's settings: ZeRO-1 and 2 read `param_groups`, ZeRO-3 reads `optimizer_state_dict`.
 
-    ZeRO-3 gives every group the settings of the first; so that one has only those on which all agree, and every group
-    keeps its own of the others.
+    ZeRO-3 applies the settings of the first group to all groups. So that group has only the settings that are equal in
+    all groups; the other settings stay as the run that resumes has them.
     """
     groups = [
         {key: _plain(value) for key, value in group.items() if key != keys.PARAMS}
@@ -231,17 +232,17 @@ def _settings(facts: Mapping[str, Any], counted: Mapping[str, object]) -> dict[s
     ]
     common = {key: value for key, value in (groups[0] if groups else {}).items() if _agree(groups, key, value)}
     numbered: list[dict[str, Any]] = [{**group, keys.PARAMS: [number]} for number, group in enumerate(groups)]
-    numbered += [{keys.PARAMS: []} for _ in range(_GROUPS - len(groups))]
-    written: dict[str, Any] = {
+    numbered += [{keys.PARAMS: []} for _ in range(_MIN_GROUPS - len(groups))]
+    stored_facts: dict[str, Any] = {
         key: facts[key] for key in (keys.DYNAMIC_SCALE, keys.OVERFLOW, keys.CLIP) if facts.get(key) is not None
     }
     scaler = _scaler(facts.get(keys.LOSS_SCALER))
     return {
-        **written,
+        **stored_facts,
         **({keys.LOSS_SCALER: scaler} if scaler is not None else {}),
-        keys.VERSION: facts.get(keys.VERSION) or _SETTLED,
+        keys.VERSION: facts.get(keys.VERSION) or _DEFAULT_VERSION,
         keys.GROUPS: numbered,
-        keys.STATE: {keys.STATES: {0: dict(counted)}, keys.GROUPS: [{**common, keys.PARAMS: []}]},
+        keys.STATE: {keys.STATES: {0: dict(step_state)}, keys.GROUPS: [{**common, keys.PARAMS: []}]},
     }
 
 
@@ -250,22 +251,22 @@ def _agree(groups: Sequence[Mapping[str, Any]], key: str, value: object) -> bool
 
 
 def _plain(value: object) -> object:
-    """Return a setting as DeepSpeed has it: numbers without a dtype, also where torch's optimizer has a tensor."""
+    """Return a setting as DeepSpeed stores it: plain numbers, also where torch's optimizer has 0-dim tensors."""
     if isinstance(value, np.generic):
         return value.item()
     return tuple(map(_plain, value)) if isinstance(value, list | tuple) else value
 
 
-def _scaler(said: object) -> Object | None:
-    """Return DeepSpeed's object that scales losses; None where there is none, or its class is not known."""
-    if not isinstance(said, dict) or not isinstance(said.get(FIELDS), dict):
+def _scaler(recorded: object) -> Object | None:
+    """Return DeepSpeed's loss scaler object; None where none is recorded, or its class is not allowed."""
+    if not isinstance(recorded, dict) or not isinstance(recorded.get(FIELDS), dict):
         return None
-    module, _, name = str(said.get(CLASS)).rpartition(".")
-    return Object(Global(module, name), state=dict(said[FIELDS]), new=True) if (module, name) in ALLOWED else None
+    module, _, name = str(recorded.get(CLASS)).rpartition(".")
+    return Object(Global(module, name), state=dict(recorded[FIELDS]), new=True) if (module, name) in ALLOWED else None
 
 
 def _model(facts: Mapping[str, Any], tensors: Sequence[Spec]) -> dict[str, Any]:
-    """Return the model file: counters, and the parameters of each group by name."""
+    """Return the contents of the model file: counters, and the shapes of each group's parameters by name."""
     shapes = {spec.name: spec.shape for spec in tensors}
     groups = [
         OrderedMap({name: Object(_SIZE, (shapes[name],)) for name in group[keys.PARAMS] if name in shapes})
@@ -286,5 +287,5 @@ def _model(facts: Mapping[str, Any], tensors: Sequence[Spec]) -> dict[str, Any]:
         keys.DP_WORLD: 1,
         keys.MP_WORLD: 1,
         keys.DIMENSIONS: {keys.PP_DEGREE: 1, keys.TP_DEGREE: 1},
-        keys.VERSION: facts.get(keys.VERSION) or _SETTLED,
+        keys.VERSION: facts.get(keys.VERSION) or _DEFAULT_VERSION,
     }

@@ -1,8 +1,8 @@
-"""Opening universal checkpoints: one folder per parameter, one file per state.
+"""Opens universal checkpoints, which have one folder per parameter, and in it one file per optimizer state.
 
-DeepSpeed writes two variants. Below ZeRO-3, and under tensor parallelism, a file holds a dict with the tensor in its
-shape; for plain ZeRO-3 it holds the bare flat tensor, whose shape is in the model files beside it. Untrained tensors
-are stored the same way in the first variant, and only in the model files in the second.
+DeepSpeed writes two variants. Below ZeRO-3, and under tensor parallelism, a file contains a dict with the tensor in its
+shape. For plain ZeRO-3 it contains only the flattened tensor, whose shape is in the model files. Untrained tensors have
+such files in the first variant; in the second they are only in the model files.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from transaxle.formats.catalog import Checksum, Container, Entry, Extent, Number
 from transaxle.formats.deepspeed import keys, spread
 from transaxle.formats.deepspeed.categories import Patterns
 from transaxle.formats.deepspeed.files import sort_files
-from transaxle.formats.deepspeed.hints import Hint, check_hint, hint_in, hints_entry
+from transaxle.formats.deepspeed.hints import Hint, check_hint, hints_entry, read_hint
 from transaxle.formats.deepspeed.keys import CheckedValue
-from transaxle.formats.deepspeed.rank_files import RankModel, Tensors, groups_of, read_model, run_of
+from transaxle.formats.deepspeed.rank_files import RankModel, TensorReader, read_model, run_of, universal_groups
 from transaxle.formats.deepspeed.reader import SCRIPTS, TIES, check_one_save, degrees
 from transaxle.formats.deepspeed.trained_state import ModelRank, Stage, assemble
 from transaxle.formats.deepspeed.universal_record import UniversalInfo
@@ -31,32 +31,33 @@ from transaxle.formats.training_state import OPTIMIZER, RUN
 
 _MODEL = f"*{keys.MODEL_END}"
 _PLAIN = "mp_rank_"
-"""Prefix of model files that are not cut over data-parallel ranks (ZeRO-3)."""
+"""Prefix of model files that are not split over data-parallel ranks; those of ZeRO-3 are split."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Shapes:
-    """Shapes of parameters, by the model files."""
+    """Shapes of parameters, from the model files."""
 
     ranks: int
-    """Tensor-parallel degree of the run that was converted."""
+    """Tensor-parallel degree of the run whose checkpoint was converted."""
     on_first_rank: Mapping[str, Shape]
-    """Parameter -> its shape on the first rank."""
+    """Shape of each parameter on the first tensor-parallel rank."""
     logical: Mapping[str, Shape]
-    """Parameter -> its whole shape, if the metadata states it."""
+    """Whole shape of each parameter, as far as the metadata gives it."""
 
 
 def open_universal(storage: Storage, path: str, member: str, weights: Weights = "fp32") -> Container:
     """Open a universal checkpoint.
 
     Args:
-        storage: where the files are.
-        path: what the user typed.
-        member: folder of the step; `HERE` for the path itself.
-        weights: the optimizer's, or the module's own in low precision, where its model files hold them whole.
+        storage: the files.
+        path: the path as typed.
+        member: name of the step folder; `HERE` for the path itself.
+        weights: which weights the plain names mean: the optimizer's master weights, or the module's in low precision,
+            if the model files have them whole.
 
     Raises:
-        Refused: everything that is wrong with its files: UNSAFE_PICKLE, CORRUPT, INCOMPLETE, UNSUPPORTED, ….
+        Refused: every problem with the files: UNSAFE_PICKLE, CORRUPT, INCOMPLETE, UNSUPPORTED, ….
         StorageError: IO.
     """
     prefix = "" if member == HERE else f"{member}/"
@@ -67,7 +68,7 @@ def open_universal(storage: Storage, path: str, member: str, weights: Weights = 
     if faults:
         raise faults.error()
     check_one_save(models)
-    shapes, stage = _beside(models, faults)
+    shapes, stage = _read_model_files(models, faults)
     settings, files = _settings(inline, prefix, checksums)
     entries: dict[str, Entry] = {}
     hints: dict[str, Hint] = {}
@@ -81,17 +82,17 @@ def open_universal(storage: Storage, path: str, member: str, weights: Weights = 
         _check_all_there(entries, parameters, shapes, faults)
     if faults:
         raise faults.error()
-    _add_step(entries, settings, inline)
-    # Trained parameters come from the folder of each; the model files only add what is not trained.
+    _add_steps(entries, settings, inline)
+    # Trained parameters are read from their folders; the model files only add untrained tensors.
     trained = {name for model in models for shapes_of in model.shapes for name in shapes_of}
-    others = {name: entry for name, entry in stage.weights.items() if name not in entries and name not in trained}
+    untrained = {name: entry for name, entry in stage.weights.items() if name not in entries and name not in trained}
     if weights == "lp":
-        others = {name: entry for name, entry in stage.low.items() if prod(entry.shape)}
-        missing = [name for name in entries if not name.startswith(OPTIMIZER) and name not in others]
+        untrained = {name: entry for name, entry in stage.low.items() if prod(entry.shape)}
+        missing = [name for name in entries if not name.startswith(OPTIMIZER) and name not in untrained]
         if missing:
             message = f"the model files do not hold {missing[0]} in low precision"
             raise refuse("UNSUPPORTED", message, file=path, hint="Leave out --weights lp.")
-    entries |= {name: Entry(name, entry.dtype, entry.shape, entry.extents) for name, entry in others.items()}
+    entries |= {name: Entry(name, entry.dtype, entry.shape, entry.extents) for name, entry in untrained.items()}
     ties = {alias: name for model in models for alias, name in model.shared.items() if name in entries}
     for alias, name in ties.items():
         entries.setdefault(alias, Entry(alias, entries[name].dtype, entries[name].shape, entries[name].extents))
@@ -101,9 +102,9 @@ def open_universal(storage: Storage, path: str, member: str, weights: Weights = 
     carried = tuple(name for name in sidecars.carried if name not in SCRIPTS and name not in sizes)
     ignored = tuple(sorted({*sidecars.ignored, *(set(sidecars.carried) & SCRIPTS)} - {prefix}))
     metadata: dict[str, Any] = {RUN: {**run_of(models[0], settings), **hints_entry(hints)}}
-    listed = settings.get(keys.GROUPS)
-    if listed is not None:
-        metadata[keys.GROUPS] = groups_of(listed.list(), models)
+    group_settings = settings.get(keys.GROUPS)
+    if group_settings is not None:
+        metadata[keys.GROUPS] = universal_groups(group_settings.list(), models)
         _check_states(entries, metadata[keys.GROUPS])
     if ties:
         metadata[TIES] = ties
@@ -115,7 +116,9 @@ def open_universal(storage: Storage, path: str, member: str, weights: Weights = 
 def _models(
     inline: NumbersInMemory, storage: Storage, prefix: str, checksums: list[Checksum], faults: Faults
 ) -> list[RankModel]:
-    """Read the model files that lie beside; one of each rank is enough."""
+    """Read the model files in the step folder; of the two kinds, those not split over data-parallel ranks are
+    preferred.
+    """
     names = [name for name in storage.listing(prefix.rstrip("/")).everything() if name.endswith(keys.MODEL_END)]
     plain = [name for name in names if name.startswith(_PLAIN)]
     try:
@@ -134,8 +137,8 @@ def _models(
     return models
 
 
-def _beside(models: Sequence[RankModel], faults: Faults) -> tuple[_Shapes, Stage]:
-    """Return what the model files say of shapes, and the tensors that they hold whole."""
+def _read_model_files(models: Sequence[RankModel], faults: Faults) -> tuple[_Shapes, Stage]:
+    """Return the shapes in the model files, and the tensors that these files contain whole."""
     shapes_by_name = {name: shape for group in models[0].shapes for name, shape in group.items()}
     by_rank = _by_rank(models)
     pp, tp = degrees(by_rank, ())
@@ -148,9 +151,9 @@ def _beside(models: Sequence[RankModel], faults: Faults) -> tuple[_Shapes, Stage
         maps = spread.maps_of(node)
         patterns = Patterns(maps)
         for name in [*shapes_by_name, *models[0].module, *models[0].frozen]:
-            patterns_found = patterns.match(name)
-            if patterns_found:
-                logical[name] = maps[patterns_found[0]][keys.LOGICAL_SHAPE].naturals()
+            matching_patterns = patterns.match(name)
+            if matching_patterns:
+                logical[name] = maps[matching_patterns[0]][keys.LOGICAL_SHAPE].naturals()
     stage = Stage()
     if pp == 1:
         info = UniversalInfo(node, tp) if node is not None and tp > 1 else None
@@ -167,7 +170,7 @@ def _is_plain(model: RankModel) -> bool:
 
 
 def _by_rank(models: Sequence[RankModel]) -> dict[int, list[RankModel]]:
-    """Group model files by the rank of the model; those of ZeRO-3 are one per data-parallel rank."""
+    """Group model files by model rank; under ZeRO-3 each model rank has one per data-parallel rank."""
     grid = sort_files([model.file.rpartition("/")[2] for model in models], "").model
     by_name = {model.file.rpartition("/")[2]: model for model in models}
     return {rank: [by_name[name] for _, name in sorted(parts.items())] for rank, parts in sorted(grid.items())}
@@ -188,7 +191,7 @@ def _parameter(
     inline: NumbersInMemory, zero: str, parameter: str, shapes: _Shapes, files: list[str], checksums: list[Checksum],
     hints: dict[str, Hint], faults: Faults,
 ) -> Iterator[tuple[str, Entry]]:  # fmt: skip
-    """Yield the tensors of one parameter's folder."""
+    """Yield the tensors in one parameter's folder by name; files with a problem become faults."""
     for file in inline.listing(f"{zero}/{parameter}").everything():
         full_path = f"{zero}/{parameter}/{file}"
         if not file.endswith(keys.STATE_END):
@@ -198,8 +201,8 @@ def _parameter(
         try:
             saved = read_saved(inline, full_path)
             node = CheckedValue(saved.value, full_path)
-            entry = _tensor(Tensors(inline, full_path), name, node, parameter, state, shapes)
-            hint = hint_in(node) if node.is_dict and state == keys.FP32 else None
+            entry = _tensor(TensorReader(inline, full_path), name, node, parameter, state, shapes)
+            hint = read_hint(node) if node.is_dict and state == keys.FP32 else None
             check_hint(hint or {}, parameter, entry.shape, full_path)
         except TransaxleError as error:
             faults.extend(*error.refusals)
@@ -212,7 +215,7 @@ def _parameter(
 
 
 def _check_all_there(entries: Mapping[str, Entry], parameters: Sequence[str], shapes: _Shapes, faults: Faults) -> None:
-    """Check that every parameter that is trained, or has any tensor, has its weights."""
+    """Check that every trained parameter, and every one with a folder, has weights; check the shapes of states."""
     trained = [name for name, shape in shapes.on_first_rank.items() if prod(shape)]
     for name in dict.fromkeys((*parameters, *trained)):
         if name not in entries:
@@ -226,9 +229,9 @@ def _check_all_there(entries: Mapping[str, Entry], parameters: Sequence[str], sh
 
 
 def _check_states(entries: Mapping[str, Entry], groups: Sequence[Mapping[str, Any]]) -> None:
-    """Check that no parameter lacks a state that another one of its group has.
+    """Check that no parameter lacks a state that another parameter of its group has.
 
-    A parameter without any state was never updated, which is no fault.
+    A parameter without any state was never updated, which is valid.
     """
     states_of: dict[str, set[str]] = {}
     for name in entries:
@@ -256,8 +259,8 @@ def _check_states(entries: Mapping[str, Entry], groups: Sequence[Mapping[str, An
         raise faults.error()
 
 
-def _tensor(tensors: Tensors, name: str, node: CheckedValue, parameter: str, state: str, shapes: _Shapes) -> Entry:
-    """Return the tensor of one file, in the parameter's own shape."""
+def _tensor(tensors: TensorReader, name: str, node: CheckedValue, parameter: str, state: str, shapes: _Shapes) -> Entry:
+    """Return the tensor in one file, in the shape of its parameter."""
     if state == keys.STEP:
         step_entry = tensors.number(name, node)
         if step_entry is None:
@@ -269,7 +272,7 @@ def _tensor(tensors: Tensors, name: str, node: CheckedValue, parameter: str, sta
                 "UNSUPPORTED", "it is a stack of experts, which cannot be read yet", file=node.file, tensor=name
             )
         entry = tensors.tensor(name, node[keys.PARAM])
-        return _checked(entry, parameter, shapes, node.file)
+        return _check_shape(entry, parameter, shapes, node.file)
     entry = tensors.tensor(name, node)
     shape = shapes.on_first_rank.get(parameter)
     if shape is None:
@@ -278,18 +281,17 @@ def _tensor(tensors: Tensors, name: str, node: CheckedValue, parameter: str, sta
     if entry.shape != (prod(shape),):
         message = f"it has the shape {list(entry.shape)}, but a parameter of {list(shape)} has {prod(shape)} elements"
         raise refuse("CORRUPT", message, file=node.file, tensor=name)
-    return _viewed(entry, shape)
+    return _view_as(entry, shape)
 
 
-def _checked(entry: Entry, parameter: str, shapes: _Shapes, file: str) -> Entry:
-    """Check a tensor's shape against the model files."""
+def _check_shape(entry: Entry, parameter: str, shapes: _Shapes, file: str) -> Entry:
+    """Check a tensor's shape against the model files, and return the tensor in the module's dims."""
     first_rank_shape, logical = shapes.on_first_rank.get(parameter), shapes.logical.get(parameter)
-    # With several ranks the model files show only the first rank's shard; the whole shape is in the metadata, if
-    # anywhere.
-    want = logical if shapes.ranks > 1 else first_rank_shape
-    if want is not None and prod(want) != prod(entry.shape):
+    # With several ranks the model files give only the first rank's shape; the metadata may have the whole.
+    expected_shape = logical if shapes.ranks > 1 else first_rank_shape
+    if expected_shape is not None and prod(expected_shape) != prod(entry.shape):
         message = (
-            f"it has the shape {list(entry.shape)}, but {list(want)} by the model file; "
+            f"it has the shape {list(entry.shape)}, but {list(expected_shape)} by the model file; "
             "DeepSpeed 0.19.8 writes only the first rank's part of parameters that are not trained"
         )
         raise refuse("INCOMPLETE", message, file=file, tensor=entry.name)
@@ -297,12 +299,12 @@ def _checked(entry: Entry, parameter: str, shapes: _Shapes, file: str) -> Entry:
     # merged.
     if first_rank_shape is not None and len(first_rank_shape) < len(entry.shape):
         extra = len(entry.shape) - len(first_rank_shape) + 1
-        return _viewed(entry, (prod(entry.shape[:extra]), *entry.shape[extra:]) if first_rank_shape else ())
+        return _view_as(entry, (prod(entry.shape[:extra]), *entry.shape[extra:]) if first_rank_shape else ())
     return entry
 
 
-def _viewed(entry: Entry, shape: Shape) -> Entry:
-    """Return a dense tensor in another shape."""
+def _view_as(entry: Entry, shape: Shape) -> Entry:
+    """Return a dense tensor viewed in another shape."""
     extent = entry.extents[0]
     if extent.strides is not None:
         raise refuse(
@@ -314,15 +316,15 @@ def _viewed(entry: Entry, shape: Shape) -> Entry:
     return Entry(entry.name, entry.dtype, shape, (Extent((0,) * len(shape), shape, extent.file, extent.offset),))
 
 
-def _add_step(entries: dict[str, Entry], settings: CheckedValue, inline: NumbersInMemory) -> None:
-    """Give every trained parameter its step where only the settings hold it, as in ZeRO-3."""
+def _add_steps(entries: dict[str, Entry], settings: CheckedValue, inline: NumbersInMemory) -> None:
+    """Add the step of every trained parameter where it is only in the settings, as under ZeRO-3."""
     inner = settings.get(keys.STATE)
     states = None if inner is None else inner.get(keys.STATES)
     first_state = None if states is None else states.get(0)
     step = None if first_state is None else first_state.get(keys.STEP)
     if step is None:
         return
-    step_entry = Tensors(inline, settings.file).number(keys.STEP, step)
+    step_entry = TensorReader(inline, settings.file).number(keys.STEP, step)
     if step_entry is None:
         raise step.fault("expected a number")
     parameters = {name.removeprefix(OPTIMIZER).rpartition("/")[0] for name in entries if name.startswith(OPTIMIZER)}

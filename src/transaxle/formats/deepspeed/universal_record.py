@@ -1,20 +1,15 @@
-"""What universal metadata states of a parameter, and of a model.
+"""DeepSpeed's universal metadata about tensor-parallel cuts: the record of one parameter, and the metadata of a model.
 
-The record of one parameter: how it is cut over tensor-parallel ranks, as DeepSpeed attaches it to the live
-parameter.
-
-A record states the same facts many times: sizes of parts, widths per rank, a shape, a nested copy of half of it for
-the converter, the same cut once more as an affine map. `Record` holds each fact once. It writes the whole dict from
-them, and reads one by deriving everything again and refusing any contradiction.
+DeepSpeed attaches a record to each live parameter. A record contains the same facts many times: sizes of parts, widths
+per rank, a shape, a nested copy of half of it for the converter, and the cut once more as an affine map. `Record` has
+each fact once. It writes the whole dict from them; reading a dict derives everything again and refuses contradictions.
 
     Record.cut("column", (48, 32), 0, [[8, 8], [8, 8], [8, 8]], view=(3, -1)).as_dict()
 
-gives the record of a `Linear(32, 48)` with three parts of 16 rows on two ranks. All of it is plain data; nothing here
-knows torch.
+gives the record of a `Linear(32, 48)` with three parts of 16 rows on two ranks. Records are plain data, without torch.
 
-The metadata of one model, `universal_checkpoint_info`: its statements on each parameter, in either of its forms.
-
-Either form alone suffices. Where a parameter is in both, both are reduced to the same geometry and must agree.
+The metadata of a model, `universal_checkpoint_info`, describes each parameter as an affine map, by lists of name
+patterns, or both. Either form alone suffices; where a parameter is in both, the two cuts must be equal.
 """
 
 from __future__ import annotations
@@ -33,7 +28,7 @@ from transaxle.formats.deepspeed.keys import CheckedValue
 from transaxle.formats.deepspeed.spread import (
     Spread,
     by_widths,
-    folded,
+    fold_dims,
     maps_of,
     owners,
     read_affine,
@@ -43,103 +38,104 @@ from transaxle.formats.deepspeed.spread import (
 )
 
 LayerKind = Literal["column", "row"]
-"""What the layer does with the cut: it computes parts of its output, or partial sums of it. Independent of the
-geometry.
+"""Kind of a tensor-parallel layer: `column` computes parts of the output, `row` partial sums of the whole output.
+
+It does not determine the dim that is cut.
 """
 Size = int | tuple[int, ...]
 View = tuple[Size, ...]
-"""A shape whose cut dim holds the sizes of the parts, or their number; -1 stands for the remaining elements."""
+"""A shape in which the cut dim is a tuple of part sizes, or a number of parts; -1 stands for the remaining elements."""
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """How one parameter is cut. Made by `cut`, `shared`, `placed` and `unsupported`, or by `read`."""
+    """How one parameter is cut over tensor-parallel ranks. Create it with a class method or with `read`."""
 
     kind: LayerKind
     original: Shape
-    """Shape of the whole parameter, as the module has it."""
+    """Shape of the whole parameter in the module."""
     logical: Shape
-    """Shape of the same elements in the view that `dim` refers to: leading dims may be split further."""
+    """Shape of the whole parameter in the view that `dim` refers to; it may split leading dims."""
     dim: int | None
-    """The dim that is cut; None: every rank holds the whole parameter."""
+    """Dim of the logical shape that is cut; None where every rank has the whole parameter."""
     spread: Spread | None
-    """The geometry, in the logical view; None where it cannot be described."""
+    """The boxes on each rank, in the logical shape; None where the cut cannot be described."""
     widths: Widths | None = None
-    """Part -> rank -> rows; None where `spread` is more general, or the parameter is not cut."""
+    """Rows of each part on each rank; None where the parameter is not cut, or only `spread` can describe the cut."""
     view: View | None = None
-    """The view as it was requested; None for a parameter without parts."""
+    """The view as the caller gave it; None for a parameter without parts."""
     output: Shape | None = None
-    """Dims of the layer's output; a note."""
-    held: Shape | None = None
-    """Shape of this rank's shard; a note."""
+    """Shape that the record notes for the layer's output; it does not affect the cut."""
+    shard: Shape | None = None
+    """Shape that the record notes for this rank's shard; it does not affect the cut."""
     bias: bool = False
     reason: str | None = None
-    """Why it cannot be described."""
+    """Reason why the cut cannot be described; None where it can."""
 
     @classmethod
     def cut(
         cls, kind: LayerKind, shape: Shape, dim: int, widths: Sequence[Sequence[int]], *, view: View | None = None,
         rank: int | None = None, bias: bool = False,
     ) -> Record:  # fmt: skip
-        """Describe a parameter of which every rank holds some rows of every part.
+        """Describe a parameter of which every rank has some rows of every part.
 
         Args:
-            kind: of the layer.
-            shape: of the whole parameter.
+            kind: kind of the layer.
+            shape: shape of the whole parameter.
             dim: the dim that is cut, counted in the view.
-            widths: part -> rank -> rows.
-            view: the view, where it has parts or other dims.
-            rank: whose shard it is; for a note.
-            bias: it is one.
+            widths: rows of each part on each rank, as `widths[part][rank]`.
+            view: the view, where the parameter has parts or other dims than `shape`.
+            rank: the rank whose shard shape the record notes.
+            bias: whether the parameter is a bias.
 
         Raises:
             Refused: SHAPE_MISMATCH where view, widths and shape do not add up.
         """
-        logical, sizes = resolved(view, dim, shape, len(widths))
+        logical, sizes = resolve_view(view, dim, shape, len(widths))
         _check_widths(widths, sizes, None)
         exact_widths = tuple(tuple(part_widths) for part_widths in widths)
         spread = by_widths(logical, dim, exact_widths)
-        shard = None if rank is None else _merged(spread.shards[rank], len(shape))
+        shard = None if rank is None else _merge_leading_dims(spread.shards[rank], len(shape))
         output = logical if bias else logical[:-1]
         return cls(kind, shape, logical, dim, spread, exact_widths, view, output, shard, bias)
 
     @classmethod
     def shared(cls, kind: LayerKind, shape: Shape, ranks: int, *, bias: bool = False) -> Record:
-        """Describe a parameter that every rank holds whole."""
+        """Describe a parameter that is replicated on every rank."""
         output = shape if bias else shape[:-1]
-        return cls(kind, shape, shape, None, whole(shape, ranks), output=output, held=shape, bias=bias)
+        return cls(kind, shape, shape, None, whole(shape, ranks), output=output, shard=shape, bias=bias)
 
     @classmethod
     def placed(cls, kind: LayerKind, shape: Shape, dim: int, spread: Spread, *, bias: bool = False) -> Record:
-        """Describe a parameter whose parts are cut in ways that widths cannot say: some parts shared, blocks reordered.
+        """Describe a cut that widths cannot express, such as parts that ranks share, or reordered blocks.
 
         Raises:
-            Refused: SHAPE_MISMATCH where that is another parameter; INCOMPLETE where no rank holds an element.
+            Refused: SHAPE_MISMATCH where the spread has another shape; INCOMPLETE where no rank has an element.
         """
-        _check_placed(spread, shape)
+        _check_spread(spread, shape)
         return cls(kind, shape, shape, dim, spread, output=shape if bias else shape[:-1], bias=bias)
 
     @classmethod
     def unsupported(cls, kind: LayerKind, shape: Shape, reason: str, *, bias: bool = False) -> Record:
-        """Say why a parameter cannot be described, so that nobody converts it."""
+        """Describe a parameter that must not be converted, with the reason."""
         return cls(kind, shape, shape, None, None, output=shape if bias else shape[:-1], bias=bias, reason=reason)
 
     @property
     def replicated(self) -> bool:
-        """Whether every rank holds the whole parameter."""
+        """Whether every rank has the whole parameter."""
         return self.dim is None and self.reason is None
 
     @property
     def parts(self) -> tuple[int, ...] | None:
-        """Sizes of the parts of a parameter that has a view; None where they are not known."""
+        """Sizes of the parts along the cut dim; None for a parameter without a view."""
         if self.view is None or self.dim is None:
             return None
         if self.widths is not None:
             return tuple(map(sum, self.widths))
-        return resolved(self.view, self.dim, self.original, None)[1]
+        return resolve_view(self.view, self.dim, self.original, None)[1]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the record as DeepSpeed reads it.  Inverse: `read`."""
+        """Return the record as the dict that DeepSpeed reads. Inverse: `read`."""
         widths = None if self.widths is None else [list(each) for each in self.widths]
         common = {
             keys.PARTITION_TYPE: self.kind,
@@ -150,7 +146,7 @@ class Record:
             keys.IS_BIAS: self.bias,
             keys.REPLICATED: self.replicated,
         }
-        described = {} if self.spread is None else {keys.AFFINE: write_affine(self.spread)}
+        affine_map = {} if self.spread is None else {keys.AFFINE: write_affine(self.spread)}
         return {
             keys.INFO_VERSION: keys.INFO_CURRENT,
             **common,
@@ -158,8 +154,8 @@ class Record:
             keys.OUTPUT_SHAPE: self.output,
             keys.SUB_SIZES: self.parts,
             keys.PARTITION_SIZES: self.widths[0] if self.widths is not None and self.view is None else None,
-            keys.TARGET_SHAPE: self.held,
-            keys.CONVERSION: {**common, keys.REASON: self.reason, **described},
+            keys.TARGET_SHAPE: self.shard,
+            keys.CONVERSION: {**common, keys.REASON: self.reason, **affine_map},
         }
 
 
@@ -167,16 +163,16 @@ def read(record: Mapping[str, Any], name: str, ranks: int) -> Record:
     """Read a record, and check every fact in it against the others.
 
     Args:
-        record: the dict that the parameter carries.
-        name: of the parameter, for errors.
+        record: the dict that DeepSpeed attached to the parameter.
+        name: name of the parameter, for errors.
         ranks: tensor-parallel degree.
 
     Raises:
-        Refused: UNSUPPORTED for a later version, or an uneven cut of an earlier one that it does not describe; CORRUPT
-            for contradictions; SHAPE_MISMATCH for sizes and widths that do not add up, with the numbers; INCOMPLETE
-            where no rank holds an element.
+        Refused: UNSUPPORTED for a later version, or for an uneven cut in a version that cannot describe one; CORRUPT
+            for contradictions; SHAPE_MISMATCH for sizes and widths that do not add up; INCOMPLETE where no rank has an
+            element.
     """
-    with _about(name):
+    with _tensor_context(name):
         node = CheckedValue(dict(record), keys.RECORD)
         version = node.get(keys.INFO_VERSION)
         if version is not None and version.real() > keys.INFO_CURRENT:
@@ -188,7 +184,7 @@ def read(record: Mapping[str, Any], name: str, ranks: int) -> Record:
 
 
 class _RecordReader:
-    """The fields of a record, read once.
+    """Reads the fields of a record, and builds a `Record` once they agree.
 
     Args:
         node: the record.
@@ -217,36 +213,36 @@ class _RecordReader:
         self._bias = _flag(node, keys.IS_BIAS)
 
     def record(self) -> Record:
-        """Return the record, once all fields agree."""
+        """Return the record; refuse fields that contradict each other."""
         record = Record(
             self._kind, self._original, self._logical, self._dim, None, view=self._view,
-            output=self._shape(keys.OUTPUT_SHAPE), held=self._shape(keys.TARGET_SHAPE), bias=self._bias,
+            output=self._shape(keys.OUTPUT_SHAPE), shard=self._shape(keys.TARGET_SHAPE), bias=self._bias,
             reason=self._reason,
         )  # fmt: skip
         if _flag(self._node, keys.REPLICATED) != record.replicated:
-            cut_text = "not cut" if self._dim is None else f"cut along dim {self._dim}"
-            raise self._node.fault(f"{keys.REPLICATED} is {not record.replicated}, but the parameter is {cut_text}")
+            cut_or_not = "not cut" if self._dim is None else f"cut along dim {self._dim}"
+            raise self._node.fault(f"{keys.REPLICATED} is {not record.replicated}, but the parameter is {cut_or_not}")
         self._check_counts(record)
         if record.reason is not None:
             return record
-        widths, drawn = self._widths(), self._drawn()
+        widths, affine = self._widths(), self._affine_spread()
         if record.dim is None:
             spread = whole(self._logical, self._ranks)
         # Cuts that widths cannot express come as an affine map only.
-        elif widths is None and drawn is not None:
-            spread = drawn
+        elif widths is None and affine is not None:
+            spread = affine
         else:
-            widths = self._even() if widths is None else widths
+            widths = self._even_widths() if widths is None else widths
             spread = by_widths(self._logical, record.dim, widths)
-        if drawn is not None and not same(drawn, spread):
+        if affine is not None and not same(affine, spread):
             raise self._node.fault(f"the widths and the {keys.AFFINE} describe different cuts")
-        _check_placed(spread, self._logical)
+        _check_spread(spread, self._logical)
         return replace(record, spread=spread, widths=widths)
 
     def _check_counts(self, record: Record) -> None:
-        """Check the shapes against each other."""
+        """Check that all shapes have the same number of elements, and that the view gives the recorded parts."""
         shapes = {keys.ORIGINAL_SHAPE: record.original, keys.LOGICAL_SHAPE: record.logical}
-        if record.bias and record.output is not None:  # the same elements; the dims may be others
+        if record.bias and record.output is not None:  # the same number of elements, but maybe other dims
             shapes[keys.OUTPUT_SHAPE] = record.output
         if len({prod(shape) for shape in shapes.values()}) > 1:
             counts = ", ".join(f"{key} {list(shape)} has {prod(shape)} elements" for key, shape in shapes.items())
@@ -255,7 +251,7 @@ class _RecordReader:
             raise _mismatch(f"{keys.PARTITION_DIM} is {record.dim}, but the shape has only {len(record.logical)} dims")
         if record.dim is None or record.reason is not None:
             return
-        logical, sizes = self._resolved(record.dim)
+        logical, sizes = self._resolve_view(record.dim)
         if logical != record.logical:
             message = f"{keys.SUB_SHAPE} {list(record.view or ())} of {list(record.original)} gives {list(logical)}"
             raise _mismatch(f"{message}, but {keys.LOGICAL_SHAPE} is {list(record.logical)}")
@@ -265,7 +261,7 @@ class _RecordReader:
             raise _mismatch(message)
 
     def _widths(self) -> Widths | None:
-        """Return the rows of each part on each rank, if they are recorded."""
+        """Return the rows of each part on each rank; None if they are not recorded."""
         single = self._node.get(keys.PARTITION_SIZES)
         if self._dim is None or (self._parts is None and single is None):
             return None
@@ -273,21 +269,21 @@ class _RecordReader:
         if self._parts is None:
             _check_widths(whole_widths or (), (self._logical[self._dim],), self._ranks)
             return whole_widths
-        _check_widths(self._parts, self._resolved(self._dim)[1], self._ranks)
+        _check_widths(self._parts, self._resolve_view(self._dim)[1], self._ranks)
         sums = tuple(map(sum, zip(*self._parts, strict=True)))
         if whole_widths is not None and whole_widths != (sums,):
             message = f"{keys.PARTITION_SIZES} is {list(whole_widths[0])}, but the widths sum to {list(sums)}"
             raise _mismatch(message)
         return self._parts
 
-    def _resolved(self, dim: int) -> tuple[Shape, tuple[int, ...]]:
-        """Return the shape of the view, and the sizes of the parts."""
+    def _resolve_view(self, dim: int) -> tuple[Shape, tuple[int, ...]]:
+        """Return the logical shape, and the sizes of the parts along `dim`."""
         shape = self._logical if self._view is None else self._original
-        return resolved(self._view, dim, shape, None if self._parts is None else len(self._parts))
+        return resolve_view(self._view, dim, shape, None if self._parts is None else len(self._parts))
 
-    def _even(self) -> Widths:
-        """Return even widths: all that records had before version 0.4."""
-        sizes = self._resolved(cast("int", self._dim))[1]
+    def _even_widths(self) -> Widths:
+        """Return even widths, the only ones that records before version 0.4 can describe."""
+        sizes = self._resolve_view(cast("int", self._dim))[1]
         uneven = [size for size in sizes if size % self._ranks]
         if uneven:
             message = (
@@ -296,8 +292,8 @@ class _RecordReader:
             raise refuse("UNSUPPORTED", message)
         return tuple((size // self._ranks,) * self._ranks for size in sizes)
 
-    def _drawn(self) -> Spread | None:
-        """Return the affine description, if there is one."""
+    def _affine_spread(self) -> Spread | None:
+        """Return the spread of the affine map in the record; None if it has none."""
         node = self._conversion.get(keys.AFFINE)
         if node is None:
             return None
@@ -312,54 +308,59 @@ class _RecordReader:
         return None if value is None else value.naturals()
 
 
-def resolved(view: View | None, dim: int, shape: Shape, count: int | None) -> tuple[Shape, tuple[int, ...]]:
-    """Return the shape that a view gives, and the sizes of its parts along the cut dim.
+def resolve_view(view: View | None, dim: int, shape: Shape, count: int | None) -> tuple[Shape, tuple[int, ...]]:
+    """Return the logical shape that a view gives, and the sizes of its parts along the cut dim.
 
-    A number there is that of the parts; with widths for one part only it is the size, as DeepSpeed has it for biases.
+    A number in the cut dim of a view is the number of parts. But where there are widths for one part only, it is the
+    size of that part, as DeepSpeed writes it for biases.
 
     Args:
-        view: None: the shape itself, with one part.
+        view: the view; None for the shape itself, with one part.
         dim: the dim that is cut.
-        shape: of the whole parameter.
-        count: number of parts for which there are widths; None where it is not known.
+        shape: shape of the whole parameter.
+        count: number of parts that have widths; None where it is unknown.
 
     Raises:
         Refused: SHAPE_MISMATCH where the view does not have the parameter's elements.
     """
-    asked = shape if view is None else view
-    if dim >= len(asked):
-        raise _mismatch(f"{keys.PARTITION_DIM} is {dim}, but the shape has only {len(asked)} dims")
-    parts = -1 if view is None else asked[dim]
-    # DeepSpeed writes the size of a fused bias where a weight has the number of its parts; one list of widths tells
-    # them apart.
+    view_sizes = shape if view is None else view
+    if dim >= len(view_sizes):
+        raise _mismatch(f"{keys.PARTITION_DIM} is {dim}, but the shape has only {len(view_sizes)} dims")
+    parts = -1 if view is None else view_sizes[dim]
+    # A fused bias has the size where a weight has the number of parts: then there is just one list of widths.
     sized = isinstance(parts, int) and parts > 1 and count == 1
-    if any(isinstance(size, tuple) for at, size in enumerate(asked) if at != dim):
-        raise _mismatch(f"{keys.SUB_SHAPE} {list(asked)} has parts in a dim other than the cut one, {dim}")
+    if any(isinstance(size, tuple) for at, size in enumerate(view_sizes) if at != dim):
+        raise _mismatch(f"{keys.SUB_SHAPE} {list(view_sizes)} has parts in a dim other than the cut one, {dim}")
     counted = view is not None and not sized
-    sizes = [_known(size, counted=counted and at == dim) for at, size in enumerate(asked)]
+    sizes = [_view_size(size, counted=counted and at == dim) for at, size in enumerate(view_sizes)]
     unknown = [at for at, size in enumerate(sizes) if size == -1]
     # Several unknown sizes can only be solved if the view keeps the dims of the parameter.
     if len(unknown) > 1 and len(sizes) == len(shape):
         for at in unknown:
             sizes[at] = shape[at]
     elif len(unknown) == 1:
-        product_of_known = prod(size for size in sizes if size != -1)
-        sizes[unknown[0]] = prod(shape) // product_of_known if product_of_known else 0
+        known_product = prod(size for size in sizes if size != -1)
+        sizes[unknown[0]] = prod(shape) // known_product if known_product else 0
     if -1 in sizes or prod(sizes) != prod(shape):
-        raise _mismatch(f"{keys.SUB_SHAPE} {list(asked)} cannot be a view of a parameter of shape {list(shape)}")
+        raise _mismatch(f"{keys.SUB_SHAPE} {list(view_sizes)} cannot be a view of a parameter of shape {list(shape)}")
     logical = tuple(sizes)
     if isinstance(parts, tuple):
         return logical, parts
     equal = 1 if parts == -1 or sized else parts
     if logical[dim] % equal:
         raise _mismatch(
-            f"{keys.SUB_SHAPE} {list(asked)}: {logical[dim]} rows cannot be divided into {equal} equal parts"
+            f"{keys.SUB_SHAPE} {list(view_sizes)}: {logical[dim]} rows cannot be divided into {equal} equal parts"
         )
     return logical, (logical[dim] // equal,) * equal
 
 
-def _known(size: Size, *, counted: bool) -> int:
-    """Return the size of one dim of a view; -1 where it follows from the others, as where parts are only counted."""
+def _view_size(size: Size, *, counted: bool) -> int:
+    """Return the size of one dim of a view; -1 where it follows from the others.
+
+    Args:
+        size: the size in the view.
+        counted: whether `size` is a number of parts, which leaves the dim's size open.
+    """
     if isinstance(size, tuple):
         return sum(size)
     return -1 if counted else size
@@ -368,43 +369,43 @@ def _known(size: Size, *, counted: bool) -> int:
 def _view(node: CheckedValue | None) -> View | None:
     if node is None:
         return None
-    found: list[Size] = []
+    view: list[Size] = []
     for item in node.list():
         if item.is_list:
             sizes = item.naturals()
             if not sizes or 0 in sizes:
                 raise item.fault(f"part sizes must be positive, not {list(sizes)}")
-            found.append(sizes)
+            view.append(sizes)
         elif item.value == -1:
-            found.append(-1)
+            view.append(-1)
         elif item.natural():
-            found.append(item.natural())
+            view.append(item.natural())
         else:
             raise item.fault("a size must not be 0")
-    if not found:
+    if not view:
         raise node.fault("the shape must have at least one dim")
-    return tuple(found)
+    return tuple(view)
 
 
 def _flag(node: CheckedValue, key: str) -> bool:
-    found = node.get(key)
-    return found is not None and found.flag()
+    flag = node.get(key)
+    return flag is not None and flag.flag()
 
 
 _REPEATED = (
     keys.PARTITION_TYPE, keys.PARTITION_DIM, keys.SUB_SHAPE, keys.SHARD_WIDTHS, keys.ORIGINAL_SHAPE, keys.IS_BIAS,
     keys.REPLICATED,
 )  # fmt: skip
-"""What a record says twice: for restoring, and for converting."""
+"""Keys that a record has twice: at its top, for restoring, and in the nested dict for the converter."""
 
 
 def _check_conversion(node: CheckedValue) -> None:
-    """Hold what is said for converting against what is said for restoring."""
+    """Check that the nested dict for the converter repeats the record's own values."""
     conversion = node[keys.CONVERSION]
     for key in _REPEATED:
-        one, other = (_plain(side.get(key)) for side in (node, conversion))
-        if one != other:
-            raise conversion.fault(f"{key} is {other} here, but {one} in the record itself")
+        recorded, repeated = (_plain(side.get(key)) for side in (node, conversion))
+        if recorded != repeated:
+            raise conversion.fault(f"{key} is {repeated} here, but {recorded} in the record itself")
 
 
 def _plain(node: CheckedValue | None) -> object:
@@ -414,17 +415,19 @@ def _plain(node: CheckedValue | None) -> object:
 
 
 def _check_widths(widths: Sequence[Sequence[int]], sizes: Sequence[int], ranks: int | None) -> None:
-    """Check that there are widths for every part and rank, and that they sum to the part."""
+    """Check that there are widths for every part and rank, and that they sum to the part's size."""
     if len(widths) != len(sizes):
         raise _mismatch(f"there are widths of {len(widths)} parts, but it has {len(sizes)} parts: {list(sizes)}")
-    for size, each in zip(sizes, widths, strict=True):
-        if len(each) != (len(widths[0]) if ranks is None else ranks) or not each:
-            raise _mismatch(f"widths {list(each)} are for {len(each)} ranks, not {ranks or len(widths[0])}")
-        if sum(each) != size:
-            raise _mismatch(f"widths {list(each)} sum to {sum(each)}, but the part has {size} rows")
+    for size, part_widths in zip(sizes, widths, strict=True):
+        if len(part_widths) != (len(widths[0]) if ranks is None else ranks) or not part_widths:
+            raise _mismatch(
+                f"widths {list(part_widths)} are for {len(part_widths)} ranks, not {ranks or len(widths[0])}"
+            )
+        if sum(part_widths) != size:
+            raise _mismatch(f"widths {list(part_widths)} sum to {sum(part_widths)}, but the part has {size} rows")
 
 
-def _check_placed(spread: Spread, shape: Shape) -> None:
+def _check_spread(spread: Spread, shape: Shape) -> None:
     if spread.shape != shape:
         raise _mismatch(f"its pieces belong to a parameter of shape {list(spread.shape)}, but it has {list(shape)}")
     missing = owners(spread).missing
@@ -432,8 +435,8 @@ def _check_placed(spread: Spread, shape: Shape) -> None:
         raise refuse("INCOMPLETE", f"no rank holds {missing} of its elements")
 
 
-def _merged(shard: Shape, dims: int) -> Shape:
-    """Return a shard's shape with its leading dims merged into one, as the module has it."""
+def _merge_leading_dims(shard: Shape, dims: int) -> Shape:
+    """Return a shard's shape with its leading dims merged into one, so that it has `dims` dims."""
     extra = len(shard) - dims + 1
     return (prod(shard[:extra]), *shard[extra:])
 
@@ -443,8 +446,8 @@ def _mismatch(message: str) -> TransaxleError:
 
 
 @contextmanager
-def _about(name: str) -> Iterator[None]:
-    """Name the parameter in what is refused."""
+def _tensor_context(name: str) -> Iterator[None]:
+    """Add the parameter's name to refusals that the block raises."""
     try:
         yield
     except TransaxleError as error:
@@ -452,14 +455,14 @@ def _about(name: str) -> Iterator[None]:
 
 
 class UniversalInfo:
-    """A checkpoint's own description of its tensor-parallel cuts.
+    """The tensor-parallel cuts of a checkpoint, from the universal metadata in its files.
 
     Args:
         node: the metadata.
         ranks: tensor-parallel degree.
 
     Raises:
-        Refused: CORRUPT, UNSUPPORTED.
+        Refused: CORRUPT, UNSUPPORTED for metadata that cannot be read.
     """
 
     def __init__(self, node: CheckedValue, ranks: int) -> None:
@@ -473,14 +476,14 @@ class UniversalInfo:
         """Return how a parameter is spread over the tensor-parallel ranks.
 
         Args:
-            name: its name.
-            shards: its shape on every rank.
+            name: name of the parameter.
+            shards: shape of its shard on each rank.
 
         Raises:
-            Refused: UNSUPPORTED where DeepSpeed could not describe it, or nothing does; CORRUPT where the two forms
-                disagree; SHAPE_MISMATCH where what they say does not fit the shards.
+            Refused: UNSUPPORTED where the metadata does not describe the parameter; CORRUPT where its two forms
+                disagree; SHAPE_MISMATCH where the metadata does not fit the shards.
         """
-        reason = self._categories.unsupported(name)
+        reason = self._categories.why_unsupported(name)
         if reason is not None:
             message = f"DeepSpeed itself could not describe how it was cut: {reason}"
             raise refuse("UNSUPPORTED", message, file=self._file, tensor=name)
@@ -489,30 +492,34 @@ class UniversalInfo:
             raise refuse(
                 "CORRUPT", f"several patterns of the affine map match it: {patterns}", file=self._file, tensor=name
             )
-        described = self._named(name, lambda: read_affine(self._maps[patterns[0]], self._ranks)) if patterns else None
-        if described is not None:
-            unfolded = described
-            described = self._named(name, lambda: folded(unfolded, shards))
-        if described is None and not self._categories.any:
+        affine = (
+            self._with_tensor_name(name, lambda: read_affine(self._maps[patterns[0]], self._ranks))
+            if patterns
+            else None
+        )
+        if affine is not None:
+            unfolded_spread = affine
+            affine = self._with_tensor_name(name, lambda: fold_dims(unfolded_spread, shards))
+        if affine is None and not self._categories.any:
             raise refuse("UNSUPPORTED", "the metadata does not say how it was cut", file=self._file, tensor=name)
-        if described is None or (not described.scaled and self._categories.names(name)):
-            listed = self._named(name, lambda: self._categories.spread(name, shards))
-            described = listed if described is None else self._agreed(name, described, listed)
-        return self._categories.unpadded(name, described)
+        if affine is None or (not affine.is_scaled and self._categories.names(name)):
+            from_lists = self._with_tensor_name(name, lambda: self._categories.spread(name, shards))
+            affine = from_lists if affine is None else self._reconcile(name, affine, from_lists)
+        return self._categories.without_padding(name, affine)
 
-    def _agreed(self, name: str, described: Spread, listed: Spread) -> Spread:
-        """Check two descriptions of a parameter against each other; the affine one may add the order of rows."""
-        finer = self._categories.only_rows(name) and _along(described, 1) and described.shards == listed.shards
-        if described.shape != listed.shape or not (finer or same(described, listed)):
+    def _reconcile(self, name: str, affine: Spread, from_lists: Spread) -> Spread:
+        """Return the affine description of a parameter if the lists agree; it may add the order of blocks."""
+        finer = self._categories.only_rows(name) and _along(affine, 1) and affine.shards == from_lists.shards
+        if affine.shape != from_lists.shape or not (finer or same(affine, from_lists)):
             message = (
-                f"its two descriptions disagree in shape or cut: the affine map gives {list(described.shape)}, "
-                f"the lists give {list(listed.shape)}"
+                f"its two descriptions disagree in shape or cut: the affine map gives {list(affine.shape)}, "
+                f"the lists give {list(from_lists.shape)}"
             )
             raise refuse("CORRUPT", message, file=self._file, tensor=name)
-        return described
+        return affine
 
-    def _named(self, name: str, make: Callable[[], Spread]) -> Spread:
-        """Make a spread; a refusal that names no tensor gets this one."""
+    def _with_tensor_name(self, name: str, make: Callable[[], Spread]) -> Spread:
+        """Return the spread that `make` returns; add the tensor's name to refusals that it raises."""
         try:
             return make()
         except TransaxleError as error:
@@ -522,7 +529,7 @@ class UniversalInfo:
 
 
 def _along(spread: Spread, dim: int) -> bool:
-    """Tell whether a parameter is cut along this dim only."""
+    """Tell whether a parameter is cut along `dim` only."""
     return all(
         size == full_size
         for blocks in spread.blocks

@@ -143,7 +143,7 @@ def test_the_rules_cut_as_deepspeed_does(order: Order) -> None:
     found = owners(spread)
     assert found.missing == 0
     rebuilt = np.full(full.shape, -1)
-    for holding in found.holdings:
+    for holding in found.blocks_to_read:
         block = holding.block
         into, taken = (
             tuple(slice(s, s + n) for s, n in zip(first, block.shape, strict=True)) for first in (block.start, block.at)

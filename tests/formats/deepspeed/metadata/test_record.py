@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from tests.formats.deepspeed.metadata.test_spread import rebuilt
 from transaxle.errors import TransaxleError
 from transaxle.formats.deepspeed import keys
-from transaxle.formats.deepspeed.categories import escaped
+from transaxle.formats.deepspeed.categories import exact_pattern
 from transaxle.formats.deepspeed.keys import CheckedValue
-from transaxle.formats.deepspeed.spread import Spread, by_widths, folded, same, whole, write_affine
+from transaxle.formats.deepspeed.spread import Spread, by_widths, fold_dims, same, whole, write_affine
 from transaxle.formats.deepspeed.universal_record import Record, UniversalInfo, read
 from transaxle.parallel.universal_metadata import Vocabulary, collect_metadata
 
@@ -115,7 +115,7 @@ def listed(value: Any) -> Any:
 def shown(record: Record) -> Record:
     """A record without its notes, which say nothing of the cut."""
     fields = {name: getattr(record, name) for name in record.__slots__}
-    return Record(**{**fields, "output": None, "held": None})
+    return Record(**{**fields, "output": None, "shard": None})
 
 
 def back(spread: Spread, cut: Cut) -> np.ndarray:
@@ -167,9 +167,9 @@ def test_deepspeeds_records_are_read(layer: str, ranks: int) -> None:
             assert record.replicated is (record.dim is None and record.reason is None)
             if record.spread is not None:
                 np.testing.assert_array_equal(back(record.spread, cut), cut.full.numpy())
-                flat = folded(record.spread, [tuple(shard.shape) for shard in cut.shards])
+                flat = fold_dims(record.spread, [tuple(shard.shape) for shard in cut.shards])
                 assert flat.shape == tuple(cut.full.shape)
-                assert record.held in (None, tuple(cut.shards[rank].shape))
+                assert record.shard in (None, tuple(cut.shards[rank].shape))
 
 
 @each_layer
@@ -191,7 +191,7 @@ def test_records_made_from_widths_are_the_same(layer: str, ranks: int) -> None:
                 ours = Record.placed(theirs.kind, shape, theirs.dim, theirs.spread, bias=bias)
             else:
                 ours = Record.cut(theirs.kind, shape, theirs.dim, theirs.widths, view=theirs.view, rank=rank, bias=bias)
-                assert ours.held == tuple(cut.shards[rank].shape)
+                assert ours.shard == tuple(cut.shards[rank].shape)
             assert shown(ours) == shown(theirs)
 
 
@@ -273,9 +273,9 @@ def test_the_model_is_described_as_deepspeed_does(ranks: int) -> None:
     for made in model(ranks):
         theirs = ds.collect_autotp_universal_checkpoint_info(made)
         mine = ours_of(made, ranks)
-        assert escaped(WORDS) in theirs[keys.VOCABULARY_PATTERNS]
+        assert exact_pattern(WORDS) in theirs[keys.VOCABULARY_PATTERNS]
         assert len(theirs[keys.VOCABULARY_PATTERNS]) > 1, "DeepSpeed lists what has `embed` in its name"
-        theirs[keys.VOCABULARY_PATTERNS] = [escaped(WORDS)]
+        theirs[keys.VOCABULARY_PATTERNS] = [exact_pattern(WORDS)]
         assert listed(mine) == listed(theirs)
         assert list(mine[keys.SUB_PARAMS]) == theirs[keys.SUB_PARAMS], "tuples stay tuples, as its reader demands"
         assert mine == ours_of(made, ranks), "collecting twice gives the identical record"
@@ -435,7 +435,7 @@ def test_records_older_than_the_versions_are_read() -> None:
 
 def test_a_reason_is_kept_and_refused() -> None:
     info = collect_metadata({NAME: Record.unsupported("column", (4, 2), "interleaved heads")}, 2)
-    assert info[keys.UNSUPPORTED_PATTERNS] == {escaped(NAME): "interleaved heads"}
+    assert info[keys.UNSUPPORTED_PATTERNS] == {exact_pattern(NAME): "interleaved heads"}
     with pytest.raises(TransaxleError, match="interleaved heads"):
         UniversalInfo(CheckedValue(info, FILE), 2).spread(NAME, [(2, 2), (2, 2)])
 

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 
 from transaxle.errors import TransaxleError
 from transaxle.formats.deepspeed import keys
-from transaxle.formats.deepspeed.categories import Patterns, escaped
+from transaxle.formats.deepspeed.categories import Patterns, exact_pattern
 from transaxle.formats.deepspeed.keys import CheckedValue
-from transaxle.formats.deepspeed.spread import Spread, by_widths, folded, owners, same, whole, write_affine
+from transaxle.formats.deepspeed.spread import Spread, by_widths, fold_dims, owners, same, whole, write_affine
 from transaxle.formats.deepspeed.universal_record import UniversalInfo
 
 FILE = "mp_rank_00_model_states.pt"
 NAME = "layers.0.qkv.weight"
-PATTERN = escaped(NAME)
+PATTERN = exact_pattern(NAME)
 
 
 def node(info: dict[str, Any]) -> CheckedValue:
@@ -54,7 +54,7 @@ def cut(full: np.ndarray, dim: int, widths: Sequence[Sequence[int]], rank: int) 
 
 def rebuilt(spread: Spread, shards: Sequence[np.ndarray]) -> np.ndarray:
     out = np.full(spread.shape, -1)
-    for holding in owners(spread).holdings:
+    for holding in owners(spread).blocks_to_read:
         block = holding.block
         into = tuple(slice(s, s + n) for s, n in zip(block.start, block.shape, strict=True))
         taken = tuple(slice(s, s + n) for s, n in zip(block.at, block.shape, strict=True))
@@ -102,7 +102,7 @@ def test_a_view_with_more_dims_is_merged_into_the_shards_own() -> None:
     full = np.arange(4 * 6 * 5).reshape(24, 5)
     view = full.reshape(4, 6, 5)
     shards = [view[:, :2].reshape(8, 5), view[:, 2:].reshape(16, 5)]
-    spread = folded(by_widths((4, 6, 5), 1, [[2, 4]]), [shard.shape for shard in shards])
+    spread = fold_dims(by_widths((4, 6, 5), 1, [[2, 4]]), [shard.shape for shard in shards])
     np.testing.assert_array_equal(rebuilt(spread, shards), full)
 
 
@@ -188,7 +188,7 @@ def test_malformed_pieces_are_refused(change: str) -> None:
 
 def test_copies_on_several_ranks_are_found() -> None:
     found = owners(whole((4, 3), 3))
-    assert len(found.holdings) == 1
+    assert len(found.blocks_to_read) == 1
     assert [(one.rank, other.rank) for one, other in found.copies] == [(0, 1), (0, 2)]
 
 
@@ -209,7 +209,7 @@ def test_copies_on_several_ranks_are_found() -> None:
         ("a{3}$", "aa", False),
         (r"a\$", "a", False),
         (r"a\$", "a$b", True),
-        (escaped("a$\n(b)"), "a$\n(b)", True),
+        (exact_pattern("a$\n(b)"), "a$\n(b)", True),
     ],
 )
 def test_patterns(pattern: str, name: str, matches: bool) -> None:

@@ -18,7 +18,7 @@ import transaxle as tx
 from tests.formats.deepspeed.zero.test_truth import differing
 from tests.oracles.deepspeed_peer.case import FP32, STATES, TAG
 from tests.oracles.deepspeed_peer.farm import Farm
-from transaxle.formats.deepspeed.categories import escaped
+from transaxle.formats.deepspeed.categories import exact_pattern
 from transaxle.formats.deepspeed.keys import INFO, LATEST_UNIVERSAL, UNIVERSAL, UNSUPPORTED_PATTERNS
 from transaxle.formats.training_state import OPTIMIZER
 
@@ -214,7 +214,7 @@ def test_what_autotp_could_not_describe_is_refused(copied: Callable[[str], Path]
     source = copied("tp2-fused")
 
     def change(held: dict[str, Any]) -> None:
-        held[INFO][UNSUPPORTED_PATTERNS] = {escaped(name): reason}
+        held[INFO][UNSUPPORTED_PATTERNS] = {exact_pattern(name): reason}
 
     for rank in (0, 1):
         edit(source / TAG / f"mp_rank_{rank:02d}_model_states.pt", change)

@@ -18,7 +18,7 @@ from transaxle.errors import TransaxleError
 from transaxle.formats.deepspeed import keys
 from transaxle.formats.deepspeed.categories import Patterns
 from transaxle.formats.deepspeed.keys import UNIVERSAL
-from transaxle.formats.deepspeed.spread import by_widths, folded, write_affine
+from transaxle.formats.deepspeed.spread import by_widths, fold_dims, write_affine
 from transaxle.formats.training_state import OPTIMIZER
 from transaxle.parallel.universal_metadata import collect_metadata
 
@@ -158,7 +158,7 @@ def test_a_view_of_billions_of_rows_is_not_walked() -> None:
     rows = 1 << 30
     spread = by_widths((rows, rows, 4), 2, [[2, 2]])
     with pytest.raises(TransaxleError, match="by the metadata the shards have"):
-        folded(spread, [(8, 4), (8, 4)])
+        fold_dims(spread, [(8, 4), (8, 4)])
     assert time.perf_counter() - begin < 5
 
 

@@ -23,7 +23,7 @@ from typing import Any
 from transaxle.errors import Faults, refuse
 from transaxle.formats.catalog import Checksum, Entry, Extent, NumbersInMemory
 from transaxle.formats.deepspeed.keys import CheckedValue
-from transaxle.formats.deepspeed.rank_files import Tensors
+from transaxle.formats.deepspeed.rank_files import TensorReader
 from transaxle.formats.flattened_state import is_tensor
 from transaxle.formats.megatron.run_arguments import DEGREES, KEYS, NAMES, RunState, run_state
 from transaxle.formats.pickled.descriptors import Object, TensorRef
@@ -92,7 +92,7 @@ def read_rank(inline: NumbersInMemory, prefix: str, folder: str) -> RankFile:
     for key, node in root.items():
         stage = _MODEL.fullmatch(key) if isinstance(key, str) else None
         if stage is not None:
-            chunks[int(stage[1] or 0)] = _chunk(Tensors(inline, file), node, left)
+            chunks[int(stage[1] or 0)] = _chunk(TensorReader(inline, file), node, left)
         elif key not in (*_FACTS, OPTIMIZER_KEY, STEPS):
             left[str(key)] = "state of Megatron's that is not read"
     if not chunks:
@@ -117,12 +117,12 @@ def _check_version(root: CheckedValue) -> None:
         raise refuse("UNSUPPORTED", message, file=root.file, hint=hint)
 
 
-def _chunk(reader: Tensors, model: CheckedValue, left: dict[str, str]) -> ModuleChunk:
+def _chunk(reader: TensorReader, model: CheckedValue, left: dict[str, str]) -> ModuleChunk:
     """Return the tensors of a module; what is neither tensor nor extra state is listed in `left`."""
     tensors: dict[str, Entry] = {}
     extra: list[str] = []
     places: dict[tuple[Extent, ...], str] = {}
-    for name, node in model.named():
+    for name, node in model.string_items():
         if name.rpartition(".")[2] == _EXTRA:
             if node.value is not None:
                 extra.append(name)

@@ -16,7 +16,14 @@ import numpy as np
 from transaxle.errors import Faults, TransaxleError, refuse
 from transaxle.formats.catalog import Checksum, Entry, Extent, NumbersInMemory, Shape, Twin, numpy_dtype
 from transaxle.formats.deepspeed.keys import CheckedValue
-from transaxle.formats.deepspeed.rank_files import FlatRun, RankShard, Tensors, Vector, extents, merge_shards
+from transaxle.formats.deepspeed.rank_files import (
+    FlatBuffer,
+    FlatInterval,
+    RankShard,
+    TensorReader,
+    extents,
+    merge_shards,
+)
 from transaxle.formats.deepspeed.spread import Spread, TableCuts, by_widths, whole
 from transaxle.formats.megatron.legacy.global_names import (
     LOW,
@@ -110,7 +117,7 @@ def read_optimizer(
         own = rank.root.get(STEPS)
         steps = [{}] * len(parts) if own is None else [dict(node.items()) for node in own.list()]
         for part, numbered in zip(parts, steps, strict=True):
-            _read_numbered(Tensors(inline, rank.file), part, numbered, found)
+            _read_numbered(TensorReader(inline, rank.file), part, numbered, found)
     else:
         found.flat = frozenset(parameter.name for part in parts for parameter in part.all)
         if flat_file is not None:
@@ -150,7 +157,7 @@ def _inner(node: CheckedValue) -> CheckedValue:
 
 def _settings(group: CheckedValue, besides: Collection[str] = (PARAMS, _STEP)) -> dict[str, Any]:
     """Return the settings of a group that are plain data; the step is a state of its parameters."""
-    settings = {key: plain(node.value) for key, node in group.named() if key not in besides}
+    settings = {key: plain(node.value) for key, node in group.string_items() if key not in besides}
     return {key: value for key, value in settings.items() if value is not NOTHING}
 
 
@@ -166,7 +173,7 @@ def optimizer_settings(top: CheckedValue | None) -> dict[str, Any]:
     return {OPTIMIZER_KEY: dict(enumerate(parts)) if len(parts) > 1 else parts[0]}
 
 
-def _read_numbered(reader: Tensors, part: _Part, steps: Mapping[Any, CheckedValue], found: RankOptimizer) -> None:
+def _read_numbered(reader: TensorReader, part: _Part, steps: Mapping[Any, CheckedValue], found: RankOptimizer) -> None:
     """Read states that are numbered by group: of each group's parameters in turn; also steps that we wrote besides."""
     inner = _inner(part.node)
     states = inner[_STATE]
@@ -188,7 +195,7 @@ def _read_numbered(reader: Tensors, part: _Part, steps: Mapping[Any, CheckedValu
             _put(reader, found, member, MASTER, copy)
         for member, index in zip(members, numbers, strict=True):
             state = states.get(index)
-            named = {} if state is None else dict(state.named())
+            named = {} if state is None else dict(state.string_items())
             step = named.pop(_STEP, None) or steps.get(index) or group.get(_STEP)
             for name, node in named.items():
                 _put(reader, found, member, name, node)
@@ -196,7 +203,7 @@ def _read_numbered(reader: Tensors, part: _Part, steps: Mapping[Any, CheckedValu
                 _put_number(reader, found, member, step)
 
 
-def _put(reader: Tensors, found: RankOptimizer, member: Parameter, state: str, node: CheckedValue) -> None:
+def _put(reader: TensorReader, found: RankOptimizer, member: Parameter, state: str, node: CheckedValue) -> None:
     """Add a state of a parameter; it must have the parameter's shape."""
     if not isinstance(node.value, TensorRef):
         raise OrderUnknown(f"its {state} of {member.name} is no tensor")
@@ -208,7 +215,7 @@ def _put(reader: Tensors, found: RankOptimizer, member: Parameter, state: str, n
     own.states[state] = RankShard(entry.dtype, entry.shape, entry.extents, node.file)
 
 
-def _put_number(reader: Tensors, found: RankOptimizer, member: Parameter, node: CheckedValue) -> None:
+def _put_number(reader: TensorReader, found: RankOptimizer, member: Parameter, node: CheckedValue) -> None:
     entry = reader.number(f"{member.name}/{_STEP}", node)
     if entry is None:
         raise node.fault("expected a number")
@@ -230,7 +237,7 @@ def _read_flat(
     nodes = top.list() if top.is_list else [top]
     if len(nodes) != len(parts):
         raise OrderUnknown(f"{file} has {len(nodes)} parts, the optimizer {len(parts)}")
-    reader = Tensors(inline, file)
+    reader = TensorReader(inline, file)
     elements = sum(parameter.size for part in parts for parameter in part.all)
     for node, part in zip(nodes, parts, strict=True):
         if node.value is None:
@@ -248,7 +255,7 @@ def _read_flat(
             for member, at in _places(members, bucket, vectors, file):
                 own = found.states.setdefault((member.chunk, member.name), ParameterState())
                 for state, vector in vectors.items():
-                    run = FlatRun(0, member.size, 0, at)
+                    run = FlatInterval(0, member.size, 0, at)
                     boxes = extents(member.shape, [run], [vector]) if member.size else ()
                     own.states[state] = RankShard(vector.dtype, member.shape, boxes, file)
                 if member.name in steps:
@@ -263,20 +270,22 @@ def _check_form(node: CheckedValue) -> None:
         raise refuse("UNSUPPORTED", message, file=node.file, hint=hint)
 
 
-def _vectors(reader: Tensors, node: CheckedValue, number: int, members: Sequence[Parameter]) -> dict[str, Vector]:
+def _vectors(
+    reader: TensorReader, node: CheckedValue, number: int, members: Sequence[Parameter]
+) -> dict[str, FlatBuffer]:
     """Return the flat buffers of one dtype, by state."""
     kinds = [(key, value) for key, value in node[number].items()]
     kind = kinds[0][0].value if len(kinds) == 1 and isinstance(kinds[0][0], Key) else None
     stored = kind[0].code if isinstance(kind, tuple) and kind and isinstance(kind[0], DType) else None
     if stored != members[0].dtype:
         raise OrderUnknown(f"{node.file}: buffer {number} is of {stored or 'no'} parameters, not {members[0].dtype}")
-    named = dict(kinds[0][1].named())
+    named = dict(kinds[0][1].string_items())
     named.pop(_UNPADDED, None)
     return {MASTER if key == _PARAM else key: reader.vector(value) for key, value in named.items()}
 
 
 def _places(
-    members: Sequence[Parameter], bucket: int | None, vectors: Mapping[str, Vector], file: str
+    members: Sequence[Parameter], bucket: int | None, vectors: Mapping[str, FlatBuffer], file: str
 ) -> list[tuple[Parameter, int]]:
     """Return where each parameter is in the buffers; their lengths must be those of just these parameters."""
     places, length = laid_flat(members, bucket)

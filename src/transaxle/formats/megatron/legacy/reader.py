@@ -15,7 +15,7 @@ from transaxle.arguments import Weights
 from transaxle.errors import Faults, TransaxleError, refuse
 from transaxle.formats.catalog import Container, Entry, NumbersInMemory
 from transaxle.formats.deepspeed.rank_files import RankShard
-from transaxle.formats.deepspeed.spread import Cutter, TableCuts, untold
+from transaxle.formats.deepspeed.spread import Cutter, TableCuts, refuse_unknown_cuts
 from transaxle.formats.megatron.legacy.global_names import (
     Numbering,
     OrderUnknown,
@@ -75,7 +75,7 @@ def open_legacy(
     path: str,
     member: str,
     weights: Weights | None = None,
-    cutter: Cutter = untold,
+    cutter: Cutter = refuse_unknown_cuts,
     optimizer: bool | None = None,
 ) -> Container:
     """Open the folders of all ranks of one iteration.
