@@ -24,7 +24,7 @@ from tests.formats.dcp.damage import MARKER, Evil
 from tests.oracles import hub
 from transaxle.cli import main
 from transaxle.errors import Refused, UsageError
-from transaxle.formats.megatron.run_arguments import NotUnderstood, arguments_of, read_settings
+from transaxle.formats.megatron.run_arguments import UnreadableSettingsError, arguments_of, read_settings
 
 SIZES = {
     "model_type": "qwen3_moe",
@@ -241,7 +241,7 @@ def test_what_a_text_says(text: str, value: Any) -> None:
 
 @pytest.mark.parametrize("text", NOT_TEXTS, ids=range(len(NOT_TEXTS)))
 def test_what_is_not_understood(text: str) -> None:
-    with pytest.raises(NotUnderstood):
+    with pytest.raises(UnreadableSettingsError):
         read_settings(text)
 
 

@@ -1,19 +1,21 @@
-"""The state of an optimizer by parameter, put together from flat buckets, or the reason why that is not possible.
+"""Reads the optimizer's state of each parameter out of flat buckets, or gives the reason why that is impossible.
 
     chained_1.optimizer.distributed.dp_group_idx_3.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_0.exp_avg
     chained_1.optimizer.distributed.dp_group_idx_3.per_bucket_numel/shard_0_1          elements with padding
     chained_1.optimizer.distributed.dp_group_idx_3.optimizer/shard_0_1                 settings
 
-Groups of data-parallel ranks are numbered: tensor-parallel ranks first, then expert-parallel ones, then stages. Where a
-rank has experts that are not on every rank, their optimizer is the last of those that are chained.
+Groups of data-parallel ranks are numbered: tensor-parallel ranks first, then expert-parallel ones, then stages. Experts
+that are not on every rank have an optimizer of their own, the last of the chained ones.
 
-- A stage's model chunks are consecutive parts of the model, the first chunks of all stages before the second ones. How
-  many layers each has is not stored, and the sizes of its buffers tell it: every buffer holds exactly its parameters.
-- In a bucket last parameters come first, each at a multiple of 64 elements. It ends when it is full, which its stored
-  size tells, and before an embedding that another stage has too. What a rank saved is a chunk for each parameter and
-  each gap, so every beginning of a chunk must be explained: by a parameter, a gap, or the share of the next rank.
-- Which box of the stored tensor the elements are, the chunks of the weights tell. Copies on several ranks must be
-  equal, and a weight must be what its full-precision copy rounds to, bit by bit: that every weight is proves the order.
+- A stage's model chunks are consecutive parts of the model, the first chunks of all stages before the second ones. The
+  number of layers in each is not stored, but follows from the sizes of its buffers: each contains exactly its
+  parameters.
+- In a bucket the last parameters come first, each at a multiple of 64 elements. A bucket ends when it is full, which
+its
+  stored size shows, and before an embedding that another stage has too. A rank saved one chunk for each parameter and
+  each gap, so every chunk must begin at a parameter, at a gap, or at the share of the next rank.
+- The chunks of the weights show which box of the stored tensor the elements are. Copies on several ranks must be equal,
+  and each weight must be the rounded value of its full-precision copy, bit by bit; this proves the order.
 """
 
 from __future__ import annotations
@@ -48,330 +50,340 @@ from transaxle.formats.storage.storage import Storage
 from transaxle.formats.torch_file.saved import StoredStorage, ViewFault, place
 from transaxle.formats.training_state import MASTER, OPTIMIZER
 
-_ALIGNED = 64
-"""Elements at whose multiples parameters begin."""
+_ALIGNMENT = 64
+"""Alignment of parameters in a bucket, in elements."""
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """A flat bucket of one group of data-parallel ranks."""
+    """A flat bucket of one group of data-parallel ranks: part of a buffer."""
 
     states: Mapping[str, Entry]
-    """State -> the elements of all parameters in it, as a tensor of one dim."""
+    """Elements of all parameters in the bucket, as a 1-dim tensor for each optimizer state."""
     padded: int
-    """Elements with the padding at its end, which is not stored; ranks have equal shares of them."""
+    """Number of elements with the padding at the end, which is not stored; ranks have equal shares of this number."""
 
     @property
     def size(self) -> int:
-        """Number of elements."""
+        """Number of stored elements, without the padding at the end."""
         return next(iter(self.states.values())).shape[0]
 
     @cached_property
     def starts(self) -> frozenset[int]:
-        """First elements of its chunks."""
+        """First element of each stored chunk, counted in the bucket."""
         return frozenset(extent.start[0] for extent in next(iter(self.states.values())).extents)
 
 
 @dataclass(frozen=True)
-class FlatBuffer:
-    """The parameters of one dtype that a group of data-parallel ranks has, of one model chunk."""
+class GroupBuffer:
+    """The buckets with the parameters of one dtype, of one model chunk on a group of data-parallel ranks."""
 
     key: str
-    """First part of the names of its tensors."""
+    """Common prefix of the names of its stored tensors."""
     dtype: str
-    """Safetensors code of the parameters."""
+    """Safetensors dtype code of the parameters."""
     buckets: tuple[Bucket, ...]
     full: int | None = None
-    """Where all buckets are stored as one, without the padding after each: elements after which a bucket ended, in
-    those stages where a bucket did not hold all.
+    """Size at which a bucket ended, in elements, where all buckets are stored as one without their padding; None where
+    each bucket is stored separately. In some stages a single bucket had all parameters, whatever their size.
     """
 
     @property
     def size(self) -> int:
-        """Number of elements."""
+        """Number of stored elements in all buckets."""
         return sum(bucket.size for bucket in self.buckets)
 
 
-class Placed(NamedTuple):
+class BucketPlace(NamedTuple):
     """A parameter's place in a buffer."""
 
     parameter: LocalParameter
     bucket: int
-    """Number of the bucket."""
+    """Index of the bucket in its buffer."""
     start: int
-    """First element in it."""
+    """First element of the parameter, counted in the bucket."""
 
 
-def laid_out(parameters: Sequence[LocalParameter], buffer: FlatBuffer) -> list[Placed] | None:
-    """Lay parameters into the buckets of a buffer; None if these are not what it holds.
+def lay_into_buckets(parameters: Sequence[LocalParameter], buffer: GroupBuffer) -> list[BucketPlace] | None:
+    """Lay parameters into the buckets of a buffer; None if the buffer does not fit exactly these parameters.
 
     Args:
-        parameters: in the order in which the model registers them.
-        buffer: with the sizes of its buckets, and where their chunks begin.
+        parameters: the parameters, in the order in which the model registers them.
+        buffer: the buffer, with the sizes of its buckets and the beginnings of their chunks.
     """
     if buffer.full is not None:
-        tries = (_laid_end_to_end(parameters, full, apart) for full in (None, buffer.full) for apart in (False, True))
-        return next((placed for placed, size in tries if size == buffer.size), None)
+        tries = (_lay_end_to_end(parameters, full, apart) for full in (None, buffer.full) for apart in (False, True))
+        return next((places for places, size in tries if size == buffer.size), None)
     sizes = [bucket.size for bucket in buffer.buckets]
-    placed: list[Placed] = []
+    places: list[BucketPlace] = []
     number = at = 0
     for parameter in reversed(parameters):
-        at = _aligned(at)
+        at = _align(at)
         if number < len(sizes) and parameter.shared and at == sizes[number]:
             number, at = number + 1, 0
         if number == len(sizes) or at + parameter.size > sizes[number]:
             return None
-        placed.append(Placed(parameter, number, at))
+        places.append(BucketPlace(parameter, number, at))
         at += parameter.size
         if at == sizes[number]:
             number, at = number + 1, 0
     if number < len(sizes) or at:
         return None
-    of_bucket: dict[int, list[Placed]] = {}
-    for each in placed:
-        of_bucket.setdefault(each.bucket, []).append(each)
-    is_explained = all(_explained(buffer.buckets[number], listed) for number, listed in of_bucket.items())
-    return placed if is_explained else None
+    places_by_bucket: dict[int, list[BucketPlace]] = {}
+    for each in places:
+        places_by_bucket.setdefault(each.bucket, []).append(each)
+    is_explained = all(
+        _explains_chunks(buffer.buckets[number], bucket_places) for number, bucket_places in places_by_bucket.items()
+    )
+    return places if is_explained else None
 
 
-def _laid_end_to_end(parameters: Sequence[LocalParameter], full: int | None, apart: bool) -> tuple[list[Placed], int]:
-    """Lay parameters into buckets that are stored as one; also return the elements of it all.
+def _lay_end_to_end(
+    parameters: Sequence[LocalParameter], full: int | None, apart: bool
+) -> tuple[list[BucketPlace], int]:
+    """Lay parameters into buckets that are stored as one; also return the total number of elements.
 
     Args:
-        parameters: in the order in which the model registers them.
-        full: elements after which a bucket ends; None: one holds all.
+        parameters: the parameters, in the order in which the model registers them.
+        full: number of elements at which a bucket ends; None for a single bucket.
         apart: whether embeddings have buckets of their own.
     """
-    placed: list[Placed] = []
+    places: list[BucketPlace] = []
     base = at = 0
     for parameter in reversed(parameters):
-        at = _aligned(at)
-        alone = apart and parameter.shared
-        if alone and at:
+        at = _align(at)
+        has_own_bucket = apart and parameter.shared
+        if has_own_bucket and at:
             base, at = base + at, 0
-        placed.append(Placed(parameter, 0, base + at))
+        places.append(BucketPlace(parameter, 0, base + at))
         at += parameter.size
-        if alone or (full is not None and at >= full):
+        if has_own_bucket or (full is not None and at >= full):
             base, at = base + at, 0
-    return placed, base + at
+    return places, base + at
 
 
-def _aligned(at: int) -> int:
-    return -(-at // _ALIGNED) * _ALIGNED
+def _align(at: int) -> int:
+    return -(-at // _ALIGNMENT) * _ALIGNMENT
 
 
-def _explained(bucket: Bucket, placed: Sequence[Placed]) -> bool:
-    """Tell whether chunks begin where parameters and gaps do, and otherwise only where the share of a rank does."""
+def _explains_chunks(bucket: Bucket, places: Sequence[BucketPlace]) -> bool:
+    """Tell whether every chunk begins at a parameter, a gap or a rank's share, and every parameter with a chunk."""
     starts, size = bucket.starts, bucket.size
-    begins = {each.start for each in placed}
-    ends = {each.start + each.parameter.size for each in placed} - {size}
+    begins = {each.start for each in places}
+    ends = {each.start + each.parameter.size for each in places} - {size}
     if not begins | ends <= starts:
         return False
-    others = starts - begins - ends
-    if not others:
+    unexplained = starts - begins - ends
+    if not unexplained:
         return True
-    least = min(others)
+    first_unexplained = min(unexplained)
     for ranks in count(2):
-        share, rest = divmod(bucket.padded, ranks)
+        share, remainder = divmod(bucket.padded, ranks)
         if share < 1 or -(-size // share) - 1 > len(starts):
             return False
-        if not rest and not least % share and _shared_out(starts, others, share, size):
+        if not remainder and not first_unexplained % share and _are_rank_shares(starts, unexplained, share, size):
             return True
     return False
 
 
-def _shared_out(starts: frozenset[int], others: frozenset[int], share: int, size: int) -> bool:
-    """Tell whether some chunks begin where the shares of ranks do, and whether every share begins a chunk."""
-    return not any(other % share for other in others) and all(at in starts for at in range(share, size, share))
+def _are_rank_shares(starts: frozenset[int], unexplained: frozenset[int], share: int, size: int) -> bool:
+    """Tell whether the unexplained chunks begin at shares of ranks, and whether every share begins with a chunk."""
+    return not any(other % share for other in unexplained) and all(at in starts for at in range(share, size, share))
 
 
 _GAP = 64
-"""Elements of a gap between two parameters at most."""
-Groups = Mapping[int, Sequence[FlatBuffer]]
-"""Number of a group of data-parallel ranks -> its buffers, in the order in which ranks have them."""
+"""Upper bound on the gap between two parameters, in elements."""
+BuffersByGroup = Mapping[int, Sequence[GroupBuffer]]
+"""Buffers of each group of data-parallel ranks, in the order in which the ranks have them, by number of the group."""
 
 
-class Held(NamedTuple):
-    """What a buffer holds."""
+class BufferContents(NamedTuple):
+    """A buffer with the parameters that it contains."""
 
-    buffer: FlatBuffer
+    buffer: GroupBuffer
     rank: int
-    """Of the ranks among which its parameters are cut."""
-    placed: Sequence[Placed]
+    """Number of the buffer's rank, among the ranks over which its parameters are cut."""
+    placed: Sequence[BucketPlace]
 
 
 class NoFitError(Exception):
-    """Says which buffers hold something else than the parameters that they should."""
+    """Some buffers do not fit the model's parameters; the message says which."""
 
 
 @dataclass
-class _Unread:
-    """Buffers of each group that are still to be read."""
+class _BufferQueue:
+    """The buffers of each group, with a position up to which they have been assigned."""
 
-    groups: Groups
-    taken: dict[int, int] = field(default_factory=dict)
+    groups: BuffersByGroup
+    positions: dict[int, int] = field(default_factory=dict)
 
-    def next(self, group: int, number: int) -> Sequence[FlatBuffer]:
-        """Return the next buffers of a group, at most as many."""
-        at = self.taken.get(group, 0)
+    def next(self, group: int, number: int) -> Sequence[GroupBuffer]:
+        """Return the next buffers of a group, at most `number`."""
+        at = self.positions.get(group, 0)
         return self.groups.get(group, ())[at : at + number]
 
     def take(self, group: int, number: int) -> None:
-        """Go on to the buffers after those."""
-        self.taken[group] = self.taken.get(group, 0) + number
+        """Advance a group's position by `number` buffers."""
+        self.positions[group] = self.positions.get(group, 0) + number
 
-    def left(self) -> FlatBuffer | None:
-        """Return the first buffer that was not read."""
-        rest = (
-            buffer for group, listed in sorted(self.groups.items()) for buffer in listed[self.taken.get(group, 0) :]
+    def first_unassigned(self) -> GroupBuffer | None:
+        """Return the first buffer that has not been assigned; None if all have been."""
+        unread_buffers = (
+            buffer for group, listed in sorted(self.groups.items()) for buffer in listed[self.positions.get(group, 0) :]
         )
-        return next(rest, None)
+        return next(unread_buffers, None)
 
 
-def shared_out(model: Model, order: Order, dense: Groups, experts: Groups) -> list[Held]:
-    """Find out what every buffer holds.
+def assign_buffers(model: Model, order: Order, dense: BuffersByGroup, experts: BuffersByGroup) -> list[BufferContents]:
+    """Assign the model's parameters to the buffers.
 
     Args:
         model: the parameters.
-        order: in which modules register them.
-        dense: groups with the parameters that expert-parallel ranks have alike; of experts too, where none are apart.
+        order: the order in which modules register them.
+        dense: groups whose parameters are replicated over expert-parallel ranks; with the experts, where these have no
+            groups of their own.
         experts: groups of expert-parallel ranks.
 
     Raises:
-        NoFitError: the buffers hold something else.
-        UnknownOrderError: see `parameter_order.key`.
+        NoFitError: the buffers do not fit the parameters.
+        UnknownOrderError: see `rank_parameters.order_key`.
     """
     ranks = model.ranks[False]
-    stages, rest = divmod(len(dense), ranks)
-    if rest or sorted(dense) != list(range(len(dense))):
+    stages, remainder = divmod(len(dense), ranks)
+    if remainder or sorted(dense) != list(range(len(dense))):
         raise NoFitError(f"there are {len(dense)} groups of ranks, and parameters are cut among {ranks}")
-    among = False if experts else None
-    if among is None and model.experts and model.ranks[True] != ranks:
+    experts_only = False if experts else None
+    if experts_only is None and model.experts and model.ranks[True] != ranks:
         raise NoFitError(
             "experts are cut among other ranks than the rest of the model, and have no buffers of their own"
         )
-    held: list[Held] = []
-    chunks = list(_chunks(model, order, dense, stages, among, held))
+    contents: list[BufferContents] = []
+    chunks = list(_chunks(model, order, dense, stages, experts_only, contents))
     if not experts:
-        return held
-    problem = NoFitError("no number of expert-parallel ranks fits")
+        return contents
+    last_problem = NoFitError("no number of expert-parallel ranks fits")
     for parallel in _divisors(model.experts):
         try:
-            return [*held, *_of_experts(model, order, experts, chunks, stages, parallel)]
+            return [*contents, *_assign_expert_buffers(model, order, experts, chunks, stages, parallel)]
         except NoFitError as error:
-            problem = error
-    raise problem
+            last_problem = error
+    raise last_problem
 
 
 class _Chunk(NamedTuple):
-    """Consecutive parts of the model that a stage has."""
+    """A model chunk: consecutive parts of the model on one pipeline stage."""
 
     stage: int
-    run: range
+    parts: range
 
 
 def _chunks(
-    model: Model, order: Order, dense: Groups, stages: int, among: bool | None, held: list[Held]
+    model: Model,
+    order: Order,
+    dense: BuffersByGroup,
+    stages: int,
+    experts_only: bool | None,
+    contents: list[BufferContents],
 ) -> Iterator[_Chunk]:
-    """Yield the model chunks of all stages in the order of the model, and add what the buffers of each hold."""
-    unread, ranks = _Unread(dense), model.ranks[False]
+    """Yield the model chunks of all stages in the order of the model; append the contents of their buffers."""
+    unread, ranks = _BufferQueue(dense), model.ranks[False]
     first = 0
     while first < len(model.items):
-        begun = first
+        round_start = first
         for stage in range(stages):
             groups = range(stage * ranks, (stage + 1) * ranks)
             if not unread.next(groups[0], 1):
                 continue
-            stop, found = _fitting(model, order, first, groups, unread, among)
-            held.extend(found)
+            stop, buffers = _fit_chunk(model, order, first, groups, unread, experts_only)
+            contents.extend(buffers)
             yield _Chunk(stage, range(first, stop))
             first = stop
-        if first == begun and unread.left() is None:
+        if first == round_start and unread.first_unassigned() is None:
             break
-    if first < len(model.items) and any(_has(model, order, at, among) for at in range(first, len(model.items))):
+    if first < len(model.items) and any(_has(model, order, at, experts_only) for at in range(first, len(model.items))):
         raise NoFitError(f"no buffer holds the parameters of the {model.items[first].kind} part of the model")
-    left = unread.left()
-    if left is not None:
-        raise NoFitError(f"{left.key} holds more than the model has")
+    unread_buffer = unread.first_unassigned()
+    if unread_buffer is not None:
+        raise NoFitError(f"{unread_buffer.key} holds more than the model has")
 
 
-def _has(model: Model, order: Order, at: int, among: bool | None) -> bool:
-    return bool(model.local(range(at, at + 1), order, among=among))
+def _has(model: Model, order: Order, at: int, experts_only: bool | None) -> bool:
+    return bool(model.local(range(at, at + 1), order, experts_only=experts_only))
 
 
-def _fitting(
-    model: Model, order: Order, first: int, groups: range, unread: _Unread, among: bool | None
-) -> tuple[int, list[Held]]:
-    """Return how far the parts go that the next model chunk of a stage has, and what its buffers hold.
+def _fit_chunk(
+    model: Model, order: Order, first: int, groups: range, unread: _BufferQueue, experts_only: bool | None
+) -> tuple[int, list[BufferContents]]:
+    """Find a stage's next model chunk: return the end of its range of parts, and its buffers' contents.
 
     Raises:
-        NoFitError: no number of parts is what they hold.
+        NoFitError: no number of parts fits the buffers.
     """
     head = unread.next(groups[0], 1)[0]
     elements = parameters = 0
     for stop in range(first + 1, len(model.items) + 1):
-        added = model.local(range(stop - 1, stop), order, among=among)
+        added = model.local(range(stop - 1, stop), order, experts_only=experts_only)
         elements += sum(each.size for each in added if each.stored.entry.dtype == head.dtype)
         parameters += len(added)
         if elements > head.size:
             break
-        # Where an embedding is copied from another stage, it is not among these.
+        # A copy of another stage's embedding is not counted in these sums.
         if elements + parameters * _GAP < head.size and not model.items[stop - 1].may_copy:
             continue
-        found = _fit(model.local(range(first, stop), order, among=among), groups, unread)
-        if found is not None:
+        contents = _fit(model.local(range(first, stop), order, experts_only=experts_only), groups, unread)
+        if contents is not None:
             while not first and stop < len(model.items) and not model.items[stop].parameters:
                 stop += 1  # an output that is tied to the embedding of this very stage
-            return stop, found
+            return stop, contents
     raise NoFitError(f"{head.key} does not hold consecutive parts of the model from number {first} on")
 
 
-def _fit(parameters: Sequence[LocalParameter], groups: range, unread: _Unread) -> list[Held] | None:
-    """Return what the next buffers of ranks hold that have the same parameters, and take them; None if others."""
+def _fit(parameters: Sequence[LocalParameter], groups: range, unread: _BufferQueue) -> list[BufferContents] | None:
+    """Assign parameters to the next buffers of some ranks, and advance; None if the buffers do not fit."""
     by_dtype: dict[str, list[LocalParameter]] = {}
     for parameter in parameters:
         by_dtype.setdefault(parameter.stored.entry.dtype, []).append(parameter)
-    held: list[Held] = []
+    contents: list[BufferContents] = []
     for rank, group in enumerate(groups):
         buffers = unread.next(group, len(by_dtype))
         if sorted(buffer.dtype for buffer in buffers) != sorted(by_dtype):
             return None
         for buffer in buffers:
-            placed = laid_out(by_dtype[buffer.dtype], buffer)
-            if placed is None:
+            places = lay_into_buckets(by_dtype[buffer.dtype], buffer)
+            if places is None:
                 return None
-            held.append(Held(buffer, rank, placed))
+            contents.append(BufferContents(buffer, rank, places))
     for group in groups:
         unread.take(group, len(by_dtype))
-    return held
+    return contents
 
 
-def _of_experts(
-    model: Model, order: Order, groups: Groups, chunks: Sequence[_Chunk], stages: int, parallel: int
-) -> list[Held]:
-    """Return what the buffers of experts hold, if so many ranks share them out.
+def _assign_expert_buffers(
+    model: Model, order: Order, groups: BuffersByGroup, chunks: Sequence[_Chunk], stages: int, parallel: int
+) -> list[BufferContents]:
+    """Return the contents of the experts' buffers, for a number of expert-parallel ranks.
 
     Raises:
-        NoFitError: they hold something else.
+        NoFitError: the buffers do not fit.
     """
-    unread, ranks = _Unread(groups), model.ranks[True]
+    unread, ranks = _BufferQueue(groups), model.ranks[True]
     if max(groups) >= ranks * parallel * stages:
         raise NoFitError(f"there are {max(groups) + 1} groups of ranks for experts")
-    each = model.experts // parallel
-    held: list[Held] = []
-    for stage, run in chunks:
+    experts_per_rank = model.experts // parallel
+    contents: list[BufferContents] = []
+    for stage, parts in chunks:
         for number in range(parallel):
             first = ranks * (number + parallel * stage)
-            experts = range(number * each, (number + 1) * each)
-            parameters = model.local(run, order, experts, among=True)
-            found = _fit(parameters, range(first, first + ranks), unread)
-            if found is None:
+            experts = range(number * experts_per_rank, (number + 1) * experts_per_rank)
+            parameters = model.local(parts, order, experts, experts_only=True)
+            rank_contents = _fit(parameters, range(first, first + ranks), unread)
+            if rank_contents is None:
                 raise NoFitError(f"the buffers of experts {experts.start} to {experts.stop - 1} hold something else")
-            held.extend(found)
-    left = unread.left()
-    if left is not None:
-        raise NoFitError(f"{left.key} holds more than the model's experts")
-    return held
+            contents.extend(rank_contents)
+    unread_buffer = unread.first_unassigned()
+    if unread_buffer is not None:
+        raise NoFitError(f"{unread_buffer.key} holds more than the model's experts")
+    return contents
 
 
 def _divisors(number: int) -> Iterator[int]:
@@ -386,60 +398,63 @@ _BUCKET = re.compile(
 _OBJECT = re.compile(rf"{_GROUP}(?P<what>\w+)/shard_0_1")
 _PADDED, _UNPADDED = "per_bucket_numel", "per_bucket_numel_unpadded"
 GATHERED = "param_state"
-"""What a group calls the state of its buffers where it is in one object."""
+"""Name of the object with the state of all of a group's buffers, where one rank gathered it."""
 _COALESCED, _COUNT = "buckets_coalesced", "numel_unpadded"
 _LEAST_BUCKET, _BUCKET_PER_RANK = 40_000_000, 1_000_000
 
 Objects = Mapping[tuple[int, int, str], Any]
-"""What groups have besides buckets: optimizer, group and name -> value, as the interpreter describes it."""
+"""Unpickled objects of groups, by (optimizer, group, name)."""
 
 
 @dataclass(frozen=True)
-class Chain:
-    """One of the optimizers that ranks chain."""
+class ChainedOptimizer:
+    """One of the optimizers that ranks chain, with its buffers."""
 
     number: int
-    groups: Groups
+    groups: BuffersByGroup
 
 
 def is_of_groups(key: str) -> bool:
-    """Tell whether an item belongs to one group of data-parallel ranks: a bucket, sizes, settings."""
+    """Tell whether an item's key is that of a group of data-parallel ranks: a bucket, sizes or settings."""
     return re.match(_GROUP, key) is not None
 
 
-def gathered(objects: Objects, files: Mapping[tuple[int, int, str], str], arguments: Mapping[str, Any]) -> list[Chain]:
-    """Return the buffers of every optimizer where one rank gathered all of a group's (`dp_zero_gather_scatter`).
+def read_gathered(
+    objects: Objects, files: Mapping[tuple[int, int, str], str], arguments: Mapping[str, Any]
+) -> list[ChainedOptimizer]:
+    """Return the buffers of every optimizer where one rank gathered all buffers of its group
+    (`dp_zero_gather_scatter`).
 
-    They are tensors in a pickled object, without anything between the buckets of a buffer.
+    They are tensors in a pickled object, without padding between the buckets of a buffer.
 
     Args:
-        objects: what groups have.
-        files: where each object is.
-        arguments: of the run.
+        objects: the unpickled objects of groups.
+        files: name of the file that contains each object.
+        arguments: Megatron's arguments of the run.
 
     Raises:
-        UnknownOrderError: an object is not such a state.
+        UnknownOrderError: an object does not have this form.
     """
     ranks = (arguments.get(each) for each in ("data_parallel_size", "context_parallel_size"))
-    usual = max(_LEAST_BUCKET, _BUCKET_PER_RANK * prod(count for count in ranks if isinstance(count, int)))
-    given = arguments.get("ddp_bucket_size")
-    full = given if isinstance(given, int) and given > 0 else usual
-    found: dict[int, dict[int, list[FlatBuffer]]] = {}
-    for (chain, group, what), value in sorted(objects.items()):
-        if what != GATHERED:
+    default_size = max(_LEAST_BUCKET, _BUCKET_PER_RANK * prod(count for count in ranks if isinstance(count, int)))
+    bucket_argument = arguments.get("ddp_bucket_size")
+    bucket_size = bucket_argument if isinstance(bucket_argument, int) and bucket_argument > 0 else default_size
+    buffers_by_group: dict[int, dict[int, list[GroupBuffer]]] = {}
+    for (chain, group, kind), value in sorted(objects.items()):
+        if kind != GATHERED:
             continue
         name = f"the gathered state of group {group} of optimizer {chain}"
         buffers = {number: each for number, each in value.items() if type(number) is int} if type(value) is dict else {}
         if sorted(buffers) != list(range(len(buffers))) or not buffers or value.get(_COALESCED) is not True:
             raise UnknownOrderError(f"{name} is not in the form of megatron-core 0.12 and later")
-        found.setdefault(chain, {})[group] = [
-            _gathered(f"buffer {number} of {name}", buffers[number], files[chain, group, what], full)
+        buffers_by_group.setdefault(chain, {})[group] = [
+            _gathered_buffer(f"buffer {number} of {name}", buffers[number], files[chain, group, kind], bucket_size)
             for number in sorted(buffers)
         ]
-    return [Chain(number, groups) for number, groups in sorted(found.items())]
+    return [ChainedOptimizer(number, groups) for number, groups in sorted(buffers_by_group.items())]
 
 
-def _gathered(name: str, value: object, file: str, full: int) -> FlatBuffer:
+def _gathered_buffer(name: str, value: object, file: str, full: int) -> GroupBuffer:
     ((key, states),) = value.items() if isinstance(value, dict) and len(value) == 1 else ((None, None),)
     dtypes = key.value if isinstance(key, Key) else None
     if not isinstance(dtypes, tuple) or not dtypes or not isinstance(dtypes[0], DType) or not isinstance(states, dict):
@@ -448,11 +463,11 @@ def _gathered(name: str, value: object, file: str, full: int) -> FlatBuffer:
     if len({entry.shape for entry in entries.values()}) != 1:
         raise UnknownOrderError(f"the states in {name} have different sizes")
     bucket = Bucket(entries, next(iter(entries.values())).shape[0])
-    return FlatBuffer(name, dtypes[0].code, (bucket,), full)
+    return GroupBuffer(name, dtypes[0].code, (bucket,), full)
 
 
 def _vector(name: str, tensor: object, file: str) -> Entry:
-    """Return a tensor of one dim in a pickled object."""
+    """Return a 1-dim tensor of a pickled object."""
     if not isinstance(tensor, TensorRef) or len(tensor.shape) != 1 or not isinstance(tensor.storage, StoredStorage):
         raise UnknownOrderError(f"{name} is no tensor of one dim")
     try:
@@ -462,25 +477,25 @@ def _vector(name: str, tensor: object, file: str) -> Entry:
 
 
 def object_name(key: str) -> tuple[int, int, str] | None:
-    """Return optimizer, group and name of an object that a group has; None for any other item."""
+    """Return optimizer, group and name of a group's object, from its key; None for any other item."""
     match = _OBJECT.fullmatch(key)
     return None if match is None else (int(match["chain"] or 0), int(match["group"]), match["what"])
 
 
 def is_bucket(key: str) -> bool:
-    """Tell whether an item is one state of a bucket."""
+    """Tell whether an item's key is that of one state of a bucket."""
     return _BUCKET.fullmatch(key) is not None
 
 
-def chains(entries: Mapping[str, Entry], objects: Objects) -> list[Chain]:
+def optimizers_of(entries: Mapping[str, Entry], objects: Objects) -> list[ChainedOptimizer]:
     """Return the buffers of every optimizer.
 
     Args:
-        entries: the tensors of a folder; others than buckets are left aside.
-        objects: what groups have besides.
+        entries: the tensors of a folder; only buckets are used.
+        objects: the unpickled objects of groups, with the sizes of buckets.
 
     Raises:
-        UnknownOrderError: buckets are missing, or contradict the sizes beside them.
+        UnknownOrderError: buckets are missing, or contradict the recorded sizes.
     """
     states: dict[tuple[int, int, int], dict[int, dict[str, Entry]]] = {}
     about: dict[tuple[int, int, int], tuple[str, str]] = {}
@@ -492,25 +507,25 @@ def chains(entries: Mapping[str, Entry], objects: Objects) -> list[Chain]:
         if about.setdefault(at, (match["buffer"], match["dtype"])) != (match["buffer"], match["dtype"]):
             raise UnknownOrderError(f"{match['buffer']} and {about[at][0]} are one buffer")
         states.setdefault(at, {}).setdefault(int(match["bucket"]), {})[match["state"]] = entry
-    found: dict[int, dict[int, list[FlatBuffer]]] = {}
+    buffers_by_group: dict[int, dict[int, list[GroupBuffer]]] = {}
     for at, buckets in sorted(states.items()):
         chain, group, number = at
-        listed = found.setdefault(chain, {}).setdefault(group, [])
+        listed = buffers_by_group.setdefault(chain, {}).setdefault(group, [])
         name, dtype = about[at]
         if number != len(listed):
             raise UnknownOrderError(f"{name} is there, but not the buffer before it")
         sizes = [_sizes(objects.get((chain, group, what)), number) for what in (_PADDED, _UNPADDED)]
-        listed.append(FlatBuffer(name, CODES.get(dtype, dtype), _buckets(name, buckets, *sizes)))
-    return [Chain(number, groups) for number, groups in sorted(found.items())]
+        listed.append(GroupBuffer(name, CODES.get(dtype, dtype), _buckets(name, buckets, *sizes)))
+    return [ChainedOptimizer(number, groups) for number, groups in sorted(buffers_by_group.items())]
 
 
 def _buckets(
     name: str, states: Mapping[int, Mapping[str, Entry]], padded: list[int] | None, stored: list[int] | None
 ) -> tuple[Bucket, ...]:
-    """Return the buckets of a buffer, once their sizes are what the objects beside them say.
+    """Return the buckets of a buffer, after comparing their sizes with the recorded ones.
 
     Raises:
-        UnknownOrderError: they are not, or buckets are missing.
+        UnknownOrderError: the sizes differ, or buckets are missing.
     """
     if padded is None or stored is None:
         raise UnknownOrderError(f"the sizes of the buckets of {name} are missing")
@@ -519,19 +534,19 @@ def _buckets(
     kinds = {tuple(sorted(states[number])) for number in states}
     if len(kinds) > 1:
         raise UnknownOrderError(f"the buckets of {name} hold different states: {sorted(kinds)}")
-    found = []
+    result = []
     for number, (elements, with_padding) in enumerate(zip(stored, padded, strict=True)):
         layouts = {(entry.shape, tuple(each.start for each in entry.extents)) for entry in states[number].values()}
         dense = all(each.strides is None for entry in states[number].values() for each in entry.extents)
         if len(layouts) > 1 or not dense or next(iter(layouts))[0] != (elements,) or with_padding < elements:
             message = f"bucket {number} of {name} is not the {elements} elements that the sizes beside it say"
             raise UnknownOrderError(message)
-        found.append(Bucket(states[number], with_padding))
-    return tuple(found)
+        result.append(Bucket(states[number], with_padding))
+    return tuple(result)
 
 
 def _sizes(value: Any, number: int) -> list[int] | None:
-    """Return the sizes of the buckets of one buffer: of each there is a list, in a dict by its dtypes."""
+    """Return the sizes of one buffer's buckets, stored as a list in a dict by dtypes; None for any other form."""
     if not isinstance(value, list) or number >= len(value) or not isinstance(value[number], dict):
         return None
     (sizes,) = value[number].values() if len(value[number]) == 1 else (None,)
@@ -545,41 +560,43 @@ _ROUNDED = "{} must be its full-precision copy in the flat buckets, rounded: tha
 
 
 class _Piece(NamedTuple):
-    """A box of a stored tensor whose elements lie in one chunk of a bucket without gaps."""
+    """A box of a stored tensor whose elements are contiguous in one chunk of a bucket."""
 
     start: Shape
     shape: Shape
     chunk: int
-    """Number of the chunk."""
+    """Index of the chunk in the bucket."""
     at: int
-    """First element in it."""
+    """First element of the box, counted in the chunk."""
 
 
 @dataclass
-class _States:
-    """All states of a stored tensor."""
+class _ParameterStates:
+    """The optimizer states of one stored parameter, collected from all buckets."""
 
     stored: StoredParameter
     dtypes: dict[str, str] = field(default_factory=dict)
-    """State -> safetensors code."""
+    """Safetensors dtype code of each state."""
     copies: list[dict[str, list[Extent]]] = field(default_factory=list)
-    """State -> chunks: of the tensor, and of each further copy of it."""
-    seen: dict[tuple[Shape, Box], int] = field(default_factory=dict)
-    """How often each box of a layer and expert was met."""
+    """Extents of each state: first those of the tensor, then those of each further copy on other ranks."""
+    box_counts: dict[tuple[Shape, Box], int] = field(default_factory=dict)
+    """Number of times that each box has occurred, by (layer and expert, box)."""
 
-    def add(self, placed: Placed, boxes: Sequence[Box], states: Mapping[str, Entry], starts: Sequence[int]) -> None:
-        """Add the elements of one parameter of one rank.
+    def add(
+        self, placed: BucketPlace, boxes: Sequence[Box], states: Mapping[str, Entry], starts: Sequence[int]
+    ) -> None:
+        """Add the elements of one parameter on one rank.
 
         Args:
             placed: the parameter, with its place in a bucket.
-            boxes: what the rank has of the stored tensor.
-            states: of the bucket; their chunks begin at the same elements.
-            starts: where these begin.
+            boxes: the rank's boxes of the stored tensor.
+            states: the bucket's tensor for each state; all have the same chunks.
+            starts: first element of each chunk.
         """
         slot, at = placed.parameter.slot, placed.start
         for box in boxes:
-            number = self.seen.get((slot, box), 0)
-            self.seen[slot, box] = number + 1
+            number = self.box_counts.get((slot, box), 0)
+            self.box_counts[slot, box] = number + 1
             if number == len(self.copies):
                 self.copies.append({state: [] for state in states})
             pieces = list(_pieces(slot, box, starts, at))
@@ -589,7 +606,7 @@ class _States:
             at += prod(box.shape)
 
     def entries(self, name: str, state: str) -> list[Entry]:
-        """Return one state as a tensor, and each further copy of it."""
+        """Return one state as a tensor, followed by its further copies."""
         return [
             Entry(
                 name,
@@ -609,18 +626,18 @@ def _extents(pieces: Sequence[_Piece], bucket: Entry) -> Iterator[Extent]:
 
 
 def _pieces(slot: Shape, box: Box, starts: Sequence[int], first: int) -> Iterator[_Piece]:
-    """Yield the elements of a box, which lie row-major in a bucket, as boxes that lie in one chunk each.
+    """Split a box, which is row-major in a bucket, into pieces that are in one chunk each.
 
     Args:
-        slot: layer and expert.
-        box: along the other axes.
-        starts: first elements of the bucket's chunks, in order.
-        first: first element of the box in the bucket.
+        slot: index on the layer and expert axes.
+        box: the box along the other dims.
+        starts: first element of each chunk of the bucket, in order.
+        first: first element of the box, counted in the bucket.
     """
     single = (1,) * len(slot)
     stop = first + prod(box.shape)
     number = bisect_right(starts, first) - 1
-    if number + 1 == len(starts) or stop <= starts[number + 1]:  # by far most of them
+    if number + 1 == len(starts) or stop <= starts[number + 1]:  # the usual case: the box is inside one chunk
         yield _Piece(slot + box.start, single + box.shape, number, first - starts[number])
         return
     at = first
@@ -636,32 +653,32 @@ def _pieces(slot: Shape, box: Box, starts: Sequence[int], first: int) -> Iterato
 
 
 def tensors_by_parameter(
-    held: Sequence[Held], ranks: Mapping[bool, int], names: Mapping[str, str], master: str
+    contents: Sequence[BufferContents], ranks: Mapping[bool, int], names: Mapping[str, str], master: str
 ) -> tuple[dict[str, Entry], list[Twin]]:
-    """Return the optimizer's tensors under `optim/<parameter>/<state>`, and what must be equal.
+    """Return the optimizer's tensors as `optim/<parameter>/<state>`, and the pairs of tensors that must be equal.
 
     Args:
-        held: what every buffer holds.
+        contents: the contents of all buffers.
         ranks: see `rank_parameters.Model`.
-        names: state as buckets call it -> its name.
+        names: name of each state, by its name in buckets.
         master: name of the state that is the full-precision copy of the weight.
     """
-    found: dict[str, _States] = {}
-    for buffer, rank, placed in held:
+    states_by_weight: dict[str, _ParameterStates] = {}
+    for buffer, rank, places in contents:
         starts = [[extent.start[0] for extent in _first(bucket.states).extents] for bucket in buffer.buckets]
-        for each in placed:
+        for each in places:
             stored = each.parameter.stored
-            states = found.setdefault(stored.name, _States(stored))
-            boxes = stored.held(rank, ranks[stored.is_expert])
+            states = states_by_weight.setdefault(stored.name, _ParameterStates(stored))
+            boxes = stored.rank_boxes(rank, ranks[stored.is_expert])
             states.add(each, boxes, buffer.buckets[each.bucket].states, starts[each.bucket])
     entries: dict[str, Entry] = {}
     twins: list[Twin] = []
-    for weight, states in found.items():
+    for weight, states in states_by_weight.items():
         for state in states.dtypes:
             name = f"{OPTIMIZER}{weight}/{names.get(state, state)}"
-            first, *others = states.entries(name, state)
+            first, *copies = states.entries(name, state)
             entries[name] = first
-            twins.extend(Twin(first, other, _COPIED.format(weight), replica=True) for other in others)
+            twins.extend(Twin(first, other, _COPIED.format(weight), replica=True) for other in copies)
             if names.get(state) == master:
                 twins.append(Twin(first, states.stored.entry, _ROUNDED.format(weight), rounded=True))
     return entries, twins
@@ -672,7 +689,7 @@ def _first(states: Mapping[str, Entry]) -> Entry:
 
 
 _SAMPLE = 64
-"""Elements at the beginning of a tensor by which orders are tried."""
+"""Number of elements of each weight that are compared to choose between possible orders."""
 _STORED_MASTER = "param"
 _WHY = "the flat buckets of its distributed optimizer cannot be read: {}"
 LEAVE_OUT = "--no-optimizer leaves the optimizer's state out."
@@ -685,105 +702,110 @@ _HINT = (
 def with_state_of_parameters(
     container: Container, objects: Objects, files: Mapping[tuple[int, int, str], str], arguments: Mapping[str, Any]
 ) -> Container:
-    """Return a container with the optimizer's state of every parameter in place of flat buckets.
+    """Replace the flat buckets in a container by the optimizer's state of every parameter.
 
-    Where the order of the parameters in them is not known, the container says why, and has neither.
+    Where the order of the parameters in the buckets is unknown, the returned container has neither, and a refusal in
+    `unread`.
 
     Args:
-        container: with buckets under their own names.
-        objects: what the groups of ranks have besides, see `stored_buckets`.
-        files: where each of these is.
-        arguments: of the run.
+        container: a container with buckets under their own names.
+        objects: the unpickled objects of groups.
+        files: name of the file that contains each object.
+        arguments: Megatron's arguments of the run.
     """
     buckets = {name: entry for name, entry in container.entries.items() if is_bucket(name)}
     in_objects = any(what == GATHERED for _, _, what in objects)
     if not buckets and not in_objects:
         return container
-    others = {name: entry for name, entry in container.entries.items() if name not in buckets}
-    weights = [entry for name, entry in others.items() if not name.startswith(OPTIMIZER)]
+    other_entries = {name: entry for name, entry in container.entries.items() if name not in buckets}
+    weights = [entry for name, entry in other_entries.items() if not name.startswith(OPTIMIZER)]
     try:
-        optimizers = chains(buckets, objects) if buckets else gathered(objects, files, arguments)
+        optimizers = optimizers_of(buckets, objects) if buckets else read_gathered(objects, files, arguments)
         entries, twins = _by_parameter(container.storage, weights, optimizers, arguments)
     except (UnknownOrderError, NoFitError) as error:
         refusal = Refusal("UNSUPPORTED", _WHY.format(error), Where(container.path), _HINT)
-        return replace(container, entries=others, unread=(*container.unread, refusal))
-    return replace(container, entries={**others, **entries}, twins=(*container.twins, *twins))
+        return replace(container, entries=other_entries, unread=(*container.unread, refusal))
+    return replace(container, entries={**other_entries, **entries}, twins=(*container.twins, *twins))
 
 
 def _by_parameter(
-    storage: Storage, weights: Sequence[Entry], optimizers: Sequence[Chain], arguments: Mapping[str, Any]
+    storage: Storage, weights: Sequence[Entry], optimizers: Sequence[ChainedOptimizer], arguments: Mapping[str, Any]
 ) -> tuple[dict[str, Entry], list[Twin]]:
-    """Return the state of every parameter, and what must be equal.
+    """Return the optimizer state of every parameter, and the pairs of tensors that must be equal.
 
-    Where several orders fit, samples of the weights choose. That they are all right is proved later, by `twins`.
+    Where several orders fit, samples of the weights decide. The pairs, which are compared later, prove the choice.
 
     Raises:
-        NoFitError: the buckets do not hold what the model's parameters make of them in any known order.
-        UnknownOrderError: the order of the parameters is not known.
+        NoFitError: the buckets do not fit the parameters in any known order.
+        UnknownOrderError: the order of the parameters is unknown.
     """
-    kept = {
+    master_dtypes = {
         bucket.states[_STORED_MASTER].dtype if _STORED_MASTER in bucket.states else "missing"
         for chain in optimizers
         for buffers in chain.groups.values()
         for buffer in buffers
         for bucket in buffer.buckets
     }
-    if kept != {"F32"}:
-        raise UnknownOrderError(f"the full-precision copies of the weights are {', '.join(sorted(kept))}, not F32")
+    if master_dtypes != {"F32"}:
+        raise UnknownOrderError(
+            f"the full-precision copies of the weights are {', '.join(sorted(master_dtypes))}, not F32"
+        )
     model = model_of(weights)
-    first: tuple[dict[str, Entry], list[Twin]] | None = None
-    for held in _fits(model, optimizers, arguments):
-        found = tensors_by_parameter(held, model.ranks, {_STORED_MASTER: MASTER}, MASTER)
-        if all(_samples_agree(storage, twin) for twin in found[1] if twin.rounded):
-            return found
-        first = first or found
-    assert first is not None
-    return first
+    first_result: tuple[dict[str, Entry], list[Twin]] | None = None
+    for contents in _fits(model, optimizers, arguments):
+        result = tensors_by_parameter(contents, model.ranks, {_STORED_MASTER: MASTER}, MASTER)
+        if all(_samples_agree(storage, twin) for twin in result[1] if twin.rounded):
+            return result
+        first_result = first_result or result
+    assert first_result is not None
+    return first_result
 
 
 def _samples_agree(storage: Storage, twin: Twin) -> bool:
-    """Tell whether the first elements of two tensors are equal, as far as they lie together in both."""
-    one, other = twin.first.extents[0], twin.second.extents[0]
-    count = min(one.shape[-1:], other.shape[-1:], (_SAMPLE,))[0] if one.shape else 1
+    """Tell whether the first contiguous elements of a weight equal those of its full-precision copy, rounded."""
+    first, second = twin.first.extents[0], twin.second.extents[0]
+    count = min(first.shape[-1:], second.shape[-1:], (_SAMPLE,))[0] if first.shape else 1
     master, weight = (
         np.frombuffer(storage.read(extent.file, extent.offset, count * BITS[code] // 8), numpy_dtype(code))
-        for extent, code in ((one, twin.first.dtype), (other, twin.second.dtype))
+        for extent, code in ((first, twin.first.dtype), (second, twin.second.dtype))
     )
     with np.errstate(all="ignore"):
         return master.astype(weight.dtype).tobytes() == weight.tobytes()
 
 
-def _fits(model: Model, optimizers: Sequence[Chain], arguments: Mapping[str, Any]) -> Iterator[list[Held]]:
-    """Yield what every buffer holds, for each order in which all fit.
+def _fits(
+    model: Model, optimizers: Sequence[ChainedOptimizer], arguments: Mapping[str, Any]
+) -> Iterator[list[BufferContents]]:
+    """Yield the contents of all buffers, once for each order in which all fit.
 
     Raises:
-        NoFitError: they fit in none; what is said is of the first.
+        NoFitError: no order fits; the message is about the first one.
     """
     problem: NoFitError | None = None
     fits = False
     for order in orders(arguments):
         for dense, experts in _splits(model, optimizers):
             try:
-                held = shared_out(model, order, dense, experts)
+                contents = assign_buffers(model, order, dense, experts)
             except NoFitError as error:
                 problem = problem or error
                 continue
             fits = True
-            yield held
+            yield contents
     if not fits and problem is not None:
         raise problem
 
 
-def _splits(model: Model, optimizers: Sequence[Chain]) -> Iterator[tuple[Groups, Groups]]:
-    """Yield which groups may be of all ranks, and which of expert-parallel ranks; the likely case comes first."""
+def _splits(model: Model, optimizers: Sequence[ChainedOptimizer]) -> Iterator[tuple[BuffersByGroup, BuffersByGroup]]:
+    """Yield the possible divisions of groups into dense and expert groups; the likely one first."""
     if model.experts and len(optimizers) > 1:
-        yield _merged(optimizers[:-1]), optimizers[-1].groups
-    yield _merged(optimizers), {}
+        yield _merge_groups(optimizers[:-1]), optimizers[-1].groups
+    yield _merge_groups(optimizers), {}
 
 
-def _merged(optimizers: Sequence[Chain]) -> Groups:
-    """Return the groups of several optimizers: one for each model chunk."""
-    merged: dict[int, list[FlatBuffer]] = {}
+def _merge_groups(optimizers: Sequence[ChainedOptimizer]) -> BuffersByGroup:
+    """Merge the groups of several optimizers, of which there is one per model chunk."""
+    merged: dict[int, list[GroupBuffer]] = {}
     for chain in optimizers:
         for group, buffers in chain.groups.items():
             merged.setdefault(group, []).extend(buffers)

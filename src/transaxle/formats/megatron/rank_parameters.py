@@ -1,15 +1,15 @@
-"""Which parameters each rank of a model had, and which boxes of the stored tensors they are.
+"""The parameters on each rank of a model, their boxes in the stored tensors, and the order of parameters in a module.
 
-A stored tensor may hold all layers and all experts; its chunks are what ranks saved of one layer and one expert. So the
-chunks tell how a parameter was cut: not at all, into as many pieces as there are ranks, or, where it is gate and up
-in one, into twice as many, of which each rank has one of either half.
+A stored tensor may contain all layers and all experts; each of its chunks is the part of one layer and expert that one
+rank saved. So the chunks show how a parameter was cut: not at all, into one piece per rank, or, for a fused gate and up
+projection, into two pieces per rank, one of each half.
 
-The order in which Megatron's modules register their parameters; flat buckets hold them in reverse.
-
-It is the order in which constructors create submodules, a module's own parameters before those of its submodules; it
-was read from the models of megatron-core 0.12.3, 0.14.0, 0.15.3, 0.16.1 and 0.19.2, which agree. Names in a checkpoint
-leave two things open: Transformer Engine has the norm before a projection inside of it, where local layers have a
-module, stored under the same name; and experts are a loop over experts, or over the two linears of all of them.
+Flat buckets contain the parameters in the reverse of the order in which Megatron's modules register them. Constructors
+create submodules in this order, and a module's own parameters come before those of its submodules. The order was read
+from the models of megatron-core 0.12.3, 0.14.0, 0.15.3, 0.16.1 and 0.19.2, which agree. Names in a checkpoint leave two
+points open. First, Transformer Engine has the norm inside the following projection, while local layers have it as a
+module of its own, under the same stored name. Second, a module loops over experts, or over the two linears of all
+experts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import msgspec
 
 from transaxle.formats.catalog import Entry, Shape
 
-_REGISTERED = (
+_SEGMENTS = (
     # A model.
     "embedding", "decoder", "mtp", "output_layer",
     "word_embeddings", "position_embeddings", "tokentype_embeddings",
@@ -41,36 +41,36 @@ _REGISTERED = (
     # A module without submodules.
     "layer_norm_weight", "layer_norm_bias", "weight", "bias",
 )  # fmt: skip
-"""Segments of parameters' paths; those of one module are in the order of its constructor."""
-_RANKS = {segment: rank for rank, segment in enumerate(_REGISTERED)}
+"""Segments of parameter paths; the segments of one module are in the order of its constructor."""
+_RANKS = {segment: rank for rank, segment in enumerate(_SEGMENTS)}
 _BUFFERS = frozenset({"expert_bias", "local_tokens_per_expert"})
-"""Last segments of stored tensors that the optimizer does not train."""
-_FUSED = {("self_attention", "linear_qkv"): "input_layernorm", ("mlp", "linear_fc1"): "pre_mlp_layernorm"}
-"""Module with a norm inside -> what the norm before it is called as a module of its own."""
+"""Last name segments of buffers, which the optimizer does not train."""
+_NORM_MODULES = {("self_attention", "linear_qkv"): "input_layernorm", ("mlp", "linear_fc1"): "pre_mlp_layernorm"}
+"""Name that a norm has as a module of its own, by the projection that may contain it."""
 _NORM = "layer_norm_"
 _EXPERTS = ("experts", "experts")
 _LAYER, _EXPERT = "{layer}", "{expert}"
-"""Marks for numbers in a path."""
+"""Placeholders for the layer and expert numbers in a path."""
 
-Key = tuple[int, ...]
-"""Where a parameter is in the order: keys compare as the parameters come."""
+OrderKey = tuple[int, ...]
+"""Sort key of a parameter: sorting by it gives the order in which modules register parameters."""
 
 
 class UnknownOrderError(Exception):
-    """Says why the order of a model's parameters is not known."""
+    """The order of a model's parameters is unknown; the message gives the reason."""
 
 
 class Order(msgspec.Struct, frozen=True):
-    """What the names leave open."""
+    """The two properties of a module's parameter order that stored names do not determine."""
 
     norms_apart: bool
-    """Whether norms before projections are modules of their own."""
+    """Whether norms before projections are separate modules."""
     grouped: bool
     """Whether the first linears of all experts come before their second linears."""
 
 
 def orders(arguments: Mapping[str, Any]) -> Iterator[Order]:
-    """Yield the possible orders; that of which a run's arguments speak comes first."""
+    """Yield all possible orders; the one that the run's arguments suggest comes first."""
     apart = arguments.get("transformer_impl") == "local"
     grouped = arguments.get("moe_grouped_gemm") is not False
     for norms in (apart, not apart):
@@ -79,7 +79,7 @@ def orders(arguments: Mapping[str, Any]) -> Iterator[Order]:
 
 
 def is_trained(name: str) -> bool:
-    """Tell whether a stored tensor of the model is a parameter."""
+    """Tell whether a stored tensor is a trained parameter rather than a buffer."""
     return name.rpartition(".")[2] not in _BUFFERS
 
 
@@ -94,17 +94,17 @@ def has_experts(name: str) -> bool:
     return _experts_at(name.split(".")) is not None
 
 
-def key(name: str, layer: int | None, expert: int | None, order: Order) -> Key:
-    """Return where a parameter is in the order.
+def order_key(name: str, layer: int | None, expert: int | None, order: Order) -> OrderKey:
+    """Return the sort key of a parameter in the module's order.
 
     Args:
-        name: of the stored tensor.
-        layer: index on its axis of layers.
-        expert: index on its axis of experts.
-        order: see there.
+        name: name of the stored tensor.
+        layer: index on the tensor's layer axis; None where it has none.
+        expert: index on the tensor's expert axis; None where it has none.
+        order: the properties of the order that names do not determine.
 
     Raises:
-        UnknownOrderError: a segment of the name is not among those that are known.
+        UnknownOrderError: a segment of the name is unknown.
     """
     template = _template(name, layer is not None, expert is not None, order)
     return tuple(layer if rank is _LAYER else expert if rank is _EXPERT else rank for rank in template)  # type: ignore[misc]
@@ -112,7 +112,7 @@ def key(name: str, layer: int | None, expert: int | None, order: Order) -> Key:
 
 @lru_cache(maxsize=1 << 14)
 def _template(name: str, layer: bool, expert: bool, order: Order) -> tuple[int | str, ...]:
-    """Return where all parameters of a stored tensor are in the order, with marks for the layer and the expert."""
+    """Return the sort key of a stored tensor's parameters, with placeholders for layer and expert."""
     path = name.split(".")
     if expert:
         at = _experts_at(path)
@@ -121,14 +121,14 @@ def _template(name: str, layer: bool, expert: bool, order: Order) -> tuple[int |
         path.insert(at + 2 if order.grouped else at + 1, _EXPERT)
     if layer:
         path.insert(2, _LAYER)
-    norm = _FUSED.get((path[-3], path[-2])) if len(path) > 3 else None
+    norm = _NORM_MODULES.get((path[-3], path[-2])) if len(path) > 3 else None
     if order.norms_apart and norm is not None and path[-1].startswith(_NORM):
         path[-3:] = [norm, path[-1].removeprefix(_NORM)]
     return tuple(_rank(segment, name) for segment in path)
 
 
 def _experts_at(segments: list[str]) -> int | None:
-    """Return where `experts.experts` begins."""
+    """Return the position of the segments `experts.experts`; None where there are none."""
     return next((at for at, pair in enumerate(pairwise(segments)) if pair == _EXPERTS), None)
 
 
@@ -147,12 +147,12 @@ _EMBEDDING, _OUTPUT, _FINAL, _AHEAD = "embedding", "output_layer", "final_layern
 _WORDS = "embedding.word_embeddings.weight"
 _OUTPUT_WEIGHT = "output_layer.weight"
 _KINDS = (_EMBEDDING, "layers", _FINAL, _AHEAD, _OUTPUT)
-"""Kinds of parts, in the order in which stages have them."""
+"""Kinds of model parts, in the order in which pipeline stages have them."""
 _LAYERS_AT, _AHEAD_AT, _OUTPUT_AT = 1, 3, 4
 
 
 class Box(NamedTuple):
-    """A box of a stored tensor."""
+    """A box of a stored tensor: first index and shape."""
 
     start: Shape
     shape: Shape
@@ -160,29 +160,33 @@ class Box(NamedTuple):
 
 @dataclass(frozen=True)
 class StoredParameter:
-    """A stored tensor of the model: one parameter, or that of all layers and experts."""
+    """A stored tensor of the model: one parameter, or a stack of one parameter of all layers and experts."""
 
     entry: Entry
     stacked: int
-    """Number of first axes that are layers and experts."""
+    """Number of leading dims that are layers and experts."""
     boxes: tuple[Box, ...]
-    """What ranks saved of one layer and expert, along the axes that remain."""
+    """Boxes that the ranks saved of one layer and expert, along the other dims."""
 
     @property
     def name(self) -> str:
-        """Its name."""
+        """Name of the stored tensor."""
         return self.entry.name
 
     @cached_property
     def is_expert(self) -> bool:
-        """Whether it belongs to experts."""
+        """Whether the parameter belongs to experts."""
         return has_experts(self.name)
 
-    def held(self, rank: int, ranks: int) -> tuple[Box, ...]:
-        """Return what one of the ranks among which it is cut holds, in the order of its own tensor.
+    def rank_boxes(self, rank: int, ranks: int) -> tuple[Box, ...]:
+        """Return the boxes of one rank, in the order in which its own tensor contains them.
+
+        Args:
+            rank: number of the rank.
+            ranks: number of ranks over which the parameter is cut.
 
         Raises:
-            UnknownOrderError: it is cut for another number of ranks.
+            UnknownOrderError: the parameter is cut for another number of ranks.
         """
         if len(self.boxes) == 1:
             return self.boxes
@@ -190,10 +194,10 @@ class StoredParameter:
         return tuple(self.boxes[half * ranks + rank] for half in range(halves))
 
     def halves(self, ranks: int) -> int:
-        """Return how many parts lie one after the other, each of them cut: two where it is gate and up.
+        """Return the number of parts that are cut separately: two for a fused gate and up projection, else one.
 
         Raises:
-            UnknownOrderError: it is cut for another number of ranks.
+            UnknownOrderError: the parameter is cut for another number of ranks.
         """
         count = len(self.boxes)
         gated = self.name.split(".")[-2:-1] == [_GATED]
@@ -202,109 +206,112 @@ class StoredParameter:
         raise UnknownOrderError(f"{self.name} is cut into {count} pieces, which {ranks} ranks do not share out")
 
     def size(self, ranks: int) -> int:
-        """Return the number of elements that each rank holds of it, of one layer and expert."""
-        return sum(prod(box.shape) for box in self.held(0, ranks))
+        """Return the number of elements on each rank, for one layer and expert."""
+        return sum(prod(box.shape) for box in self.rank_boxes(0, ranks))
 
 
 class LocalParameter(NamedTuple):
-    """A parameter as a rank has it."""
+    """A parameter of one layer and expert on a rank."""
 
-    key: Key
-    """Where it is in the order."""
+    key: OrderKey
+    """Sort key of the parameter in the module's order."""
     stored: StoredParameter
     slot: Shape
-    """Its layer and expert in the stored tensor."""
+    """Index of the parameter on the layer and expert axes of the stored tensor."""
     size: int
     """Number of elements on the rank."""
     shared: bool
-    """Whether it may be an embedding that another stage has too, which begins a bucket."""
+    """Whether the parameter may be an embedding that another stage has too; such a parameter begins a bucket."""
 
 
-class Item(NamedTuple):
-    """A part of the model that pipeline stages do not divide: the embedding, a layer, the last norm, the output."""
+class ModelPart(NamedTuple):
+    """A part of the model that pipeline stages do not split: the embedding, a layer, the final norm, or the output."""
 
     kind: str
     parameters: tuple[tuple[StoredParameter, int | None], ...]
-    """Its tensors, each with the index on its axis of layers."""
+    """Stored tensors of the part, each with its index on the layer axis (None without such an axis)."""
 
     @property
     def may_copy(self) -> bool:
-        """Whether a stage with it may have a copy of the embedding."""
+        """Whether a stage with this part may have a copy of the embedding."""
         return self.kind in (_AHEAD, _OUTPUT)
 
 
 @dataclass(frozen=True)
 class Model:
-    """The parameters of a model, in the parts that pipeline stages have."""
+    """The parameters of a model, divided into parts that pipeline stages do not split."""
 
-    items: tuple[Item, ...]
-    """The parts, in the order in which stages have them."""
+    items: tuple[ModelPart, ...]
+    """All parts of the model, in the order in which stages have them."""
     ranks: Mapping[bool, int]
-    """Among how many ranks parameters are cut: those of experts, and all others."""
+    """Number of ranks over which parameters are cut: key True for experts' parameters, False for all others."""
     experts: int
-    """Number of experts; 0 where there are none."""
+    """Number of experts in each layer; 0 without experts."""
 
     def local(
-        self, run: range, order: Order, experts: range | None = None, *, among: bool | None = None
+        self, part_range: range, order: Order, experts: range | None = None, *, experts_only: bool | None = None
     ) -> list[LocalParameter]:
-        """Return the parameters of a rank that has some consecutive parts of the model, in order.
+        """Return the parameters of a rank with some consecutive parts of the model, in the module's order.
 
         Args:
-            run: numbers of the parts.
-            order: see there.
-            experts: those that the rank has; None: all.
-            among: only those of experts, or only all others; None: both.
+            part_range: numbers of the parts.
+            order: the properties of the order that names do not determine.
+            experts: numbers of the rank's experts; None for all.
+            experts_only: True for only experts' parameters, False for only others; None for all.
 
         Raises:
-            UnknownOrderError: see `parameter_order.key`.
+            UnknownOrderError: see `order_key`.
         """
-        found: list[LocalParameter] = []
-        for item in self._of_stage(run):
+        parameters: list[LocalParameter] = []
+        for item in self._parts_of_stage(part_range):
             for stored, layer in item.parameters:
-                if among is not None and stored.is_expert != among:
+                if experts_only is not None and stored.is_expert != experts_only:
                     continue
                 name = _OUTPUT_WEIGHT if item.kind == _OUTPUT else stored.name
                 shared = name in (_WORDS, _OUTPUT_WEIGHT)
                 size = stored.size(self.ranks[stored.is_expert])
                 slot = () if layer is None else (layer,)
                 if not stored.is_expert:
-                    found.append(LocalParameter(key(name, layer, None, order), stored, slot, size, shared))
+                    parameters.append(LocalParameter(order_key(name, layer, None, order), stored, slot, size, shared))
                     continue
                 for expert in experts or range(self.experts):
-                    at = key(name, layer, expert, order)
-                    found.append(LocalParameter(at, stored, (*slot, expert), size, shared))
-        return sorted(found, key=lambda parameter: parameter.key)
+                    at = order_key(name, layer, expert, order)
+                    parameters.append(LocalParameter(at, stored, (*slot, expert), size, shared))
+        return sorted(parameters, key=lambda parameter: parameter.key)
 
-    def _of_stage(self, run: range) -> list[Item]:
-        """Return parts of the model with the copies of the embedding that a stage has which is not the first."""
-        found = [self.items[at] for at in run]
+    def _parts_of_stage(self, part_range: range) -> list[ModelPart]:
+        """Return parts of the model, with the copy of the embedding that a stage after the first may have."""
+        parts = [self.items[at] for at in part_range]
         first = self.items[0]
-        kinds = {item.kind for item in found}
+        kinds = {item.kind for item in parts}
         if first.kind != _EMBEDDING or _EMBEDDING in kinds:
-            return found
+            return parts
         if _AHEAD in kinds:
-            return [first, *found]
+            return [first, *parts]
         words = tuple(each for each in first.parameters if each[0].name == _WORDS)
-        return [item if item.parameters or item.kind != _OUTPUT else Item(_OUTPUT, words) for item in found]
+        return [item if item.parameters or item.kind != _OUTPUT else ModelPart(_OUTPUT, words) for item in parts]
 
 
 def model_of(entries: Iterable[Entry]) -> Model:
-    """Return the parameters among the tensors of a model.
+    """Return the parameters of a model, given all of its stored tensors.
 
     Raises:
-        UnknownOrderError: chunks are not those that ranks save; or a tensor belongs to no part.
+        UnknownOrderError: a tensor's chunks are not one per layer, expert and rank, or a tensor belongs to no part.
     """
-    parameters = [_stored(entry) for entry in entries if is_trained(entry.name)]
-    found: dict[tuple[int, int], list[tuple[StoredParameter, int | None]]] = {}
+    parameters = [_parameter_of(entry) for entry in entries if is_trained(entry.name)]
+    parameters_by_part: dict[tuple[int, int], list[tuple[StoredParameter, int | None]]] = {}
     for parameter in parameters:
-        for at, layer in _places(parameter):
-            found.setdefault(at, []).append((parameter, layer))
-    found.setdefault((_OUTPUT_AT, 0), [])  # tied to the embedding
+        for at, layer in _parts_of(parameter):
+            parameters_by_part.setdefault(at, []).append((parameter, layer))
+    parameters_by_part.setdefault((_OUTPUT_AT, 0), [])  # tied to the embedding
     experts = {each.entry.shape[each.stacked - 1] for each in parameters if each.is_expert}
     if len(experts) > 1:
         raise UnknownOrderError(f"the layers have different numbers of experts: {sorted(experts)}")
     return Model(
-        tuple(Item(_KINDS[at[0]], tuple(listed)) for at, listed in sorted(found.items())),
+        tuple(
+            ModelPart(_KINDS[at[0]], tuple(part_parameters))
+            for at, part_parameters in sorted(parameters_by_part.items())
+        ),
         {
             are_experts: _ranks([each for each in parameters if each.is_expert == are_experts])
             for are_experts in (False, True)
@@ -314,26 +321,26 @@ def model_of(entries: Iterable[Entry]) -> Model:
 
 
 def _ranks(parameters: Sequence[StoredParameter]) -> int:
-    """Return among how many ranks parameters are cut."""
+    """Return the number of ranks over which parameters are cut."""
     return max((len(each.boxes) for each in parameters if f".{_GATED}." not in each.name), default=1)
 
 
-def _stored(entry: Entry) -> StoredParameter:
+def _parameter_of(entry: Entry) -> StoredParameter:
     stacked = has_layers(entry.name) + has_experts(entry.name)
     slots = prod(entry.shape[:stacked])
     boxes = Counter(Box(extent.start[stacked:], extent.shape[stacked:]) for extent in entry.extents)
     one_each = all(size == 1 for extent in entry.extents for size in extent.shape[:stacked])
     if stacked > len(entry.shape) or not one_each or any(count != slots for count in boxes.values()):
         raise UnknownOrderError(f"the chunks of {entry.name} are not one for each layer, expert and rank")
-    found = sorted(boxes)
-    cut = [dim for dim in range(len(entry.shape) - stacked) if len({box.start[dim] for box in found}) > 1]
-    if len(cut) > 1 or len({box.shape for box in found}) > 1:
+    sorted_boxes = sorted(boxes)
+    cut = [dim for dim in range(len(entry.shape) - stacked) if len({box.start[dim] for box in sorted_boxes}) > 1]
+    if len(cut) > 1 or len({box.shape for box in sorted_boxes}) > 1:
         raise UnknownOrderError(f"the chunks of {entry.name} are not equal parts along one of its dims")
-    return StoredParameter(entry, stacked, tuple(found))
+    return StoredParameter(entry, stacked, tuple(sorted_boxes))
 
 
-def _places(parameter: StoredParameter) -> list[tuple[tuple[int, int], int | None]]:
-    """Return the parts that a stored tensor has something of, each with the index on its axis of layers."""
+def _parts_of(parameter: StoredParameter) -> list[tuple[tuple[int, int], int | None]]:
+    """Return the parts of the model to which a stored tensor belongs, each with its index on the layer axis."""
     segments = parameter.name.split(".")
     if segments[:2] == ["decoder", "layers"]:
         if has_layers(parameter.name):

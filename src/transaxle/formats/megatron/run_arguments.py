@@ -1,21 +1,17 @@
-"""The arguments of a Megatron run, wherever a checkpoint keeps them.
+"""Reads the arguments and the state of a Megatron run, wherever a checkpoint stores them.
 
-**Megatron's arguments**: what a checkpoint says of the model and of the run that wrote it.
+Megatron's arguments are a pickled `argparse.Namespace` of some eight hundred entries, with members of Megatron's own
+enums among them. The interpreter describes these without importing anything; only numbers, strings and lists of them
+are used.
 
-They are a pickled `argparse.Namespace` of some eight hundred entries, with members of Megatron's own enums among them.
-The interpreter describes these without importing anything; only numbers, texts and lists of them are kept.
+Megatron-Bridge and NeMo store settings as YAML files instead. They are read as data: a tag such as `!!python/object` is
+ignored, and an alias stands for the value of its anchor.
 
-Settings that programs write as YAML, read as data.
-
-A tag such as `!!python/object` is passed over, and an alias stands for the value of its anchor.
-
-What Megatron-Bridge and NeMo keep beside a distributed checkpoint in place of Megatron's arguments.
-
-    iter_0000007/run_config.yaml      Megatron-Bridge: `model`, the settings of what makes the model
-    iter_0000007/train_state.pt       what the run has read
+    iter_0000007/run_config.yaml      Megatron-Bridge: `model`, the settings of the model provider
+    iter_0000007/train_state.pt       step and sample counters
     CHECKPOINT/context/model.yaml     NeMo 2: `config`, the same settings; the checkpoint itself is CHECKPOINT/weights
 
-The classes that they name are never looked for.
+The classes that these files name are never imported.
 """
 
 from __future__ import annotations
@@ -35,23 +31,23 @@ from transaxle.formats.registry import HERE
 from transaxle.formats.storage.storage import Storage
 from transaxle.formats.torch_file.saved import read_saved
 
-_DEEPEST = 8
-"""Levels of nested settings at most."""
-_OWN_PACKAGES = ("megatron", "nemo", "transformer_engine")
-"""Packages whose enums and settings stand among the arguments."""
+_MAX_DEPTH = 8
+"""Cap on the nesting depth of plain data."""
+_MEGATRON_PACKAGES = ("megatron", "nemo", "transformer_engine")
+"""Packages whose enums and settings occur among pickled arguments."""
 
 
 class _Names(dict[tuple[str, str], GlobalRule]):
-    """Names that a state beside the model may use: nothing is imported, Megatron's own are described only."""
+    """Globals that the pickle of a run's state may name; those of Megatron's packages are described, never imported."""
 
     def get(self, key: tuple[str, str], default: Any = None) -> Any:
-        return super().get(key) or (INERT if key[0].partition(".")[0] in _OWN_PACKAGES else default)
+        return super().get(key) or (INERT if key[0].partition(".")[0] in _MEGATRON_PACKAGES else default)
 
 
 _SIGNALS = ("Signals", "Signals.SIGINT", "Signals.SIGTERM", "Signals.SIGHUP", "Signals.SIGUSR1", "Signals.SIGUSR2")
-"""The signal on which a run saves and ends; up to Python 3.11.3, members of an Enum were pickled by name."""
+"""Globals of the exit signal among the arguments; up to Python 3.11.3, Enum members were pickled by name."""
 NAMES: Names = _Names({**ALLOWED, **{("signal", name): INERT for name in _SIGNALS}, ("enum", "Enum"): INERT})
-"""What the pickle of a run's state may name."""
+"""Globals that the pickle of a run's state may name."""
 
 KEYS: Mapping[str, str] = {
     "num_hidden_layers": "num_layers",
@@ -74,9 +70,9 @@ KEYS: Mapping[str, str] = {
     "num_nextn_predict_layers": "mtp_num_layers",
     "moe_latent_size": "moe_latent_size",
 }
-"""Key of a config.json -> Megatron's argument of the same meaning."""
+"""Megatron's argument for each key of a config.json with the same meaning."""
 _COMMON_STEP = "common_step"
-"""State of torch's own optimizers, which count for each parameter: one number for all."""
+"""Key of the step that Megatron stores once for torch's own optimizers, which count steps per parameter."""
 DEGREES = {
     "tp": "tensor_model_parallel_size",
     "pp": "pipeline_model_parallel_size",
@@ -84,53 +80,53 @@ DEGREES = {
     "etp": "expert_tensor_parallel_size",
     "vp": "virtual_pipeline_model_parallel_size",
 }
-"""Mesh axis -> argument with its size."""
+"""Argument with the size of each mesh axis."""
 
 
 COUNTERS = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples")
-"""Arguments that count what a run has read."""
+"""Arguments that count the samples that a run has read."""
 _ROWS = ("vocab_size", "padded_vocab_size")
 
 
 class RunState(msgspec.Struct, frozen=True):
-    """What a checkpoint holds beside the model's tensors, as plain data."""
+    """The part of a Megatron checkpoint that is not tensors, as plain data."""
 
     args: Mapping[str, Any] = msgspec.field(default_factory=dict)
-    """Megatron's arguments."""
+    """Megatron's arguments by name."""
     facts: Mapping[str, Any] = msgspec.field(default_factory=dict)
-    """Iteration, version, scheduler, optimizer settings."""
+    """Iteration, checkpoint version, state of the scheduler, and optimizer settings."""
 
     def config(self) -> dict[str, Any]:
-        """Return what the arguments say under the keys of a config.json; padding of the vocabulary is not among it."""
+        """Return the model's sizes from the arguments, under the keys of a config.json; vocabulary without padding."""
         args = self.args
-        found = {key: args[name] for key, name in KEYS.items() if args.get(name) is not None}
+        config = {key: args[name] for key, name in KEYS.items() if args.get(name) is not None}
         if args.get("group_query_attention") is False:
-            found["num_key_value_heads"] = args.get("num_attention_heads")
+            config["num_key_value_heads"] = args.get("num_attention_heads")
         if not args.get("multi_latent_attention"):
             for key in ("q_lora_rank", "kv_lora_rank", "v_head_dim", "qk_nope_head_dim", "qk_rope_head_dim"):
-                found.pop(key, None)
+                config.pop(key, None)
         else:
-            found.pop("head_dim", None)  # an argument of other kinds of attention, whatever it says
+            config.pop("head_dim", None)  # multi-latent attention ignores this argument
         untied = args.get("untie_embeddings_and_output_weights")
         if isinstance(untied, bool):
-            found["tie_word_embeddings"] = not untied
+            config["tie_word_embeddings"] = not untied
         if args.get("num_experts"):
-            found |= _sparse_layers(args) | _shared_experts(args)
-        return {key: value for key, value in found.items() if value is not None}
+            config |= _sparse_layers(args) | _sizes_of_shared_experts(args)
+        return {key: value for key, value in config.items() if value is not None}
 
     def step(self) -> int | None:
-        """Return the number of steps that the optimizer has made; None where it is not told, or differs by group."""
-        # A group without parameters may not have counted; torch's own optimizers count in floating point.
+        """Return the number of optimizer steps; None where it is not stored, or differs between groups."""
+        # A group without parameters may have no step; torch's own optimizers count in floating point.
         steps = {step for step in _steps(self.facts.get("optimizer")) if step is not None}
         (only,) = steps if len(steps) == 1 else (None,)
         if type(only) is float and only.is_integer():
             return int(only)
         return only if type(only) is int else None
 
-    def described(self) -> dict[str, Any]:
-        """Return what a container's metadata keep of it: the facts, and what the arguments say of ranks and samples.
+    def to_metadata(self) -> dict[str, Any]:
+        """Return the entries for a container's metadata: facts, arguments, parallel degrees, counters and vocabulary.
 
-        `vocab_size` is what the tokenizer has, `padded_vocab_size` what the embedding has.
+        Of the vocabulary, `vocab_size` is the tokenizer's size, `padded_vocab_size` the rows of the embedding.
         """
         degrees = {axis: self.args.get(name) for axis, name in DEGREES.items()}
         counters = {name: self.args.get(name) for name in COUNTERS}
@@ -144,7 +140,7 @@ class RunState(msgspec.Struct, frozen=True):
 
 
 def _steps(settings: object) -> Iterator[Any]:
-    """Yield the steps in the settings of an optimizer, which may be a chain of several."""
+    """Yield the steps in an optimizer's settings, which may be those of several chained optimizers."""
     if isinstance(settings, dict):
         groups, state = settings.get("param_groups"), settings.get("state")
         if isinstance(groups, list):
@@ -156,7 +152,7 @@ def _steps(settings: object) -> Iterator[Any]:
 
 
 def _sparse_layers(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Return which layers have experts, under the keys that families ask for."""
+    """Return which layers have experts, under the config keys of several families."""
     layers, frequency = args.get("num_layers"), args.get("moe_layer_freq", 1)
     if not isinstance(layers, int) or not 0 <= layers < 100_000:
         return {}
@@ -168,34 +164,38 @@ def _sparse_layers(args: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     dense = [layer for layer, is_sparse in enumerate(sparse) if not is_sparse]
     first = next((layer for layer, is_sparse in enumerate(sparse) if is_sparse), layers)
-    found: dict[str, Any] = {
+    config: dict[str, Any] = {
         "mlp_only_layers": dense,
         "decoder_sparse_step": 1,
         "mlp_layer_types": ["sparse" if is_sparse else "dense" for is_sparse in sparse],
     }
     if dense == list(range(first)):
-        found["first_k_dense_replace"] = first
-    return found
+        config["first_k_dense_replace"] = first
+    return config
 
 
-def _shared_experts(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the size of experts that every token passes, which families count in experts, or in rows."""
-    rows, of_one = args.get("moe_shared_expert_intermediate_size"), args.get("moe_ffn_hidden_size")
-    if not isinstance(rows, int) or not isinstance(of_one, int) or rows < 1 or of_one < 1:
+def _sizes_of_shared_experts(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the size of the shared experts under several config keys, as a number of experts or of rows."""
+    rows, expert_rows = args.get("moe_shared_expert_intermediate_size"), args.get("moe_ffn_hidden_size")
+    if not isinstance(rows, int) or not isinstance(expert_rows, int) or rows < 1 or expert_rows < 1:
         return {}
-    counted = {"n_shared_experts": rows // of_one, "num_shared_experts": rows // of_one} if not rows % of_one else {}
-    return {"shared_expert_intermediate_size": rows, **counted}
+    counts = (
+        {"n_shared_experts": rows // expert_rows, "num_shared_experts": rows // expert_rows}
+        if not rows % expert_rows
+        else {}
+    )
+    return {"shared_expert_intermediate_size": rows, **counts}
 
 
 def run_state(value: object, number: Callable[[TensorRef], float | None] = lambda _: None) -> RunState:
-    """Read the state beside the model, as the interpreter describes it; what is not plain data is left out.
+    """Convert the unpickled state of a run; values that are not plain data are left out.
 
     Args:
-        value: the state.
-        number: returns the value of a tensor without dims.
+        value: the state as the pickle interpreter returns it.
+        number: returns the value of a 0-dim tensor.
     """
     if isinstance(value, list) and len(value) == 1:
-        (value,) = value  # a sharded object of one part
+        (value,) = value  # Megatron wraps a sharded object with one part in a list
     if not isinstance(value, dict):
         return RunState()
     namespace = value.get("args")
@@ -205,13 +205,13 @@ def run_state(value: object, number: Callable[[TensorRef], float | None] = lambd
 
 
 def plain_data(value: object, number: Callable[[TensorRef], float | None] = lambda _: None) -> Any:
-    """Return plain data, without the items of dicts that are none; None for anything else.
+    """Return a value as plain data, without dict items that are not plain; None for any other value.
 
     Args:
-        value: as the interpreter describes it.
-        number: returns the value of a tensor without dims.
+        value: the value as the pickle interpreter returns it.
+        number: returns the value of a 0-dim tensor.
     """
-    return _plain(value, number, _DEEPEST)
+    return _plain(value, number, _MAX_DEPTH)
 
 
 def _plain(value: object, number: Callable[[TensorRef], float | None], depth: int) -> Any:
@@ -221,100 +221,103 @@ def _plain(value: object, number: Callable[[TensorRef], float | None], depth: in
         return number(value)
     if depth and isinstance(value, list | tuple):
         items = [_plain(item, number, depth - 1) for item in value]
-        odd = any(found is None and item is not None for found, item in zip(items, value, strict=True))
-        return None if odd else items
+        has_other = any(found is None and item is not None for found, item in zip(items, value, strict=True))
+        return None if has_other else items
     if depth and type(value) is dict:
         pairs = ((str(key), _plain(item, number, depth - 1)) for key, item in value.items())
         return {key: item for key, item in pairs if item is not None}
     return None
 
 
-_DEEPEST_TEXT, _MOST = 60, 50_000
-"""Levels, and values, an alias counted as what it stands for."""
+_MAX_YAML_DEPTH, _MAX_VALUES = 60, 50_000
+"""Caps on the nesting depth of a YAML file and on its values; an alias counts as its whole anchor."""
 _PLAIN = frozenset(f"tag:yaml.org,2002:{word}" for word in ("null", "bool", "int", "float"))
-"""Tags of what is no text."""
+"""YAML tags of plain values that are not strings."""
 
 
-class NotUnderstood(ValueError):
-    """A text is not YAML, or of no use as settings."""
+class UnreadableSettingsError(ValueError):
+    """A text is not YAML, or has too many values or unusable keys."""
 
 
 def read_settings(text: str) -> Any:
-    """Return what a text says, as dicts, lists, texts and numbers.
+    """Parse YAML settings into dicts, lists, strings and numbers.
 
     Raises:
-        NotUnderstood: with the number of the line.
+        NotUnderstood: with the line number of the problem.
     """
     import yaml
 
     try:
         loader = yaml.SafeLoader(text)
-        return _Reading(loader).value(loader.get_single_node(), 0)
+        return _YamlReader(loader).value(loader.get_single_node(), 0)
     except yaml.MarkedYAMLError as error:
         line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
-        raise NotUnderstood(f"{line}{error.problem}") from None
+        raise UnreadableSettingsError(f"{line}{error.problem}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise NotUnderstood(" ".join(str(error).split())) from None
+        raise UnreadableSettingsError(" ".join(str(error).split())) from None
 
 
-class _Reading:
-    """Makes data of parsed nodes."""
+class _YamlReader:
+    """Converts parsed YAML nodes into plain data."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
-        self._left = _MOST
+        self._budget = _MAX_VALUES
 
     def value(self, node: Any, depth: int) -> Any:
-        self._left -= 1
-        if depth > _DEEPEST_TEXT or self._left < 0:
-            raise NotUnderstood(f"line {node.start_mark.line + 1}: too many values, or nested too deep")
+        self._budget -= 1
+        if depth > _MAX_YAML_DEPTH or self._budget < 0:
+            raise UnreadableSettingsError(f"line {node.start_mark.line + 1}: too many values, or nested too deep")
         if node is None:
             return None
         if node.id == "scalar":
             return self._loader.construct_object(node) if node.tag in _PLAIN else node.value
         if node.id == "sequence":
             return [self.value(each, depth + 1) for each in node.value]
-        found: dict[str, Any] = {}
+        mapping: dict[str, Any] = {}
         for key, value in node.value:
-            if key.id != "scalar" or key.value in found:
-                raise NotUnderstood(f"line {key.start_mark.line + 1}: a key is no text, or is there again")
-            found[key.value] = self.value(value, depth + 1)
-        return found
+            if key.id != "scalar" or key.value in mapping:
+                raise UnreadableSettingsError(f"line {key.start_mark.line + 1}: a key is no text, or is there again")
+            mapping[key.value] = self.value(value, depth + 1)
+        return mapping
 
 
 RUN_CONFIG, TRAIN_STATE, LATEST_TRAIN_STATE = "run_config.yaml", "train_state.pt", "latest_train_state.pt"
 MODEL_SETTINGS = "context/model.yaml"
-_LONGEST = 1 << 20
+_MAX_BYTES = 1 << 20
 _SECTIONS, _INNER = ("model", "config"), "transformer"
-"""Keys below which the settings of a model are, and below these those that Megatron calls a transformer's."""
+"""Keys of the model's settings in a file, and the key of the transformer's settings below them."""
 _STEP = "step"
-_NAMED = {"num_moe_experts": "num_experts", "hybrid_layer_pattern": "hybrid_override_pattern"}
-"""Setting -> Megatron's argument, where it has another name."""
-_SHARED, _GROUPS = "share_embeddings_and_output_weights", "num_query_groups"
+_RENAMED = {"num_moe_experts": "num_experts", "hybrid_layer_pattern": "hybrid_override_pattern"}
+"""Megatron's argument for settings that have another name."""
+_TIED, _GROUPS = "share_embeddings_and_output_weights", "num_query_groups"
 
 
 @dataclass(frozen=True)
 class _Settings:
-    """A file of settings."""
+    """The arguments in one settings file."""
 
     file: str
     args: Mapping[str, Any]
     fault: str = ""
-    """Why it was not read."""
+    """Reason why the file was not read; empty where it was."""
 
 
 def with_settings_of_run(
     state: RunState, storage: Storage, member: str, number: Callable[[Storage, str, TensorRef], float | None]
 ) -> tuple[RunState, dict[str, str]]:
-    """Return the state of a run with what settings beside it say, and files that were not understood, with the reason.
+    """Add the arguments and counters in settings files to the state of a run.
 
-    Megatron's own arguments are preferred.
+    Megatron's own arguments have precedence: with any of them, no settings file is read.
 
     Args:
-        state: from the checkpoint itself.
-        storage: where the files are.
-        member: the folder of the checkpoint in it.
-        number: returns the value of a tensor without dims, of a file.
+        state: the state in the checkpoint itself.
+        storage: the files.
+        member: folder of the checkpoint.
+        number: returns the value of a 0-dim tensor in a file.
+
+    Returns:
+        the new state, and the reason for each file that could not be read.
 
     Raises:
         Refused: UNSAFE_PICKLE, CORRUPT.
@@ -322,25 +325,25 @@ def with_settings_of_run(
     """
     inside = "" if member == HERE else f"{member}/"
     args = dict(state.args)
-    left: dict[str, str] = {}
+    unread_files: dict[str, str] = {}
     for file in settings_files(storage, member):
         if args:
             continue
-        found = _read(storage, file)
-        args |= found.args
-        left |= {file: found.fault} if found.fault else {}
+        settings = _read(storage, file)
+        args |= settings.args
+        unread_files |= {file: settings.fault} if settings.fault else {}
     facts = dict(state.facts)
     file = f"{inside}{TRAIN_STATE}"
     if _has(storage, file):
-        read = plain_data(read_saved(storage, file, allowed=NAMES).value, partial(number, storage, file))
-        counted = {key: int(value) for key, value in (read or {}).items() if isinstance(value, int | float)}
-        args |= {key: counted[key] for key in COUNTERS if key in counted}
-        facts |= {"iteration": counted[_STEP]} if _STEP in counted and "iteration" not in facts else {}
-    return replace(state, args=args, facts=facts), left
+        train_state = plain_data(read_saved(storage, file, allowed=NAMES).value, partial(number, storage, file))
+        counters = {key: int(value) for key, value in (train_state or {}).items() if isinstance(value, int | float)}
+        args |= {key: counters[key] for key in COUNTERS if key in counters}
+        facts |= {"iteration": counters[_STEP]} if _STEP in counters and "iteration" not in facts else {}
+    return replace(state, args=args, facts=facts), unread_files
 
 
 def settings_files(storage: Storage, member: str) -> list[str]:
-    """Return the files with the settings of a run that are there, beside a checkpoint and above it."""
+    """Return the settings files that exist in a checkpoint's folder and above it."""
     inside = "" if member == HERE else f"{member}/"
     above = inside.removesuffix(f"{WEIGHTS}/")
     files = [f"{inside}{RUN_CONFIG}", *([f"{above}{MODEL_SETTINGS}"] if above != inside else [])]
@@ -357,28 +360,28 @@ def _has(storage: Storage, file: str) -> bool:
 
 def _read(storage: Storage, file: str) -> _Settings:
     size = storage.size(file)
-    if size > _LONGEST:
-        return _Settings(file, {}, f"not read: it has more than {_LONGEST} bytes")
+    if size > _MAX_BYTES:
+        return _Settings(file, {}, f"not read: it has more than {_MAX_BYTES} bytes")
     try:
         settings = read_settings(storage.read(file, 0, size).decode())
-    except (NotUnderstood, UnicodeDecodeError, RecursionError) as error:
+    except (UnreadableSettingsError, UnicodeDecodeError, RecursionError) as error:
         return _Settings(file, {}, f"not understood: {error}")
     return _Settings(file, arguments_of(settings))
 
 
 def arguments_of(settings: object) -> dict[str, Any]:
-    """Return Megatron's arguments for the settings of a model."""
+    """Convert the settings of a model into Megatron's arguments."""
     sections = [settings.get(key) for key in _SECTIONS] if isinstance(settings, dict) else []
     model = next((each for each in sections if isinstance(each, dict)), {})
-    inner = model.get(_INNER)
-    known = {**(inner if isinstance(inner, dict) else {}), **model}
+    transformer_settings = model.get(_INNER)
+    settings_by_name = {**(transformer_settings if isinstance(transformer_settings, dict) else {}), **model}
     args = {
-        _NAMED.get(key, key): value
-        for key, value in plain_data(known).items()
+        _RENAMED.get(key, key): value
+        for key, value in plain_data(settings_by_name).items()
         if not isinstance(value, dict) and not key.startswith("_")
     }
-    if isinstance(args.get(_SHARED), bool):
-        args["untie_embeddings_and_output_weights"] = not args[_SHARED]
-    if _GROUPS in known and known[_GROUPS] is None:
+    if isinstance(args.get(_TIED), bool):
+        args["untie_embeddings_and_output_weights"] = not args[_TIED]
+    if _GROUPS in settings_by_name and settings_by_name[_GROUPS] is None:
         args["group_query_attention"] = False
     return args

@@ -1,7 +1,8 @@
-"""Megatron's arguments for a checkpoint that is written: as far as the model's config and its tensors tell them.
+"""Megatron's arguments for a checkpoint that is written, derived from the model's config and its tensor names.
 
-Megatron compares a few with its own when it loads, and takes the model's sizes from them with `--use-checkpoint-args`.
-What neither tells is left out: a missing argument is Megatron's default, a wrong one would be believed.
+Megatron compares a few of them with its own when it loads, and takes the model's sizes from them with
+`--use-checkpoint-args`. An argument that cannot be derived is left out, because Megatron has a default for a missing
+argument, but would trust a wrong one.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _DEGREES = {
     "context_parallel_size": 1,
     "virtual_pipeline_model_parallel_size": None,
 }
-"""Distributed checkpoints have none: these are what a run on one device has."""
+"""Parallel degrees to write, those of a run on one device: a distributed checkpoint does not depend on degrees."""
 _SILU = frozenset({"silu", "swish"})
 
 
@@ -29,60 +30,65 @@ def arguments(config: Mapping[str, Any], names: Collection[str], padded_vocabula
     """Return the arguments of the run that would have written a checkpoint.
 
     Args:
-        config: the model's config.json; empty where it is not known.
-        names: Megatron's names of its tensors.
-        padded_vocabulary: rows of the embedding; None: Megatron pads them, as the ranks of its run need it.
+        config: the model's config.json; empty where it is unknown.
+        names: Megatron's names of the tensors.
+        padded_vocabulary: rows of the embedding, padding included; None to let Megatron choose the padding.
+
+    Returns:
+        argument names and values; empty where the config lacks the model's basic sizes.
     """
-    known = _of_text(config)
-    found = {argument: known[key] for key, argument in KEYS.items() if known.get(key) is not None}
-    if not {"num_layers", "hidden_size", "num_attention_heads"} <= found.keys():
-        return {}  # Megatron asks for these of any arguments; without arguments it asks nothing
-    heads = found["num_attention_heads"]
-    found["num_query_groups"] = found.get("num_query_groups", heads)
-    found["group_query_attention"] = found["num_query_groups"] != heads
-    found.setdefault("kv_channels", found["hidden_size"] // heads)
-    found |= _DEGREES | _from_names(names, found) | _from_config(known)
+    text_config = _text_config(config)
+    args = {argument: text_config[key] for key, argument in KEYS.items() if text_config.get(key) is not None}
+    if not {"num_layers", "hidden_size", "num_attention_heads"} <= args.keys():
+        return {}  # Megatron requires these of any arguments, but accepts a checkpoint without arguments
+    heads = args["num_attention_heads"]
+    args["num_query_groups"] = args.get("num_query_groups", heads)
+    args["group_query_attention"] = args["num_query_groups"] != heads
+    args.setdefault("kv_channels", args["hidden_size"] // heads)
+    args |= _DEGREES | _from_names(names, args) | _from_config(text_config)
     if not any(name.startswith("mtp.") for name in names):
-        found.pop("mtp_num_layers", None)  # configs of models that are stored without these layers have it, too
-    found["multi_latent_attention"] = "kv_lora_rank" in found
+        args.pop("mtp_num_layers", None)  # a config may have it although its checkpoint lacks these layers
+    args["multi_latent_attention"] = "kv_lora_rank" in args
     if padded_vocabulary is not None:
-        found["padded_vocab_size"] = padded_vocabulary
-    return found
+        args["padded_vocab_size"] = padded_vocabulary
+    return args
 
 
-def _before_choice(known: Mapping[str, Any]) -> bool | None:
-    """Tell whether experts are chosen after the softmax, so that their shares do not add up to one; None: not known."""
-    normed = known.get("norm_topk_prob")
-    return not normed if isinstance(normed, bool) and known.get("scoring_func", "softmax") == "softmax" else None
+def _is_pre_softmax(config: Mapping[str, Any]) -> bool | None:
+    """Tell whether the router applies softmax before top-k, so that weights do not sum to one; None if unknown."""
+    normalized = config.get("norm_topk_prob")
+    return (
+        not normalized if isinstance(normalized, bool) and config.get("scoring_func", "softmax") == "softmax" else None
+    )
 
 
-def _shared_width(known: Mapping[str, Any]) -> int | None:
-    """Return the width of all shared experts together; None: there are none, or it is not known."""
-    width, count = known.get("moe_intermediate_size"), known.get("n_shared_experts")
-    together = width * count if isinstance(width, int) and isinstance(count, int) else None
-    return known.get("shared_expert_intermediate_size", together) or None
+def _width_of_shared_experts(config: Mapping[str, Any]) -> int | None:
+    """Return the total width of the shared experts; None where there are none, or it is unknown."""
+    width, count = config.get("moe_intermediate_size"), config.get("n_shared_experts")
+    total_width = width * count if isinstance(width, int) and isinstance(count, int) else None
+    return config.get("shared_expert_intermediate_size", total_width) or None
 
 
 def is_padded(config: Mapping[str, Any], rows: int | None) -> bool:
-    """Tell whether an embedding has other rows than the model's vocabulary.
+    """Tell whether an embedding's number of rows differs from the model's vocabulary size.
 
     Args:
-        config: the model's config.json; empty where it is not known.
-        rows: of the embedding.
+        config: the model's config.json; empty where it is unknown.
+        rows: number of rows of the embedding; None where the model has none.
     """
-    return rows != _of_text(config).get("vocab_size", rows)
+    return rows != _text_config(config).get("vocab_size", rows)
 
 
-def _of_text(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a config says of the model of text."""
+def _text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config of the text model: its `text_config` over the outer config."""
     text = config.get("text_config")
     return {**config, **text} if isinstance(text, Mapping) else dict(config)
 
 
-def _from_names(names: Collection[str], found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the presence of tensors tells."""
+def _from_names(names: Collection[str], args: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that follow from which tensors exist."""
     ends = {name.rpartition("decoder.layers.")[2].lstrip("0123456789.") for name in names}
-    told: dict[str, Any] = {
+    implied: dict[str, Any] = {
         "add_qkv_bias": "self_attention.linear_qkv.bias" in ends,
         "add_bias_linear": "self_attention.linear_proj.bias" in ends,
         "qk_layernorm": bool({"self_attention.q_layernorm.weight", "self_attention.linear_q_up_proj.weight"} & ends),
@@ -91,36 +97,36 @@ def _from_names(names: Collection[str], found: Mapping[str, Any]) -> dict[str, A
     routers = [match[1] for name in names if (match := _ROUTER.fullmatch(name))]
     if routers and routers != [None]:
         sparse = {int(number) for number in routers}
-        told["moe_layer_freq"] = [int(layer in sparse) for layer in range(found["num_layers"])]
+        implied["moe_layer_freq"] = [int(layer in sparse) for layer in range(args["num_layers"])]
     elif routers:
-        told["moe_layer_freq"] = 1
+        implied["moe_layer_freq"] = 1
     if routers:
-        told["moe_grouped_gemm"] = True
+        implied["moe_grouped_gemm"] = True
     if "mlp.router.expert_bias" in ends:
-        told["moe_router_enable_expert_bias"] = True
-    return told
+        implied["moe_router_enable_expert_bias"] = True
+    return implied
 
 
-def _from_config(known: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what only the config tells, under Megatron's names."""
-    rope = known.get("rope_parameters")
+def _from_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that only the config determines."""
+    rope = config.get("rope_parameters")
     rope = rope if isinstance(rope, Mapping) else {}
-    base = known.get("rope_theta", rope.get("rope_theta"))
-    share = known.get("partial_rotary_factor", rope.get("partial_rotary_factor"))
-    told = {
-        "swiglu": True if known.get("hidden_act") in _SILU else None,
-        "normalization": "RMSNorm" if known.get("rms_norm_eps") is not None else None,
-        "norm_epsilon": known.get("rms_norm_eps", known.get("layer_norm_eps")),
-        "max_position_embeddings": known.get("max_position_embeddings"),
+    base = config.get("rope_theta", rope.get("rope_theta"))
+    share = config.get("partial_rotary_factor", rope.get("partial_rotary_factor"))
+    args = {
+        "swiglu": True if config.get("hidden_act") in _SILU else None,
+        "normalization": "RMSNorm" if config.get("rms_norm_eps") is not None else None,
+        "norm_epsilon": config.get("rms_norm_eps", config.get("layer_norm_eps")),
+        "max_position_embeddings": config.get("max_position_embeddings"),
         "position_embedding_type": None if base is None else "rope",
         "use_rotary_position_embeddings": None if base is None else True,
         "rotary_base": base if not isinstance(base, float) or not base.is_integer() else int(base),
         "rotary_percent": None if base is None else share or 1.0,
-        "moe_router_topk": known.get("num_experts_per_tok"),
-        "moe_router_pre_softmax": _before_choice(known),
-        "moe_router_score_function": known.get("scoring_func"),
-        "moe_router_topk_scaling_factor": known.get("routed_scaling_factor"),
-        "moe_shared_expert_intermediate_size": _shared_width(known),
-        "attention_dropout": known.get("attention_dropout"),
+        "moe_router_topk": config.get("num_experts_per_tok"),
+        "moe_router_pre_softmax": _is_pre_softmax(config),
+        "moe_router_score_function": config.get("scoring_func"),
+        "moe_router_topk_scaling_factor": config.get("routed_scaling_factor"),
+        "moe_shared_expert_intermediate_size": _width_of_shared_experts(config),
+        "attention_dropout": config.get("attention_dropout"),
     }
-    return {name: value for name, value in told.items() if value is not None}
+    return {name: value for name, value in args.items() if value is not None}

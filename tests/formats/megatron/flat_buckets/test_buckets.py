@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from transaxle.formats.catalog import Entry, Extent
-from transaxle.formats.megatron.flat_buckets import Bucket, FlatBuffer, NoFitError, laid_out, shared_out
+from transaxle.formats.megatron.flat_buckets import Bucket, GroupBuffer, NoFitError, assign_buffers, lay_into_buckets
 from transaxle.formats.megatron.rank_parameters import (
     Box,
     LocalParameter,
@@ -72,12 +72,12 @@ def _laid(sizes: Sequence[int], shared: Sequence[bool], full: int | None, ranks:
     return laid
 
 
-def _buffer(laid: Laid, dtype: str = "F32", key: str = "buffer") -> FlatBuffer:
+def _buffer(laid: Laid, dtype: str = "F32", key: str = "buffer") -> GroupBuffer:
     buckets = []
     for size, padded, starts in zip(laid.sizes, laid.padded, laid.starts, strict=True):
         extents = tuple(Extent((a,), (b - a,), "file", 4 * a) for a, b in pairwise([*starts, size]))
         buckets.append(Bucket({"param": Entry("param", "F32", (size,), extents)}, padded))
-    return FlatBuffer(key, dtype, tuple(buckets))
+    return GroupBuffer(key, dtype, tuple(buckets))
 
 
 def _parameters(sizes: Sequence[int], shared: Sequence[bool]) -> list[LocalParameter]:
@@ -100,7 +100,7 @@ def test_parameters_are_found_where_they_were_put(
     for end in {0, len(sizes) - 1}:  # an embedding, an output layer
         shared[end] = data.draw(st.booleans())
     laid = _laid(sizes, shared, full, ranks)
-    placed = laid_out(_parameters(sizes, shared), _buffer(laid))
+    placed = lay_into_buckets(_parameters(sizes, shared), _buffer(laid))
     assert placed is not None
     assert [(each.bucket, each.start) for each in placed] == laid.places
     assert [each.parameter.size for each in placed] == sizes[::-1]
@@ -111,9 +111,9 @@ def test_other_parameters_do_not_fit(sizes: list[int], full: int | None, data: s
     alone = [False] * len(sizes)
     buffer = _buffer(_laid(sizes, alone, full, 1))
     others = data.draw(st.permutations(sizes))
-    assert (laid_out(_parameters(others, alone), buffer) is None) == (others != sizes)
-    assert laid_out(_parameters(sizes[1:], alone[1:]), buffer) is None
-    assert laid_out(_parameters([*sizes, 1], [*alone, False]), buffer) is None
+    assert (lay_into_buckets(_parameters(others, alone), buffer) is None) == (others != sizes)
+    assert lay_into_buckets(_parameters(sizes[1:], alone[1:]), buffer) is None
+    assert lay_into_buckets(_parameters([*sizes, 1], [*alone, False]), buffer) is None
 
 
 @given(st.lists(st.integers(3, 60), min_size=1, max_size=2), st.data())
@@ -123,9 +123,11 @@ def test_every_chunk_begins_for_a_reason(sizes: list[int], data: st.DataObject) 
     parameters, (starts,) = _parameters(sizes, alone), laid.starts
     odd = data.draw(st.integers(0, laid.sizes[0] // 2 - 1)) * 2 + 1  # no share of the 128 elements of a bucket
     if odd not in starts:
-        assert laid_out(parameters, _buffer(laid._replace(starts=[sorted([*starts, odd])]))) is None
+        assert lay_into_buckets(parameters, _buffer(laid._replace(starts=[sorted([*starts, odd])]))) is None
     for mark in starts[1:]:
-        assert laid_out(parameters, _buffer(laid._replace(starts=[[at for at in starts if at != mark]]))) is None
+        assert (
+            lay_into_buckets(parameters, _buffer(laid._replace(starts=[[at for at in starts if at != mark]]))) is None
+        )
 
 
 def _entry(name: str, shape: tuple[int, ...], parts: int = 1, dim: int = 0, stacked: int = 0) -> Entry:
@@ -181,9 +183,9 @@ Runs = list[list[range]]
 
 def _groups(
     model: Model, runs: Runs, ranks: int, parallel: int | None, full: int | None
-) -> dict[int, list[FlatBuffer]]:
+) -> dict[int, list[GroupBuffer]]:
     """Buffers of all groups of ranks: of experts, where so many ranks share them out, or else of all the others."""
-    groups: dict[int, list[FlatBuffer]] = {}
+    groups: dict[int, list[GroupBuffer]] = {}
     for stage, of_stage in enumerate(runs):
         for rank in range(ranks):
             group = rank + ranks * stage if parallel is None else rank % ranks + ranks * parallel * stage
@@ -192,7 +194,7 @@ def _groups(
                 each = EXPERTS // (parallel or 1)
                 experts = None if parallel is None else range(number * each, (number + 1) * each)
                 for run in of_stage:
-                    found = model.local(run, ORDER, experts, among=parallel is not None)
+                    found = model.local(run, ORDER, experts, experts_only=parallel is not None)
                     if found:
                         sizes, shared = [one.size for one in found], [one.shared for one in found]
                         laid = _laid(sizes, shared, full, 2)
@@ -217,7 +219,7 @@ def test_stages_are_found_by_what_their_buffers_hold(runs: Runs, full: int | Non
     dense = _groups(model, runs, 2, None, full)
     for parallel in (1, 2, 4):
         experts = _groups(model, runs, 1, parallel, full)
-        held = shared_out(model, ORDER, dense, experts)
+        held = assign_buffers(model, ORDER, dense, experts)
         assert sorted(id(each.buffer) for each in held) == sorted(
             id(buffer) for groups in (dense, experts) for listed in groups.values() for buffer in listed
         )
@@ -233,15 +235,15 @@ def test_buffers_of_another_model_do_not_fit() -> None:
     model, other = _model("ddee"), _model("dddee")
     dense, experts = (_groups(model, [[range(7)]], ranks, parallel, None) for ranks, parallel in ((2, None), (1, 2)))
     with pytest.raises(NoFitError, match=r"no buffer holds|does not hold"):
-        shared_out(other, ORDER, dense, experts)
+        assign_buffers(other, ORDER, dense, experts)
     with pytest.raises(NoFitError, match="groups of ranks, and parameters are cut among 2"):
-        shared_out(model, ORDER, {0: dense[0]}, experts)
+        assign_buffers(model, ORDER, {0: dense[0]}, experts)
     with pytest.raises(NoFitError, match="experts"):
-        shared_out(model, ORDER, dense, {0: experts[0]})
+        assign_buffers(model, ORDER, dense, {0: experts[0]})
     with pytest.raises(NoFitError, match="cut among other ranks"):
-        shared_out(model, ORDER, dense, {})
+        assign_buffers(model, ORDER, dense, {})
     with pytest.raises(NoFitError, match="holds more than the model"):
-        shared_out(model, ORDER, {group: [*listed, *listed] for group, listed in dense.items()}, experts)
+        assign_buffers(model, ORDER, {group: [*listed, *listed] for group, listed in dense.items()}, experts)
 
 
 @pytest.mark.parametrize(

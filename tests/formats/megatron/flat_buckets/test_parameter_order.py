@@ -14,7 +14,7 @@ from transaxle.formats.megatron.rank_parameters import (
     has_experts,
     has_layers,
     is_trained,
-    key,
+    order_key,
     orders,
 )
 
@@ -105,7 +105,7 @@ def _stored(name: str, *, stacked: bool) -> tuple[str, int | None, int | None]:
 @pytest.mark.parametrize("stacked", [True, False], ids=["layers an axis", "layers in names"])
 def test_modules_of_transformer_engine(*, stacked: bool) -> None:
     order = Order(norms_apart=False, grouped=True)
-    keys = [key(*_stored(name, stacked=stacked), order) for name in TRANSFORMER_ENGINE]
+    keys = [order_key(*_stored(name, stacked=stacked), order) for name in TRANSFORMER_ENGINE]
     assert keys == sorted(set(keys))
 
 
@@ -123,7 +123,7 @@ def test_models_of_local_layers(name: str) -> None:
             assert (layer is not None) == (has_layers(at) or "decoder.layers." in at)
             assert (expert is not None) == has_experts(at)
             of_layer = int(layer[1]) if layer and has_layers(at) else None
-            keys.append(key(at, of_layer, int(expert[1]) if expert else None, order))
+            keys.append(order_key(at, of_layer, int(expert[1]) if expert else None, order))
     assert keys == sorted(set(keys))
 
 
@@ -135,7 +135,7 @@ def test_what_is_trained() -> None:
 @pytest.mark.parametrize("name", ["decoder.layers.mixer.in_proj.weight", "vision.weight", "decoder.layers.-1.weight"])
 def test_a_module_of_which_nothing_is_known(name: str) -> None:
     with pytest.raises(UnknownOrderError, match="is not known"):
-        key(name, None, None, Order(norms_apart=False, grouped=True))
+        order_key(name, None, None, Order(norms_apart=False, grouped=True))
 
 
 def test_what_the_run_says_comes_first() -> None:

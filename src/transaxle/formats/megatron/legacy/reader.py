@@ -121,7 +121,7 @@ def open_legacy(
     sidecars = sort_sidecars(storage, sizes, of_run=True)
     others = [name for model in models for name in _others(inline, model)]
     groups = _groups(list(optimizers.values()), entries)
-    facts = run.described() | optimizer_settings(files[0].root.get(OPTIMIZER_KEY))
+    facts = run.to_metadata() | optimizer_settings(files[0].root.get(OPTIMIZER_KEY))
     metadata: dict[str, Any] = {MEGATRON: facts} | ({GROUPS: groups} if groups else {})
     metadata |= {LEFT_BEHIND: left} if left else {}
     checksums = [each for model in models for each in model.file.checksums]

@@ -436,7 +436,7 @@ def open_torch_dist(storage: Storage, path: str, member: str, weights: Weights |
         container, state = _with_optimizer(files, container, items, _run_state(files, items.common))
     container = with_numbered_layers(container)
     state, left = with_settings_of_run(state, storage, member, _number)
-    metadata = {**container.metadata, MEGATRON: state.described()}
+    metadata = {**container.metadata, MEGATRON: state.to_metadata()}
     left = {**metadata.pop(LEFT_BEHIND, {}), **left}
     left.pop(_without_shard(COMMON), None)  # read above, with names that only Megatron's pickles may have
     metadata |= {LEFT_BEHIND: left} if left else {}
