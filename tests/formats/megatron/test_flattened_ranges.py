@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from transaxle.errors import Refused
 from transaxle.formats.catalog import Container, Entry, Extent, Shape
-from transaxle.formats.megatron.torch_dist.reader import in_whole_shapes
+from transaxle.formats.megatron.torch_dist.reader import restore_shapes
 from transaxle.formats.storage.local import LocalStorage
 
 NAME, FILE = "optim/decoder.layers.mlp.linear_fc1.weight/exp_avg", ".metadata"
@@ -48,7 +48,7 @@ def test_ranges_become_boxes_of_the_whole(cuts: tuple[Shape, Shape, list[list[in
             extents.append(Extent((*at, low), (*(1 for _ in at), high - low), "file", len(data)))
             data += flat[low:high].tobytes()
     stored = Entry(NAME, "F32", (*parts, prod(part)), tuple(extents))
-    entry = in_whole_shapes(_container(stored, Path()), {NAME: shape, "another": (1,)}, FILE).entries[NAME]
+    entry = restore_shapes(_container(stored, Path()), {NAME: shape, "another": (1,)}, FILE).entries[NAME]
     assert entry.shape == shape
     assert [extent.start for extent in entry.extents] == sorted(extent.start for extent in entry.extents)
     found = np.full(shape, -1, np.float32)
@@ -81,7 +81,7 @@ _STORED = Entry(NAME, "F32", (2, 1, 12), tuple(Extent((at, 0, 0), (1, 1, 12), "f
 )
 def test_parts_that_do_not_fit_are_refused(change: dict[str, Any], shape: Shape, code: str, said: str) -> None:
     with pytest.raises(Refused) as caught:
-        in_whole_shapes(_container(replace(_STORED, **change), Path()), {NAME: shape}, FILE)
+        restore_shapes(_container(replace(_STORED, **change), Path()), {NAME: shape}, FILE)
     (refusal,) = caught.value.refusals
     assert refusal.code == code
     assert refusal.where.file == FILE

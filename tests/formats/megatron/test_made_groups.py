@@ -12,7 +12,7 @@ import torch
 
 import transaxle as tx
 from transaxle.errors import Refused
-from transaxle.formats.megatron.torch_dist.written_state import groups_in, made_groups, optimizer_settings
+from transaxle.formats.megatron.torch_dist.written_state import groups_in, make_groups, optimizer_settings
 
 NORM, BIAS, MATRIX = (
     f"decoder.layers.self_attention.{name}"
@@ -30,7 +30,7 @@ def _group(decay: float, *names: str, **given: Any) -> dict[str, Any]:
 def test_what_the_source_says_is_kept() -> None:
     schedule = {"max_lr": 1e-3, "min_lr": 1e-5}
     groups = [_group(0.1, MATRIX, EMBEDDING, **schedule), _group(0.0, NORM, BIAS, **schedule)]
-    made, notes = made_groups(groups, 7, SHAPES)
+    made, notes = make_groups(groups, 7, SHAPES)
     assert [group["wd_mult"] for group in made] == [1.0, 0.0]
     assert [group["weight_decay"] for group in made] == [0.1, 0.0]
     for group in made:
@@ -45,7 +45,7 @@ def test_a_schedule_that_is_not_known() -> None:
         ({}, 2e-4, "the learning rate of its last step for the highest, 0 for the lowest)"),
         ({"lr": np.float32(0.5)}, 0.5, "the learning rate of its last step for the highest, 0 for the lowest)"),
     ):
-        made, notes = made_groups([_group(0.1, MATRIX, EMBEDDING, **given)], 7, SHAPES)
+        made, notes = make_groups([_group(0.1, MATRIX, EMBEDDING, **given)], 7, SHAPES)
         assert [(group["max_lr"], group["min_lr"]) for group in made] == [(highest, 0.0)] * 2
         assert type(made[0]["lr"]) is float
         assert guess in notes[0]
@@ -53,19 +53,19 @@ def test_a_schedule_that_is_not_known() -> None:
 
 
 def test_weight_decay_that_megatron_does_otherwise_is_said() -> None:
-    _, notes = made_groups([_group(0.1, *SHAPES)], 7, SHAPES)
+    _, notes = make_groups([_group(0.1, *SHAPES)], 7, SHAPES)
     assert notes[1:] == [f"{NORM}, {BIAS} had weight decay, which Megatron does not apply to vectors and biases"]
-    _, notes = made_groups([_group(0.1, MATRIX), _group(0.0, EMBEDDING, NORM, BIAS)], 7, SHAPES)
+    _, notes = make_groups([_group(0.1, MATRIX), _group(0.0, EMBEDDING, NORM, BIAS)], 7, SHAPES)
     assert notes[1:] == [f"{EMBEDDING} had no weight decay, which Megatron applies to all matrices"]
-    _, notes = made_groups([_group(0.0, *SHAPES)], 7, SHAPES)
+    _, notes = make_groups([_group(0.0, *SHAPES)], 7, SHAPES)
     assert notes[1:] == []  # --weight-decay 0.0
     many = {f"decoder.layers.{layer}.pre_mlp_layernorm.weight": (20,) for layer in range(5)}
-    _, notes = made_groups([_group(0.1, *many)], 7, many)
+    _, notes = make_groups([_group(0.1, *many)], 7, many)
     assert "and 2 more parameters had weight decay" in notes[1]
 
 
 def test_settings_that_are_not_known_are_said() -> None:
-    made, notes = made_groups([{"lr": 1e-3, "weight_decay": 0.0, "params": [MATRIX]}], 7, SHAPES)
+    made, notes = make_groups([{"lr": 1e-3, "weight_decay": 0.0, "params": [MATRIX]}], 7, SHAPES)
     assert made[0]["betas"] == (0.9, 0.999)
     assert "goes on with betas (0.9, 0.999), eps 1e-08" in notes[1]
 
@@ -83,7 +83,7 @@ def test_settings_that_are_not_known_are_said() -> None:
 )
 def test_what_megatron_cannot_hold(groups: list[dict[str, Any]], message: str) -> None:
     with pytest.raises(Refused, match=message) as caught:
-        made_groups(groups, 7, SHAPES)
+        make_groups(groups, 7, SHAPES)
     assert caught.value.code == "UNSUPPORTED"
     assert "--no-optimizer" in str(caught.value)
 
@@ -133,7 +133,7 @@ def test_megatron_does_not_go_on_with_adam_from_another_optimizer(
 
 def test_weight_decay_in_the_gradient_is_said() -> None:
     group = _group(0.1, MATRIX, amsgrad=False, decoupled_weight_decay=False)
-    _, notes = made_groups([group], 7, SHAPES)
+    _, notes = make_groups([group], 7, SHAPES)
     assert "decoupled_weight_decay=False in OptimizerConfig" in notes[1]
-    _, notes = made_groups([{**group, "decoupled_weight_decay": True}], 7, SHAPES)
+    _, notes = make_groups([{**group, "decoupled_weight_decay": True}], 7, SHAPES)
     assert len(notes) == 1

@@ -1,6 +1,6 @@
-"""Megatron's checkpoints of one folder for each rank (`--ckpt-format torch`).
+"""Megatron's checkpoints with one folder for each rank (`--ckpt-format torch`).
 
-From files to tensors: `rank_grid` describes what one rank wrote, and says which ranks there are; `global_names` turns a
-rank's layer and expert numbers into the model's, and knows the order of parameters; `rank_optimizer` reads what an
-optimizer keeps of each, and puts whole tensors together.
+`rank_grid` reads the files of the ranks and places the ranks on the mesh; `global_names` converts a rank's layer and
+expert numbers into the model's, and derives the order of parameters; `rank_optimizer` reads the optimizer state of each
+rank, and joins tensors over ranks.
 """

@@ -1,14 +1,12 @@
-"""Names and order of parameters over the whole model, from those of a rank.
+"""Derives global names and the optimizer's order of parameters, from the names and the order on one rank.
 
-Names in the whole model: a rank counts its layers and its experts from zero.
+A rank counts its layers and experts from zero. The layers of a stage follow from the run's arguments, and must agree
+with the files.
 
-Which layers a stage holds follows from the run's arguments, and must agree with what its files hold.
-
-The order in which Megatron's optimizers keep parameters, rebuilt from the model: files number them or lay them flat.
-
-A parameter's group follows from its shape and name: no weight decay for vectors and biases, an optimizer of their own
-for experts that are not on every rank. Inside a group, and in a flat buffer backwards, the order is the module's. All
-of it is checked against what the files hold; where it does not fit, or two readings would, nothing is guessed.
+Optimizer state is numbered by parameter or in flat buffers, without names. A parameter's optimizer group follows from
+its shape and name: no weight decay for vectors and biases, and a separate optimizer for experts that are not on every
+rank. Inside a group the order is the module's, and in a flat buffer the reverse. All of this is checked against the
+files; if it does not fit, or is ambiguous, the state is not read.
 """
 
 from __future__ import annotations
@@ -33,20 +31,20 @@ _LONGEST_LAYOUT = 100_000
 
 
 def is_expert(name: str) -> bool:
-    """Tell whether a parameter is one of an expert that not every token passes."""
+    """Tell whether a parameter belongs to routed experts."""
     return _EXPERTS in name.split(".")
 
 
 def stage_layers(args: Mapping[str, Any], mesh: Mesh, file: str) -> list[list[range]]:
-    """Return the layers of each stage, by pipeline rank and stage of the virtual pipeline.
+    """Return the layers of each stage, as `layers[pipeline stage][virtual stage]`.
 
     Args:
-        args: the run's arguments.
-        mesh: its degrees.
-        file: for errors.
+        args: Megatron's arguments of the run.
+        mesh: parallel degrees of the run.
+        file: name of the file with the arguments, for errors.
 
     Raises:
-        Refused: CORRUPT, UNSUPPORTED where they say no such thing.
+        Refused: CORRUPT, UNSUPPORTED where the arguments do not determine the layers.
     """
     layers = args.get("num_layers")
     if mesh.pp == 1 and mesh.vp == 1:
@@ -54,8 +52,8 @@ def stage_layers(args: Mapping[str, Any], mesh: Mesh, file: str) -> list[list[ra
     if not isinstance(layers, int) or isinstance(layers, bool) or not 0 < layers < 1_000_000:
         raise refuse("CORRUPT", f"args > num_layers: expected a number of layers, not {layers!r}", file=file)
     layout = args.get("pipeline_model_parallel_layout")
-    counts = _counts(args, layers, mesh, file) if layout is None else _laid_out(layout, mesh, file)
-    # Layers go round: those of all ranks' first virtual stages, then those of all ranks' second ones.
+    counts = _counts(args, layers, mesh, file) if layout is None else _layout_counts(layout, mesh, file)
+    # First the layers of all ranks' first virtual stages, then those of their second ones, and so on.
     stages: list[list[range]] = [[] for _ in range(mesh.pp)]
     begin = 0
     for chunk in range(mesh.vp):
@@ -69,20 +67,20 @@ def stage_layers(args: Mapping[str, Any], mesh: Mesh, file: str) -> list[list[ra
 
 
 def _counts(args: Mapping[str, Any], layers: int, mesh: Mesh, file: str) -> list[list[int]]:
-    """Return how many layers each stage has: as many as the others, but for the first and the last."""
+    """Return the number of layers in each stage; only the first and the last stage may differ from the others."""
     ends = [_count(args, f"decoder_{end}_pipeline_num_layers", file) for end in ("first", "last")]
     embeds, loses = (bool(args.get(f"account_for_{end}_in_pipeline_split")) for end in ("embedding", "loss"))
     if any(end is not None for end in ends):
         first, last = ends
         middle = mesh.pp - sum(end is not None for end in ends)
-        rest = layers - sum(end or 0 for end in ends)
-        each = _evenly(rest, middle, "stages", file) if middle else 0
-        per_stage = [each] * mesh.pp
-        per_stage[0] = each if first is None else first
-        per_stage[-1] = each if last is None else last
+        middle_layers = layers - sum(end or 0 for end in ends)
+        layers_per_stage = _divide_layers(middle_layers, middle, "stages", file) if middle else 0
+        per_stage = [layers_per_stage] * mesh.pp
+        per_stage[0] = layers_per_stage if first is None else first
+        per_stage[-1] = layers_per_stage if last is None else last
     else:
-        per_stage = [_evenly(layers + embeds + loses, mesh.pp, "stages", file)] * mesh.pp
-    counts = [[_evenly(count, mesh.vp, "virtual stages", file)] * mesh.vp for count in per_stage]
+        per_stage = [_divide_layers(layers + embeds + loses, mesh.pp, "stages", file)] * mesh.pp
+    counts = [[_divide_layers(count, mesh.vp, "virtual stages", file)] * mesh.vp for count in per_stage]
     counts[0][0] -= embeds
     counts[-1][-1] -= loses
     return counts
@@ -95,15 +93,15 @@ def _count(args: Mapping[str, Any], key: str, file: str) -> int | None:
     return value
 
 
-def _evenly(layers: int, parts: int, what: str, file: str) -> int:
+def _divide_layers(layers: int, parts: int, kind: str, file: str) -> int:
     if layers < 0 or layers % parts:
-        message = f"{layers} layers do not divide into {parts} {what}, and the args do not say where the others are"
+        message = f"{layers} layers do not divide into {parts} {kind}, and the args do not say where the others are"
         raise refuse("UNSUPPORTED", message, file=file, hint="Save the checkpoint with --ckpt-format torch_dist.")
     return layers // parts
 
 
-def _laid_out(layout: object, mesh: Mesh, file: str) -> list[list[int]]:
-    """Return the layers of each stage of a layout such as `Et*3|(tt|)*29m|L`."""
+def _layout_counts(layout: object, mesh: Mesh, file: str) -> list[list[int]]:
+    """Return the number of layers in each stage of a layout such as `Et*3|(tt|)*29m|L`, where `t` is a layer."""
     text = layout.replace(",", "") if isinstance(layout, str) else ""
     while (match := _LAYOUT.search(text)) is not None and len(text) < _LONGEST_LAYOUT:
         part, times = (match[1], match[2]) if match[2] else (match[3], match[4])
@@ -119,45 +117,45 @@ def _laid_out(layout: object, mesh: Mesh, file: str) -> list[list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class Numbering:
-    """The layers and experts of one stage on one rank."""
+    """The global numbers of the layers and experts of one stage on one rank."""
 
     layers: range
-    """Of the whole model."""
+    """Global numbers of the stage's layers."""
     experts: range
-    """Likewise; empty where there is one rank for all, and the numbers are the model's."""
+    """Global numbers of the rank's experts; empty without expert parallelism, where local numbers are global."""
 
     def names(self, local: Iterable[str], file: str) -> dict[str, str]:
-        """Return local name -> name in the whole model.
+        """Return the global name of each local name.
 
         Raises:
-            Refused: CORRUPT for a number that the rank cannot have; INCOMPLETE for layers and experts that it lacks;
-                UNSUPPORTED for experts that are stored as one.
+            Refused: CORRUPT for a layer or expert number that the rank cannot have; INCOMPLETE for missing layers and
+                experts; UNSUPPORTED for experts that are stored as one tensor.
         """
-        named, layers = {}, set()
+        global_names, layers = {}, set()
         mixtures: dict[str, set[int]] = {}
         for name in local:
-            whole = name
+            global_name = name
             match = _LAYER.fullmatch(name)
             if match is not None:
                 layer = int(match[2])
                 layers.add(layer)
                 if layer >= len(self.layers):
-                    raise _beyond("layer", layer, len(self.layers), file, name)
-                whole = f"{match[1]}{self.layers[layer]}{match[3]}"
-            match = _EXPERT.fullmatch(whole)
+                    raise _number_too_large("layer", layer, len(self.layers), file, name)
+                global_name = f"{match[1]}{self.layers[layer]}{match[3]}"
+            match = _EXPERT.fullmatch(global_name)
             if match is not None and self.experts:
                 expert = int(match[2])
                 mixtures.setdefault(match[1], set()).add(expert)
                 if expert >= len(self.experts):
-                    raise _beyond("expert", expert, len(self.experts), file, name)
-                whole = f"{match[1]}{self.experts[expert]}{match[3]}"
-            elif _GROUPED.fullmatch(whole) or (self.experts and match is None and _IN_ONE.fullmatch(whole)):
+                    raise _number_too_large("expert", expert, len(self.experts), file, name)
+                global_name = f"{match[1]}{self.experts[expert]}{match[3]}"
+            elif _GROUPED.fullmatch(global_name) or (self.experts and match is None and _IN_ONE.fullmatch(global_name)):
                 message = "it is all experts of a rank in one tensor, which no table describes over several ranks"
                 hint = "Save the checkpoint with --ckpt-format torch_dist."
                 raise refuse("UNSUPPORTED", message, file=file, tensor=name, hint=hint)
-            named[name] = whole
+            global_names[name] = global_name
         self._check_all(layers, mixtures, file)
-        return named
+        return global_names
 
     def _check_all(self, layers: set[int], mixtures: Mapping[str, set[int]], file: str) -> None:
         if layers and len(self.layers) < 1 << 20 and len(layers) < len(self.layers):
@@ -171,13 +169,13 @@ class Numbering:
                 raise refuse("INCOMPLETE", message, file=file)
 
 
-def _beyond(what: str, number: int, count: int, file: str, name: str) -> TransaxleError:
-    message = f"it is of {what} {number} of a rank that has {count}, by the args of the run"
+def _number_too_large(kind: str, number: int, count: int, file: str, name: str) -> TransaxleError:
+    message = f"it is of {kind} {number} of a rank that has {count}, by the args of the run"
     return refuse("CORRUPT", message, file=file, tensor=name)
 
 
 def experts_of(args: Mapping[str, Any], mesh: Mesh, rank: int, file: str) -> range:
-    """Return the experts of an expert-parallel rank; an empty range where there is one such rank.
+    """Return the global numbers of a rank's experts; an empty range without expert parallelism.
 
     Raises:
         Refused: CORRUPT where the experts do not divide.
@@ -188,73 +186,76 @@ def experts_of(args: Mapping[str, Any], mesh: Mesh, rank: int, file: str) -> ran
     if not isinstance(count, int) or isinstance(count, bool) or count < 1 or count % mesh.ep:
         message = f"args > num_experts: {count!r} experts do not divide over {mesh.ep} ranks"
         raise refuse("CORRUPT", message, file=file)
-    each = count // mesh.ep
-    return range(rank * each, (rank + 1) * each)
+    experts_per_rank = count // mesh.ep
+    return range(rank * experts_per_rank, (rank + 1) * experts_per_rank)
 
 
 LOW = ("BF16", "F16")
-"""Types of weights of which an optimizer keeps copies in full precision."""
+"""Dtypes of weights for which an optimizer has full-precision copies."""
 _BIAS = ".bias"
 _VOCABULARY = ("word_embeddings.weight", "output_layer.weight")
 _HEAD_NORMS = ("q_layernorm.", "k_layernorm.")
-_ALIGNED = 64
-"""Elements at whose multiples parameters begin in a bucket."""
+_ALIGNMENT = 64
+"""Alignment of parameters in a bucket, in elements."""
 _LEAST_BUCKET, _BUCKET_PER_RANK = 40_000_000, 1_000_000
 _EXPERT_FLAG, _NO_DECAY, _DECOUPLED = "is_expert_parallel", "wd_mult", "is_decoupled_lr"
 
 
 class OrderUnknown(Exception):
-    """Why it is not known which state belongs to which parameter."""
+    """It is unknown which optimizer state belongs to which parameter; the message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter of one rank."""
+    """A trained parameter on one rank."""
 
     chunk: int
-    """Stage of the virtual pipeline on the rank."""
+    """Number of the virtual pipeline stage on the rank."""
     name: str
-    """In the whole model."""
+    """Global name of the parameter."""
     dtype: str
     shape: tuple[int, ...]
     expert: bool
-    """Whether the optimizer for experts has it."""
+    """Whether the parameter is in the optimizer for experts."""
     shared: bool = False
-    """Whether another pipeline stage holds the same embedding."""
+    """Whether the parameter is an embedding that another pipeline stage has too."""
 
     @property
     def size(self) -> int:
-        """Number of elements."""
+        """Number of elements on the rank."""
         return prod(self.shape)
 
 
 def is_vocabulary(name: str) -> bool:
-    """Tell whether a parameter has one row for each word."""
+    """Tell whether a parameter has one row for each token of the vocabulary."""
     return f".{name}".endswith(tuple(f".{end}" for end in _VOCABULARY))
 
 
 def has_expert_groups(groups: Sequence[CheckedValue]) -> bool:
-    """Tell whether groups of an optimizer are for experts alone."""
+    """Tell whether an optimizer's groups are those of experts."""
     return any(_flag(group, _EXPERT_FLAG) for group in groups)
 
 
 def by_groups(
     parameters: Sequence[Parameter], groups: Sequence[CheckedValue], args: Mapping[str, Any]
 ) -> list[list[Parameter]]:
-    """Return the parameters of each group of an optimizer, in order.
+    """Divide the parameters among the groups of an optimizer, by the groups' settings.
 
     Args:
-        parameters: of the rank, as far as the optimizer has them, in the order of the module.
-        groups: settings.
-        args: of the run.
+        parameters: the parameters of the optimizer on this rank, in the order of the module.
+        groups: settings of each group.
+        args: Megatron's arguments of the run.
+
+    Returns:
+        the parameters of each group, in the order of the module.
 
     Raises:
-        OrderUnknown: the settings do not say which group a parameter is in.
+        OrderUnknown: the settings do not determine the group of a parameter.
         Refused: CORRUPT for malformed settings.
     """
     if len(groups) == 1:
         return [list(parameters)]
-    found: list[list[Parameter]] = [[] for _ in groups]
+    members: list[list[Parameter]] = [[] for _ in groups]
     decoupled = [_is_decoupled(group, args) for group in groups]
     keys: dict[tuple[bool, bool, bool], int] = {}
     for number, group in enumerate(groups):
@@ -264,11 +265,11 @@ def by_groups(
                 f"its groups {keys[key]} and {number} have the same settings, but for those of one layer"
             )
     for parameter in parameters:
-        key = parameter.expert, _decays_not(parameter, args), any(decoupled) and is_vocabulary(parameter.name)
+        key = parameter.expert, _has_no_decay(parameter, args), any(decoupled) and is_vocabulary(parameter.name)
         if key not in keys:
             raise OrderUnknown(f"none of its groups has settings for {parameter.name}")
-        found[keys[key]].append(parameter)
-    return found
+        members[keys[key]].append(parameter)
+    return members
 
 
 def _flag(group: CheckedValue, key: str) -> bool:
@@ -286,12 +287,12 @@ def _decay(group: CheckedValue) -> float:
 def _is_decoupled(group: CheckedValue, args: Mapping[str, Any]) -> bool:
     if _flag(group, _DECOUPLED):
         return True
-    rate, own = args.get("decoupled_lr"), group.get("max_lr")
-    return rate is not None and own is not None and own.real() == rate
+    rate, group_rate = args.get("decoupled_lr"), group.get("max_lr")
+    return rate is not None and group_rate is not None and group_rate.real() == rate
 
 
-def _decays_not(parameter: Parameter, args: Mapping[str, Any]) -> bool:
-    """Tell whether a parameter is one of those whose weights do not decay."""
+def _has_no_decay(parameter: Parameter, args: Mapping[str, Any]) -> bool:
+    """Tell whether Megatron applies no weight decay to a parameter."""
     bare = len(parameter.shape) == 1 or parameter.name.endswith(_BIAS)
     if args.get("apply_wd_to_qk_layernorm"):
         return bare and not any(norm in parameter.name for norm in _HEAD_NORMS)
@@ -299,22 +300,22 @@ def _decays_not(parameter: Parameter, args: Mapping[str, Any]) -> bool:
 
 
 def buffers(parameters: Sequence[Parameter]) -> list[list[Parameter]]:
-    """Return the parameters of each flat buffer: one for each stage of the virtual pipeline and each dtype."""
-    found: dict[tuple[int, str], list[Parameter]] = {}
+    """Return the parameters of each flat buffer; there is one per virtual pipeline stage and dtype."""
+    parameters_by_buffer: dict[tuple[int, str], list[Parameter]] = {}
     for parameter in parameters:
-        found.setdefault((parameter.chunk, parameter.dtype), []).append(parameter)
-    order = {key: number for number, key in enumerate(found)}
-    return [found[key] for key in sorted(found, key=lambda key: (key[0], order[key]))]
+        parameters_by_buffer.setdefault((parameter.chunk, parameter.dtype), []).append(parameter)
+    order = {key: number for number, key in enumerate(parameters_by_buffer)}
+    return [parameters_by_buffer[key] for key in sorted(parameters_by_buffer, key=lambda key: (key[0], order[key]))]
 
 
 def bucket_size(args: Mapping[str, Any], stage: int, chunk: int, elements: int) -> int | None:
-    """Return after how many elements Megatron begins another bucket; None: there is one for all.
+    """Return the number of elements after which Megatron begins a new bucket; None for a single bucket.
 
     Args:
-        args: of the run.
-        stage: of the pipeline.
-        chunk: stage of the virtual pipeline.
-        elements: of all parameters of the rank.
+        args: Megatron's arguments of the run.
+        stage: pipeline stage.
+        chunk: virtual pipeline stage.
+        elements: number of elements of all parameters on the rank.
     """
     if not args.get("overlap_grad_reduce") or stage or chunk or args.get("overlap_param_gather_with_optimizer_step"):
         return None
@@ -325,23 +326,23 @@ def bucket_size(args: Mapping[str, Any], stage: int, chunk: int, elements: int) 
     return size if isinstance(size, int) and size > 0 else max(_LEAST_BUCKET, _BUCKET_PER_RANK * ranks)
 
 
-def laid_flat(parameters: Sequence[Parameter], bucket: int | None) -> tuple[list[tuple[Parameter, int]], int]:
-    """Lay the parameters of a buffer out as Megatron does, last ones first, without the padding after its buckets.
+def lay_flat(parameters: Sequence[Parameter], bucket: int | None) -> tuple[list[tuple[Parameter, int]], int]:
+    """Lay out the parameters of a flat buffer as Megatron does: last ones first, without the padding after buckets.
 
-    Buckets begin at multiples of the alignment of parameters, so that each can be laid out by itself.
+    Buckets begin at multiples of the parameters' alignment, so each can be laid out independently.
 
     Args:
-        parameters: in the order of the module.
-        bucket: after how many elements a bucket ends.
+        parameters: the parameters, in the order of the module.
+        bucket: number of elements after which a bucket ends; None for a single bucket.
 
     Returns:
-        each parameter with its first element, and the elements of it all.
+        each parameter with its first element in the buffer, and the total number of elements.
     """
     places: list[tuple[Parameter, int]] = []
-    stored = at = 0  # elements of the buckets before, and of the current one
+    stored = at = 0  # elements of the earlier buckets, and of the current one
     empty = True
     for parameter in reversed(parameters):
-        at = -(-at // _ALIGNED) * _ALIGNED
+        at = -(-at // _ALIGNMENT) * _ALIGNMENT
         if parameter.shared and not empty:
             stored, at = stored + at, 0
         places.append((parameter, stored + at))

@@ -1,16 +1,11 @@
-"""Which ranks there are, and what the file of each describes.
+"""Reads the file of each rank, and places the ranks on the mesh, checking that together they have the whole model.
 
-Which ranks wrote a checkpoint: their places on the mesh, and that together they hold everything.
+    mp_rank_TT              tensor-parallel rank
+    mp_rank_TT_PPP          and pipeline stage or expert-parallel rank, depending on the run's arguments
+    mp_rank_TT_PPP_EEE      all three
 
-mp_rank_TT              tensor-parallel rank
-mp_rank_TT_PPP          and pipeline stage, or expert-parallel rank: the run's arguments tell
-mp_rank_TT_PPP_EEE      all three
-
-Not every combination has a folder: ranks that hold nothing of their own write nothing. Dense parameters must be
-there of every tensor-parallel rank and stage, experts of every expert-parallel and expert-tensor-parallel rank and
-stage.
-
-**What one rank wrote**: its part of the model, by local names, and everything beside it as plain descriptions.
+Not every combination has a folder: ranks without parts of their own write nothing. Dense parameters must exist for
+every tensor-parallel rank and stage, experts for every expert-parallel and expert-tensor-parallel rank and stage.
 """
 
 from __future__ import annotations
@@ -32,24 +27,24 @@ from transaxle.formats.torch_file.saved import read_saved
 
 OPTIMIZER_KEY = "optimizer"
 STEPS = "transaxle_steps"
-"""Tensors that we write besides: for each part of the optimizer, number of the parameter -> its steps."""
+"""Key of the steps that `draft` adds to a file: for each optimizer, a 0-dim tensor by number of the parameter."""
 _MODEL = re.compile(r"model(\d{0,4})")
 _EXTRA = "_extra_state"
 _ARGS, _VERSION, _SCHEDULER = "args", "checkpoint_version", "opt_param_scheduler"
 _FACTS = (_ARGS, _VERSION, "iteration", _SCHEDULER, "num_floating_point_operations_so_far")
-"""Entries of a file whose plain data is kept."""
-_SETTLED = 3.0
-"""Version from which q, k and v are in the order of today."""
+"""Keys of a rank's file whose plain data becomes part of the run's state."""
+_MIN_VERSION = 3.0
+"""First checkpoint version with today's order of q, k and v."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModuleChunk:
-    """A part of the model, by the names that the rank has for it."""
+    """A rank's part of the model: one stage of the virtual pipeline, under the rank's own names."""
 
     tensors: Mapping[str, Entry]
-    """In the order of the module."""
+    """Tensors by the rank's own name, in the order of the module."""
     extra: tuple[str, ...]
-    """Names of TransformerEngine's own state, which is not read."""
+    """Names of Transformer Engine's extra state, which is not read."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,17 +52,17 @@ class RankFile:
     """The contents of one rank's model file."""
 
     folder: str
-    """Its folder, as named in the iteration's."""
+    """Name of the rank's folder inside the iteration's folder."""
     file: str
-    """The file, inside the checkpoint."""
+    """Path of the model file inside the checkpoint."""
     root: CheckedValue
-    """All of it."""
+    """The whole unpickled file."""
     run: RunState
-    """Arguments and counters."""
+    """Arguments, counters and scheduler of the run."""
     chunks: tuple[ModuleChunk, ...]
-    """One for each stage of a virtual pipeline."""
-    left: Mapping[str, str]
-    """Key -> description of what is not read."""
+    """Parts of the model, one for each stage of a virtual pipeline."""
+    unread: Mapping[str, str]
+    """Values that are not read: description by key."""
     checksums: tuple[Checksum, ...]
 
 
@@ -76,8 +71,8 @@ def read_rank(inline: NumbersInMemory, prefix: str, folder: str) -> RankFile:
 
     Args:
         inline: the checkpoint's files.
-        prefix: folder of the iteration, with a `/`; empty for the checkpoint itself.
-        folder: the rank's folder in it.
+        prefix: path of the iteration's folder, with a final `/`; empty for the checkpoint itself.
+        folder: name of the rank's folder in it.
 
     Raises:
         Refused: UNSAFE_PICKLE, CORRUPT, UNSUPPORTED.
@@ -87,38 +82,40 @@ def read_rank(inline: NumbersInMemory, prefix: str, folder: str) -> RankFile:
     saved = read_saved(inline, file, allowed=NAMES)
     root = CheckedValue(saved.value, file)
     _check_version(root)
-    left: dict[str, str] = {}
+    unread: dict[str, str] = {}
     chunks: dict[int, ModuleChunk] = {}
     for key, node in root.items():
         stage = _MODEL.fullmatch(key) if isinstance(key, str) else None
         if stage is not None:
-            chunks[int(stage[1] or 0)] = _chunk(TensorReader(inline, file), node, left)
+            chunks[int(stage[1] or 0)] = _chunk(TensorReader(inline, file), node, unread)
         elif key not in (*_FACTS, OPTIMIZER_KEY, STEPS):
-            left[str(key)] = "state of Megatron's that is not read"
+            unread[str(key)] = "state of Megatron's that is not read"
     if not chunks:
         raise root.fault("it holds no model")
     if sorted(chunks) != list(range(len(chunks))):
         raise root.fault(f"it holds the stages {sorted(chunks)[:8]} of a virtual pipeline, which are not all")
     run = run_state({key: root.value[key] for key in _FACTS if key in root.value})
-    return RankFile(folder, file, root, run, tuple(chunk for _, chunk in sorted(chunks.items())), left, saved.checksums)
+    return RankFile(
+        folder, file, root, run, tuple(chunk for _, chunk in sorted(chunks.items())), unread, saved.checksums
+    )
 
 
 def _check_version(root: CheckedValue) -> None:
-    """Refuse files in which q, k and v may be in another order.
+    """Refuse files of old versions, in which q, k and v may be in another order.
 
     Raises:
         Refused: CORRUPT, UNSUPPORTED.
     """
     node = root.get(_VERSION)
     version = 0.0 if node is None else node.real()
-    if version < _SETTLED:
-        message = f"its checkpoint_version is {version:g}; below {_SETTLED:g}, q, k and v may be in another order"
+    if version < _MIN_VERSION:
+        message = f"its checkpoint_version is {version:g}; below {_MIN_VERSION:g}, q, k and v may be in another order"
         hint = "Load it with the Megatron-LM of its time, save it with one from 2021 or later, and convert that."
         raise refuse("UNSUPPORTED", message, file=root.file, hint=hint)
 
 
-def _chunk(reader: TensorReader, model: CheckedValue, left: dict[str, str]) -> ModuleChunk:
-    """Return the tensors of a module; what is neither tensor nor extra state is listed in `left`."""
+def _chunk(reader: TensorReader, model: CheckedValue, unread: dict[str, str]) -> ModuleChunk:
+    """Return the tensors of a module; other values are added to `unread`, except extra state."""
     tensors: dict[str, Entry] = {}
     extra: list[str] = []
     places: dict[tuple[Extent, ...], str] = {}
@@ -132,7 +129,7 @@ def _chunk(reader: TensorReader, model: CheckedValue, left: dict[str, str]) -> M
             raise refuse("UNSUPPORTED", message, file=model.file, hint=hint)
         elif isinstance(node.value, TensorRef | Object) and is_tensor(node.value):
             entry = reader.tensor(name, node)
-            # A further name of a tensor, for another kind of module, is none of its own.
+            # A second name of the same bytes, for another kind of module, is no tensor of its own.
             if entry.extents and places.setdefault(entry.extents, name) == name:
                 tensors[name] = entry
         elif is_tensor(node.value):
@@ -140,80 +137,79 @@ def _chunk(reader: TensorReader, model: CheckedValue, left: dict[str, str]) -> M
             hint = "Save the checkpoint without --fp8-param-gather."
             raise refuse("UNSUPPORTED", message, file=model.file, tensor=name, hint=hint)
         elif node.value is not None:
-            left[f"{'/'.join(model.path)}/{name}"] = f"a {type(node.value).__name__}"
+            unread[f"{'/'.join(model.path)}/{name}"] = f"a {type(node.value).__name__}"
     return ModuleChunk(tensors, tuple(extra))
 
 
 _FOLDER = re.compile(r"mp_rank_(\d{2,6})((?:_\d{3,6}){0,2})")
-_MOST = 1 << 20
-_AGREED = (
+_MAX_RANKS = 1 << 20
+_EQUAL_ARGUMENTS = (
     *dict.fromkeys(KEYS.values()), *DEGREES.values(), "padded_vocab_size", "swiglu", "moe_layer_freq",
     "group_query_attention", "multi_latent_attention", "untie_embeddings_and_output_weights", "add_bias_linear",
     "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "pipeline_model_parallel_layout",
     "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "use_distributed_optimizer",
     "overlap_grad_reduce", "ddp_bucket_size", "ddp_num_buckets", "optimizer",
 )  # fmt: skip
-"""Arguments that decide how files are read."""
+"""Arguments that determine how files are read; they must be equal in all of them."""
 _OTHER_RANKS = ("encoder_tensor_model_parallel_size", "encoder_pipeline_model_parallel_size")
-"""Arguments of runs whose first ranks have another model."""
+"""Arguments of runs whose first ranks have another model, an encoder."""
 _COPY = "Copy the missing folders; where each machine wrote to its own disk, gather them in one place first."
 
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """Degrees of parallelism."""
+    """The parallel degrees of a run."""
 
     tp: int = 1
-    """Of tensors outside of experts."""
+    """Tensor-parallel degree of tensors outside of experts."""
     pp: int = 1
-    """Pipeline stages."""
+    """Number of pipeline stages."""
     ep: int = 1
-    """Over experts."""
+    """Expert-parallel degree."""
     etp: int = 1
-    """Of the tensors of experts."""
+    """Tensor-parallel degree of the experts' tensors."""
     vp: int = 1
-    """Stages of the virtual pipeline on each rank."""
+    """Number of virtual pipeline stages on each rank."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Place:
-    """Where on the mesh a rank is."""
+class MeshPlace:
+    """Coordinates of a rank on the mesh: pipeline stage, expert-parallel and tensor-parallel rank."""
 
     pp: int
     ep: int
     tp: int
 
 
-def folder_of(place: Place, mesh: Mesh) -> str:
-    """Return the name of a rank's folder."""
+def folder_of(place: MeshPlace, mesh: Mesh) -> str:
+    """Return the name of the folder that a rank writes."""
     stage = f"_{place.pp:03d}" if mesh.pp > 1 else ""
     return f"mp_rank_{place.tp:02d}{stage}{f'_{place.ep:03d}' if mesh.ep > 1 else ''}"
 
 
-def placed(files: Sequence[RankFile]) -> tuple[Mesh, Mapping[Place, RankFile]]:
+def place_ranks(files: Sequence[RankFile]) -> tuple[Mesh, Mapping[MeshPlace, RankFile]]:
     """Place the ranks on their mesh.
 
     Raises:
-        Refused: CORRUPT where the files contradict each other, or the names of their folders; INCOMPLETE for ranks
-            whose folders are missing; UNSUPPORTED where the mesh cannot be known.
+        Refused: CORRUPT where files contradict each other or their folder names; INCOMPLETE for missing folders of
+            ranks; UNSUPPORTED where the mesh cannot be determined.
     """
     faults = Faults()
     first = files[0]
-    for other in files[1:]:
-        for key in _differing(first.run, other.run):
-            message = (
-                f"its args have {key} {_of(other.run, key)!r}; those of {first.folder} have {_of(first.run, key)!r}"
-            )
+    for file in files[1:]:
+        for key in _conflicting_keys(first.run, file.run):
+            value, first_value = _value_of(file.run, key), _value_of(first.run, key)
+            message = f"its args have {key} {value!r}; those of {first.folder} have {first_value!r}"
             hint = "The folder belongs to another checkpoint: remove it, or copy the right one."
-            faults.add("CORRUPT", message, other.file, hint=hint)
+            faults.add("CORRUPT", message, file.file, hint=hint)
     if faults:
         raise faults.error()
     mesh = _mesh(first, [file.folder for file in files])
-    ranks: dict[Place, RankFile] = {}
+    ranks: dict[MeshPlace, RankFile] = {}
     for file in files:
-        place = _place(file.folder, mesh)
+        place = _place_of_folder(file.folder, mesh)
         if place is None:
-            message = f"no rank of a run with {_said(mesh)} has a folder of this name"
+            message = f"no rank of a run with {_mesh_text(mesh)} has a folder of this name"
             faults.add("CORRUPT", message, file.file, hint="Remove the folder that belongs to another checkpoint.")
         else:
             ranks[place] = file
@@ -224,13 +220,13 @@ def placed(files: Sequence[RankFile]) -> tuple[Mesh, Mapping[Place, RankFile]]:
     return mesh, dict(sorted(ranks.items()))
 
 
-def _differing(first: RunState, second: RunState) -> list[str]:
-    keys = [key for key in _AGREED if first.args.get(key) != second.args.get(key)]
+def _conflicting_keys(first: RunState, second: RunState) -> list[str]:
+    keys = [key for key in _EQUAL_ARGUMENTS if first.args.get(key) != second.args.get(key)]
     return keys + [key for key in ("iteration", "checkpoint_version") if first.facts.get(key) != second.facts.get(key)]
 
 
-def _of(run: RunState, key: str) -> Any:
-    return run.args.get(key) if key in _AGREED else run.facts.get(key)
+def _value_of(run: RunState, key: str) -> Any:
+    return run.args.get(key) if key in _EQUAL_ARGUMENTS else run.facts.get(key)
 
 
 def _mesh(file: RankFile, folders: Sequence[str]) -> Mesh:
@@ -243,8 +239,10 @@ def _mesh(file: RankFile, folders: Sequence[str]) -> Mesh:
     sizes = {axis: _degree(file, name, args.get(name)) for axis, name in DEGREES.items()}
     tp = sizes["tp"] or 1
     mesh = Mesh(tp, sizes["pp"] or 1, sizes["ep"] or 1, sizes["etp"] or tp, sizes["vp"] or 1)
-    if mesh.tp * mesh.pp * mesh.ep * mesh.vp > _MOST:
-        raise refuse("CORRUPT", f"its args claim {_said(mesh)}; at most {_MOST} ranks are read", file=file.file)
+    if mesh.tp * mesh.pp * mesh.ep * mesh.vp > _MAX_RANKS:
+        raise refuse(
+            "CORRUPT", f"its args claim {_mesh_text(mesh)}; at most {_MAX_RANKS} ranks are read", file=file.file
+        )
     if mesh.tp % mesh.etp:
         message = (
             f"the experts' tensors are cut over {mesh.etp} ranks and all others over {mesh.tp}, which it does not "
@@ -255,52 +253,52 @@ def _mesh(file: RankFile, folders: Sequence[str]) -> Mesh:
 
 
 def _degree(file: RankFile, name: str, value: object) -> int | None:
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= _MOST):
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= _MAX_RANKS):
         raise refuse("CORRUPT", f"args > {name}: expected a number of ranks, not {value!r}", file=file.file)
     return value
 
 
-def _place(folder: str, mesh: Mesh) -> Place | None:
+def _place_of_folder(folder: str, mesh: Mesh) -> MeshPlace | None:
     match = _FOLDER.fullmatch(folder)
     numbers = [int(number) for number in match[2].split("_")[1:]] if match is not None else []
     axes = [axis for axis, size in (("pp", mesh.pp), ("ep", mesh.ep)) if size > 1]
     if match is None or len(numbers) != len(axes):
         return None
-    found = dict(zip(axes, numbers, strict=True))
-    place = Place(found.get("pp", 0), found.get("ep", 0), int(match[1]))
+    coordinates = dict(zip(axes, numbers, strict=True))
+    place = MeshPlace(coordinates.get("pp", 0), coordinates.get("ep", 0), int(match[1]))
     inside = place.tp < mesh.tp and place.pp < mesh.pp and place.ep < mesh.ep
     return place if inside and folder_of(place, mesh) == folder else None
 
 
-def _check_complete(ranks: Mapping[Place, RankFile], mesh: Mesh, first: RankFile) -> None:
-    """Check that all dense parameters and all experts are there."""
+def _check_complete(ranks: Mapping[MeshPlace, RankFile], mesh: Mesh, first: RankFile) -> None:
+    """Check that the files of all ranks with dense parameters or experts exist."""
     faults = Faults()
     dense = {(place.pp, place.tp) for place in ranks}
     experts = {(place.pp, place.ep, place.tp % mesh.etp) for place in ranks}
     has_experts = bool(first.run.args.get("num_experts")) or mesh.ep > 1
-    for place in (Place(pp, ep, tp) for pp in range(mesh.pp) for ep, tp in _writers(mesh)):
-        held = (place.pp, place.ep, place.tp % mesh.etp) in experts or not has_experts
-        if (place.pp, place.tp) not in dense or not held:
-            message = f"the folder of this rank is missing: the run had {_said(mesh)}"
-            faults.add("INCOMPLETE", message, f"{_above(first)}{folder_of(place, mesh)}", hint=_COPY)
+    for place in (MeshPlace(pp, ep, tp) for pp in range(mesh.pp) for ep, tp in _writers(mesh)):
+        has_its_experts = (place.pp, place.ep, place.tp % mesh.etp) in experts or not has_experts
+        if (place.pp, place.tp) not in dense or not has_its_experts:
+            message = f"the folder of this rank is missing: the run had {_mesh_text(mesh)}"
+            faults.add("INCOMPLETE", message, f"{_iteration_prefix(first)}{folder_of(place, mesh)}", hint=_COPY)
         if faults.full:
             break
     if faults:
         raise faults.error()
 
 
-def _check_numbers(ranks: Mapping[Place, RankFile], mesh: Mesh) -> None:
-    """Check that every file is in the folder of the rank that wrote it, by the numbers of ranks in their args.
+def _check_numbers(ranks: Mapping[MeshPlace, RankFile], mesh: Mesh) -> None:
+    """Check that every file is in the folder of the rank that wrote it, by the rank number in its args.
 
-    Converters write all files under one number; where numbers repeat, they tell nothing.
+    Some converters write one number into all files; where numbers repeat, nothing is checked.
     """
-    numbers = {place: _number(file.run.args) for place, file in ranks.items()}
+    numbers = {place: _writer_rank(file.run.args) for place, file in ranks.items()}
     if None in numbers.values() or len(set(numbers.values())) < len(ranks):
         return
     faults = Faults()
     for place, file in ranks.items():
         args = file.run.args
-        wrote = _place_of(args, mesh, place)
+        wrote = _place_of_rank(args, mesh, place)
         if wrote != place:
             writer = f"rank {args['rank']} of {args['world_size']}"
             message = f"its args say that {writer} wrote it; that rank's folder is {folder_of(wrote, mesh)}"
@@ -309,37 +307,38 @@ def _check_numbers(ranks: Mapping[Place, RankFile], mesh: Mesh) -> None:
         raise faults.error()
 
 
-def _number(args: Mapping[str, Any]) -> int | None:
-    """Return the number of the rank that wrote a file; None where its args do not tell."""
+def _writer_rank(args: Mapping[str, Any]) -> int | None:
+    """Return the number of the rank that wrote a file, from its args; None where these do not determine it."""
     rank, world = args.get("rank"), args.get("world_size")
-    told = type(rank) is int and type(world) is int and not any(args.get(name) for name in _OTHER_RANKS)
-    return rank if told and 0 <= rank < world else None  # type: ignore[operator]
+    is_known = type(rank) is int and type(world) is int and not any(args.get(name) for name in _OTHER_RANKS)
+    return rank if is_known and 0 <= rank < world else None  # type: ignore[operator]
 
 
-def _place_of(args: Mapping[str, Any], mesh: Mesh, place: Place) -> Place:
-    """Return where Megatron places the rank of these args: tensor-parallel ranks lie side by side, stages far apart.
+def _place_of_rank(args: Mapping[str, Any], mesh: Mesh, place: MeshPlace) -> MeshPlace:
+    """Return the place on the mesh that Megatron gives to the rank of these args.
 
-    Where the args leave an axis open, it is that of `place`.
+    Tensor-parallel ranks are neighbours, pipeline stages are farthest apart. A coordinate that the args do not
+    determine is taken from `place`.
     """
     rank, world, context = args["rank"], args["world_size"], args.get("context_parallel_size") or 1
-    beside = mesh.tp * context if args.get("use_tp_pp_dp_mapping") else world // mesh.pp
+    ranks_per_stage = mesh.tp * context if args.get("use_tp_pp_dp_mapping") else world // mesh.pp
     expert = rank // mesh.etp % mesh.ep if context == 1 else place.ep  # releases differ
-    return Place(rank // max(beside, 1) % mesh.pp, expert, rank % mesh.tp)
+    return MeshPlace(rank // max(ranks_per_stage, 1) % mesh.pp, expert, rank % mesh.tp)
 
 
 def _writers(mesh: Mesh) -> Iterator[tuple[int, int]]:
-    """Yield the expert- and tensor-parallel rank of those ranks of a stage that together hold everything.
+    """Yield (expert-parallel, tensor-parallel) rank of the ranks that together have all parameters of a stage.
 
-    Megatron counts both kinds of ranks of tensor parallelism first, so that the first ranks of a stage hold all.
+    In Megatron's numbering both kinds of tensor-parallel ranks come first, so the first ranks of a stage suffice.
     """
     for rank in range(max(mesh.tp, mesh.etp * mesh.ep)):
         yield rank // mesh.etp % mesh.ep, rank % mesh.tp
 
 
-def _above(file: RankFile) -> str:
+def _iteration_prefix(file: RankFile) -> str:
     return file.file[: -len(f"{file.folder}/{file.file.rpartition('/')[2]}")]
 
 
-def _said(mesh: Mesh) -> str:
+def _mesh_text(mesh: Mesh) -> str:
     sizes = (("tp", mesh.tp), ("pp", mesh.pp), ("ep", mesh.ep), ("etp", mesh.etp), ("vp", mesh.vp))
     return " ".join(f"{axis} {size}" for axis, size in sizes if size > 1 or axis in ("tp", "pp"))

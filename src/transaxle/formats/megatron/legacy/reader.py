@@ -1,7 +1,7 @@
-"""Opening Megatron's folders of one rank each (`--ckpt-format torch`): all ranks' files as one catalog.
+"""Opens Megatron checkpoints with one folder for each rank (`--ckpt-format torch`), as one catalog of whole tensors.
 
-Names are those of the whole model, as Megatron has them on one rank; how tensor-parallel ranks cut parameters says the
-table of the model's family. Everything that several ranks hold must be equal.
+Names are those that Megatron has for the whole model on one rank. The table of the model's family describes how
+tensor-parallel ranks cut parameters. Parts that several ranks have must be equal.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from transaxle.formats.megatron.legacy.global_names import (
     is_expert,
     stage_layers,
 )
-from transaxle.formats.megatron.legacy.rank_grid import OPTIMIZER_KEY, Mesh, Place, RankFile, placed, read_rank
+from transaxle.formats.megatron.legacy.rank_grid import OPTIMIZER_KEY, Mesh, MeshPlace, RankFile, place_ranks, read_rank
 from transaxle.formats.megatron.legacy.rank_optimizer import (
     EMBEDDING,
     HEAD,
-    Held,
-    Joining,
+    JoinedTensors,
     ParameterState,
     RankOptimizer,
-    Whole,
+    RankParameter,
+    ShardJoiner,
     check_copies,
     optimizer_settings,
     read_optimizer,
@@ -58,16 +58,16 @@ _EXTRA = "state of TransformerEngine's modules"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _LocalModel:
-    """One rank's part of the model, by the names of the whole model."""
+    """One rank's part of the model, under global names."""
 
-    place: Place
+    place: MeshPlace
     file: RankFile
     chunks: list[dict[str, Entry]]
-    """For each stage of the virtual pipeline: name -> tensor, in the order of the module."""
+    """Tensors of each virtual pipeline stage by global name, in the order of the module."""
     extra: list[str]
-    """Names of state that is not read."""
+    """Global names of extra state, which is not read."""
     flat_file: str | None
-    """File of the distributed optimizer."""
+    """File of the distributed optimizer; None where the rank has none."""
 
 
 def open_legacy(
@@ -81,37 +81,38 @@ def open_legacy(
     """Open the folders of all ranks of one iteration.
 
     Args:
-        storage: where the files are.
-        path: what the user typed.
-        member: the folder of an iteration in it; `HERE` for the path itself.
-        weights: the model's own (`lp`, what None means), or the full-precision copies that the optimizer keeps.
-        cutter: says how tensor-parallel ranks cut parameters.
-        optimizer: whether its state is wanted; None: if it is known which parameter each of it belongs to.
+        storage: the files.
+        path: the path as typed.
+        member: name of the iteration's folder; `HERE` for the path itself.
+        weights: which weights the plain names mean: the model's own (`lp`, also for None), or the optimizer's
+            full-precision copies (`fp32`).
+        cutter: gives the tensor-parallel cuts of parameters.
+        optimizer: True to require optimizer state, False to do without; None to read it if its order is known.
 
     Raises:
-        Refused: everything that is wrong with its files: UNSAFE_PICKLE, CORRUPT, INCOMPLETE, UNSUPPORTED, ….
-        UsageError: where the table needs more of the user.
+        Refused: every problem with the files: UNSAFE_PICKLE, CORRUPT, INCOMPLETE, UNSUPPORTED, ….
+        UsageError: where the table needs more information.
         StorageError: IO.
     """
     prefix = "" if member == HERE else f"{member}/"
     inline = NumbersInMemory(storage)
     files = _read_files(inline, prefix, path)
-    mesh, ranks = placed(files)
-    _check_copied(inline, files)
+    mesh, ranks = place_ranks(files)
+    _refuse_copies(inline, files)
     run = files[0].run
-    models = _named(inline, prefix, ranks, mesh)
-    left = {key: what for file in files for key, what in file.left.items()}
-    left |= {name: _EXTRA for model in models for name in model.extra}
+    models = _with_global_names(inline, prefix, ranks, mesh)
+    unread = {key: what for file in files for key, what in file.unread.items()}
+    unread |= {name: _EXTRA for model in models for name in model.extra}
     try:
         optimizers, why_not = _optimizers(inline, models, mesh)
-        whole = _joined(storage, models, optimizers, mesh, cutter)
+        whole = _join_shards(storage, models, optimizers, mesh, cutter)
     except TransaxleError:
         if optimizer is not False:
             raise
-        optimizers, why_not = {}, _unwanted(files)
-        whole = _joined(storage, models, optimizers, mesh, cutter)
+        optimizers, why_not = {}, _why_not_read(files)
+        whole = _join_shards(storage, models, optimizers, mesh, cutter)
     if why_not:
-        left[OPTIMIZER_KEY] = why_not
+        unread[OPTIMIZER_KEY] = why_not
     if why_not and optimizer:
         hint = "Leave it out (--no-optimizer), or save the checkpoint with --ckpt-format torch_dist."
         raise refuse("UNSUPPORTED", f"optimizer: {why_not}", file=path, hint=hint)
@@ -119,14 +120,14 @@ def open_legacy(
     sizes = {model.file.file: inline.size(model.file.file) for model in models}
     sizes |= {model.flat_file: inline.size(model.flat_file) for model in models if model.flat_file}
     sidecars = sort_sidecars(storage, sizes, of_run=True)
-    others = [name for model in models for name in _others(inline, model)]
+    unread_files = [name for model in models for name in _unread_files(inline, model)]
     groups = _groups(list(optimizers.values()), entries)
     facts = run.to_metadata() | optimizer_settings(files[0].root.get(OPTIMIZER_KEY))
     metadata: dict[str, Any] = {MEGATRON: facts} | ({GROUPS: groups} if groups else {})
-    metadata |= {LEFT_BEHIND: left} if left else {}
+    metadata |= {LEFT_BEHIND: unread} if unread else {}
     checksums = [each for model in models for each in model.file.checksums]
     checksums += [each for found in optimizers.values() for each in found.checksums]
-    ignored = tuple(sorted({*sidecars.ignored, *others} - {MEGATRON_TRACKER, prefix}))
+    ignored = tuple(sorted({*sidecars.ignored, *unread_files} - {MEGATRON_TRACKER, prefix}))
     return Container(
         MEGATRON_TORCH.name, path, inline, entries, sizes, metadata, sidecars.carried, ignored, tuple(checksums),
         tuple(whole.twins), config=run.config(),
@@ -137,7 +138,7 @@ def _read_files(inline: NumbersInMemory, prefix: str, path: str) -> list[RankFil
     """Read the model files of all ranks; every unreadable one is a fault.
 
     Raises:
-        Refused: all that is wrong with them; INCOMPLETE where there are none.
+        Refused: every problem with the files; INCOMPLETE where there are none.
     """
     listing = inline.listing(prefix.rstrip("/"))
     faults = Faults()
@@ -163,8 +164,8 @@ def _read_files(inline: NumbersInMemory, prefix: str, path: str) -> list[RankFil
     return files
 
 
-def _check_copied(inline: NumbersInMemory, files: Sequence[RankFile]) -> None:
-    """Check that no rank's file is another one's, byte by byte: both would pass for parts of the model.
+def _refuse_copies(inline: NumbersInMemory, files: Sequence[RankFile]) -> None:
+    """Refuse a rank's file that is a copy of another rank's, since the copy would be taken for a part of the model.
 
     Raises:
         Refused: CORRUPT.
@@ -177,11 +178,13 @@ def _check_copied(inline: NumbersInMemory, files: Sequence[RankFile]) -> None:
         raise faults.error()
 
 
-def _named(inline: NumbersInMemory, prefix: str, ranks: Mapping[Place, RankFile], mesh: Mesh) -> list[_LocalModel]:
-    """Return what the ranks hold by the names of the whole model.
+def _with_global_names(
+    inline: NumbersInMemory, prefix: str, ranks: Mapping[MeshPlace, RankFile], mesh: Mesh
+) -> list[_LocalModel]:
+    """Return each rank's part of the model under global names.
 
     Raises:
-        Refused: what `global_names` refuses; CORRUPT for a rank with too few stages.
+        Refused: see `global_names`; CORRUPT for a rank with another number of virtual stages than its args say.
     """
     first = next(iter(ranks.values()))
     args = first.run.args
@@ -214,16 +217,16 @@ def _named(inline: NumbersInMemory, prefix: str, ranks: Mapping[Place, RankFile]
 
 def _optimizers(
     inline: NumbersInMemory, models: Sequence[_LocalModel], mesh: Mesh
-) -> tuple[dict[Place, RankOptimizer], str]:
-    """Return the optimizers of all ranks, and why they are not known; empty where they are.
+) -> tuple[dict[MeshPlace, RankOptimizer], str]:
+    """Return the optimizers of all ranks, and an empty text; or none, and the reason why their order is unknown.
 
     Raises:
-        Refused: what is wrong with their files.
+        Refused: every problem with their files.
     """
-    found: dict[Place, RankOptimizer] = {}
+    optimizers: dict[MeshPlace, RankOptimizer] = {}
     try:
         for model in models:
-            shared = _shared(model.file.run.args, mesh)
+            shared = _embeddings_of_stages(model.file.run.args, mesh)
             parameters = [
                 Parameter(chunk, name, entry.dtype, entry.shape, is_expert(name), shared=name in shared)
                 for chunk, tensors in enumerate(model.chunks)
@@ -233,55 +236,55 @@ def _optimizers(
             optimizer = read_optimizer(inline, model.file, model.place.pp, parameters, model.flat_file)
             weights = {(chunk, name): entry for chunk, held in enumerate(model.chunks) for name, entry in held.items()}
             check_copies(inline, weights, optimizer)
-            found[model.place] = optimizer
+            optimizers[model.place] = optimizer
     except OrderUnknown as reason:
         return {}, f"it is not known which state belongs to which parameter: {reason}"
-    return found, ""
+    return optimizers, ""
 
 
-def _unwanted(files: Sequence[RankFile]) -> str:
-    """Return why there is no optimizer's state; empty where the files have none."""
+def _why_not_read(files: Sequence[RankFile]) -> str:
+    """Return the reason why optimizer state in the files is not read; empty where the files have none."""
     return "not wanted" if any(file.root.get(OPTIMIZER_KEY) is not None for file in files) else ""
 
 
 def _is_buffer(name: str) -> bool:
-    """Tell whether a tensor of a module is no parameter: what a router counts, and the bias that it adds by it."""
+    """Tell whether a module's tensor is a buffer: a router's counts or its expert bias."""
     *_, parent, last = ("", *name.split("."))
     return parent == _ROUTER and last not in _ROUTER_PARAMETERS
 
 
-def _shared(args: Mapping[str, Any], mesh: Mesh) -> frozenset[str]:
-    """Return the parameters that several pipeline stages hold and train together: the embedding, and a tied head."""
+def _embeddings_of_stages(args: Mapping[str, Any], mesh: Mesh) -> frozenset[str]:
+    """Return the names of parameters that several pipeline stages train together: the embedding, and a tied head."""
     tied = args.get(_TIED) is False
     if mesh.pp == 1 or not (tied or args.get("mtp_num_layers")):
         return frozenset()
     return frozenset((EMBEDDING, HEAD) if tied else (EMBEDDING,))
 
 
-def _joined(
-    storage: Storage, models: Sequence[_LocalModel], optimizers: Mapping[Place, RankOptimizer], mesh: Mesh,
+def _join_shards(
+    storage: Storage, models: Sequence[_LocalModel], optimizers: Mapping[MeshPlace, RankOptimizer], mesh: Mesh,
     cutter: Cutter,
-) -> Whole:  # fmt: skip
-    """Join what all ranks hold.
+) -> JoinedTensors:  # fmt: skip
+    """Join the shards of all ranks.
 
     Raises:
-        Refused, UsageError: all that stands against it.
+        Refused, UsageError: every reason why shards cannot be joined.
     """
-    held: dict[str, dict[tuple[int, int], list[Held]]] = {}
+    shards_by_name: dict[str, dict[tuple[int, int], list[RankParameter]]] = {}
     for model in models:
         optimizer = optimizers.get(model.place, RankOptimizer())
         for chunk, tensors in enumerate(model.chunks):
             for name, entry in tensors.items():
                 shard = RankShard(entry.dtype, entry.shape, entry.extents, model.file.file)
                 state = optimizer.states.get((chunk, name), ParameterState())
-                held.setdefault(name, {}).setdefault((model.place.pp, chunk), []).append(
-                    Held(model.place, shard, state)
+                shards_by_name.setdefault(name, {}).setdefault((model.place.pp, chunk), []).append(
+                    RankParameter(model.place, shard, state)
                 )
     run = models[0].file.run
-    cuts = TableCuts(cutter, storage, tuple(held), run.config()) if mesh.tp > 1 else None
-    joining = Joining(mesh, cuts, run.args)
+    cuts = TableCuts(cutter, storage, tuple(shards_by_name), run.config()) if mesh.tp > 1 else None
+    joining = ShardJoiner(mesh, cuts, run.args)
     flat = frozenset(name for optimizer in optimizers.values() for name in optimizer.flat)
-    whole = joining.join(held, flat)
+    whole = joining.join(shards_by_name, flat)
     if joining.faults:
         raise joining.faults.error()
     if run.args.get(_TIED) is False:
@@ -289,11 +292,11 @@ def _joined(
     return whole
 
 
-def _entries(whole: Whole, weights: Weights | None, path: str) -> dict[str, Entry]:
+def _entries(whole: JoinedTensors, weights: Weights | None, path: str) -> dict[str, Entry]:
     """Return the catalog: weights, then the optimizer's state.
 
     Raises:
-        Refused: UNSUPPORTED where full-precision copies are wanted that are not there.
+        Refused: UNSUPPORTED where `weights` is `fp32` and a full-precision copy is missing.
     """
     entries: dict[str, Entry] = {}
     for name, entry in whole.weights.items():
@@ -310,20 +313,22 @@ def _entries(whole: Whole, weights: Weights | None, path: str) -> dict[str, Entr
     return entries
 
 
-def _others(inline: NumbersInMemory, model: _LocalModel) -> list[str]:
-    """Return the files in a rank's folder that are not read."""
+def _unread_files(inline: NumbersInMemory, model: _LocalModel) -> list[str]:
+    """Return the paths of the files in a rank's folder that are not read."""
     folder = model.file.file.removesuffix(f"/{MEGATRON_MODEL}")
     read = (model.file.file, model.flat_file)
     return [name for each in inline.listing(folder).everything() if (name := f"{folder}/{each}") not in read]
 
 
 def _groups(optimizers: Sequence[RankOptimizer], entries: Mapping[str, Entry]) -> list[ParamGroup]:
-    """Return the groups of all ranks, joined by their settings, with the parameters that have state."""
+    """Return the optimizer groups of all ranks, merged by equal settings, with the parameters that have state."""
     trained = {name.removeprefix(OPTIMIZER).rpartition("/")[0] for name in entries if name.startswith(OPTIMIZER)}
-    found: dict[str, tuple[ParamGroup, dict[str, None]]] = {}
+    groups: dict[str, tuple[ParamGroup, dict[str, None]]] = {}
     for optimizer in optimizers:
         for settings, names in optimizer.groups:
-            known = [name for name in names if name in trained]
-            if known:
-                found.setdefault(repr(sorted(settings.items())), (settings, {}))[1].update(dict.fromkeys(known))
-    return [{**settings, PARAMS: list(names)} for settings, names in found.values()]
+            trained_names = [name for name in names if name in trained]
+            if trained_names:
+                groups.setdefault(repr(sorted(settings.items())), (settings, {}))[1].update(
+                    dict.fromkeys(trained_names)
+                )
+    return [{**settings, PARAMS: list(names)} for settings, names in groups.values()]

@@ -1,13 +1,14 @@
-"""Drafting a distributed checkpoint of Megatron: what `--load` takes at any degree of parallelism.
+"""Lays out a distributed checkpoint of Megatron (`torch_dist`), which `--load` reads at any parallel degrees.
 
     OUT/latest_checkpointed_iteration.txt     `release`, or the iteration if the optimizer's state is there
-    OUT/release/.metadata, __0_0.distcp, …    tensors, and the pickled states that Megatron insists on
+    OUT/release/.metadata, __0_0.distcp, …    tensors, and the pickled `_extra_state`s that Megatron requires
     OUT/release/common.pt                     arguments, versions
     OUT/release/metadata.json
 
-Megatron reads whole chunks. So a tensor that holds all layers is cut into chunks of a layer, an expert and a half of
-gate and up, as Megatron itself cuts it. Every module must have an `_extra_state`; all of ours share one that is empty.
-The optimizer's steps are in the settings of its groups, where Megatron looks for them, and tensors besides.
+Megatron reads whole chunks. So a tensor with all layers is cut into one chunk for each layer, expert and half of a
+fused gate and up projection, as Megatron itself cuts it. Every module must have an `_extra_state`; all modules here
+share an empty one. The optimizer's steps are in the settings of its groups, where Megatron reads them, and also
+tensors.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from transaxle.formats.dcp.draft import (
 )
 from transaxle.formats.dcp.metadata import METADATA
 from transaxle.formats.megatron.iterations import BACKEND_FILE, COMMON_FILE, RELEASE, iteration_folder
-from transaxle.formats.megatron.torch_dist.written_state import common_state, counted, optimizer_settings, step_of
+from transaxle.formats.megatron.torch_dist.written_state import common_state, optimizer_settings, run_facts, step_of
 from transaxle.formats.megatron.written_arguments import is_padded
 from transaxle.formats.pickled.writer import write_pickle
 from transaxle.formats.registry import MEGATRON_TRACKER, TORCH_DIST
@@ -41,9 +42,9 @@ from transaxle.formats.torch_file.draft import surround
 from transaxle.formats.training_state import GROUPS, MASTER, OPTIMIZER, KeyPath, ParamGroup
 
 Cuts = Mapping[str, Sequence[Sequence[int]]]
-"""Tensor -> for each of its first dims, where chunks begin."""
+"""First index of each chunk along each leading dim, by tensor."""
 _MASTER = "param"
-"""State: what a distributed optimizer calls the full-precision copies."""
+"""Megatron's name of the optimizer state with full-precision copies of the weights."""
 _STEP, GLOBAL_STEPS = "step", "global_steps"
 _EMBEDDING = "embedding.word_embeddings.weight"
 _MODULE = re.compile(
@@ -51,15 +52,17 @@ _MODULE = re.compile(
     r"\.(?:weight|layer_norm_weight)(?:\.[A-Za-z]+)?"
 )
 _HEAD, _LISTED = "output_layer", (".layers.", ".deepstack_merger_list.")
-"""Module that only some models keep a state of; lists of modules, of which a tensor has all, or one by number."""
-_JOINED = {
+"""The head, whose `_extra_state` only some models have; and lists of modules, for which a tensor has an axis unless its
+name has a number there.
+"""
+_NORM_NAMES = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
     "self_attention.linear_q_up_proj.layer_norm_weight": "self_attention.q_layernorm.weight",
     "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attention.kv_layernorm.weight",
 }
-"""Norm of Transformer Engine's modules -> its name in the local ones, in checkpoints."""
-_APART = re.compile(rf"(.+\.layers\.(?:\d+\.)?)({'|'.join(map(re.escape, _JOINED))})")
+"""Checkpoint name of a norm in Megatron's local modules, by its name in Transformer Engine's modules."""
+_NORM = re.compile(rf"(.+\.layers\.(?:\d+\.)?)({'|'.join(map(re.escape, _NORM_NAMES))})")
 _STATELESS = re.compile(r".*\.router")
 _ATTENTION = re.compile(r"(.+\.self_attention)\.linear_proj")
 
@@ -75,32 +78,32 @@ def draft(
     read: Callable[[str], bytes] | None = None,
     degrees: Degrees | None = None,
 ) -> Draft:
-    """Lay out a distributed checkpoint: weights as a release, or an iteration with the optimizer's state.
+    """Lay out a distributed checkpoint: weights as a release, or an iteration with optimizer state.
 
     Args:
-        tensors: what to write, under Megatron's names; files are filled in this order.
-        metadata: left out: the format has no place for free text.
-        shard_size: bytes of tensors in one file.
-        cuts: where the chunks of tensors begin that hold several layers or experts.
+        tensors: the tensors to write, under Megatron's names; files are filled in this order.
+        metadata: ignored, because the format has no place for free text.
+        shard_size: cap on the tensor bytes in one file.
+        cuts: first indices of the chunks of tensors that contain several layers or experts.
         config: the model's config.json.
-        run: what the source says of its run.
-        read: returns the bytes of a small tensor, for the optimizer's steps.
-        degrees: the ranks for which the user has padded the vocabulary; None: it is as in the source.
+        run: facts about the source's run.
+        read: returns the bytes of a tensor by name; called for the optimizer's steps.
+        degrees: the parallel degrees for which the user has padded the vocabulary; None for the source's padding.
 
     Raises:
-        Refused: for every tensor that has no place: UNSUPPORTED, NAME_COLLISION, SHAPE_MISMATCH; for an optimizer that
-            Megatron cannot hold, UNSUPPORTED, INCOMPLETE.
+        Refused: with every tensor that cannot be stored: UNSUPPORTED, NAME_COLLISION, SHAPE_MISMATCH; with UNSUPPORTED
+            or INCOMPLETE for an optimizer that Megatron cannot load.
     """
     del metadata
-    facts = counted(run or {})
+    facts = run_facts(run or {})
     shapes = {spec.name: spec.shape for spec in tensors if split_slot(spec.name)[0] == spec.name}
     optimizer, notes = _optimizer(tensors, shapes, facts, (run or {}).get(GROUPS, ()), read)
     if optimizer is not None:
         facts.setdefault("iteration", (run or {}).get(GLOBAL_STEPS) or step_of(optimizer))
     folder = RELEASE if optimizer is None else iteration_folder(facts["iteration"])
     files = DataFiles(shard_size, sum(nbytes(spec.dtype, spec.shape) for spec in tensors))
-    entries, chunks = _placed(tensors, cuts or {}, files, folder)
-    objects = _states(shapes, files)
+    entries, chunks = _place_tensors(tensors, cuts or {}, files, folder)
+    objects = _place_extra_states(shapes, files)
     fragments, sizes = files.finish()
     rows = shapes[_EMBEDDING][0] if _EMBEDDING in shapes else None
     vocabulary = rows if degrees is not None or is_padded(config or {}, rows) else None
@@ -129,10 +132,10 @@ def _optimizer(
     groups: Sequence[ParamGroup],
     read: Callable[[str], bytes] | None,
 ) -> tuple[dict[Any, Any] | None, list[str]]:
-    """Return the optimizer's settings, and notes on them; None where there is no state of it.
+    """Return the optimizer's settings, and notes for the user; None where there is no optimizer state.
 
     Raises:
-        Refused: UNSUPPORTED where the parameters have made different numbers of steps.
+        Refused: UNSUPPORTED where the parameters have different numbers of steps.
     """
     states = [(spec, *split_slot(spec.name)) for spec in tensors if spec.name.startswith(OPTIMIZER)]
     parameters = dict.fromkeys(parameter for _, parameter, _ in states)
@@ -151,16 +154,16 @@ def _optimizer(
     return optimizer_settings(trained, facts, groups, steps.pop() if steps else 0, names)
 
 
-def _placed(
+def _place_tensors(
     tensors: Sequence[Spec], cuts: Cuts, files: DataFiles, folder: str
 ) -> tuple[dict[str, Entry], ChunksByTensor]:
-    """Give every tensor its chunks."""
+    """Reserve space for every tensor; return the catalog, and the chunks of each key."""
     faults = Faults()
     keys: dict[str, str] = {}
-    torch_tensors = [as_torch_tensor(spec, (_key(spec.name),), keys, faults) for spec in tensors]
+    torch_tensors = [as_torch_tensor(spec, (_item_key(spec.name),), keys, faults) for spec in tensors]
     if faults:
         raise faults.error()
-    alone = _without_copies(tensors, faults)
+    own_masters = _own_masters(tensors, faults)
     if faults:
         raise faults.error()
     entries: dict[str, Entry] = {}
@@ -168,21 +171,21 @@ def _placed(
     for tensor in torch_tensors:
         assert tensor is not None
         name, code = tensor.spec.name, tensor.spec.dtype
-        placed, extents = [], []
+        tensor_chunks, extents = [], []
         for start, shape in _boxes(tensor.shape, cuts[name]) if name in cuts else cut(tensor, files.limit):
             payload, offset = files.place(tensor.dtype, shape)
-            placed.append(ChunkPlace(start, shape, payload))
+            tensor_chunks.append(ChunkPlace(start, shape, payload))
             extents.append(Extent(logical(start, code), logical(shape, code), f"{folder}/{payload.file}", offset))
-        same = [key for key in _other_keys(name, alone) if key not in keys]
-        chunks += [(tensor._replace(path=(key,)), placed) for key in (_key(name), *same)]
+        further_keys = [key for key in _further_keys(name, own_masters) if key not in keys]
+        chunks += [(tensor._replace(path=(key,)), tensor_chunks) for key in (_item_key(name), *further_keys)]
         entries[name] = Entry(name, code, tensor.spec.shape, tuple(extents))
     return entries, chunks
 
 
-def _without_copies(tensors: Sequence[Spec], faults: Faults) -> dict[str, str]:
-    """Return the trained weights without a copy in full precision, each with the name that the copy would have.
+def _own_masters(tensors: Sequence[Spec], faults: Faults) -> dict[str, str]:
+    """Return the trained weights without a full-precision copy, each with the name that its copy would have.
 
-    They are such copies themselves; that one of them is not is a fault.
+    Such a weight serves as its own copy; one that is not F32 is a fault.
     """
     dtypes = {spec.name: spec.dtype for spec in tensors}
     trained = {parameter for name in dtypes if (parameter := split_slot(name)[0]) != name}
@@ -194,23 +197,23 @@ def _without_copies(tensors: Sequence[Spec], faults: Faults) -> dict[str, str]:
     return alone
 
 
-def _other_keys(name: str, alone: Mapping[str, str]) -> Iterator[str]:
-    """Yield further keys of a tensor, under which it has the same place.
+def _further_keys(name: str, own_masters: Mapping[str, str]) -> Iterator[str]:
+    """Yield further keys of a tensor, for the same bytes.
 
-    Weights of full precision are the optimizer's copies too. A norm that Transformer Engine keeps apart is part of the
-    linear layer in Megatron's local modules.
+    A weight in full precision is also the optimizer's copy of it. Some norms have another key with Megatron's local
+    modules than with Transformer Engine's.
     """
-    for each in (name, *([alone[name]] if name in alone else ())):
-        if each != name:
-            yield _key(each)
-        parameter, state = split_slot(each)
-        apart = _APART.fullmatch(parameter)
-        if apart is not None:
-            yield _key(join_slot(f"{apart[1]}{_JOINED[apart[2]]}", state))
+    for tensor_name in (name, *([own_masters[name]] if name in own_masters else ())):
+        if tensor_name != name:
+            yield _item_key(tensor_name)
+        parameter, state = split_slot(tensor_name)
+        match = _NORM.fullmatch(parameter)
+        if match is not None:
+            yield _item_key(join_slot(f"{match[1]}{_NORM_NAMES[match[2]]}", state))
 
 
-def _key(name: str) -> str:
-    """Return Megatron's key of a tensor: of the optimizer's state, the state before the parameter."""
+def _item_key(name: str) -> str:
+    """Return Megatron's key of a tensor; for optimizer state it has the state before the parameter."""
     parameter, state = split_slot(name)
     return parameter if not state else f"optimizer.state.{_MASTER if state == MASTER else state}.{parameter}"
 
@@ -224,15 +227,15 @@ _BACKEND = {
 
 
 def _boxes(shape: Shape, starts: Sequence[Sequence[int]]) -> Iterator[tuple[Shape, Shape]]:
-    """Yield the chunks of a tensor, in the order of its elements."""
+    """Yield the chunks of a tensor as (first index, shape), in the order of its elements."""
     spans = [list(pairwise((*of_dim, size))) for of_dim, size in zip(starts, shape, strict=False)]
     whole = shape[len(starts) :]
     for box in product(*spans):
         yield (*(begin for begin, _ in box), *(0 for _ in whole)), (*(end - begin for begin, end in box), *whole)
 
 
-def _states(shapes: Mapping[str, Shape], files: DataFiles) -> ObjectPlaces:
-    """Place the `_extra_state` of every module, one for each layer and expert; all of them are one empty archive."""
+def _place_extra_states(shapes: Mapping[str, Shape], files: DataFiles) -> ObjectPlaces:
+    """Store the `_extra_state` of every module, layer and expert, all as one empty archive."""
     modules: dict[str, Shape] = {}
     for name, shape in shapes.items():
         match = _MODULE.fullmatch(name)
@@ -248,16 +251,16 @@ def _states(shapes: Mapping[str, Shape], files: DataFiles) -> ObjectPlaces:
     modules |= {f"{name.removesuffix(_EMBEDDING)}{_HEAD}": () for name in shapes if name.endswith(_EMBEDDING)}
     empty = b"".join(data for _, data in surround(METADATA, [None], []).known)
     payload = files.keep(empty)
-    return [(path, payload) for module, counts in modules.items() for path in _shards(module, counts)]
+    return [(path, payload) for module, counts in modules.items() for path in _extra_state_keys(module, counts)]
 
 
 def _counts(module: str, shape: Shape) -> Shape:
-    """Return the sizes of the axes of a module's tensors that are layers and experts."""
+    """Return the sizes of the layer and expert axes of a module's tensors."""
     lists = sum(1 for each in _LISTED if re.search(rf"{re.escape(each)}(?!\d)", module))
     return shape[: lists + (1 if ".experts.experts." in module else 0)]
 
 
-def _shards(module: str, counts: Shape) -> Iterator[KeyPath]:
+def _extra_state_keys(module: str, counts: Shape) -> Iterator[KeyPath]:
     sizes = ".".join(map(str, counts or (1,)))
     for at in product(*map(range, counts or (1,))):
         yield (f"{module}._extra_state/shard_{'.'.join(map(str, at))}_{sizes}",)

@@ -1,32 +1,27 @@
-"""Opening Megatron's distributed checkpoints: weights, the optimizer's state in the model's shapes, the run's facts.
+"""Opens Megatron's distributed checkpoints: weights, optimizer state in the model's shapes, and facts about the run.
 
-Layers, and experts, are axes of the tensors; the tables know that. Here the names of the optimizer's state are turned
-round (Megatron: state first, then parameter), and the pickled objects are told apart by their names: the arguments of
-the run are read by the restricted interpreter, everything else is left behind unread.
+Layers and experts are axes of the tensors, which the tables describe. This module swaps the parts of names of optimizer
+state (Megatron has the state before the parameter). It recognises pickled objects by their names: the restricted
+interpreter reads the arguments of the run, and all other objects are left unread.
 
-Optimizer state that ranks saved as ranges of their flattened tensors (`fully_sharded_model_space`, up to 0.15).
+Up to megatron-core 0.15, ranks can save optimizer state as ranges of flattened tensors (`fully_sharded_model_space`).
+Each rank of a data-parallel group has a range of its model-parallel part of a parameter. The stored tensor has one dim
+for each dim of the parameter, with as many entries as there are parts along it, and a last dim for the elements of a
+part. The metadata has the original shape.
 
-Every rank of a data-parallel group has a range of each parameter as the ranks of the model cut it. Such a tensor is
-stored with an axis for every axis of the model's, as long as there are parts along it, and one for the elements of a
-part. The shape that it has in the model is in the metadata.
+Megatron does not store which parameters are in an optimizer group. A group's settings determine them: experts that are
+not on every rank, weight decay or none (as for vectors and biases), and a separate learning rate for embeddings.
 
-Settings of the optimizer's parameter groups: where a folder has them, and which parameters each is for.
+Megatron numbers multi-token prediction layers, `mtp.layers.0.…`, even where the model's own layers are one tensor. In
+tables both are layers of one kind, so here the own layers are split into numbered tensors too.
 
-Megatron does not store which parameters are in a group. It forms groups by what their settings say: experts that are
-not on every rank, weight decay or none, which vectors and biases have, and another learning rate for embeddings.
+Checkpoints of Megatron-FSDP (`--ckpt-format fsdp_dtensor`) are DCP folders with other names:
 
-Layers that are one tensor, as numbered tensors: where a model has layers that predict ahead, too.
-
-Megatron numbers these, `mtp.layers.0.…`, also where it keeps the model's own layers in one tensor. In tables both are
-layers of one kind, so that all of them have to be numbered.
-
-Checkpoints of Megatron-FSDP (`--ckpt-format fsdp_dtensor`): a DCP folder with names of its own.
-
-    model.module.decoder.layers.0.mlp.linear_fc1.weight_w        gate of a gated MLP; _v: up
+    model.module.decoder.layers.0.mlp.linear_fc1.weight_w        gate of a gated MLP; _v is up
     optimizer.state.module.module.module.decoder.….exp_avg       the parameter before the state
-    args, iteration, opt_param_scheduler.max_lr, …               pickled, an item each
+    args, iteration, opt_param_scheduler.max_lr, …               pickled, each an item of its own
 
-Layers and experts are numbered through the model. Weights are those that the optimizer trains, in full precision.
+Layers and experts have global numbers. The weights are the optimizer's, in full precision.
 """
 
 from __future__ import annotations
@@ -114,7 +109,7 @@ def is_of_fsdp(keys: Collection[str]) -> bool:
 
 
 def fsdp_path(key: str) -> KeyPath:
-    """Return the path that names an item: the optimizer's state by parameter."""
+    """Return the path of a Megatron-FSDP item, with the parameter before the optimizer state."""
     match = _FSDP_STATE.fullmatch(key)
     if match is not None:
         return ("optimizer", "state", *match.groups())
@@ -122,34 +117,34 @@ def fsdp_path(key: str) -> KeyPath:
 
 
 def is_fact(key: str) -> bool:
-    """Tell whether an item says something of the run."""
+    """Tell whether a Megatron-FSDP item is a fact about the run, such as its arguments."""
     return key in _FACTS or key.startswith(f"{_SCHEDULER}.")
 
 
 def short_key(key: str) -> str:
-    """Return the key under which an item that is not read is listed: settings of all parameters under one."""
+    """Return the key under which an unread item is listed; the settings of all parameters share one key."""
     return _SETTINGS if key.startswith(f"{_SETTINGS}.") else key
 
 
 def run_of_items(storage: Storage, payloads: Mapping[str, Payload]) -> RunState:
-    """Return the state of a run that is kept in items of its own.
+    """Return the state of a Megatron-FSDP run, which is stored as separate items.
 
     Raises:
         Refused: UNSAFE_PICKLE, CORRUPT.
     """
-    found: dict[str, Any] = {}
+    state: dict[str, Any] = {}
     for key, payload in sorted(payloads.items()):
         value = read_saved(storage, *payload, allowed=NAMES).value
-        above, _, name = key.rpartition(".")
-        (found if not above else found.setdefault(above, {}))[name] = value
-    return run_state(found)
+        section, _, name = key.rpartition(".")
+        (state if not section else state.setdefault(section, {}))[name] = value
+    return run_state(state)
 
 
-def with_whole_gates(container: Container) -> Container:
-    """Return a container in which gate and up of an MLP are one tensor, as they are in the model.
+def join_gates(container: Container) -> Container:
+    """Join the gate and up halves of each MLP into one tensor, as in the model.
 
     Raises:
-        Refused: INCOMPLETE for one without the other; SHAPE_MISMATCH where they do not fit together.
+        Refused: INCOMPLETE for a half without the other; SHAPE_MISMATCH for halves that do not fit together.
     """
     faults = Faults()
     entries: dict[str, Entry] = {}
@@ -161,19 +156,19 @@ def with_whole_gates(container: Container) -> Container:
             entries[name] = entry
             continue
 
-        def named(of: str, state: str = state) -> str:
+        def entry_name(of: str, state: str = state) -> str:
             return f"{OPTIMIZER}{of}/{state}" if state else of
 
-        other = named(f"{match[1]}_{_UP if match[2] == _GATE else _GATE}")
-        second = container.entries.get(other)
+        other_name = entry_name(f"{match[1]}_{_UP if match[2] == _GATE else _GATE}")
+        second = container.entries.get(other_name)
         if second is None:
-            message = f"the other half of its projection, {other}, is missing"
+            message = f"the other half of its projection, {other_name}, is missing"
             faults.add("INCOMPLETE", message, container.path, name, "Copy the missing files, or save again.")
         elif entry.dtype != second.dtype or entry.shape[1:] != second.shape[1:]:
-            faults.add("SHAPE_MISMATCH", f"it does not fit to {other}, the other half", container.path, name)
+            faults.add("SHAPE_MISMATCH", f"it does not fit to {other_name}, the other half", container.path, name)
         elif match[2] == _GATE:
-            whole = named(match[1])
-            entries[whole] = _stacked(whole, entry, second)
+            whole = entry_name(match[1])
+            entries[whole] = _concatenate(whole, entry, second)
             if not entry.shape:
                 twins.append(Twin(entry, second, "they are the steps of two halves of one parameter"))
     if faults:
@@ -181,8 +176,8 @@ def with_whole_gates(container: Container) -> Container:
     return replace(container, entries=entries, twins=tuple(twins))
 
 
-def _stacked(name: str, first: Entry, second: Entry) -> Entry:
-    """Return two tensors as one, the second below the first; of two numbers the first."""
+def _concatenate(name: str, first: Entry, second: Entry) -> Entry:
+    """Concatenate two tensors along their first dim; of two 0-dim tensors return the first."""
     if not first.shape:
         return replace(first, name=name)
     rows = first.shape[0]
@@ -192,16 +187,16 @@ def _stacked(name: str, first: Entry, second: Entry) -> Entry:
     return Entry(name, first.dtype, (rows + second.shape[0], *first.shape[1:]), (*first.extents, *below))
 
 
-def in_whole_shapes(container: Container, shapes: Mapping[str, Shape], file: str) -> Container:
-    """Return a container in which flattened tensors have the shapes that they have in the model.
+def restore_shapes(container: Container, shapes: Mapping[str, Shape], file: str) -> Container:
+    """Give flattened tensors the shapes that they have in the model.
 
     Args:
-        container: with tensors as they are stored.
-        shapes: name of a flattened tensor -> its shape.
-        file: the metadata, for errors.
+        container: a container with tensors as they are stored.
+        shapes: original shape of each flattened tensor, by name.
+        file: name of the metadata file, for errors.
 
     Raises:
-        Refused: CORRUPT where the parts are not those of a tensor of that shape.
+        Refused: CORRUPT where the parts do not fit the shape; UNSUPPORTED for chunks over several parts.
     """
     faults = Faults()
     entries = dict(container.entries)
@@ -222,15 +217,15 @@ def in_whole_shapes(container: Container, shapes: Mapping[str, Shape], file: str
         if any(extent.strides is not None or prod(extent.shape[:-1]) != 1 for extent in entry.extents):
             faults.add("UNSUPPORTED", "a chunk of it is not a range of one part", file, name)
             continue
-        extents = sorted(_unfolded(entry, part), key=lambda extent: extent.start)
+        extents = sorted(_unflatten(entry, part), key=lambda extent: extent.start)
         entries[name] = Entry(name, entry.dtype, shape, tuple(extents))
     if faults:
         raise faults.error()
     return replace(container, entries=entries)
 
 
-def _unfolded(entry: Entry, part: Shape) -> Iterator[Extent]:
-    """Yield the chunks of a flattened tensor as boxes of the whole.
+def _unflatten(entry: Entry, part: Shape) -> Iterator[Extent]:
+    """Yield the extents of a flattened tensor as boxes of the original tensor.
 
     Args:
         entry: the tensor as it is stored.
@@ -248,58 +243,58 @@ def _unfolded(entry: Entry, part: Shape) -> Iterator[Extent]:
 
 
 SETTINGS = "optimizer"
-"""What groups of data-parallel ranks, and the state beside the tensors, call the settings."""
+"""Key of the optimizer's settings, in the objects of groups and in the run's state."""
 _LISTED = "param_groups"
 _DECAY, _EXPERTS, _DECOUPLED = "wd_mult", "is_expert_parallel", "is_decoupled_lr"
-_KINDS = ("lr_mult", "pre_lr_mult", "pre_wd_mult", _DECAY, _EXPERTS, _DECOUPLED)
-_OWN = frozenset({*_KINDS, "default_config"})
-"""Settings by which Megatron forms groups, which mean nothing to other programs."""
+_GROUP_KEYS = ("lr_mult", "pre_lr_mult", "pre_wd_mult", _DECAY, _EXPERTS, _DECOUPLED)
+_MEGATRON_SETTINGS = frozenset({*_GROUP_KEYS, "default_config"})
+"""Settings by which Megatron distinguishes groups; they mean nothing to other programs."""
 _BIAS = ".bias"
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 _HEAD_NORMS = (".q_layernorm.", ".k_layernorm.")
 
 
 def with_settings(state: RunState, objects: Objects) -> tuple[RunState, list[str]]:
-    """Return the state of a run with the settings that groups of data-parallel ranks have each for itself.
+    """Add the optimizer settings in the objects of data-parallel groups to the state of a run.
 
     Args:
-        state: beside the tensors.
-        objects: what the groups have, see `pipeline_stages.gathered`.
+        state: the state of the run.
+        objects: unpickled objects of the groups.
 
     Returns:
-        the state, and what contradicts each other.
+        the new state, and a message for each contradiction between groups.
     """
-    found: dict[int, dict[str, Any]] = {}
+    settings_by_chain: dict[int, dict[str, Any]] = {}
     problems: list[str] = []
-    for (chain, group, what), value in sorted(objects.items()):
+    for (chain, group, name), value in sorted(objects.items()):
         settings = plain_data(value)
-        if what != SETTINGS or not isinstance(settings, dict) or not isinstance(settings.get(_LISTED), list):
+        if name != SETTINGS or not isinstance(settings, dict) or not isinstance(settings.get(_LISTED), list):
             continue
-        known = found.setdefault(chain, {**settings, _LISTED: []})[_LISTED]
-        new = [each for each in settings[_LISTED] if each not in known]
-        if any(_kind(each) == _kind(other) for each in new for other in known):
+        known_groups = settings_by_chain.setdefault(chain, {**settings, _LISTED: []})[_LISTED]
+        new_groups = [each for each in settings[_LISTED] if each not in known_groups]
+        if any(_kind(new) == _kind(known) for new in new_groups for known in known_groups):
             problems.append(f"the optimizer of group {group} of ranks has other settings than those before it")
-        known.extend(new)
-    if not found:
+        known_groups.extend(new_groups)
+    if not settings_by_chain:
         return state, problems
-    chained = {str(chain): {SETTINGS: settings} for chain, settings in found.items()}
+    chained = {str(chain): {SETTINGS: settings} for chain, settings in settings_by_chain.items()}
     optimizer = chained if len(chained) > 1 else next(iter(chained.values()))
     return replace(state, facts={**state.facts, SETTINGS: optimizer}), problems
 
 
 def _kind(group: object) -> object:
-    """Return by what Megatron tells a group from others."""
-    return [group.get(key) for key in _KINDS] if isinstance(group, Mapping) else group
+    """Return the settings by which Megatron distinguishes a group from others."""
+    return [group.get(key) for key in _GROUP_KEYS] if isinstance(group, Mapping) else group
 
 
 def with_groups(container: Container, state: RunState) -> Container:
-    """Return a container whose metadata have the optimizer's settings by parameter, where these can be told."""
-    groups = _named(container, state)
+    """Add the optimizer's groups with their parameters to a container's metadata, if the parameters are known."""
+    groups = _groups_with_names(container, state)
     return container if not groups else replace(container, metadata={**container.metadata, GROUPS: groups})
 
 
-def _named(container: Container, state: RunState) -> list[ParamGroup]:
-    """Return the groups with the names of their parameters; none where it is not known which is in which."""
+def _groups_with_names(container: Container, state: RunState) -> list[ParamGroup]:
+    """Return the groups with their parameter names; an empty list where a parameter's group is ambiguous."""
     groups = list(settings_of_groups(state.facts.get(SETTINGS)))
     parameters = dict.fromkeys(
         parameter for name in container.entries if name.startswith(OPTIMIZER) for parameter in split_slot(name)[:1]
@@ -310,19 +305,22 @@ def _named(container: Container, state: RunState) -> list[ParamGroup]:
         if entry is None:
             return []
         dims = len(entry.shape) - has_layers(name) - has_experts(name)
-        fitting = _fitting(name, dims, groups, state.args)
-        if len(fitting) != 1:
+        candidates = _candidate_groups(name, dims, groups, state.args)
+        if len(candidates) != 1:
             return []
-        names[fitting[0]].append(name)
+        names[candidates[0]].append(name)
     return [
-        {**{key: _torch_value(key, value) for key, value in group.items() if key not in _OWN}, PARAMS: listed}
-        for group, listed in zip(groups, names, strict=True)
-        if listed
+        {
+            **{key: _torch_value(key, value) for key, value in group.items() if key not in _MEGATRON_SETTINGS},
+            PARAMS: group_names,
+        }
+        for group, group_names in zip(groups, names, strict=True)
+        if group_names
     ]
 
 
 def settings_of_groups(optimizer: object) -> Iterator[Mapping[str, Any]]:
-    """Yield the settings of all groups of an optimizer, which may be a chain of several."""
+    """Yield the settings of all groups of an optimizer, which may be several chained ones."""
     if isinstance(optimizer, Mapping):
         listed = optimizer.get(_LISTED)
         inner: Iterable[Any] = listed if isinstance(listed, list) else ()
@@ -332,19 +330,19 @@ def settings_of_groups(optimizer: object) -> Iterator[Mapping[str, Any]]:
                 yield from settings_of_groups(value)
 
 
-def _fitting(name: str, dims: int, groups: Sequence[Mapping[str, Any]], args: Mapping[str, Any]) -> list[int]:
-    """Return the numbers of the groups that a parameter may be in."""
+def _candidate_groups(name: str, dims: int, groups: Sequence[Mapping[str, Any]], args: Mapping[str, Any]) -> list[int]:
+    """Return the indices of the groups to which a parameter may belong."""
     of_experts = has_experts(name) and any(group.get(_EXPERTS) for group in groups)
-    found = [number for number, group in enumerate(groups) if bool(group.get(_EXPERTS)) == of_experts]
-    if any(groups[number].get(_DECOUPLED) for number in found):
+    candidates = [number for number, group in enumerate(groups) if bool(group.get(_EXPERTS)) == of_experts]
+    if any(groups[number].get(_DECOUPLED) for number in candidates):
         decoupled = name in _VOCABULARY
-        found = [number for number in found if bool(groups[number].get(_DECOUPLED)) == decoupled]
-    if len(found) < 2:
-        return found
+        candidates = [number for number in candidates if bool(groups[number].get(_DECOUPLED)) == decoupled]
+    if len(candidates) < 2:
+        return candidates
     bare = dims < 2 or name.endswith(_BIAS)
     if args.get("apply_wd_to_qk_layernorm") and any(norm in name for norm in _HEAD_NORMS):
         bare = False
-    return [number for number in found if (groups[number].get(_DECAY) == 0) == bare]
+    return [number for number in candidates if (groups[number].get(_DECAY) == 0) == bare]
 
 
 def _torch_value(key: str, value: Any) -> Any:
@@ -353,11 +351,11 @@ def _torch_value(key: str, value: Any) -> Any:
 
 _AHEAD = re.compile(r"((?:.+\.)?)mtp\.layers\.\d+\..+", re.DOTALL)
 _TOGETHER = re.compile(r"((?:.+\.)?)(decoder\.layers)\.(?!\d)(.+)", re.DOTALL)
-_MOST = 100_000
+_MAX_LAYERS = 100_000
 
 
 def with_numbered_layers(container: Container) -> Container:
-    """Return a container in which all layers are numbered, if it has layers that predict ahead."""
+    """Split the layers into numbered tensors, in a container with multi-token prediction layers."""
     models = {match[1] for name in container.entries if (match := _AHEAD.fullmatch(split_slot(name)[0]))}
     if not models:
         return container
@@ -369,38 +367,40 @@ def with_numbered_layers(container: Container) -> Container:
             match is None
             or match[1] not in models
             or not entry.shape
-            or entry.shape[0] > _MOST
+            or entry.shape[0] > _MAX_LAYERS
             or entry.dtype in PACKED
         ):
             entries[name] = entry
             continue
         for layer_number in range(entry.shape[0]):
             numbered = join_slot(f"{match[1]}{match[2]}.{layer_number}.{match[3]}", state)
-            entries[numbered] = Entry(numbered, entry.dtype, entry.shape[1:], tuple(_of_layer(entry, layer_number)))
+            entries[numbered] = Entry(
+                numbered, entry.dtype, entry.shape[1:], tuple(_layer_extents(entry, layer_number))
+            )
     return replace(container, entries=entries)
 
 
-def _of_layer(entry: Entry, layer: int) -> Iterator[Extent]:
-    """Yield the parts of one layer of a tensor."""
+def _layer_extents(entry: Entry, layer: int) -> Iterator[Extent]:
+    """Yield the extents of one layer of a tensor with all layers."""
     item = ITEM_BITS[entry.dtype] // 8
-    for each in entry.extents:
-        row = layer - each.start[0]
-        if 0 <= row < each.shape[0]:
-            strides = each.strides or row_major(each.shape)
-            inside = None if each.strides is None else each.strides[1:]
-            offset = each.offset + row * strides[0] * item
+    for extent in entry.extents:
+        row = layer - extent.start[0]
+        if 0 <= row < extent.shape[0]:
+            strides = extent.strides or row_major(extent.shape)
+            inside = None if extent.strides is None else extent.strides[1:]
+            offset = extent.offset + row * strides[0] * item
             yield msgspec.structs.replace(
-                each, start=each.start[1:], shape=each.shape[1:], offset=offset, strides=inside
+                extent, start=extent.start[1:], shape=extent.shape[1:], offset=offset, strides=inside
             )
 
 
 COMMON = "common_state/shard_0_1"
-"""The state beside the sharded tensors from megatron-core 0.19 on: an item of the folder."""
+"""Key of the item with the state that is not sharded, from megatron-core 0.19 on."""
 _MASTERS = frozenset({"fp32_param", "param", "master_param"})
 _STATE = re.compile(r"(?:chained_\d{1,4}\.)?optimizer\.state\.([A-Za-z_][A-Za-z0-9_]*)\.(.+)", re.DOTALL)
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.")
 _WRAPPER = "module."
-"""NeMo 2 saves the module that holds the model."""
+"""Prefix of names by NeMo 2, which saves the module around the model."""
 _SHARD = "/shard_"
 _NUMBERS_OF_SHARD = re.compile(r"[\d.]+_[\d.]+")
 
@@ -409,14 +409,14 @@ def open_torch_dist(storage: Storage, path: str, member: str, weights: Weights |
     """Open a distributed checkpoint of Megatron.
 
     Args:
-        storage: where the files are.
-        path: what the user typed.
-        member: the folder of an iteration in it; `HERE` for the path itself.
-        weights: the model's own (`lp`, what None means), or the full-precision copies that the optimizer keeps.
+        storage: the files.
+        path: the path as typed.
+        member: name of the iteration's folder; `HERE` for the path itself.
+        weights: which weights the plain names mean: the model's own (`lp`, also for None), or the optimizer's
+            full-precision copies (`fp32`).
 
     Raises:
-        Refused: what a DCP folder is refused for; INCOMPLETE where a save was interrupted; UNSUPPORTED where the
-            optimizer's copies are wanted and not there.
+        Refused: as for a DCP folder; INCOMPLETE for an interrupted save; UNSUPPORTED where `fp32` copies are missing.
         StorageError: IO.
     """
     files = storage if member == HERE else SubFolder(storage, member)
@@ -427,19 +427,19 @@ def open_torch_dist(storage: Storage, path: str, member: str, weights: Weights |
         raise refuse("INCOMPLETE", message, file=path if member == HERE else member, hint=hint)
     check_backend(files)
     items = _Items()
-    conventions = Conventions(TORCH_DIST.name, items.paths, items.unread, items.wanted)
-    container = in_whole_shapes(read_folder(files, path, names, conventions), items.shapes, names[0])
+    conventions = Conventions(TORCH_DIST.name, items.paths, items.object_leaf, items.select)
+    container = restore_shapes(read_folder(files, path, names, conventions), items.shapes, names[0])
     if items.is_of_fsdp:
-        container, state = with_whole_gates(container), run_of_items(files, items.facts)
+        container, state = join_gates(container), run_of_items(files, items.facts)
     else:
         check_complete(files, has_state=items.common is not None or bool(settings_files(storage, member)))
         container, state = _with_optimizer(files, container, items, _run_state(files, items.common))
     container = with_numbered_layers(container)
-    state, left = with_settings_of_run(state, storage, member, _number)
+    state, unread = with_settings_of_run(state, storage, member, _number)
     metadata = {**container.metadata, MEGATRON: state.to_metadata()}
-    left = {**metadata.pop(LEFT_BEHIND, {}), **left}
-    left.pop(_without_shard(COMMON), None)  # read above, with names that only Megatron's pickles may have
-    metadata |= {LEFT_BEHIND: left} if left else {}
+    unread = {**metadata.pop(LEFT_BEHIND, {}), **unread}
+    unread.pop(_without_shard(COMMON), None)  # read above, with names that only Megatron's pickles may have
+    metadata |= {LEFT_BEHIND: unread} if unread else {}
     container = replace(container, metadata=metadata, config=state.config())
     if weights == "fp32":
         container = with_full_precision(container, strict=True)
@@ -450,24 +450,24 @@ def open_torch_dist(storage: Storage, path: str, member: str, weights: Weights |
 
 
 class _Items:
-    """Tells the items of a folder apart by their names."""
+    """Sorts the items of a folder by their keys: tensors, shared state, objects of groups, unread objects."""
 
     def __init__(self) -> None:
         self.common: Payload | None = None
-        """Where the state beside the tensors is, if it is an item."""
+        """Byte range of the state that is not sharded, if it is an item."""
         self.of_groups: dict[tuple[int, int, str], Payload] = {}
-        """Where the objects of groups of data-parallel ranks are, see `pipeline_stages.object_name`."""
+        """Byte ranges of the objects of data-parallel groups, see `flat_buckets.object_name`."""
         self.is_of_fsdp = False
         self.facts: dict[str, Payload] = {}
-        """Of Megatron-FSDP: where the state beside the tensors is."""
+        """Byte ranges of the facts about a Megatron-FSDP run, by key."""
         self.shapes: dict[str, Shape] = {}
-        """Name of a flattened tensor -> its shape in the model."""
+        """Original shape of each flattened tensor, by name."""
         self._unread: dict[str, Leaf] = {}
-        self._alike: dict[str, Leaf] = {}
-        """Of those, what every shard is that has this name."""
+        self._shard_leaves: dict[str, Leaf] = {}
+        """The common leaf of an unread object's shards, by key without the shard number."""
 
-    def wanted(self, items: Sequence[SavedItem]) -> list[SavedItem]:
-        """Return the items that are tensors of their own, or objects; shapes of flattened tensors are noted."""
+    def select(self, items: Sequence[SavedItem]) -> list[SavedItem]:
+        """Return the items without further keys of one tensor; remember the shapes of flattened tensors."""
         self.is_of_fsdp = is_of_fsdp([item.key for item in items])
         for item in items:
             if item.unflattened is not None:
@@ -475,11 +475,11 @@ class _Items:
         return _without_aliases(items)
 
     def paths(self, paths: Sequence[KeyPath]) -> tuple[list[KeyPath], None]:
-        """Return the paths of items: the optimizer's state by parameter."""
+        """Return the paths of items, with the parameter before the optimizer state."""
         return [(fsdp_path if self.is_of_fsdp else _path)(joined(path)) for path in paths], None
 
-    def unread(self, item: SavedItem) -> Leaf | None:
-        """Return an item that is not read: an object."""
+    def object_leaf(self, item: SavedItem) -> Leaf | None:
+        """Return the leaf of an object, which is not read; None for a tensor, which must be."""
         if item.key == COMMON:
             self.common = item.payload
         if item.dtype is not None:
@@ -488,9 +488,9 @@ class _Items:
             if is_fact(item.key) and item.payload is not None:
                 self.facts[item.key] = item.payload
             return Leaf((short_key(item.key),), "other", None, "pickled state of Megatron's")
-        # One for each layer, expert and rank: listed once.
+        # Shards of one object, for each layer, expert and rank, are listed as one.
         begin, shard, number = item.key.rpartition(_SHARD)
-        leaf = self._alike.get(begin)
+        leaf = self._shard_leaves.get(begin)
         if leaf is not None and shard and _NUMBERS_OF_SHARD.fullmatch(number):
             return leaf
         name = object_name(item.key)
@@ -501,29 +501,31 @@ class _Items:
         if leaf is None:
             leaf = self._unread[key] = Leaf((key,), "other", None, "pickled state of Megatron's")
         if key == begin and object_name(f"{begin}{_SHARD}0_1") is None:
-            self._alike[begin] = leaf
+            self._shard_leaves[begin] = leaf
         return leaf
 
 
 def _without_aliases(items: Sequence[SavedItem]) -> list[SavedItem]:
-    """Return the items without those that lie where an earlier one does: further names of one tensor.
+    """Return the items without those that have the chunks of an earlier one: further keys of one tensor.
 
-    We write such names: see `draft`.
+    Such keys are written by `draft`.
     """
-    placed: dict[SavedChunk, list[tuple[SavedChunk, ...]]] = {}  # by the first one: a tensor may have very many
-    wanted = []
+    chunks_by_first: dict[
+        SavedChunk, list[tuple[SavedChunk, ...]]
+    ] = {}  # keyed by first chunk: a tensor may have very many
+    selected = []
     for item in items:
         if item.dtype is not None and item.chunks:
-            alike = placed.setdefault(item.chunks[0], [])
+            alike = chunks_by_first.setdefault(item.chunks[0], [])
             if item.chunks in alike:
                 continue
             alike.append(item.chunks)
-        wanted.append(item)
-    return wanted
+        selected.append(item)
+    return selected
 
 
 def _without_shard(key: str) -> str:
-    """Return the key of an object without the numbers that tell where it is."""
+    """Return the key of an object without its shard number."""
     begin, shard, numbers = key.rpartition(_SHARD)
     return begin if shard and _NUMBERS_OF_SHARD.fullmatch(numbers) else key
 
@@ -537,13 +539,13 @@ def _path(key: str) -> KeyPath:
 
 
 def _name(key: str) -> str:
-    """Return the name that the tensor of an item gets."""
+    """Return the catalog name of an item's tensor."""
     path = _path(key)
     return str(path[0]) if len(path) == 1 else f"{OPTIMIZER}{path[2]}/{path[3]}"
 
 
 def _run_state(storage: Storage, common: Payload | None) -> RunState:
-    """Return the state beside the tensors; an empty one where the folder has none.
+    """Read the state that is not sharded; an empty one where the folder has none.
 
     Raises:
         Refused: UNSAFE_PICKLE, CORRUPT.
@@ -556,7 +558,7 @@ def _run_state(storage: Storage, common: Payload | None) -> RunState:
 
 
 def _number(storage: Storage, file: str, tensor: TensorRef) -> float | None:
-    """Return the value of a tensor without dims; None for any other tensor."""
+    """Return the value of a 0-dim tensor; None for any other tensor."""
     stored = tensor.storage
     if tensor.shape or not isinstance(stored, StoredStorage) or tensor.offset >= stored.count:
         return None
@@ -567,7 +569,7 @@ def _number(storage: Storage, file: str, tensor: TensorRef) -> float | None:
 def _with_optimizer(
     storage: Storage, container: Container, items: _Items, state: RunState
 ) -> tuple[Container, RunState]:
-    """Return a container with the optimizer's state by parameter, and the state of the run with its settings."""
+    """Return a container with the optimizer's state by parameter, and the run's state with the optimizer's settings."""
     objects: dict[tuple[int, int, str], Any] = {}
     problems: list[Refusal] = []
     for name, payload in items.of_groups.items():
@@ -583,14 +585,14 @@ def _with_optimizer(
     where = Where(container.path)
     problems.extend(Refusal("UNSUPPORTED", each, where, LEAVE_OUT) for each in contradictions)
     files = {name: payload.file for name, payload in items.of_groups.items()}
-    container = _without_unknown(with_state_of_parameters(container, objects, files, state.args))
-    left = {name: why for name, why in container.metadata.get(LEFT_BEHIND, {}).items() if not is_of_groups(name)}
-    metadata = {**container.metadata, LEFT_BEHIND: left}
+    container = _without_unknown_state(with_state_of_parameters(container, objects, files, state.args))
+    unread = {name: why for name, why in container.metadata.get(LEFT_BEHIND, {}).items() if not is_of_groups(name)}
+    metadata = {**container.metadata, LEFT_BEHIND: unread}
     return replace(container, metadata=metadata, unread=(*container.unread, *problems)), state
 
 
-def _without_unknown(container: Container) -> Container:
-    """Return a container without tensors of an optimizer in a form that is not known: they are no weights."""
+def _without_unknown_state(container: Container) -> Container:
+    """Remove optimizer tensors in an unknown form from a container, and add a refusal for them."""
     unknown = [name for name in container.entries if _OPTIMIZER.match(name)]
     if not unknown:
         return container
@@ -601,16 +603,16 @@ def _without_unknown(container: Container) -> Container:
 
 
 def _with_sidecars(container: Container) -> Container:
-    """Return a container with the files beside it: Megatron's own describe the folder, and do not travel."""
+    """Set a container's sidecar files, without Megatron's own, which describe only this folder."""
     sidecars = sort_sidecars(container.storage, container.files)
-    own = {COMMON_FILE, BACKEND_FILE, MEGATRON_TRACKER, RUN_CONFIG, TRAIN_STATE, LATEST_TRAIN_STATE}
-    carried = tuple(name for name in sidecars.carried if name not in own)
-    ignored = tuple(name for name in sidecars.ignored if name not in own)
+    megatron_files = {COMMON_FILE, BACKEND_FILE, MEGATRON_TRACKER, RUN_CONFIG, TRAIN_STATE, LATEST_TRAIN_STATE}
+    carried = tuple(name for name in sidecars.carried if name not in megatron_files)
+    ignored = tuple(name for name in sidecars.ignored if name not in megatron_files)
     return replace(container, carried=carried, ignored=ignored)
 
 
 def _with_steps(container: Container, state: RunState) -> Container:
-    """Return a container in which every parameter has the optimizer's step, which Megatron keeps once."""
+    """Give every parameter the optimizer's step, which Megatron stores once."""
     step = state.step()
     digits = None if step is None else number(step)
     inline = layer(container.storage, NumbersInMemory)

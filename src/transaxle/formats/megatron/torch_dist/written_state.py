@@ -1,13 +1,10 @@
-"""The state beside the tensors of a distributed checkpoint that is written: arguments, versions, optimizer groups.
+"""The run's state in a Megatron checkpoint that is written: arguments, versions, scheduler and optimizer groups.
 
-Megatron finds the settings of its own parameter groups by what tells them apart (weight decay or none, experts or not),
-and takes the number of steps from them.
-
-Megatron's parameter groups, made from those of another optimizer, and what a run must be told to go on with them.
-
-Megatron does not go by order: since 0.19 it finds a group of its own by weight decay or none, experts or not, and
-both ends of the learning rate's schedule, which its arguments say. Learning rate and weight decay it takes from those
-anew; betas and epsilon from the group that it found. Weight decay is for matrices, and not for vectors and biases.
+Megatron's optimizer groups are taken from the source's own run of Megatron, or made from another optimizer's groups.
+When Megatron loads, it does not match groups by position. Since 0.19 it matches a group by weight decay or none,
+experts or not, and both ends of the learning rate schedule, which are among its arguments. Then it takes learning rate
+and weight decay from its arguments, but betas, epsilon and the number of steps from the matching group. Megatron
+applies weight decay to matrices, not to vectors and biases.
 """
 
 from __future__ import annotations
@@ -26,70 +23,79 @@ from transaxle.formats.torch_file.draft import surround
 from transaxle.formats.training_state import MEGATRON, PARAMS, ParamGroup
 
 _SETTINGS = ("lr", "initial_lr", "betas", "eps", "weight_decay", "bias_correction", "max_lr", "min_lr")
-_OF_ALL = ("lr", "initial_lr", "max_lr", "min_lr")
-_USUAL = {"betas": (0.9, 0.999), "eps": 1e-8}
-"""Megatron's defaults."""
+_EQUAL_IN_ALL = ("lr", "initial_lr", "max_lr", "min_lr")
+_DEFAULTS = {"betas": (0.9, 0.999), "eps": 1e-8}
+"""Megatron's default settings of Adam."""
 _MOMENTS = frozenset({"exp_avg", "exp_avg_sq"})
-"""States of Adam."""
+"""Names of Adam's states."""
 _COUPLED, _AMSGRAD = "decoupled_weight_decay", "amsgrad"
-_OTHER_STEPS = (_AMSGRAD, "maximize")
-"""Settings of torch's Adam with which a step is another than Megatron's."""
+_OTHER_UPDATES = (_AMSGRAD, "maximize")
+"""Settings of torch's Adam that change the update, and that Megatron does not have."""
 _WEIGHTS_ALONE = "Write the weights alone: --no-optimizer."
 _SHOWN = 3
-"""Names in a note."""
+"""Number of parameter names that a note shows."""
 
 
-def made_groups(
+def make_groups(
     groups: Sequence[ParamGroup], step: int, parameters: Mapping[str, Shape]
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return Megatron's two groups, with weight decay and without, and notes on what it must be told.
+    """Make Megatron's two optimizer groups, with weight decay and without, from another optimizer's groups.
 
     Args:
-        groups: settings of the source's optimizer.
-        step: steps it has made.
-        parameters: the trained ones, under Megatron's names.
+        groups: the source's optimizer groups.
+        step: number of steps that the source's optimizer has made.
+        parameters: shapes of the trained parameters, under Megatron's names.
+
+    Returns:
+        the groups, and notes for the user on arguments to give to Megatron.
 
     Raises:
-        Refused: UNSUPPORTED where no group has a learning rate, or they differ in a way that Megatron's cannot.
+        Refused: UNSUPPORTED where no group has a learning rate, or the groups differ in more than weight decay.
     """
     settings: dict[bool, dict[str, Any]] = {}
     for group in groups:
-        found = {key: _plain(group[key]) for key in _SETTINGS if key in group}
-        decays = bool(found.get("weight_decay"))
-        same = settings.setdefault(decays, found)
-        other = settings.get(not decays, found)
-        differ = sorted({key for key in _SETTINGS if same.get(key) != found.get(key)}
-                        | {key for key in _OF_ALL if other.get(key) != found.get(key)})  # fmt: skip
+        group_settings = {key: _plain(group[key]) for key in _SETTINGS if key in group}
+        decays = bool(group_settings.get("weight_decay"))
+        first_settings = settings.setdefault(decays, group_settings)
+        other_settings = settings.get(not decays, group_settings)
+        differ = {key for key in _SETTINGS if first_settings.get(key) != group_settings.get(key)}
+        differ |= {key for key in _EQUAL_IN_ALL if other_settings.get(key) != group_settings.get(key)}
         if differ:
-            message = f"its optimizer has groups that differ in {', '.join(differ)}; Megatron's differ in decay only"
+            keys = ", ".join(sorted(differ))
+            message = f"its optimizer has groups that differ in {keys}; Megatron's differ in decay only"
             raise refuse("UNSUPPORTED", message, hint=_WEIGHTS_ALONE)
-    known = settings.get(True) or settings.get(False) or {}
-    if "lr" not in known:
+    source_settings = settings.get(True) or settings.get(False) or {}
+    if "lr" not in source_settings:
         message = "the settings of its optimizer are not there, and Megatron finds its own by the learning rate"
         raise refuse("UNSUPPORTED", message, hint=_WEIGHTS_ALONE)
-    made = [_made(settings.get(decays, known), decays, step) for decays in (True, False)]
-    return made, [_advice(known, made), *_unknown(known), *_coupled(groups), *_decayed_otherwise(groups, parameters)]
+    result = [_make_group(settings.get(decays, source_settings), decays, step) for decays in (True, False)]
+    return result, [
+        _advice(source_settings, result),
+        *_default_notes(source_settings),
+        *_coupling_notes(groups),
+        *_decay_notes(groups, parameters),
+    ]
 
 
 def refuse_other_optimizers(groups: Sequence[ParamGroup], states: Collection[str]) -> None:
-    """Refuse the state of an optimizer that is not Adam: Megatron would go on as if it were.
+    """Refuse the state of an optimizer that is not Adam, because Megatron would continue with Adam.
 
     Args:
-        groups: settings of the source's optimizer.
-        states: names of its states, beside steps and copies of weights.
+        groups: the source's optimizer groups.
+        states: names of its states, other than steps and copies of weights.
 
     Raises:
         Refused: UNSUPPORTED.
     """
-    others = sorted(set(states) - _MOMENTS)
-    why = [f"it has the state {', '.join(others)}"] if others else []
-    if states and not others and _MOMENTS - set(states):
-        why.append(f"it has no {', '.join(sorted(_MOMENTS - set(states)))}")
-    why += [f"{key} is set" for key in _OTHER_STEPS if any(group.get(key) for group in groups)]
+    other_states = sorted(set(states) - _MOMENTS)
+    reasons = [f"it has the state {', '.join(other_states)}"] if other_states else []
+    if states and not other_states and _MOMENTS - set(states):
+        reasons.append(f"it has no {', '.join(sorted(_MOMENTS - set(states)))}")
+    reasons += [f"{key} is set" for key in _OTHER_UPDATES if any(group.get(key) for group in groups)]
     if any(_COUPLED in group and _AMSGRAD not in group for group in groups):  # torch's Adam has both
-        why.append("its settings are those of torch's RAdam or NAdam")
-    if why:
-        message = f"its optimizer is not the Adam that Megatron would go on with: {'; '.join(why)}"
+        reasons.append("its settings are those of torch's RAdam or NAdam")
+    if reasons:
+        message = f"its optimizer is not the Adam that Megatron would go on with: {'; '.join(reasons)}"
         raise refuse("UNSUPPORTED", message, hint=_WEIGHTS_ALONE)
 
 
@@ -97,30 +103,34 @@ def _plain(value: object) -> object:
     return value.item() if isinstance(value, np.generic) else value
 
 
-def _made(found: Mapping[str, Any], decays: bool, step: int) -> dict[str, Any]:
+def _make_group(source_settings: Mapping[str, Any], decays: bool, step: int) -> dict[str, Any]:
     return {
         "is_expert_parallel": False,
         "default_config": True,
         "wd_mult": 1.0 if decays else 0.0,
         "lr_mult": 1.0,
         "is_decoupled_lr": False,
-        "max_lr": found.get("max_lr", found.get("initial_lr", found["lr"])),
-        "min_lr": found.get("min_lr", 0.0),
-        "lr": found["lr"],
-        "bias_correction": found.get("bias_correction", True),
-        "betas": found.get("betas", _USUAL["betas"]),
-        "eps": found.get("eps", _USUAL["eps"]),
-        "weight_decay": found.get("weight_decay", 0.0) if decays else 0.0,
+        "max_lr": source_settings.get("max_lr", source_settings.get("initial_lr", source_settings["lr"])),
+        "min_lr": source_settings.get("min_lr", 0.0),
+        "lr": source_settings["lr"],
+        "bias_correction": source_settings.get("bias_correction", True),
+        "betas": source_settings.get("betas", _DEFAULTS["betas"]),
+        "eps": source_settings.get("eps", _DEFAULTS["eps"]),
+        "weight_decay": source_settings.get("weight_decay", 0.0) if decays else 0.0,
         "step": step,
     }
 
 
-def _advice(known: Mapping[str, Any], made: Sequence[Mapping[str, Any]]) -> str:
-    """Return what to give Megatron, so that it finds the groups."""
-    group = made[0]
+def _advice(source_settings: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> str:
+    """Return a note with the arguments by which Megatron will match the groups."""
+    group = groups[0]
     lr = f"--lr {group['max_lr']} --min-lr {group['min_lr']} --weight-decay {group['weight_decay']}"
-    guessed = [] if {"max_lr", "initial_lr"} & known.keys() else ["the learning rate of its last step for the highest"]
-    guessed += [] if "min_lr" in known else ["0 for the lowest"]
+    guessed = (
+        []
+        if {"max_lr", "initial_lr"} & source_settings.keys()
+        else ["the learning rate of its last step for the highest"]
+    )
+    guessed += [] if "min_lr" in source_settings else ["0 for the lowest"]
     why = f" (the source does not say its schedule: {', '.join(guessed)})" if guessed else ""
     return (
         f"Megatron finds the optimizer's groups by {lr}{why}; it takes the rest of the schedule from its arguments "
@@ -128,48 +138,48 @@ def _advice(known: Mapping[str, Any], made: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def _unknown(known: Mapping[str, Any]) -> list[str]:
-    lacking = {key: value for key, value in _USUAL.items() if key not in known}
-    taken = ", ".join(f"{key} {value}" for key, value in lacking.items())
-    return [f"the source does not say all settings of its optimizer: Megatron goes on with {taken}"] if lacking else []
+def _default_notes(source_settings: Mapping[str, Any]) -> list[str]:
+    defaults = {key: value for key, value in _DEFAULTS.items() if key not in source_settings}
+    text = ", ".join(f"{key} {value}" for key, value in defaults.items())
+    return [f"the source does not say all settings of its optimizer: Megatron goes on with {text}"] if defaults else []
 
 
-def _coupled(groups: Sequence[ParamGroup]) -> list[str]:
+def _coupling_notes(groups: Sequence[ParamGroup]) -> list[str]:
     coupled = any(group.get("weight_decay") and not group.get(_COUPLED, True) for group in groups)
     note = f"its weight decay is part of the gradient, and Megatron's is not: set {_COUPLED}=False in OptimizerConfig"
     return [note] if coupled else []
 
 
-def _decayed_otherwise(groups: Sequence[ParamGroup], parameters: Mapping[str, Shape]) -> list[str]:
-    """Return notes on the parameters whose weight decay is not the one that Megatron gives them."""
-    decayed: dict[bool, list[str]] = {True: [], False: []}
+def _decay_notes(groups: Sequence[ParamGroup], parameters: Mapping[str, Shape]) -> list[str]:
+    """Return notes on the parameters to which Megatron applies weight decay differently than the source."""
+    differing: dict[bool, list[str]] = {True: [], False: []}
     any_decay = any(_plain(group.get("weight_decay", 0.0)) for group in groups)
     for group in groups:
         decays = bool(_plain(group.get("weight_decay", 0.0)))
         names = [name for name in group.get(PARAMS, ()) if name in parameters]
-        decayed[decays] += [name for name in names if any_decay and _is_matrix(name, parameters[name]) is not decays]
-    said = {
+        differing[decays] += [name for name in names if any_decay and _is_matrix(name, parameters[name]) is not decays]
+    texts = {
         True: "had weight decay, which Megatron does not apply to vectors and biases",
         False: "had no weight decay, which Megatron applies to all matrices",
     }
-    return [f"{_listed(names)} {said[decays]}" for decays, names in decayed.items() if names]
+    return [f"{_names_text(names)} {texts[decays]}" for decays, names in differing.items() if names]
 
 
 def _is_matrix(name: str, shape: Shape) -> bool:
     return len(shape) - has_layers(name) - has_experts(name) > 1 and not name.endswith(".bias")
 
 
-def _listed(names: Sequence[str]) -> str:
-    rest = len(names) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f" and {rest} more parameters" if rest > 0 else "")
+def _names_text(names: Sequence[str]) -> str:
+    hidden = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {hidden} more parameters" if hidden > 0 else "")
 
 
 SHARDING = "fully_reshardable"
-"""The form of the optimizer's state that loads at any degrees: in the model's shapes."""
+"""Megatron's name of the form in which optimizer state has the model's shapes, and loads at any parallel degrees."""
 _VERSION = 3.0
 _GLOBAL_SAMPLES = "global_samples"
 _EXPERTS, _APART = ".experts.", "is_expert_parallel"
-_KEPT = ("opt_param_scheduler", "num_floating_point_operations_so_far")
+_COPIED_FACTS = ("opt_param_scheduler", "num_floating_point_operations_so_far")
 _SAMPLES = "consumed_train_samples"
 
 
@@ -180,14 +190,14 @@ def common_state(
     facts: Mapping[str, Any],
     optimizer: Mapping[str, Any] | None,
 ) -> bytes:
-    """Return the state beside the tensors, as `torch.save` writes it.
+    """Return the bytes of `common.pt`, the state that is not sharded, as `torch.save` writes it.
 
     Args:
         names: Megatron's names of the tensors.
         config: the model's config.json.
         vocabulary: rows of the embedding.
-        facts: what the source says of its run, if it is Megatron's; see `arguments_of_run.RunState`.
-        optimizer: the optimizer's settings; None where it is not written.
+        facts: facts about the source's run, if it is Megatron's; see `run_arguments.RunState`.
+        optimizer: the optimizer's settings; None where no optimizer state is written.
     """
     content: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     state = state_of_run(arguments(config, names, vocabulary), facts, optimizer)
@@ -201,22 +211,24 @@ def common_state(
 def state_of_run(
     args: Mapping[str, Any], facts: Mapping[str, Any], optimizer: Mapping[Any, Any] | None
 ) -> dict[str, Any]:
-    """Return the counters, the scheduler and the arguments of a run.
+    """Return the counters, the scheduler and the arguments of a run, under the keys of a Megatron checkpoint.
 
     Args:
-        args: Megatron's arguments; empty where they are not known.
-        facts: what the source says of its run.
-        optimizer: the optimizer's settings; None where it is not written.
+        args: Megatron's arguments; empty where they are unknown.
+        facts: facts about the source's run.
+        optimizer: the optimizer's settings; None where no optimizer state is written.
     """
     state: dict[str, Any] = {"checkpoint_version": _VERSION, "iteration": facts.get("iteration", 0)}
-    found = dict(args)
+    arguments_and_counters = dict(args)
     if optimizer is not None:
         state["opt_param_scheduler"] = _scheduler(optimizer, facts.get("counters", {}).get(_SAMPLES, 0))
-        state |= {key: facts[key] for key in _KEPT if key in facts}
-    if optimizer is not None and found:
-        found |= {key: value for key, value in facts.get("counters", {}).items() if key not in found}
-    if found:
-        state["args"] = Object(Global("argparse", "Namespace"), state=found, new=True)
+        state |= {key: facts[key] for key in _COPIED_FACTS if key in facts}
+    if optimizer is not None and arguments_and_counters:
+        arguments_and_counters |= {
+            key: value for key, value in facts.get("counters", {}).items() if key not in arguments_and_counters
+        }
+    if arguments_and_counters:
+        state["args"] = Object(Global("argparse", "Namespace"), state=arguments_and_counters, new=True)
     return state
 
 
@@ -227,38 +239,38 @@ def optimizer_settings(
     step: int,
     states: Collection[str] = (),
 ) -> tuple[dict[Any, Any], list[str]]:
-    """Return the optimizer's settings as Megatron keeps them: those of the source's own run, or made from its groups.
+    """Return the optimizer's settings in Megatron's form, from the source's Megatron run or from other groups.
 
     Args:
-        parameters: the trained parameters, under Megatron's names.
-        facts: what the source says of its run, if it is Megatron's.
-        groups: settings of the source's optimizer.
-        step: steps it has made.
-        states: names of its states, beside steps and copies of weights.
+        parameters: shapes of the trained parameters, under Megatron's names.
+        facts: facts about the source's run, if it is Megatron's.
+        groups: the source's optimizer groups.
+        step: number of steps that the source's optimizer has made.
+        states: names of its states, other than steps and copies of weights.
 
     Returns:
-        The settings, and notes on what Megatron must be told to go on with them.
+        the settings, and notes for the user on arguments to give to Megatron.
 
     Raises:
         Refused: UNSUPPORTED where the source's optimizer is not Adam, or its groups differ in a way that Megatron's
             cannot.
     """
     has_experts = any(_EXPERTS in name for name in parameters)
-    own = groups_in(facts.get("optimizer"))
-    if own:
-        return _chained([*own, *_of_experts(own, has_experts)], has_experts), []
+    megatron_run_groups = groups_in(facts.get("optimizer"))
+    if megatron_run_groups:
+        return _chain_groups([*megatron_run_groups, *_expert_groups(megatron_run_groups, has_experts)], has_experts), []
     refuse_other_optimizers(groups, states)
-    made, notes = made_groups(groups, step, parameters)
+    new_groups, notes = make_groups(groups, step, parameters)
     if _SAMPLES not in facts.get("counters", {}):
         notes.append("the source does not say how many samples it has read: Megatron's data and schedule begin anew")
-    return _chained([*made, *_of_experts(made, has_experts)], has_experts), notes
+    return _chain_groups([*new_groups, *_expert_groups(new_groups, has_experts)], has_experts), notes
 
 
-def counted(run: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a run of Megatron says of itself, or what one of DeepSpeed counts under Megatron's names.
+def run_facts(run: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the facts about a Megatron run; the sample counter of a DeepSpeed run gets Megatron's name.
 
     Args:
-        run: what the source says of its run.
+        run: facts about the source's run, from its metadata.
     """
     facts = dict(run.get(MEGATRON, {}))
     if isinstance(samples := run.get(_GLOBAL_SAMPLES), int) and _SAMPLES not in facts.get("counters", {}):
@@ -267,14 +279,14 @@ def counted(run: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def step_of(optimizer: Mapping[Any, Any]) -> int:
-    """Return the steps that an optimizer has made, from its settings."""
+    """Return the number of steps that an optimizer has made, from its settings."""
     return max((group.get("step", 0) for group in groups_in(optimizer)), default=0)
 
 
 def _scheduler(optimizer: Mapping[Any, Any], samples: int) -> dict[str, Any]:
-    """Return the state of a scheduler, which counts samples, with the learning rate and decay as they are.
+    """Return the state of a learning rate scheduler, which counts samples, with constant learning rate and decay.
 
-    Megatron asks that its own settings equal these, or for `--override-opt_param-scheduler`.
+    Megatron requires that its own settings equal these, or the option `--override-opt_param-scheduler`.
     """
     group: Mapping[str, Any] = next(iter(groups_in(optimizer)), {})
     decay = group.get("weight_decay", 0.0)
@@ -293,7 +305,7 @@ def _scheduler(optimizer: Mapping[Any, Any], samples: int) -> dict[str, Any]:
 
 
 def groups_in(optimizer: object) -> list[dict[str, Any]]:
-    """Return all groups in the settings of Megatron's optimizer, which may be a chain of several."""
+    """Return all groups in the settings of Megatron's optimizer, which may be several chained ones."""
     if not isinstance(optimizer, Mapping):
         return []
     groups = optimizer.get("param_groups")
@@ -302,18 +314,18 @@ def groups_in(optimizer: object) -> list[dict[str, Any]]:
     return [group for inner in optimizer.values() for group in groups_in(inner)]
 
 
-def _of_experts(groups: Sequence[Mapping[str, Any]], has_experts: bool) -> list[dict[str, Any]]:
-    """Return the groups of experts that a run without expert parallelism does not keep apart."""
+def _expert_groups(groups: Sequence[Mapping[str, Any]], has_experts: bool) -> list[dict[str, Any]]:
+    """Return expert groups to add: a run without expert parallelism has none, but Megatron needs them."""
     if not has_experts or any(group.get(_APART) for group in groups):
         return []
     return [{**group, _APART: True} for group in groups if group.get("wd_mult", 1.0)]
 
 
-def _chained(groups: Sequence[dict[str, Any]], has_experts: bool) -> dict[Any, Any]:
-    """Return the settings of one optimizer; with experts there are two of them."""
+def _chain_groups(groups: Sequence[dict[str, Any]], has_experts: bool) -> dict[Any, Any]:
+    """Return the settings of one optimizer, or with experts of two chained ones."""
 
-    def of(wanted: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        return {"optimizer": {"param_groups": list(wanted)}, "param_state_sharding_type": SHARDING}
+    def of(members: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        return {"optimizer": {"param_groups": list(members)}, "param_state_sharding_type": SHARDING}
 
     if not has_experts:
         return of(groups)
