@@ -130,8 +130,8 @@ def lay_into_buckets(parameters: Sequence[LocalParameter], buffer: GroupBuffer) 
     if number < len(sizes) or at:
         return None
     places_by_bucket: dict[int, list[BucketPlace]] = {}
-    for each in places:
-        places_by_bucket.setdefault(each.bucket, []).append(each)
+    for place in places:
+        places_by_bucket.setdefault(place.bucket, []).append(place)
     is_explained = all(
         _explains_chunks(buffer.buckets[number], bucket_places) for number, bucket_places in places_by_bucket.items()
     )
@@ -666,11 +666,12 @@ def tensors_by_parameter(
     states_by_weight: dict[str, _ParameterStates] = {}
     for buffer, rank, places in contents:
         starts = [[extent.start[0] for extent in _first(bucket.states).extents] for bucket in buffer.buckets]
-        for each in places:
-            stored = each.parameter.stored
+        for bucket_place in places:
+            stored = bucket_place.parameter.stored
             states = states_by_weight.setdefault(stored.name, _ParameterStates(stored))
             boxes = stored.rank_boxes(rank, ranks[stored.is_expert])
-            states.add(each, boxes, buffer.buckets[each.bucket].states, starts[each.bucket])
+            number = bucket_place.bucket
+            states.add(bucket_place, boxes, buffer.buckets[number].states, starts[number])
     entries: dict[str, Entry] = {}
     twins: list[Twin] = []
     for weight, states in states_by_weight.items():
