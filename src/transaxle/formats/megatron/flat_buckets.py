@@ -130,8 +130,8 @@ def lay_into_buckets(parameters: Sequence[LocalParameter], buffer: GroupBuffer) 
     if number < len(sizes) or at:
         return None
     places_by_bucket: dict[int, list[BucketPlace]] = {}
-    for place in places:
-        places_by_bucket.setdefault(place.bucket, []).append(place)
+    for bucket_place in places:
+        places_by_bucket.setdefault(bucket_place.bucket, []).append(place)
     is_explained = all(
         _explains_chunks(buffer.buckets[number], bucket_places) for number, bucket_places in places_by_bucket.items()
     )
