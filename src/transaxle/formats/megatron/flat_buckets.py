@@ -131,7 +131,7 @@ def lay_into_buckets(parameters: Sequence[LocalParameter], buffer: GroupBuffer) 
         return None
     places_by_bucket: dict[int, list[BucketPlace]] = {}
     for bucket_place in places:
-        places_by_bucket.setdefault(bucket_place.bucket, []).append(place)
+        places_by_bucket.setdefault(bucket_place.bucket, []).append(bucket_place)
     is_explained = all(
         _explains_chunks(buffer.buckets[number], bucket_places) for number, bucket_places in places_by_bucket.items()
     )
