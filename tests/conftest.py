@@ -66,7 +66,7 @@ QUICK_ROOMS = frozenset({"axes", "encodings", "engine", "formats", "cli", "test_
 QUICK_HOUSE = "test_house.py"
 """Runs with them although it starts two programs: it says what is where."""
 QUICK_IMPORTS = (sys.stdlib_module_names - {"subprocess", "multiprocessing"}) | frozenset(
-    {"pytest", "hypothesis", "numpy", "ml_dtypes", "msgspec", "safetensors", "fsspec", "xxhash", "click"}
+    {"pytest", "hypothesis", "numpy", "ml_dtypes", "msgspec", "safetensors", "fsspec", "xxhash", "click", "rich"}
 )
 """What a quick test may import beside the package and what is beside it here: no torch, no peers, no processes."""
 _TESTS = Path(__file__).parent

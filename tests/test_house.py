@@ -25,7 +25,7 @@ NAME = PACKAGE.name
 DOORWAY = "__init__"
 
 CORE = frozenset({"numpy", "ml_dtypes", "msgspec", "safetensors", "fsspec", "re2", "xxhash", "yaml"})
-TERMINAL = frozenset({"click"})
+TERMINAL = frozenset({"click", "rich"})
 TRAINING = frozenset({"torch"})
 
 
@@ -256,7 +256,7 @@ SEEN = (
     ("engine/plan.py", "def f():\n    import torch"),
     ("engine/plan.py", "import importlib\nimportlib.import_module('torch')"),
     ("engine/plan.py", "from importlib import import_module\nimport_module(name)"),
-    ("engine/plan.py", "import click"),
+    ("engine/plan.py", "import rich"),
     (DEMO, "import torch"),
     ("cli/convert.py", "def f():\n    import torch"),
     ("errors.py", "from transaxle.axes import box"),

@@ -145,13 +145,13 @@ def test_nothing_but_the_demo_needs_torch(ck: Path, transaxle: Transaxle) -> Non
 def test_it_starts_quickly(arguments: list[str]) -> None:
     """What does not look at a checkpoint does not import what can."""
     loaded = process(*arguments, before=COUNTED).err.split()
-    assert not {"numpy", "msgspec", "torch"} & set(loaded)
+    assert not {"numpy", "rich", "msgspec", "torch"} & set(loaded)
 
 
-def test_a_conversion_hashes_and_imports_no_torch(ck: Path) -> None:
+def test_rich_is_for_terminals(ck: Path) -> None:
     loaded = process("convert", ck, "out", "--to", "hf", before=COUNTED).err.split()
     assert "xxhash" in loaded
-    assert "torch" not in loaded
+    assert not {"rich", "torch"} & set(loaded)
 
 
 def test_it_is_a_module_too(ck: Path) -> None:

@@ -32,11 +32,16 @@ from transaxle.formats.torch_file.quantized_tensors import NOTE
 from transaxle.formats.training_state import GROUPS, LEFT_BEHIND, MEGATRON, PARAMS, ParamGroup
 
 if TYPE_CHECKING:
+    from rich.text import Text
+    from rich.tree import Tree
+
     from transaxle.engine.checkpoint.stored_tensor import StoredTensor
 
 
 _MOST_BRANCHES = 20
 """Number of branches per branch that are printed without `--all`."""
+_WIDE = 4096
+"""Line width in columns without a terminal, in effect unlimited."""
 _DEEPEST = 12
 """Maximum depth of the tree, in segments of a name."""
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
@@ -93,21 +98,23 @@ def print_tree(root: Branch, stream: TextIO, *, all_rows: bool) -> None:
         stream: output stream.
         all_rows: print all branches, not only the largest.
     """
-    lines = _tree_lines(root, root.nbytes, None if all_rows else _MOST_BRANCHES)
-    stream.writelines(f"{line}\n" for line in (_label(root, root.nbytes), *lines))
+    from rich.console import Console
+    from rich.tree import Tree
+
+    tree = Tree(_label(root, root.nbytes))
+    _add_branches(tree, root, root.nbytes, None if all_rows else _MOST_BRANCHES)
+    console = Console(file=stream, highlight=False, emoji=False, markup=False)
+    console.print(tree, width=None if console.is_terminal else _WIDE)
 
 
-def _tree_lines(branch: Branch, total: int, limit: int | None) -> Iterator[str]:
-    """Yield the lines below a branch, each indented by the lines of the tree."""
+def _add_branches(tree: Tree, branch: Branch, total: int, limit: int | None) -> None:
     branches = sorted(map(_merge_single_children, branch.branches.values()), key=lambda child: -child.nbytes)
-    shown = branches if limit is None else branches[:limit]
-    blocks = [[_label(child, total), *_tree_lines(child, total, limit)] for child in shown]
-    if hidden := branches[len(shown) :]:
-        blocks.append([f"… and {len(hidden):,} more, {size(sum(child.nbytes for child in hidden))} (--all)"])
-    for block in blocks:
-        first, next_lines = ("└── ", "    ") if block is blocks[-1] else ("├── ", "│   ")
-        yield first + block[0]
-        yield from (next_lines + line for line in block[1:])
+    for child in branches[:limit]:
+        _add_branches(tree.add(_label(child, total)), child, total, limit)
+    if limit is not None and len(branches) > limit:
+        tree.add(
+            f"… and {len(branches) - limit:,} more, {size(sum(child.nbytes for child in branches[limit:]))} (--all)"
+        )
 
 
 def _merge_single_children(branch: Branch) -> Branch:
@@ -118,8 +125,10 @@ def _merge_single_children(branch: Branch) -> Branch:
     return branch
 
 
-def _label(branch: Branch, total: int) -> str:
-    return "  ".join(filter(None, _words(branch, total)))
+def _label(branch: Branch, total: int) -> Text:
+    from rich.text import Text
+
+    return Text("  ".join(filter(None, _words(branch, total))))
 
 
 def _words(branch: Branch, total: int) -> Iterator[str]:

@@ -14,14 +14,16 @@ import shutil
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO
 
 from transaxle.errors import shortened
 
 if TYPE_CHECKING:
+    from rich.progress import Progress as Bars
+    from rich.progress import TaskID
+
     from transaxle.engine.checkpoint.checkpoint import Checkpoint
     from transaxle.engine.distribute.driver import Event, Watch
     from transaxle.engine.execute import Cleared
@@ -39,11 +41,6 @@ _PERIOD = 120.0
 """Seconds over which rates of workers are averaged; long, because items finish rarely."""
 _LINE_SECONDS = 5.0
 """Seconds between two lines of progress without a terminal."""
-_REDRAW_SECONDS = 0.1
-"""Minimum number of seconds between two drawings of the bars on a terminal."""
-_BAR_WIDTH = 40
-"""Length in columns of a whole bar."""
-_HIDE_CURSOR, _SHOW_CURSOR, _ERASE_LINE, _ERASE_LINE_ABOVE = "\x1b[?25l", "\x1b[?25h", "\r\x1b[2K", "\x1b[1A\x1b[2K"
 
 Text = str | tuple[str, str]
 """A text, or (text, name of its style)."""
@@ -80,8 +77,6 @@ class Screen:
         """Callback for the checkpoints that a verb has opened."""
         self.on_planned: Callable[[Cleared], None] | None = None
         """Callback for the plan of a conversion."""
-        self._bars: Bars | None = None
-        """Progress bars that are on the terminal now."""
 
     def state(self, consequence: str, way_on: str = "") -> None:
         """Note the consequence if the command fails from now on, and the advice if the user stops it."""
@@ -167,16 +162,8 @@ class Screen:
         elif not _is_terminal(sys.stderr):
             yield counted if self.as_json else counted.print_with(self.note)
         else:
-            with self._show_bars(Bars(stays=stays)) as bars:
-                bars.update(label, label=label, total=total)
-
-                def draw(_: int) -> None:
-                    # after the last byte, files must still be synced and renamed
-                    activity = "finishing" if stays and counted.count >= total else label
-                    bars.update(label, label=activity, count=counted.count)
-
-                yield counted.pass_to(draw)
-                bars.update(label, label=label)
+            with _bar(label, total, stays=stays) as advance:
+                yield counted.pass_to(advance)
         self._note_time(str(counted), counted.began)
 
     @contextmanager
@@ -191,28 +178,20 @@ class Screen:
         if self.quiet or not _is_terminal(sys.stderr):
             yield lambda _: None
             return
-        node_bytes: dict[str, int] = {}
-        with self._show_bars(Bars(period=_PERIOD)) as bars:
+        bars = _bars(speed_estimate_period=_PERIOD)
+        nodes: dict[str, TaskID] = {}
+        with bars:
+            total_bar = bars.add_task("", total=None)
 
             def watch(event: Event) -> None:
                 text = f"{event.items_done} of {event.items} items"
-                if event.node and (event.node in node_bytes or len(node_bytes) < _MOST_MACHINES):
-                    node_bytes[event.node] = node_bytes.get(event.node, 0) + event.nbytes
-                    bars.update(event.node, label=event.node, count=node_bytes[event.node])
-                bars.update("", label=text, total=event.total, count=event.done)
+                bars.update(total_bar, total=event.total, completed=event.done, description=text)
+                if event.node and event.node not in nodes and len(nodes) < _MOST_MACHINES:
+                    nodes[event.node] = bars.add_task(event.node, total=None)
+                if event.node in nodes:
+                    bars.update(nodes[event.node], advance=event.nbytes)
 
-            bars.update("")
             yield watch
-
-    @contextmanager
-    def _show_bars(self, bars: Bars) -> Iterator[Bars]:
-        """Show bars on the terminal; lines that are printed in the meantime appear above them."""
-        self._bars = bars
-        try:
-            with bars:
-                yield bars
-        finally:
-            self._bars = None
 
     @contextmanager
     def working(self, activity: str) -> Iterator[None]:
@@ -221,11 +200,10 @@ class Screen:
         if self.quiet or not _is_terminal(sys.stderr):
             yield
         else:
-            _draw_on_terminal(f"  {activity} …")
-            try:
+            from rich.console import Console
+
+            with Console(file=sys.stderr).status(activity):
                 yield
-            finally:
-                _draw_on_terminal(_ERASE_LINE)
         self._note_time(activity, began)
 
     def _note_time(self, activity: str, began: float) -> None:
@@ -239,8 +217,6 @@ class Screen:
             text, style = (piece, "") if isinstance(piece, str) else piece
             text = printable(text)
             written.append(f"\x1b[{_STYLES[style]}m{text}\x1b[0m" if style and coloured else text)
-        if self._bars is not None:
-            self._bars.erase()
         stream.write("".join(written) + "\n")
 
 
@@ -289,106 +265,36 @@ class _ByteCounter:
         return f"{self.label}: {size(self.count)} of {size(self.total)} ({share}), {pace}"
 
 
-class Bars:
-    """Progress bars on standard error, one line each, drawn at most ten times a second.
+def _bars(**options: Any) -> Bars:
+    """Return rich's progress display for bytes on standard error, with further options of rich."""
+    from rich import progress
+    from rich.console import Console
 
-    Several threads may update them. If the terminal is gone, nothing is drawn.
-
-    Args:
-        period: seconds over which speeds are averaged.
-        stays: whether the bars stay on the screen at the end.
-    """
-
-    def __init__(self, *, period: float = 30.0, stays: bool = True) -> None:
-        self._period = period
-        self._stays = stays
-        self._bars: dict[str, _Bar] = {}
-        self._lines_drawn = 0
-        self._drawn_at = -math.inf
-        self._lock = threading.RLock()
-
-    def __enter__(self) -> Bars:
-        _draw_on_terminal(_HIDE_CURSOR)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self.erase()
-            lines = self._lines() if self._stays else []
-            _draw_on_terminal("".join(f"{line}\n" for line in lines) + _SHOW_CURSOR)
-
-    def update(self, key: str, *, label: str = "", total: int | None = None, count: int | None = None) -> None:
-        """Change a bar, or add one.
-
-        Args:
-            key: names the bar.
-            label: text before it; empty keeps the text.
-            total: bytes of the whole; None keeps the number. A bar without a total shows bytes and speed only.
-            count: bytes so far; None keeps the number.
-        """
-        now = time.monotonic()
-        with self._lock:
-            bar = self._bars.setdefault(key, _Bar(now))
-            bar.label = label or bar.label
-            bar.total = bar.total if total is None else total
-            if count is not None:
-                bar.count = count
-                bar.samples.append((now, count))
-                while len(bar.samples) > 2 and bar.samples[0][0] < now - self._period:
-                    bar.samples.popleft()
-            if now >= self._drawn_at + _REDRAW_SECONDS:
-                self._drawn_at = now
-                self.erase()
-                lines = self._lines()
-                _draw_on_terminal("\n".join(lines))
-                self._lines_drawn = len(lines)
-
-    def erase(self) -> None:
-        """Take the bars off the screen until they are drawn again."""
-        with self._lock:
-            if self._lines_drawn:
-                _draw_on_terminal(_ERASE_LINE + _ERASE_LINE_ABOVE * (self._lines_drawn - 1) + "\r")
-            self._lines_drawn = 0
-
-    def _lines(self) -> list[str]:
-        columns = shutil.get_terminal_size().columns - 1
-        widest = max((len(bar.label) for bar in self._bars.values()), default=0)
-        return [bar.line(widest)[:columns] for bar in self._bars.values()]
+    return progress.Progress(
+        progress.TextColumn("  {task.description}"),
+        progress.BarColumn(40),
+        progress.DownloadColumn(),
+        progress.TransferSpeedColumn(),
+        progress.TimeRemainingColumn(elapsed_when_finished=True),
+        console=Console(file=sys.stderr),
+        **options,
+    )
 
 
-class _Bar:
-    """One progress bar, from `began` on, a time of `time.monotonic`."""
+@contextmanager
+def _bar(label: str, total: int, *, stays: bool) -> Iterator[Progress]:
+    """Show a bar with a label on standard error; the context gives the function that advances it."""
+    bar = _bars(transient=not stays)
+    with bar:
+        task = bar.add_task(label, total=total)
 
-    def __init__(self, began: float) -> None:
-        self.began = began
-        self.label = ""
-        self.total: int | None = None
-        self.count = 0
-        self.samples = deque([(began, 0)])
-        """Times and bytes so far, of the last seconds."""
+        def advance(count: int) -> None:
+            bar.advance(task, count)
+            if stays and bar.tasks[0].finished:  # files must still be synced and renamed
+                bar.update(task, description="finishing")
 
-    def line(self, label_width: int) -> str:
-        """Return the bar as text: label, bar, bytes, speed, and the time that is left, or at the end the time taken."""
-        from transaxle.engine.wording import duration, size, speed
-
-        (start, before), (end, after) = self.samples[0], self.samples[-1]
-        pace = speed(after - before, end - start) if end > start else ""
-        label = f"  {printable(self.label).ljust(label_width)}"
-        if not self.total:
-            return f"{label}  {size(self.count)}  {pace}"
-        filled = _BAR_WIDTH * min(self.count, self.total) // self.total
-        bar = "━" * filled + "─" * (_BAR_WIDTH - filled)
-        if self.count >= self.total:
-            seconds = end - self.began
-        else:
-            seconds = (self.total - self.count) * (end - start) / max(after - before, 1)
-        return f"{label}  {bar}  {size(self.count)} of {size(self.total)}  {pace}  {duration(seconds)}"
-
-
-def _draw_on_terminal(text: str) -> None:
-    with suppress(OSError):  # the terminal was closed
-        sys.stderr.write(text)
-        sys.stderr.flush()
+        yield advance
+        bar.update(task, description=label)
 
 
 def _number(value: Any) -> object:
